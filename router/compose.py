@@ -185,6 +185,7 @@ class Router:
             credentials=self.credentials,
             live=self.live,
             responses=Responses(book=self.book),
+            session=self.session,
         )
 
     def routes(self) -> Routes:

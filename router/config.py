@@ -158,6 +158,12 @@ class RouterConfig(
     failover_max: int = flag(
         2, "workers that may die under one request, which goes on at others", least=0, special={0: "none goes on"}
     )
+    resume_window_s: float = _seconds(
+        0.0,
+        "time for which a stream can go on after its connection, or the router, broke (Last-Event-ID)",
+        zero="none",
+        option="--resume-window-s",
+    )
     hedge_after_s: float = _seconds(0.0, "silence after which a stream goes to a second pair as well", zero="never")
     hedge_budget: float = flag(0.05, "largest share of requests that are hedged", above=0, most=1)
     connect_timeout_s: float = _seconds(5.0, "longest time to connect to a worker", above=0)
@@ -199,6 +205,11 @@ def check_config(config: RouterConfig) -> None:
         _require(
             port is None or 0 < port <= MAX_PORT, "--prefill", f"bootstrap port must be 1 to {MAX_PORT}, got {port}"
         )
+    _require(
+        not config.resume_window_s or config.failover_max > 0,
+        "--resume-window-s",
+        "needs --failover-max above 0: a stream goes on as after the loss of a worker",
+    )
     _check_discovery(config)
     _check_auto_roles(config)
 

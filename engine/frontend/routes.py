@@ -30,11 +30,13 @@ from engine.frontend.apis.ranking.score import PairScoreBody, score_pairs
 from engine.frontend.apis.responses import stored
 from engine.frontend.apis.responses.body import ResponseBody
 from engine.frontend.apis.responses.create import create_response
+from engine.frontend.apis.shared.kept import kept_stream
 from service.http import openapi
 from service.http.api_shapes import shape_of
 from service.http.home import HOME
 from service.http.invocations import INVOCATIONS, InvocationBody, invoked_path
 from service.http.pages import CHAT, SHARED
+from service.http.reconnect import KEPT_PATH
 from service.http.routes import Handler
 from service.http.stream import EVENTS_TYPE, LINES_TYPE
 from service.http.unserved_routes import UNSERVED, refuse
@@ -119,6 +121,7 @@ _ROUTES = (
     ApiRoute("GET", "/api/ps", ollama_models.ps),
     ApiRoute("GET", "/api/version", ollama_models.version),
     ApiRoute("POST", "/abort_request", engine.abort_request, engine.AbortBody, empty=True, body_required=False),
+    ApiRoute("POST", KEPT_PATH, kept_stream, is_alias=True),  # for routers
     _tokens("/tokenize", tokens.tokenize, tokens.TokenizeBody),
     _tokens("/detokenize", tokens.detokenize, tokens.DetokenizeBody),
     _admin("/flush_cache", engine.flush_cache, plain_text=True),

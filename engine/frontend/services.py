@@ -25,6 +25,7 @@ from engine.messages import Bootstrap
 from engine.sampling_params import SamplingParams
 from service.http.deadline import UNITS_S, seconds_of
 from service.http.errors import ApiError, bad_field
+from service.http.reconnect import StreamLogs
 from service.responses.book import LocalBook
 from service.security.browser import BrowserRule
 from service.security.keys import KeyGate
@@ -78,6 +79,7 @@ class Services:
     started_unix_s: int = field(default_factory=lambda: int(time.time()))
     warm: asyncio.Event = field(default_factory=asyncio.Event)  # ready, and warmed up
     ignored: IgnoredFields = field(default_factory=IgnoredFields)
+    kept: StreamLogs = field(default_factory=StreamLogs)
     incarnation: str = field(default_factory=lambda: secrets.token_hex(16))
 
     @property

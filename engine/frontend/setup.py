@@ -22,6 +22,7 @@ from engine.messages import GenerateRequest
 from engine.text.sample import SampleIds, SampleText
 from engine.text.tokenizer import Tokenizer
 from service.flags import ConfigError, values_by_name
+from service.http.reconnect import StreamLogs
 from service.http.server import RequestLimits
 from service.responses.book import LocalBook
 from service.responses.store import ResponseStore
@@ -73,6 +74,8 @@ def make_services(
         shared=slot.shared,
         policy=_policy(spec, first=slot.row),
     )
+    kept = StreamLogs()
+    metrics.show_kept(kept)
     return Services(
         spec=spec,
         model=model,
@@ -91,6 +94,7 @@ def make_services(
         prng=random.Random(engine.random_seed if slot.row == MAIN_FRONTEND else f"{engine.random_seed}/{slot.row}"),
         responses=_responses(spec) if slot.row == MAIN_FRONTEND else None,
         others=slot.others,
+        kept=kept,
     )
 
 

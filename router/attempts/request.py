@@ -58,6 +58,9 @@ class RequestContext(msgspec.Struct, kw_only=True, eq=False):
     traceparent: str = ""  # sent to workers; "": the client's
     headers: Mapping[str, str] = {}  # sent to workers
 
+    digest: str = ""  # of what the client sent; "": no one needs it
+    events_first: bytes = b""  # that the client gets before those of a worker
+
     keeper: AnswerKeeper | None = None  # None: nothing is remembered of the answer
 
     # So far.

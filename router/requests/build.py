@@ -2,6 +2,8 @@
 
 from functools import partial
 
+import aiohttp
+
 from router.admission.admission import Admission
 from router.admission.forecast import Forecast
 from router.attempts.events import Events
@@ -26,6 +28,7 @@ from router.requests.failover import Failover
 from router.requests.hedging import Budget, Hedging
 from router.requests.live import LiveRequests
 from router.requests.picking import Picker
+from router.requests.reconnect import Reconnect
 from router.requests.responses import Responses
 
 
@@ -73,6 +76,7 @@ def make_dispatcher(
     credentials: Credentials,
     live: LiveRequests,
     responses: Responses,
+    session: aiohttp.ClientSession,
 ) -> Dispatcher:
     picker = Picker(
         table=launcher.table,
@@ -95,6 +99,15 @@ def make_dispatcher(
     failover = None
     if config.failover_max:
         failover = Failover(most=config.failover_max, retry_max=config.retry_max, picker=picker, launcher=launcher)
+    reconnect = None
+    if config.resume_window_s:
+        reconnect = Reconnect(
+            window_s=config.resume_window_s,
+            table=launcher.table,
+            session=session,
+            credentials=credentials,
+            secret=launcher.secret,
+        )
     return Dispatcher(
         roles=roles_of(config),
         picker=picker,
@@ -109,4 +122,5 @@ def make_dispatcher(
         chooser=chooser if chooser.needs_keys or chooser.needs_session else None,
         hedging=hedging,
         failover=failover,
+        reconnect=reconnect,
     )

@@ -26,6 +26,7 @@ from router.requests.kept_alive import serve_kept_alive
 from router.requests.live import LiveRequests
 from router.requests.merge import Merger, SseMerger
 from router.requests.picking import Picker
+from router.requests.reconnect import Reconnect
 from router.requests.relay import JSON, StreamSplitter, answer_headers, open_answer, read_whole, relay_stream
 from router.requests.replies import HANDED_BACK, draining, failure_error, failure_response, no_worker
 from router.requests.responses import KeptStream, Responses
@@ -76,6 +77,7 @@ class Dispatcher:
     chooser: Chooser | None
     hedging: Hedging | None
     failover: Failover | None
+    reconnect: Reconnect | None
 
     async def invoke(self, http: web.BaseRequest) -> web.StreamResponse:
         """Answer POST /invocations: the body says which API it is for."""
@@ -136,6 +138,8 @@ class Dispatcher:
         """Fill in `request`. `ApiError` for a body or a header that cannot be used, or an unknown model."""
         http = request.http
         request.body = await http.read()
+        if self.reconnect is not None:
+            self.reconnect.note(request)
         parsed = request.parsed = parse_body(Api(request.path), request.body)
         if parsed.api is Api.RESPONSES:
             await self.responses.open(request)
@@ -154,6 +158,9 @@ class Dispatcher:
         for notify in self.launcher.events.on_routed:
             notify(request)
         request.headers = self._headers(request)
+        if self.reconnect is not None:
+            request.headers = {**request.headers, **self.reconnect.headers(request)}
+            await self.reconnect.go_on(request)
 
     def _headers(self, request: RequestContext) -> dict[str, str]:
         given = request.http.headers
@@ -271,6 +278,8 @@ class Dispatcher:
         answer = None if self.failover is None else self.failover.open(request)
         splitter = _splitter(request, attempt, merger, None if answer is None else answer.record)
         out = await open_answer(request.http, attempt.answering.reply, request.alive)
+        if request.events_first:
+            await out.write(request.events_first)
         try:
             if answer is not None:
                 answer.follow(attempt)

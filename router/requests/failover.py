@@ -15,7 +15,7 @@ from router.attempts.upstream_call import CallFailed
 from router.body import write_body
 from router.requests.merge import Merger
 from router.requests.picking import Picker
-from service.http.resume import FRAMES_HEADER, RESUME_FIELD, RESUME_HEADER, FrameRecord, sign
+from service.http.resume import FRAMES_HEADER, RESUME_FIELD, RESUME_HEADER, FrameRecord, Resume, known_frames, sign
 
 
 @dataclass(eq=False, kw_only=True)
@@ -32,7 +32,10 @@ class Failover:
         return {FRAMES_HEADER: "1"}
 
     def open(self, request: RequestContext) -> "ResumableAnswer":
-        return ResumableAnswer(self, request)
+        answer = ResumableAnswer(self, request)
+        if RESUME_HEADER in request.headers:  # its client came again
+            answer.record.take_head(known_frames(msgspec.json.decode(request.parsed.fields[RESUME_FIELD], type=Resume)))
+        return answer
 
 
 @dataclass(eq=False)
@@ -76,7 +79,7 @@ class ResumableAnswer:
         resume = self.record.resume() if self._may_go_on(failure) else None
         if resume is None:
             return None
-        self._ask_for_rest(resume)
+        ask_for_rest(request, resume, launcher.secret)
         self.close()
         for _ in range(self.failover.retry_max + 1):
             placements = self.failover.picker.pick(request) or await self.failover.picker.pick_later(request)
@@ -99,13 +102,6 @@ class ResumableAnswer:
             self.attempt.end()
             self.attempt = None
 
-    def _ask_for_rest(self, resume: bytes) -> None:
-        request = self.request
-        fields = {**request.parsed.fields, RESUME_FIELD: msgspec.Raw(resume)}
-        request.parsed = msgspec.structs.replace(request.parsed, fields=fields)
-        request.body = write_body(request.parsed)
-        request.headers = {**request.headers, RESUME_HEADER: sign(self.failover.launcher.secret, resume)}
-
     async def _begun(self, first: PairAttempt) -> PairAttempt | None:
         """Wait for the answer of an attempt; None: none came."""
         group = AttemptGroup(first, partial(self.failover.launcher.on_attempt_failed, self.request))
@@ -117,3 +113,11 @@ class ResumableAnswer:
         except asyncio.CancelledError:
             group.end()
             raise
+
+
+def ask_for_rest(request: RequestContext, resume: bytes, secret: bytes | None) -> None:
+    """Have the next attempts go on behind what the client has."""
+    fields = {**request.parsed.fields, RESUME_FIELD: msgspec.Raw(resume)}
+    request.parsed = msgspec.structs.replace(request.parsed, fields=fields)
+    request.body = write_body(request.parsed)
+    request.headers = {**request.headers, RESUME_HEADER: sign(secret, resume)}

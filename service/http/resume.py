@@ -104,6 +104,19 @@ def failed_frame(status: int, retry_after_s: int | None = None) -> bytes:
     return _FAILED + b"%d %d\n" % (status, retry_after_s or 0)
 
 
+def known_frames(resume: "Resume") -> bytes:
+    """The frames of what a client has."""
+    frames = begin_frame(Begun(**{name: getattr(resume, name) for name in Begun.__struct_fields__}))
+    for index, ids in enumerate(resume.output_ids):
+        frames += ids_frame(index, ids) if ids else b""
+        frames += b"".join([_PROMPT + b"%d %s\n" % (index, piece.encode()) for piece in resume.prompt_logprobs[index]])
+        frames += b"".join([_LOGPROBS + b"%d %s\n" % (index, piece.encode()) for piece in resume.logprobs[index]])
+        if (how := resume.ended[index]) is not None:
+            frames += end_frame(index, msgspec.json.encode(how))
+    frames += events_frame(resume.num_events) if resume.num_events else b""
+    return frames + (last_frame() if resume.has_last else b"")
+
+
 def unit_of(events: bytes) -> bytes:
     """Several events of one output, and their frames."""
     return _UNIT + b"%d\n%s" % (len(events), events)

@@ -123,6 +123,7 @@ def start_worker(
     allowed: list[str] | None = None,
     process: bool = False,
     warms_up: bool = False,
+    secret: str = "",
 ) -> Iterator[Worker]:
     """`process`: a process of its own, else a thread. Raises what a thread's start raises."""
     checkpoint = folder / "tiny"
@@ -135,6 +136,7 @@ def start_worker(
         "mode": mode,
         "allowed": allowed,
         "warms_up": warms_up,
+        "secret": secret,
         "server": {"port": 0, "drain_timeout_s": drain_s, **(server or {})},
         "engine": {"model_path": str(checkpoint), **(engine or {})},
     }

@@ -41,6 +41,7 @@ async def serve(args: dict[str, Any], port: ListeningPort, signals: StopSignals)
             bootstrap_allowlist=allowlist(args.get("allowed")),
             health_timeout_s=0.5,
             warms_up=args["warms_up"],
+            secret=args["secret"].encode() or None,
             switch=None if args["mode"] == "null" else RoleSwitch(check=lambda to: None),
         )
         to = await run_frontend(

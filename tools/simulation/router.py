@@ -107,6 +107,7 @@ class Router:
             credentials=credentials,
             live=self.live,
             responses=Responses(book=None),
+            session=session,
         )
         browser = BrowserRule(host=config.host, has_keys=False)
         generate = counted(self.dispatcher.handle, metrics)

@@ -9,6 +9,7 @@ import msgspec
 from engine.frontend.client.scheduler_link import concerns_requests
 from engine.messages import ControlReply, ToFrontend
 from service.http.errors import ApiError
+from service.http.reconnect import KEPT_PATH, KeptQuestion
 from service.http.unix_peers import UnixPeers
 from service.telemetry.records import Record, Records, TracesQuery, last_ids
 from service.waiter import end_tasks
@@ -66,6 +67,10 @@ class OtherFrontends:
                 handle(message, rank)
 
         return on_message
+
+    async def kept(self, question: KeptQuestion) -> list[bytes]:
+        """What the one that keeps the stream answers."""
+        return await self._peers.request("POST", KEPT_PATH, question)
 
     async def abort(self, name: str) -> None:
         await self._peers.request("POST", ABORT, AbortName(name))

@@ -20,6 +20,7 @@ from engine.frontend.metrics.names import (
 )
 from engine.messages import StateReply, StepReply
 from engine.text.sample import TextOutput
+from service.http.reconnect import StreamLogs
 
 M = TypeVar("M", Counter, Gauge, Histogram)
 R = TypeVar("R")
@@ -65,6 +66,12 @@ class Metrics:
         self._tpot = self._one(Histogram, "sglang:request_time_per_output_token_seconds", help, ITL_S)
         for stage, name in VLLM_STAGES.items():
             self.registry.register(_Alias(self._stages, name, stage=stage))
+
+    def show_kept(self, streams: StreamLogs) -> None:
+        """Report the streams that are kept for clients that may come again."""
+        help = "streams kept for clients whose connection breaks"
+        self._one(Gauge, "tandem_kept_streams", help).set_function(lambda: len(streams))
+        self._one(Gauge, "tandem_kept_stream_bytes", "bytes of these").set_function(lambda: streams.num_bytes)
 
     def on_start(self, num_prompt_tokens: int) -> None:
         self._requests.inc()

@@ -1,5 +1,7 @@
 """What a frontend answers the main one, at a unix socket in the worker's private directory."""
 
+import asyncio
+
 from aiohttp import web
 
 from engine.frontend.client.other_frontends import (
@@ -17,6 +19,7 @@ from engine.frontend.errors import not_ready
 from engine.frontend.services import Services
 from service.http.errors import ApiError, decode_body
 from service.http.guard import answer_of
+from service.http.reconnect import KEPT_PATH, KeptQuestion
 from service.http.routes import Handler, Routes
 from service.http.stream import json_response
 from service.telemetry.records import Records, TracesQuery
@@ -40,6 +43,11 @@ def make_internal_handle(s: Services) -> Handler:
         s.client.abort(decode_body(await request.read(), AbortName).name)
         return web.Response()
 
+    async def kept(request: web.BaseRequest) -> web.Response:
+        question = decode_body(await request.read(), KeptQuestion)
+        rest = s.kept.rest(question, asyncio.get_running_loop().time())
+        return web.Response(status=404) if rest is None else json_response(rest)
+
     async def reply(request: web.BaseRequest) -> web.Response:
         change = decode_body(await request.read(), RankReply)
         s.leaders.on_message(change.reply, change.rank)
@@ -57,6 +65,7 @@ def make_internal_handle(s: Services) -> Handler:
             web.get(METRICS, metrics),
             web.post(TRACES, traces),
             web.post(ABORT, abort),
+            web.post(KEPT_PATH, kept),
             web.post(REPLY, reply),
             web.post(CLOSE, close),
         ]

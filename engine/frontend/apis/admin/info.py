@@ -19,7 +19,7 @@ from service.telemetry.expositions import merge_expositions
 from service.telemetry.records import Records, TracesQuery, query_error
 from service.version import installed_version
 
-SUMMED_GAUGES = ("_active",)  # over the frontends of the worker
+SUMMED_GAUGES = ("_active", "_kept_streams", "_kept_stream_bytes")  # over the frontends of the worker
 METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 

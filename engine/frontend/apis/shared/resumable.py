@@ -14,6 +14,7 @@ from engine.messages import FinishReason, GenerateRequest, TokenLogprob, TokenOu
 from engine.text.sample import TextOutput
 from service.http.errors import ApiError, bad_field
 from service.http.json_depth import decode_or_none
+from service.http.reconnect import StreamLog
 from service.http.resume import (
     FRAMES_HEADER,
     RESUME_FIELD,
@@ -153,9 +154,13 @@ class Frames:
     """What goes before events. Tokens whose text is held back wait for the event that shows it.
 
     `repeats`: each event shows all logprobs of its sample. `num_events`: that the client has, of an API that numbers them; else None.
+    `kept`: keeps them, and names the events; None: nothing does.
     """
 
-    def __init__(self, begun: Begun, *, repeats: bool = False, num_events: int | None = None) -> None:
+    def __init__(
+        self, begun: Begun, *, repeats: bool = False, num_events: int | None = None, kept: StreamLog | None = None
+    ) -> None:
+        self._kept = kept
         self._begin = begin_frame(begun)
         self._repeats = repeats
         self._num_events = num_events
@@ -178,6 +183,8 @@ class Frames:
         if self._num_events is not None:
             self._num_events += len(events)
             frames += events_frame(self._num_events)
+        if self._kept is not None:
+            events = self._kept.add(frames, events)
         return frames + events[0] if len(events) == 1 else unit_of(frames + b"".join(events))
 
     def _frames_of(self, index: int, tokens: TokenOutput) -> bytes:

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from aiohttp import web
 
+from engine.frontend.apis.shared.kept import end_kept, open_kept
 from engine.frontend.apis.shared.resumable import Frames, has_last, resume_of
 from engine.frontend.apis.shared.whole import answer_framed
 from engine.frontend.client.generation import Generation
@@ -70,14 +71,20 @@ async def answer(
             return json_response(view.body(await generation.collect()))
         with KeepAlive(request, interval_s=_silence_s(request)) as alive:
             resume, frames = resume_of(request), None
+            kept = open_kept(request, generation, begun) if framing.headers is SSE_HEADERS else None
             num_events = 0 if resume is None else resume.num_events
             if begun is not None:
-                frames = Frames(begun, repeats=repeats, num_events=None if framing.number_from is None else num_events)
+                numbered = None if framing.number_from is None else num_events
+                frames = Frames(begun, repeats=repeats, num_events=numbered, kept=kept)
             for index, output in generation.resumed:
                 view.chunks(index, output)  # the client has them
             if framing.number_from is not None:
                 framing.number_from(view, num_events)
-            return await _stream(request, generation, view=view, framing=framing, alive=alive, frames=frames)
+            try:
+                return await _stream(request, generation, view=view, framing=framing, alive=alive, frames=frames)
+            finally:
+                if kept is not None:
+                    end_kept(request, kept)
 
 
 def _silence_s(request: web.BaseRequest) -> float:

@@ -1,0 +1,63 @@
+"""A stream of which this worker keeps what its client has, for a router that asks when the connection broke (service/http/reconnect.py)."""
+
+import asyncio
+import secrets
+
+from aiohttp import web
+
+from engine.frontend.apis.shared.resumable import resume_of
+from engine.frontend.client.generation import Generation
+from engine.frontend.services import SERVICES
+from service.http.errors import ApiError, decode_body
+from service.http.json_depth import decode_or_none
+from service.http.reconnect import KEEP_HEADER, Keep, KeptQuestion, StreamLog
+from service.http.resume import RESUME_HEADER, Begun, begin_frame, is_signed, known_frames
+from service.http.stream import REQUEST_ID, json_response
+
+_NOT_SIGNED = "only a router with the worker's --cluster-secret-file may do this"
+
+
+def open_kept(request: web.BaseRequest, generation: Generation, begun: Begun | None) -> StreamLog | None:
+    """Begin to keep a stream of server-sent events; None: no router asks for it. Raises ApiError(403)."""
+    if begun is None or KEEP_HEADER not in request.headers:
+        return None
+    s, (signature, _, text) = request[SERVICES], request.headers[KEEP_HEADER].partition(" ")
+    keep: Keep | None = decode_or_none(text.encode(), Keep)
+    if keep is None or not is_signed(signature, s.spec.secret, text.encode()):
+        raise ApiError(403, f"{KEEP_HEADER}: {_NOT_SIGNED}")
+    resume = resume_of(request)
+    stream = StreamLog(
+        tag=secrets.token_hex(8),
+        request_id=request[REQUEST_ID],
+        keep=keep,
+        head=begin_frame(begun) if resume is None else known_frames(resume),
+        end=lambda: generation.fail(_taken()),
+    )
+    s.kept.open(stream)
+    return stream
+
+
+def end_kept(request: web.BaseRequest, stream: StreamLog) -> None:
+    """The stream has ended, or its connection broke."""
+    kept, loop = request[SERVICES].kept, asyncio.get_running_loop()
+    kept.ended(stream, loop.time())
+    loop.call_later(stream.keep.window_s, lambda: kept.forget_old(loop.time()))
+
+
+async def kept_stream(request: web.BaseRequest) -> web.Response:
+    """Answer a router. Raises ApiError: 403 for another caller, 404 for a stream that is not known here."""
+    s, data = request[SERVICES], await request.read()
+    if not is_signed(request.headers.get(RESUME_HEADER, ""), s.spec.secret, data):
+        raise ApiError(403, f"{request.path}: {_NOT_SIGNED}")
+    question = decode_body(data, KeptQuestion)
+    rest = s.kept.rest(question, asyncio.get_running_loop().time())
+    if rest is not None:
+        return json_response(rest)
+    elsewhere = [] if s.others is None else await s.others.kept(question)
+    if not elsewhere:
+        raise ApiError(404, "no such stream is kept here")
+    return web.Response(body=elsewhere[0], content_type="application/json")
+
+
+def _taken() -> ApiError:
+    return ApiError(409, "the client has asked for the rest of this stream again", code="stream_resumed")

@@ -1,0 +1,100 @@
+"""A client whose stream broke off repeats its request, and gets the events behind the last that it has (service/http/reconnect.py).
+
+The worker that wrote them is asked, whichever router they came through.
+"""
+
+import asyncio
+import hashlib
+from dataclasses import dataclass
+
+import aiohttp
+import msgspec
+
+from router.attempts.request import RequestContext
+from router.body import OLLAMA
+from router.client.credentials import Credentials
+from router.client.session import WorkerAnswer, call_worker
+from router.pool.states import Health
+from router.pool.worker import Worker
+from router.pool.workers import WorkerTable
+from router.requests.failover import ask_for_rest
+from service.http.errors import ApiError
+from service.http.reconnect import KEEP_HEADER, KEPT_PATH, LAST_EVENT_HEADER, Keep, KeptQuestion, KeptRest
+from service.http.resume import RESUME_HEADER, sign
+from service.security.keys import authorization_of, owner_of
+
+ASK_TIMEOUT_S = 2.0  # a worker that is frozen or gone must not hold those that live
+
+_encode = msgspec.json.Encoder().encode
+
+
+@dataclass(eq=False, kw_only=True)
+class Reconnect:
+    """`window_s`: --resume-window-s."""
+
+    window_s: float
+    table: WorkerTable
+    session: aiohttp.ClientSession
+    credentials: Credentials
+    secret: bytes | None
+
+    def note(self, request: RequestContext) -> None:
+        """Remember what the client sent, before the router changes it."""
+        text = request.path.encode() + b"\n" + request.body
+        request.digest = hashlib.blake2b(text, digest_size=16).hexdigest()
+
+    def headers(self, request: RequestContext) -> dict[str, str]:
+        """What has workers keep the stream; nothing, where there is none."""
+        if not _is_resumable(request):
+            return {}
+        keep = _encode(Keep(window_s=self.window_s, owner=_owner(request), body=request.digest))
+        return {KEEP_HEADER: f"{sign(self.secret, keep)} {keep.decode()}"}
+
+    async def go_on(self, request: RequestContext) -> None:
+        """Have a request that names its last event ask for the rest alone. `ApiError`: no worker has it."""
+        after = request.http.headers.get(LAST_EVENT_HEADER, "")
+        if not after or not _is_resumable(request):
+            return
+        rest = await self._find(request, after)
+        if rest is None:
+            raise ApiError(410, self._gone(request), code="stream_gone")
+        request.events_first = rest.events
+        ask_for_rest(request, rest.resume, self.secret)
+
+    async def _find(self, request: RequestContext, after: str) -> KeptRest | None:
+        question = _encode(
+            KeptQuestion(request_id=request.request_id, owner=_owner(request), body=request.digest, after=after)
+        )
+        workers = [w for w in self.table.workers(request.roles[-1]) if w.health in (Health.UP, Health.DRAINING)]
+        asked = [asyncio.ensure_future(self._ask(worker, request, question)) for worker in workers]
+        try:
+            for answer in asyncio.as_completed(asked):
+                found = await answer
+                if found.status == 200:
+                    return msgspec.json.decode(found.body, type=KeptRest)
+            return None
+        finally:
+            for task in asked:
+                task.cancel()
+
+    async def _ask(self, worker: Worker, request: RequestContext, question: bytes) -> WorkerAnswer:
+        headers = self.credentials.for_client(authorization_of(request.http.headers))
+        headers = {**headers, RESUME_HEADER: sign(self.secret, question)}
+        url = worker.url + KEPT_PATH
+        return await call_worker(self.session, "POST", url, headers, question, timeout_s=ASK_TIMEOUT_S)
+
+    def _gone(self, request: RequestContext) -> str:
+        return (
+            f"{LAST_EVENT_HEADER}: the stream {request.request_id} cannot go on: no worker keeps it for this API key, path and body. "
+            f"A stream is kept for {self.window_s:g} s after its connection broke (--resume-window-s), by the worker that wrote it; "
+            "send the request without this header to begin again"
+        )
+
+
+def _is_resumable(request: RequestContext) -> bool:
+    """Its answer is server-sent events."""
+    return request.parsed.streams and request.parsed.api not in OLLAMA
+
+
+def _owner(request: RequestContext) -> str:
+    return owner_of(authorization_of(request.http.headers))
