@@ -66,6 +66,8 @@ async def test_a_stream_that_went_on_with_its_client_may_lose_its_worker_again()
             worker.behave = keeps(dies_once)
         _, _, text = await c.post(PATH, STREAM, headers=AGAIN)
         assert tokens_of(text) == [3, 4, 5]
+        known = [seen.body[RESUME_FIELD]["output_ids"] for w in c.decodes for seen in w.seen if seen.path == PATH]
+        assert sorted(known) == [[[1, 2]], [[1, 2, 3]]]
         await c.settled()
 
 
