@@ -140,6 +140,8 @@ class Drafting:
         """Learn from a step that took `taken_s`."""
         if plan.extend or not plan.items or taken_s <= 0:
             return
+        if plan.rewinds and not plan.only_drafts and not any(item.draft for item in plan.items):
+            return  # rows without drafts do not cost what those of an earlier step leave to be done
         if not plan.only_drafts:
             self.costs.note(len(plan.items), taken_s)
             return

@@ -24,11 +24,15 @@ from engine.models.decoder import DenseDecoder
 
 @dataclass(frozen=True, slots=True)
 class _Verified:
-    """Rows from `first` on of a step with drafts: a request's, behind its first `start` tokens. `before`: copies of its state then."""
+    """Rows from `first` on of a step with drafts: a request's, behind its first `start` tokens.
+
+    `slot`: of its state; `shadow`: what this was then.
+    """
 
     first: int
     start: int
-    before: StateCopy
+    slot: int
+    shadow: int
 
 
 class States:
@@ -55,15 +59,13 @@ class States:
         self.pool.step = step
         if step.drafts:
             self._note_runs(items)
-            self.pool.run([run.before for run in self._verified.values()])
+            self.pool.run([StateCopy(run.slot, run.shadow) for run in self._verified.values()])
 
     def _note_runs(self, items: Sequence[PlanItem]) -> None:
         starts, drafted = first_rows(items), [run[0] for run in runs_of(items) if len(run) > 1]
         self._verified = {
-            items[i].slot: _Verified(
-                starts[i], items[i].start, StateCopy(self._slots[items[i].slot], self.pool.shadow(number))
-            )
-            for number, i in enumerate(drafted)
+            row: _Verified(starts[i], items[i].start, self._slots[row], self.pool.shadow(number))
+            for number, (i, row) in enumerate((i, items[i].slot) for i in drafted)
         }
 
     def end(self, plan: Plan) -> None:
@@ -72,11 +74,10 @@ class States:
     def rewind(self, model: DenseDecoder, rewinds: Sequence[StateRewind]) -> None:
         """Let states be behind the rows that count of the last step with drafts."""
         runs = [self._verified[rewind.slot] for rewind in rewinds]
-        copies = [run.before for run in runs]
-        self.pool.run([StateCopy(copy.dst, copy.src) for copy in copies if copy.src is not None])
+        self.pool.run([StateCopy(run.shadow, run.slot) for run in runs])
         counts = [rewind.length - run.start for rewind, run in zip(rewinds, runs, strict=True)]
         rows = [row for run, count in zip(runs, counts, strict=True) for row in range(run.first, run.first + count)]
-        slots = torch.tensor([copy.src for copy in copies], dtype=torch.int32)
+        slots = torch.tensor([run.slot for run in runs], dtype=torch.int32)
         model.pass_again(self._upload(torch.tensor(rows)), counts, self._upload(slots))
 
     def _upload(self, values: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import pytest
 
 from engine.core.drafting import TRY_EVERY, Drafting
 from engine.core.drafts import MODELED, NO_DRAFT, Draft
-from engine.core.plan import Plan, PlanItem
+from engine.core.plan import Plan, PlanItem, StateRewind
 from engine.core.request import Request
 from engine.core.row_costs import RowCosts
 from tests.core.engine_in_a_test import request_of
@@ -220,6 +220,35 @@ def test_no_more_is_asked_than_may_be_sampled_and_not_twice() -> None:
     one_left, three_left, asked = (request_of([1, 2], rid=f"l{n}", max_new_tokens=n) for n in (1, 3, 9))
     asked.drafts.asked_at = asked.num_tokens
     assert num_asked(one, [one_left, three_left, asked]) == [0, 2, 0]
+
+
+def test_rows_without_drafts_do_not_pay_for_states_that_go_back() -> None:
+    """Steps with drafts do, and passes of the executor's drafter: they cause it."""
+
+    def item(**fields: object) -> PlanItem:
+        return PlanItem("r", 0, [1], 0, 0, [], True, 0, False, **fields)  # type: ignore[arg-type]
+
+    back = [StateRewind(0, 9)]
+    for fields, rows in (({}, 0), ({"draft": True}, 2)):
+        costs = Noted()
+        one = Drafting(None, most=4, passes=4, costs=costs)
+        one.note(Plan(seq=1, extend=False, items=[item(), item(**fields)], rewinds=back), 0.4)
+        assert costs.rows == [rows] * (rows > 0)
+        one.note(Plan(seq=2, extend=False, items=[item(to_draft=2)], rewinds=back), 0.4)
+        assert one.pass_costs is not None
+        one.note(Plan(seq=3, extend=False, items=[item()]), 0.4)
+        assert costs.rows[-1] == 1
+
+
+class Noted:
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+
+    def step(self, rows: int) -> float:
+        return 1.0
+
+    def note(self, rows: int, taken_s: float) -> None:
+        self.rows.append(rows)
 
 
 def test_a_pass_costs_what_its_steps_took() -> None:

@@ -3,6 +3,7 @@
 from contextlib import nullcontext
 from dataclasses import replace
 
+from engine.core.plan import StateCopy
 from engine.executor.states import States
 from engine.kernels.tape import Tape
 from engine.kv.state_pool import StatePool
@@ -40,7 +41,7 @@ def _(original, pool, copies):
 @REWINDS.bug("states are kept when the rows have passed", States.end, "The shadow is the state that it should undo.")
 def _(original, states, plan):
     if any(item.draft for item in plan.items):
-        states.pool.run([run.before for run in states._verified.values()])
+        states.pool.run([StateCopy(run.slot, run.shadow) for run in states._verified.values()])
     original(states, plan)
 
 
