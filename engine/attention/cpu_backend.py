@@ -74,4 +74,5 @@ def _riders_of(step: StepBatch, requests: Sequence[int], rows: torch.Tensor) -> 
         slots=step.slots[torch.tensor(requests)],
         token_pages=step.token_pages[rows],
         token_offsets=step.token_offsets[rows],
+        drafted=frozenset(n for n, i in enumerate(requests) if i in step.drafted),
     )

@@ -219,7 +219,7 @@ class ForwardPass:
             riders=[i for i, item in enumerate(items) if not item.extend],
             state_slots=None if self._states is None else self._states.of(slots),
             windows=self._window_rows(token_slots, positions),
-            drafts=any(item.draft for item in items),
+            drafted=frozenset(i for i, item in enumerate(items) if item.draft),
         )
         return step, positions, flat
 

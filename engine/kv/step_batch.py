@@ -28,7 +28,7 @@ class StepBatch:
     riders:      requests of an extend step that decode; None: any request of one token may
     state_slots: [B] int32, where each request's recurrent state lies (engine/kv/state_pool.py); None: the model has none
     windows:     where layers with a window have their KV; None: where the others have it
-    drafts:      some requests of single tokens stand in several rows one after another, each a token further; False: in one
+    drafted:     entries of single tokens that read a draft: each is of the request of the entry before it, a token further
     """
 
     extend: bool
@@ -41,14 +41,16 @@ class StepBatch:
     riders: Sequence[int] | None = None
     state_slots: torch.Tensor | None = None
     windows: WindowRows | None = None
-    drafts: bool = False
+    drafted: frozenset[int] = frozenset()
+
+    @property
+    def drafts(self) -> bool:
+        """Whether some requests of single tokens stand in several entries."""
+        return bool(self.drafted)
 
     def first_rows(self) -> list[int]:
         """Return the first entry of each request, and the end; where tokens are single ones, these are its rows."""
-        if not self.drafts:
-            return list(range(len(self.q_lens) + 1))
-        slots = self.slots.tolist()
-        return [i for i, slot in enumerate(slots) if i == 0 or slots[i - 1] != slot] + [len(slots)]
+        return [i for i in range(len(self.q_lens) + 1) if i not in self.drafted]
 
     def spans(self) -> list[tuple[int, int]]:
         """Return the (first, end) row of each request in the [T, ...] tensors."""

@@ -1,6 +1,6 @@
 """Layers of Gated DeltaNet and Mamba2 between their products, with random weights and a pool of 4 requests; and transformers'."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 import torch
@@ -166,11 +166,11 @@ def run(
     slots: Sequence[int],
     *,
     decodes: Sequence[int] = (),
-    drafts: bool = False,
+    drafted: Collection[int] = (),
 ) -> list[Tensor]:
     """One step of requests with these inputs; `decodes`: those whose token is one of an answer.
 
-    `drafts`: entries of one slot that follow one another are tokens of one request.
+    `drafted`: entries that are of the request of the entry before them.
     """
     none, lens = torch.zeros(0, dtype=torch.int64), [len(x) for x in rows]
     layers.inputs.pool.step = StepBatch(
@@ -183,7 +183,7 @@ def run(
         token_offsets=none,
         riders=decodes,
         state_slots=torch.tensor(slots, dtype=torch.int32),
-        drafts=drafts,
+        drafted=frozenset(drafted),
     )
     layers.inputs.step.begin()
     return list(torch.split(layers(torch.cat(list(rows))), lens))
