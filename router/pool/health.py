@@ -10,7 +10,7 @@ import aiohttp
 from router.client.credentials import Credentials
 from router.client.session import call_worker
 from router.config import HealthFlags
-from router.pool.active_calls import give_up_vain_calls, move_calls
+from router.pool.active_calls import give_up_vain_calls, last_byte_s, move_calls
 from router.pool.models import has_adapters, parse_models, says_models
 from router.pool.probe import FAILURES, Prober
 from router.pool.reports import (
@@ -37,6 +37,7 @@ _INFO_PATHS = ("/server_info", "/get_server_info")
 _MODEL_PATHS = ("/v1/models",)
 _MODEL_INFO_PATHS = ("/get_model_info", "/model_info")
 _ROLES = {"prefill": Role.PREFILL, "decode": Role.DECODE, "null": Role.UNIFIED}  # by --disaggregation-mode
+MOST_BEATS_PER_S = 64  # of all workers: about 3 % of a core
 BETWEEN_S = 0.0005  # two first checks
 GOLDEN = 0.6180339887  # its multiples spread evenly over an interval, however many there are (Knuth, vol. 3, 6.4)
 NO_WORKER = "/health answers, but neither /server_info nor /v1/models says anything: is this URL a worker's?"
@@ -114,14 +115,28 @@ class HealthMonitor:
             watch.wake.clear()
             await self._check(watch)
             self._give_up(watch.worker)
+            watch.checked_s = loop_time_s()
             watch.checked.set()
+            await self._wait(watch, loop_time_s() + watch.next_wait_s(self.config.health_check_interval_s))
+        self._watches.pop(watch.worker.worker_id, None)
+
+    async def _wait(self, watch: "_Watch", due_s: float) -> None:
+        """Until the next check, a word of the worker's end, or its silence while it has requests."""
+        beat_s = self._beat_s()
+        while not watch.wake.is_set() and (now_s := loop_time_s()) < due_s:
+            calls = watch.worker.calls
+            if beat_s and calls and now_s - max(watch.checked_s, last_byte_s(watch.worker)) >= beat_s:
+                return
             try:
-                wait_s = watch.next_wait_s(self.config.health_check_interval_s)
-                async with asyncio.timeout(wait_s):  # no task of its own
+                async with asyncio.timeout(min(due_s - now_s, beat_s) if beat_s and calls else due_s - now_s):
                     await watch.wake.wait()
             except TimeoutError:
                 continue
-        self._watches.pop(watch.worker.worker_id, None)
+
+    def _beat_s(self) -> float:
+        """How long a worker with requests may say nothing before it is asked; 0: until the next check."""
+        beat_s = self._prober.beat_s and max(self._prober.beat_s, len(self._watches) / MOST_BEATS_PER_S)
+        return beat_s if beat_s < self.config.health_check_interval_s else 0.0
 
     def _give_up(self, worker: Worker) -> None:
         count = give_up_vain_calls(worker, loop_time_s(), timeout_s=self.config.dead_worker_timeout_s)
@@ -258,6 +273,7 @@ class _Watch:
         self.begin_s = begin_s
         self.task: asyncio.Task[None] | None = None
         self.wake = asyncio.Event()
+        self.checked_s = 0.0  # when the last check ended
         self.checked = asyncio.Event()
         self.retired = False
         self.load_due_s = 0.0

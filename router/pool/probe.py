@@ -1,7 +1,10 @@
 """Asks one worker at a time over HTTP, and notices its silence meanwhile.
 
 A process that is frozen, or behind a cut cable, refuses no connection. Its silence is noticed sooner than a failed check, and means less:
-new requests go elsewhere if they can, until the first answer. A worker that streams is never silent.
+new requests go elsewhere if they can, until the first answer. A worker that streams is never silent. One that has requests and says nothing
+is asked every quarter of the limit, whatever the time between checks is; an idle one is not.
+
+    last byte ---- a beat: asked ---- a beat ---- a beat ---- a beat: the limit, its requests move
 """
 
 import asyncio
@@ -17,6 +20,7 @@ from router.client.credentials import Credentials
 from router.pool.active_calls import last_byte_s
 from router.pool.worker import Worker
 
+BEATS = 4  # in the limit of a silence
 ROUNDING_S = 0.001  # timers are no more exact than this
 MAX_ANSWER_BYTES = 4 << 20
 FAILURES = (aiohttp.ClientError, OSError, TimeoutError)
@@ -32,12 +36,18 @@ class Prober:
     silence_s: float
     on_silence: Callable[[Worker, bool], None]
 
+    @property
+    def beat_s(self) -> float:
+        return self.silence_s / BEATS
+
     async def get(self, worker: Worker, path: str) -> tuple[int, bytes]:
         """(status, body). Raises one of `FAILURES`."""
         silence, timeout = None, aiohttp.ClientTimeout(total=self.timeout_s)
         if self.silence_s:
             report = partial(self.on_silence, worker)
-            silence = SilenceTimer(limit_s=self.silence_s, received_s=partial(last_byte_s, worker), report=report)
+            silence = SilenceTimer(
+                limit_s=self.silence_s, beat_s=self.beat_s, received_s=partial(last_byte_s, worker), report=report
+            )
         try:
             async with self.session.get(
                 worker.url + path, timeout=timeout, headers=self.credentials.own(), allow_redirects=False
@@ -67,18 +77,20 @@ class Prober:
 class SilenceTimer:
     """Calls `report(silent)` after `limit_s` without bytes, and repeatedly until `close`, which must follow.
 
-    `received_s()`: when bytes came last (the loop's time).
+    `received_s()`: when bytes came last (the loop's time). `beat_s`: how long before its begin a silence may have begun.
     """
 
     __slots__ = ("_limit_s", "_loop", "_received_s", "_report", "_sent_s", "_timer")
 
-    def __init__(self, *, limit_s: float, received_s: Callable[[], float], report: Callable[[bool], None]) -> None:
+    def __init__(
+        self, *, limit_s: float, received_s: Callable[[], float], report: Callable[[bool], None], beat_s: float = 0.0
+    ) -> None:
         self._loop = asyncio.get_running_loop()
-        self._sent_s = self._loop.time()
+        self._sent_s = self._loop.time() - beat_s
         self._limit_s = limit_s
         self._received_s = received_s
         self._report = report
-        self._timer = self._loop.call_later(limit_s, self._on_timer)
+        self._timer = self._loop.call_later(limit_s - beat_s, self._on_timer)
 
     def close(self) -> None:
         self._timer.cancel()

@@ -72,7 +72,8 @@ async def _a_long_step(pd: Pd) -> None:
         running = [asyncio.create_task(generate(http, pd.router.url, body)) for body, _ in asked[:2]]
         until_s = time.monotonic() + HELD_S
         while time.monotonic() < until_s:
-            assert (await asyncio.to_thread(pd.seen, pd.prefill))["health"] == "up"
+            seen = await asyncio.to_thread(pd.seen, pd.prefill)
+            assert seen["health"] == "up" and not seen["silent"], "a silent one would lose its requests to others"
             assert not any(task.done() for task in running)
             await asyncio.sleep(0.05)
         running += [asyncio.create_task(generate(http, pd.router.url, body)) for body, _ in asked[2:]]

@@ -123,6 +123,7 @@ class DummyWorker:
     calls: list[tuple[str, str]] = field(default_factory=list)
     models: list[dict[str, Any]] | None = None  # of /v1/models; None: one of its own name
     cancelled: int = 0
+    num_checks: int = 0
     port: int = 0
     host: str = "127.0.0.1"
     runner: web.AppRunner | None = None
@@ -145,6 +146,7 @@ class DummyWorker:
             await runner.cleanup()
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
+        self.num_checks += request.path == "/health"
         if request.path == "/health" and self.draining:
             return web.json_response({"status": "draining"}, status=503)
         if request.path == "/health" and self.frozen:

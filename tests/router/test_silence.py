@@ -5,13 +5,25 @@ import math
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from router.pool.active_calls import last_byte_s
 from router.pool.probe import SilenceTimer
 from router.pool.states import Health
 from router.pool.worker import Role, Worker
 from tests.router.attempts import Launched
-from tests.router.dummies import CHAT, Cluster, cluster, hang, until, workers
+from tests.router.dummies import (
+    CHAT,
+    STREAM,
+    Cluster,
+    DummyWorker,
+    begin_stream,
+    cluster,
+    hang,
+    later,
+    until,
+    workers,
+)
 
 QUICK: dict[str, Any] = {"health_check_interval_s": 0.02, "health_silence_s": 0.05}
 PATIENT: dict[str, Any] = {**QUICK, "health_check_timeout_s": 60.0}
@@ -30,6 +42,39 @@ async def test_what_waits_for_a_frozen_worker_moves_to_another() -> None:
         frozen.frozen = True
         assert (await running)[0] == 200
         assert len(frozen.seen) == len(other.seen) == 1 and frozen.cancelled == 1
+        await c.settled()
+
+
+async def test_a_worker_with_requests_is_asked_more_often_than_checks_come_while_it_says_nothing() -> None:
+    """The next check is an hour away when it freezes."""
+    async with cluster(decode=2, **{**PATIENT, "health_check_interval_s": 3600.0}) as c:
+        frozen = c.decodes[0]
+        frozen.behave = hang
+        running = asyncio.create_task(c.post("/v1/chat/completions", CHAT))
+        await until(lambda: frozen.seen)
+        c.router.monitor.look(state(c, 1))
+        await until(lambda: frozen.num_checks == 4)  # of the start, this one, and two of its silence
+        frozen.frozen = True
+        assert (await running)[0] == 200 and frozen.cancelled == 1
+        await c.settled()
+
+
+async def test_a_worker_that_streams_or_has_nothing_to_do_is_not_asked_more_often() -> None:
+    async def streams(worker: DummyWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        out = await begin_stream(request)
+        for _ in range(100):
+            await out.write(b'data: {"i": 0}\n\n')
+            await asyncio.sleep(0.01)
+        await out.write_eof()
+        return out
+
+    async with cluster(health_check_interval_s=3600.0, health_silence_s=2.0) as c:
+        c.decodes[0].behave = later(lambda: c.decodes[0].num_checks == 2, streams)
+        running = asyncio.create_task(c.post("/v1/chat/completions", STREAM))
+        await until(lambda: c.decodes[0].seen)
+        c.router.monitor.look(state(c, 1))
+        assert (await running)[0] == 200
+        assert (c.decodes[0].num_checks, c.prefills[0].num_checks) == (2, 1)
         await c.settled()
 
 

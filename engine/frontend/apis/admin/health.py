@@ -11,7 +11,7 @@ from engine.messages import StateReply, StepReply
 from service.http.errors import DRAINING, ApiError
 from service.http.stream import json_response
 
-RECENT_S = 1.0  # a scheduler whose last message is younger is alive without a call
+RECENT_S = 0.25  # a scheduler whose last message is younger is alive without a call
 LOADING_TIMEOUT_S = 1.0
 INFO_TIMEOUT_S = 5.0
 
