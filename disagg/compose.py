@@ -2,12 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 
 from disagg.config import SchedulerSpec, read_secret
 from disagg.decode_role import DecodeRole
 from disagg.layerwise import StepClock, groups_of
 from disagg.metadata import Checksum, MetadataBuffers
+from disagg.moving import Moves
 from disagg.page_sender import PageSender
 from disagg.prefill_role import PrefillRole
 from disagg.recompute import Bounds
@@ -17,18 +19,21 @@ from engine.build import EngineParts
 from engine.kv.cache_spec import UNIT_ALIGN_BYTES
 from engine.kv.page_checksum import NAME as CHECKSUM_NAME
 from engine.loop.role import EngineRole, UnifiedRole
+from engine.messages import KVSource
 from engine.ranks.group import Group
 from engine.ranks.group_checksum import GroupChecksum
 from engine.ranks.rank_checksum import RankChecksum, alone
 from engine.ranks.rank_pools import RankPools
 from transfer_backends.contract import KVArgs, LayerGroup, TransferConfig
 from transfer_backends.decode.manager import DecodeManager
+from transfer_backends.engines.shared import SharedEngine
 from transfer_backends.liveness import ProcessMark
 from transfer_backends.ports import Engine
 from transfer_backends.prefill.manager import PrefillManager
 from transfer_backends.ranks.engines import RankEngines
 from transfer_backends.ranks.remote import RemoteEngine
 
+MOVE_TIMEOUT_S = 30.0  # for another decode worker to give its pages: until then the request has its memory here, and its client waits
 LEAST_BYTES = 4 << 20  # that leave while the next chunk computes: fewer disturb it more than they hide
 
 
@@ -46,7 +51,7 @@ def make_role(spec: SchedulerSpec, parts: EngineParts, *, wakeup: Callable[[], N
 def _prefill(
     spec: SchedulerSpec, parts: EngineParts, metadata: MetadataBuffers, wakeup: Callable[[], None]
 ) -> PrefillRole:
-    transfers = _transfers(spec, parts, metadata)
+    transfers = _transfers(spec, parts, metadata, share=lambda engine: engine)
     groups = _layer_groups(spec, transfers.args) if parts.pool.specs else ()
     kv_args = replace(transfers.args, groups=groups)
     config = _transfer_config(spec)
@@ -78,7 +83,7 @@ def _prefill(
         pages=PageSender(
             metadata,
             page_size=parts.pool.page_size,
-            page_bytes=sum(kv_args.layer_bytes) * kv_args.kv_units,
+            page_bytes=_page_bytes(kv_args),
             checksum=_checksum(spec, parts, wakeup),
             layerwise=bool(groups),
             least_bytes=LEAST_BYTES,
@@ -93,7 +98,7 @@ def _decode(
 ) -> DecodeRole:
     config = _transfer_config(spec)
     routes = RouteFinder(secret=config.secret, grace_s=spec.disagg.disaggregation_bootstrap_grace_s)
-    transfers = _transfers(spec, parts, metadata)
+    transfers = _transfers(spec, parts, metadata, share=partial(SharedEngine, num_users=2))
     manager = DecodeManager(
         transfers.args,
         transfers.engine,
@@ -103,14 +108,59 @@ def _decode(
     )
     manager.set_wakeup(wakeup)
     manager.start()
+    checksum = _checksum(spec, parts, wakeup)
     return DecodeRole(
         scheduler=parts.scheduler,
         manager=manager,
         metadata=metadata,
-        moves_bytes=spec.disagg.disaggregation_transfer_backend != "fake",
+        moves_bytes=_moves_bytes(spec),
         prealloc_timeout_s=spec.disagg.disaggregation_prealloc_timeout_s,
-        checksum=_checksum(spec, parts, wakeup),
+        checksum=checksum,
+        moves=_moves(spec, parts, metadata, transfers, config, checksum=checksum, wakeup=wakeup),
     )
+
+
+def _moves(
+    spec: SchedulerSpec,
+    parts: EngineParts,
+    metadata: MetadataBuffers,
+    transfers: "_Transfers",
+    config: TransferConfig,
+    *,
+    checksum: Checksum | None,
+    wakeup: Callable[[], None],
+) -> Moves:
+    """The sending half of a decode worker: the same engine and memory, a control plane of its own."""
+    timeout_s = min(config.bootstrap_timeout_s, MOVE_TIMEOUT_S)
+    manager = PrefillManager(
+        transfers.args,
+        transfers.engine,
+        replace(config, bootstrap_timeout_s=timeout_s),
+        followers=transfers.followers,
+        computes=False,
+    )
+    manager.set_wakeup(wakeup)
+    manager.start()
+    return Moves(
+        scheduler=parts.scheduler,
+        manager=manager,
+        pages=PageSender(
+            metadata,
+            page_size=parts.pool.page_size,
+            page_bytes=_page_bytes(transfers.args),
+            checksum=checksum,
+        ),
+        source=KVSource(manager.control_address, manager.incarnation),
+        moves_bytes=_moves_bytes(spec),
+    )
+
+
+def _moves_bytes(spec: SchedulerSpec) -> bool:
+    return spec.disagg.disaggregation_transfer_backend != "fake"
+
+
+def _page_bytes(args: KVArgs) -> int:
+    return sum(args.layer_bytes) * args.kv_units
 
 
 def _layer_groups(spec: SchedulerSpec, args: KVArgs) -> tuple[LayerGroup, ...]:
@@ -144,8 +194,12 @@ class _Transfers:
     followers: tuple[ProcessMark, ...]
 
 
-def _transfers(spec: SchedulerSpec, parts: EngineParts, metadata: MetadataBuffers) -> _Transfers:
-    """Raises BackendUnavailable, and EngineError where a follower's engine does not start."""
+def _transfers(
+    spec: SchedulerSpec, parts: EngineParts, metadata: MetadataBuffers, *, share: Callable[[Engine], Engine]
+) -> _Transfers:
+    """`share`: of each process's engine, what its users call. Raises BackendUnavailable, and EngineError where a follower's engine does
+    not start.
+    """
     own, remotes, pools = engine_of(spec, parts.pool), _remotes(parts.group), _pools(parts)
     memory = memory_of(pools)
     args = KVArgs(
@@ -160,7 +214,7 @@ def _transfers(spec: SchedulerSpec, parts: EngineParts, metadata: MetadataBuffer
         ranks=(memory, *(remote.memory for remote in remotes)),
         pools=side_pools(pools),
     )
-    engine = RankEngines([own, *remotes]) if remotes else own
+    engine = RankEngines([share(one) for one in (own, *remotes)]) if remotes else share(own)
     return _Transfers(engine, args, tuple(remote.mark for remote in remotes))
 
 

@@ -6,6 +6,7 @@ add -> WAITING --handshake done, memory--> TRANSFER --Success--> running (the sc
                       pages a peer may still write: quarantined until the receiver is drained
 
 running --memory short--> RETRACTED (the scheduler's, or Resumption's) --memory, before any new request--> running
+running --the router moves it--> Moves: its KV goes to another decode worker, where it is added with its `source`
 """
 
 import logging
@@ -13,7 +14,8 @@ import math
 from collections import Counter
 
 from disagg.handover import DecodeHandover, HandoverStage, Receivers
-from disagg.metadata import Checksum, KVCorrupt, MetadataBuffers, MetadataCorrupt
+from disagg.metadata import Checksum, FirstToken, KVCorrupt, MetadataBuffers, MetadataCorrupt
+from disagg.moving import HAS_MOVED, Moves
 from disagg.quarantine import Quarantine
 from disagg.resumption import Resumption
 from engine.core.outputs import StepEffects, refusal, refused
@@ -21,6 +23,7 @@ from engine.core.plan import Plan
 from engine.core.request import Request
 from engine.core.scheduler import ABORTED, Scheduler
 from engine.messages import FAKE_BOOTSTRAP_HOST, FinishReason, LogprobOptions, TokenOutput, TransferPath
+from transfer_backends.contract import Route
 from transfer_backends.kvpoll import KVPoll, RoomInUse
 
 log = logging.getLogger(__name__)
@@ -40,8 +43,9 @@ class DecodeRole:
         moves_bytes: bool,
         prealloc_timeout_s: float,
         checksum: Checksum | None = None,
+        moves: Moves | None = None,
     ) -> None:
-        """`checksum`: of what lands, compared with prefill's before decode starts."""
+        """`checksum`: of what lands, compared with the sender's before decode starts. `moves`: None: what leaves takes no KV along."""
         self._scheduler = scheduler
         self._manager = manager
         self._metadata = metadata
@@ -58,6 +62,7 @@ class DecodeRole:
             moves_bytes=moves_bytes,
             checksum=checksum,
         )
+        self._moves = moves
         self._counters: Counter[str] = Counter()
         self._closed = False
 
@@ -71,7 +76,9 @@ class DecodeRole:
             return [refused(request, error)]
         fake = bootstrap.host == FAKE_BOOTSTRAP_HOST
         try:
-            receiver = self._manager.receiver(bootstrap.room, bootstrap=f"{bootstrap.host}:{bootstrap.port}", fake=fake)
+            receiver = self._manager.receiver(
+                bootstrap.room, bootstrap=f"{bootstrap.host}:{bootstrap.port}", fake=fake, route=_route_of(request)
+            )
         except (RoomInUse, ValueError) as error:
             return [refused(request, refusal(f"bootstrap_room: {error}", status=409))]
         if request.logprobs is not None:  # the prompt's are known to prefill alone; the router merges
@@ -90,21 +97,35 @@ class DecodeRole:
         handover = self._handovers.get(rid)
         if handover is not None:
             return self._end(handover, reason)
-        resuming = self._resumption.abort(rid, reason)
-        return self._scheduler.abort(rid, reason) if resuming is None else resuming
+        held = self._resumption.abort(rid, reason)
+        if held is None and self._moves is not None:
+            held = self._moves.abort(rid, reason)
+        return self._scheduler.abort(rid, reason) if held is None else held
+
+    def move_out(self, rid: str, room: int, now_s: float) -> list[TokenOutput]:
+        """End a request here, as another worker goes on with it; by its KV if it is running, which then waits in `room`."""
+        request = self._scheduler.stages.live.get(rid)
+        if self._moves is None or request is None:
+            return self.abort(rid, now_s, HAS_MOVED)
+        if request in self._scheduler.stages.running:
+            return self._moves.begin(request, room)
+        return [] if request.moves else self.abort(rid, now_s, HAS_MOVED)
 
     def close_to_peers(self, why: str | None) -> None:
-        """No peer sends a decode worker work. While it is closed, it preempts no request either."""
+        """No peer sends a decode worker work, and what leaves it leaves. While it is closed, it preempts no request."""
         self._closed = why is not None
 
     def end_peers_work(self, why: str) -> None:
-        """No peer sends a decode worker work."""
+        if self._moves is not None:
+            self._moves.end_all(why)
 
     def poll(self, now_s: float) -> list[TokenOutput]:
         outputs: list[TokenOutput] = []
         self._quarantine.end_drained()
         self._resumption.take()
         self._resumption.poll(now_s, may_preempt=not self._closed)
+        if self._moves is not None:
+            outputs += self._moves.poll(now_s)
         ready: list[DecodeHandover] = []
         for handover in list(self._handovers.values()):
             state = handover.receiver.poll()
@@ -155,8 +176,12 @@ class DecodeRole:
         handover.request.times.queued_s = now_s
         skip = handover.request.shared_pages  # cached here: neither written nor exposed
         handover.tail = self._scheduler.memory.tail(handover.request, handover.request.handed_tokens)
-        handover.receiver.provide(handover.request.pages[skip:], row, skip_pages=skip, tail=handover.tail)
+        handover.receiver.provide(self._landing(handover.request), row, skip_pages=skip, tail=handover.tail)
         return True
+
+    def _landing(self, request: Request) -> list[int]:
+        """Pages of the tokens that are handed over, without what is cached here."""
+        return request.pages[request.shared_pages : self._scheduler.memory.allocator.pages_for(request.handed_tokens)]
 
     def _expire(self, handover: DecodeHandover, now_s: float) -> list[TokenOutput]:
         if now_s - handover.request.arrived_s <= self._prealloc_timeout_s:
@@ -166,8 +191,8 @@ class DecodeRole:
         return self._end(handover, FinishReason(kind="abort", message=waited, status=503))
 
     def _start(self, handover: DecodeHandover, now_s: float) -> list[TokenOutput]:
-        pages = handover.request.pages[handover.request.shared_pages :]
         try:
+            pages = self._landing(handover.request)
             first = handover.read_row(self._metadata, pages, handover.tail, self._checksum)
         except (MetadataCorrupt, KVCorrupt) as error:
             rid, room = handover.request.rid, handover.room
@@ -182,7 +207,14 @@ class DecodeRole:
         handover.request.transfer_retries += handover.receiver.retries()
         self._quarantine.close(handover.receiver, handover.metadata_row)
         del self._handovers[handover.request.rid]
-        return self._scheduler.held.start_decoding(handover.request, first.result, cached_tokens=first.cached_tokens)
+        return self._run(handover.request, first)
+
+    def _run(self, request: Request, first: FirstToken) -> list[TokenOutput]:
+        if request.source is None:
+            return self._scheduler.held.start_decoding(request, first.result, cached_tokens=first.cached_tokens)
+        self._counters["moved_in"] += 1
+        self._scheduler.held.go_on_decoding(request, cached_tokens=first.cached_tokens)
+        return []
 
     def _fail(self, handover: DecodeHandover) -> list[TokenOutput]:
         self._counters["bootstrap_failed" if handover.stage is HandoverStage.WAITING else "transfer_failed"] += 1
@@ -205,7 +237,11 @@ class DecodeRole:
 
     def waits_for_outside(self) -> bool:
         return bool(
-            self._handovers or len(self._resumption) or len(self._quarantine) or len(self._scheduler.stages.retracted())
+            self._handovers
+            or len(self._resumption)
+            or len(self._quarantine)
+            or self._num_moving
+            or len(self._scheduler.stages.retracted())
         )
 
     def queues(self) -> dict[str, int]:
@@ -215,6 +251,7 @@ class DecodeRole:
             "transfer": count[HandoverStage.TRANSFER],
             "resuming": len(self._resumption) - self._resumption.num_waiting,
             "quarantined": len(self._quarantine),
+            "moving": self._num_moving,
             "retracted": len(self._scheduler.stages.retracted()) + self._resumption.num_waiting,
             "waiting": 0,  # all that the scheduler's waiting queue holds are retracted ones
         }
@@ -222,12 +259,17 @@ class DecodeRole:
     def counters(self) -> dict[str, float]:
         backups = self._scheduler.backups
         own = {"backup_saved_tokens": backups.saved_tokens, "backup_restored_tokens": backups.restored_tokens}
-        return {**self._manager.counters, **(self._counters + self._resumption.counters), **own}
+        moved = {} if self._moves is None else self._moves.all_counters()
+        return {**self._manager.counters, **(self._counters + self._resumption.counters), **own, **moved}
 
     def gauges(self) -> dict[str, float]:
         wanted = sum(h.request.handed_tokens for h in self._handovers.values() if h.stage is HandoverStage.WAITING)
         allocator = self._scheduler.memory.allocator
         return {"pending_prealloc_token_usage": wanted / (allocator.num_pages * allocator.page_size)}
+
+    @property
+    def _num_moving(self) -> int:
+        return 0 if self._moves is None else len(self._moves)
 
     def transfer_paths(self) -> list[TransferPath]:
         """Prefill measures them."""
@@ -236,11 +278,23 @@ class DecodeRole:
     def check(self) -> None:
         owned = sum(h.metadata_row is not None for h in self._handovers.values())
         owned += self._resumption.num_rows + self._quarantine.num_rows
+        owned += 0 if self._moves is None else self._moves.num_rows
         used = self._metadata.num_used
         assert owned == used, f"{used} metadata rows used, {owned} owned"
         self._quarantine.check()
         self._metadata.check()
         self._manager.check()
+        if self._moves is not None:
+            self._moves.check()
 
     def close(self) -> None:
+        if self._moves is not None:
+            self._moves.close()
         self._manager.close()
+
+
+def _route_of(request: Request) -> Route | None:
+    """Return where the KV of a request that has moved waits; None: the bootstrap server knows."""
+    if request.source is None:
+        return None
+    return Route(control=request.source.control, incarnation=request.source.incarnation, shared=True)

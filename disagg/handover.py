@@ -1,10 +1,10 @@
 """The hand-over of a request's KV: its record and stages on either side.
 
-    prefill    WAITING (for decode's pages) --> COMPUTING --last chunk sent--> TRANSFER --Success--> ENDING --> gone
+    sender     WAITING (for decode's pages) --> COMPUTING --last chunk sent--> TRANSFER --Success--> ENDING --> gone
     decode     WAITING (for memory) ---------- pages offered to prefill -----> TRANSFER --Success--> running (the scheduler's)
 
-A prefill worker's record stays, ENDING, until no operation reads its pages. A decode worker's goes at once; memory that a peer
-may still write goes into quarantine.
+The sender is a prefill worker, or the decode worker that a request leaves. Its record stays, ENDING, until no operation reads its
+pages. A receiver's goes at once; memory that a peer may still write goes into quarantine.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from disagg.metadata import Checksum, FirstToken, MetadataBuffers, PendingChecks
 from engine.core.request import Request
 from engine.messages import TokenOutput
 from service.telemetry.logs import about
-from transfer_backends.contract import PeerPath, RecomputeRequest, Tail
+from transfer_backends.contract import PeerPath, RecomputeRequest, Route, Tail
 from transfer_backends.ports import KVReceiver, KVSender
 
 
@@ -47,22 +47,34 @@ class Handover:
         return about(request_id=self.request.request_id, rid=self.request.rid, room=self.room)
 
 
+class Purpose(Enum):
+    """Why KV is sent. Of a PROMPT a client waits for the answer; RECOMPUTE: decode requested it; MOVE: it goes on decoding elsewhere."""
+
+    PROMPT = "prompt"
+    RECOMPUTE = "recompute"
+    MOVE = "move"
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class PrefillHandover(Handover):
-    """`recompute`: decode requested it; no client waits for an answer. `answer`: to send once decode has everything.
+    """`answer`: to send once decode has everything.
 
     `last_pages` went with the last chunk, at `last_sent_s`.
     """
 
     sender: KVSender
-    recompute: bool = False
+    purpose: Purpose = Purpose.PROMPT
     sent_pages: int = 0
     last_pages: int = 0
     last_sent_s: float = 0.0
     answer: TokenOutput | None = None
 
+    @property
+    def for_prompt(self) -> bool:
+        return self.purpose is Purpose.PROMPT
+
     def for_client(self, outputs: list[TokenOutput]) -> list[TokenOutput]:
-        return [] if self.recompute else outputs
+        return outputs if self.for_prompt else []
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -93,7 +105,7 @@ class DecodeHandover(Handover):
 
 
 class Senders(Protocol):
-    """The part of the prefill manager that the role uses."""
+    """The part of the prefill manager that a role uses."""
 
     @property
     def counters(self) -> dict[str, int]: ...
@@ -116,7 +128,9 @@ class Receivers(Protocol):
     @property
     def counters(self) -> dict[str, int]: ...
 
-    def receiver(self, room: int, *, bootstrap: str, room_attempt: int = 0, fake: bool = False) -> KVReceiver: ...
+    def receiver(
+        self, room: int, *, bootstrap: str, room_attempt: int = 0, fake: bool = False, route: Route | None = None
+    ) -> KVReceiver: ...
 
     def check(self) -> None: ...
 

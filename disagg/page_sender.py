@@ -9,7 +9,7 @@ metadata row   last: nothing passes for complete before all of it is
 from collections import Counter, deque
 from collections.abc import Mapping, Set
 
-from disagg.handover import HandoverStage, PrefillHandover
+from disagg.handover import HandoverStage, PrefillHandover, Purpose
 from disagg.metadata import Checksum, FirstToken, MetadataBuffers
 from engine.core.plan import ItemResult, Plan, PlanItem
 from engine.messages import TokenOutput
@@ -135,7 +135,7 @@ class PageSender:
         request = handover.request
         assert handover.answer is not None
         content = FirstToken(
-            ItemResult(token=None, bad=first.bad) if handover.recompute else first,  # decode samples the next one
+            first if handover.for_prompt else ItemResult(token=None, bad=first.bad),  # decode samples the next one
             cached_tokens=handover.answer.cached_tokens,
             queue_s=request.times.queue_s,
             prefill_s=request.times.prefill_s,
@@ -152,7 +152,7 @@ class PageSender:
 
     def on_landed(self, handover: PrefillHandover, now_s: float) -> None:
         """Count what was computed for decode, and what has moved."""
-        if handover.recompute:
+        if handover.purpose is Purpose.RECOMPUTE:
             self.counters["recomputed"] += 1
             self.counters["recomputed_tokens"] += handover.request.handed_tokens - handover.request.cached_tokens
         if not handover.moves_bytes:

@@ -1,28 +1,24 @@
 """The prefill role: a request waits for decode's page indices, is computed, and is handed over chunk by chunk.
 
-    add -> WAITING --indices here--> COMPUTING --last chunk sent--> TRANSFER --Success--> ENDING -> gone
-               \\________ Failed, abort, timeout: answered at once __________/             (memory back)
+Its stages are drawn in disagg/outgoing.py. Failed, aborted and late ones are answered at once.
 
 Decode may also request the KV of a request that it retracted (disagg/recompute.py): its pages are known from the start, and no
 client waits for an answer.
 """
 
-import logging
 from collections import Counter
 from typing import Protocol
 
-from disagg.handover import HandoverStage, PrefillHandover, Senders
+from disagg.handover import HandoverStage, PrefillHandover, Purpose, Senders
+from disagg.outgoing import Outgoing
 from disagg.page_sender import PageSender
 from disagg.recompute import Bounds, request_for, why_not
-from engine.core.outputs import StepEffects, output_of, refusal, refused
+from engine.core.outputs import StepEffects, refusal, refused
 from engine.core.plan import Plan
 from engine.core.request import Request
 from engine.core.scheduler import ABORTED, Scheduler
 from engine.messages import FAKE_BOOTSTRAP_HOST, FinishReason, TokenOutput, TransferPath
-from transfer_backends.contract import ABORTED_BY_DECODE
-from transfer_backends.kvpoll import KVPoll, RoomInUse
-
-log = logging.getLogger(__name__)
+from transfer_backends.kvpoll import RoomInUse
 
 
 class Directory(Protocol):
@@ -44,7 +40,7 @@ class PrefillRole:
         self._pages = pages
         self._directory = directory
         self._bounds = bounds
-        self._handovers: dict[str, PrefillHandover] = {}
+        self._outgoing = Outgoing(scheduler=scheduler, pages=pages, begin=self._compute, name=self.name)
         self._counters: Counter[str] = Counter()
         self._closed_to_peers: str | None = None
 
@@ -55,7 +51,7 @@ class PrefillRole:
             return [refused(request, refusal("bootstrap_room: a prefill worker needs one", status=400))]
         if error := self._scheduler.refusal(request):
             return [refused(request, error)]
-        if request.rid in self._handovers:
+        if request.rid in self._outgoing.handovers:
             return [refused(request, refusal(f"rid: a request with id {request.rid!r} is running", status=400))]
         room, fake = request.bootstrap.room, request.bootstrap.host == FAKE_BOOTSTRAP_HOST
         try:
@@ -65,48 +61,44 @@ class PrefillRole:
         if not fake:
             self._directory.add_room(room)
         request.times.bootstraps = True
-        self._handovers[request.rid] = PrefillHandover(request, room, moves_bytes=not fake, sender=sender)
+        self._outgoing.open(PrefillHandover(request, room, moves_bytes=not fake, sender=sender))
         self._scheduler.memory.prefetch(request)
         return []
 
     def abort(self, rid: str, now_s: float, reason: FinishReason = ABORTED) -> list[TokenOutput]:
-        handover = self._handovers.get(rid)
+        handover = self._outgoing.handovers.get(rid)
         if handover is None:
             return self._scheduler.abort(rid, reason)
-        if handover.stage is HandoverStage.ENDING:
-            return []
-        handover.sender.abort(reason.message)
-        return handover.for_client(self._end(handover, reason))
+        return self._outgoing.abort(handover, reason)
+
+    def move_out(self, rid: str, room: int, now_s: float) -> list[TokenOutput]:
+        """Nothing here has begun its answer: the router sends it to others as a whole."""
+        return []
 
     def close_to_peers(self, why: str | None) -> None:
         self._closed_to_peers = why
 
     def end_peers_work(self, why: str) -> None:
         reason = FinishReason(kind="abort", message=why)
-        for handover in list(self._handovers.values()):
-            if handover.recompute and handover.stage is not HandoverStage.ENDING:
+        for handover in list(self._outgoing.handovers.values()):
+            if not handover.for_prompt and handover.stage is not HandoverStage.ENDING:
                 self._counters["recompute_refused"] += 1
-                handover.sender.abort(why)
-                self._end(handover, reason)
+                self._outgoing.abort(handover, reason)
 
     def poll(self, now_s: float) -> list[TokenOutput]:
-        outputs: list[TokenOutput] = []
         self._take_recompute_requests(now_s)
-        for handover in list(self._handovers.values()):
-            outputs += handover.for_client(self._move(handover, now_s))
-        self._pages.send_computed(now_s)
-        return outputs
+        return self._outgoing.poll(now_s)
 
     def on_launch(self, plan: Plan) -> None:
-        self._pages.on_launch(plan, self._handovers)
+        self._pages.on_launch(plan, self._outgoing.handovers)
 
     def on_step(self, effects: StepEffects, now_s: float) -> list[TokenOutput]:
         for request in effects.progressed:
             if not request.alone and not self._pages.layerwise:
-                self._pages.send_whole_pages(self._handovers[request.rid])
+                self._pages.send_whole_pages(self._outgoing.handovers[request.rid])
         for request, output, first in effects.prefilled:
             request.times.computed_s = now_s
-            handover = self._handovers[request.rid]
+            handover = self._outgoing.handovers[request.rid]
             handover.tail = self._scheduler.memory.tail(request, request.handed_tokens)
             self._pages.add_computed(handover, output, first)
         self._pages.send_computed(now_s)
@@ -117,10 +109,9 @@ class PrefillRole:
     def _take_recompute_requests(self, now_s: float) -> None:
         for wanted in self._manager.take_recompute_requests():
             request = request_for(wanted, now_s)
-            assert request.rid not in self._handovers, f"{request.rid}: the manager gives each room attempt once"
             sender = self._manager.sender(wanted.room, room_attempt=wanted.room_attempt)
-            handover = PrefillHandover(request, wanted.room, moves_bytes=True, sender=sender, recompute=True)
-            self._handovers[request.rid] = handover
+            handover = PrefillHandover(request, wanted.room, moves_bytes=True, sender=sender, purpose=Purpose.RECOMPUTE)
+            self._outgoing.open(handover)
             unfit = self._scheduler.refusal(request)
             error = self._closed_to_peers or why_not(wanted.work, self._bounds) or (unfit and unfit.message)
             if error:
@@ -128,83 +119,17 @@ class PrefillRole:
                 sender.abort(error)
                 handover.stage = HandoverStage.ENDING
 
-    def _move(self, handover: PrefillHandover, now_s: float) -> list[TokenOutput]:
-        state = handover.sender.poll()
-        if handover.stage is HandoverStage.ENDING:
-            self._forget_when_released(handover)
-        elif state is KVPoll.Failed:
-            return self._fail(handover)
-        elif handover.stage is HandoverStage.WAITING and state is not KVPoll.Bootstrapping:
-            return self._schedule(handover, now_s)
-        elif handover.stage is HandoverStage.TRANSFER and state is KVPoll.Success:
-            assert handover.answer is not None
-            handover.stage = HandoverStage.ENDING
-            self._pages.on_landed(handover, now_s)
-            self._forget_when_released(handover)
-            return [handover.answer]
-        return []
-
-    def _schedule(self, handover: PrefillHandover, now_s: float) -> list[TokenOutput]:
-        """Decode's pages are known: the request may compute."""
-        request, sender = handover.request, handover.sender
-        skip = sender.skip_pages
-        need = self._scheduler.memory.allocator.pages_for(request.handed_tokens) - skip
-        if sender.num_pages not in (None, need):
-            besides = f" besides {skip} that decode has" * bool(skip)
-            sender.abort(f"decode gave {sender.num_pages} pages, the prompt needs {need}{besides}")
-            return self._fail(handover)
-        if not handover.recompute:
-            self._pages.gauges.bootstrapped(now_s - request.arrived_s)
-        handover.stage, request.times.queued_s = HandoverStage.COMPUTING, now_s
-        outputs = self._scheduler.add(request)
-        if outputs:  # the queue filled up meanwhile
-            sender.abort(outputs[0].finish.message if outputs[0].finish else "refused")
-            handover.stage = HandoverStage.ENDING
-        return outputs
-
-    def _fail(self, handover: PrefillHandover) -> list[TokenOutput]:
-        waiting = handover.stage is HandoverStage.WAITING
-        self._counters["bootstrap_failed" if waiting else "transfer_failed"] += 1
-        reason = handover.sender.failure() or "the transfer failed"
-        rid, room = handover.request.rid, handover.room
-        log.warning("prefill %s (room %d) failed: %s", rid, room, reason, extra=handover.log_fields)
-        # Decode answers with the real reason, which may be load or lateness: ours must not make a fault of it.
-        status = 503 if reason.startswith(ABORTED_BY_DECODE) else 500
-        return self._end(handover, FinishReason(kind="abort", message=f"KV transfer: {reason}", status=status))
-
-    def _end(self, handover: PrefillHandover, reason: FinishReason) -> list[TokenOutput]:
-        """Answer with `reason` now; memory goes when no peer reads it any more."""
-        request, stage = handover.request, handover.stage
-        handover.stage = HandoverStage.ENDING
-        if stage is HandoverStage.WAITING:
-            outputs = [refused(request, reason)]
-        elif request.finish is None and (outputs := self._scheduler.abort(request.rid, reason)):
-            pass
-        elif request.finish is None:  # its last chunk is being computed
-            outputs = [self._scheduler.held.end(request, reason)]
-        else:  # computed: the answer was held back for this
-            request.finish = reason
-            outputs = [output_of(request, [])]
-        self._forget_when_released(handover)
-        return outputs
-
-    def _forget_when_released(self, handover: PrefillHandover) -> None:
-        if not handover.sender.released():
-            return
-        if handover.metadata_row is not None:
-            self._pages.metadata.free(handover.metadata_row)
-        if handover.request.finish is not None and handover.request in self._scheduler.held:
-            self._scheduler.held.release(handover.request)
-        handover.sender.close()
-        del self._handovers[handover.request.rid]
+    def _compute(self, handover: PrefillHandover, now_s: float) -> list[TokenOutput]:
+        handover.request.times.queued_s = now_s
+        return self._scheduler.add(handover.request)
 
     # ---- reports
 
     def waits_for_outside(self) -> bool:
-        return bool(self._handovers)
+        return bool(self._outgoing.handovers)
 
     def queues(self) -> dict[str, int]:
-        count = Counter(handover.stage for handover in self._handovers.values())
+        count = self._outgoing.count()
         return {
             "bootstrap": count[HandoverStage.WAITING],
             "waiting": self._scheduler.num_waiting,
@@ -212,7 +137,7 @@ class PrefillRole:
         }
 
     def counters(self) -> dict[str, float]:
-        return {**self._manager.counters, **self._counters, **self._pages.counters}
+        return {**self._manager.counters, **(self._counters + self._outgoing.counters), **self._pages.counters}
 
     def gauges(self) -> dict[str, float]:
         return self._pages.gauges.values()
@@ -232,7 +157,7 @@ class PrefillRole:
 
     def check(self) -> None:
         metadata = self._pages.metadata
-        owned, used = sum(h.metadata_row is not None for h in self._handovers.values()), metadata.num_used
+        owned, used = self._outgoing.num_rows, metadata.num_used
         assert owned == used, f"{used} metadata rows used, {owned} owned"
         metadata.check()
         self._manager.check()

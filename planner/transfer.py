@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from disagg.metadata import MetadataBuffers
 from planner.host import Host
 from planner.timeline import Timeline
-from transfer_backends.contract import Gate, PeerPath, RecomputeRequest, Tail, Work
+from transfer_backends.contract import Gate, PeerPath, RecomputeRequest, Route, Tail, Work
 from transfer_backends.kvpoll import KVPoll
 
 
@@ -249,7 +249,9 @@ class PlannedReceivers:
     end: End
     counters: dict[str, int] = field(default_factory=Counter)
 
-    def receiver(self, room: int, *, bootstrap: str, room_attempt: int = 0, fake: bool = False) -> PlannedReceiver:
+    def receiver(
+        self, room: int, *, bootstrap: str, room_attempt: int = 0, fake: bool = False, route: Route | None = None
+    ) -> PlannedReceiver:
         found = self.network.room(room)
         found.decode = self.end
         self.network.shake_hands(found)

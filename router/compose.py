@@ -37,8 +37,10 @@ from router.http.traces_api import TracesApi
 from router.http.worker_calls import WorkerCalls
 from router.http.workers_api import WorkersApi
 from router.metrics import RouterMetrics, counted
+from router.pool.active_calls import give_up_all
 from router.pool.discovery import open_discovery
 from router.pool.health import HealthMonitor
+from router.pool.moves import MoveOrders
 from router.pool.shared_load import SharedLoad
 from router.pool.worker import Role, Worker
 from router.pool.workers import WorkerTable, WorkerTableError
@@ -113,6 +115,8 @@ class Router:
         self.session = await stack.enter_async_context(open_session(**client))
         self.upstream = HttpUpstream(**client)
         stack.push_async_callback(self.upstream.close)
+        moves = MoveOrders(self.session, credentials)
+        stack.push_async_callback(moves.close)
         self.monitor = HealthMonitor(
             config=config,
             table=table,
@@ -120,6 +124,7 @@ class Router:
             credentials=credentials,
             on_report=lambda worker, report: self.recorder.on_report(worker.role, worker.report, report),
             on_info=self.feed.on_info,
+            let_go=give_up_all if config.disable_kv_moves else moves.let_go,
         )
         stack.push_async_callback(self.monitor.close)
         self.discovery = await open_discovery(config, table=table, monitor=self.monitor)

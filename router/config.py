@@ -62,6 +62,14 @@ class HealthFlags(FlagSet):
         1.0, "silence after which other workers are preferred, and take over what runs there", zero="no limit"
     )
     disable_moves: bool = flag(False, "what runs at a worker that is silent or drains stays there")
+    disable_kv_moves: bool = flag(False, "KV of what moves is not transferred: a prefill worker computes it again")
+    rebalance_above: float = flag(
+        0.0,
+        "share of its KV memory above which a decode worker gives running requests to one with room",
+        least=0,
+        most=1,
+        special={0: "never"},
+    )
     health_failure_threshold: int = flag(2, "failed health checks in a row that take a worker out", least=1)
     health_success_threshold: int = flag(1, "good health checks in a row that bring a worker back", least=1)
     load_poll_interval_s: float = _seconds(1.0, "time between two polls of a worker's load", zero="own counts alone")

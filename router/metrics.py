@@ -19,7 +19,7 @@ from router.admission.admission import Admission
 from router.admission.forecast import LineFit
 from router.attempts.pair_attempt import PairAttempt
 from router.attempts.request import RequestContext
-from router.attempts.upstream_call import CallFailed
+from router.attempts.upstream_call import MOVED, CallFailed
 from router.choice.kv_feed import KVEventFeed
 from router.pool.breaker import State
 from router.pool.worker import Role, Worker
@@ -62,7 +62,7 @@ class RouterMetrics(Collector):
         self.errors = count("tandem_router_errors", "Failures seen while serving requests", ["reason", "role"])
         self.refused = count("tandem_router_refused", "Requests refused before they were read", ["why"])
         self.retries = count("tandem_router_retries", "Attempts after the first one", ["reason"])
-        failovers = "Streams whose worker was lost: those that went on at others, and those that ended with an error"
+        failovers = "Streams whose worker was lost or let them go: they moved with their KV, went on through a pair, or ended with an error"
         self.failovers = count("tandem_router_failovers", failovers, ["reason", "result"])
         moves = "Moves of workers between the pools (--auto-roles), by how they ended"
         self.role_moves = count("tandem_router_role_moves", moves, ["model", "to_role", "result"])
@@ -86,8 +86,11 @@ class RouterMetrics(Collector):
     def on_retry(self, failure: CallFailed) -> None:
         self.retries.labels(failure.reason).inc()
 
-    def on_failover(self, failure: CallFailed, went_on: bool) -> None:
-        self.failovers.labels(failure.label, "went_on" if went_on else "ended").inc()
+    def on_failover(self, failure: CallFailed, attempt: PairAttempt | None) -> None:
+        """`attempt`: where the stream goes on."""
+        by_kv = attempt is not None and failure.reason == MOVED and attempt.prefill is None
+        result = "ended" if attempt is None else "moved" if by_kv else "went_on"
+        self.failovers.labels(failure.label, result).inc()
 
     def on_first_byte(self, request: RequestContext, attempt: PairAttempt, now_s: float) -> None:
         self._ttfb_s.observe(request.path, now_s - request.started_s)

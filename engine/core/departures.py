@@ -4,6 +4,7 @@
                +--> draining --settle (inflight 0)--<
     retract ---+                                  retracted: its KV copied to the host (Backups), memory back, waiting
                                                   (or held by the role)
+    move ---------> leaving ---settle (inflight 0)---> held by the role, which sends its KV to another worker
 
 A request's pages are released only when no launched step touches them (`inflight == 0`): a transfer peer may write a
 released page next, and does not wait for our stream.
@@ -12,7 +13,7 @@ released page next, and does not wait for our stream.
 from engine.core.outputs import output_of
 from engine.core.request import Request
 from engine.core.state import SchedulerState
-from engine.messages import FinishReason, TokenOutput
+from engine.messages import MOVED, FinishReason, TokenOutput
 
 
 class Departures:
@@ -25,7 +26,7 @@ class Departures:
         request.finish = reason
         self._state.counters.aborted += reason.kind == "abort"
         growth = self._state.growth
-        if growth is not None and reason.kind != "abort":
+        if growth is not None and reason.kind not in ("abort", MOVED):
             growth.note_end(len(request.output_ids))
         output = output_of(request, new_ids or [])
         if not request.prefill_only:
@@ -41,6 +42,13 @@ class Departures:
         self._stages.draining.append(victim)
         self.settle()
 
+    def move(self, request: Request) -> None:
+        """Take a running request out of the batch, for another worker; its last step may end it."""
+        self._stages.running.remove(request)
+        self._stages.leaving.append(request)
+        request.moves = True
+        self.settle()
+
     def retract_all(self) -> int:
         self._state.backups.forget_all(self._stages.live.values())
         victims = self._stages.take_computing()
@@ -54,6 +62,10 @@ class Departures:
         `copy`: False: this engine computes retracted requests again.
         """
         backups = self._state.backups
+        for request in self._stages.take_departed():
+            if request.slot is not None:
+                self._state.table.close(request)  # its pages are still read, its row is not
+            self._stages.held.append(request)
         for request in self._stages.take_settled():
             if request.finish is None and copy and backups.begin(request):
                 self._stages.draining.append(request)  # until its copy is made

@@ -3,6 +3,7 @@
     adopt --> (reserve) --> start_decoding                KV from elsewhere: decode role
     take_retracted --> resume_decoding, resume_here       lost its memory; the role decides where its KV comes from
     (Departures: a computed prompt) --> release           KV goes elsewhere: prefill role
+    move --> (its last step) --> leave --> release        ... of a running request: decode role
 
 A held request computes nothing. Its memory stays until the role calls `release`, after `quarantine` where a peer may still
 write its pages.
@@ -76,10 +77,17 @@ class HeldRequests:
 
     def start_decoding(self, request: Request, first: ItemResult, *, cached_tokens: int) -> list[TokenOutput]:
         """Run an adopted request whose KV has landed, with `first` as its first token."""
+        self._start(request, cached_tokens=cached_tokens)
+        return [self._results.commit_sample(request, first)]
+
+    def go_on_decoding(self, request: Request, *, cached_tokens: int) -> None:
+        """Run an adopted request that another worker has decoded so far: its next step samples the next token."""
+        self._start(request, cached_tokens=cached_tokens)
+
+    def _start(self, request: Request, *, cached_tokens: int) -> None:
         request.hidden_launched = request.handed_tokens
         self._run(request, num_landed=request.handed_tokens)
         request.cached_tokens, request.admitted = cached_tokens, True
-        return [self._results.commit_sample(request, first)]
 
     def _run(self, request: Request, *, num_landed: int) -> None:
         """Pages of a window behind the last one were reserved, too, and nothing landed there: others must not find them."""
@@ -105,6 +113,18 @@ class HeldRequests:
         self._stages.held.remove(request)
         self._stages.requeue(request)
         self._stages.batch_is_full = False
+
+    # ---- requests for other workers
+
+    def move(self, request: Request) -> None:
+        """Take a running request out of the batch: it is held once its last step is collected, unless that ends it."""
+        self._departures.move(request)
+
+    def leave(self, request: Request, reason: FinishReason) -> TokenOutput:
+        """End a held request for its client here. Its memory stays until `release`."""
+        assert request in self._stages.held and request.moves
+        request.finish = reason
+        return output_of(request, [])
 
     # ---- ends
 

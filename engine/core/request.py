@@ -15,7 +15,7 @@ from engine.core.drafts import Drafts
 from engine.core.hooks import Grammar, StopPattern
 from engine.core.radix_node import TRUNK, Branch, Node
 from engine.core.times import Times
-from engine.messages import Bootstrap, FinishReason, LogprobOptions, TokenLogprob
+from engine.messages import Bootstrap, FinishReason, KVSource, LogprobOptions, TokenLogprob
 from engine.sampling_params import SamplingParams
 
 
@@ -83,10 +83,12 @@ class Request:
     stop_patterns: tuple[StopPattern, ...] = ()  # compiled `sampling.stop_regex`
     serial: int = 0  # order of arrival
     num_resumed: int = 0  # of `output_ids`, how many another worker generated before
+    source: KVSource | None = None  # that worker, if it sends the KV of all tokens but the last
 
     # Results: what it has generated, and how it ends
     output_ids: list[int] = field(default_factory=list)
     finish: FinishReason | None = None
+    moves: bool = False  # it has left the batch: another worker goes on with its KV
     abort: FinishReason | None = None  # to end with; takes effect at the next check
     unsent: Unsent = field(default_factory=Unsent)
     input_logprobs_sent: bool = False
@@ -137,8 +139,13 @@ class Request:
 
     @property
     def handed_tokens(self) -> int:
-        """Count the tokens whose KV prefill computes for decode: the prompt, and what was generated before."""
-        return len(self.input_ids) + self.num_resumed
+        """Count the tokens whose KV one worker hands to another: the prompt, and what was generated before.
+
+        Of a request that moves from decode to decode the last token's is not computed yet.
+        """
+        if self.moves:
+            return self.num_tokens - 1
+        return len(self.input_ids) + self.num_resumed - (self.source is not None)
 
     @property
     def max_new_tokens(self) -> int:

@@ -3,6 +3,7 @@
 add ---> waiting ---> chunked / running ---> (ended) ---> draining ---> gone
             ^                |                               |
             +--- retracted --+              held: the role decides when its memory goes
+                                leaving: a step in flight --+
 """
 
 from itertools import chain
@@ -21,6 +22,7 @@ class Stages:
         self.chunked: Request | None = None  # the one whose prompt is computed in parts
         self.running: list[Request] = []
         self.draining: list[Request] = []  # ended or retracted, a step in flight
+        self.leaving: list[Request] = []  # for another worker, a step in flight
         self.held: list[Request] = []  # by the role: KV is being handed over, or comes from elsewhere
         self.newly_retracted: list[Request] = []  # of the held ones: the role does not know yet
         self.batch_is_full = False
@@ -37,7 +39,7 @@ class Stages:
             return
         if self.waiting.pop(request.rid, None) is not None:
             return
-        for stage in (self.running, self.draining):
+        for stage in (self.running, self.draining, self.leaving):
             if request in stage:
                 stage.remove(request)
                 return
@@ -61,10 +63,16 @@ class Stages:
         self.draining = [r for r in self.draining if r.inflight > 0]
         return settled
 
+    def take_departed(self) -> list[Request]:
+        """Take out the requests for other workers whose last step has been collected."""
+        departed = [r for r in self.leaving if r.inflight == 0]
+        self.leaving = [r for r in self.leaving if r.inflight > 0]
+        return departed
+
     def growing(self) -> list[Request]:
         """Return the requests that may need more pages than they have."""
         chunked = [self.chunked] if self.chunked is not None else []
-        coming = [r for r in self.held if not r.prefill_only and r.pages and r.finish is None]
+        coming = [r for r in self.held if not r.prefill_only and not r.moves and r.pages and r.finish is None]
         return self.running + chunked + coming
 
     def adapter_budget(self, limits: Limits, *, now_s: float) -> AdapterBudget:
@@ -86,7 +94,7 @@ class Stages:
 
     def all(self) -> list[Request]:
         chunked = [self.chunked] if self.chunked is not None else []
-        return [*self.waiting.values(), *self.running, *self.draining, *self.held, *chunked]
+        return [*self.waiting.values(), *self.running, *self.draining, *self.leaving, *self.held, *chunked]
 
     def check(self) -> None:
         assert sorted(r.rid for r in self.all()) == sorted(self.live), "a live request is in no stage, or in two"

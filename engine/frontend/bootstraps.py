@@ -87,6 +87,19 @@ class BootstrapAllowlist:
         self._allowed = allowed
         self._secret = secret
 
+    def check_source(self, control: str) -> None:
+        """Check "host:port" of a worker that has a request's KV, which a signed field names, or without a secret any client. Raises ApiError(400)."""
+        host, _, port = control.rpartition(":")
+        known = self._secret is not None or self._allowed is None
+        if not known and not (
+            port.isdigit() and self._allowed is not None and self._allowed.admits(host.strip("[]"), int(port))
+        ):
+            raise bad_field(
+                "resume",
+                f"names {control[:100]!r}, which this worker does not know (--disaggregation-bootstrap-allowed, or a "
+                "--cluster-secret-file, with which the router signs it)",
+            )
+
     def check(self, bootstraps: Sequence[Bootstrap | None], *, voucher: str) -> None:
         """Check the samples of one request, in order. Raises ApiError(400) that names bootstrap_host."""
         if self._allowed is None:

@@ -37,6 +37,7 @@ from service.http.home import HOME
 from service.http.invocations import INVOCATIONS, InvocationBody, invoked_path
 from service.http.pages import CHAT, SHARED
 from service.http.reconnect import KEPT_PATH
+from service.http.resume import MOVE_OUT
 from service.http.routes import Handler
 from service.http.stream import EVENTS_TYPE, LINES_TYPE
 from service.http.unserved_routes import UNSERVED, refuse
@@ -122,6 +123,7 @@ _ROUTES = (
     ApiRoute("GET", "/api/version", ollama_models.version),
     ApiRoute("POST", "/abort_request", engine.abort_request, engine.AbortBody, empty=True, body_required=False),
     ApiRoute("POST", KEPT_PATH, kept_stream, is_alias=True),  # for routers
+    ApiRoute("POST", MOVE_OUT, engine.move_out, engine.MoveOutBody),
     _tokens("/tokenize", tokens.tokenize, tokens.TokenizeBody),
     _tokens("/detokenize", tokens.detokenize, tokens.DetokenizeBody),
     _admin("/flush_cache", engine.flush_cache, plain_text=True),

@@ -50,6 +50,7 @@ from engine.messages import (
     GenerateRequest,
     GetState,
     LoadAdapter,
+    MoveOut,
     RecordExperts,
     ReleaseMemory,
     ResumeMemory,
@@ -331,6 +332,8 @@ class EngineLoop:
                 return self._abort_all() + self._control.drop_all()
             case AbortRequest(rid=rid):
                 return self._end(rid, now_s, ABORTED)
+            case MoveOut(rid=rid, room=room):
+                return [] if self._peered is None else self._peered.move_out(rid, room, now_s)
             case FlushCache(call_id=call_id):
                 ok = self._scheduler.flush_cache()
                 text = "Cache flushed." if ok else "Requests are running; nothing was flushed."
@@ -393,6 +396,7 @@ class EngineLoop:
             input_ids=message.input_ids,
             output_ids=list(message.output_ids),
             num_resumed=len(message.output_ids),
+            source=message.source,
             sampling=sampling,
             eos_ids=self._settings.eos_ids,
             arrived_s=now_s,

@@ -37,6 +37,9 @@ class Peered(Protocol):
     def end_peers_work(self, why: str) -> None:
         """End unfinished work for peers, and notify them."""
 
+    def move_out(self, rid: str, room: int, now_s: float) -> list[TokenOutput]:
+        """End a request here, because another worker goes on with it. Its KV waits in `room`, if there is any."""
+
     def on_launch(self, plan: Plan) -> None:
         """A step is about to be launched."""
 

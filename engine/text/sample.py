@@ -52,7 +52,7 @@ class SampleText:
 
     def _push(self, output: TokenOutput) -> str:
         try:
-            return self._text.push(output.new_ids, output.finish)
+            return self._text.push(output.new_ids, output.finish if output.ends else None)
         except (OverflowError, ValueError) as e:  # an impossible id must fail this sample only
             rid = output.rid
             log.error("request %s: cannot decode %s: %s", rid, output.new_ids[:8], e, extra=about(rid=rid))

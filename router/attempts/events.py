@@ -30,7 +30,7 @@ class Events:
     # The request goes to other workers.
     on_retry: tuple[Callable[[CallFailed], None], ...] = ()
     # The worker of a stream was lost, and its answer goes on at others or not.
-    on_failover: tuple[Callable[[CallFailed, bool], None], ...] = ()
+    on_failover: tuple[Callable[[CallFailed, PairAttempt | None], None], ...] = ()
     # These roles have no worker for the request.
     on_no_worker: tuple[Callable[[list[Role]], None], ...] = ()
     # The client no longer needs this attempt; it is still charged to its workers.

@@ -292,9 +292,40 @@ class AttemptLauncher:
             hedge=hedge,
             waits_for_prefill=parsed.wants_input_logprobs,
         )
-        for notify in self.events.on_sent:
-            notify(request, attempt, now_s)
+        self._tell_sent(request, attempt)
         return attempt
+
+    def begin_rest(
+        self, request: RequestContext, placement: Placement, *, prefill: Worker, rooms: Sequence[int]
+    ) -> PairAttempt:
+        """Begin at a decode worker that gets the KV from another one, in `rooms`, which the caller owns.
+
+        `prefill`: of the pair before, whose bootstrap server it asks if it has to give the KV up.
+        """
+        now_s, worker, parsed = self.clock(), placement.worker, request.parsed
+        headers = request.headers_at(now_s)
+        if request.dp_rank is not None:
+            parsed, headers = asked_of(worker, prefill, parsed, headers)
+        _, body = write_bodies(parsed, host=prefill.bootstrap_host, port=prefill.bootstrap_port, rooms=rooms)
+        leases = self._charge(request, [placement], now_s)
+        answering = self._call(worker, request.path, self._vouched(headers, prefill, rooms), body, stream=True)
+        attempt = PairAttempt(
+            launcher=self,
+            answering=answering,
+            prefill=None,
+            placements=[placement],
+            leases=leases,
+            rooms=(),
+            started_s=now_s,
+            hedge=False,
+            waits_for_prefill=False,
+        )
+        self._tell_sent(request, attempt)
+        return attempt
+
+    def _tell_sent(self, request: RequestContext, attempt: PairAttempt) -> None:
+        for notify in self.events.on_sent:
+            notify(request, attempt, attempt.started_s)
 
     def close(self) -> None:
         """End the prefill calls that outlive their attempts."""

@@ -22,10 +22,11 @@ log = logging.getLogger(__name__)
 UNJOINED = 502  # what a decode worker answers when it could not find or reach the prefill worker
 _IN_PIECES = (*STREAM_TYPES, FRAMES_TYPE)
 _FAULTS = frozenset((500, UNJOINED, 503))
+MOVED = "moved"  # reason of an answer that has left its worker, whose KV waits there for another one
 
 
 class CallFailed(Exception):
-    """`reason`: that of `UpstreamError` (never "cancelled"), or "status": an HTTP error, whole in `status`, `headers`, `body`."""
+    """`reason`: that of `UpstreamError` (never "cancelled"), MOVED, or "status": an HTTP error, whole in `status`, `headers`, `body`."""
 
     def __init__(
         self,
@@ -80,7 +81,7 @@ class CallFailed(Exception):
     @property
     def retryable(self) -> bool:
         """Another worker may do better. Back-pressure and bad requests (4xx) are the client's to handle."""
-        return self.reason in ("refused", "lost", "down") or self.status in _FAULTS
+        return self.reason in ("refused", "lost", "down", MOVED) or self.status in _FAULTS
 
 
 class UpstreamCall:
@@ -93,14 +94,21 @@ class UpstreamCall:
         self._failure: CallFailed | None = None
         # Once its client has a part of the answer, or no longer waits for it: whether another worker can do the rest.
         self.goes_on: Callable[[], bool] | None = None
+        self.rooms_to_leave: Callable[[], Mapping[str, int]] = dict
+        self._leaves = False
 
     @property
     def movable(self) -> bool:
-        return not self.ended and (self.goes_on is None or self.goes_on())
+        return not (self.ended or self._leaves) and (self.goes_on is None or self.goes_on())
 
     @property
     def continuable(self) -> bool:
-        return not self.ended and self.goes_on is not None and self.goes_on()
+        return not (self.ended or self._leaves) and self.goes_on is not None and self.goes_on()
+
+    def leave(self) -> Mapping[str, int]:
+        rooms = self.rooms_to_leave()
+        self._leaves = bool(rooms)
+        return rooms
 
     @property
     def streaming(self) -> bool:

@@ -6,6 +6,7 @@ them, is never given up.
 """
 
 import math
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 from router.pool.states import Health
@@ -30,6 +31,11 @@ class ActiveCall(Protocol):
     @property
     def continuable(self) -> bool: ...
 
+    def leave(self) -> Mapping[str, int]:
+        """Return the samples that may go on elsewhere by their KV, each with the room for it; empty: none. Such a call is neither movable nor
+        continuable any more.
+        """
+
     def give_up(self, why: str) -> None: ...
 
 
@@ -48,13 +54,15 @@ def give_up_vain_calls(worker: Worker, now_s: float, *, timeout_s: float) -> int
     return len(vain)
 
 
-def move_calls(worker: Worker, why: str, *, answers: bool) -> int:
-    """Give up the calls at `worker` that others can take over, and return how many. `answers`: the worker still does."""
-    moved = [call for call in worker.calls if (call.continuable if answers else call.movable)]
-    for call in moved:
+def calls_for_others(worker: Worker, *, answers: bool) -> list[ActiveCall]:
+    """Return the calls at `worker` that others can take over. `answers`: the worker still does."""
+    return [call for call in worker.calls if (call.continuable if answers else call.movable)]
+
+
+def give_up_all(worker: Worker, calls: Iterable[ActiveCall], why: str) -> None:
+    for call in calls:
         worker.calls.pop(call, None)
         call.give_up(why)
-    return len(moved)
 
 
 def _why_vain(worker: Worker, call: ActiveCall, now_s: float, *, timeout_s: float) -> str:

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import aiohttp
@@ -10,9 +10,16 @@ import aiohttp
 from router.client.credentials import Credentials
 from router.client.session import call_worker
 from router.config import HealthFlags
-from router.pool.active_calls import give_up_vain_calls, last_byte_s, move_calls
+from router.pool.active_calls import (
+    ActiveCall,
+    calls_for_others,
+    give_up_all,
+    give_up_vain_calls,
+    last_byte_s,
+)
 from router.pool.models import has_adapters, parse_models, says_models
 from router.pool.probe import FAILURES, Prober
+from router.pool.rebalance import num_to_give
 from router.pool.reports import (
     is_bootstrap_server,
     parse_bootstrap,
@@ -48,6 +55,7 @@ class HealthMonitor:
     """Checks every worker that was given to `watch`; the table decides what the answers mean.
 
     `on_report` gets a worker's load before the table does; `on_info` its `/server_info`, when it comes up and at intervals.
+    `let_go` ends calls at a worker that answers, for others to take over.
     """
 
     config: HealthFlags
@@ -56,6 +64,7 @@ class HealthMonitor:
     credentials: Credentials
     on_report: Callable[[Worker, LoadReport | None], None] = lambda worker, report: None
     on_info: Callable[[Worker, object], None] = lambda worker, info: None
+    let_go: Callable[[Worker, Sequence[ActiveCall], str], None] = give_up_all
     _watches: dict[int, "_Watch"] = field(default_factory=dict)
     _begin_s: float = 0.0  # when the last watch began, or will
 
@@ -162,25 +171,35 @@ class HealthMonitor:
             report = parse_load((await self._prober.first_json(worker, _LOAD_PATHS))[0])
             self.on_report(worker, report)
             self.table.loads.on_report(worker, report)
+            if self.config.rebalance_above and worker.role is Role.DECODE:
+                self._rebalance(worker)
 
-    def move_calls(self, worker: Worker, why: str, *, answers: bool = True) -> int:
-        """Have other workers take over what runs at `worker`, if there are any; return how many calls.
+    def _rebalance(self, worker: Worker) -> None:
+        above = self.config.rebalance_above
+        others = [other for other in self.table.others(worker) if other.health is Health.UP]
+        if count := num_to_give(worker, others, above=above):
+            self.move_calls(worker, f"it holds more than {above:g} of its memory (--rebalance-above)", most=count)
+
+    def move_calls(self, worker: Worker, why: str, *, answers: bool = True, most: int | None = None) -> int:
+        """Have other workers take over what runs at `worker`, if there are any; return how many calls. `most`: the latest ones alone.
 
         What a worker that `answers` has computed and not shown is not thrown away: such calls stay.
         """
         if self.config.disable_moves or not self.table.has_others(worker):
             return 0
-        count = move_calls(worker, why, answers=answers)
-        if count:
-            log.info("%d calls of %s worker %s go to others: %s", count, worker.role, worker.url, why)
-        return count
+        calls = calls_for_others(worker, answers=answers)
+        calls = calls if most is None else calls[-most:]
+        if calls:
+            log.info("%d calls of %s worker %s go to others: %s", len(calls), worker.role, worker.url, why)
+            (self.let_go if answers else give_up_all)(worker, calls, why)
+        return len(calls)
 
     def _note(self, worker: Worker, result: Check, error: str) -> None:
         if self.table.on_check(worker, result, now_s=loop_time_s(), error=error):
-            if worker.health is Health.DRAINING:
-                self.move_calls(worker, "it is draining")
             level = logging.INFO if worker.health is Health.UP else logging.WARNING
             log.log(level, "%s worker %s is %s %s", worker.role, worker.url, worker.health, error)
+        if worker.health is Health.DRAINING:  # each time: answers begin meanwhile
+            self.move_calls(worker, "it is draining")
 
     def _on_silence(self, worker: Worker, silent: bool) -> None:
         if self.table.on_silence(worker, silent) and worker.health is Health.UP:

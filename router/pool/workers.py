@@ -142,8 +142,12 @@ class WorkerTable:
 
     def has_others(self, worker: Worker) -> bool:
         """Whether another worker that answers could do what `worker` does."""
+        return any(other.answers for other in self.others(worker))
+
+    def others(self, worker: Worker) -> list[Worker]:
+        """Return the workers of its role and model beside it."""
         model = worker.models[0] if worker.models else ""
-        return any(other is not worker and other.answers for other in self.pool(worker.role, model))
+        return [other for other in self.pool(worker.role, model) if other is not worker]
 
     def on_check(self, worker: Worker, result: Check, *, now_s: float, error: str = "") -> bool:
         """Take the result of a check, or of a request that could not connect. True if the worker's state changed."""

@@ -4,6 +4,7 @@ A request may move to other workers only while nothing was sent to the client. E
 """
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -217,7 +218,7 @@ class Dispatcher:
             if timer is not None:
                 timer.cancel()
             group.end(winner)
-            return await self._give(request, winner)
+            return await self._give(request, winner, group.end)
         finally:
             if timer is not None:
                 timer.cancel()
@@ -225,7 +226,8 @@ class Dispatcher:
             if self.hedging is not None:
                 self.hedging.count(group, winner)
 
-    async def _give(self, request: RequestContext, attempt: PairAttempt) -> web.StreamResponse:
+    async def _give(self, request: RequestContext, attempt: PairAttempt, end: Callable[[], None]) -> web.StreamResponse:
+        """`end`: gives back what the attempt has; an answer that goes on elsewhere calls it early."""
         attempt.begin_answer()
         now_s = self.launcher.clock()
         for notify in self.launcher.events.on_first_byte:
@@ -236,15 +238,17 @@ class Dispatcher:
         if request.parsed.wants_input_logprobs and prefill is not None:
             merger = Merger(request.parsed.api, prefill.reply.take())
         if call.streaming:
-            return await self._stream(request, attempt, merger)
+            return await self._stream(request, attempt, merger, end)
         if call.framed:
-            return await self._framed(request, attempt, merger)
+            return await self._framed(request, attempt, merger, end)
         return _whole(request, attempt, merger, call.reply.take())
 
-    async def _framed(self, request: RequestContext, attempt: PairAttempt, merger: Merger | None) -> web.Response:
+    async def _framed(
+        self, request: RequestContext, attempt: PairAttempt, merger: Merger | None, end: Callable[[], None]
+    ) -> web.Response:
         """A whole answer that takes long. Its client has nothing yet: one that cannot go on elsewhere begins again (`CallFailed`)."""
         assert self.failover is not None, "only a router with failover asks for frames"
-        answer = self.failover.open(request)
+        answer = self.failover.open(request, end)
         try:
             answer.follow(attempt)
             body = await read_whole(attempt.answering, answer.record)
@@ -263,7 +267,9 @@ class Dispatcher:
     def _ends_workers(self, request: RequestContext) -> bool:
         return self.failover is not None and request.ends_workers(self.failover.most)
 
-    async def _stream(self, request: RequestContext, attempt: PairAttempt, merger: Merger | None) -> web.StreamResponse:
+    async def _stream(
+        self, request: RequestContext, attempt: PairAttempt, merger: Merger | None, end: Callable[[], None]
+    ) -> web.StreamResponse:
         attempt.watch_prefill(self.launcher.on_call_failed)
         request.cut = attempt.answering.reply.close
         on_chunk, clock = self.launcher.events.on_chunk, self.launcher.clock
@@ -275,7 +281,7 @@ class Dispatcher:
             request.last_byte_s = now_s
             request.num_chunks += 1
 
-        answer = None if self.failover is None else self.failover.open(request)
+        answer = None if self.failover is None else self.failover.open(request, end)
         splitter = _splitter(request, attempt, merger, None if answer is None else answer.record)
         out = await open_answer(request.http, attempt.answering.reply, request.alive)
         if request.events_first:

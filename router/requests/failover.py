@@ -1,9 +1,14 @@
-"""An answer whose worker is lost goes on at others, behind the tokens that its client, or the router, has (service/http/resume.py).
+"""An answer whose worker is lost, or lets it go, goes on at others, behind the tokens that its client, or the router, has
+(service/http/resume.py).
+
+    lost                          a pair: prefill computes prompt and tokens again
+    let go, its KV waits there    another decode worker, which gets the KV; if that fails, a pair
 
 Bounds: `most` workers may die under one request. So one that ends its workers is refused in time.
 """
 
 import asyncio
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -11,11 +16,15 @@ import msgspec
 
 from router.attempts.pair_attempt import AttemptGroup, AttemptLauncher, PairAttempt
 from router.attempts.request import RequestContext
-from router.attempts.upstream_call import CallFailed
+from router.attempts.upstream_call import MOVED, CallFailed
 from router.body import write_body
+from router.pool.worker import Worker
 from router.requests.merge import Merger
 from router.requests.picking import Picker
+from router.requests.relay import has_moved
 from service.http.resume import FRAMES_HEADER, RESUME_FIELD, RESUME_HEADER, FrameRecord, Resume, known_frames, sign
+
+TAKE_OVER_S = 10.0  # for another decode worker to show its first token: its client waits, and a pair may be faster
 
 
 @dataclass(eq=False, kw_only=True)
@@ -31,8 +40,9 @@ class Failover:
         """What asks a worker for frames."""
         return {FRAMES_HEADER: "1"}
 
-    def open(self, request: RequestContext) -> "ResumableAnswer":
-        answer = ResumableAnswer(self, request)
+    def open(self, request: RequestContext, end_first: Callable[[], None]) -> "ResumableAnswer":
+        """`end_first` ends the first attempt, once another one takes over."""
+        answer = ResumableAnswer(self, request, end_first)
         if RESUME_HEADER in request.headers:  # its client came again
             answer.record.take_head(known_frames(msgspec.json.decode(request.parsed.fields[RESUME_FIELD], type=Resume)))
         return answer
@@ -40,32 +50,54 @@ class Failover:
 
 @dataclass(eq=False)
 class ResumableAnswer:
-    """One client's answer. `attempt`: where it goes on; None: at its first workers. `close` ends it."""
+    """One client's answer. `end_attempt`: of the attempt where it is; `close` calls it. `prefill`: the worker of the last pair."""
 
     failover: Failover
     request: RequestContext
+    end_attempt: Callable[[], None]
     record: FrameRecord = field(default_factory=FrameRecord)
-    attempt: PairAttempt | None = None
+    prefill: Worker | None = None
+    _rooms: Sequence[int] = ()  # of the move that is under way
+    _all_rooms: list[int] = field(default_factory=list)
 
     def follow(self, attempt: PairAttempt) -> None:
         """From now on the answer is that of `attempt`."""
-        attempt.answering.goes_on = self.record.can_resume
+        answering = attempt.answering
+        answering.goes_on = self.record.can_resume
+        if attempt.prefill is not None:
+            self.prefill = attempt.prefill.worker
+        if self.prefill is not None:
+            answering.rooms_to_leave = self._rooms_to_leave
         attempt.watch_prefill(self.failover.launcher.on_call_failed)
+
+    def _rooms_to_leave(self) -> Mapping[str, int]:
+        """Mint a room for each sample; return those of the ones that have not ended, by the names that their worker knows."""
+        left, count = self.record.samples_left(), self.request.parsed.num_samples
+        rooms = self.failover.launcher.rooms
+        if not left or max(left) >= count or not rooms.has_room_for(count):
+            return {}
+        self._rooms = rooms.mint(count)
+        self._all_rooms += self._rooms
+        return {name: self._rooms[index] for index, name in left.items()}
 
     def failure(self, attempt: PairAttempt) -> CallFailed | None:
         """Return why a stream that came to its end in order is not whole."""
+        worker = attempt.answering.worker
+        if self.record.moved:
+            return has_moved(worker)
         if not self.record.failed:
             return None
         body = self.record.last_event.partition(b"data: ")[2].strip()
-        return CallFailed(attempt.answering.worker, reason="status", status=self.record.failed, body=body)
+        return CallFailed(worker, reason="status", status=self.record.failed, body=body)
 
     async def take_over(self, lost: PairAttempt, failure: CallFailed, merger: Merger | None) -> PairAttempt | None:
         """Place the rest of the answer, and tell all; None: it cannot go on, or no worker takes it."""
         launcher = self.failover.launcher
-        launcher.on_call_failed(failure)
+        if failure.reason != MOVED:
+            launcher.on_call_failed(failure)
         rest = None if lost.refused else await self._go_on(lost, failure)
         for notify in launcher.events.on_failover:
-            notify(failure, rest is not None)
+            notify(failure, rest)
         if rest is not None:
             rest.begin_answer()
             self.follow(rest)
@@ -74,22 +106,42 @@ class ResumableAnswer:
         return rest
 
     async def _go_on(self, lost: PairAttempt, failure: CallFailed) -> PairAttempt | None:
-        request, launcher = self.request, self.failover.launcher
-        request.note_failed(failure, lost.workers)
-        resume = self.record.resume() if self._may_go_on(failure) else None
-        if resume is None:
+        self.request.note_failed(failure, lost.workers)
+        if not self._may_go_on(failure) or not self.record.can_resume():
             return None
-        ask_for_rest(request, resume, launcher.secret)
-        self.close()
+        found = await self._by_kv(lost) or await self._by_pair()
+        if found is not None:
+            self.record.restart()
+        return found
+
+    async def _by_kv(self, lost: PairAttempt) -> PairAttempt | None:
+        """Have another decode worker get the KV from where it waits; None: it is not there, or did not come over."""
+        rooms, self._rooms = self._rooms, ()
+        if not self.record.has_sources() or self.prefill is None or not rooms:
+            return None
+        placement = self.failover.picker.pick_for_rest(self.request, but=lost.answering.worker)
+        if placement is None:
+            return None
+        self._ask_for_rest(by_kv=True)
+        self._leave_attempt()
+        first = self.failover.launcher.begin_rest(self.request, placement, prefill=self.prefill, rooms=rooms)
+        try:
+            async with asyncio.timeout(TAKE_OVER_S):
+                return await self._begun(first)
+        except TimeoutError:
+            return None
+
+    async def _by_pair(self) -> PairAttempt | None:
+        request, launcher = self.request, self.failover.launcher
+        self._ask_for_rest(by_kv=False)
+        self._leave_attempt()
         for _ in range(self.failover.retry_max + 1):
             placements = self.failover.picker.pick(request) or await self.failover.picker.pick_later(request)
             if placements is None:
                 return None
-            first = launcher.begin(request, request.headers_at(launcher.clock()), placements)
-            self.attempt = await self._begun(first)
-            if self.attempt is not None:
-                self.record.failed = 0
-                return self.attempt
+            begun = await self._begun(launcher.begin(request, request.headers_at(launcher.clock()), placements))
+            if begun is not None:
+                return begun
             if request.failed is not None and not self._may_go_on(request.failed.last):
                 return None
         return None
@@ -98,21 +150,32 @@ class ResumableAnswer:
         return failure.retryable and not self.request.ends_workers(self.failover.most)
 
     def close(self) -> None:
-        if self.attempt is not None:
-            self.attempt.end()
-            self.attempt = None
+        """Give back what it has."""
+        self._leave_attempt()
+        self.failover.launcher.rooms.release(self._all_rooms)
+
+    def _leave_attempt(self) -> None:
+        end, self.end_attempt = self.end_attempt, _nothing
+        end()
+
+    def _ask_for_rest(self, *, by_kv: bool) -> None:
+        resume = self.record.resume(by_kv=by_kv)
+        assert resume is not None, "can_resume"
+        ask_for_rest(self.request, resume, self.failover.launcher.secret)
 
     async def _begun(self, first: PairAttempt) -> PairAttempt | None:
         """Wait for the answer of an attempt; None: none came."""
         group = AttemptGroup(first, partial(self.failover.launcher.on_attempt_failed, self.request))
         try:
-            return await group.winner()
+            begun = await group.winner()
         except CallFailed:
             group.end()
             return None
         except asyncio.CancelledError:
             group.end()
             raise
+        self.end_attempt = begun.end
+        return begun
 
 
 def ask_for_rest(request: RequestContext, resume: bytes, secret: bytes | None) -> None:
@@ -121,3 +184,7 @@ def ask_for_rest(request: RequestContext, resume: bytes, secret: bytes | None) -
     request.parsed = msgspec.structs.replace(request.parsed, fields=fields)
     request.body = write_body(request.parsed)
     request.headers = {**request.headers, RESUME_HEADER: sign(secret, resume)}
+
+
+def _nothing() -> None:
+    """The attempt was ended already."""

@@ -14,7 +14,7 @@ from router.body import ParsedBody, named_model
 from router.choice.policies import Placement, Policy
 from router.pool.pool import WorkerPool
 from router.pool.probe import ROUNDING_S
-from router.pool.worker import Role
+from router.pool.worker import Role, Worker
 from router.pool.workers import WorkerTable, missing_roles, silent_roles
 from service.waiter import Waiter
 
@@ -70,6 +70,13 @@ class Picker:
             now_s = self.clock()
             pools = [WorkerPool(self.admission.in_time(pool, request, now_s=now_s)) for pool in pools]
         return self.choose(request, pools)
+
+    def pick_for_rest(self, request: RequestContext, *, but: Worker) -> Placement | None:
+        """Pick the worker with most room that goes on with what `but` has begun; None: there is no other that answers."""
+        pool = WorkerPool([worker for worker in self.pools(request)[-1] if worker is not but])
+        if not pool or pool[0].silent:
+            return None
+        return self.choose(request, [WorkerPool([pool.least_loaded()])])[0]
 
     def choose(self, request: RequestContext, pools: Iterable[WorkerPool]) -> Placements:
         """Choose one worker of each pool; the policies remember that the request goes there."""

@@ -4,8 +4,9 @@ from collections.abc import Callable, Mapping
 
 from aiohttp import web
 
-from router.attempts.upstream_call import CallFailed, UpstreamCall, broken_stream
+from router.attempts.upstream_call import MOVED, CallFailed, UpstreamCall, broken_stream
 from router.client.upstream import HttpReply, UpstreamError
+from router.pool.worker import Worker
 from service.http.keep_alive import KeepAlive
 from service.http.resume import FrameRecord
 from service.http.stream import EVENTS_TYPE, LINES_TYPE, open_stream
@@ -97,6 +98,11 @@ async def relay_stream(
     return None
 
 
+def has_moved(worker: Worker) -> CallFailed:
+    """The end of an answer that has left `worker`, which another one has to take over."""
+    return CallFailed(worker, reason=MOVED, detail="the answer has left it, and no other worker took it over")
+
+
 async def read_whole(call: UpstreamCall, record: FrameRecord) -> bytes | CallFailed:
     """Read an answer that is not streamed; `record` keeps the frames before its body, of one that takes long."""
     if not call.framed:
@@ -109,6 +115,8 @@ async def read_whole(call: UpstreamCall, record: FrameRecord) -> bytes | CallFai
                 data = record.take_head(data)
     except UpstreamError as err:
         return broken_stream(call.worker, err)
+    if record.moved:
+        return has_moved(call.worker)
     if record.failed:
         headers = {"content-type": "application/json"}
         if record.retry_after_s:

@@ -11,6 +11,7 @@ A worker that is asked for them (FRAMES_HEADER) writes frames, lines before the 
     :events COUNT                                                      with this one, of an API that numbers them
     :last                                                              all samples had ended before this event
     :failed STATUS RETRY_AFTER                                         this event (or body) is an error, and the last; 0: no time is named
+    :moved {"INDEX": {"control": ..., "incarnation": ...}, ...}        the last line: samples left for another worker; their KV waits there
 
 In server-sent events such lines are comments. The router takes them out and keeps them. An answer that is not streamed has them in units
 before its body (FRAMES_TYPE), now and then, once it takes long; one that does not is what it would be without.
@@ -23,7 +24,7 @@ same wherever it is computed.
 import base64
 import hashlib
 import hmac
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,10 +36,11 @@ FRAMES_HEADER = "X-Tandem-Frames"
 FRAMES_TYPE = "application/x-tandem-frames"
 RESUME_HEADER = "X-Tandem-Resume"
 RESUME_FIELD = "resume"
+MOVE_OUT = "/move_out"  # of a decode worker: answers are to end there, because others go on with them
 MOST_FRAME_BYTES = 8 << 20  # of one request: about a million tokens; a longer answer is not resumed
 
 _BEGIN, _UNIT, _IDS, _LOGPROBS, _PROMPT = b":begin ", b":unit ", b":ids ", b":logprobs ", b":prompt "
-_END, _EVENTS, _LAST, _FAILED = b":end ", b":events ", b":last\n", b":failed "
+_END, _EVENTS, _LAST, _FAILED, _MOVED = b":end ", b":events ", b":last\n", b":failed ", b":moved "
 
 
 class Begun(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,10 +54,18 @@ class Begun(msgspec.Struct, frozen=True, kw_only=True):
     salt: str
 
 
+class SampleSource(msgspec.Struct, frozen=True, kw_only=True):
+    """A decode worker that has the KV of a sample: "host:port" of its sender's control plane, and its incarnation."""
+
+    control: str
+    incarnation: str
+
+
 class Resume(Begun, frozen=True, kw_only=True):
     """What the client has. By sample: `output_ids`; `ended`: how (as the worker wrote it), or None; `logprobs` and `prompt_logprobs`: pieces, in order.
 
-    `num_events`: of an API that numbers them. `has_last`: it has what follows the ends of all samples, too.
+    `num_events`: of an API that numbers them. `has_last`: it has what follows the ends of all samples, too. `sources`: by sample, where the
+    KV of all tokens but the last waits; empty: a prefill worker computes it.
     """
 
     output_ids: list[list[int]]
@@ -64,6 +74,7 @@ class Resume(Begun, frozen=True, kw_only=True):
     prompt_logprobs: list[list[str]]
     num_events: int = 0
     has_last: bool = False
+    sources: list[SampleSource | None] = []
 
 
 def sign(secret: bytes | None, resume: bytes) -> str:
@@ -117,6 +128,11 @@ def known_frames(resume: "Resume") -> bytes:
     return frames + (last_frame() if resume.has_last else b"")
 
 
+def moved_frame(sources: Mapping[int, SampleSource | None]) -> bytes:
+    """With the empty line that ends an event."""
+    return _MOVED + msgspec.json.encode(sources) + b"\n\n"
+
+
 def unit_of(events: bytes) -> bytes:
     """Several events of one output, and their frames."""
     return _UNIT + b"%d\n%s" % (len(events), events)
@@ -124,11 +140,15 @@ def unit_of(events: bytes) -> bytes:
 
 @dataclass(eq=False)
 class FrameRecord:
-    """The frames of one answer, as they came. `failed`: the status of a worker's last event, an error, and `last_event`; 0: there was none."""
+    """The frames of one answer, as they came. `failed`: the status of a worker's last event, an error, and `last_event`; 0: there was none.
+
+    `moved`: the samples that have left the worker, by index; empty: none has.
+    """
 
     failed: int = 0
     retry_after_s: int = 0
     last_event: bytes = b""
+    moved: Mapping[int, SampleSource | None] = field(default_factory=dict)
     _begin: bytes = b""
     _ids: list[bytes] = field(default_factory=list)
     _logprobs: list[bytes] = field(default_factory=list)  # of tokens and of prompts
@@ -170,12 +190,22 @@ class FrameRecord:
             data = data[end:]
             if line.startswith(_FAILED):
                 self._fail(line)
+            elif line.startswith(_MOVED):
+                self._move(line)
+                return b""
             else:
                 self._take_frame(line)
         return data
 
     def _fail(self, line: bytes) -> None:
         self.failed, self.retry_after_s = map(int, line[len(_FAILED) :].split())
+
+    def _move(self, line: bytes) -> None:
+        self.moved = msgspec.json.decode(line[len(_MOVED) :], type=dict[int, SampleSource | None])
+
+    def restart(self) -> None:
+        """Another worker goes on."""
+        self.failed, self.moved = 0, {}
 
     def drop_rest(self) -> None:
         """Forget the begin of a unit, whose worker is lost."""
@@ -197,6 +227,9 @@ class FrameRecord:
             if line.startswith(_FAILED):
                 self._fail(line)
                 self.last_event = events[end:]
+                break
+            if line.startswith(_MOVED):
+                self._move(line)
                 break
             if not self._take_frame(line):
                 kept.append(line)
@@ -225,8 +258,20 @@ class FrameRecord:
     def can_resume(self) -> bool:
         return bool(self._begin) and self._num_bytes <= MOST_FRAME_BYTES
 
-    def resume(self) -> bytes | None:
-        """Return the JSON text of the `Resume` for the next worker; None: the answer cannot go on elsewhere."""
+    def samples_left(self) -> dict[int, str]:
+        """Return the names of the samples that have not ended, by index, as their worker knows them."""
+        if not self._begin:
+            return {}
+        names = msgspec.json.decode(self._begin[len(_BEGIN) :], type=Begun).names
+        return {index: name for index, name in enumerate(names) if index not in self._ended}
+
+    def has_sources(self) -> bool:
+        """Whether the KV of every sample that has not ended waits at the worker that they left."""
+        left = self.samples_left()
+        return bool(left) and all(self.moved.get(index) is not None for index in left)
+
+    def resume(self, *, by_kv: bool = False) -> bytes | None:
+        """Return the JSON text of the `Resume` for the next worker; None: the answer cannot go on elsewhere. `by_kv`: from its sources."""
         if not self.can_resume():
             return None
         begun = msgspec.json.decode(self._begin[len(_BEGIN) :], type=Begun)
@@ -249,6 +294,7 @@ class FrameRecord:
                 prompt_logprobs=self._pieces(_PROMPT, len(samples)),
                 num_events=self._num_events,
                 has_last=self._has_last,
+                sources=[self.moved.get(i) for i in samples] if by_kv else [],
             )
         )
 

@@ -163,7 +163,10 @@ def test_work_of_peers_ends_at_any_moment_and_decode_computes_itself(seed: int) 
     while not cluster.at_rest():
         cluster.wire.step(rng)
         rng.choice((cluster.prefill, cluster.decode)).turn()
-        if any(handover.recompute for handover in cluster.prefill.role._handovers.values()) and rng.random() < 0.2:  # type: ignore[union-attr]
+        if (
+            any(not handover.for_prompt for handover in cluster.prefill.role._outgoing.handovers.values())
+            and rng.random() < 0.2
+        ):  # type: ignore[union-attr]
             cluster.prefill.role.end_peers_work("all requests were aborted")
             ended += 1
     assert_right(cluster, prompts)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from disagg.metadata import MetadataBuffers
 from tests.core.hash_model import HashModel
-from transfer_backends.contract import Gate, PeerPath, RecomputeRequest, Tail, Work
+from transfer_backends.contract import Gate, PeerPath, RecomputeRequest, Route, Tail, Work
 from transfer_backends.kvpoll import KVPoll, RoomKey
 
 FINAL = (KVPoll.Failed, KVPoll.Success)
@@ -93,7 +93,9 @@ class Wire:
         taken, self.recompute_requests = self.recompute_requests, []
         return taken
 
-    def receiver(self, room: int, *, bootstrap: str, room_attempt: int = 0, fake: bool = False) -> "Receiver":
+    def receiver(
+        self, room: int, *, bootstrap: str, room_attempt: int = 0, fake: bool = False, route: Route | None = None
+    ) -> "Receiver":
         entry = self.room(room, room_attempt)
         assert entry.decode is None, "a room is opened twice"
         side = entry.decode = Side()

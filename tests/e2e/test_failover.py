@@ -54,7 +54,8 @@ def fleet(request: pytest.FixtureRequest, qwen3: str, temp: Path) -> Iterator[Fl
             yield Fleet(router.url, answering, computing)
 
 
-BODIES: dict[str, tuple[str, dict[str, Any]]] = {
+Bodies = dict[str, tuple[str, dict[str, Any]]]
+BODIES: Bodies = {
     "native": (
         "/generate",
         {"text": "a native prompt", "sampling_params": {"max_new_tokens": NEW, "temperature": 0, "ignore_eos": True}},
@@ -156,10 +157,10 @@ VOLATILE = {"id", "created", "cached_tokens"}
 TIMES = ("_time", "_latency", "_throughput")
 
 
-async def streams(url: str, counts: list[int]) -> list[list[Any]]:
+async def streams(url: str, counts: list[int], bodies: Bodies = BODIES) -> list[list[Any]]:
     async with session() as http:
         return await asyncio.gather(
-            *(events_of(http, url + path, body, counts, i) for i, (path, body) in enumerate(BODIES.values()))
+            *(events_of(http, url + path, body, counts, i) for i, (path, body) in enumerate(bodies.values()))
         )
 
 

@@ -12,6 +12,7 @@ import msgspec
 
 from engine.ipc import IpcPaths, PullSocket, PushSocket
 from engine.messages import (
+    MOVED,
     AbortRequest,
     ControlReply,
     Drain,
@@ -21,6 +22,8 @@ from engine.messages import (
     GenerateRequest,
     GetState,
     GetStep,
+    KVSource,
+    MoveOut,
     SchedulerReady,
     Shutdown,
     StateReply,
@@ -50,6 +53,8 @@ class StandIn:
         self.seen: list[GenerateRequest] = []
         self.batches: list[list[str]] = []  # rids that came in one message
         self.aborted: list[str] = []
+        self.moved: dict[str, int] = {}  # wire rids, with their rooms
+        self.keeps_kv: KVSource | None = KVSource("10.0.0.1:5000", "d0")  # of what moves
         self.problems: list[str] = []
         self.may_break = threading.Event()  # cleared: BREAK waits after its second token until this is set
         self.may_break.set()
@@ -118,6 +123,9 @@ class StandIn:
                 self._to_frontend.send(
                     TokenBatch(outputs=[TokenOutput(rid=rid, new_ids=[], finish=FinishReason(kind="abort"))])
                 )
+        elif isinstance(message, MoveOut):
+            self.moved[message.rid] = message.room
+            self._to_frontend.send(TokenBatch(outputs=[self._leave(self._running.pop(message.rid))]))
         elif isinstance(message, FlushCache):
             idle = not self._running
             self._to_frontend.send(
@@ -165,6 +173,11 @@ class StandIn:
     def _end(self, r: Running, ids: list[int], finish: FinishReason) -> TokenOutput:
         del self._running[r.request.rid]
         return self._output(r, ids, finish)
+
+    def _leave(self, r: Running) -> TokenOutput:
+        output = self._output(r, [], FinishReason(kind=MOVED))
+        output.source = self.keeps_kv
+        return output
 
     def _output(self, r: Running, ids: list[int], finish: FinishReason | None) -> TokenOutput:
         m, lp = r.request, r.request.logprobs

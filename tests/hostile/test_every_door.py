@@ -41,7 +41,7 @@ BESIDE_EVERY_S, BESIDE_TOKENS = 0.3, 50
 ANYWHERE = (*table.GENERATION, "/invocations", "/tokenize", "/detokenize", "/traces", "/abort_request")
 JSON_ROUTES = {
     "router": (*ANYWHERE, "/workers", "/workers/role", "/workers/migrate"),
-    "worker": (*ANYWHERE, "/switch_role"),
+    "worker": (*ANYWHERE, "/switch_role", "/move_out"),
     "bootstrap": ("/rooms",),
 }
 ALL_WRONG_FIELDS = [*WRONG_FIELDS, *WRONG_MESSAGES, *WRONG_OLLAMA]

@@ -16,6 +16,7 @@ from engine.messages import (
     FinishReason,
     GenerateBatch,
     GenerateRequest,
+    MoveOut,
     PauseGeneration,
     TokenBatch,
     TokenOutput,
@@ -34,12 +35,17 @@ class NotedRole(UnifiedRole):
     closed: str | None = None
     waits: bool = False
     ended: tuple[str, ...] = ()
+    moved: tuple[tuple[str, int], ...] = ()
 
     def close_to_peers(self, why: str | None) -> None:
         self.closed = why
 
     def end_peers_work(self, why: str) -> None:
         self.ended += (why,)
+
+    def move_out(self, rid: str, room: int, now_s: float) -> list[TokenOutput]:
+        self.moved += ((rid, room),)
+        return []
 
     def on_launch(self, plan: Plan) -> None:
         """No peer waits for it."""
@@ -210,6 +216,13 @@ def test_who_is_paused_or_drains_takes_no_work_of_peers(tell: Callable[[Rig], No
     rig.tell(ContinueGeneration("c"))
     rig.loop.turn()
     assert rig.role.closed == (why if "draining" in why else None)
+
+
+def test_who_drains_lets_requests_go() -> None:
+    rig = Rig()
+    rig.tell(Drain())
+    rig.tell(MoveOut("r", 7))
+    assert rig.role.moved == (("r", 7),)
 
 
 def test_a_pause_that_aborts_ends_what_peers_asked_for() -> None:

@@ -17,6 +17,7 @@ from router.pool.states import Check
 from router.pool.worker import Role
 from router.pool.workers import WorkerTable
 from router.server import start_router
+from service.http.resume import MOVE_OUT
 
 DEADLINE_S = 60.0
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
@@ -122,6 +123,7 @@ class DummyWorker:
     seen: list[Seen] = field(default_factory=list)
     calls: list[tuple[str, str]] = field(default_factory=list)
     models: list[dict[str, Any]] | None = None  # of /v1/models; None: one of its own name
+    lets_go: Callable[[list[dict[str, Any]]], list[str]] | None = None  # of /move_out: samples -> those that move
     cancelled: int = 0
     num_checks: int = 0
     port: int = 0
@@ -174,6 +176,10 @@ class DummyWorker:
         if request.method not in ("POST", "PUT"):
             return web.Response(status=404)
         body = await request.json()
+        if request.path == MOVE_OUT:
+            if self.lets_go is None:
+                return web.Response(status=404)
+            return web.json_response({"moving": self.lets_go(body["samples"])})
         self.seen.append(Seen(request.path, {k.lower(): v for k, v in request.headers.items()}, body))
         try:
             return await self.behave(self, request, body)

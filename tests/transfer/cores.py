@@ -74,9 +74,9 @@ def connected_decode_core() -> DecodeCore:
     return core
 
 
-def prefill_core(args: KVArgs = ARGS, *, caps: Caps = CAPS, **config: Any) -> PrefillCore:
+def prefill_core(args: KVArgs = ARGS, *, caps: Caps = CAPS, computes: bool = True, **config: Any) -> PrefillCore:
     settings = TransferConfig(**{**TIMES, **config})
-    return PrefillCore(incarnation="p", marks=(MARK,), kv_args=args, caps=caps, config=settings)
+    return PrefillCore(incarnation="p", marks=(MARK,), kv_args=args, caps=caps, config=settings, computes=computes)
 
 
 def registration(name: str) -> Register:

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from transfer_backends.contract import Caps, KVArgs, TransferConfig
+from transfer_backends.contract import Caps, KVArgs, Route, TransferConfig
 from transfer_backends.decode.connections import Connections, PrefillPeer
 from transfer_backends.decode.lookup import PrefillFinder
 from transfer_backends.decode.lookup_line import LookUpLine
@@ -99,9 +99,11 @@ class DecodeCore:
         """No peer can write into the pool."""
         return self.rooms.num_exposed == 0
 
-    def open(self, room: int, room_attempt: int, bootstrap: str, now_s: float) -> DecodeRoom:
-        """Open a room and look for its prefill worker."""
-        opened = self.rooms.open(room, room_attempt, bootstrap, now_s)
+    def open(
+        self, room: int, room_attempt: int, bootstrap: str, now_s: float, *, route: Route | None = None
+    ) -> DecodeRoom:
+        """Open a room and look for its prefill worker, or go by the `route`."""
+        opened = self.rooms.open(room, room_attempt, bootstrap, now_s, route=route)
         self.finder.seek(opened, now_s)
         return opened
 

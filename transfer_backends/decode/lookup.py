@@ -63,8 +63,8 @@ class PrefillFinder:
             self._look_up(room)
 
     def seek_again(self, room: DecodeRoom, error: str, now_s: float) -> None:
-        """Look again later, after a failure. A room that recomputes gives up."""
-        if room.recomputes:
+        """Look again later, after a failure. A room that recomputes, or whose worker is named, gives up."""
+        if room.recomputes or room.route is not None:
             self.give_up(room, error, now_s)
             return
         room.peer = None
@@ -117,6 +117,8 @@ class PrefillFinder:
                 return
 
     def _known(self, room: DecodeRoom) -> Route | None:
+        if room.route is not None:
+            return room.route
         routes = self._routes.get(room.bootstrap, {}).values()
         return next((route for route in routes if route.has(room.key[0])), None)
 
@@ -198,7 +200,11 @@ class PrefillFinder:
         return [
             room
             for room in self._rooms
-            if room.peer is None and room.bootstrap == bootstrap and room.seeking and number in (None, room.key[0])
+            if room.peer is None
+            and room.route is None
+            and room.bootstrap == bootstrap
+            and room.seeking
+            and number in (None, room.key[0])
         ]
 
 

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from transfer_backends.contract import Clock, KVArgs, LookupFailed, Tail, TransferConfig, Work
+from transfer_backends.contract import Clock, KVArgs, LookupFailed, Route, Tail, TransferConfig, Work
 from transfer_backends.control_thread import TICK_S, ControlThread
 from transfer_backends.decode.connections import Connect, Disconnect
 from transfer_backends.decode.core import DecodeCore
@@ -81,12 +81,14 @@ class DecodeManager:
         """Call `wakeup` from any thread when a polled state has changed. It must not block."""
         self.control.wakeup = wakeup
 
-    def receiver(self, room: int, *, bootstrap: str, room_attempt: int = 0, fake: bool = False) -> KVReceiver:
-        """`bootstrap`: "host:port" of the bootstrap server. Raises `RoomInUse`, or ValueError for a bad room."""
+    def receiver(
+        self, room: int, *, bootstrap: str, room_attempt: int = 0, fake: bool = False, route: Route | None = None
+    ) -> KVReceiver:
+        """`bootstrap`: "host:port" of the bootstrap server, which is asked without a `route`. Raises `RoomInUse`, or ValueError for a bad room."""
         if fake:
             return FakeTransfer()
         with self.control.locked() as now_s:
-            opened = self.core.open(room, room_attempt, bootstrap, now_s)
+            opened = self.core.open(room, room_attempt, bootstrap, now_s, route=route)
         return Receiver(self.core.rooms, self.control, opened)
 
     def check(self) -> None:

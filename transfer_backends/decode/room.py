@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from transfer_backends.contract import Route
 from transfer_backends.decode.connections import PrefillPeer
 from transfer_backends.rooms import Room
 from transfer_backends.timers import RetryTimer
@@ -12,7 +13,8 @@ LONGEST_RETRY_S = 0.5
 
 @dataclass(eq=False)
 class DecodeRoom(Room):
-    """recomputes: decode's own request: any prefill worker will do, and a failed handshake is final
+    """route: the worker that has the room, where the request names it; no server is asked
+    recomputes: decode's own request: any prefill worker will do, and a failed handshake is final
 
     looking: by a look-up    retry: when to look again
     error: what the handshake waits for, or why its last try failed; failure: the latter alone
@@ -23,6 +25,7 @@ class DecodeRoom(Room):
     bootstrap: str
     deadline_s: float
     recomputes: bool = False
+    route: Route | None = None
     peer: PrefillPeer | None = None
     looking: bool = False
     retry: RetryTimer = field(default_factory=lambda: RetryTimer(FIRST_RETRY_S, LONGEST_RETRY_S))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from transfer_backends.contract import KVArgs, Tail, Work
+from transfer_backends.contract import KVArgs, Route, Tail, Work
 from transfer_backends.decode.connections import PrefillPeer
 from transfer_backends.decode.lookup_line import LookUpLine
 from transfer_backends.decode.room import DecodeRoom
@@ -52,10 +52,12 @@ class DecodeRooms(RoomTable[DecodeRoom]):
 
     # ---- the role's calls
 
-    def open(self, room: int, room_attempt: int, bootstrap: str, now_s: float) -> DecodeRoom:
+    def open(
+        self, room: int, room_attempt: int, bootstrap: str, now_s: float, *, route: Route | None = None
+    ) -> DecodeRoom:
         """Raises `RoomInUse` for a live room and ValueError for an invalid number."""
         deadline_s = now_s + self._handshake_timeout_s
-        opened = DecodeRoom((room, room_attempt), bootstrap, deadline_s, recomputes=room_attempt > 0)
+        opened = DecodeRoom((room, room_attempt), bootstrap, deadline_s, recomputes=room_attempt > 0, route=route)
         self.add(opened)
         return opened
 

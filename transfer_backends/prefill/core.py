@@ -31,8 +31,16 @@ SCAN_S_A_ROOM = 50e-6  # the more rooms, the rarer the look at their deadlines, 
 
 class PrefillCore:
     def __init__(
-        self, *, incarnation: str, marks: tuple[ProcessMark, ...], kv_args: KVArgs, caps: Caps, config: TransferConfig
+        self,
+        *,
+        incarnation: str,
+        marks: tuple[ProcessMark, ...],
+        kv_args: KVArgs,
+        caps: Caps,
+        config: TransferConfig,
+        computes: bool = True,
     ) -> None:
+        """`computes`: recompute requests are taken; else they are refused."""
         self.peers: PeerTable[DecodePeer] = PeerTable(incarnation=incarnation, config=config)
         self.paths = Paths(self.peers, settle_s=caps.settle_s, resend_s=caps.resend_s)
         self.admission = PeerAdmission(
@@ -54,7 +62,7 @@ class PrefillCore:
         )
         self._config = config
         self._next_scan_s = 0.0
-        offers = Offers(self.rooms, self.inbox, self.paths)
+        offers = Offers(self.rooms, self.inbox, self.paths, computes=computes)
         self._handlers: dict[type, Callable[[DecodePeer, Any, float], None]] = {
             TransferInfo: offers.on_transfer_info,
             Recompute: offers.on_recompute,

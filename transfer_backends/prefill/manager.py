@@ -34,8 +34,12 @@ class PrefillManager:
         environment: Environment = THIS_MACHINE,
         layers: LayerClock | None = None,
         followers: Sequence[ProcessMark] = (),
+        computes: bool = True,
     ) -> None:
-        """`layers`: what opens gates; its ticks call `wake_sender`. `followers`: the other ranks' processes; `engine` is theirs, too."""
+        """`layers`: what opens gates; its ticks call `wake_sender`. `followers`: the other ranks' processes; `engine` is theirs, too.
+
+        `computes`: False for a decode worker's, which sends the KV of requests that leave it.
+        """
         self.incarnation = environment.incarnation()
         self._engine = engine
         engine.register(engine.caps.carried(kv_args))
@@ -46,6 +50,7 @@ class PrefillManager:
             kv_args=kv_args,
             caps=engine.caps,
             config=config,
+            computes=computes,
         )
         port = environment.listen(config.control_host, config.control_port, secret=config.secret)
         self._read_row = partial(environment.read_item, kv_args.aux)

@@ -17,10 +17,11 @@ from transfer_backends.wire import Abort, Recompute, TransferInfo, unpack_ids
 class Offers:
     """Each method raises `PeerProtocolError` (nothing changed) for what the peer may not send now."""
 
-    def __init__(self, rooms: PrefillRooms, inbox: Inbox, paths: Paths) -> None:
+    def __init__(self, rooms: PrefillRooms, inbox: Inbox, paths: Paths, *, computes: bool) -> None:
         self._rooms = rooms
         self._inbox = inbox
         self._paths = paths
+        self._computes = computes
 
     def on_transfer_info(self, peer: DecodePeer, message: TransferInfo, now_s: float) -> None:
         key = (message.room, message.attempt)
@@ -45,6 +46,9 @@ class Offers:
         key = (message.room, message.attempt)
         with self._rejecting(peer, key):
             offer, request = _offer_of(peer, message), _request_of(message)
+        if not self._computes:
+            self._rooms.reject(peer, key, "this is a decode worker: it computes no prompts")
+            return
         known = self._rooms.get(key) or self._inbox.tombstone(key) or self._inbox.owner(key)
         if known is not None:
             self._rooms.reject(peer, key, f"bootstrap_room {message.room}: attempt {message.attempt} exists already")

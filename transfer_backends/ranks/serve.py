@@ -42,24 +42,21 @@ log = logging.getLogger(__name__)
 def serve_engine(engine: Engine, memory: RankMemory, sock: socket.socket, *, receives: bool, host: str) -> bool:
     """Register `memory` and serve until the leader closes the engine (True) or is gone (False: end this process, and soon).
 
-    `receives`: peers write to `memory` (a decode worker's). Else this process writes, and until its end a port of its own at
-    `host` is bound: when that refuses, a decode worker elsewhere knows that this process is dead.
+    `receives`: peers write to `memory` (a decode worker's). Until this process ends a port of its own at `host` is bound: when that
+    refuses, a decode worker elsewhere that it wrote to knows that it is dead.
     """
     leader = MessageStream(sock)
     engine.register([memory.kv, *(pool.region for pool in memory.pools)])
     described = msgspec.structs.replace(memory, descriptor=engine.descriptor())
     with sock, contextlib.ExitStack() as at_end:
-        mark = own_mark()
-        if not receives:
-            alive = at_end.enter_context(bound(host))
-            mark = msgspec.structs.replace(mark, port=alive.getsockname()[1], address=host)
+        alive = at_end.enter_context(bound(host))
+        mark = msgspec.structs.replace(own_mark(), port=alive.getsockname()[1], address=host)
         try:
             leader.put(encode(Hello(engine.caps, described, mark)))
             _serve(EngineServer(engine, receives=receives), leader)
         except (ChannelClosed, ChannelFull) as error:
             log.warning("transfer engine: the leader cannot be reached: %s", error)
-            if not receives:
-                alive.detach()  # bound until the process ends: what the engine has begun may still be written
+            alive.detach()  # bound until the process ends: what the engine has begun may still be written
             return False
         engine.close()
         return True

@@ -24,6 +24,7 @@ from engine.messages import (
     AbortRequest,
     GenerateBatch,
     GenerateRequest,
+    MoveOut,
     StateReply,
     StepReply,
     ToFrontend,
@@ -50,6 +51,12 @@ class _Live:
     text: TextReader
     rank: int
     tokens: int
+    shows_hidden: bool
+
+    @property
+    def can_move(self) -> bool:
+        """Hidden states of all tokens are shown again where it goes on: who has the KV alone does not know them."""
+        return self.generation.can_move and not self.shows_hidden
 
 
 class EngineClient:
@@ -156,7 +163,9 @@ class EngineClient:
         for i, (sample, group) in enumerate(zip(samples, groups or names, strict=True)):
             if i in over:
                 continue
-            self._live[sample.wire_rid] = _Live(generation, i, texts[i], ranks[i], sample.num_prompt_tokens)
+            self._live[sample.wire_rid] = _Live(
+                generation, i, texts[i], ranks[i], sample.num_prompt_tokens, requests[i].return_hidden_states
+            )
             self.loads.change(ranks[i], requests=1, tokens=sample.num_prompt_tokens)
             for name in {sample.name, group}:
                 self._names.add(name, sample.wire_rid)
@@ -174,6 +183,13 @@ class EngineClient:
         for rid in wire_rids:
             self.leaders.links[self._live[rid].rank].send(AbortRequest(rid=rid))
         return bool(wire_rids)
+
+    def move_out(self, name: str, room: int) -> bool:
+        """Have another worker go on with the live sample of this name (its KV waits in `room`); False: there is none that can."""
+        movable = [rid for rid in self._names.of(name) if self._live[rid].can_move]
+        for rid in movable:
+            self.leaders.links[self._live[rid].rank].send(MoveOut(rid=rid, room=room))
+        return bool(movable)
 
     def abort_all(self) -> None:
         for link in self.leaders.links:

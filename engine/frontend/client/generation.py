@@ -7,7 +7,7 @@ from typing import Protocol
 
 from engine.frontend.client.tracing import SampleTrace
 from engine.frontend.errors import from_finish
-from engine.messages import FinishReason
+from engine.messages import FinishReason, KVSource
 from engine.text.sample import TextOutput
 from service.http.errors import ApiError
 from service.waiter import Waiter
@@ -38,6 +38,7 @@ class Generation:
     """A context manager; `on_leave` aborts the unfinished samples at its end.
 
     `resumed`: by sample, what another worker generated of it before; `ended`: the samples that it finished.
+    `can_move`: its handler can pass on that another worker goes on. `moved`: by sample that has left for one, where its KV waits.
     """
 
     def __init__(
@@ -59,6 +60,8 @@ class Generation:
         self._on_done = on_done
         self._on_leave = on_leave
         self.resumed = resumed
+        self.can_move = False
+        self.moved: dict[int, KVSource | None] = {}
         self._unfinished = set(range(len(samples))) - set(ended)
         self._pending: dict[int, TextOutput] = {}
         self._error: ApiError | None = None
@@ -113,7 +116,9 @@ class Generation:
                 self._on_done(self)
             self._observer.on_end(output, elapsed_s=now_s - self._start_s)
             sample.trace.end(output.tokens)
-        if finish is not None and finish.kind == "abort" and finish.status:
+        if finish is not None and not output.tokens.ends:
+            self.moved[index], output.tokens.finish = output.tokens.source, None
+        elif finish is not None and finish.kind == "abort" and finish.status:
             return self.fail(from_finish(finish))
         add(self._pending, index, without_tokens(output) if sample.is_empty else output)
         self._changed.wake()

@@ -14,7 +14,8 @@ from service.http.unix_peers import UnixPeers
 from service.telemetry.records import Record, Records, TracesQuery, last_ids
 from service.waiter import end_tasks
 
-READY, METRICS, TRACES, ABORT, REPLY, CLOSE = "/ready", "/metrics", "/traces", "/abort", "/reply", "/close"
+READY, METRICS, TRACES = "/ready", "/metrics", "/traces"
+ABORT, MOVE, REPLY, CLOSE = "/abort", "/move", "/reply", "/close"
 READY_POLL_S = 0.02
 CHANGE_TIMEOUT_S = 20.0
 CLOSE_TIMEOUT_S = 2.0  # the worker ends: one that is frozen must not hold it
@@ -22,6 +23,15 @@ CLOSE_TIMEOUT_S = 2.0  # the worker ends: one that is frozen must not hold it
 
 class AbortName(msgspec.Struct, frozen=True):
     name: str
+
+
+class MoveName(msgspec.Struct, frozen=True):
+    name: str
+    room: int
+
+
+class Moved(msgspec.Struct, frozen=True):
+    was_here: bool
 
 
 class RankReply(msgspec.Struct, frozen=True):
@@ -74,6 +84,11 @@ class OtherFrontends:
 
     async def abort(self, name: str) -> None:
         await self._peers.request("POST", ABORT, AbortName(name))
+
+    async def move_out(self, name: str, room: int) -> bool:
+        """Return whether one of them had the sample."""
+        answers = await self._peers.request("POST", MOVE, MoveName(name, room))
+        return any(msgspec.json.decode(body, type=Moved).was_here for body in answers)
 
     async def close_to_requests(self, error: ApiError, *, fails_live: bool) -> None:
         body = CloseFrontend(

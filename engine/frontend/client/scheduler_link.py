@@ -19,6 +19,7 @@ from engine.messages import (
     GetState,
     GetStep,
     LoadAdapter,
+    MoveOut,
     PauseGeneration,
     RecordExperts,
     ReleaseMemory,
@@ -124,7 +125,7 @@ class SchedulerLink:
         """Unique in this worker, and answers to it come to this frontend."""
         return addressed(f"{name}:{next(self._numbers):x}", self._row)
 
-    def send(self, message: GenerateRequest | GenerateBatch | AbortRequest) -> None:
+    def send(self, message: GenerateRequest | GenerateBatch | AbortRequest | MoveOut) -> None:
         """Raises ApiError(503) when the scheduler takes no messages."""
         self._send(message)
 

@@ -26,6 +26,9 @@ QUEUES = {
     "retracted": Figure("sglang:num_retracted_reqs", "retracted requests that wait"),
     "held": Figure("tandem_num_held_reqs", "requests that wait while generation is paused"),
     "resuming": Figure("tandem_num_resuming_reqs", "retracted requests whose KV prefill computes"),
+    "moving": Figure(
+        "tandem_num_moving_reqs", "requests that go to another decode worker, which does not have all their KV"
+    ),
     "quarantined": Figure("tandem_num_quarantined_reqs", "ended requests whose memory a peer may still write"),
 }
 GAUGES = {
@@ -92,6 +95,9 @@ COUNTERS = {
     "kv_sent_bytes": Figure("tandem_kv_transferred_bytes", "bytes of KV that decode workers have"),
     "kv_transfers": Figure("tandem_num_kv_transfers", "requests whose KV went to a decode worker"),
     "kv_checksum_failed": Figure("tandem_num_kv_checksum_failed_reqs", "requests whose KV arrived corrupted"),
+    "moved_out": Figure("tandem_num_moved_out", "running requests whose KV waited here for another decode worker"),
+    "moved_in": Figure("tandem_num_moved_in", "requests that go on here with the KV of another decode worker"),
+    "moves_failed": Figure("tandem_num_failed_moves", "of those that moved out, the ones whose KV nobody got"),
     "retractions": Figure("tandem_num_retractions", "times that a request lost its memory"),
     "out_of_memory": Figure("tandem_num_out_of_memory_retractions", "retractions because memory ran out"),
     "out_of_memory_tokens": Figure("tandem_out_of_memory_tokens", "tokens whose KV these retractions gave up"),

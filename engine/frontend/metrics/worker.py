@@ -94,6 +94,8 @@ class Metrics:
         if output is None or output.tokens.finish is None or output.tokens.finish.kind == "abort":
             self._aborted.inc()
             return
+        if not output.tokens.ends:  # another worker does
+            return
         self._cached_tokens.inc(output.tokens.cached_tokens)
         self._observe_stages(output.tokens.times)
         self._e2e.observe(elapsed_s)
@@ -239,7 +241,7 @@ class _Figures:
 
 
 def _finish_of(output: TextOutput | None) -> str:
-    """vLLM's words: "stop", "length", "abort", "error"."""
+    """vLLM's words: "stop", "length", "abort", "error"; and "moved"."""
     finish = None if output is None else output.tokens.finish
     if finish is None:
         return "abort"

@@ -8,11 +8,14 @@ from engine.frontend.client.other_frontends import (
     ABORT,
     CLOSE,
     METRICS,
+    MOVE,
     READY,
     REPLY,
     TRACES,
     AbortName,
     CloseFrontend,
+    Moved,
+    MoveName,
     RankReply,
 )
 from engine.frontend.errors import not_ready
@@ -48,6 +51,10 @@ def make_internal_handle(s: Services) -> Handler:
         rest = s.kept.rest(question, asyncio.get_running_loop().time())
         return web.Response(status=404) if rest is None else json_response(rest)
 
+    async def move(request: web.BaseRequest) -> web.Response:
+        body = decode_body(await request.read(), MoveName)
+        return json_response(Moved(s.client.move_out(body.name, body.room)))
+
     async def reply(request: web.BaseRequest) -> web.Response:
         change = decode_body(await request.read(), RankReply)
         s.leaders.on_message(change.reply, change.rank)
@@ -66,6 +73,7 @@ def make_internal_handle(s: Services) -> Handler:
             web.post(TRACES, traces),
             web.post(ABORT, abort),
             web.post(KEPT_PATH, kept),
+            web.post(MOVE, move),
             web.post(REPLY, reply),
             web.post(CLOSE, close),
         ]

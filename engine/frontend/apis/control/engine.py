@@ -3,7 +3,7 @@
 Field names and defaults are SGLang's (`srt/managers/io_struct.py`).
 """
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 from aiohttp import web
@@ -37,6 +37,17 @@ MAX_VERSION_CHARS = 256
 class AbortBody(msgspec.Struct, kw_only=True):
     rid: str | None = None
     abort_all: bool | None = None
+
+
+class LeavingSample(msgspec.Struct):
+    """`rid`: the sample's name, as its stream said. `room`: in which its KV waits."""
+
+    rid: str
+    room: Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
+
+
+class MoveOutBody(msgspec.Struct):
+    samples: list[LeavingSample]
 
 
 class PauseBody(msgspec.Struct, kw_only=True):
@@ -99,6 +110,19 @@ async def abort_request(request: web.BaseRequest) -> web.Response:
     else:
         raise bad_field("rid", "name a request, or set abort_all")
     return web.Response()
+
+
+async def move_out(request: web.BaseRequest) -> web.Response:
+    """End streams of Tandem's router here, which places the rest at another worker. `moving`: the rids found; the others go on."""
+    s = request[SERVICES]
+    body = decode_body(await request.read(), MoveOutBody)
+    if s.spec.mode != "decode":
+        raise ApiError(409, "only a decode worker has requests that move with their KV", code="not_decode")
+    moving = [sample.rid for sample in body.samples if s.client.move_out(sample.rid, sample.room)]
+    if s.others is not None:
+        left = [sample for sample in body.samples if sample.rid not in moving]
+        moving += [sample.rid for sample in left if await s.others.move_out(sample.rid, sample.room)]
+    return json_response({"moving": moving})
 
 
 async def pause_generation(request: web.BaseRequest) -> web.Response:

@@ -10,7 +10,7 @@ import msgspec
 from aiohttp import web
 
 from engine.frontend.services import SERVICES
-from engine.messages import FinishReason, GenerateRequest, TokenLogprob, TokenOutput
+from engine.messages import FinishReason, GenerateRequest, KVSource, TokenLogprob, TokenOutput
 from engine.text.sample import TextOutput
 from service.http.errors import ApiError, bad_field
 from service.http.json_depth import decode_or_none
@@ -21,6 +21,7 @@ from service.http.resume import (
     RESUME_HEADER,
     Begun,
     Resume,
+    SampleSource,
     begin_frame,
     end_frame,
     events_frame,
@@ -28,6 +29,7 @@ from service.http.resume import (
     is_signed,
     last_frame,
     logprobs_frame,
+    moved_frame,
     unit_of,
 )
 
@@ -65,6 +67,9 @@ def take_resume(request: web.BaseRequest, data: bytes) -> bytes:
         raise bad_field(
             RESUME_FIELD, "is not what a router of this version writes; upgrade routers and workers together"
         )
+    for source in resume.sources:
+        if source is not None:
+            request[SERVICES].spec.bootstrap_allowlist.check_source(source.control)
     request[_RESUME] = resume
     return _encode(fields)
 
@@ -89,11 +94,20 @@ def going_on(resume: Resume | None, requests: list[GenerateRequest]) -> list[Gen
     by_sample = (resume.names, resume.seeds, resume.output_ids, resume.ended, resume.logprobs, resume.prompt_logprobs)
     if {len(values) for values in by_sample} != {len(requests)}:
         raise bad_field(RESUME_FIELD, f"is of {len(resume.seeds)} samples, and the request has {len(requests)}")
+    sources = resume.sources or [None] * len(requests)
+    if len(sources) != len(requests):
+        raise bad_field(RESUME_FIELD, f"has {len(sources)} sources of {len(requests)} samples")
     return [
         msgspec.structs.replace(
-            request, rid=name, sampling=msgspec.structs.replace(request.sampling, seed=seed), output_ids=ids
+            request,
+            rid=name,
+            sampling=msgspec.structs.replace(request.sampling, seed=seed),
+            output_ids=ids,
+            source=None if source is None or not ids else KVSource(source.control, source.incarnation),
         )
-        for request, name, seed, ids in zip(requests, resume.names, resume.seeds, resume.output_ids, strict=True)
+        for request, name, seed, ids, source in zip(
+            requests, resume.names, resume.seeds, resume.output_ids, sources, strict=True
+        )
     ]
 
 
@@ -150,19 +164,36 @@ def begun_of(
     )
 
 
+def _leaving(moved: Mapping[int, KVSource | None]) -> bytes:
+    """The last line of an answer whose samples have left for another worker."""
+    return moved_frame(
+        {
+            index: None if kv is None else SampleSource(control=kv.control, incarnation=kv.incarnation)
+            for index, kv in moved.items()
+        }
+    )
+
+
 class Frames:
     """What goes before events. Tokens whose text is held back wait for the event that shows it.
 
     `repeats`: each event shows all logprobs of its sample. `num_events`: that the client has, of an API that numbers them; else None.
-    `kept`: keeps them, and names the events; None: nothing does.
+    `kept`: keeps them, and names the events; None: nothing does. `has_logprobs`: events show logprobs.
     """
 
     def __init__(
-        self, begun: Begun, *, repeats: bool = False, num_events: int | None = None, kept: StreamLog | None = None
+        self,
+        begun: Begun,
+        *,
+        repeats: bool = False,
+        num_events: int | None = None,
+        kept: StreamLog | None = None,
+        has_logprobs: bool = False,
     ) -> None:
         self._kept = kept
         self._begin = begin_frame(begun)
         self._repeats = repeats
+        self._loses_logprobs = has_logprobs and not repeats
         self._num_events = num_events
         self._waiting: dict[int, bytes] = {}
 
@@ -178,6 +209,16 @@ class Frames:
     def before_last(self, events: list[bytes]) -> bytes:
         """Return the events behind those of all samples."""
         return self._unit(last_frame(), events) if events else b""
+
+    def leave(self, moved: Mapping[int, KVSource | None]) -> bytes:
+        """Return the last lines of a stream whose samples have left for another worker.
+
+        Text that is held back is held back there, too. Logprobs of its tokens are not known there: they are computed again.
+        """
+        waiting = b"".join(self._waiting.values())
+        if waiting and self._loses_logprobs:
+            return self._begin + _leaving(dict.fromkeys(moved))
+        return self._begin + waiting + _leaving(moved)
 
     def _unit(self, frames: bytes, events: list[bytes]) -> bytes:
         if self._num_events is not None:
@@ -209,6 +250,10 @@ class WholeFrames:
     def news(self, answers: Mapping[int, TextOutput]) -> bytes:
         begin, self._begin = self._begin, b""
         return begin + unit_of(b"".join([self._of(index, answer.tokens) for index, answer in answers.items()]))
+
+    def leave(self, answers: Mapping[int, TextOutput], moved: Mapping[int, KVSource | None]) -> bytes:
+        """Return the end of an answer whose samples have left for another worker."""
+        return self.news(answers) + _leaving(moved)
 
     def _of(self, index: int, tokens: TokenOutput) -> bytes:
         said, now = self._said.get(index, _NOTHING), _Said.of(tokens)

@@ -117,4 +117,12 @@ async def answer_samples(
     created = int(time.time()) if resume is None else resume.created
     shown = view(id=id, model=model.shown, created=created, usage=usage)
     begun = begun_of(request, requests, id=id, groups=groups, created=created)
-    return await answer(request, generation, view=shown, stream=bool(body.stream), framing=framing, begun=begun)
+    return await answer(
+        request,
+        generation,
+        view=shown,
+        stream=bool(body.stream),
+        framing=framing,
+        begun=begun,
+        has_logprobs=logprobs is not None,
+    )

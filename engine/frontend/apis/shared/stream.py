@@ -58,13 +58,15 @@ async def answer(
     framing: Framing = EVENTS,
     begun: Begun | None = None,
     repeats: bool = False,
+    has_logprobs: bool = False,
 ) -> web.StreamResponse:
     """Serve the generation, then abort what is unfinished. Headers wait for the first output: its error has a status.
 
     They do so for --sse-keep-alive-interval at most. `begun`: the router may take the answer to another worker. `repeats`: each event of
-    a stream shows its sample from the beginning.
+    a stream shows its sample from the beginning. `has_logprobs`: events show them.
     """
     with generation:
+        generation.can_move = begun is not None
         if not stream:
             if begun is not None:
                 return await answer_framed(request, generation, show=view.body, begun=begun)
@@ -75,7 +77,7 @@ async def answer(
             num_events = 0 if resume is None else resume.num_events
             if begun is not None:
                 numbered = None if framing.number_from is None else num_events
-                frames = Frames(begun, repeats=repeats, num_events=numbered, kept=kept)
+                frames = Frames(begun, repeats=repeats, num_events=numbered, kept=kept, has_logprobs=has_logprobs)
             for index, output in generation.resumed:
                 view.chunks(index, output)  # the client has them
             if framing.number_from is not None:
@@ -108,10 +110,10 @@ async def _stream(
             if generation.done:
                 break
             news = await generation.next()
-        if not has_last(request):
-            last = list(map(framing.encode, view.last()))
-            await _write(response, b"".join(last) if frames is None else frames.before_last(last))
-        await response.write(framing.done)
+        if frames is not None and generation.moved:
+            await response.write(frames.leave(generation.moved))
+        else:
+            await _write_last(request, response, view=view, framing=framing, frames=frames)
     except ApiError as e:
         if alive.stream is None:
             raise
@@ -122,6 +124,15 @@ async def _stream(
     await alive.end()
     await response.write_eof()
     return response
+
+
+async def _write_last(
+    request: web.BaseRequest, response: web.StreamResponse, *, view: View, framing: Framing, frames: Frames | None
+) -> None:
+    if not has_last(request):
+        last = list(map(framing.encode, view.last()))
+        await _write(response, b"".join(last) if frames is None else frames.before_last(last))
+    await response.write(framing.done)
 
 
 def _shown(view: View, framing: Framing, index: int, output: TextOutput, frames: Frames | None) -> bytes:

@@ -44,6 +44,9 @@ async def answer_framed(
         body = errors_of(request).response(error).body
         assert isinstance(body, bytes)
         return await _ended(response, failed_frame(error.status, error.retry_after_s) + body)
+    if generation.moved:
+        response = response or await open_stream(request, headers={"Content-Type": FRAMES_TYPE})
+        return await _ended(response, frames.leave(answers, generation.moved))
     shown = show([answers[i] for i in range(len(generation.samples))])
     return json_response(shown) if response is None else await _ended(response, _encode(shown))
 

@@ -1,0 +1,117 @@
+"""Requests of a decode worker that go on at another one, which gets the KV that they have here.
+
+    running --begin--> (its last step) --> held, its stream ends with where the KV waits --> Outgoing, as a prompt of prefill
+
+The other worker reserves memory and gives its pages, as it does to prefill, gets the KV of every token but the last, and samples the next.
+If it does not come within the sender's bootstrap timeout, or the transfer fails, the memory returns; the router places the rest through
+a prefill worker then.
+"""
+
+from collections import Counter
+
+from disagg.handover import PrefillHandover, Purpose, Senders
+from disagg.outgoing import Outgoing
+from disagg.page_sender import PageSender
+from engine.core.outputs import output_of
+from engine.core.plan import ItemResult
+from engine.core.request import Request
+from engine.core.scheduler import Scheduler
+from engine.messages import MOVED, FinishReason, KVSource, TokenOutput
+from transfer_backends.kvpoll import RoomInUse
+
+HAS_MOVED = FinishReason(kind=MOVED)
+
+
+class Moves:
+    """Owns requests from `begin` until their memory is free."""
+
+    def __init__(
+        self, *, scheduler: Scheduler, manager: Senders, pages: PageSender, source: KVSource, moves_bytes: bool
+    ) -> None:
+        """`source`: what receivers of this worker's KV are told."""
+        self._scheduler = scheduler
+        self._manager = manager
+        self._pages = pages
+        self._source = source
+        self._moves_bytes = moves_bytes
+        self._outgoing = Outgoing(scheduler=scheduler, pages=pages, begin=self._send, name="move")
+        self._leaving: dict[str, tuple[Request, int]] = {}  # with its room; a step may be in flight
+        self.counters: Counter[str] = Counter()
+
+    def begin(self, request: Request, room: int) -> list[TokenOutput]:
+        """Take a running request out of the batch. Its last step may still end it; then it does not move."""
+        self._scheduler.held.move(request)
+        self._leaving[request.rid] = request, room
+        return self._part()
+
+    def abort(self, rid: str, reason: FinishReason) -> list[TokenOutput] | None:
+        """End a request that has no step in flight any more, and whose stream has not ended; None: there is none."""
+        request, _ = self._leaving.get(rid, (None, 0))
+        if request is None or request not in self._scheduler.held:
+            return None
+        del self._leaving[rid]
+        output = self._scheduler.held.end(request, reason)
+        self._scheduler.held.release(request)
+        return [output]
+
+    def poll(self, now_s: float) -> list[TokenOutput]:
+        outputs = self._part()
+        self._outgoing.poll(now_s)  # no client waits for it here
+        return outputs
+
+    def end_all(self, why: str) -> None:
+        """End the transfers that run."""
+        for handover in list(self._outgoing.handovers.values()):
+            self._outgoing.abort(handover, FinishReason(kind="abort", message=why))
+
+    def _part(self) -> list[TokenOutput]:
+        """End the streams of those whose last step has been collected."""
+        outputs = list[TokenOutput]()
+        for rid, (request, room) in list(self._leaving.items()):
+            if request.finish is not None:
+                del self._leaving[rid]
+            elif request in self._scheduler.held:
+                del self._leaving[rid]
+                outputs.append(self._open(request, room))
+        return outputs
+
+    def _open(self, request: Request, room: int) -> TokenOutput:
+        output = self._scheduler.held.leave(request, HAS_MOVED)
+        try:
+            sender = self._manager.sender(room)
+        except (RoomInUse, ValueError):  # a router of another make chose it
+            self._scheduler.held.release(request)
+            return output
+        self._outgoing.open(
+            PrefillHandover(request, room, moves_bytes=self._moves_bytes, sender=sender, purpose=Purpose.MOVE)
+        )
+        self.counters["moved_out"] += 1
+        output.source = self._source
+        return output
+
+    def _send(self, handover: PrefillHandover, now_s: float) -> list[TokenOutput]:
+        """All of it is computed: everything leaves at once."""
+        request = handover.request
+        handover.tail = self._scheduler.memory.tail(request, request.handed_tokens)
+        self._pages.add_computed(handover, output_of(request, []), ItemResult(token=None))
+        return []
+
+    # ---- reports
+
+    def __len__(self) -> int:
+        return len(self._leaving) + len(self._outgoing.handovers)
+
+    @property
+    def num_rows(self) -> int:
+        return self._outgoing.num_rows
+
+    def all_counters(self) -> dict[str, float]:
+        """With those of transfers; their failures are not those of what arrives here."""
+        failed = sum(self._outgoing.counters.values())
+        return {**self.counters, **self._pages.counters, **({"moves_failed": failed} if failed else {})}
+
+    def check(self) -> None:
+        self._manager.check()
+
+    def close(self) -> None:
+        self._manager.close()

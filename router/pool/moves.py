@@ -1,0 +1,76 @@
+"""Has decode workers let go of streams, which others then continue by the KV that waits there.
+
+call.leave() --rooms--> POST /move_out --> the worker ends the stream with where the KV is --> failover places the rest
+        \\___ not so: another make, no answer, no end in time ___/--> give_up: the rest goes through a prefill worker
+"""
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import aiohttp
+import msgspec
+
+from router.client.credentials import Credentials
+from router.client.session import call_worker
+from router.pool.active_calls import ActiveCall
+from router.pool.worker import Role, Worker
+from service.http.json_depth import decode_or_none
+from service.http.resume import MOVE_OUT
+from service.waiter import end_tasks
+
+ANSWER_S = 2.0  # a worker's HTTP process answers, not its scheduler
+END_S = 5.0  # of a stream: a step in flight, and what its client is slow to take
+
+log = logging.getLogger(__name__)
+
+
+class _Answer(msgspec.Struct):
+    moving: list[str]
+
+
+@dataclass(eq=False)
+class MoveOrders:
+    session: aiohttp.ClientSession
+    credentials: Credentials
+    _orders: set[asyncio.Task[None]] = field(default_factory=set)
+
+    def let_go(self, worker: Worker, calls: Sequence[ActiveCall], why: str) -> None:
+        """Have `worker` end `calls`, for others to do the rest."""
+        leaving = dict[ActiveCall, Mapping[str, int]]()
+        for call in calls:
+            if worker.role is Role.DECODE and (rooms := call.leave()):
+                leaving[call] = rooms
+            else:
+                worker.calls.pop(call, None)
+                call.give_up(why)
+        if leaving:
+            task = asyncio.create_task(self._order(worker, leaving, why), name=f"moves from {worker.url}")
+            self._orders.add(task)
+            task.add_done_callback(self._orders.discard)
+
+    async def close(self) -> None:
+        await end_tasks(self._orders)
+
+    async def _order(self, worker: Worker, leaving: Mapping[ActiveCall, Mapping[str, int]], why: str) -> None:
+        samples = [{"rid": rid, "room": room} for rooms in leaving.values() for rid, room in rooms.items()]
+        body, headers = msgspec.json.encode({"samples": samples}), self.credentials.own()
+        answer = await call_worker(self.session, "POST", f"{worker.url}{MOVE_OUT}", headers, body, timeout_s=ANSWER_S)
+        found: _Answer | None = decode_or_none(answer.body, _Answer) if answer.status == 200 else None
+        moving = frozenset() if found is None else frozenset(found.moving)
+        if not moving:
+            log.info("%s lets no stream go with its KV (status %d)", worker.url, answer.status)
+        for call, rooms in leaving.items():
+            if moving.isdisjoint(rooms):
+                _give_up(worker, call, why)
+        await asyncio.sleep(END_S)
+        for call in leaving:
+            _give_up(worker, call, why)
+
+
+def _give_up(worker: Worker, call: ActiveCall, why: str) -> None:
+    """Unless it has ended."""
+    if call in worker.calls:
+        del worker.calls[call]
+        call.give_up(why)

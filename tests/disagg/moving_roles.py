@@ -1,0 +1,292 @@
+"""A prefill engine and two decode engines under production roles; what a router does when a request moves is done by the test."""
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from disagg.decode_role import DecodeRole
+from disagg.metadata import MetadataBuffers
+from disagg.moving import Moves
+from disagg.page_sender import PageSender
+from disagg.prefill_role import PrefillRole
+from disagg.recompute import Bounds
+from engine.core.request import Request
+from engine.messages import MOVED, Bootstrap, FinishReason, KVSource, TokenOutput
+from engine.sampling_params import SamplingParams
+from tests.core.hash_model import VOCAB
+from tests.core.proof.cycle_grammar import CycleGrammar
+from tests.disagg.two_roles import RoleEngine
+from tests.disagg.wire_in_a_test import Receiver, Sender, Wire
+from transfer_backends.contract import Route
+
+NAMES = ("p", "a", "b")
+PATIENCE = 60  # steps in which nothing happens
+
+
+class Ends:
+    """The managers of a decode engine: `wires[sender, receiver]` of all pairs."""
+
+    def __init__(self, wires: Mapping[tuple[str, str], Wire], *, me: str, other: str) -> None:
+        self.wires, self.me, self.other = wires, me, other
+        self.counters: dict[str, int] = {}
+
+    def receiver(
+        self, room: int, *, bootstrap: str, room_attempt: int = 0, fake: bool = False, route: Route | None = None
+    ) -> Receiver:
+        sender = "p" if route is None else route.control
+        return self.wires[sender, self.me].receiver(room, bootstrap=bootstrap, room_attempt=room_attempt)
+
+    def sender(self, room: int, *, room_attempt: int = 0, fake: bool = False) -> Sender:
+        return self.wires[self.me, self.other].sender(room, room_attempt=room_attempt)
+
+    def check(self) -> None:
+        """Nothing to check."""
+
+    def close(self) -> bool:
+        return True
+
+
+@dataclass
+class Ask:
+    """A client's request, and what it has of the answer. `at`: the engine that decodes; `ran`: has it given a token since?"""
+
+    rid: str
+    prompt: list[int]
+    new: int
+    wishes: dict[str, object]
+    grammar: tuple[int, int] | None = None
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish: FinishReason | None = None
+    at: str = "a"
+    hop: int = 0
+    by_kv: bool = False
+    read: int = 0  # outputs of this hop
+
+    @property
+    def name(self) -> str:
+        return f"{self.rid}.{self.hop}"
+
+
+class Trio:
+    """`both`: what all three engines are given; `rows`: metadata rows of each."""
+
+    def __init__(
+        self,
+        *,
+        pages: tuple[int, int, int],
+        page_size: int = 4,
+        chunk: int = 8,
+        depth: int = 1,
+        rows: int = 4,
+        both: Mapping[str, object] = MappingProxyType({}),
+        decode: Mapping[str, object] = MappingProxyType({}),
+    ) -> None:
+        make = {"page_size": page_size, "chunk": chunk, "depth": depth, "max_running": 6, **both}
+        self.engines = {
+            name: RoleEngine(num_pages=count, **{**make, **({} if name == "p" else decode)})  # type: ignore[arg-type]
+            for name, count in zip(NAMES, pages, strict=True)
+        }
+        metadata = {name: MetadataBuffers(rows) for name in NAMES}
+        self.wires = {
+            (one, two): Wire(
+                prefill=self.engines[one].model, decode=self.engines[two].model, rows=(metadata[one], metadata[two])
+            )
+            for one in NAMES
+            for two in ("a", "b")
+            if one != two
+        }
+        self._add_prefill_role(metadata["p"], page_size)
+        for me, other in (("a", "b"), ("b", "a")):
+            self._add_decode_role(me, other, metadata[me], page_size)
+        self.asks: dict[str, Ask] = {}
+        self._rooms = 0
+        self.moved = self.fell_back = self._idle = 0
+
+    def _add_prefill_role(self, rows: MetadataBuffers, page_size: int) -> None:
+        prefill = self.engines["p"]
+        wire = _ToBoth(self.wires["p", "a"], self.wires["p", "b"])
+        prefill.role = PrefillRole(
+            scheduler=prefill.scheduler,
+            manager=wire,
+            pages=PageSender(rows, page_size=page_size, page_bytes=1),
+            directory=wire,
+            bounds=Bounds(vocab_size=VOCAB, context_length=10_000),
+        )
+        self.to_both = wire
+
+    def _add_decode_role(self, me: str, other: str, rows: MetadataBuffers, page_size: int) -> None:
+        engine, ends = self.engines[me], Ends(self.wires, me=me, other=other)
+        engine.role = DecodeRole(
+            scheduler=engine.scheduler,
+            manager=ends,
+            metadata=rows,
+            moves_bytes=True,
+            prealloc_timeout_s=1000.0,
+            moves=Moves(
+                scheduler=engine.scheduler,
+                manager=ends,
+                pages=PageSender(rows, page_size=page_size, page_bytes=1),
+                source=KVSource(me, me),
+                moves_bytes=True,
+            ),
+        )
+
+    # ---- what clients and the router do
+
+    def submit(self, rid: str, prompt: list[int], *, new: int, at: str = "a", **wishes: object) -> Ask:
+        grammar = wishes.pop("grammar", None)
+        ask = self.asks[rid] = Ask(rid, prompt, new, wishes, grammar=grammar, at=at)  # type: ignore[arg-type]
+        self._place(ask, at)
+        return ask
+
+    def move(self, rid: str) -> None:
+        ask = self.asks[rid]
+        if ask.finish is None and ask.read and "room" not in ask.wishes:
+            self._rooms += 1
+            ask.wishes["room"] = self._rooms
+            engine = self.engines[ask.at]
+            engine.say(engine.role.move_out(ask.name, self._rooms, engine.now_s))
+
+    def abort(self, rid: str) -> None:
+        ask = self.asks[rid]
+        for engine in self.engines.values():
+            engine.abort(ask.name)
+
+    def _place(self, ask: Ask, at: str, *, source: KVSource | None = None, room: int | None = None) -> None:
+        """By a pair, or by the KV at `source`."""
+        if room is None:
+            self._rooms += 1
+            room = self._rooms
+        ask.at, ask.by_kv, ask.read = at, source is not None, 0
+        ask.wishes.pop("room", None)  # of an order that came too late
+        if source is None:
+            self.to_both.aim(room, at)
+            self._add("p", ask, room, None)
+        self._add(at, ask, room, source)
+
+    def _add(self, name: str, ask: Ask, room: int, source: KVSource | None) -> None:
+        engine, wishes = self.engines[name], {k: v for k, v in ask.wishes.items() if k != "room"}
+        grammar = None if ask.grammar is None else CycleGrammar(*ask.grammar)
+        for token in ask.tokens if grammar is not None else ():
+            assert grammar is not None and grammar.accept(token)
+        request = Request(
+            rid=ask.name,
+            input_ids=ask.prompt,
+            output_ids=list(ask.tokens),
+            num_resumed=len(ask.tokens),
+            source=source,
+            arrived_s=engine.now_s,
+            bootstrap=Bootstrap("127.0.0.1", 1, room),
+            prefill_only=name == "p",
+            grammar=grammar,
+            **{"sampling": SamplingParams(max_new_tokens=ask.new), "eos_ids": frozenset(), **wishes},  # type: ignore[arg-type]
+        )
+        engine.say(engine.role.add(request, engine.now_s))
+
+    def relay(self) -> None:
+        """Give clients what has come, and place the rest of what has moved or could not move."""
+        for ask in self.asks.values():
+            said = self.engines[ask.at].outputs.get(ask.name, [])
+            for output in said[ask.read :]:
+                ask.read += 1
+                self._on_output(ask, output)
+                if ask.read == 0:  # it goes on elsewhere
+                    break
+
+    def _on_output(self, ask: Ask, output: TokenOutput) -> None:
+        assert output.completion_tokens in (0, len(ask.tokens) + len(output.new_ids)), "a token is lost or twice there"
+        ask.tokens += output.new_ids
+        ask.logprobs += [entry.logprob for entry in output.logprobs if entry.logprob is not None]
+        finish = output.finish
+        if finish is None:
+            return
+        other = "b" if ask.at == "a" else "a"
+        if finish.kind == MOVED:
+            room = ask.wishes.pop("room", None)
+            ask.hop += 1
+            self.moved += output.source is not None
+            self._place(ask, other, source=output.source, room=room if output.source is not None else None)  # type: ignore[arg-type]
+        elif finish.kind == "abort" and finish.status >= 500 and ask.by_kv:
+            ask.hop += 1
+            self.fell_back += 1
+            self._place(ask, other)
+        else:
+            ask.finish = finish
+
+    # ---- time
+
+    def step(self, rng: random.Random) -> bool:
+        """An event of a wire or a turn of an engine, by lot; False: nothing is left anywhere."""
+        moved = rng.random() < 0.7 and any(
+            wire.step(rng) for wire in rng.sample([*self.wires.values()], len(self.wires))
+        )
+        worked = rng.choice([*self.engines.values()]).turn()
+        self.relay()
+        self._idle = 0 if moved or worked else self._idle + 1
+        if self._idle > PATIENCE:
+            self._idle = 0
+            self._lose_patience()
+        return moved or worked or not self.at_rest()
+
+    def _lose_patience(self) -> None:
+        """Two that change places wait for each other's memory: the router does not wait for long."""
+        for ask in self.asks.values():
+            if ask.by_kv and not ask.read:
+                self.engines[ask.at].abort(ask.name)
+                ask.hop += 1
+                self.fell_back += 1
+                self._place(ask, ask.at)
+
+    def run(self, rng: random.Random, most: int = 30_000) -> None:
+        for _ in range(most):
+            if not self.step(rng):
+                return
+        raise AssertionError(f"no rest: { ({name: e.role.queues() for name, e in self.engines.items()}) }")
+
+    def at_rest(self) -> bool:
+        engines = self.engines.values()
+        busy = any(e.role.waits_for_outside() or e.launched or not e.scheduler.idle for e in engines)
+        return not busy and all(ask.finish is not None for ask in self.asks.values())
+
+    def assert_all_back(self) -> None:
+        for engine in self.engines.values():
+            memory = engine.scheduler.memory
+            for group in (memory, memory.states, memory.windows):
+                counts = {} if group is None else group.allocator.counts()
+                assert not any(counts.get(kind) for kind in ("held", "quarantined")), f"{group} is left with {counts}"
+            engine.role.check()
+
+
+class _ToBoth:
+    """Prefill's manager, over a wire to either decode engine: the one that a room is aimed at."""
+
+    def __init__(self, a: Wire, b: Wire) -> None:
+        self._wires = {"a": a, "b": b}
+        self._of_room: dict[int, str] = {}
+        self.counters: dict[str, int] = {}
+        self.paths = a.paths
+
+    def aim(self, room: int, at: str) -> None:
+        self._of_room[room] = at
+
+    def sender(self, room: int, *, room_attempt: int = 0, fake: bool = False) -> Sender:
+        return self._wires[self._of_room[room]].sender(room, room_attempt=room_attempt)
+
+    def take_recompute_requests(self) -> list:  # type: ignore[type-arg]
+        taken = [wanted for wire in self._wires.values() for wanted in wire.take_recompute_requests()]
+        for wanted in taken:  # after a move the room is of that, and any prefill worker will do
+            if wanted.room not in self._of_room:
+                names = [name for name, wire in self._wires.items() if (wanted.room, wanted.room_attempt) in wire.rooms]
+                self._of_room[wanted.room] = names[0]
+        return taken
+
+    def add_room(self, room: int) -> None:
+        """The directory is perfect here."""
+
+    def check(self) -> None:
+        """Nothing to check."""
+
+    def close(self) -> bool:
+        return True

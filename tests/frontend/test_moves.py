@@ -1,0 +1,170 @@
+"""Streams that leave a worker, and answers that go on at one with the KV of another: a real frontend, a scheduler stand-in."""
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+import pytest
+
+from engine.frontend.apis.shared.resumable import Frames
+from engine.messages import KVSource, TokenOutput
+from engine.text.sample import TextOutput
+from service.http.resume import (
+    FRAMES_HEADER,
+    FRAMES_TYPE,
+    RESUME_FIELD,
+    RESUME_HEADER,
+    Begun,
+    FrameRecord,
+    Resume,
+    SampleSource,
+)
+from tests.frontend.conftest import Worker, start_worker, wait_for
+
+META = {"bootstrap_host": "10.0.0.1", "bootstrap_port": 5, "bootstrap_room": 7}
+FRAMES = {FRAMES_HEADER: "1"}
+KV = SampleSource(control="10.0.0.1:5000", incarnation="d0")
+
+
+@pytest.fixture(scope="module")
+def decode(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
+    with start_worker(tmp_path_factory.mktemp("decode"), mode="decode", allowed=["10.0.0.1"]) as worker:
+        yield worker
+
+
+@pytest.fixture(scope="module")
+def hidden(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
+    engine = {"enable_return_hidden_states": True}
+    with start_worker(tmp_path_factory.mktemp("h"), mode="decode", allowed=["10.0.0.1"], engine=engine) as worker:
+        yield worker
+
+
+@contextmanager
+def streaming(worker: Worker, path: str, body: dict[str, Any], **headers: str) -> Iterator[Any]:
+    """A stream that has said all that it says before it hangs; the value reads the rest."""
+    seen = len(worker.scheduler.seen)
+    with worker.http.stream("POST", path, json={**META, **body, "stream": True}, headers=headers) as response:
+        assert response.status_code == 200
+        wait_for(lambda: len(worker.scheduler.seen) > seen)
+        yield response
+
+
+def move(worker: Worker, rid: str, room: int = 9) -> list[str]:
+    answer = worker.post("/move_out", {"samples": [{"rid": rid, "room": room}]})
+    assert answer.status_code == 200, answer.text
+    return answer.json()["moving"]  # type: ignore[no-any-return]
+
+
+def record_of(data: bytes) -> tuple[FrameRecord, bytes]:
+    record = FrameRecord()
+    return record, record.take(data)
+
+
+def test_a_stream_ends_with_where_its_kv_is_and_with_the_tokens_whose_text_it_holds_back(decode: Worker) -> None:
+    body = {"prompt": "SLOW", "max_tokens": 50, "stop": ["LZ"], "rid": "one", "seed": 1}
+    with streaming(decode, "/v1/completions", body, **FRAMES) as response:
+        pieces = response.iter_raw()
+        data = next(pieces)
+        while b"S" not in shown(data):
+            data += next(pieces)
+        wait_for(lambda: sum(len(r.output) for r in decode.scheduler._running.values()) == 3)
+        assert move(decode, "one") == ["one"]
+        data += b"".join(pieces)
+    record, events = record_of(data)
+    assert b"DONE" not in events and b'finish_reason":"' not in events.replace(b" ", b"")
+    assert record.moved == {0: KV} and record.has_sources()
+    resume = msgspec.json.decode(record.resume(by_kv=True) or b"", type=Resume)
+    assert resume.output_ids == [decode.scheduler.seen[-1].input_ids[:3]] and shown(data) == b"S"
+    assert list(decode.scheduler.moved.values())[-1] == 9
+    decode.wait_idle()
+
+
+def shown(data: bytes) -> bytes:
+    _, events = record_of(data[: data.rfind(b"\n\n") + 2])
+    lines = [line[6:] for line in events.split(b"\n") if line.startswith(b"data: {")]
+    return "".join(choice["text"] for line in lines for choice in json.loads(line)["choices"]).encode()
+
+
+def test_logprobs_of_what_is_held_back_are_computed_again() -> None:
+    """They are known here alone: the rest goes through a prefill worker, behind what the client has."""
+    begun = Begun(id="c", created=1, names=["c"], groups=["c"], seeds=[1], salt="s")
+    for has_logprobs, shown, known in ((True, True, [5, 6]), (True, False, [5]), (False, False, [5, 6])):
+        frames, data = Frames(begun, has_logprobs=has_logprobs), b""
+        for token, is_shown in ((5, True), (6, shown)):
+            output = TextOutput(text="", tokens=TokenOutput(rid="c", new_ids=[token]))
+            data += frames.before(0, output, [b"data: x\n\n"] if is_shown else [])
+        record, _ = record_of(data + frames.leave({0: KVSource(KV.control, KV.incarnation)}))
+        assert record.has_sources() is (known == [5, 6])
+        assert msgspec.json.decode(record.resume() or b"", type=Resume).output_ids == [known]
+
+
+def test_what_no_router_can_continue_stays(decode: Worker, hidden: Worker) -> None:
+    """A stream without frames, hidden states of all tokens, a name that is not here."""
+    with streaming(decode, "/v1/completions", {"prompt": "SLOW and", "max_tokens": 50, "rid": "three"}):
+        assert move(decode, "three") == [] and move(decode, "nobody") == []
+    body = {"text": "SLOW", "rid": "hidden", "return_hidden_states": True}
+    with streaming(hidden, "/generate", body, **FRAMES):
+        assert move(hidden, "hidden") == []
+    hidden.wait_idle()
+    decode.wait_idle()
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"samples": [{"rid": "x", "room": 0}]}, "samples[0].room"),
+        ({"samples": [{"rid": "x"}]}, "samples[0].room"),
+        ({"samples": 5}, "samples"),
+        ({}, "samples"),
+    ],
+)
+def test_what_is_no_order_is_refused(decode: Worker, body: dict[str, Any], field: str) -> None:
+    answer = decode.post("/move_out", body)
+    assert answer.status_code == 400 and field in answer.text
+
+
+def test_an_answer_that_is_not_streamed_ends_with_all_that_it_has(decode: Worker) -> None:
+    body = {**META, "prompt": "SLOW", "max_tokens": 50, "rid": "whole"}
+    with ThreadPoolExecutor(1) as pool:
+        posted = pool.submit(decode.post, "/v1/completions", body, headers=FRAMES)
+        wait_for(lambda: sum(len(r.output) for r in decode.scheduler._running.values()) == 3)
+        assert move(decode, "whole") == ["whole"]
+        answer = posted.result(30)
+    record = FrameRecord()
+    assert answer.headers["content-type"] == FRAMES_TYPE and record.take_head(answer.content) == b""
+    assert record.moved == {0: KV}
+    resume = msgspec.json.decode(record.resume(by_kv=True) or b"", type=Resume)
+    assert resume.output_ids == [decode.scheduler.seen[-1].input_ids[:3]] and resume.sources == [KV]
+    decode.wait_idle()
+
+
+def test_other_workers_have_nothing_that_moves(worker: Worker) -> None:
+    answer = worker.post("/move_out", {"samples": [{"rid": "x", "room": 1}]})
+    assert answer.status_code == 409 and "decode worker" in answer.text
+
+
+def resume_of(source: SampleSource | None) -> dict[str, Any]:
+    resume = Resume(
+        id="r", created=1, names=["r"], groups=["r"], seeds=[3], salt="s", output_ids=[[65, 66]], ended=[None],
+        logprobs=[[]], prompt_logprobs=[[]], sources=[source],
+    )  # fmt: skip
+    return msgspec.to_builtins(resume)  # type: ignore[no-any-return]
+
+
+def test_the_scheduler_is_told_where_the_kv_is(decode: Worker) -> None:
+    body = {**META, "prompt": "abc", "max_tokens": 4, RESUME_FIELD: resume_of(KV)}
+    answer = decode.post("/v1/completions", body, headers={RESUME_HEADER: "-"})
+    assert answer.status_code == 200, answer.text
+    request = decode.scheduler.seen[-1]
+    assert request.source == KVSource(KV.control, KV.incarnation) and request.output_ids == [65, 66]
+
+
+@pytest.mark.parametrize("control", ["10.9.9.9:5000", "10.0.0.1", "nonsense", "10.0.0.1:x"])
+def test_a_worker_dials_no_unknown_address(decode: Worker, control: str) -> None:
+    """Without a cluster secret anybody who reaches it can write the field."""
+    body = {**META, "prompt": "abc", RESUME_FIELD: resume_of(SampleSource(control=control, incarnation="d0"))}
+    answer = decode.post("/v1/completions", body, headers={RESUME_HEADER: "-"})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "resume"
