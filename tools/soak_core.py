@@ -29,6 +29,8 @@ from tests.core.proof.story import (
     stories_with_groups,
     stories_with_states_and_drafts,
 )
+from tests.disagg.moving_stories import moving_stories
+from tests.disagg.moving_stories import play as play_moves
 from tests.disagg.two_role_stories import play as play_two_roles
 from tests.disagg.two_role_stories import two_role_stories
 from tests.loop.test_dp_attention import fuzz
@@ -53,6 +55,7 @@ def drive_round(number: int, *, shrink: bool = True) -> Counter[str]:
         seen += _drive(number, stories_with_adapters(**groups), lambda story: play(story).tally(), shrink=shrink)
         seen += _drive(number, two_role_stories(**groups), play_two_roles, shrink=shrink)
         seen += _drive(number, two_role_stories(**groups, adapters=True), play_two_roles, shrink=shrink)
+    seen += _drive(number, moving_stories(), play_moves, shrink=shrink)
     seen["agreed_steps"] += fuzz(number, steps=AGREED_STEPS_A_ROUND)
     return seen
 

@@ -7,11 +7,13 @@ import numpy as np
 
 from bootstrap_server.client import Registrar
 from disagg.decode_role import DecodeRole
-from disagg.handover import DecodeHandover, HandoverStage
+from disagg.handover import DecodeHandover, HandoverStage, Purpose
 from disagg.metadata import verify
+from disagg.moving import Moves
+from disagg.outgoing import Outgoing
 from disagg.page_sender import PageSender
-from disagg.prefill_role import PrefillRole
 from disagg.recompute import request_for
+from engine.core.departures import Departures
 from engine.core.held import HeldRequests
 from engine.core.memory import Memory
 from engine.core.page_allocator import PageAllocator
@@ -30,6 +32,7 @@ from engine.loop.pipeline import Pipeline
 from router.attempts.pair_attempt import AttemptGroup, PairAttempt, RoomMinter
 from router.attempts.request import RequestContext
 from router.pool.worker import Loads
+from router.requests.failover import ResumableAnswer
 from router.requests.live import LiveRequests
 from service.http.resume import FrameRecord
 from tools.mutants.core import CORE
@@ -361,7 +364,7 @@ def _(original, role, now_s):
 
 @CLUSTER.bug(
     "forget a metadata row",
-    PrefillRole._forget_when_released,
+    Outgoing._forget_when_released,
     "The metadata rows of some rooms are not freed.",
 )
 def _(original, role, handover):
@@ -544,12 +547,122 @@ def _(original, attempt, why=None):
     FrameRecord.resume,
     "The next worker generates again what the client has.",
 )
-def _(original, record):
+def _(original, record, *, by_kv=False):
     newest = record._ids[-1:]
     del record._ids[-1:]
-    resume = original(record)
+    resume = original(record, by_kv=by_kv)
     record._ids += newest
     return resume
+
+
+# ---- requests that move with their KV
+
+
+@CLUSTER.bug(
+    "let a request go while a step of it is in flight",
+    Stages.take_departed,
+    "A request leaves before its last step is collected: the token is lost.",
+)
+def _(original, stages):
+    departed, stages.leaving = stages.leaving, []
+    return departed
+
+
+@CLUSTER.bug(
+    "take the KV of the last token for computed",
+    HeldRequests.go_on_decoding,
+    "The next worker does not compute the KV of the last token, which was sampled and not computed.",
+)
+def _(original, held, request, *, cached_tokens):
+    original(held, request, cached_tokens=cached_tokens)
+    request.computed_len = request.launched_len = request.num_tokens
+
+
+@CLUSTER.bug(
+    "give pages back when the stream has ended",
+    Moves._open,
+    "The pages of a request that has left are free before the other worker has them.",
+)
+def _(original, moves, request, room):
+    output = original(moves, request, room)
+    if request in moves._scheduler.held:
+        moves._scheduler.held.release(request)
+    return output
+
+
+CLUSTER.skip(
+    "take no abort of a request that is about to leave",
+    Moves.abort,
+    "A request whose last step failed leaves with KV that was never written.",
+)
+
+
+@CLUSTER.bug(
+    "count a request that leaves as retracted",
+    Departures.move,
+    "A request that leaves gives its memory back and waits here, too.",
+)
+def _(original, departures, request):
+    request.moves = True
+    departures.retract(request)
+
+
+@CLUSTER.bug(
+    "keep the row of a move",
+    Outgoing._forget_when_released,
+    "The metadata row of a request that moved is not freed.",
+)
+def _(original, outgoing, handover):
+    if not handover.for_prompt and handover.purpose is Purpose.MOVE and handover.sender.released():
+        handover.metadata_row = None
+    original(outgoing, handover)
+
+
+@CLUSTER.bug(
+    "place the rest of a move one token behind",
+    FrameRecord.resume,
+    "Of what has moved the newest token is forgotten: the client gets it twice, or the pages do not fit.",
+)
+def _(original, record, *, by_kv=False):
+    newest = record._ids[-1:] if by_kv else []
+    if newest:
+        del record._ids[-1:]
+    resume = original(record, by_kv=by_kv)
+    record._ids += newest
+    return resume
+
+
+@CLUSTER.bug(
+    "keep the rooms of moves",
+    RoomMinter.release,
+    "The rooms in which KV of moves waited are never free again.",
+    called_by=ResumableAnswer.close,
+)
+def _(original, rooms, released):
+    """None is."""
+
+
+@CLUSTER.bug(
+    "seek a worker that a move names again and again",
+    PrefillFinder.seek_again,
+    "A room whose worker is gone waits until its handshake times out.",
+)
+def _(original, finder, room, error, now_s):
+    route, room.route = room.route, None
+    original(finder, room, error, now_s)
+    room.route = route
+
+
+@CLUSTER.bug(
+    "drain without waiting for moves",
+    DecodeRole.queues,
+    "A worker ends while another one gets its KV.",
+)
+def _(original, role):
+    return {**original(role), "moving": 0}
+
+
+# ---- answers that go on at another worker, what the client has of them
 
 
 @CLUSTER.bug(

@@ -6,8 +6,8 @@ from typing import Any
 import msgspec
 
 from disagg.decode_role import DecodeRole
+from disagg.outgoing import Outgoing
 from disagg.page_sender import PageSender
-from disagg.prefill_role import PrefillRole
 from engine.core import finish, hidden
 from engine.core.adapter_budget import AdapterBudget
 from engine.core.backups import Backups
@@ -666,7 +666,7 @@ def _(original, request):
 
 @CORE.bug(
     "prefill frees what a peer still reads",
-    PrefillRole._forget_when_released,
+    Outgoing._forget_when_released,
     "Pages are free although a write still reads them.",
 )
 def _(original, role, entry):

@@ -55,13 +55,13 @@ class WorkerEnding:
 
     def _close(self) -> None:
         """The scheduler process, after its loop has ended."""
-        manager = self._worker.manager
-        if isinstance(manager, PrefillManager):
-            self._worker.registrar.close()
+        worker = self._worker
+        if isinstance(worker.manager, PrefillManager):
+            worker.registrar.close()
             self._demand_left()
-        manager.control.abort_all()
-        if isinstance(manager, PrefillManager):
-            manager.wake_sender()
+        for manager in worker.managers.values():
+            manager.control.abort_all()
+        worker.sender.wake_sender()
         self._wait(self._process.clock() + CLOSE_S)
 
     def _demand_left(self) -> None:
@@ -73,14 +73,17 @@ class WorkerEnding:
                 raise Violation(f"{name}: ends without leaving its bootstrap server")
 
     def _wait(self, deadline_s: float) -> None:
-        manager, control = self._worker.manager, self._worker.manager.control
-        if not control.is_quiet and self._process.clock() < deadline_s:
+        managers = self._worker.managers.values()
+        is_quiet = all(manager.control.is_quiet for manager in managers)
+        if not is_quiet and self._process.clock() < deadline_s:
             self._process.after(STEP_S, "closing", self._wait, deadline_s)
             return
-        if not manager.driver.busy if isinstance(manager, PrefillManager) else control.is_quiet:
-            control.send_bye()
-        control.turn(0)
-        control.port.close()
+        for manager in managers:
+            control = manager.control
+            if not manager.driver.busy if isinstance(manager, PrefillManager) else control.is_quiet:
+                control.send_bye()
+            control.turn(0)
+            control.port.close()
         self._process.exit()
 
 
@@ -110,6 +113,7 @@ class RouterEnding:
         if router.live.requests:
             raise Violation(f"{router.process.name}: drained, and {len(router.live)} requests have no answer")
         router.dispatcher.launcher.close()
+        await router.moves.close()
         await router.monitor.close()
         if left := router.leftovers():
             raise Violation(f"a router ends with {left}")

@@ -6,11 +6,12 @@ Failed, slow and late transfers are the engine's (transfer_engine.py); they need
 from collections.abc import Callable
 
 from engine.messages import ContinueGeneration, PauseGeneration, UpdateWeights
+from router.pool.worker import Role
 from tools.simulation.cluster import Cluster, Node
 from tools.simulation.ending import ending_of
 from tools.simulation.hostile import Hostile
 from tools.simulation.http import Call, call
-from tools.simulation.options import RANK_FAULT
+from tools.simulation.options import MOVE_FAULT, RANK_FAULT
 from tools.simulation.weights import BROKEN
 from tools.simulation.worker import Worker
 from tools.simulation.world import Process
@@ -49,6 +50,7 @@ class Faults:
             "drain router": lambda: self._drain("router"),
             "update weights": self._update,
             RANK_FAULT: self._kill_rank,
+            MOVE_FAULT: self._migrate,
         }
 
     def begin(self) -> None:
@@ -179,6 +181,20 @@ class Faults:
         if self._draw.random() < 0.3:
             process.after(self._draw.uniform(0, options.drain_timeout_s), "SIGTERM again", ending.sigterm)
         self._count(f"drain {kind}")
+
+    def _migrate(self, tries: int = 100) -> None:
+        """As POST /workers/migrate of the router, at a worker that streams; until there is one, up to `tries` times."""
+        router = self._cluster.router()
+        if router is None or router.process.frozen or not self._active:
+            return
+        workers = [w for w in router.table.workers() if w.role is Role.DECODE and router.table.has_others(w)]
+        busy = [w for w in workers if any(call.continuable for call in w.calls)]
+        if busy:
+            worker = self._draw.choice(busy)
+            router.aio.run(lambda: router.monitor.move_calls(worker, "an operator wants it"))
+            self._count("migrate")
+        elif tries:
+            self._world.after(0.02, "migrate", self._migrate, tries - 1)
 
     def _freeze(self) -> None:
         node = self._some()

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from engine.frontend.apis.admin.load import v1_loads_entry
+from engine.frontend.apis.control.engine import MoveOutBody
 from engine.frontend.apis.shared.alone import NOTHING_NEW, vector_of
 from engine.frontend.apis.shared.resumable import Frames, WholeFrames, earlier_of, going_on
 from engine.frontend.client.engine_client import EngineClient
@@ -23,7 +24,7 @@ from engine.sampling_params import SamplingParams
 from engine.text.sample import TextOutput
 from service.http.api_shapes import OPENAI
 from service.http.errors import DRAINING, ApiError, bad_field, decode_body
-from service.http.resume import FRAMES_HEADER, FRAMES_TYPE, RESUME_HEADER, Begun, Resume, failed_frame
+from service.http.resume import FRAMES_HEADER, FRAMES_TYPE, MOVE_OUT, RESUME_HEADER, Begun, Resume, failed_frame
 from service.kv_events import namespace_of
 from service.process.stop_signals import StopSignals
 from tools.simulation.aio import VirtualLoop
@@ -92,6 +93,7 @@ class Frontend:
             "/server_info": self._server_info,
             "/v1/loads": self._loads,
             "/generate": self._generate,
+            MOVE_OUT: self._move_out,
             "/v1/embeddings": self._embeddings,
         }
         self.on_message(SchedulerReady({}))
@@ -159,12 +161,21 @@ class Frontend:
             raise Violation(f"{self._process.name}: a resumed answer and its header belong together")
         requests = going_on(body.resume, self._read(body))
         with self._begin(requests, request, earlier=earlier_of(body.resume, requests)) as generation:
+            generation.can_move = FRAMES_HEADER in request.headers
             if body.stream:
                 await _stream(generation, reply, Frames(_begun(request, requests)))
             elif self._role == "prefill" or FRAMES_HEADER not in request.headers:
                 reply.whole(200, _body(await generation.collect()))
             else:
                 await _answer_framed(generation, reply, _begun(request, requests))
+
+    async def _move_out(self, request: Request, reply: Reply) -> None:
+        """As engine/frontend/apis/control/engine.py."""
+        if self._role != "decode":
+            raise ApiError(409, "only a decode worker has requests that move with their KV")
+        body = decode_body(request.body, MoveOutBody)
+        moving = [sample.rid for sample in body.samples if self.client.move_out(sample.rid, sample.room)]
+        reply.whole(200, msgspec.json.encode({"moving": moving}))
 
     async def _embeddings(self, request: Request, reply: Reply) -> None:
         """As engine/frontend/apis/openai/embeddings.py."""
@@ -282,6 +293,8 @@ async def _stream(generation: Generation, reply: Reply, frames: Frames) -> None:
             if generation.done:
                 break
             news = await generation.next()
+        if generation.moved:
+            reply.chunk(frames.leave(generation.moved))
     except ApiError as error:
         reply.chunk(failed_frame(error.status) + _event(OPENAI.body(error)))
     reply.finish()
@@ -304,6 +317,11 @@ async def _answer_framed(generation: Generation, reply: Reply, begun: Begun) -> 
         if not has_begun:
             raise
         reply.chunk(failed_frame(error.status, error.retry_after_s) + msgspec.json.encode(OPENAI.body(error)))
+        return reply.finish()
+    if generation.moved:
+        if not has_begun:
+            reply.head(200, FRAMES_TYPE)
+        reply.chunk(frames.leave(answers, generation.moved))
         return reply.finish()
     body = _body([answers[i] for i in range(len(generation.samples))])
     if not has_begun:

@@ -20,7 +20,6 @@ from tools.simulation.worker import Worker
 from tools.simulation.world import Process
 from transfer_backends.contract import RankMemory, Region
 from transfer_backends.liveness import ProcessMark
-from transfer_backends.prefill.manager import PrefillManager
 from transfer_backends.wire import (
     PROTOCOL_VERSION,
     Abort,
@@ -75,10 +74,10 @@ class Hostile:
     # ---- control plane
 
     def _frames(self) -> None:
-        prefills = [w for w in self._cluster.workers() if isinstance(w.manager, PrefillManager)]
-        if not prefills:
+        workers = self._cluster.workers()
+        if not workers:
             return
-        worker = self._draw.choice(prefills)
+        worker = self._draw.choice(workers)
         if not self._ends or self._draw.random() < 0.5:
             self._connect(worker)
         end, dst = self._draw.choice(self._ends)
@@ -89,10 +88,9 @@ class Hostile:
         self._ends = [(e, d) for e, d in self._ends if e.open][-8:]
 
     def _connect(self, worker: Worker) -> None:
-        assert isinstance(worker.manager, PrefillManager)
-        network, address = self._cluster.network, worker.manager.control_address
+        network, address = self._cluster.network, worker.sender.control_address
         end = network.connect(self._process, address, on_data=lambda data: None, on_close=lambda: None)
-        self._ends.append((end, worker.manager.incarnation))
+        self._ends.append((end, worker.sender.incarnation))
         if self._draw.random() < 0.7:
             self._names += 1
             end.send(self._seal(self._register(f"hostile-{self._names}", worker)), "hostile register")
@@ -147,11 +145,10 @@ class Hostile:
 
     def _room(self) -> int:
         """Of others, where it may know them: any with a secret (its frames will not pass), else those in other hands."""
-        prefills = [w.manager for w in self._cluster.workers() if isinstance(w.manager, PrefillManager)]
         rooms = [
             room.key[0]
-            for manager in prefills
-            for room in manager.core.rooms
+            for worker in self._cluster.workers()
+            for room in worker.sender.core.rooms
             if self._cluster.options.secret or room.offer is not None
         ]
         return self._draw.choice([*rooms, 1, 2**63 - 1, self._draw.getrandbits(62) + 1])

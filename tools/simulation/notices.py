@@ -16,7 +16,6 @@ from tools.simulation.options import Options
 from tools.simulation.worker import CONTROL_TURN_S, Worker
 from tools.simulation.world import Violation, World
 from transfer_backends.kvpoll import KVPoll, RoomKey
-from transfer_backends.prefill.manager import PrefillManager
 
 LOOP_S = 0.05  # a loop's longest rest while it waits for another process
 SPIKE = 10.0  # network.py: a delay is now and then this many times as long
@@ -28,12 +27,35 @@ def bound_s(options: Options) -> float:
     return SPIKE * options.delay_s[1] + 2 * (CONTROL_TURN_S + LOOP_S) + RESET_S
 
 
+@dataclass(frozen=True)
+class Side:
+    """A manager of a worker: it sends KV, or receives it. The other end of a room is the other kind of side."""
+
+    worker: Worker
+    sends: bool
+
+    @property
+    def manager(self) -> Any:
+        return self.worker.sender if self.sends else self.worker.manager
+
+    @property
+    def name(self) -> str:
+        return self.worker.process.name
+
+    def room(self, key: RoomKey) -> Any:
+        return self.manager.core.rooms.get(key)
+
+
+def sides_of(worker: Worker) -> list[Side]:
+    return [Side(worker, True), *([] if worker.role_name == "prefill" else [Side(worker, False)])]
+
+
 @dataclass(frozen=True, eq=False)
 class Expectation:
     """`teller` failed or died at `since_s`; `hearer` must know by now. `room`: the hearer's, which a duplicate request may open again."""
 
-    teller: Worker
-    hearer: Worker
+    teller: Side
+    hearer: Side
     key: RoomKey
     room: object
     since_s: float
@@ -45,48 +67,52 @@ class Notices:
 
     def __init__(self, world: World, options: Options) -> None:
         self._world = world
-        self._workers: dict[str, Worker] = {}  # living ones, by incarnation
-        self._moves: dict[str, int] = {}
-        self._failed: dict[str, set[RoomKey]] = {}
+        self._sides: dict[tuple[str, bool], Side] = {}  # of living processes, by incarnation
+        self._moves: dict[Side, int] = {}
+        self._failed: dict[Side, set[RoomKey]] = {}
         self._bound_s = bound_s(options)
         self.judged: Counter[str] = Counter()
 
     def add(self, worker: Worker) -> None:
-        self._workers[worker.process.name] = worker
-        self._moves[worker.process.name] = -1
-        self._failed[worker.process.name] = set()
+        for side in sides_of(worker):
+            self._sides[side.name, side.sends] = side
+            self._moves[side], self._failed[side] = -1, set()
         worker.process.on_death.append(lambda: self._on_death(worker))
 
     def look(self, worker: Worker) -> None:
         """After an event of `worker`: which rooms have failed in it?"""
-        name, rooms = worker.process.name, worker.manager.core.rooms
-        if name not in self._workers or rooms.num_moves == self._moves[name]:
+        for side in sides_of(worker):
+            self._look_at(side)
+
+    def _look_at(self, side: Side) -> None:
+        rooms = side.manager.core.rooms
+        if (side.name, side.sends) not in self._sides or rooms.num_moves == self._moves[side]:
             return
-        self._moves[name] = rooms.num_moves
+        self._moves[side] = rooms.num_moves
         failed = {room.key for room in rooms if room.state is KVPoll.Failed}
-        news, self._failed[name] = failed - self._failed[name], failed
+        news, self._failed[side] = failed - self._failed[side], failed
         for key in sorted(news):
-            other = self._other_side(worker, key)
+            other = self._other_side(side, key)
             if other is not None:
-                self._expect(worker, other, key, str(rooms[key].reason))
+                self._expect(side, other, key, str(rooms[key].reason))
 
     def _on_death(self, worker: Worker) -> None:
-        del self._workers[worker.process.name]
-        for other in list(self._workers.values()):
-            for room in other.manager.core.rooms:
-                if _partner(other, room.key) == worker.process.name and not room.final:
-                    self._expect(worker, other, room.key, "it has died")
+        dead = [self._sides.pop((side.name, side.sends)) for side in sides_of(worker)]
+        for side in dead:
+            for other in [other for other in self._sides.values() if other.sends is not side.sends]:
+                for room in other.manager.core.rooms:
+                    if _partner(other, room.key) == side.name and not room.final:
+                        self._expect(side, other, room.key, "it has died")
 
-    def _other_side(self, worker: Worker, key: RoomKey) -> Worker | None:
+    def _other_side(self, side: Side, key: RoomKey) -> Side | None:
         """Who must be told: both sides know each other, and the room lives over there."""
-        other = self._workers.get(_partner(worker, key) or "")
+        other = self._sides.get((_partner(side, key) or "", not side.sends))
         if other is None or not _is_open(other, key):
             return None
-        return other if _partner(other, key) in (None, worker.process.name) else None
+        return other if _partner(other, key) in (None, side.name) else None
 
-    def _expect(self, teller: Worker, hearer: Worker, key: RoomKey, why: str) -> None:
-        room = hearer.manager.core.rooms.get(key)
-        wanted = Expectation(teller, hearer, key, room, self._world.now_s, why)
+    def _expect(self, teller: Side, hearer: Side, key: RoomKey, why: str) -> None:
+        wanted = Expectation(teller, hearer, key, hearer.room(key), self._world.now_s, why)
         self._world.after(self._bound_s, "judge a notice", self._judge, wanted)
 
     def _judge(self, wanted: Expectation) -> None:
@@ -94,52 +120,52 @@ class Notices:
             self.judged["excused notices"] += 1
             return
         self.judged["notices in time"] += 1
-        if wanted.hearer.manager.core.rooms.get(wanted.key) is not wanted.room:
+        if wanted.hearer.room(wanted.key) is not wanted.room:
             return
-        if _knows(wanted.hearer, wanted.key, wanted.teller.process.name):
+        if _knows(wanted.hearer, wanted.key, wanted.teller.name):
             return
         raise Violation(
-            f"{wanted.hearer.process.name} does not know after {self._bound_s:.2f} s that room {wanted.key} has ended at"
-            f" {wanted.teller.process.name}: {wanted.why}"
+            f"{wanted.hearer.name} does not know after {self._bound_s:.2f} s that room {wanted.key} has ended at"
+            f" {wanted.teller.name}: {wanted.why}"
         )
 
     def _is_excused(self, wanted: Expectation) -> bool:
-        teller, hearer, since_s = wanted.teller.process, wanted.hearer.process, wanted.since_s
+        teller, hearer, since_s = wanted.teller.worker.process, wanted.hearer.worker.process, wanted.since_s
         if not hearer.alive or any(p.frozen or p.thawed_s >= since_s for p in (teller, hearer)):
             return True
-        return wanted.teller.around.network.faulty_since(teller.node, hearer.node, since_s - LATE_S)
+        return wanted.teller.worker.around.network.faulty_since(teller.node, hearer.node, since_s - LATE_S)
 
 
-def _partner(worker: Worker, key: RoomKey) -> str | None:
+def _partner(side: Side, key: RoomKey) -> str | None:
     """The process at the other end of a room, when it can be told now; None: unknown."""
-    room: Any = worker.manager.core.rooms.get(key)
-    if isinstance(worker.manager, PrefillManager):
+    room = side.room(key)
+    if side.sends:
         return None if room.peer is None else str(room.peer.incarnation)
     return room.peer.incarnation if room.peer is not None and room.peer.live else None
 
 
-def _is_open(worker: Worker, key: RoomKey) -> bool:
-    room = worker.manager.core.rooms.get(key)
+def _is_open(side: Side, key: RoomKey) -> bool:
+    room = side.room(key)
     return room is not None and not room.final
 
 
-def _knows(hearer: Worker, key: RoomKey, teller: str) -> bool:
+def _knows(hearer: Side, key: RoomKey, teller: str) -> bool:
     """The room is over, or has nothing to do with `teller` any more, and its role has let go of it."""
-    if hearer.manager.core.rooms.get(key) is None:
+    if hearer.room(key) is None:
         return True
     if _is_open(hearer, key):
         return _partner(hearer, key) not in (None, teller) or _seeks_another(hearer, key)
     return not _role_holds(hearer, key)
 
 
-def _seeks_another(hearer: Worker, key: RoomKey) -> bool:
+def _seeks_another(hearer: Side, key: RoomKey) -> bool:
     """Decode, before it gave pages away: it looks for the next life of its prefill worker."""
-    room: Any = hearer.manager.core.rooms.get(key)
-    return not isinstance(hearer.manager, PrefillManager) and room.peer is None
+    return not hearer.sends and hearer.room(key).peer is None
 
 
-def _role_holds(hearer: Worker, key: RoomKey) -> bool:
-    entries: list[Any] = list(hearer.role._handovers.values())
-    if isinstance(hearer.manager, PrefillManager):
-        return any(e.sender._room.key == key and e.stage is not HandoverStage.ENDING for e in entries)
+def _role_holds(hearer: Side, key: RoomKey) -> bool:
+    if hearer.sends:
+        outgoing: Any = hearer.worker.outgoing.handovers.values()
+        return any(e.sender._room.key == key and e.stage is not HandoverStage.ENDING for e in outgoing)
+    entries: Any = hearer.worker.role._handovers.values()  # type: ignore[union-attr]
     return any(e.receiver._receiver._room.key == key and e.receiver.poll() is KVPoll.Failed for e in entries)

@@ -26,7 +26,8 @@ LATER_FAULTS = ("drain prefill", "drain decode", "drain router", "update weights
 GRID = 4  # where prompts of a model with recurrent layers may be cut: a multiple of every page
 FIRST_WITH_GROUPS = 1000  # what earlier seeds draw stays
 RANK_FAULT = "kill rank"  # in clusters that have followers
-FAULTS = (*EARLIER_FAULTS, *LATER_FAULTS, RANK_FAULT)
+MOVE_FAULT = "migrate"  # an operator moves what runs at a decode worker
+FAULTS = (*EARLIER_FAULTS, *LATER_FAULTS, RANK_FAULT, MOVE_FAULT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +101,8 @@ def options_of(seed: int, *, nodes: int | None = None, faults: tuple[str, ...] |
     stages = random.Random(f"{seed}/depth of pipelines").choice([(1, 1)] * 4 + [(2, 1), (1, 2), (2, 2)])
     if (has_ranks or stages != (1, 1)) and random.Random(f"{seed}/rank fault").random() < 0.5:
         drawn += (RANK_FAULT,)
+    if random.Random(f"{seed}/moves").random() < 0.5:
+        drawn += (MOVE_FAULT,)
     chosen = drawn if faults is None else faults
     page_size = draw.choice([1, 2, 4])
     tight = draw.random() < 0.5

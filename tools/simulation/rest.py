@@ -1,5 +1,7 @@
 """What a worker must look like at rest: nothing open, all memory back, the dead forgotten, right KV in the cache."""
 
+from collections import Counter
+
 from engine.core.radix_node import TRUNK
 from tools.simulation.executor import adapter_of
 from tools.simulation.worker import Worker
@@ -13,12 +15,12 @@ def leftovers(worker: Worker) -> list[str]:
     open_things = {
         "held states and window pages": sum(group["held"] + group["quarantined"] for group in beside),
         "requests": len(worker.scheduler.stages.live),
-        "role entries": len(worker.role._handovers),
+        "role entries": len(getattr(worker.role, "_handovers", ())) + len(worker.outgoing.handovers),
         "held pages": counts["held"],
         "quarantined pages": counts["quarantined"],
         "locked cached pages": worker.scheduler.memory.cache.num_pages - worker.scheduler.memory.cache.num_evictable,
         "metadata rows": worker.metadata.num_used,
-        "rooms": len(worker.manager.core.rooms),
+        "rooms": sum(len(manager.core.rooms) for manager in worker.managers.values()),
         "exposed pages": sum(sum(exposed.values()) for exposed in worker.exposed.values()),
         "open HTTP requests": worker.frontend.num_open,
         "held requests": worker.loop._control.num_held,
@@ -32,7 +34,7 @@ def leftovers(worker: Worker) -> list[str]:
 
 def _dead_peers(worker: Worker) -> list[str]:
     """Incarnations that are gone and still known: tables must forget them."""
-    known = [peer.incarnation for peer in worker.manager.core.peers]
+    known = [peer.incarnation for manager in worker.managers.values() for peer in manager.core.peers]
     return [name for name in known if worker.around.find(name) is None]
 
 
@@ -53,12 +55,15 @@ def check_cached(worker: Worker) -> None:
 
 def counted(worker: Worker) -> dict[str, int]:
     """What happened in this life, beyond plain service: says whether a run tested anything."""
-    roles, manager, host = worker.role.counters(), worker.manager.counters, worker.scheduler.memory.host
+    roles, host = worker.role.counters(), worker.scheduler.memory.host
+    manager = sum((Counter(manager.counters) for manager in worker.managers.values()), Counter[str]())
     return {
         "slots verified": worker.model.num_checked,
         "retractions": worker.scheduler.counters.retractions,
         "copies restored, tokens": int(roles.get("backup_restored_tokens", 0)),
         "resumed through prefill": int(roles.get("resumed_through_prefill", 0)),
+        "moves landed": int(roles.get("moved_in", 0)),
+        "moves that failed": int(roles.get("moves_failed", 0)),
         "recomputes that failed": int(roles.get("recompute_failed", 0)),
         "transfers failed": int(manager.get("failed", 0)),
         "late messages": int(manager.get("late_messages", 0)),

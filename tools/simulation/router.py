@@ -25,6 +25,7 @@ from router.history.trace import RequestTraces
 from router.http.access import need_of
 from router.metrics import RouterMetrics, counted
 from router.pool.health import HealthMonitor
+from router.pool.moves import MoveOrders
 from router.pool.worker import Role
 from router.pool.workers import WorkerTable
 from router.requests.build import make_dispatcher, make_events
@@ -84,7 +85,10 @@ class Router:
         gate = open_gate(api_key=None, api_key_file=None, admin_api_key=None, admin_api_key_file=None)
         credentials = Credentials(api=gate.api)
         self.live = LiveRequests()
-        self.monitor = HealthMonitor(config=config, table=self.table, session=session, credentials=credentials)
+        self.moves = MoveOrders(session, credentials)
+        self.monitor = HealthMonitor(
+            config=config, table=self.table, session=session, credentials=credentials, let_go=self.moves.let_go
+        )
         admission, recorder = Admission(config, chooser=chooser), Recorder(self.aio.time)
         traces = RequestTraces(Tracer(ring_size=0), recorder)
         forecast = admission.forecast
@@ -244,6 +248,20 @@ class _Session:
         parts = URL(url)
         timeout_s = timeout.total or 60.0
         return _Getting(lambda: self._open(Request("GET", parts.path), f"{parts.host}:{parts.port}", timeout_s))
+
+    def request(
+        self,
+        method: str,
+        url: str,
+        *,
+        data: bytes | None,
+        headers: Any,
+        timeout: aiohttp.ClientTimeout,
+        allow_redirects: bool,
+    ) -> AbstractAsyncContextManager["_Response"]:
+        parts = URL(url)
+        asked = Request(method, parts.path, data or b"", dict(headers))
+        return _Getting(lambda: self._open(asked, f"{parts.host}:{parts.port}", timeout.total or 60.0))
 
     async def _open(self, request: Request, address: str, timeout_s: float) -> "_Response":
         response = _Response(address, asyncio.get_running_loop(), timeout_s)

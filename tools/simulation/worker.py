@@ -1,11 +1,14 @@
 """One life of a worker: the production loop, scheduler, role, manager and registrar over simulated surroundings.
 
-Its threads are activities: scheduler loop, heartbeat (it answers with each message), control thread, sender thread (prefill), registrar (prefill), HTTP frontend.
+Its threads are activities: scheduler loop, heartbeat (it answers with each message), control threads (decode: of the receiver and of the
+sender of requests that move), sender thread, registrar (prefill), HTTP frontend.
 """
 
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +18,8 @@ from bootstrap_server.config import BootstrapConfig
 from bootstrap_server.registry import Registry
 from disagg.decode_role import DecodeRole
 from disagg.metadata import ROW, Checksum, MetadataBuffers
+from disagg.moving import Moves
+from disagg.outgoing import Outgoing
 from disagg.page_sender import PageSender
 from disagg.prefill_role import PrefillRole
 from disagg.recompute import Bounds
@@ -24,6 +29,7 @@ from engine.messages import (
     GenerateBatch,
     GenerateRequest,
     GetStep,
+    KVSource,
     ToFrontend,
     TokenBatch,
     TokenOutput,
@@ -57,6 +63,7 @@ from tools.simulation.weights import SimWeights
 from tools.simulation.world import Process, Violation
 from transfer_backends.contract import Caps, Region, Route
 from transfer_backends.decode.manager import DecodeManager
+from transfer_backends.engines.shared import SharedEngine
 from transfer_backends.environment import Environment
 from transfer_backends.liveness import ProcessMark
 from transfer_backends.ports import Engine
@@ -66,6 +73,9 @@ from transfer_backends.ranks.engines import RankEngines
 EOS = 7
 SECRET = b"a secret of the simulated cluster"
 CONTROL_TURN_S = 0.1  # production: 0.02; fewer events
+MOVE_TIMEOUT_S = 4.0  # production: 30
+CONTROL, SENDER_CONTROL = "control", "sender control"
+CONTROL_PORT, SENDER_CONTROL_PORT = 9000, 9500
 HTTP_PORT, BOOTSTRAP_PORT = 80, 8998
 
 
@@ -111,6 +121,8 @@ class Worker:
         )
         self.threads: dict[str, Activity] = {}
         self.manager = self._prefill_manager() if is_prefill else self._decode_manager()
+        self.sender = self.manager if isinstance(self.manager, PrefillManager) else self._moves_manager()
+        self.managers = {CONTROL: self.manager, **({} if is_prefill else {SENDER_CONTROL: self.sender})}
         self.bootstrap: SimBootstrap | None = None
         self.role = self._prefill_role() if is_prefill else self._decode_role()
         self.turns = TurnClock(limit_s=0)
@@ -119,7 +131,8 @@ class Worker:
         self._start_frontend()
         self.threads["loop"] = self._thread("loop", self._turn)
         self.threads["loop"].wake()
-        self.threads["control"].wake()
+        for name in self.managers:
+            self.threads[name].wake()
 
     # ---- parts
 
@@ -176,20 +189,18 @@ class Worker:
     def _lag_s(self) -> float:
         return self.draw.uniform(0.00002, self.around.options.clock_s)
 
-    def _environment(self) -> Environment:
-        around, process = self.around, self.process
+    def _environment(self, thread: str = CONTROL, first_port: int = CONTROL_PORT) -> Environment:
+        around, process, wake = self.around, self.process, partial(self._wake_control, thread)
 
         def listen(host: str, port: int, *, secret: bytes | None) -> SimListenPort:
-            number = 9000 if around.options.fixed_control_port else 9000 + process.life
-            return SimListenPort(
-                around.network, process, self._wake_control, address=f"{process.node}:{number}", secret=secret
-            )
+            number = first_port if around.options.fixed_control_port else first_port + process.life
+            return SimListenPort(around.network, process, wake, address=f"{process.node}:{number}", secret=secret)
 
         return Environment(
             incarnation=lambda: process.name,
             mark=lambda: ProcessMark(self._host, process.life, 1),
             listen=listen,
-            connect=lambda *, secret: SimConnectPort(around.network, process, self._wake_control),
+            connect=lambda *, secret: SimConnectPort(around.network, process, wake),
             pool=lambda num_threads, name: SimPool(around, process, self.draw),
             liveness=lambda mark, control: around.liveness(process.node, mark, control),
             read_item=self._read_row,
@@ -200,10 +211,10 @@ class Worker:
     def _host(self) -> str:
         return ONE_HOST if self.around.options.same_host else self.process.node
 
-    def _wake_control(self) -> None:
-        if "control" not in self.threads:
-            self.threads["control"] = self._thread("control", self._control)
-        self.threads["control"].wake()
+    def _wake_control(self, name: str = CONTROL) -> None:
+        if name not in self.threads:
+            self.threads[name] = self._thread(name, partial(self._control, name))
+        self.threads[name].wake()
 
     def _caps(self) -> Caps:
         options = self.around.options
@@ -211,7 +222,9 @@ class Worker:
             self.draw, options.engine.settle_s, host_memory=options.host_memory, must_poll=options.must_poll
         )
 
-    def _engine(self, on_progress: Callable[[], None]) -> Engine:
+    def _engine(
+        self, on_progress: Callable[[], None], share: Callable[[Engine], Engine] = lambda engine: engine
+    ) -> Engine:
         around, caps = self.around, self._caps()
         self._engines = [
             SimEngine(
@@ -227,7 +240,8 @@ class Worker:
         ]
         for follower in self._engines[1:]:
             follower.register([])
-        return RankEngines(self._engines) if len(self._engines) > 1 else self._engines[0]
+        shared = [share(engine) for engine in self._engines]
+        return RankEngines(shared) if len(shared) > 1 else shared[0]
 
     def stop_engine_faults(self) -> None:
         for engine in self._engines:
@@ -250,10 +264,28 @@ class Worker:
         self._set_up(manager)
         return manager
 
+    def _moves_manager(self) -> PrefillManager:
+        """As disagg/compose.py: of the same engine and memory."""
+        manager = PrefillManager(
+            replace(self.kv_args, groups=()),
+            self.shared_engine,
+            replace(self.around.config, bootstrap_timeout_s=MOVE_TIMEOUT_S),
+            self.process.clock,
+            environment=self._environment(SENDER_CONTROL, SENDER_CONTROL_PORT),
+            followers=[follower.mark(self._host) for follower in self.followers],
+            computes=False,
+        )
+        manager.driver._event = Flag(self.threads["driver"].wake)  # type: ignore[assignment]
+        manager.set_wakeup(self._wake_loop)
+        self._wake_control(SENDER_CONTROL)
+        return manager
+
     def _decode_manager(self) -> DecodeManager:
+        self.threads["driver"] = self._thread("driver", self._drive)
+        self.shared_engine = self._engine(self.threads["driver"].wake, partial(SharedEngine, num_users=2))
         manager = DecodeManager(
             self.kv_args,
-            self._engine(lambda: None),
+            self.shared_engine,
             self.around.config,
             lookup=self._look_up,
             clock=self.process.clock,
@@ -307,7 +339,19 @@ class Worker:
             metadata=self.metadata,
             moves_bytes=True,
             prealloc_timeout_s=self.around.options.prealloc_timeout_s,
-            checksum=self._checksum(),
+            checksum=(checksum := self._checksum()),
+            moves=Moves(
+                scheduler=self.scheduler,
+                manager=self.sender,
+                pages=PageSender(
+                    self.metadata,
+                    page_size=self.kv_args.page_size,
+                    page_bytes=self.kv_args.page_size * SLOT_BYTES,
+                    checksum=checksum,
+                ),
+                source=KVSource(self.sender.control_address, self.sender.incarnation),
+                moves_bytes=True,
+            ),
         )
 
     def _checksum(self) -> Checksum | None:
@@ -405,20 +449,20 @@ class Worker:
         with contextlib.suppress(GroupEnded):
             self.executor.compute_one()
 
-    def _control(self) -> float:
-        self.manager.control.turn(0)
-        self.check_manager()
-        if self.manager.control.has_effects or self.manager.control.port.has_events:  # type: ignore[attr-defined]
+    def _control(self, name: str) -> float:
+        control = self.managers[name].control
+        control.turn(0)
+        self.check_managers()
+        if control.has_effects or control.port.has_events:  # type: ignore[attr-defined]
             return self._lag_s()
         return CONTROL_TURN_S
 
     def _drive(self) -> float | None:
-        assert isinstance(self.manager, PrefillManager)
-        moved = self.manager.driver.step()
-        self.check_manager()
+        moved = self.sender.driver.step()
+        self.check_managers()
         if moved:
             return self._lag_s()
-        return CONTROL_TURN_S if self.manager.driver.busy or self.manager.core.wants_driver else None
+        return CONTROL_TURN_S if self.sender.driver.busy or self.sender.core.wants_driver else None
 
     # ---- surroundings
 
@@ -448,9 +492,8 @@ class Worker:
     @property
     def transfers(self) -> bool:
         """Bytes are on their way, from here or to here."""
-        if isinstance(self.manager, PrefillManager):
-            return self.manager.driver.busy
-        return self.manager.core.rooms.num_exposed > 0
+        receives = not isinstance(self.manager, PrefillManager) and self.manager.core.rooms.num_exposed > 0
+        return receives or self.sender.driver.busy
 
     # ---- memory, for the views of its ranks
 
@@ -489,8 +532,18 @@ class Worker:
         self.most_quarantined = max(self.most_quarantined, quarantined)
         self._hold(self.role.check)
 
-    def check_manager(self) -> None:
-        self._hold(self.manager.check)
+    def check_managers(self) -> None:
+        for manager in self.managers.values():
+            self._hold(manager.check)
+
+    @property
+    def outgoing(self) -> Outgoing:
+        """What leaves it for decode workers."""
+        role = self.role
+        if isinstance(role, PrefillRole):
+            return role._outgoing
+        assert role._moves is not None
+        return role._moves._outgoing
 
     def _hold(self, check: Callable[[], None]) -> None:
         try:
