@@ -56,5 +56,6 @@ def speculation_of(
     """Return None where nothing is drafted. `engine`: resolved. `time`: of a model that drafts."""
     if engine.speculative_algorithm is None:
         return None
-    assert accept_rate is not None and drafts_by_model(engine) == (time is not None)
+    by_model = drafts_by_model(engine)
+    assert accept_rate is not None and by_model == (time is not None)
     return Speculation(most=rows_of_request(engine) - 1, accept_rate=accept_rate, match_rate=match_rate, time=time)
