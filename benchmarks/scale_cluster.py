@@ -237,5 +237,5 @@ def _request(hints: RoutingHints, slo: Slo | None) -> RequestContext:
     """Only what the picker reads of it is there."""
     absent: Any = None
     return RequestContext(
-        http=absent, task=absent, request_id="", path="", started_s=0.0, hints=hints, slo=slo, roles=ROLES
+        http=absent, task=absent, request_id="", path="", started_s=0.0, hints=hints, slo=slo, ways=(ROLES,)
     )

@@ -9,16 +9,18 @@ from dataclasses import dataclass
 from functools import partial
 
 from deploy.bench.stats import RequestRecord
-from engine.messages import AbortRequest, Bootstrap, GenerateRequest, TokenOutput
+from engine.frontend.apis.admin.load import v1_loads_entry
+from engine.messages import AbortRequest, Bootstrap, GenerateRequest, GetState, TokenOutput
 from engine.sampling_params import SamplingParams
 from planner.host import Host
 from planner.layout import ClusterLayout
-from planner.routing import Routing
+from planner.routing import REPORT_S, WANTED, Routed, Routing
 from planner.timeline import Timeline
 from planner.transfer import Network
 from planner.worker import PlanWorker, WorkerSpec
 from planner.workload import PlannedRequest
-from router.pool.worker import Lease
+from router.choice.way_costs import Objectives
+from router.pool.reports import parse_load
 
 LATE = "late"
 
@@ -39,16 +41,16 @@ class ClusterCosts:
     host_request_s: float = 0.0
     host_token_s: float = 0.0
     policy: str = "least_load"
+    wanted: Objectives = WANTED
 
 
 @dataclass(slots=True)
 class _LiveRequest:
-    """A request in flight. `used`: its workers, decode last. `open_workers`: those that have not ended it."""
+    """A request in flight. `open_workers`: its workers that have not ended it."""
 
     request: PlannedRequest
     record: RequestRecord
-    used: list[PlanWorker]
-    leases: list[Lease]
+    routed: Routed[PlanWorker]
     open_workers: list[PlanWorker]
     last_s: float = 0.0
 
@@ -59,7 +61,7 @@ class PlannedCluster:
         self._specs = workers
         self._costs = costs
         self._host = Host(costs.cores)
-        self._routing = Routing[PlanWorker](costs.policy)
+        self.routing = Routing[PlanWorker](costs.policy, layout.is_mixed_pool, costs.wanted)
         self._network = Network(
             self.timeline,
             page_bytes=next(iter(workers.values())).page_bytes,
@@ -84,16 +86,17 @@ class PlannedCluster:
         self._num_left = len(records)
         for request, record in zip(requests, records, strict=True):
             self.timeline.at(record.sent_s + self._costs.outside_s, partial(self._send, request, record))
+        if self.routing.mixed:
+            self._report()
         self.timeline.run_until(until_s, done=lambda: self._num_left == 0)
         return records
 
     def warm(self, history: Sequence[PlannedRequest]) -> None:
         """Put the prefixes of earlier requests into the caches of the workers that compute prompts."""
-        role, pool = next(iter(self._pools.items()))
         for request in history:
-            worker, lease = self._routing.choose(role, pool, request)
-            worker.remember(request.tokens())
-            self._routing.release(lease)
+            routed = self.routing.choose(self._pools, request, now_s=0.0)
+            routed.workers[0].remember(request.tokens())
+            self.routing.cancel(routed)
 
     @property
     def now_s(self) -> float:
@@ -132,12 +135,22 @@ class PlannedCluster:
 
     # ---- inside
 
+    def _report(self) -> None:
+        """Give the router what workers said since the last time; one in the middle of a step reports after it."""
+        for worker in self._all:
+            if worker.state is not None:
+                most = worker.scheduler.limits.max_running_requests
+                entry = v1_loads_entry(worker.state, mode=worker.spec.role, max_running_requests=most, num_live=0)
+                self.routing.on_report(worker, parse_load(entry))
+            worker.receive(GetState("planned"))
+        self.timeline.at(self.timeline.now_s + REPORT_S, self._report)
+
     def _send(self, request: PlannedRequest, record: RequestRecord) -> None:
-        chosen = [self._routing.choose(role, pool, request) for role, pool in self._pools.items()]
-        used, leases = [worker for worker, _ in chosen], [lease for _, lease in chosen]
+        routed = self.routing.choose(self._pools, request, now_s=self.timeline.now_s)
+        used = routed.workers
         self._host.finish("frontends", at_s=self.timeline.now_s, work_s=self._costs.host_request_s)
         rid = f"r{record.idx}"
-        self._live[rid] = _LiveRequest(request, record, used, leases, open_workers=list(used))
+        self._live[rid] = _LiveRequest(request, record, routed, open_workers=list(used))
         message = GenerateRequest(
             rid=rid,
             input_ids=request.tokens(),
@@ -154,7 +167,9 @@ class PlannedCluster:
         self._host.finish("frontends", at_s=now_s, work_s=num_tokens * self._costs.host_token_s)
         for output in outputs:
             live = self._live[output.rid]
-            if worker is live.used[-1]:  # decode's: the client's answer is there
+            if worker is live.routed.workers[-1]:  # decode's: the client's answer is there
+                if output.new_ids and live.record.ttft_s is None:
+                    self.routing.on_first_token(live.routed, now_s)
                 _record(live, output, now_s)
             if output.finish is not None:
                 self._note_drafts(output)
@@ -167,15 +182,18 @@ class PlannedCluster:
 
     def _end_at(self, live: _LiveRequest, worker: PlanWorker, output: TokenOutput) -> None:
         live.open_workers.remove(worker)
-        self._routing.release(live.leases[live.used.index(worker)])
         assert output.finish is not None
+        if worker is live.routed.workers[-1]:
+            is_whole = output.finish.kind != "abort"
+            self.routing.on_end(live.routed, live.record.output_tokens if is_whole else 0, live.last_s)
+        self.routing.release(live.routed.leases[live.routed.workers.index(worker)])
         if output.finish.kind == "abort":
             if live.record.error == LATE:  # the first reason counts
                 live.record.error = output.finish.message
             for other in live.open_workers:
                 now_s = max(self.timeline.now_s, other.clock.now_s)
                 self.timeline.at(now_s, partial(other.receive, AbortRequest(output.rid)))
-        elif worker is live.used[-1]:
+        elif worker is live.routed.workers[-1]:
             live.record.error = None
         self._num_left -= not live.open_workers
         worker.end()

@@ -1,4 +1,4 @@
-"""The clusters to compare: xPyD, or unified workers, each worker on one GPU or several. Pure."""
+"""The clusters to compare: xPyD, unified workers, or a mixed pool of both, each worker on one GPU or several. Pure."""
 
 import re
 from collections.abc import Sequence
@@ -11,7 +11,8 @@ MOST_WORKERS, MOST_GPUS = 999, 32  # in a pool; of a worker
 
 @dataclass(frozen=True, slots=True, order=True)
 class ClusterLayout:
-    """Numbers of `prefill` and `decode` workers, or of `unified` ones. `tp`: GPUs per worker (tensor parallelism).
+    """Numbers of `prefill` and `decode` workers, of `unified` ones, or of both (the router's --mixed). `tp`: GPUs per worker
+    (tensor parallelism).
 
     `mixed`: unified workers run decodes in the same steps as prefills.
     """
@@ -24,8 +25,14 @@ class ClusterLayout:
 
     @property
     def name(self) -> str:
-        pools = f"{self.unified}U" if self.unified else f"{self.prefill}P{self.decode}D"
+        pools = (f"{self.prefill}P{self.decode}D" if self.prefill else "") + (
+            f"{self.unified}U" if self.unified else ""
+        )
         return pools + ("-mixed" if self.mixed else "") + (f"-tp{self.tp}" if self.tp > 1 else "")
+
+    @property
+    def is_mixed_pool(self) -> bool:
+        return bool(self.prefill and self.unified)
 
     @property
     def num_workers(self) -> int:
@@ -41,22 +48,26 @@ class ClusterLayout:
 
 
 def parse_layout(text: str) -> ClusterLayout:
-    """ "2P3D", "4U" or "4U-mixed", each with or without "-tp2"."""
-    found = re.fullmatch(r"(?:(\d+)P(\d+)D|(\d+)U(-mixed)?)(?:-tp(\d+))?", text, re.IGNORECASE)
+    """ "2P3D", "4U", "4U-mixed", "2P1D1U" or "2P1D1U-mixed", each with or without "-tp2"."""
+    found = re.fullmatch(r"(?:(\d+)P(\d+)D)?(?:(\d+)U(-mixed)?)?(?:-tp(\d+))?", text, re.IGNORECASE)
     if found is None:
         raise _unknown(text)
     prefill, decode, unified, mixed, tp = found.groups()
     pools = [int(size) for size in (prefill, decode, unified) if size is not None]
-    if not all(1 <= size <= MOST_WORKERS for size in pools) or not 1 <= int(tp or 1) <= MOST_GPUS:
+    if not pools or not all(1 <= size <= MOST_WORKERS for size in pools) or not 1 <= int(tp or 1) <= MOST_GPUS:
         raise _unknown(text)
-    if unified:
-        return ClusterLayout(unified=int(unified), mixed=mixed is not None, tp=int(tp or 1))
-    return ClusterLayout(prefill=int(prefill), decode=int(decode), tp=int(tp or 1))
+    return ClusterLayout(
+        prefill=int(prefill or 0),
+        decode=int(decode or 0),
+        unified=int(unified or 0),
+        mixed=mixed is not None,
+        tp=int(tp or 1),
+    )
 
 
 def _unknown(text: str) -> ConfigError:
     return ConfigError(
-        f"--layouts {text}: write 2P3D (prefill and decode workers), 4U (unified ones) or 4U-mixed; "
+        f"--layouts {text}: write 2P3D (prefill and decode workers), 4U (unified ones), 4U-mixed, or 2P1D1U (a mixed pool); "
         "2P3D-tp2: of two GPUs each"
     )
 

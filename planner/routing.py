@@ -1,58 +1,122 @@
-"""Routing of planned requests: the router's own policies and worker table, with what a router would know.
+"""Routing of planned requests: the router's own policies, worker table and choice of ways, with what a router would know.
 
 A request is charged to a worker until the worker ends it, as in router/requests. Block numbers identify prompts, in place
 of the text that a router hashes.
 """
 
 import random
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from planner.workload import PlannedRequest
-from router.choice.chooser import Chooser, make_chooser
+from router.admission.forecast import Forecast, SentPrompt
+from router.choice.chooser import make_chooser
 from router.choice.policies import RoutingHints, cost_tokens
 from router.choice.prefix_keys import BLOCK_TOKENS
+from router.choice.way_costs import Objectives
 from router.config import RouterConfig
 from router.pool.pool import WorkerPool
 from router.pool.states import Check
-from router.pool.worker import Lease, Role, Worker
+from router.pool.worker import Lease, LoadReport, Role, Worker
 from router.pool.workers import WorkerTable
+from router.requests.ways import WayChooser
 
 SEED = 1
+WANTED = Objectives(RouterConfig.mixed_ttft_s, RouterConfig.mixed_itl_s)
+REPORT_S = 1.0  # between two reports of a worker (--load-poll-interval)
+WAYS = (("prefill", "decode"), ("unified",))  # that a request may go
 T = TypeVar("T", bound=Hashable)
+
+
+@dataclass(slots=True, eq=False)
+class Routed(Generic[T]):
+    """The workers that serve a request, the one that answers last, and what it is charged. Times in seconds.
+
+    `prompt`: for the forecast; None where it is not asked.
+    """
+
+    workers: list[T]
+    leases: list[Lease]
+    prompt: SentPrompt | None = None
+    first_s: float = 0.0
+    requests: int = 0  # at the answering worker when the answer began
 
 
 @dataclass(slots=True)
 class Routing(Generic[T]):
-    """`policy`: for the workers that compute prompts. Decode workers use least_load: their caches do not help a prompt."""
+    """`policy`: for the workers that compute prompts. Decode workers use least_load: their caches do not help a prompt.
+
+    `mixed`: both ways are open to each request (the router's --mixed).
+    """
 
     policy: str = "least_load"
+    mixed: bool = False
+    wanted: Objectives = WANTED
     _table: WorkerTable = field(default_factory=WorkerTable)
-    _workers: dict[T, Worker] = field(default_factory=dict)
-    _chooser: Chooser = field(init=False)
+    workers: dict[T, Worker] = field(default_factory=dict)
+    _forecast: Forecast = field(default_factory=Forecast)
+    _ways: WayChooser = field(init=False)
 
     def __post_init__(self) -> None:
         config = RouterConfig(policy=self.policy, decode_policy="least_load")
-        self._chooser = make_chooser(config, draw=random.Random(SEED).randrange)
+        policies = make_chooser(config, draw=random.Random(SEED).randrange).policies
+        self._ways = WayChooser(policies=policies, forecast=self._forecast, wanted=self.wanted)
 
-    def choose(self, role: str, pool: Sequence[T], request: PlannedRequest) -> tuple[T, Lease]:
-        by_worker = {self._worker(role, one).worker_id: one for one in pool}
+    def choose(self, pools: Mapping[str, Sequence[T]], request: PlannedRequest, *, now_s: float) -> Routed[T]:
+        """Choose a way, and a worker of each of its roles, among `pools` (role to workers)."""
         hints = RoutingHints(
             prompt_tokens=request.input_len, output_tokens=request.output_len, keys=self._keys(request)
         )
-        choice = self._chooser.policies[Role(role)].choose(WorkerPool(self._workers[one] for one in pool), hints)
-        return by_worker[choice.worker.worker_id], self._table.loads.charge(choice.worker, cost_tokens(choice, hints))
+        ways = [[self._pool(role, pools[role]) for role in way] for way in WAYS if all(map(pools.get, way))]
+        by_id = {self.workers[one].worker_id: one for pool in pools.values() for one in pool if one in self.workers}
+        placements = self._ways.choose(ways, hints, now_s)
+        charge = self._table.loads.charge
+        leases = [charge(placement.worker, cost_tokens(placement, hints)) for placement in placements]
+        routed = Routed([by_id[placement.worker.worker_id] for placement in placements], leases)
+        if self.mixed:
+            tokens = request.input_len - placements[0].cached_tokens
+            routed.prompt = self._forecast.expect(placements[0].worker, tokens, now_s=now_s)
+        return routed
+
+    def on_first_token(self, routed: Routed[T], now_s: float) -> None:
+        if routed.prompt is not None:
+            self._forecast.learn_ttft(routed.prompt, now_s=now_s)
+            routed.first_s, routed.requests = now_s, routed.leases[-1].worker.requests_everywhere
+
+    def on_end(self, routed: Routed[T], num_tokens: int, now_s: float) -> None:
+        """The answer is whole (`num_tokens` 0: it failed); its worker is not released yet."""
+        if routed.prompt is None:
+            return
+        self._forecast.computed(routed.prompt)
+        if num_tokens > 1:
+            worker = routed.leases[-1].worker
+            requests = (routed.requests + worker.requests_everywhere) / 2
+            self._forecast.learn_answer(worker, num_tokens - 1, now_s - routed.first_s, requests=requests, now_s=now_s)
+
+    def cancel(self, routed: Routed[T]) -> None:
+        """Take back what `choose` charged: the request is not sent."""
+        for lease in routed.leases:
+            self.release(lease)
+        if routed.prompt is not None:
+            self._forecast.computed(routed.prompt)
+
+    def on_report(self, one: T, report: LoadReport | None) -> None:
+        if one in self.workers:
+            self._table.loads.on_report(self.workers[one], report)
 
     def release(self, lease: Lease) -> None:
         self._table.loads.release(lease)
 
+    def _pool(self, role: str, pool: Sequence[T]) -> WorkerPool:
+        return WorkerPool(self._worker(role, one) for one in pool)
+
     def _worker(self, role: str, one: T) -> Worker:
-        if one not in self._workers:
-            worker = self._table.add(f"http://planned-{len(self._workers)}:1", role=Role(role))
+        if one not in self.workers:
+            worker = self._table.add(f"http://planned-{len(self.workers)}:1", role=Role(role))
             self._table.on_check(worker, Check.OK, now_s=0.0)
-            self._workers[one] = worker
-        return self._workers[one]
+            self.workers[one] = worker
+        return self.workers[one]
 
     def _keys(self, request: PlannedRequest) -> Sequence[bytes]:
         """A block's number also identifies all blocks before it, so (number, part) is a key of the prefix."""

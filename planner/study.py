@@ -26,6 +26,7 @@ from planner.speculation import Speculation, speculation_of
 from planner.step_time import StepLoad
 from planner.worker import WorkerSpec
 from planner.workload import PlannedRequest, workload_of
+from router.choice.way_costs import Objectives
 from service.flags import ConfigError
 
 GUESSED_BATCH = 32
@@ -116,6 +117,7 @@ def study_of(config: PlanConfig) -> Study:
             host_request_s=config.host_request_time_s,
             host_token_s=config.host_token_time_s,
             policy=config.policy,
+            wanted=Objectives(config.slo_ttft_s, config.slo_tpot_s),
         ),
         requests=requests,
         history=history,
@@ -171,15 +173,15 @@ def guess_rate(study: Study, layout: ClusterLayout) -> float:
     context = int(GUESSED_BATCH * (tokens + outputs / 2))
     decode = StepLoad(decodes=GUESSED_BATCH, decode_context=context, samples=GUESSED_BATCH)
     prefill_s, decode_s = time.seconds(prefill), outputs * time.seconds(decode) / GUESSED_BATCH
-    if layout.unified:
-        return GUESSED_LOAD / (prefill_s + decode_s) / layout.tp
-    return GUESSED_LOAD * min(layout.prefill / prefill_s, layout.decode / decode_s) / layout.num_gpus
+    capacity = layout.unified / (prefill_s + decode_s) + min(layout.prefill / prefill_s, layout.decode / decode_s)
+    return GUESSED_LOAD * capacity / layout.num_gpus
 
 
 def planned_cluster(study: Study, layout: ClusterLayout) -> PlannedCluster:
-    engine = replace(study.engine, enable_mixed_chunk=layout.mixed)
+    engines = dict.fromkeys(layout.roles, replace(study.engine, enable_mixed_chunk=False))
     if layout.mixed:
-        engine = replace(engine, chunked_prefill_size=study.config.mixed_chunk_size)
+        size = study.config.mixed_chunk_size
+        engines["unified"] = replace(study.engine, enable_mixed_chunk=True, chunked_prefill_size=size)
     workers = {
         role: WorkerSpec(
             role=role,
@@ -191,7 +193,7 @@ def planned_cluster(study: Study, layout: ClusterLayout) -> PlannedCluster:
             threads=study.config.step_cores,
             speculation=study.speculation[layout.tp],
         )
-        for role in layout.roles
+        for role, engine in engines.items()
     }
     return PlannedCluster(layout, workers, study.costs)
 

@@ -44,7 +44,7 @@ from router.pool.moves import MoveOrders
 from router.pool.shared_load import SharedLoad
 from router.pool.worker import Role, Worker
 from router.pool.workers import WorkerTable, WorkerTableError
-from router.requests.build import make_dispatcher, make_events, roles_of
+from router.requests.build import make_dispatcher, make_events, ways_of
 from router.requests.dispatch import Dispatcher
 from router.requests.live import LiveRequests
 from router.requests.responses import Responses, SharedBook
@@ -143,7 +143,7 @@ class Router:
             leads=self.slot is None or self.slot.row == 0,
         )
         stack.push_async_callback(self.auto_roles.close)
-        self.calls = WorkerCalls(self.session, table=table, credentials=credentials, roles=roles_of(config))
+        self.calls = WorkerCalls(self.session, table=table, credentials=credentials, ways=ways_of(config))
         self.book = None
         if self.responses is not None:
             self.book = SharedBook(LocalBook(self.responses), self.peers, self.calls.abort)

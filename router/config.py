@@ -28,7 +28,12 @@ class WorkerFlags(FlagSet):
         (), "URL [BOOTSTRAP_PORT] of a prefill worker; repeatable; default port: as the worker reports", by_hand=True
     )
     decode: tuple[str, ...] = flag((), "URL of a decode worker; repeatable", by_hand=True)
-    worker_urls: tuple[str, ...] = flag((), "URLs of unified workers (without --pd-disaggregation)", by_hand=True)
+    worker_urls: tuple[str, ...] = flag(
+        (), "URLs of unified workers (without --pd-disaggregation, or with --mixed)", by_hand=True
+    )
+    mixed: bool = flag(False, "unified workers beside pairs: each request goes where it costs less (docs/router.md)")
+    mixed_ttft_s: float = _seconds(2.0, "--mixed: time to first token that clients want", above=0)
+    mixed_itl_s: float = _seconds(0.1, "--mixed: inter-token latency that clients want", above=0)
     host: str = flag("127.0.0.1", "address to listen on")
     port: int = flag(30080, "port to listen on", least=0, most=MAX_PORT, special={0: "a free one"})
     workers: int = flag(1, "router processes, which share the port, the pool and their view of the load", least=1)
@@ -125,7 +130,9 @@ class AutoRolesFlags(FlagSet):
 @dataclass(frozen=True, kw_only=True)
 class DiscoveryFlags(FlagSet):
     service_discovery: bool = flag(False, "find workers as Kubernetes pods, by the selectors (needs tandem-serve[k8s])")
-    selector: tuple[str, ...] = flag((), "labels KEY=VALUE of unified workers' pods (without --pd-disaggregation)")
+    selector: tuple[str, ...] = flag(
+        (), "labels KEY=VALUE of unified workers' pods (without --pd-disaggregation, or with --mixed)"
+    )
     prefill_selector: tuple[str, ...] = flag((), "labels KEY=VALUE of prefill workers' pods")
     decode_selector: tuple[str, ...] = flag((), "labels KEY=VALUE of decode workers' pods")
     service_discovery_port: int = flag(80, "port that workers listen on in their pods", least=1, most=MAX_PORT)
@@ -204,8 +211,13 @@ def check_config(config: RouterConfig) -> None:
     for flag_name, url in _worker_urls(config):
         check_worker_url(flag_name, url)
     if config.pd_disaggregation:
-        _require(not config.worker_urls, "--worker-urls", "is for unified workers; leave out --pd-disaggregation")
+        _require(
+            config.mixed or not config.worker_urls,
+            "--worker-urls",
+            "is for unified workers; leave out --pd-disaggregation, or give --mixed to have both",
+        )
     else:
+        _require(not config.mixed, "--mixed", "needs --pd-disaggregation (--prefill, --decode) beside unified workers")
         _require(not (config.prefill or config.decode), "--prefill/--decode", "need --pd-disaggregation")
         for name, policy in (("--prefill-policy", config.prefill_policy), ("--decode-policy", config.decode_policy)):
             _require(policy is None, name, "needs --pd-disaggregation; unified workers go by --policy")
@@ -260,7 +272,7 @@ def _check_discovery(config: RouterConfig) -> None:
             label_query(parts)
         except ValueError as err:
             raise ConfigError(f"{name}: {err}") from None
-        if config.service_discovery and config.pd_disaggregation == (name != "--selector"):
+        if config.service_discovery and (config.mixed or config.pd_disaggregation == (name != "--selector")):
             _require(bool(parts), name, "--service-discovery needs it: which pods? Give KEY=VALUE")
         else:
             _require(not parts, name, "is for the other mode; see --pd-disaggregation")

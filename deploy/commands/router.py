@@ -34,7 +34,11 @@ def build_parser() -> Parser:
     )
     workers.add_argument("--decode", action="append", metavar="URL", default=[], help="a decode worker; repeatable")
     workers.add_argument(
-        "--worker-urls", nargs="+", metavar="URL", default=[], help="unified workers (without --pd-disaggregation)"
+        "--worker-urls",
+        nargs="+",
+        metavar="URL",
+        default=[],
+        help="unified workers (without --pd-disaggregation, or with --mixed)",
     )
     return parser
 

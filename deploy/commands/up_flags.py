@@ -22,7 +22,7 @@ _DISAGG_SKIP = (
     "disaggregation_bootstrap_server",
     "disaggregation_control_host",
 )
-_ROUTER_SKIP = ("host", "port", "ready_file", "pd_disaggregation")
+_ROUTER_SKIP = ("host", "port", "ready_file", "pd_disaggregation", "mixed")
 _WORKER_KEYS = (
     "api_key",
     "api_key_file",

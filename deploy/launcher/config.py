@@ -27,6 +27,13 @@ class ClusterConfig(FlagSet):
     decode_pp_size: int | None = _size("decode", "pp-size")
     decode_dp_size: int | None = _size("decode", "dp-size")
     decode_ep_size: int | None = _size("decode", "ep-size")
+    mixed: int = flag(
+        0,
+        "number of unified workers beside them (the router's --mixed)",
+        least=0,
+        most=MAX_WORKERS_PER_ROLE,
+        special={0: "none"},
+    )
     unified: bool = flag(False, "start one unified worker instead, without router and transfers")
     host: str = flag("127.0.0.1", "address that the router listens on (with --unified: the worker)")
     port: int = flag(

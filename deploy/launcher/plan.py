@@ -39,8 +39,8 @@ class ProcessSpec:
 
 
 def num_ports(config: ClusterConfig) -> int:
-    """Two for each worker: HTTP, and the bootstrap server, which a decode worker needs once it is a prefill worker."""
-    return 0 if config.unified else 2 * (config.prefill + config.decode)
+    """Two for each worker of a pair: HTTP, and the bootstrap server, which a decode worker needs once it is a prefill worker."""
+    return 0 if config.unified else 2 * (config.prefill + config.decode) + config.mixed
 
 
 def plan_cluster(
@@ -64,12 +64,18 @@ def plan_cluster(
         alone = flags.get("unified", RoleFlags())
         unified = [_worker("unified-0", "unified", config.host, front, alone.args, WORKER_ENV, alone.ranks)]
         return _seated(unified, gpus, share=False, mem_fraction=mem_fraction) if gpus else unified
-    pairs = list(zip(free[::2], free[1::2], strict=True))
+    of_pairs, of_others = free[: len(free) - config.mixed], free[len(free) - config.mixed :]
+    pairs = list(zip(of_pairs[::2], of_pairs[1::2], strict=True))
     prefill, decode = pairs[: config.prefill], pairs[config.prefill :]
     workers = [
         _member(f"{role}-{i}", role, ports, config.transfer_backend, flags.get(role, RoleFlags()))
         for role, members in (("prefill", prefill), ("decode", decode))
         for i, ports in enumerate(members)
+    ]
+    alone = flags.get("unified", RoleFlags())
+    workers += [
+        _worker(f"unified-{i}", "unified", LOOPBACK, http, alone.args, WORKER_ENV, alone.ranks)
+        for i, http in enumerate(of_others)
     ]
     workers = _sharing(workers, cores)
     if gpus:
@@ -79,6 +85,8 @@ def plan_cluster(
         argv += ["--prefill", url_of(LOOPBACK, http), str(bootstrap)]
     for http, _ in decode:
         argv += ["--decode", url_of(LOOPBACK, http)]
+    if of_others:
+        argv += ["--mixed", "--worker-urls", *(url_of(LOOPBACK, http) for http in of_others)]
     router = ProcessSpec(
         name="router",
         role="router",

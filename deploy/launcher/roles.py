@@ -29,7 +29,9 @@ class RoleFlags:
 
 
 def roles_of(config: ClusterConfig) -> tuple[str, ...]:
-    return ("unified",) if config.unified else ("prefill", "decode")
+    if config.unified:
+        return ("unified",)
+    return ("prefill", "decode", "unified") if config.mixed else ("prefill", "decode")
 
 
 def values_by_role(config: ClusterConfig, given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -39,10 +41,12 @@ def values_by_role(config: ClusterConfig, given: Mapping[str, Any]) -> dict[str,
     """
     own = {role: _own_sizes(config, role) for role in ("prefill", "decode")}
     if config.unified:
+        if config.mixed:
+            raise ConfigError(f"--mixed {config.mixed}: --unified starts one worker alone; leave one of them out")
         for role, name, size in ((role, name, size) for role, sizes in own.items() for name, size in sizes.items()):
             raise ConfigError(f"--{role}-{_option(name)} {size}: --unified has no such worker; give --{_option(name)}")
         return {"unified": dict(given)}
-    found = {role: {**given, **sizes} for role, sizes in own.items()}
+    found = {role: {**given, **own.get(role, {})} for role in roles_of(config)}
     stages = {role: values.get("pp_size", 1) for role, values in found.items()}
     for role, values in found.items():
         if stages[role] == 1 < max(stages.values()):
@@ -99,7 +103,7 @@ def check_role(config: ClusterConfig, role: str, values: Mapping[str, Any], mode
 
 
 def _own_sizes(config: ClusterConfig, role: str) -> dict[str, int]:
-    found = {name: getattr(config, f"{role}_{name}") for name in SIZES}
+    found = {name: getattr(config, f"{role}_{name}", None) for name in SIZES}
     return {name: size for name, size in found.items() if size is not None}
 
 

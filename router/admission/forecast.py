@@ -22,6 +22,7 @@ from router.pool.worker import Role, Worker
 
 MIN_EVENTS = 4  # of a stream from which ITL is learned
 KEEP = 0.98  # weight of a point relative to the next one: about 50 of them count
+ANSWER_SHARE = 0.02  # of the mean length of answers, that each adds
 MIN_POINTS = 8  # before which nothing is predicted
 STALE_S = 30.0  # without a measurement for this long a worker is tried once despite its forecast: it may be faster now
 
@@ -95,7 +96,10 @@ class ObservedStream(msgspec.Struct):
 
 
 class Forecast:
+    """`answer_events`: of a stream, the mean of those that ended; 0: none has."""
+
     def __init__(self) -> None:
+        self.answer_events = 0.0
         self._known: defaultdict[int, _Known] = defaultdict(_Known)  # by worker id
         self._streams: dict[PairAttempt, ObservedStream] = {}
 
@@ -124,21 +128,32 @@ class Forecast:
     def on_attempt_ended(self, attempt: PairAttempt, now_s: float) -> None:
         stream = self._streams.pop(attempt)
         self.computed(stream.prompt)
-        if attempt.completed and stream.num_events >= MIN_EVENTS:
+        if attempt.completed and stream.num_events:
             requests = (stream.requests + attempt.answering.worker.requests_everywhere) / 2
-            stream.answering.itl.add(requests, (stream.last_s - stream.first_s) / stream.num_events, now_s)
+            lasted_s = stream.last_s - stream.first_s
+            self._learn_answer(stream.answering, stream.num_events, lasted_s, requests, now_s)
 
     def expect(self, worker: Worker, tokens: int, *, now_s: float) -> SentPrompt:
         """Note a request with this many uncached tokens, after it was charged to the worker."""
         known = self._of(worker)
         own = 0 if worker.role is Role.PREFILL else tokens  # a prefill worker's load holds them already
-        prompt = SentPrompt(known, tokens, self._waiting(worker) + own, now_s)
+        prompt = SentPrompt(known, tokens, self.waiting_tokens(worker) + own, now_s)
         known.pending_tokens += tokens
         return prompt
 
     def learn_ttft(self, prompt: SentPrompt, *, now_s: float) -> None:
         prompt.known.ttft.add(prompt.ahead_tokens, now_s - prompt.sent_s, now_s)
         self.computed(prompt)
+
+    def learn_answer(self, worker: Worker, num_events: int, lasted_s: float, *, requests: float, now_s: float) -> None:
+        """`requests`: at the worker meanwhile, on average."""
+        self._learn_answer(self._of(worker), num_events, lasted_s, requests, now_s)
+
+    def _learn_answer(self, known: _Known, num_events: int, lasted_s: float, requests: float, now_s: float) -> None:
+        share = ANSWER_SHARE if self.answer_events else 1.0
+        self.answer_events += share * (num_events - self.answer_events)
+        if num_events >= MIN_EVENTS:
+            known.itl.add(requests, lasted_s / num_events, now_s)
 
     def computed(self, prompt: SentPrompt) -> None:
         """The prompt waits no longer. Idempotent."""
@@ -148,7 +163,7 @@ class Forecast:
 
     def ttft_s(self, worker: Worker, tokens: int) -> float | None:
         """TTFT of a request with this many uncached tokens; None: unknown."""
-        return self._of(worker).ttft.at(self._waiting(worker) + tokens)
+        return self._of(worker).ttft.at(self.waiting_tokens(worker) + tokens)
 
     def itl_s(self, worker: Worker) -> float | None:
         """ITL with one more request at the worker; None: unknown."""
@@ -158,6 +173,10 @@ class Forecast:
         """(TTFT by tokens, ITL by requests)."""
         known = self._of(worker)
         return known.ttft, known.itl
+
+    def waiting_tokens(self, worker: Worker) -> int:
+        """Tokens to be computed first. The load of a unified worker is KV, so only our own requests count."""
+        return worker.load_tokens if worker.role is Role.PREFILL else self._of(worker).pending_tokens
 
     def in_time(self, pool: Sequence[Worker], slo: Slo, *, tokens: Mapping[int, int], now_s: float) -> list[Worker]:
         """The workers of `pool` (one role) that would keep `slo` or are unknown; else `RequestRefused`. `tokens`: to compute, by worker id."""
@@ -182,10 +201,6 @@ class Forecast:
     def _fit(self, worker: Worker, what: str) -> LineFit:
         known = self._of(worker)
         return known.ttft if what == "ttft" else known.itl
-
-    def _waiting(self, worker: Worker) -> int:
-        """Tokens to be computed first. The load of a unified worker is KV, so only our own requests count."""
-        return worker.load_tokens if worker.role is Role.PREFILL else self._of(worker).pending_tokens
 
     def _of(self, worker: Worker) -> _Known:
         return self._known[worker.worker_id]

@@ -34,6 +34,9 @@ class FailedWorkers(msgspec.Struct):
             for server in filter(None, map(_server_of, workers)):
                 self._unjoined[server] = self._unjoined.get(server, 0) + 1
 
+    def has_failed(self, worker: Worker) -> bool:
+        return worker.worker_id in self._failed
+
     def best_of(self, alive: Sequence[Worker]) -> Sequence[Worker]:
         """Return those of `alive` (one role) to try next."""
         left = [w for w in alive if self._num_unjoined(w) < MAX_JOINS]

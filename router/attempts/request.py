@@ -12,7 +12,7 @@ from router.attempts.failed_workers import FailedWorkers
 from router.attempts.upstream_call import CallFailed
 from router.body import Api, BadBody, ParsedBody
 from router.choice.policies import RoutingHints
-from router.pool.worker import Role, Worker
+from router.pool.worker import Way, Worker
 from service.http.deadline import UNITS_S, seconds_of
 from service.http.keep_alive import KeepAlive
 
@@ -52,7 +52,7 @@ class RequestContext(msgspec.Struct, kw_only=True, eq=False):
     hints: RoutingHints = RoutingHints()
     slo: Slo | None = None  # None: no objectives
     hedge_after_s: float | None = None  # silence after which a second attempt begins; None: never
-    roles: tuple[Role, ...] = ()
+    ways: tuple[Way, ...] = ()  # that it may go
     dp_rank: int | None = None  # of both workers that is to serve it; None: any
     model: str = ""  # that its workers must serve; "": any
     traceparent: str = ""  # sent to workers; "": the client's

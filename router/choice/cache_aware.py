@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from router.choice.policies import Placement, RoutingHints
+from router.choice.policies import Placement, Policy, RoutingHints
 from router.choice.prefix_index import PrefixIndex, PrefixMatch
 from router.choice.prefix_keys import BLOCK_TOKENS
 from router.config import ChoiceFlags
@@ -27,19 +27,20 @@ SMALL_GROUP = 16  # workers with equally much cached: up to this many are compar
 
 
 @dataclass(frozen=True, slots=True)
-class CacheAware:
+class CacheAware(Policy):
     """`index` is this policy's own; KV events may feed it, too."""
 
     index: PrefixIndex
     flags: ChoiceFlags
 
-    def choose(self, candidates: WorkerPool, hints: RoutingHints) -> Placement:
+    def look(self, candidates: WorkerPool, hints: RoutingHints) -> Placement:
         matched = self.index.match(hints.keys)
         worker = self._soonest(candidates, hints, matched)
-        choice = Placement(worker, cached_of(matched, worker, hints))
+        return Placement(worker, cached_of(matched, worker, hints))
+
+    def note(self, choice: Placement, hints: RoutingHints) -> None:
         if hints.keys:
-            self.index.touch(worker.worker_id, hints.keys)
-        return choice
+            self.index.touch(choice.worker.worker_id, hints.keys)
 
     def _soonest(self, candidates: WorkerPool, hints: RoutingHints, matched: PrefixMatch) -> Worker:
         if not matched.groups:

@@ -3,7 +3,6 @@
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import msgspec
 
@@ -35,20 +34,30 @@ def cost_tokens(choice: Placement, hints: RoutingHints) -> int:
     return hints.prompt_tokens + hints.output_tokens
 
 
-class Policy(Protocol):
+class Policy:
+    def look(self, candidates: WorkerPool, hints: RoutingHints) -> Placement:
+        """Find the one of `candidates` (of one role, at least one) to choose. The request may go elsewhere: remember nothing."""
+        raise NotImplementedError
+
+    def note(self, choice: Placement, hints: RoutingHints) -> None:
+        """Remember that the request is sent there, as far as the policy remembers anything."""
+
     def choose(self, candidates: WorkerPool, hints: RoutingHints) -> Placement:
-        """Choose one of `candidates` (of one role, at least one); the request will be sent there."""
+        """`look` and `note`."""
+        choice = self.look(candidates, hints)
+        self.note(choice, hints)
+        return choice
 
 
-class LeastLoad:
+class LeastLoad(Policy):
     """The least load (router/pool/load_order.py)."""
 
-    def choose(self, candidates: WorkerPool, hints: RoutingHints) -> Placement:
+    def look(self, candidates: WorkerPool, hints: RoutingHints) -> Placement:
         return Placement(candidates[0] if len(candidates) == 1 else candidates.least_loaded())
 
 
 @dataclass(frozen=True, slots=True)
-class PowerOfTwo:
+class PowerOfTwo(Policy):
     """The less loaded of two random workers: nearly as even, and many routers do not all pick the same one.
 
     Mitzenmacher, "The power of two choices in randomized load balancing" (1996). `draw(n)`: a random integer in [0, n).
@@ -56,7 +65,7 @@ class PowerOfTwo:
 
     draw: Callable[[int], int]
 
-    def choose(self, candidates: WorkerPool, hints: RoutingHints) -> Placement:
+    def look(self, candidates: WorkerPool, hints: RoutingHints) -> Placement:
         if len(candidates) == 1:
             return Placement(candidates[0])
         first, second = self.draw(len(candidates)), self.draw(len(candidates) - 1)
@@ -64,34 +73,35 @@ class PowerOfTwo:
         return Placement(min(pair, key=key_for(pair)))
 
 
-class RoundRobin:
+class RoundRobin(Policy):
     """The next worker by id after the last one of that role, so that workers that join or leave cause no skips."""
 
     def __init__(self) -> None:
         self._last_id: dict[Role, int] = {}
 
-    def choose(self, candidates: WorkerPool, hints: RoutingHints) -> Placement:
+    def look(self, candidates: WorkerPool, hints: RoutingHints) -> Placement:
         last = self._last_id.get(candidates[0].role, -1)
         place = bisect_right(candidates, last, key=lambda worker: worker.worker_id)
-        chosen = candidates[place % len(candidates)]
-        self._last_id[chosen.role] = chosen.worker_id
-        return Placement(chosen)
+        return Placement(candidates[place % len(candidates)])
+
+    def note(self, choice: Placement, hints: RoutingHints) -> None:
+        self._last_id[choice.worker.role] = choice.worker.worker_id
 
 
 @dataclass(frozen=True, slots=True)
-class Random:
+class Random(Policy):
     """Uniform. `draw(n)`: a random integer in [0, n)."""
 
     draw: Callable[[int], int]
 
-    def choose(self, candidates: WorkerPool, hints: RoutingHints) -> Placement:
+    def look(self, candidates: WorkerPool, hints: RoutingHints) -> Placement:
         return Placement(candidates[self.draw(len(candidates))])
 
 
-class ConsistentHashing:
+class ConsistentHashing(Policy):
     """A session goes to the same worker in every router (router/pool/ring.py); requests without one go by load."""
 
-    def choose(self, candidates: WorkerPool, hints: RoutingHints) -> Placement:
+    def look(self, candidates: WorkerPool, hints: RoutingHints) -> Placement:
         if not hints.session:
             return Placement(candidates.least_loaded())
         return Placement(candidates.by_id[candidates.ring.owner(hints.session)])

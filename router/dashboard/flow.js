@@ -117,7 +117,7 @@ class Flow {
     this.roads = this.links.appendChild(svg("g"));
     this.below = this.links.appendChild(svg("g")); // dots that travel, behind the cards
     this.above = find("dots"); // dots that stand in them
-    this.lanes = { prefill: new Lane(find("prefill")), decode: new Lane(find("decode")) };
+    this.lanes = { prefill: new Lane(find("prefill")), decode: new Lane(find("decode")), alone: new Lane(find("alone")) };
     this.nodes = Object.fromEntries(["arrivals", "answers", "crossing", "arrivals-figure", "arrivals-note", "answers-figure",
       "answers-note", "crossing-figure"].map((id) => [id, find(id)]));
     this.dots = new Map();
@@ -132,9 +132,11 @@ class Flow {
     const { workers, router, window } = state;
     const unified = !router.pd;
     this.section.classList.toggle("unified", unified);
+    this.section.classList.toggle("mixed", router.mixed);
     const of = (role) => workers.filter((w) => w.role === role);
     if (unified) this.lanes.decode.update(of("unified"), "unified");
     else for (const role of ["prefill", "decode"]) this.lanes[role].update(of(role), role);
+    if (router.mixed) this.lanes.alone.update(of("unified"), "unified");
     put(this.lanes.decode.node.querySelector("h2"), unified ? "Workers" : "Decode");
     figure(this.nodes["arrivals-figure"], [said(amount(window.requests_per_s)), "per second"]);
     put(this.nodes["arrivals-note"], `${router.running} running`);
@@ -188,12 +190,14 @@ class Flow {
 
   drawLinks() {
     const shown = (lane) => [...lane.cards.values()].filter((card) => this.places.has(card.url));
-    const firsts = shown(this.lanes.prefill), seconds = shown(this.lanes.decode);
+    const firsts = shown(this.lanes.prefill), seconds = shown(this.lanes.decode), alone = shown(this.lanes.alone);
     const ends = (cards, other, before) => cards.map((card) => (before ? [other, card.url, card] : [card.url, other, card]));
     const pairs = [
       ...ends(firsts.length ? firsts : seconds, "arrivals", true),
       ...firsts.flatMap((p) => seconds.map((d) => [p.url, d.url, p.node.dataset.health === "up" ? d : p])),
       ...ends(seconds, "answers", false),
+      ...ends(alone, "arrivals", true),
+      ...ends(alone, "answers", false),
     ];
     while (this.roads.children.length > pairs.length) this.roads.lastChild.remove();
     while (this.roads.children.length < pairs.length) this.roads.append(svg("path"));

@@ -78,6 +78,7 @@ class Dashboard:
     def _router(self) -> dict[str, Any]:
         return {
             "pd": self.config.pd_disaggregation,
+            "mixed": self.config.mixed,
             "policy": self.config.policy,
             "processes": self.config.workers,
             "running": self.num_running(),

@@ -49,7 +49,7 @@ class HealthApi:
             status = {"status": DRAINING, "num_live_reqs": len(self.live)}
             return json_response(status, status=503, headers={"Retry-After": "1"})
         table = self.calls.table
-        workers, missing = table.workers(), missing_roles(table, self.calls.roles)
+        workers, missing = table.workers(), missing_roles(table, self.calls.ways)
         if missing:
             raise no_worker(table, missing)
         if request.rel_url.query.get("workers") == "all" and (waits_for := await self._waits_for(request, workers)):

@@ -12,7 +12,7 @@ from router.client.credentials import Credentials
 from router.client.session import CALL_TIMEOUT_S, WorkerAnswer, call_worker
 from router.pool.models import serves
 from router.pool.states import Health
-from router.pool.worker import Role, Worker
+from router.pool.worker import Role, Way, Worker
 from router.pool.workers import WorkerTable, missing_roles
 from router.requests.replies import no_worker
 from service.http.stream import json_response
@@ -24,7 +24,11 @@ class WorkerCalls:
     session: aiohttp.ClientSession
     table: WorkerTable
     credentials: Credentials
-    roles: tuple[Role, ...]
+    ways: tuple[Way, ...]
+
+    @property
+    def roles(self) -> list[Role]:
+        return [role for way in self.ways for role in way]
 
     async def call_one(self, request: web.BaseRequest, *, model: str = "") -> web.Response:
         """Pass a request to the first worker that answers (and serves `model`), decode before prefill."""
@@ -35,7 +39,7 @@ class WorkerCalls:
                 answer = await call_worker(self.session, method, worker.url + path, headers, body)
                 if answer.status:
                     return web.Response(status=answer.status, body=answer.body, headers=answer.headers)
-        raise no_worker(self.table, missing_roles(self.table, self.roles, model) or list(self.roles), model)
+        raise no_worker(self.table, missing_roles(self.table, self.ways, model) or self.roles, model)
 
     async def call_all(
         self,
@@ -50,7 +54,7 @@ class WorkerCalls:
         """Call every worker (that serves `model`) that is not down; answer the worst status, and each worker's answer."""
         answers = await self.answers(method, path, headers, body, timeout_s=timeout_s, model=model)
         if model and not answers:
-            raise no_worker(self.table, list(self.roles), model)
+            raise no_worker(self.table, self.roles, model)
         status = max((a.status or 502 for _, a in answers), default=503)
         results = [
             {"url": w.url, "role": w.role.value, "status": a.status, "answer": a.body.decode(errors="replace")}

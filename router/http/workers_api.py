@@ -123,6 +123,7 @@ class WorkersApi:
             {
                 "router_manager": True,
                 "pd_disaggregation": self.config.pd_disaggregation,
+                "mixed": self.config.mixed,
                 "policy": self.config.policy,
                 "service_discovery": None if self.discovery is None else self.discovery.status(),
                 "workers": [describe(w) for w in self.calls.table.workers()],

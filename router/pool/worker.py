@@ -29,6 +29,11 @@ class Role(StrEnum):
     UNIFIED = "unified"
 
 
+Way = tuple[Role, ...]  # the roles that serve one request together, the one that computes its prompt first
+PAIR: Way = (Role.PREFILL, Role.DECODE)
+UNIFIED: Way = (Role.UNIFIED,)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport:
     """What a worker reports, in requests and tokens, summed over its ranks. `*_total`: since its start.

@@ -14,7 +14,7 @@ from router.pool.models import Catalogue, serves
 from router.pool.pool import WorkerPool
 from router.pool.shared_load import SharedLoad
 from router.pool.states import TRANSITIONS, Check, Health
-from router.pool.worker import MAX_WORKERS, LoadLog, Loads, Role, Worker
+from router.pool.worker import MAX_WORKERS, PAIR, UNIFIED, LoadLog, Loads, Role, Way, Worker
 from service.http.errors import ApiError
 
 MAX_FORMER_LIVES = 16  # incarnations of one worker that are remembered
@@ -140,9 +140,18 @@ class WorkerTable:
             faulty.update(self._by_slot[slot].worker_id for slot in others if slot in self._by_slot)
         return (pool.without(frozenset(faulty)) or pool) if faulty else pool
 
+    def trusts(self, worker: Worker, *, now_s: float) -> bool:
+        """Whether its circuit lets requests pass, in all processes of this router."""
+        others = () if self.peers is None else self.peers.others_open(now_s)
+        return worker.circuit.takes(now_s) and worker.slot not in others
+
     def has_others(self, worker: Worker) -> bool:
-        """Whether another worker that answers could do what `worker` does."""
-        return any(other.answers for other in self.others(worker))
+        """Whether others that answer could do what `worker` does: one of its role, or of each role of another way."""
+        if any(other.answers for other in self.others(worker)):
+            return True
+        model = worker.models[0] if worker.models else ""
+        ways = (way for way in (PAIR, UNIFIED) if worker.role not in way)
+        return any(all(any(w.answers for w in self.pool(role, model)) for role in way) for way in ways)
 
     def others(self, worker: Worker) -> list[Worker]:
         """Return the workers of its role and model beside it."""
@@ -255,11 +264,17 @@ def _kind(check: Check) -> Check:
     return Check.FAILED if check is Check.REFUSED else check
 
 
-def missing_roles(table: WorkerTable, roles: Iterable[Role], model: str = "") -> list[Role]:
-    """The roles of which no worker (that serves `model`) is alive."""
-    return [role for role in roles if not table.pool(role, model)]
+def missing_roles(table: WorkerTable, ways: Iterable[Way], model: str = "") -> list[Role]:
+    """The roles of which no worker (that serves `model`) is alive; none, if one of `ways` has all that it needs."""
+    return _lacking([role for role in way if not table.pool(role, model)] for way in ways)
 
 
-def silent_roles(table: WorkerTable, roles: Iterable[Role], model: str = "") -> list[Role]:
-    """The roles of which workers (that serve `model`) are alive, and all are silent."""
-    return [role for role in roles if (pool := table.pool(role, model)) and pool[0].silent]
+def silent_roles(table: WorkerTable, ways: Iterable[Way], model: str = "") -> list[Role]:
+    """The roles of which workers (that serve `model`) are alive, and all are silent; none, if one of `ways` is whole and answers."""
+    whole = [pools for way in ways if all(pools := [table.pool(role, model) for role in way])]
+    return _lacking([pool[0].role for pool in pools if pool[0].silent] for pools in whole)
+
+
+def _lacking(of_ways: Iterable[list[Role]]) -> list[Role]:
+    found = list(of_ways)
+    return [role for roles in found for role in roles] if all(found) else []

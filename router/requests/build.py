@@ -16,13 +16,14 @@ from router.attempts.upstream_call import (
     report_unreachable,
 )
 from router.choice.chooser import Chooser
+from router.choice.way_costs import Objectives
 from router.client.credentials import Credentials
 from router.config import RouterConfig
 from router.history.recorder import Recorder
 from router.history.trace import RequestTraces
 from router.metrics import RouterMetrics
 from router.pool.health import HealthMonitor
-from router.pool.worker import Role
+from router.pool.worker import PAIR, UNIFIED, Way
 from router.requests.dispatch import Dispatcher
 from router.requests.failover import Failover
 from router.requests.hedging import Budget, Hedging
@@ -30,10 +31,13 @@ from router.requests.live import LiveRequests
 from router.requests.picking import Picker
 from router.requests.reconnect import Reconnect
 from router.requests.responses import Responses
+from router.requests.ways import WayChooser
 
 
-def roles_of(config: RouterConfig) -> tuple[Role, ...]:
-    return (Role.PREFILL, Role.DECODE) if config.pd_disaggregation else (Role.UNIFIED,)
+def ways_of(config: RouterConfig) -> tuple[Way, ...]:
+    if config.mixed:
+        return PAIR, UNIFIED
+    return (PAIR,) if config.pd_disaggregation else (UNIFIED,)
 
 
 def make_events(
@@ -78,6 +82,10 @@ def make_dispatcher(
     responses: Responses,
     session: aiohttp.ClientSession,
 ) -> Dispatcher:
+    ways = None
+    if config.mixed:
+        wanted = Objectives(config.mixed_ttft_s, config.mixed_itl_s)
+        ways = WayChooser(policies=chooser.policies, forecast=admission.forecast, wanted=wanted)
     picker = Picker(
         table=launcher.table,
         policies=chooser.policies,
@@ -85,6 +93,7 @@ def make_dispatcher(
         wait_s=config.retry_wait_s,
         silence_s=config.dead_worker_timeout_s,
         clock=launcher.clock,
+        ways=ways,
     )
     hedging = None
     if config.hedge_after_s:
@@ -109,7 +118,7 @@ def make_dispatcher(
             secret=launcher.secret,
         )
     return Dispatcher(
-        roles=roles_of(config),
+        ways=ways_of(config),
         picker=picker,
         admission=admission,
         launcher=launcher,

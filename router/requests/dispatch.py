@@ -20,7 +20,7 @@ from router.choice.chooser import Chooser
 from router.choice.policies import RoutingHints
 from router.client.credentials import Credentials
 from router.pool.models import UnknownModel
-from router.pool.worker import Role
+from router.pool.worker import Way
 from router.requests.failover import Failover
 from router.requests.hedging import Hedging
 from router.requests.kept_alive import serve_kept_alive
@@ -65,7 +65,7 @@ class Dispatcher:
     Parts that no flag turns on are None.
     """
 
-    roles: tuple[Role, ...]
+    ways: tuple[Way, ...]
     picker: Picker
     admission: Admission
     launcher: AttemptLauncher
@@ -145,8 +145,8 @@ class Dispatcher:
         if parsed.api is Api.RESPONSES:
             await self.responses.open(request)
             parsed = request.parsed
-        request.roles = self.roles[:1] if parsed.api in ALONE else self.roles  # the first computes prompts
-        request.model = self.picker.model_of(parsed, request.roles)
+        request.ways = tuple([way[:1] for way in self.ways]) if parsed.api in ALONE else self.ways
+        request.model = self.picker.model_of(parsed, request.ways)
         if self.chooser is not None:
             request.hints = self.chooser.hints_of(parsed, http.headers)
         else:

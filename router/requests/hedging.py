@@ -70,18 +70,18 @@ class Hedging:
 
     def _begin(self, request: RequestContext, first: PairAttempt) -> PairAttempt | None:
         request.hedge_after_s = None
-        pools = other_pools(self.picker.pools(request), first.workers)
-        if self.admission.queue.num_waiting > 0 or pools is None or not self.budget.spend():
-            why = "busy" if self.admission.queue.num_waiting > 0 else "no_other" if pools is None else "budget"
+        ways = [others for pools in self.picker.pools(request) if (others := other_pools(pools, first.workers))]
+        if self.admission.queue.num_waiting > 0 or not ways or not self.budget.spend():
+            why = "busy" if self.admission.queue.num_waiting > 0 else "budget" if ways else "no_other"
             self.metrics.hedges_withheld.labels(why).inc()
             return None
         self.metrics.hedges.labels("started").inc()
         headers = request.headers_at(self.launcher.clock())
-        return self.launcher.begin(request, headers, self.picker.choose(request, pools), hedge=True)
+        return self.launcher.begin(request, headers, self.picker.choose(request, ways), hedge=True)
 
 
 def other_pools(pools: Sequence[Sequence[Worker]], taken: Sequence[Worker]) -> list[WorkerPool] | None:
-    """From each role's pool those where a hedge may go: without a queue, and others than `taken` (one of each role).
+    """From each role's pool those where a hedge may go: without a queue, and others than `taken` (the first attempt's).
 
     The only worker of a role is shared. None: a role has no worker, or all would be the same again.
     """

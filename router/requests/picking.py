@@ -1,6 +1,7 @@
 """Picks the workers of an attempt: alive, serving the model, not those that failed the request, in time for its objectives.
 
-Policies (router/choice) choose among several. A request without a worker waits where that may soon change.
+Policies (router/choice) choose among several, and ways.py where there are several ways (--mixed). A request without a worker waits
+where that may soon change.
 """
 
 import asyncio
@@ -9,21 +10,21 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from router.admission.admission import Admission
+from router.admission.queue import RequestRefused
 from router.attempts.request import RequestContext, time_given
 from router.body import ParsedBody, named_model
 from router.choice.policies import Placement, Policy
 from router.pool.pool import WorkerPool
 from router.pool.probe import ROUNDING_S
-from router.pool.worker import Role, Worker
+from router.pool.worker import Role, Way, Worker
 from router.pool.workers import WorkerTable, missing_roles, silent_roles
+from router.requests.ways import Placements, Pools, WayChooser
 from service.waiter import Waiter
-
-Placements = tuple[Placement, ...]
 
 
 @dataclass(eq=False, kw_only=True)
 class Picker:
-    """`wait_s`: --retry-wait. `silence_s`: --dead-worker-timeout; 0: no limit."""
+    """`wait_s`: --retry-wait. `silence_s`: --dead-worker-timeout; 0: no limit. `ways`: None, if requests have one way only."""
 
     table: WorkerTable
     policies: Mapping[Role, Policy]
@@ -31,18 +32,19 @@ class Picker:
     wait_s: float
     silence_s: float
     clock: Callable[[], float]
+    ways: WayChooser | None = None
     _waiters: list[Waiter] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         self.table.on_change = self._on_change
 
-    def model_of(self, parsed: ParsedBody, roles: Sequence[Role]) -> str:
+    def model_of(self, parsed: ParsedBody, ways: Sequence[Way]) -> str:
         catalogue = self.table.models
         if not catalogue.names:
             return ""
         ready: Iterable[str] = ()
         if catalogue.several:
-            ready = (base for base in catalogue.bases if not missing_roles(self.table, roles, base))
+            ready = (base for base in catalogue.bases if not missing_roles(self.table, ways, base))
         return catalogue.meant(named_model(parsed), ready)
 
     async def pick_later(self, request: RequestContext) -> Placements | None:
@@ -62,42 +64,73 @@ class Picker:
 
     def pick(self, request: RequestContext) -> Placements | None:
         """Pick one worker of each role by its policy, among those best tried next; None when a role has none. `Refused`."""
-        pools = self.pools(request)
-        for pool in pools:
-            if not pool or pool[0].silent:  # where one is, all are: others would have been preferred
-                return None  # before a policy remembers a request that is sent nowhere
+        ways: Sequence[Pools] = [
+            pools for pools in self.pools(request) if all([pool and not pool[0].silent for pool in pools])
+        ]
+        if not ways:
+            return None  # before a policy remembers a request that is sent nowhere
         if request.slo is not None and request.failed is None:  # an admitted request is not refused later
-            now_s = self.clock()
-            pools = [WorkerPool(self.admission.in_time(pool, request, now_s=now_s)) for pool in pools]
-        return self.choose(request, pools)
+            ways = self._in_time(request, ways)
+        return self.choose(request, ways)
 
     def pick_for_rest(self, request: RequestContext, *, but: Worker) -> Placement | None:
         """Pick the worker with most room that goes on with what `but` has begun; None: there is no other that answers."""
-        pool = WorkerPool([worker for worker in self.pools(request)[-1] if worker is not but])
+        alike = [pools[-1] for way, pools in zip(request.ways, self.pools(request), strict=True) if way[-1] is but.role]
+        pool = WorkerPool([worker for worker in alike[0] if worker is not but])
         if not pool or pool[0].silent:
             return None
-        return self.choose(request, [WorkerPool([pool.least_loaded()])])[0]
+        return self.choose(request, [[WorkerPool([pool.least_loaded()])]])[0]
 
-    def choose(self, request: RequestContext, pools: Iterable[WorkerPool]) -> Placements:
-        """Choose one worker of each pool; the policies remember that the request goes there."""
+    def choose(self, request: RequestContext, ways: Sequence[Pools]) -> Placements:
+        """Choose one worker of each pool of a way; the policies remember that the request goes there."""
         policies, hints = self.policies, request.hints
-        return tuple([policies[pool[0].role].choose(pool, hints) for pool in pools])
+        if self.ways is not None and len(ways) > 1:
+            now_s = self.clock()
+            return self.ways.choose(self._sound(request, ways, now_s), hints, now_s, request.slo)
+        return tuple([policies[pool[0].role].choose(pool, hints) for pool in ways[0]])
 
-    def pools(self, request: RequestContext) -> list[WorkerPool]:
+    def pools(self, request: RequestContext) -> list[list[WorkerPool]]:
+        """Of each way, the workers of its roles. Where one of them is silent, all are: others would have been preferred."""
         table, model, now_s, failed = self.table, request.model, self.clock(), request.failed
-        pools = [table.ready(role, model, now_s=now_s) for role in request.roles]
-        return pools if failed is None else [WorkerPool(failed.best_of(pool)) for pool in pools]
+        ways = [[table.ready(role, model, now_s=now_s) for role in way] for way in request.ways]
+        return ways if failed is None else [[WorkerPool(failed.best_of(pool)) for pool in pools] for pools in ways]
 
     def missing(self, request: RequestContext) -> list[Role]:
-        table, roles, model = self.table, request.roles, request.model
-        return missing_roles(table, roles, model) or silent_roles(table, roles, model)
+        table, ways, model = self.table, request.ways, request.model
+        return missing_roles(table, ways, model) or silent_roles(table, ways, model)
+
+    def _in_time(self, request: RequestContext, ways: Iterable[Pools]) -> list[Pools]:
+        """The ways that keep the request's objectives, narrowed to the workers that do. `RequestRefused` if there are none."""
+        kept: list[Pools] = []
+        refused: RequestRefused | None = None
+        for pools in ways:
+            try:
+                now_s = self.clock()
+                kept.append([WorkerPool(self.admission.in_time(pool, request, now_s=now_s)) for pool in pools])
+            except RequestRefused as error:
+                refused = refused or error
+        if refused is not None and not kept:
+            raise refused
+        return kept
+
+    def _sound(self, request: RequestContext, ways: Sequence[Pools], now_s: float) -> Sequence[Pools]:
+        """The ways without a worker that has failed the request, or whose circuit is open; all, if there are none.
+
+        A pool that has such a worker in it has no other: others would have been preferred.
+        """
+
+        def is_sound(worker: Worker) -> bool:
+            failed = request.failed is not None and request.failed.has_failed(worker)
+            return not failed and self.table.trusts(worker, now_s=now_s)
+
+        return [pools for pools in ways if all(is_sound(pool[0]) for pool in pools)] or ways
 
     def _patience_s(self, request: RequestContext) -> float:
         """How long the request may wait in all, in the table's present state."""
-        table, roles, model = self.table, request.roles, request.model
-        if missing_roles(table, roles, model):
+        table, ways, model = self.table, request.ways, request.model
+        if missing_roles(table, ways, model):
             return self.wait_s if request.failed is not None else 0.0
-        if silent_roles(table, roles, model) and all(self.pools(request)):
+        if silent_roles(table, ways, model) and any(all(pools) for pools in self.pools(request)):
             return min(self.silence_s or math.inf, time_given(request.headers))
         return 0.0
 

@@ -34,6 +34,8 @@ def test_one_size_is_for_both_roles_and_needs_no_units() -> None:
     }
     assert roles("--unified", "--tp", "2", "--dp", "2", *WIDE)["unified"].ranks == 4
     assert [flags.ranks for flags in roles("--page-size", "4").values()] == [1, 1]
+    beside = roles("--mixed", "1", "--decode-tp-size", "2", "--tp-size", "4", *WIDE)
+    assert {role: flags.ranks for role, flags in beside.items()} == {"prefill": 4, "decode": 2, "unified": 4}
 
 
 def test_a_role_s_own_size_counts_before_that_of_all_and_kv_is_cut_for_both() -> None:
@@ -81,6 +83,8 @@ def test_stages_of_one_role_alone_may_be_chosen_by_hand() -> None:
             ("--tp-size", "2", "--decode-tp-size", "4", "--kv-units", "2"),
             "--kv-units 2: is not a multiple of --decode-tp-size 4; choose 4",
         ),
+        (("--unified", "--mixed", "1"), "--mixed 1: --unified starts one worker alone; leave one of them out"),
+        (("--unified", "--tp-size", "3", *WIDE), "--tp-size 3: does not divide the model's 8 attention heads"),
         (("--unified", "--prefill-tp-size", "2"), "--prefill-tp-size 2: --unified has no such worker; give --tp-size"),
         (
             ("--pp-size", "2", "--decode-pp-size", "3", "--pp-layer-partition", "2", "2"),

@@ -144,6 +144,9 @@ def test_distributions() -> None:
 
 def test_layouts() -> None:
     assert parse_layout("2p3D") == ClusterLayout(prefill=2, decode=3) and parse_layout("4U-mixed").mixed
+    pool = parse_layout("2P1D3U-mixed-tp2")
+    assert pool == ClusterLayout(prefill=2, decode=1, unified=3, mixed=True, tp=2) and pool.is_mixed_pool
+    assert pool.name == "2P1D3U-mixed-tp2" and pool.num_gpus == 12 and len(pool.roles) == 6
     for layout in candidates(4):
         assert parse_layout(layout.name) == layout and layout.num_workers == 4 == len(layout.roles)
     assert [layout.name for layout in candidates(3)] == ["3U", "3U-mixed", "1P2D", "2P1D"]
@@ -158,7 +161,7 @@ def test_degrees_of_tensor_parallelism_are_compared_on_as_many_gpus() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "P", "0P1D", "1P", "2U-x", "1P1D1U", "-1U", "1000U", "2U-tp", "2U-tp0", "2U-tp33"]
+    "text", ["", "P", "0P1D", "1P", "2U-x", "1P1U", "1U1P1D", "-1U", "1000U", "2U-tp", "2U-tp0", "2U-tp33"]
 )
 def test_what_is_no_layout(text: str) -> None:
     with pytest.raises(ConfigError, match=r"^--layouts .*: write 2P3D"):

@@ -194,6 +194,7 @@ class Cluster:
     prefills: list[DummyWorker]
     decodes: list[DummyWorker]
     client: aiohttp.ClientSession
+    alone: list[DummyWorker] = field(default_factory=list)  # unified ones beside pairs
 
     @property
     def url(self) -> str:
@@ -245,9 +246,15 @@ async def workers(count: int, *, mode: str) -> AsyncIterator[list[DummyWorker]]:
 
 @asynccontextmanager
 async def cluster(
-    *, prefill: int = 1, decode: int = 1, unified: int = 0, info: dict[str, Any] | None = None, **flags: Any
+    *,
+    prefill: int = 1,
+    decode: int = 1,
+    unified: int = 0,
+    mixed: int = 0,
+    info: dict[str, Any] | None = None,
+    **flags: Any,
 ) -> AsyncIterator[Cluster]:
-    """Dummies and a router in front of them; `unified` makes it a plain router."""
+    """Dummies and a router in front of them; `unified` makes it a plain router. `mixed`: unified ones beside pairs."""
     settings: dict[str, Any] = {"port": 0, "health_check_interval_s": 0.05, "load_poll_interval_s": 0.05}
     async with AsyncExitStack() as stack:
         if unified:
@@ -262,12 +269,16 @@ async def cluster(
                 "prefill": tuple((w.url, None) for w in prefills),
                 "decode": tuple(w.url for w in decodes),
             }
-        for worker in (*prefills, *decodes):
+        alone: list[DummyWorker] = []
+        if mixed:
+            alone = await stack.enter_async_context(workers(mixed, mode="null"))
+            settings |= {"mixed": True, "worker_urls": tuple(w.url for w in alone)}
+        for worker in (*prefills, *decodes, *alone):
             worker.info.update(info or {})
         router = await stack.enter_async_context(start_router(RouterConfig(**{**settings, **flags})))
         timeout = aiohttp.ClientTimeout(total=DEADLINE_S)
         client = await stack.enter_async_context(aiohttp.ClientSession(timeout=timeout))
-        yield Cluster(router, prefills, decodes, client)
+        yield Cluster(router, prefills, decodes, client, alone)
 
 
 def events_of(body: bytes) -> list[Any]:

@@ -242,7 +242,7 @@ async def test_why_a_hedge_is_withheld_and_that_only_a_made_one_costs() -> None:
     d0, d1 = pool(Role.DECODE, None, None)
     metrics = RouterMetrics(WorkerTable())
     parts: Any = {
-        "picker": SimpleNamespace(pools=lambda request: request.pools, choose=lambda request, pools: pools),
+        "picker": SimpleNamespace(pools=lambda request: request.pools, choose=lambda request, ways: ways[0]),
         "launcher": SimpleNamespace(begin=lambda request, headers, placements, hedge: placements, clock=lambda: 0.0),
         "admission": SimpleNamespace(queue=SimpleNamespace(num_waiting=0)),
     }
@@ -251,7 +251,7 @@ async def test_why_a_hedge_is_withheld_and_that_only_a_made_one_costs() -> None:
     async def hedged(*workers: Worker, num_waiting: int = 0) -> Any:
         begun = asyncio.get_running_loop().create_future()
         parts["admission"].queue.num_waiting = num_waiting
-        request: Any = SimpleNamespace(pools=[workers], hedge_after_s=0.0, headers_at=lambda now_s: {})
+        request: Any = SimpleNamespace(pools=[[workers]], hedge_after_s=0.0, headers_at=lambda now_s: {})
         first = SimpleNamespace(workers=(d0,))
         group: Any = SimpleNamespace(running=[first], begin_hedge=lambda begin: begun.set_result(begin()))
         hedging.arm(request, group)

@@ -1,0 +1,151 @@
+"""Chooses the way of a request where it has several: a pair of workers, or a unified one alone (--mixed). Pure.
+
+Owns which way prompts of each length went last: they go on that way until another is clearly better, so figures that wobble do not
+throw the load from side to side. The rule: router/choice/way_costs.py. The figures: what the forecast has measured, and what workers
+report.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from router.admission.forecast import STALE_S, Forecast, LineFit
+from router.attempts.request import Slo
+from router.choice.policies import Placement, Policy, RoutingHints
+from router.choice.way_costs import Ask, Line, Objectives, WorkerFigures, pair_strain, unified_strain
+from router.pool.pool import WorkerPool
+from router.pool.worker import LoadReport, Role, Worker
+
+STAY = 0.03  # prompts of one length change their way for a strain that is less by this share
+COMPANY_SHARE = 0.05  # of each choice
+GUESSED_TTFT, GUESSED_STEP = Line(0.0, 1e-4), Line(0.02, 0.0)  # until something is measured
+GUESSED_ANSWER = 128.0  # tokens
+_WITH_MEMORY = ("prealloc", "transfer", "retracted")  # stages beside `running` of which a report counts the KV
+
+Placements = tuple[Placement, ...]
+Pools = Sequence[WorkerPool]
+
+
+class _Fits(NamedTuple):
+    """Of a way: TTFT by tokens, and time between tokens by requests."""
+
+    ttft: LineFit
+    step: LineFit
+
+
+@dataclass(slots=True, kw_only=True)
+class WayChooser:
+    """`wanted`: the objectives of requests that name none."""
+
+    policies: Mapping[Role, Policy]
+    forecast: Forecast
+    wanted: Objectives
+    _last: dict[int, Role] = field(default_factory=dict)  # who computed the last prompt, by the bits of its length
+    _company: float = 0.0  # share of the last choices that found requests at the unified worker
+
+    def choose(self, ways: Sequence[Pools], hints: RoutingHints, now_s: float, slo: Slo | None = None) -> Placements:
+        """Choose one of `ways`, each the pools of its roles (none empty), and a worker of each of its pools.
+
+        `slo`: the request's own objectives.
+        """
+        found = [tuple([self.policies[pool[0].role].look(pool, hints) for pool in pools]) for pools in ways]
+        way = found[0]
+        if len(found) > 1:
+            wanted = self.wanted if slo is None else _objectives(slo, self.wanted)
+            way = self._best(ways, found, hints, wanted, now_s)
+        for choice in way:
+            self.policies[choice.worker.role].note(choice, hints)
+        return way
+
+    def _best(
+        self, ways: Sequence[Pools], found: Sequence[Placements], hints: RoutingHints, wanted: Objectives, now_s: float
+    ) -> Placements:
+        fits = [self._fits(pools, way) for pools, way in zip(ways, found, strict=True)]
+        strains = [
+            0.0 if _wants_a_try(way, own, fits) else self._strain(way, _lines_of(own, fits), hints, wanted)
+            for way, own in zip(found, fits, strict=True)
+        ]
+        self._note_company(found)
+        size = hints.prompt_tokens.bit_length()
+        place = _stay(strains, [way[0].worker.role for way in found], self._last.get(size))
+        self._last[size] = found[place][0].worker.role
+        fits[place].ttft.news_s = max(fits[place].ttft.news_s, now_s)  # one try at a time
+        return found[place]
+
+    def _fits(self, pools: Pools, way: Placements) -> _Fits:
+        """Of another worker in the pool, until its own are known."""
+        return _Fits(self._fit(pools[0], way[0].worker, 0), self._fit(pools[-1], way[-1].worker, 1))
+
+    def _fit(self, pool: WorkerPool, worker: Worker, which: int) -> LineFit:
+        own = self.forecast.fits(worker)[which]
+        return own if own.is_known else _known([own, *(self.forecast.fits(other)[which] for other in pool)])
+
+    def _strain(self, way: Placements, lines: tuple[Line, Line], hints: RoutingHints, wanted: Objectives) -> float:
+        tokens = min(self.forecast.answer_events or GUESSED_ANSWER, hints.output_tokens)
+        asks = [Ask(hints.prompt_tokens - one.cached_tokens, hints.prompt_tokens + int(tokens), tokens) for one in way]
+        figures = [self._figures(one.worker, *lines) for one in way]
+        if len(way) == 1:
+            return unified_strain(figures[0], asks[0], wanted)
+        return pair_strain(figures[0], asks[0], figures[1], asks[1], wanted)
+
+    def _figures(self, worker: Worker, ttft: Line, step: Line) -> WorkerFigures:
+        requests, report = worker.requests_everywhere, worker.report
+        return WorkerFigures(
+            ttft=ttft,
+            step=step,
+            waiting_tokens=self.forecast.waiting_tokens(worker),
+            requests=requests,
+            held_tokens=0.0 if report is None else requests * _tokens_each(report),
+            capacity_tokens=worker.capacity_tokens,
+            most_requests=0 if report is None else report.max_running_reqs,
+            company=1.0 if requests else self._company,
+        )
+
+    def _note_company(self, found: Sequence[Placements]) -> None:
+        for way in found:
+            if way[0].worker.role is Role.UNIFIED:
+                self._company += COMPANY_SHARE * ((way[0].worker.requests_everywhere > 0) - self._company)
+
+
+def _objectives(slo: Slo, usual: Objectives) -> Objectives:
+    return Objectives(
+        slo.ttft_s if slo.ttft_s < math.inf else usual.ttft_s, slo.itl_s if slo.itl_s < math.inf else usual.itl_s
+    )
+
+
+def _known(fits: Sequence[LineFit]) -> LineFit:
+    return next((fit for fit in fits if fit.is_known), fits[0])
+
+
+def _wants_a_try(way: Placements, own: _Fits, fits: Sequence[_Fits]) -> bool:
+    """Whether the way rests, and is not known, or was measured long before the others: it may be faster now."""
+    if any(one.worker.load_tokens or one.worker.requests_everywhere for one in way):
+        return False
+    newest_s = max(other.ttft.news_s for other in fits)
+    return not own.ttft.is_known or own.ttft.news_s < newest_s - STALE_S
+
+
+def _lines_of(own: _Fits, fits: Sequence[_Fits]) -> tuple[Line, Line]:
+    """The lines of a way: of another way, where its own are unknown."""
+    ttft = _known([own.ttft, *(other.ttft for other in fits)])
+    step = _known([own.step, *(other.step for other in fits)])
+    return (
+        Line(ttft.intercept, ttft.slope) if ttft.is_known else GUESSED_TTFT,
+        Line(step.intercept, step.slope) if step.is_known else GUESSED_STEP,
+    )
+
+
+def _stay(strains: Sequence[float], by: Sequence[Role], last: Role | None) -> int:
+    """The place of the least strain, or of the last way, if that strains little more."""
+    best = min(range(len(strains)), key=strains.__getitem__)
+    if last not in by:
+        return best
+    old = by.index(last)
+    return best if strains[best] < (1 - STAY) * strains[old] else old
+
+
+def _tokens_each(report: LoadReport) -> float:
+    """The KV that a request there holds or wants, on average."""
+    requests = report.running_reqs + sum(report.stages.get(stage, 0) for stage in _WITH_MEMORY)
+    return (report.used_tokens + report.pending_tokens) / requests if requests else 0.0
