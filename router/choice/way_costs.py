@@ -1,6 +1,6 @@
 """How much a request strains what clients want on each way that it may go. Pure.
 
-    strain(way) = (TTFT / wanted TTFT)^2 + (time between tokens / wanted one)^2, both as they will be with the request
+    strain(way) = (TTFT / wanted TTFT)^4 + (time between tokens / wanted one)^4, both as they will be with the request
 
     TTFT                   wait for room + what waits at the worker that computes the prompt, and the prompt itself, by what was measured
     time between tokens    with one answer more at the worker that answers; at a unified worker also the time for which this prompt
@@ -8,13 +8,15 @@
 
 The last is what separates the ways: a prompt holds up no answer at a prefill worker, and the hand-over, which is in the measured TTFT
 of a pair, is not needed at a unified worker. So short prompts go to unified workers and long ones to prefill workers, until either side
-is so loaded that the other strains less. Squares, as the objective that is nearest to its limit matters most.
+is so loaded that the other strains less. The high power makes the objective that is nearest to its limit decide.
 
 Ideas: a mixed pool beside prefill and decode workers, Splitwise (ISCA'24); a choice by predicted times, Mooncake (FAST'25); neither kind
 of worker wins everywhere, TaiChi (arXiv 2508.01989).
 """
 
 from typing import NamedTuple
+
+POWER = 4
 
 
 class Line(NamedTuple):
@@ -84,4 +86,4 @@ def wait_for_room_s(worker: WorkerFigures, ask: Ask) -> float:
 
 
 def _strain(ttft_s: float, itl_s: float, wanted: Objectives) -> float:
-    return (ttft_s / wanted.ttft_s) ** 2 + (itl_s / wanted.itl_s) ** 2
+    return (ttft_s / wanted.ttft_s) ** POWER + (itl_s / wanted.itl_s) ** POWER

@@ -19,7 +19,7 @@ from router.pool.worker import LoadReport, Role, Worker
 
 STAY = 0.03  # prompts of one length change their way for a strain that is less by this share
 COMPANY_SHARE = 0.05  # of each choice
-GUESSED_TTFT, GUESSED_STEP = Line(0.0, 1e-4), Line(0.02, 0.0)  # until something is measured
+GUESSED_TTFT, GUESSED_STEP = Line(0.0, 1e-4), Line(0.02, 0.0005)  # until something is measured
 GUESSED_ANSWER = 128.0  # tokens
 _WITH_MEMORY = ("prealloc", "transfer", "retracted")  # stages beside `running` of which a report counts the KV
 
