@@ -20,7 +20,7 @@ from router.requests.ways import WayChooser
 from service.flags import ConfigError
 from tests.router.dummies import CHAT, STREAM, Cluster, DummyWorker, always, answer_ok, cluster, hang, until
 
-WANTED = Objectives(ttft_s=2.0, itl_s=0.1)
+WANTED = Objectives(ttft_s=4.0, itl_s=0.04)
 SLOW_HANDOVER, ALONE = Line(0.06, 1e-3), Line(0.02, 1e-3)  # a token is computed in 1 ms; a hand-over takes 40 ms
 STEP = Line(0.02, 0.001)
 PREFILL, DECODE, FREE = (
@@ -35,34 +35,57 @@ def ask(tokens: int, *, cached: int = 0, answer: float = 100.0) -> Ask:
 
 
 def goes_alone(
-    tokens: int, *, prefill: WorkerFigures = PREFILL, decode: WorkerFigures = DECODE, alone: WorkerFigures = FREE
+    tokens: int,
+    *,
+    prefill: WorkerFigures = PREFILL,
+    decode: WorkerFigures = DECODE,
+    alone: WorkerFigures = FREE,
+    wanted: Objectives = WANTED,
 ) -> bool:
     one = ask(tokens)
-    return unified_strain(alone, one, WANTED) < pair_strain(prefill, one, decode, one, WANTED)
+    return unified_strain(alone, one, wanted) < pair_strain(prefill, one, decode, one, wanted)
 
 
 # ---- the rule
 
 
-def test_a_short_prompt_skips_the_hand_over_and_a_long_one_spares_running_answers() -> None:
-    busy = {"decode": DECODE._replace(requests=8), "alone": FREE._replace(requests=8)}
-    assert [goes_alone(tokens, **busy) for tokens in (10, 20, 1000, 4000)] == [True, True, False, False]
+def test_a_short_prompt_goes_where_fewer_answers_run_and_a_long_one_holds_up_none() -> None:
+    more, fewer = DECODE._replace(requests=8), FREE._replace(requests=6)
+    assert [goes_alone(tokens, decode=more, alone=fewer) for tokens in (10, 100, 1000, 3000)] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+    assert not goes_alone(10, decode=DECODE._replace(requests=4), alone=fewer)
 
 
-def test_without_company_only_the_hand_over_counts() -> None:
+def test_a_short_prompt_skips_the_hand_over_where_the_first_token_is_in_a_hurry() -> None:
+    hurry = Objectives(ttft_s=0.1, itl_s=0.04)
+    assert [goes_alone(tokens, wanted=wanted) for tokens in (20, 3000) for wanted in (hurry, WANTED)] == [
+        True,
+        False,
+        True,
+        False,
+    ]
+
+
+def test_where_nobody_is_held_up_the_hand_over_decides() -> None:
     assert goes_alone(1000, alone=FREE._replace(company=0.0)) and not goes_alone(1000)
 
 
 def test_the_longer_queue_overflows_to_the_other_side() -> None:
     busy = FREE._replace(requests=4)
     assert not goes_alone(1000, alone=busy)
-    assert goes_alone(1000, alone=busy, prefill=PREFILL._replace(waiting_tokens=2000))
-    assert goes_alone(20) and not goes_alone(20, alone=FREE._replace(waiting_tokens=500))
+    assert goes_alone(1000, alone=busy, prefill=PREFILL._replace(waiting_tokens=3000))
+    fewer = DECODE._replace(requests=6)
+    assert goes_alone(20, decode=fewer, alone=busy)
+    assert not goes_alone(20, decode=fewer, alone=busy._replace(waiting_tokens=3000))
 
 
 def test_a_full_batch_of_answers_overflows_too() -> None:
     assert not goes_alone(1000, decode=DECODE._replace(requests=2))
-    assert goes_alone(1000, decode=DECODE._replace(requests=60))
+    assert goes_alone(1000, decode=DECODE._replace(requests=30))
 
 
 def test_a_worker_without_room_is_waited_for_as_long_as_its_requests_stay() -> None:
@@ -129,7 +152,7 @@ ALL = (Role.PREFILL, Role.DECODE, Role.UNIFIED)
 def test_each_request_goes_where_it_strains_less() -> None:
     pool = Pool(*ALL)
     pool.load(pool.of(Role.UNIFIED), 4)
-    pool.load(pool.of(Role.DECODE), 4)
+    pool.load(pool.of(Role.DECODE), 6)
     assert pool.roles(20, 3000, 20, 3000) == ["u", "p", "u", "p"]
 
 
@@ -197,7 +220,7 @@ def test_kv_that_workers_report_counts() -> None:
     pool.load(decode, 2)
     assert pool.roles(3000) == ["p"]
     full = LoadReport(
-        running_reqs=2, used_tokens=9_900, capacity_tokens=10_000, stages={"prealloc": 1}, pending_tokens=9_000
+        running_reqs=2, used_tokens=9_900, capacity_tokens=10_000, stages={"prealloc": 1}, pending_tokens=30_000
     )
     pool.table.loads.on_report(decode, full)
     assert pool.roles(3000) == ["u"]
