@@ -1,6 +1,6 @@
 """Goodput of pairs, of unified workers and of mixed pools (`tandem router --mixed`) on as many GPUs, for several shapes of requests.
 
-usage: python -m benchmarks.goodput_mixed [--trace PATH] [--workers 4] [--jobs 2] [--report docs/reports/goodput_mixed]
+usage: python -m benchmarks.goodput_mixed [--trace PATH] [--workers 3 4] [--jobs 2] [--report docs/reports/goodput_mixed]
 
 Clusters are those of `tandem plan` (docs/planning.md): real scheduler and roles, and the router's own choice of ways. A step takes
 what it took on an H200 (docs/reports/gpu_check.json: prefills, decode steps and decode attention of Qwen3-8B's shape); the network
@@ -67,12 +67,15 @@ def main(argv: list[str] | None = None) -> int:
             report["loads"].append(told(load, config, run_plan(study)))
             print(render(report["loads"][-1:]) + "\n", flush=True)
             if args.report:
-                args.report.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
-    print(verdict(report["loads"]))
-    if args.report:
-        args.report.with_suffix(".md").write_text(page(report, args.report.name))
-        plot(report["loads"], args.report.with_suffix(".png"))
+                write(report, args.report)
     return 0
+
+
+def write(report: Mapping[str, Any], path: Path) -> None:
+    """Write what is measured so far as JSON, page and picture."""
+    path.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
+    path.with_suffix(".md").write_text(page(report, path.name))
+    plot(report["loads"], path.with_suffix(".png"))
 
 
 def write_hardware(folder: Path) -> None:
@@ -141,7 +144,11 @@ def plans(args: argparse.Namespace, folder: Path) -> list[tuple[Load, PlanConfig
             found.append((load, path))
     if args.trace:
         found.append((Load(name=Path(args.trace).name.partition("_")[0], mix=[], ttft_s=5.0), args.trace))
-    return [(load, _plan(load, str(path), args, folder)) for load, path in found]
+    return [
+        (load, _plan(load, str(path), args, folder, args.layouts or layouts(size)))
+        for size in args.workers
+        for load, path in found
+    ]
 
 
 def trace_of(load: Load, count: int) -> str:
@@ -156,7 +163,7 @@ def trace_of(load: Load, count: int) -> str:
     return "\n".join(lines)
 
 
-def _plan(load: Load, trace: str, args: argparse.Namespace, folder: Path) -> PlanConfig:
+def _plan(load: Load, trace: str, args: argparse.Namespace, folder: Path, names: Sequence[str]) -> PlanConfig:
     return PlanConfig(
         model_path=str(folder),
         gpu_profile=str(folder / "profile.json"),
@@ -167,24 +174,25 @@ def _plan(load: Load, trace: str, args: argparse.Namespace, folder: Path) -> Pla
         slo_itl_s=load.itl_s,
         slo_percent=PERCENT,
         mixed_chunk_size=512,
-        layouts=tuple(args.layouts or layouts(args.workers)),
+        layouts=tuple(names),
         jobs=args.jobs,
     )
 
 
 def layouts(workers: int) -> list[str]:
-    """Every split, unified workers with and without mixed chunks, and every mixed pool."""
+    """Unified workers, every split, and every mixed pool; unified workers run answers in the steps of prompts, as by default."""
     pairs = [(p, workers - p) for p in range(1, workers)]
     pools = [(p, d, workers - p - d) for p in range(1, workers) for d in range(1, workers - p)]
-    found = [ClusterLayout(unified=workers), ClusterLayout(unified=workers, mixed=True)]
+    found = [ClusterLayout(unified=workers, mixed=True)]
     found += [ClusterLayout(prefill=p, decode=d) for p, d in pairs]
-    found += [ClusterLayout(prefill=p, decode=d, unified=u) for p, d, u in pools]
+    found += [ClusterLayout(prefill=p, decode=d, unified=u, mixed=True) for p, d, u in pools]
     return [layout.name for layout in found]
 
 
 def told(load: Load, config: PlanConfig, outcomes: Sequence[Outcome]) -> dict[str, Any]:
     return {
         "load": load.name,
+        "gpus": parse_layout(config.layouts[0]).num_gpus,
         "objectives": {"ttft_s": load.ttft_s, "tpot_s": load.tpot_s, "itl_s": load.itl_s, "percent": PERCENT},
         "requests": config.num_requests,
         "layouts": [
@@ -213,8 +221,8 @@ def render(loads: Sequence[Mapping[str, Any]]) -> str:
         best = {kind: best_of(load, kind) for kind in KINDS}
         wins = max(KINDS, key=lambda kind: float(best[kind]["goodput"]))
         cells = [f"{best[kind]['goodput']:.3g} ({best[kind]['layout']})" for kind in KINDS]
-        rows.append([load["load"], *cells, wins])
-    return table(["load", *KINDS, "wins"], rows)
+        rows.append([load["load"], str(load["gpus"]), *cells, wins])
+    return table(["load", "GPUs", *KINDS, "wins"], rows)
 
 
 def steadiness(loads: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[float]]]:
@@ -231,31 +239,35 @@ def steadiness(loads: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[float
     return sorted(shares.items(), key=lambda item: -min(item[1]))
 
 
-def verdict(loads: Sequence[Mapping[str, Any]]) -> str:
-    """Both tables: the best of each kind, and each layout on every load."""
-    rows = [[name, *(f"{share:.0%}" for share in shares), f"{min(shares):.0%}"] for name, shares in steadiness(loads)]
-    return "\n\n".join([render(loads), table(["layout", *(load["load"] for load in loads), "least"], rows)])
+def on_every_load(loads: Sequence[Mapping[str, Any]]) -> str:
+    """A table for each number of GPUs: each layout on every load."""
+    parts = []
+    for gpus in dict.fromkeys(load["gpus"] for load in loads):
+        alike = [load for load in loads if load["gpus"] == gpus]
+        rows = [
+            [name, *(f"{share:.0%}" for share in shares), f"{min(shares):.0%}"] for name, shares in steadiness(alike)
+        ]
+        parts.append(table([f"{gpus} GPUs", *(load["load"] for load in alike), "least"], rows))
+    return "\n\n".join(parts)
 
 
 def page(report: Mapping[str, Any], name: str) -> str:
     """Write the text of docs/reports/goodput_mixed.md."""
     env, loads = report["environment"], report["loads"]
-    wanted = "; ".join(
-        f"{load['load']}: TTFT {load['objectives']['ttft_s']:g} s, {1000 * load['objectives']['tpot_s']:g} ms a token"
-        for load in loads
-    )
-    rows, shares = verdict(loads).split("\n\n")
+    ttft = dict((load["load"], f"{load['objectives']['ttft_s']:g} s") for load in loads)
+    wanted = f"TTFT {', '.join(f'{name} {limit}' for name, limit in ttft.items())}; "
+    wanted += f"{1000 * loads[0]['objectives']['tpot_s']:g} ms a token"
     return f"""# Goodput of mixed pools
 
 `python -m benchmarks.goodput_mixed` writes this page. Do not edit it by hand. What it measures: [router.md](../router.md#mixed-pools).
 Simulated: {report["hardware"]}. Requests a second and GPU of which {PERCENT:g} % keep the objectives ({wanted};
 {PERCENT:g} % of a request's gaps below {1000 * loads[0]["objectives"]["itl_s"]:g} ms). The best layout of each kind:
 
-{rows}
+{render(loads)}
 
 One cluster for all loads: each layout's goodput as a share of the best one's on that load, and the least of these:
 
-{shares}
+{on_every_load(loads)}
 
 ![Goodput of each layout, by load]({name}.png)
 
@@ -271,8 +283,9 @@ def plot(loads: Sequence[Mapping[str, Any]], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     colors = dict(zip(KINDS, ("#9aa5b1", "#1f77b4", "#e07b39"), strict=True))
-    figure, panels = plt.subplots(1, len(loads), figsize=(3.6 * len(loads), 4.2), squeeze=False)
-    for panel, load in zip(panels.flat, loads, strict=True):
+    rows, columns = len({load["gpus"] for load in loads}), len({load["load"] for load in loads})
+    figure, panels = plt.subplots(rows, columns, figsize=(4.0 * columns, 2.6 * rows), squeeze=False)
+    for panel, load in zip(panels.flat, loads, strict=False):
         rows = load["layouts"]
         panel.barh(
             [row["layout"] for row in rows],
@@ -280,11 +293,13 @@ def plot(loads: Sequence[Mapping[str, Any]], path: Path) -> None:
             color=[colors[row["kind"]] for row in rows],
         )
         panel.invert_yaxis()
-        panel.set(title=load["load"], xlabel="good requests a second and GPU")
+        panel.set(title=f"{load['load']}, {load['gpus']} GPUs", xlabel="good requests a second and GPU")
         panel.tick_params(axis="y", labelsize=7)
         panel.grid(axis="x", alpha=0.3)
     handles = [plt.Rectangle((0, 0), 1, 1, color=colors[kind]) for kind in KINDS]
-    panels.flat[-1].legend(handles, KINDS, fontsize=8)
+    for panel in panels.flat[len(loads) :]:
+        panel.set_visible(False)
+    panels.flat[0].legend(handles, KINDS, fontsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     plt.close(figure)
@@ -296,9 +311,9 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--trace", help="also a trace: JSON lines, may be gzipped")
     parser.add_argument("--loads", nargs="+", default=[], choices=[load.name for load in LOADS])
-    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--workers", type=int, nargs="+", default=[3, 4], help="sizes of the cluster")
     parser.add_argument("--layouts", nargs="+", default=[], type=lambda text: parse_layout(text).name)
-    parser.add_argument("--num-requests", type=int, default=500, help="in each run")
+    parser.add_argument("--num-requests", type=int, default=400, help="in each run")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--report", type=Path, help="write this name with .json, .md and .png (needs matplotlib)")
     return parser.parse_args(argv)
