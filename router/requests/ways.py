@@ -68,7 +68,7 @@ class WayChooser:
         ]
         self._note_company(found)
         size = hints.prompt_tokens.bit_length()
-        place = _stay(strains, [way[0].worker.role for way in found], self._last.get(size))
+        place = way_to_take(strains, [way[0].worker.role for way in found], self._last.get(size))
         self._last[size] = found[place][0].worker.role
         fits[place].ttft.news_s = max(fits[place].ttft.news_s, now_s)  # one try at a time
         return found[place]
@@ -136,7 +136,7 @@ def _lines_of(own: _Fits, fits: Sequence[_Fits]) -> tuple[Line, Line]:
     )
 
 
-def _stay(strains: Sequence[float], by: Sequence[Role], last: Role | None) -> int:
+def way_to_take(strains: Sequence[float], by: Sequence[Role], last: Role | None) -> int:
     """The place of the least strain, or of the last way, if that strains little more."""
     best = min(range(len(strains)), key=strains.__getitem__)
     if last not in by:

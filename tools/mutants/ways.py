@@ -4,7 +4,7 @@ import math
 
 from router.attempts.failed_workers import FailedWorkers
 from router.choice import way_costs
-from router.choice.policies import Policy
+from router.choice.policies import RoundRobin
 from router.pool import workers
 from router.pool.workers import WorkerTable
 from router.requests import ways
@@ -56,12 +56,12 @@ def _(original, slo, usual):
     return usual
 
 
-@WAYS.bug("the last way is forgotten", ways._stay, "The load goes to and fro with every figure.")
+@WAYS.bug("the last way is forgotten", ways.way_to_take, "The load goes to and fro with every figure.")
 def _(original, strains, by, last):
     return original(strains, by, None)
 
 
-@WAYS.bug("the last way is for ever", ways._stay, "The first choice of a length stays.")
+@WAYS.bug("the last way is for ever", ways.way_to_take, "The first choice of a length stays.")
 def _(original, strains, by, last):
     return by.index(last) if last in by else original(strains, by, last)
 
@@ -89,7 +89,7 @@ def _(original, chooser, ways_, found, hints, wanted, now_s):
     return original(chooser, ways_, found, hints, wanted, now_s)
 
 
-WAYS.skip("no way remembers the request", Policy.note, "Round robin stands still.", called_by=WayChooser.choose)
+WAYS.skip("no way remembers the request", RoundRobin.note, "Round robin stands still.", called_by=WayChooser.choose)
 
 
 @WAYS.bug("a way that failed is as good", FailedWorkers.has_failed, "A retry goes where the request failed.")
