@@ -65,7 +65,8 @@ class Reconnect:
         question = _encode(
             KeptQuestion(request_id=request.request_id, owner=_owner(request), body=request.digest, after=after)
         )
-        workers = [w for w in self.table.workers(request.roles[-1]) if w.health in (Health.UP, Health.DRAINING)]
+        answering = [w for way in request.ways for w in self.table.workers(way[-1])]
+        workers = [w for w in answering if w.health in (Health.UP, Health.DRAINING)]
         asked = [asyncio.ensure_future(self._ask(worker, request, question)) for worker in workers]
         try:
             for answer in asyncio.as_completed(asked):
