@@ -29,7 +29,7 @@ from planner.study import planned_cluster, study_of
 
 LAYERS = 12  # as in docs/reports/plan_error.json
 SHORT, LONG, ANSWER = (16, 64), (600, 1000), (8, 32)  # tokens
-TTFT_S, ITL_S = 4.0, 0.3
+TTFT_S, ITL_S = 6.0, 0.15
 ROLES = ("prefill", "unified")
 
 
@@ -60,6 +60,7 @@ def _real(folder: Path, count: int) -> dict[str, Any]:
         str(TTFT_S),
         "--mixed-itl",
         str(ITL_S),
+        "--disable-moves",  # workers that share cores fall silent
     )
     with tandem_up(*flags) as cluster:
         load_records(url=cluster.url, prompt="ids", trace=str(folder / "trace.jsonl"), num_requests=count)
