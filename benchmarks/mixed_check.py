@@ -3,7 +3,7 @@
 usage: python -m benchmarks.mixed_check [--requests 80] [--rate 0.8] [--report FILE.json]
 
 A random checkpoint (benchmarks/random_model.py) serves one long prompt in five on a pair and a unified worker that share this machine.
-The plan takes the step times of docs/reports/plan_error.json, which were measured with the same model. Figures are the mean length of
+The plan takes the step times of docs/reports/plan_error.json, which were measured with the same model, and a core for each. Figures are the mean length of
 the prompts that each role computed, and its share of the requests; a direction, not a speed, so other load does no harm.
 """
 
@@ -21,7 +21,6 @@ from benchmarks.cluster import load_records, tandem_up
 from benchmarks.random_model import write_model
 from deploy.bench.environment import describe
 from deploy.bench.report import table
-from engine.cores import usable_cores
 from planner.config import PlanConfig
 from planner.layout import parse_layout
 from planner.profile import Profile
@@ -85,7 +84,6 @@ def _planned(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         max_total_tokens=65536,
         page_size=16,
         chunked_prefill_size=2048,
-        host_cores=usable_cores(),
         slo_ttft_s=TTFT_S,
         slo_tpot_s=ITL_S,
     )
