@@ -19,7 +19,7 @@ from typing import NamedTuple
 POWER = 4
 
 
-class Linear(NamedTuple):
+class FittedLine(NamedTuple):
     """`base_s` + `slope_s` * x."""
 
     base_s: float
@@ -43,8 +43,8 @@ class WorkerFigures(NamedTuple):
     `most_requests`: that run at a time; 0: unknown. `company`: how probable it is that answers are there when a prompt comes.
     """
 
-    ttft: Linear
-    step: Linear
+    ttft: FittedLine
+    step: FittedLine
     waiting_tokens: int = 0
     requests: int = 0
     held_tokens: float = 0.0

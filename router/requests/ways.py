@@ -13,13 +13,13 @@ from typing import NamedTuple
 from router.admission.forecast import STALE_S, Forecast, LineFit
 from router.attempts.request import Slo
 from router.choice.policies import Placement, Policy, RoutingHints
-from router.choice.way_costs import Ask, Linear, Objectives, WorkerFigures, pair_strain, unified_strain
+from router.choice.way_costs import Ask, FittedLine, Objectives, WorkerFigures, pair_strain, unified_strain
 from router.pool.pool import WorkerPool
 from router.pool.worker import LoadReport, Role, Worker
 
 STAY = 0.03  # prompts of one length change their way for a strain that is less by this share
 COMPANY_SHARE = 0.05  # of each choice
-GUESSED_TTFT, GUESSED_STEP = Linear(0.0, 1e-4), Linear(0.02, 0.0005)  # until something is measured
+GUESSED_TTFT, GUESSED_STEP = FittedLine(0.0, 1e-4), FittedLine(0.02, 0.0005)  # until something is measured
 GUESSED_ANSWER = 128.0  # tokens
 _WITH_MEMORY = ("prealloc", "transfer", "retracted")  # stages beside `running` of which a report counts the KV
 
@@ -81,7 +81,9 @@ class WayChooser:
         own = self.forecast.fits(worker)[which]
         return own if own.is_known else _known([own, *(self.forecast.fits(other)[which] for other in pool)])
 
-    def _strain(self, way: Placements, lines: tuple[Linear, Linear], hints: RoutingHints, wanted: Objectives) -> float:
+    def _strain(
+        self, way: Placements, lines: tuple[FittedLine, FittedLine], hints: RoutingHints, wanted: Objectives
+    ) -> float:
         tokens = min(self.forecast.answer_events or GUESSED_ANSWER, hints.output_tokens)
         asks = [Ask(hints.prompt_tokens - one.cached_tokens, hints.prompt_tokens + int(tokens), tokens) for one in way]
         figures = [self._figures(one.worker, *lines) for one in way]
@@ -89,7 +91,7 @@ class WayChooser:
             return unified_strain(figures[0], asks[0], wanted)
         return pair_strain(figures[0], asks[0], figures[1], asks[1], wanted)
 
-    def _figures(self, worker: Worker, ttft: Linear, step: Linear) -> WorkerFigures:
+    def _figures(self, worker: Worker, ttft: FittedLine, step: FittedLine) -> WorkerFigures:
         requests, report = worker.requests_everywhere, worker.report
         return WorkerFigures(
             ttft=ttft,
@@ -126,13 +128,13 @@ def _wants_a_try(way: Placements, own: _Fits, fits: Sequence[_Fits]) -> bool:
     return not own.ttft.is_known or own.ttft.news_s < newest_s - STALE_S
 
 
-def _lines_of(own: _Fits, fits: Sequence[_Fits]) -> tuple[Linear, Linear]:
+def _lines_of(own: _Fits, fits: Sequence[_Fits]) -> tuple[FittedLine, FittedLine]:
     """The lines of a way: of another way, where its own are unknown."""
     ttft = _known([own.ttft, *(other.ttft for other in fits)])
     step = _known([own.step, *(other.step for other in fits)])
     return (
-        Linear(ttft.intercept, ttft.slope) if ttft.is_known else GUESSED_TTFT,
-        Linear(step.intercept, step.slope) if step.is_known else GUESSED_STEP,
+        FittedLine(ttft.intercept, ttft.slope) if ttft.is_known else GUESSED_TTFT,
+        FittedLine(step.intercept, step.slope) if step.is_known else GUESSED_STEP,
     )
 
 

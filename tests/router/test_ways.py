@@ -11,7 +11,15 @@ from router.admission.forecast import MIN_POINTS, STALE_S, Forecast
 from router.attempts.request import Slo
 from router.choice.chooser import make_chooser
 from router.choice.policies import Placement, RoutingHints
-from router.choice.way_costs import Ask, Linear, Objectives, WorkerFigures, pair_strain, unified_strain, wait_for_room_s
+from router.choice.way_costs import (
+    Ask,
+    FittedLine,
+    Objectives,
+    WorkerFigures,
+    pair_strain,
+    unified_strain,
+    wait_for_room_s,
+)
 from router.config import ChoiceFlags, RouterConfig, check_config
 from router.pool.states import Check
 from router.pool.worker import PAIR, UNIFIED, LoadReport, Role, Worker
@@ -21,8 +29,11 @@ from service.flags import ConfigError
 from tests.router.dummies import CHAT, STREAM, Cluster, DummyWorker, always, answer_ok, cluster, hang, until
 
 WANTED = Objectives(ttft_s=4.0, itl_s=0.04)
-SLOW_HANDOVER, ALONE = Linear(0.06, 1e-3), Linear(0.02, 1e-3)  # a token is computed in 1 ms; a hand-over takes 40 ms
-STEP = Linear(0.02, 0.001)
+SLOW_HANDOVER, ALONE = (
+    FittedLine(0.06, 1e-3),
+    FittedLine(0.02, 1e-3),
+)  # a token is computed in 1 ms; a hand-over takes 40 ms
+STEP = FittedLine(0.02, 0.001)
 PREFILL, DECODE, FREE = (
     WorkerFigures(SLOW_HANDOVER, STEP),
     WorkerFigures(SLOW_HANDOVER, STEP),
@@ -122,7 +133,7 @@ class Pool:
         for worker in self.workers if known else ():
             self.measure(worker)
 
-    def measure(self, worker: Worker, *, now_s: float = 0.0, ttft: Linear | None = None) -> None:
+    def measure(self, worker: Worker, *, now_s: float = 0.0, ttft: FittedLine | None = None) -> None:
         line = ttft or (ALONE if worker.role is Role.UNIFIED else SLOW_HANDOVER)
         ttft_fit, step_fit = self.forecast.fits(worker)
         for i in range(MIN_POINTS):
@@ -178,16 +189,16 @@ def test_a_worker_that_is_new_goes_by_its_pool_s_figures() -> None:
     for worker in (pool.of(Role.UNIFIED), pool.of(Role.DECODE)):
         pool.load(worker, 2)
     pool.load(new, 1)
-    pool.measure(pool.of(Role.UNIFIED), ttft=Linear(30.0, 1e-3))
+    pool.measure(pool.of(Role.UNIFIED), ttft=FittedLine(30.0, 1e-3))
     for _ in range(200):  # the slow figures outweigh the first
-        pool.measure(pool.of(Role.UNIFIED), ttft=Linear(30.0, 1e-3))
+        pool.measure(pool.of(Role.UNIFIED), ttft=FittedLine(30.0, 1e-3))
     assert pool.choose(20)[0].worker.role is Role.PREFILL, "the new one is as slow as its like"
 
 
 def test_what_was_slow_long_ago_is_tried_once_when_it_is_idle() -> None:
     pool = Pool(*ALL)
     alone = pool.of(Role.UNIFIED)
-    pool.measure(alone, ttft=Linear(60.0, 1e-3))
+    pool.measure(alone, ttft=FittedLine(60.0, 1e-3))
     assert pool.roles(20) == ["p"]
     pool.measure(pool.of(Role.PREFILL), now_s=STALE_S + 1)
     later_s = STALE_S + 2
