@@ -17,10 +17,11 @@ Server = tuple[str, int | None]
 
 
 class FailedWorkers(msgspec.Struct):
-    """`num_deaths`: workers that the request may have ended."""
+    """`num_deaths`: workers that the request may have ended; `num_errors`: failures that workers reported and lived."""
 
     last: CallFailed
     num_deaths: int = 0
+    num_errors: int = 0
     _failed: set[int] = msgspec.field(default_factory=set)
     _unjoined: dict[Server, int] = msgspec.field(default_factory=dict)
 
@@ -28,6 +29,7 @@ class FailedWorkers(msgspec.Struct):
         """Record that `failure` ended the attempt at `workers`."""
         self.last = failure
         self.num_deaths += failure.is_death
+        self.num_errors += failure.reason == "status" and not failure.is_death and not failure.draining
         self._failed.add(failure.worker.worker_id)
         if failure.unjoined:
             self._failed.update(w.worker_id for w in workers)

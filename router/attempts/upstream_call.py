@@ -73,10 +73,8 @@ class CallFailed(Exception):
 
     @property
     def is_death(self) -> bool:
-        """The worker, or its engine, died or froze with the request in its hands."""
-        if self.reason == "down":
-            return self.worker.silent
-        return self.reason == "lost" or (self.reason == "status" and self.is_fault)
+        """The worker, or its engine, died with the request in its hands. One that is silent may be slow: no request is to blame."""
+        return self.reason == "lost" or (self.status == 503 and self.is_fault)
 
     @property
     def retryable(self) -> bool:

@@ -254,10 +254,11 @@ class Dispatcher:
             body = await read_whole(attempt.answering, answer.record)
             while isinstance(body, CallFailed):
                 rest = await answer.take_over(attempt, body, merger)
-                if rest is None and attempt.refused is None and body.retryable and not answer.record.can_resume():
-                    raise body
+                failure = attempt.refused or body
+                if rest is None and failure.retryable and not answer.record.can_resume():
+                    raise failure
                 if rest is None:
-                    return failure_response(attempt.refused or body)
+                    return failure_response(failure)
                 attempt = rest
                 body = await read_whole(attempt.answering, answer.record)
             return _whole(request, attempt, merger, body)

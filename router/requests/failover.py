@@ -4,7 +4,7 @@
     lost                          a pair: prefill computes prompt and tokens again
     let go, its KV waits there    another decode worker, which gets the KV; if that fails, a pair
 
-Bounds: `most` workers may die under one request. So one that ends its workers is refused in time.
+Bounds: `most` workers may die under one request, and `retry_max` errors be reported. So one that ends its workers is refused in time.
 """
 
 import asyncio
@@ -93,9 +93,11 @@ class ResumableAnswer:
     async def take_over(self, lost: PairAttempt, failure: CallFailed, merger: Merger | None) -> PairAttempt | None:
         """Place the rest of the answer, and tell all; None: it cannot go on, or no worker takes it."""
         launcher = self.failover.launcher
-        if failure.reason != MOVED:
+        if lost.refused is not None:  # reported when it came; decode's stream was cut because of it
+            failure = lost.refused
+        elif failure.reason != MOVED:
             launcher.on_call_failed(failure)
-        rest = None if lost.refused else await self._go_on(lost, failure)
+        rest = await self._go_on(lost, failure)
         for notify in launcher.events.on_failover:
             notify(failure, rest)
         if rest is not None:
@@ -147,7 +149,9 @@ class ResumableAnswer:
         return None
 
     def _may_go_on(self, failure: CallFailed) -> bool:
-        return failure.retryable and not self.request.ends_workers(self.failover.most)
+        failed, limits = self.request.failed, self.failover
+        has_erred = failed is not None and failed.num_errors > limits.retry_max
+        return failure.retryable and not has_erred and not self.request.ends_workers(limits.most)
 
     def close(self) -> None:
         """Give back what it has."""

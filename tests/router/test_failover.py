@@ -322,9 +322,36 @@ async def test_deaths_of_both_roles_count_together() -> None:
         await c.settled()
 
 
-async def test_errors_of_workers_that_live_count_as_deaths_unless_it_is_the_other_half_that_is_gone() -> None:
-    """The bootstrap server of a decode worker's 502 gets two attempts."""
-    for roles, status, num_seen in (({"unified": 5}, 502, 3), ({"decode": 5}, 500, 3), ({"decode": 5}, 502, 2)):
+async def test_an_answer_goes_on_where_its_prefill_worker_says_that_decode_died() -> None:
+    """Of two samples one has begun, and the room of the other has lost its decode worker: the prefill worker says so first."""
+    begun = asyncio.Event()
+
+    async def complains(worker: DummyWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        if RESUME_FIELD in body:
+            return await answer_ok(worker, request, body)
+        await begun.wait()
+        return web.json_response({"error": {"message": "the decode worker's connection was lost"}}, status=500)
+
+    async def begins(worker: DummyWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        await begin_framed(request, framed(1, 2))
+        begun.set()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async with cluster(prefill=2, decode=2) as c:
+        for worker in c.prefills:
+            worker.behave = complains
+        for worker in c.decodes:
+            worker.behave = then_answers(begins)
+        status, _, answer = await c.post("/v1/chat/completions", CHAT)
+        assert (status, json.loads(answer)["tokens"]) == (200, [1, 2, 4, 5])
+        await c.settled()
+
+
+async def test_errors_of_workers_that_live_are_bounded_too() -> None:
+    """By --retry-max (3), and where the other half is gone by the two attempts that its bootstrap server gets; an engine's death is a death."""
+    cases = (({"unified": 6}, 502, 4), ({"decode": 6}, 500, 4), ({"decode": 6}, 503, 3), ({"decode": 6}, 502, 2))
+    for roles, status, num_seen in cases:
         async with cluster(**roles) as c:
             for worker in c.decodes:
                 worker.behave = lost_whole(last=failed_frame(status) + SAID)
