@@ -20,7 +20,7 @@ from service.http.json_depth import decode_or_none
 from service.http.resume import MOVE_OUT
 from service.waiter import end_tasks
 
-ANSWER_S = 2.0  # a worker's HTTP process answers, not its scheduler
+ANSWER_S = 5.0  # a worker's HTTP process answers, and its answers go on meanwhile
 END_S = 5.0  # of a stream: a step in flight, and what its client is slow to take
 
 log = logging.getLogger(__name__)
