@@ -8,7 +8,6 @@ import json
 import random
 import signal
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +31,8 @@ BODIES: list[dict[str, Any]] = [
 ]
 
 
-@dataclass
-class Pairs(Fleet):
-    prefills: list[Started]
-
-
 @pytest.fixture
-def pairs(tmp_path: Path) -> Iterator[Pairs]:
+def pairs(tmp_path: Path) -> Iterator[Fleet]:
     """Two prefill and two decode workers with one drafter."""
     drafter = ("--speculative-algorithm", "EAGLE", "--speculative-draft-model-path", build("EAGLE", tmp_path / "eagle"))
     flags = ("serve", "--port", "0", "--model-path", WIDE_MODEL_PATH, *SLOW, *KV, *drafter, "--disaggregation-mode")
@@ -48,23 +42,23 @@ def pairs(tmp_path: Path) -> Iterator[Pairs]:
         for name, worker in workers.items():
             route += ["--prefill" if name.startswith("p") else "--decode", worker.url]
         with tandem(tmp_path / "r", "router", "--port", "0", *route) as router:
-            yield Pairs(router.url, [workers["d0"], workers["d1"]], [workers["p0"], workers["p1"]])
+            yield Fleet(router.url, [workers["d0"], workers["d1"]], [workers["p0"], workers["p1"]])
 
 
-async def asked_prefill(pairs: Pairs) -> Started:
+async def asked_prefill(pairs: Fleet) -> Started:
     """The prefill worker that computes a prompt, by the router's word."""
     while True:
         told = json.loads(await text_of(f"{pairs.router}/dashboard/state"))
         sent = {worker["url"] for worker in told["workers"] if worker["inflight_requests"]}
-        for worker in pairs.prefills:
+        for worker in pairs.prefill:
             if worker.url in sent:
                 return worker
         await asyncio.sleep(POLL_S / 5)
 
 
-async def test_a_drafted_stream_outlives_its_prefill_and_its_decode_worker(pairs: Pairs) -> None:
+async def test_a_drafted_stream_outlives_its_prefill_and_its_decode_worker(pairs: Fleet) -> None:
     counts = [0] * len(BODIES)
-    for worker in pairs.prefills:  # so that no first token comes before the fault
+    for worker in pairs.prefill:  # so that no first token comes before the fault
         worker.child("scheduler").send_signal(signal.SIGSTOP)
     async with session() as http, asyncio.timeout(SETTLE_S):
         load = asyncio.gather(
@@ -72,7 +66,7 @@ async def test_a_drafted_stream_outlives_its_prefill_and_its_decode_worker(pairs
         )
         lost = await asked_prefill(pairs)
         kill(lost)
-        (left,) = [worker for worker in pairs.prefills if worker is not lost]
+        (left,) = [worker for worker in pairs.prefill if worker is not lost]
         left.child("scheduler").send_signal(signal.SIGCONT)
         while min(counts) < FAULT_AFTER:
             await asyncio.sleep(POLL_S / 5)
