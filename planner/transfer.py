@@ -206,6 +206,9 @@ class PlannedReceiver:
     def retries(self) -> int:
         return 0
 
+    def written_pages(self) -> int:
+        return 0
+
     def drained(self) -> bool:
         return self.room.decode_state in (KVPoll.Success, KVPoll.Failed)
 

@@ -281,17 +281,21 @@ class BackendUnavailable(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """KV of `tokens` that prefill computes without sampling. `share`: with other requests of `namespace`."""
+    """KV of `tokens` that prefill computes without sampling. `share`: with other requests of `namespace`.
+
+    `cached`: nothing is computed. What is cached of them is sent, which may be fewer pages than were given.
+    """
 
     tokens: Sequence[int]
     priority: int = 0
     share: bool = True
     namespace: tuple[str, ...] = ()
+    cached: bool = False
 
 
 @dataclass(frozen=True)
 class RecomputeRequest:
-    """`work` that a decode worker requested in (room, room_attempt)."""
+    """`work` that a peer requested in (room, room_attempt): a decode worker, or for what is cached another prefill worker."""
 
     room: int
     room_attempt: int

@@ -57,6 +57,9 @@ class FakeTransfer:
     def retries(self) -> int:
         return 0
 
+    def written_pages(self) -> int:
+        return 0
+
     def released(self) -> bool:
         return self._state in FINAL
 

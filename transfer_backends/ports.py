@@ -129,6 +129,9 @@ class KVReceiver(KVTransfer, Protocol):
     def retries(self) -> int:
         """Times that prefill started over after a failed write."""
 
+    def written_pages(self) -> int:
+        """Of the pages given, how many have landed, from the first; known in `Success`. Fewer than all of cached work alone."""
+
     def drained(self) -> bool:
         """True once the state is final and no write to the given pages is in flight or can start."""
 

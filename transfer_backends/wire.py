@@ -132,6 +132,7 @@ class Recompute(_Message, frozen=True):
     """A transfer of decode's own: compute the KV of `tokens` (int32 little-endian) without sampling, and write it.
 
     `share`: other requests of `namespace` may reuse the KV. `attempt` is above 0, so no room of the router has the same key.
+    `cached`: compute nothing, and write what is cached of them, in as many of the pages as that fills.
     """
 
     room: Room
@@ -144,6 +145,7 @@ class Recompute(_Message, frozen=True):
     share: bool
     namespace: Namespace = ()
     tail: TailBytes = ()
+    cached: bool = False
 
 
 class Status(_Message, frozen=True):

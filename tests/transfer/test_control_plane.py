@@ -320,6 +320,54 @@ def ask(pair: Pair, room: int, pages: list[int], work: Work, *, skip_pages: int 
     return receiver
 
 
+@pytest.mark.parametrize("num_cached", [3, 5, 6])
+def test_what_is_cached_may_fill_fewer_pages_than_were_given(short_pairs: Any, num_cached: int) -> None:
+    """Two of its pages the receiver has already."""
+    pair = short_pairs()
+    receiver = ask(pair, 9, [1, 2, 3, 4], Work(tokens=[5, 6, 7], cached=True), skip_pages=2)
+    (asked,) = until(pair.prefill.take_recompute_requests)
+    assert asked.work.cached
+    sender = pair.prefill.sender(9, room_attempt=1)
+    sender.send(list(range(1, 1 + num_cached)), start=0, metadata_row=0)
+    succeed(sender, receiver)
+    assert receiver.written_pages() == num_cached - 2
+
+
+@pytest.mark.parametrize(("cached", "num_sent"), [(True, 3), (False, 1), (False, 3)])
+def test_other_numbers_of_pages_than_were_given_fail(short_pairs: Any, cached: bool, num_sent: int) -> None:
+    """More of what is cached, and any other number of what is computed."""
+    pair = short_pairs()
+    receiver = ask(pair, 9, [1, 2], Work(tokens=[5, 6, 7], cached=cached))
+    until(pair.prefill.take_recompute_requests)
+    sender = pair.prefill.sender(9, room_attempt=1)
+    sender.send(list(range(1, 1 + num_sent)), start=0, metadata_row=0)
+    pair.fail(sender, receiver)
+    assert "the two prompts differ" in receiver.failure()
+
+
+@pytest.mark.parametrize("num_claimed", [1, 3])
+def test_a_sender_that_claims_other_pages_than_were_given_is_not_believed(short_pairs: Any, num_claimed: int) -> None:
+    """Fewer is a fault of what is computed, more of all."""
+    pair = short_pairs()
+    rooms = pair.decode.core.rooms
+    for room, cached in ((8, False), (9, True)):
+        receiver = ask(pair, room, [1, 2], Work(tokens=[5, 6, 7], cached=cached))
+        misfit = rooms.misfit(rooms[room, 1], num_pages=num_claimed, row=b"")
+        assert (misfit is None) == (cached and num_claimed < 2)
+        receiver.abort("over")
+        until(receiver.drained)
+        receiver.close()
+
+
+def test_a_room_whose_worker_is_named_asks_no_server(short_pairs: Any) -> None:
+    pair = short_pairs()
+    route, pair.route = pair.route, None
+    receiver = pair.decode.receiver(9, bootstrap="", room_attempt=1, route=route)
+    until(lambda: receiver.poll() is KVPoll.WaitingForInput)
+    receiver.abort("over")
+    receiver.close()
+
+
 def test_what_decode_aborts_before_prefill_takes_it_fails_when_it_does(short_pairs: Any) -> None:
     pair = short_pairs()
     receiver = ask(pair, 9, [1, 2], Work(tokens=[5]))

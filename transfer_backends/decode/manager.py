@@ -193,6 +193,9 @@ class Receiver:
     def retries(self) -> int:
         return self._room.write_try
 
+    def written_pages(self) -> int:
+        return self._room.written_pages
+
     def drained(self) -> bool:
         return self._room.drained
 

@@ -15,6 +15,7 @@ LONGEST_RETRY_S = 0.5
 class DecodeRoom(Room):
     """route: the worker that has the room, where the request names it; no server is asked
     recomputes: decode's own request: any prefill worker will do, and a failed handshake is final
+    partial: fewer pages than were given may be written; written_pages: how many were, in Success
 
     looking: by a look-up    retry: when to look again
     error: what the handshake waits for, or why its last try failed; failure: the latter alone
@@ -32,6 +33,8 @@ class DecodeRoom(Room):
     error: str = "the bootstrap server has not answered"
     failure: str | None = None
     num_pages: int | None = None
+    partial: bool = False
+    written_pages: int = 0
     metadata_row: int = 0
     write_try: int = 0
     exposed: bool = False

@@ -95,6 +95,7 @@ class DecodeRooms(RoomTable[DecodeRoom]):
         packed = tuple(pack_ids(ids) for ids in items)
         assert room.peer is not None
         room.num_pages, room.metadata_row = len(pages), metadata_row
+        room.partial = work is not None and work.cached
         room.progress_at_s = now_s
         self.expose(room, True)
         where = (*self._peers.address(room.peer), *key, pack_ids(pages), metadata_row)
@@ -102,7 +103,8 @@ class DecodeRooms(RoomTable[DecodeRoom]):
             self._peers.send(room.peer, TransferInfo(*where, skip_pages, packed))
         else:
             tokens = pack_ids(np.asarray(work.tokens, dtype=np.int64))
-            wanted = Recompute(*where, tokens, skip_pages, work.priority, work.share, work.namespace, packed)
+            about = (skip_pages, work.priority, work.share, work.namespace)
+            wanted = Recompute(*where, tokens, *about, packed, work.cached)
             self._peers.send(room.peer, wanted)
 
     def abort(self, room: DecodeRoom, reason: str, now_s: float) -> None:
@@ -123,8 +125,9 @@ class DecodeRooms(RoomTable[DecodeRoom]):
 
     # ---- moves
 
-    def succeed(self, room: DecodeRoom, row: bytes) -> None:
+    def succeed(self, room: DecodeRoom, row: bytes, *, num_pages: int) -> None:
         """`row`: the metadata row; empty: the engine has written it."""
+        room.written_pages = num_pages  # first: a handle that sees Success reads it, without the lock
         if row:
             self._land_row(room.metadata_row, row)
         self.move(room, KVPoll.Success)
@@ -132,7 +135,8 @@ class DecodeRooms(RoomTable[DecodeRoom]):
 
     def misfit(self, room: DecodeRoom, *, num_pages: int, row: bytes) -> str | None:
         """Return what is wrong with what prefill says it wrote, or None."""
-        if num_pages != room.num_pages:
+        assert room.num_pages is not None
+        if num_pages != room.num_pages and not (room.partial and num_pages < room.num_pages):
             return f"prefill wrote {num_pages} pages, {room.num_pages} were given: the two prompts differ"
         if len(row) not in (0, self._args.aux.item_bytes):
             return f"prefill sent a metadata row of {len(row)} bytes, not {self._args.aux.item_bytes}"

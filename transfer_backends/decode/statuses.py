@@ -70,6 +70,6 @@ class Statuses:
         self._rooms.expose(room, False)
         misfit = self._rooms.misfit(room, num_pages=message.num_pages, row=message.row)
         if misfit is None:
-            self._rooms.succeed(room, message.row)
+            self._rooms.succeed(room, message.row, num_pages=message.num_pages)
         else:
             self._rooms.fail(room, misfit, now_s, report=False)

@@ -18,13 +18,17 @@ MAX_REASON_CHARS = 256  # of an ended room's reason, which may be a peer's text
 
 @dataclass(frozen=True)
 class Offer:
-    """Where decode wants the metadata row, the pages after the first `skip_pages`, and the items of each pool (`tail`)."""
+    """Where decode wants the metadata row, the pages after the first `skip_pages`, and the items of each pool (`tail`).
+
+    `partial`: fewer pages may be written.
+    """
 
     peer: DecodePeer
     pages: I64
     metadata_row: int
     skip_pages: int = 0
     tail: tuple[I64, ...] = ()
+    partial: bool = False
 
 
 @dataclass(frozen=True)

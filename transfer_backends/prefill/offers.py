@@ -109,7 +109,8 @@ def _offer_of(peer: DecodePeer, message: TransferInfo | Recompute) -> Offer:
         raise ValueError(f"room {message.room}: a page is given twice")
     if message.aux_idx >= memory.aux.num_items:
         raise ValueError(f"room {message.room}: aux_idx {message.aux_idx} is outside {memory.aux.num_items} rows")
-    return Offer(peer, pages, message.aux_idx, message.skip_pages, _tail_of(peer, message))
+    partial = isinstance(message, Recompute) and message.cached
+    return Offer(peer, pages, message.aux_idx, message.skip_pages, _tail_of(peer, message), partial)
 
 
 def _tail_of(peer: DecodePeer, message: TransferInfo | Recompute) -> tuple[I64, ...]:
@@ -130,5 +131,11 @@ def _request_of(message: Recompute) -> RecomputeRequest:
     tokens = unpack_ids(message.tokens)
     if not len(tokens) or tokens.min() < 0:
         raise ValueError(f"room {message.room}: {len(tokens)} tokens to compute, or a negative one")
-    work = Work(tokens=tokens.tolist(), priority=message.priority, share=message.share, namespace=message.namespace)
+    work = Work(
+        tokens=tokens.tolist(),
+        priority=message.priority,
+        share=message.share,
+        namespace=message.namespace,
+        cached=message.cached,
+    )
     return RecomputeRequest(message.room, message.attempt, work)

@@ -72,12 +72,10 @@ class PrefillRoom(Room):
     def misfit(self) -> str | None:
         assert self.offer is not None
         needed, given = self.queued_pages - self.offer.skip_pages, len(self.offer.pages)
-        fits = (
-            needed == given and _counts(self.tail) == _counts(self.offer.tail) if self.all_queued else needed <= given
-        )
-        if fits:
+        enough = needed <= given if self.offer.partial or not self.all_queued else needed == given
+        if enough and (not self.all_queued or _counts(self.tail) == _counts(self.offer.tail)):
             return None
-        if needed == given:
+        if enough:
             return f"decode gave {_counts(self.offer.tail)} items beside pages, prefill has {_counts(self.tail)}"
         word = "at least " * (not self.all_queued)
         return f"decode gave {given} pages, prefill has {word}{needed}: the two prompts differ"
