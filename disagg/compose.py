@@ -1,17 +1,21 @@
 """Builds a worker's role from metadata buffers, transfer engine and manager."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 
 from disagg.config import SchedulerSpec, read_secret
 from disagg.decode_role import DecodeRole
+from disagg.fetch_policy import FetchPolicy
 from disagg.layerwise import StepClock, groups_of
 from disagg.metadata import Checksum, MetadataBuffers
 from disagg.moving import Moves
 from disagg.page_sender import PageSender
 from disagg.prefill_role import PrefillRole
+from disagg.prefix_exchange import PrefixExchange
+from disagg.prefix_fetching import MOST_FETCHES, PrefixFetches
+from disagg.prefix_serving import MOST_SERVED, PrefixServer
 from disagg.recompute import Bounds
 from disagg.registration import RouteFinder, registrar_of
 from disagg.transfer_engine import engine_of, memory_of, side_pools
@@ -24,7 +28,8 @@ from engine.ranks.group import Group
 from engine.ranks.group_checksum import GroupChecksum
 from engine.ranks.rank_checksum import RankChecksum, alone
 from engine.ranks.rank_pools import RankPools
-from transfer_backends.contract import KVArgs, LayerGroup, TransferConfig
+from service.flags import ConfigError
+from transfer_backends.contract import KVArgs, LayerGroup, LookupFailed, Route, TransferConfig
 from transfer_backends.decode.manager import DecodeManager
 from transfer_backends.engines.shared import SharedEngine
 from transfer_backends.liveness import ProcessMark
@@ -34,6 +39,10 @@ from transfer_backends.ranks.engines import RankEngines
 from transfer_backends.ranks.remote import RemoteEngine
 
 MOVE_TIMEOUT_S = 30.0  # for another decode worker to give its pages: until then the request has its memory here, and its client waits
+PAGES_OF_WINDOWS = (
+    "--prefix-fetch: layers with a window have pages of their own, which a prefix of another worker does not bring along; give "
+    "--disable-hybrid-swa-memory"
+)
 LEAST_BYTES = 4 << 20  # that leave while the next chunk computes: fewer disturb it more than they hide
 
 
@@ -43,7 +52,10 @@ def make_role(spec: SchedulerSpec, parts: EngineParts, *, wakeup: Callable[[], N
         return UnifiedRole(parts.scheduler)
     most = parts.scheduler.limits.max_running_requests
     parts.weights.number()  # now: no hand-over should read files
-    metadata = MetadataBuffers(2 * most, weights=parts.weights.number)  # running ones, and as many on their way
+    num_rows = 2 * most  # running ones, and as many on their way
+    if spec.disagg.prefix_fetch:
+        num_rows += MOST_FETCHES + MOST_SERVED
+    metadata = MetadataBuffers(num_rows, weights=parts.weights.number)
     make = _prefill if spec.disagg.disaggregation_mode == "prefill" else _decode
     return make(spec, parts, metadata, wakeup)
 
@@ -51,7 +63,11 @@ def make_role(spec: SchedulerSpec, parts: EngineParts, *, wakeup: Callable[[], N
 def _prefill(
     spec: SchedulerSpec, parts: EngineParts, metadata: MetadataBuffers, wakeup: Callable[[], None]
 ) -> PrefillRole:
-    transfers = _transfers(spec, parts, metadata, share=lambda engine: engine)
+    fetches = spec.disagg.prefix_fetch
+    if fetches and parts.device.windows is not None:
+        raise ConfigError(PAGES_OF_WINDOWS)
+    share = partial(SharedEngine, num_users=2) if fetches else (lambda engine: engine)
+    transfers = _transfers(spec, parts, metadata, share=share)
     groups = _layer_groups(spec, transfers.args) if parts.pool.specs else ()
     kv_args = replace(transfers.args, groups=groups)
     config = _transfer_config(spec)
@@ -77,6 +93,7 @@ def _prefill(
         dp_rank=spec.dp_rank,
     )
     registrar.start()
+    checksum = _checksum(spec, parts, wakeup)
     return PrefillRole(
         scheduler=parts.scheduler,
         manager=manager,
@@ -84,13 +101,56 @@ def _prefill(
             metadata,
             page_size=parts.pool.page_size,
             page_bytes=_page_bytes(kv_args),
-            checksum=_checksum(spec, parts, wakeup),
+            checksum=checksum,
             layerwise=bool(groups),
             least_bytes=LEAST_BYTES,
         ),
         directory=registrar,
         bounds=_bounds(parts),
+        prefixes=_prefixes(spec, parts, metadata, transfers, manager, checksum=checksum, wakeup=wakeup)
+        if fetches
+        else None,
     )
+
+
+def _prefixes(
+    spec: SchedulerSpec,
+    parts: EngineParts,
+    metadata: MetadataBuffers,
+    transfers: "_Transfers",
+    sends: PrefillManager,
+    *,
+    checksum: Checksum | None,
+    wakeup: Callable[[], None],
+) -> PrefixExchange:
+    """What is received comes by the same engine into the same memory, with a control plane of its own."""
+    receives = DecodeManager(
+        transfers.args,
+        transfers.engine,
+        _transfer_config(spec),
+        lookup=_no_lookup,
+        is_apart=spec.engine.nnodes > 1,
+    )
+    receives.set_wakeup(wakeup)
+    receives.start()
+    page_size, page_bytes = parts.pool.page_size, _page_bytes(transfers.args)
+    policy = FetchPolicy(token_bytes=page_bytes / page_size)
+    return PrefixExchange(
+        fetches=PrefixFetches(
+            scheduler=parts.scheduler, manager=receives, metadata=metadata, policy=policy, checksum=checksum
+        ),
+        server=PrefixServer(
+            scheduler=parts.scheduler,
+            manager=sends,
+            pages=PageSender(metadata, page_size=page_size, page_bytes=page_bytes, checksum=checksum),
+        ),
+        policy=policy,
+        source=KVSource(sends.control_address, sends.incarnation),
+    )
+
+
+def _no_lookup(bootstrap: str, room: int, any_but: Sequence[str] | None) -> Route:
+    raise LookupFailed("the request names the worker", permanent=True)
 
 
 def _decode(

@@ -40,7 +40,8 @@ class DisaggConfig(FlagSet):
     )
     disaggregation_bootstrap_allowed: tuple[str, ...] = flag(
         (),
-        "bootstrap servers that a request may name to a decode worker: HOST, HOST:PORT or a network like 10.0.0.0/8; "
+        "bootstrap servers that a request may name to a decode worker, and workers whose KV it may name: HOST, HOST:PORT or a network "
+        "like 10.0.0.0/8; "
         "default: those of this machine if the worker listens on loopback, and those that a router with the cluster's "
         "secret vouches for",
     )
@@ -91,6 +92,11 @@ class DisaggConfig(FlagSet):
     )
     disaggregation_kv_checksum: bool = flag(
         False, "compare a checksum of a prompt's KV pages before decode starts (needed on prefill and decode workers)"
+    )
+    prefix_fetch: bool = flag(
+        False,
+        "a prefill worker gets a prefix that another one has cached from there, where that is faster than to compute it (needed "
+        "on all prefill workers and on the router)",
     )
     disaggregation_layerwise_transfer: str = flag(
         "auto",

@@ -91,12 +91,13 @@ def _engine_warning(disagg: DisaggConfig) -> str | None:
 
 
 def make_allowlist(server: ServerConfig, disagg: DisaggConfig, *, control_host: str) -> BootstrapAllowlist:
-    """Return the bootstrap servers that a request may name. Raises `ConfigError`.
+    """Return the bootstrap servers, and workers, that a request may name. Raises `ConfigError`.
 
     This machine's own are allowed only if no other machine can send requests: a client could point us at a local service.
     """
     secret = read_secret(disagg.cluster_secret_file)
-    if disagg.disaggregation_mode != "decode":
+    decodes = disagg.disaggregation_mode == "decode"
+    if not decodes and not disagg.prefix_fetch:
         return BootstrapAllowlist()
     named = disagg.disaggregation_bootstrap_server
     allowed = AllowedAddresses(
@@ -104,4 +105,4 @@ def make_allowlist(server: ServerConfig, disagg: DisaggConfig, *, control_host: 
         loopback=is_loopback(server.host) and is_loopback(control_host),
         flag="--disaggregation-bootstrap-allowed",
     )
-    return BootstrapAllowlist(allowed, secret=secret)
+    return BootstrapAllowlist(allowed, secret=secret, dials_servers=decodes)

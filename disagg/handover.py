@@ -48,11 +48,14 @@ class Handover:
 
 
 class Purpose(Enum):
-    """Why KV is sent. Of a PROMPT a client waits for the answer; RECOMPUTE: decode requested it; MOVE: it goes on decoding elsewhere."""
+    """Why KV is sent. Of a PROMPT a client waits for the answer; RECOMPUTE: decode requested it; MOVE: it goes on decoding elsewhere;
+    PREFIX: another prefill worker requested what is cached.
+    """
 
     PROMPT = "prompt"
     RECOMPUTE = "recompute"
     MOVE = "move"
+    PREFIX = "prefix"
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -72,6 +75,10 @@ class PrefillHandover(Handover):
     @property
     def for_prompt(self) -> bool:
         return self.purpose is Purpose.PROMPT
+
+    def fills(self, given: int | None, need: int) -> bool:
+        """Whether `need` pages may leave for the `given` ones of the peer; None: a fake peer."""
+        return given is None or (need <= given if self.purpose is Purpose.PREFIX else need == given)
 
     def for_client(self, outputs: list[TokenOutput]) -> list[TokenOutput]:
         return outputs if self.for_prompt else []

@@ -62,6 +62,11 @@ class Outgoing:
         handover.sender.abort(reason.message)
         return handover.for_client(self._end(handover, reason))
 
+    def refuse(self, handover: PrefillHandover, reason: str) -> None:
+        """End one that has just been opened for a peer's request."""
+        handover.sender.abort(reason)
+        handover.stage = HandoverStage.ENDING
+
     # ---- moves
 
     def _move(self, handover: PrefillHandover, now_s: float) -> list[TokenOutput]:
@@ -85,7 +90,7 @@ class Outgoing:
         request, sender = handover.request, handover.sender
         skip = sender.skip_pages
         need = self._scheduler.memory.allocator.pages_for(request.handed_tokens) - skip
-        if sender.num_pages not in (None, need):
+        if not handover.fills(sender.num_pages, need):
             besides = f" besides {skip} that decode has" * bool(skip)
             sender.abort(f"decode gave {sender.num_pages} pages, the prompt needs {need}{besides}")
             return self._fail(handover)

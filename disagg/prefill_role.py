@@ -12,12 +12,13 @@ from typing import Protocol
 from disagg.handover import HandoverStage, PrefillHandover, Purpose, Senders
 from disagg.outgoing import Outgoing
 from disagg.page_sender import PageSender
+from disagg.prefix_exchange import OFF, PrefixExchange
 from disagg.recompute import Bounds, request_for, why_not
 from engine.core.outputs import StepEffects, refusal, refused
 from engine.core.plan import Plan
 from engine.core.request import Request
 from engine.core.scheduler import ABORTED, Scheduler
-from engine.messages import FAKE_BOOTSTRAP_HOST, FinishReason, TokenOutput, TransferPath
+from engine.messages import FAKE_BOOTSTRAP_HOST, FinishReason, KVSource, TokenOutput, TransferPath
 from transfer_backends.kvpoll import RoomInUse
 
 
@@ -33,13 +34,22 @@ class PrefillRole:
     name = "prefill"
 
     def __init__(
-        self, *, scheduler: Scheduler, manager: Senders, pages: PageSender, directory: Directory, bounds: Bounds
+        self,
+        *,
+        scheduler: Scheduler,
+        manager: Senders,
+        pages: PageSender,
+        directory: Directory,
+        bounds: Bounds,
+        prefixes: PrefixExchange | None = None,
     ) -> None:
+        """`prefixes`: None: it computes all that it has not cached, and sends no prefix to others."""
         self._scheduler = scheduler
         self._manager = manager
         self._pages = pages
         self._directory = directory
         self._bounds = bounds
+        self._prefixes = prefixes
         self._outgoing = Outgoing(scheduler=scheduler, pages=pages, begin=self._compute, name=self.name)
         self._counters: Counter[str] = Counter()
         self._closed_to_peers: str | None = None
@@ -49,6 +59,10 @@ class PrefillRole:
             return self._scheduler.add(request)
         if request.bootstrap is None:
             return [refused(request, refusal("bootstrap_room: a prefill worker needs one", status=400))]
+        if request.prefix_source is not None and request.prefix_source.copy:
+            if self._prefixes is None:
+                return [refused(request, refusal(OFF, status=409))]
+            return self._prefixes.copy(request, now_s)
         if error := self._scheduler.refusal(request):
             return [refused(request, error)]
         if request.rid in self._outgoing.handovers:
@@ -63,12 +77,17 @@ class PrefillRole:
         request.times.bootstraps = True
         self._outgoing.open(PrefillHandover(request, room, moves_bytes=not fake, sender=sender))
         self._scheduler.memory.prefetch(request)
+        if self._prefixes is not None and not fake:
+            self._prefixes.begin(request, now_s)
         return []
 
     def abort(self, rid: str, now_s: float, reason: FinishReason = ABORTED) -> list[TokenOutput]:
         handover = self._outgoing.handovers.get(rid)
         if handover is None:
-            return self._scheduler.abort(rid, reason)
+            copied = [] if self._prefixes is None else self._prefixes.abort_copy(rid, reason)
+            return copied or self._scheduler.abort(rid, reason)
+        if self._prefixes is not None:
+            self._prefixes.leave(handover.request)
         return self._outgoing.abort(handover, reason)
 
     def move_out(self, rid: str, room: int, now_s: float) -> list[TokenOutput]:
@@ -79,6 +98,8 @@ class PrefillRole:
         self._closed_to_peers = why
 
     def end_peers_work(self, why: str) -> None:
+        if self._prefixes is not None:
+            self._prefixes.end_all(why)
         reason = FinishReason(kind="abort", message=why)
         for handover in list(self._outgoing.handovers.values()):
             if not handover.for_prompt and handover.stage is not HandoverStage.ENDING:
@@ -87,7 +108,8 @@ class PrefillRole:
 
     def poll(self, now_s: float) -> list[TokenOutput]:
         self._take_recompute_requests(now_s)
-        return self._outgoing.poll(now_s)
+        copied = [] if self._prefixes is None else self._prefixes.poll(now_s)
+        return copied + self._outgoing.poll(now_s)
 
     def on_launch(self, plan: Plan) -> None:
         self._pages.on_launch(plan, self._outgoing.handovers)
@@ -98,6 +120,8 @@ class PrefillRole:
                 self._pages.send_whole_pages(self._outgoing.handovers[request.rid])
         for request, output, first in effects.prefilled:
             request.times.computed_s = now_s
+            if self._prefixes is not None:
+                self._prefixes.note_computed(request, now_s)
             handover = self._outgoing.handovers[request.rid]
             handover.tail = self._scheduler.memory.tail(request, request.handed_tokens)
             self._pages.add_computed(handover, output, first)
@@ -108,16 +132,20 @@ class PrefillRole:
 
     def _take_recompute_requests(self, now_s: float) -> None:
         for wanted in self._manager.take_recompute_requests():
+            if self._prefixes is not None and wanted.work.cached:
+                self._prefixes.take(wanted, now_s, refused=self._closed_to_peers)
+                continue
             request = request_for(wanted, now_s)
             sender = self._manager.sender(wanted.room, room_attempt=wanted.room_attempt)
             handover = PrefillHandover(request, wanted.room, moves_bytes=True, sender=sender, purpose=Purpose.RECOMPUTE)
             self._outgoing.open(handover)
             unfit = self._scheduler.refusal(request)
             error = self._closed_to_peers or why_not(wanted.work, self._bounds) or (unfit and unfit.message)
+            if wanted.work.cached:
+                error = OFF
             if error:
                 self._counters["recompute_refused"] += 1
-                sender.abort(error)
-                handover.stage = HandoverStage.ENDING
+                self._outgoing.refuse(handover, error)
 
     def _compute(self, handover: PrefillHandover, now_s: float) -> list[TokenOutput]:
         handover.request.times.queued_s = now_s
@@ -125,8 +153,14 @@ class PrefillRole:
 
     # ---- reports
 
+    @property
+    def prefix_source(self) -> KVSource | None:
+        """Where others get prefixes of this worker; None: nowhere."""
+        return None if self._prefixes is None else self._prefixes.source
+
     def waits_for_outside(self) -> bool:
-        return bool(self._outgoing.handovers)
+        exchanges = self._prefixes is not None and self._prefixes.waits_for_outside
+        return bool(self._outgoing.handovers) or exchanges
 
     def queues(self) -> dict[str, int]:
         count = self._outgoing.count()
@@ -134,13 +168,17 @@ class PrefillRole:
             "bootstrap": count[HandoverStage.WAITING],
             "waiting": self._scheduler.num_waiting,
             "inflight": count[HandoverStage.TRANSFER] + count[HandoverStage.ENDING],
+            **({} if self._prefixes is None else self._prefixes.queues()),
         }
 
     def counters(self) -> dict[str, float]:
-        return {**self._manager.counters, **(self._counters + self._outgoing.counters), **self._pages.counters}
+        own = self._counters + self._outgoing.counters
+        prefixes = {} if self._prefixes is None else self._prefixes.counters()
+        return {**self._manager.counters, **own, **self._pages.counters, **prefixes}
 
     def gauges(self) -> dict[str, float]:
-        return self._pages.gauges.values()
+        prefixes = {} if self._prefixes is None else self._prefixes.gauges()
+        return {**self._pages.gauges.values(), **prefixes}
 
     def transfer_paths(self) -> list[TransferPath]:
         return [
@@ -158,10 +196,15 @@ class PrefillRole:
     def check(self) -> None:
         metadata = self._pages.metadata
         owned, used = self._outgoing.num_rows, metadata.num_used
+        if self._prefixes is not None:
+            owned += self._prefixes.num_rows
+            self._prefixes.check()
         assert owned == used, f"{used} metadata rows used, {owned} owned"
         metadata.check()
         self._manager.check()
 
     def close(self) -> None:
         self._directory.close()
+        if self._prefixes is not None:
+            self._prefixes.close()
         self._manager.close()

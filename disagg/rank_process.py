@@ -105,7 +105,8 @@ def _serve_transfers(spec: RankSpec, engine: Engine, memory: RankMemory) -> None
     """In a thread of its own, until the leader has closed it; this process ends where the leader has not."""
 
     def serve() -> None:
-        receives = spec.scheduler.disagg.disaggregation_mode == "decode"
+        disagg = spec.scheduler.disagg
+        receives = disagg.disaggregation_mode == "decode" or disagg.prefix_fetch
         sock = socket.socket(fileno=spec.descriptors[2])
         if not serve_engine(engine, memory, sock, receives=receives, host=spec.scheduler.control_host):
             os._exit(0)

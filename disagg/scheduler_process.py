@@ -36,7 +36,7 @@ from engine.loop.ports import ZmqPorts
 from engine.loop.turn_clock import TurnClock
 from engine.loop.watchdog import Watchdog, dump_of_others, end_with_stacks
 from engine.lora.names import named_paths
-from engine.messages import SchedulerReady
+from engine.messages import KVSource, SchedulerReady
 from engine.model_files.model_config import ModelConfig, load_model_config
 from engine.parallel.meeting import LOST_S
 from engine.text.incremental import no_texts, tail_texts
@@ -76,6 +76,7 @@ def _run(spec: SchedulerSpec, turns: TurnClock) -> None:
         from disagg.rank_group import started_group  # torch comes in here, after the flags have been read
 
     model = load_model_config(spec.engine.model_path)
+    check_prefix_fetch(spec, model)
     with started_group(spec, model, mooncake_protocol=protocol) as group:
         _serve(spec, turns, model, protocol, group)
 
@@ -85,6 +86,7 @@ def _serve(
 ) -> None:
     with no_collections():
         from disagg.compose import make_role
+        from disagg.prefill_role import PrefillRole
         from engine.build import build_engine
         from engine.kernels.failures import RanksEnded
 
@@ -127,7 +129,9 @@ def _serve(
     if parts.compiles is not None:
         parts.compiles.serve()
     turns.loaded()
-    ports.to_frontend(SchedulerReady(_facts(parts, publisher, load_time_s=time.monotonic() - started_s)))
+    source = role.prefix_source if isinstance(role, PrefillRole) else None
+    facts = _facts(parts, publisher, load_time_s=time.monotonic() - started_s)
+    ports.to_frontend(SchedulerReady(facts | _prefix_facts(source, parts)))
     watchdog.start()
     try:
         loop.run()
@@ -166,6 +170,24 @@ def _check_transfers(spec: SchedulerSpec) -> str | None:
     if disagg.disaggregation_transfer_backend != "mooncake":
         return None
     return protocol_here(disagg.disaggregation_mooncake_protocol, device=0 if on_gpu else None)
+
+
+def check_prefix_fetch(spec: SchedulerSpec, model: ModelConfig) -> None:
+    """Raises ConfigError for flags, or a model, with which no prefix can come from another worker."""
+    if not spec.disagg.prefix_fetch or spec.disagg.disaggregation_mode == "null":
+        return
+    if model.recurrent is not None:
+        raise ConfigError(
+            "--prefix-fetch: the model has recurrent layers, whose state no prefix of another worker brings along; leave it out"
+        )
+    if spec.engine.disable_radix_cache:
+        raise ConfigError(
+            "--prefix-fetch: --disable-radix-cache leaves no place for a prefix; leave one of the two out"
+        )
+    if spec.engine.dp_size > 1:
+        raise ConfigError(
+            f"--prefix-fetch: not with --dp-size {spec.engine.dp_size}: a router does not know which DP rank has a prefix"
+        )
 
 
 def _has_gpu() -> bool:
@@ -281,6 +303,15 @@ def _facts(parts: "EngineParts", publisher: ZmqPublisher | None, *, load_time_s:
         "kv_events_config": None if publisher is None else publisher.describe(),
         **machine_facts(config.device, config.dtype),
     }
+
+
+def _prefix_facts(source: KVSource | None, parts: "EngineParts") -> dict[str, Any]:
+    """What a router needs for --prefix-fetch."""
+    if source is None:
+        return {}
+    token_bytes = parts.pool.page_bytes // parts.pool.page_size
+    named = {"control": source.control, "incarnation": source.incarnation, "token_bytes": token_bytes}
+    return {"prefix_source": msgspec.json.encode(named).decode()}
 
 
 def _publisher(spec: SchedulerSpec, parts: "EngineParts") -> ZmqPublisher | None:

@@ -41,6 +41,10 @@ def check_flags(disagg: DisaggConfig) -> None:
             f"--disaggregation-mooncake-protocol: {protocol} is a transport of Mooncake, and --disaggregation-transfer-backend is "
             f"{backend}; take mooncake there, or leave the protocol out"
         )
+    if disagg.prefix_fetch and backend == "fake":
+        raise ConfigError(
+            "--prefix-fetch: --disaggregation-transfer-backend fake moves no KV; take nixl or mooncake, or leave --prefix-fetch out"
+        )
     if disagg.disaggregation_ib_device is not None and protocol not in ("auto", "rdma"):
         raise ConfigError(
             f"{IB_FLAG}: --disaggregation-mooncake-protocol {protocol} uses no RDMA device; take rdma, or leave one of the two out"

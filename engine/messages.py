@@ -32,6 +32,18 @@ class KVSource(msgspec.Struct, frozen=True, array_like=True):
     incarnation: str
 
 
+class PrefixSource(msgspec.Struct, frozen=True, array_like=True):
+    """The prefill worker that has the KV of a prompt's first `num_tokens`, as far as a router knows; the rest as of KVSource.
+
+    `copy`: the request wants these alone: it ends when they are here, or cannot come.
+    """
+
+    control: str
+    incarnation: str
+    num_tokens: int
+    copy: bool = False
+
+
 class LogprobOptions(msgspec.Struct, frozen=True, array_like=True):
     """`start_len`: first prompt position whose logprob is wanted; -1: output only.
 
@@ -77,6 +89,7 @@ class GenerateRequest(_Message, frozen=True):
     source: KVSource | None = (
         None  # where the KV of all these tokens but the last is; None: a prefill worker computes it
     )
+    prefix_source: PrefixSource | None = None  # for a prefill worker; None: no router knows of one
 
 
 class GenerateBatch(_Message, frozen=True):

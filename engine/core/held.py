@@ -4,6 +4,8 @@
     take_retracted --> resume_decoding, resume_here       lost its memory; the role decides where its KV comes from
     (Departures: a computed prompt) --> release           KV goes elsewhere: prefill role
     move --> (its last step) --> leave --> release        ... of a running request: decode role
+    carry --> (reserve) --> keep                          a prefix from another prefill worker, for requests that wait
+    lend --> release                                      ... to one
 
 A held request computes nothing. Its memory stays until the role calls `release`, after `quarantine` where a peer may still
 write its pages.
@@ -21,6 +23,8 @@ from engine.core.reserve import DecodeReserve
 from engine.core.results import Results
 from engine.core.state import SchedulerState
 from engine.messages import FinishReason, TokenOutput
+
+CARRIED = FinishReason(kind="stop")  # of what no client waits for
 
 
 class HeldRequests:
@@ -125,6 +129,36 @@ class HeldRequests:
         assert request in self._stages.held and request.moves
         request.finish = reason
         return output_of(request, [])
+
+    # ---- prefixes without a client
+
+    def carry(self, carrier: Request) -> FinishReason | None:
+        """Make `carrier` live, whose memory prefixes from elsewhere will fill; return why that can never be, or None."""
+        if error := self._state.refusal(carrier):
+            return error
+        self._stages.register(carrier, serial=self._state.counters.requests)
+        self._stages.held.append(carrier)
+        return None
+
+    def keep(self, carrier: Request, *, num_pages: int) -> None:
+        """Give the first `num_pages` of a carrier, which have landed, to the tree, and free the rest."""
+        num_tokens = num_pages * self._state.limits.page_size
+        carrier.input_ids = carrier.input_ids[:num_tokens]
+        carrier.launched_len = carrier.computed_len = num_tokens
+        self.drop(carrier)
+
+    def lend(self, carrier: Request) -> FinishReason | None:
+        """Lock what is cached of the tokens of `carrier`, which then has these alone, until `release`. As `carry`."""
+        if error := self.carry(carrier):
+            return error
+        num_tokens = self._memory.lend(carrier) * self._state.limits.page_size
+        carrier.input_ids = carrier.input_ids[:num_tokens]
+        carrier.finish = CARRIED
+        return None
+
+    def drop(self, carrier: Request) -> None:
+        carrier.finish = CARRIED
+        self.release(carrier)
 
     # ---- ends
 

@@ -6,12 +6,15 @@
 
 Pages are found by their chained keys (engine/core/page_keys.py). Copies run in the stream in the order of plans, so a device
 page may have a new owner as soon as its copy is planned: every owner writes pages through the same stream. (On decode workers
-peers write pages outside it: they have no host tier.) A host page is pinned until its copy has been collected.
+peers write pages outside it: they have no host tier. A peer that brings or gets a prefix waits until its pages are settled.) A host
+page is pinned until its copy has been collected.
 
 After SGLang's HiCache.
 """
 
 from collections import Counter
+from collections.abc import Sequence
+from itertools import chain
 
 from engine.core.disk_index import DiskIndex
 from engine.core.disk_tier import DiskTier
@@ -50,6 +53,7 @@ class HostCache:
         self._uses_to_write = USES_TO_WRITE.get(write_policy)
         self._out: list[PageCopy] = []  # requested since the last plan
         self._in: list[PageCopy] = []
+        self._under_way: dict[int, list[PageCopy]] = {}  # of the plans that are not collected, by their number
         self._ahead_pages = self.pages_ahead_left = ahead_pages
         self.disk: DiskTier | None = None
         if disk is not None:
@@ -178,10 +182,13 @@ class HostCache:
         """Put every copy requested since the last plan into this one."""
         plan.to_host, self._out = self._out, []
         plan.from_host, self._in = self._in, []
+        if plan.to_host or plan.from_host:
+            self._under_way[plan.seq] = [*plan.to_host, *plan.from_host]
         self.pages_ahead_left = self._ahead_pages
 
     def on_collected(self, plan: Plan) -> None:
         """Unpin the copies of a collected step, and write the pages that have reached the host to disk."""
+        self._under_way.pop(plan.seq, None)
         for copy in reversed(plan.from_host):
             self.pages.unpin(copy.host_page)
         to_write = [] if self.disk is None else self.disk.write(copy.host_page for copy in plan.to_host)
@@ -189,6 +196,11 @@ class HostCache:
             self.pages.pin(host_page)
         for copy in reversed(plan.to_host):
             self.pages.unpin(copy.host_page)
+
+    def is_settled(self, pages: Sequence[int]) -> bool:
+        """Whether no copy of one of these device pages is requested or under way: a peer may read and write them."""
+        copies = chain(self._out, self._in, *self._under_way.values())
+        return {copy.page for copy in copies}.isdisjoint(pages)
 
     # ---- all of it
 

@@ -286,6 +286,18 @@ class Memory:
             self.states.free(request)
         _forget(request)
 
+    def lend(self, request: Request) -> int:
+        """Lock what is cached of the tokens of a request that computes nothing; return how many pages it has of them now."""
+        match = self.cache.match(request.tokens(0, request.num_tokens), branch=request.branch)
+        self.cache.lock(match.node)
+        request.lock, request.pages, request.shared_pages = match.node, list(match.pages), len(match.pages)
+        request.launched_len = request.computed_len = len(match.pages) * self.allocator.page_size
+        return len(match.pages)
+
+    def is_settled(self, pages: Sequence[int]) -> bool:
+        """Whether no step that was planned still copies one of `pages` to the host, or from there."""
+        return self.host is None or self.host.is_settled(pages)
+
     def quarantine(self, request: Request) -> Detached:
         """Detach the own memory, which a transfer peer may still write, and unlock the prefix, which it never had."""
         assert request.inflight == 0 and not request.dup_pages, f"{request.rid}: only untouched pages"

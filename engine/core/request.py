@@ -15,7 +15,7 @@ from engine.core.drafts import Drafts
 from engine.core.hooks import Grammar, StopPattern
 from engine.core.radix_node import TRUNK, Branch, Node
 from engine.core.times import Times
-from engine.messages import Bootstrap, FinishReason, KVSource, LogprobOptions, TokenLogprob
+from engine.messages import Bootstrap, FinishReason, KVSource, LogprobOptions, PrefixSource, TokenLogprob
 from engine.sampling_params import SamplingParams
 
 
@@ -84,6 +84,7 @@ class Request:
     serial: int = 0  # order of arrival
     num_resumed: int = 0  # of `output_ids`, how many another worker generated before
     source: KVSource | None = None  # that worker, if it sends the KV of all tokens but the last
+    prefix_source: PrefixSource | None = None  # a prefill worker that has the KV of its beginning
 
     # Results: what it has generated, and how it ends
     output_ids: list[int] = field(default_factory=list)
@@ -108,6 +109,7 @@ class Request:
     num_synced_pages: int = 0  # of `pages`, how many the executor knows
     num_synced_window: int = 0  # of `window`
     lower_tiers: LowerTiers = field(default_factory=LowerTiers)
+    arriving: bool = False  # its prefix is on its way from another worker: it waits
 
     # Planner and Results: how far its steps have got
     launched_len: int = 0

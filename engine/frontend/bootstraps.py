@@ -81,28 +81,37 @@ def _spread_rooms(value: Any, *, num_prompts: int, n: int) -> list[int | None]:
 
 
 class BootstrapAllowlist:
-    """Known addresses, and those a router with the cluster's secret vouches for. `allowed` None: this worker dials none."""
+    """Known addresses, and those a router with the cluster's secret vouches for. `allowed` None: this worker dials none.
 
-    def __init__(self, allowed: AllowedAddresses | None = None, *, secret: bytes | None = None) -> None:
+    `dials_servers`: False for a prefill worker, which dials other workers alone.
+    """
+
+    def __init__(
+        self, allowed: AllowedAddresses | None = None, *, secret: bytes | None = None, dials_servers: bool = True
+    ) -> None:
         self._allowed = allowed
         self._secret = secret
+        self._dials_servers = dials_servers
 
     def check_source(self, control: str) -> None:
         """Check "host:port" of a worker that has a request's KV, which a signed field names, or without a secret any client. Raises ApiError(400)."""
-        host, _, port = control.rpartition(":")
-        known = self._secret is not None or self._allowed is None
-        if not known and not (
-            port.isdigit() and self._allowed is not None and self._allowed.admits(host.strip("[]"), int(port))
-        ):
+        if not self.admits(control):
             raise bad_field(
                 "resume",
                 f"names {control[:100]!r}, which this worker does not know (--disaggregation-bootstrap-allowed, or a "
                 "--cluster-secret-file, with which the router signs it)",
             )
 
+    def admits(self, control: str) -> bool:
+        """Whether the worker may dial "host:port" of another one, which a signed field names, or without a secret any client."""
+        if self._secret is not None or self._allowed is None:
+            return True
+        host, _, port = control.rpartition(":")
+        return port.isdigit() and self._allowed.admits(host.strip("[]"), int(port))
+
     def check(self, bootstraps: Sequence[Bootstrap | None], *, voucher: str) -> None:
         """Check the samples of one request, in order. Raises ApiError(400) that names bootstrap_host."""
-        if self._allowed is None:
+        if self._allowed is None or not self._dials_servers:
             return
         named = [b for b in bootstraps if b is not None and b.host != FAKE_BOOTSTRAP_HOST]
         rooms = [b.room for b in named]

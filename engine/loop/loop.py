@@ -397,6 +397,7 @@ class EngineLoop:
             output_ids=list(message.output_ids),
             num_resumed=len(message.output_ids),
             source=message.source,
+            prefix_source=message.prefix_source,
             sampling=sampling,
             eos_ids=self._settings.eos_ids,
             arrived_s=now_s,

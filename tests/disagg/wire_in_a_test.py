@@ -37,6 +37,7 @@ class Room:
     dst_row: int = 0
     skip_pages: int = 0
     tail: list[list[int]] = field(default_factory=list)
+    num_sent: int = 0  # pages
     to_prefill: deque[Callable[[], None]] = field(default_factory=deque)
     to_decode: deque[Callable[[], None]] = field(default_factory=deque)
     writes: deque[Callable[[], None]] = field(default_factory=deque)
@@ -207,6 +208,7 @@ class Sender:
         dst = room.dst[first : first + len(src)]
         assert len(dst) == len(src)
         _advance(side, KVPoll.Transferring)
+        room.num_sent += len(src)
         for s, d in zip(src, dst, strict=True):
             write = functools.partial(self._wire.copy_pages, [s], [d])
             room.writes.append(write if gate is None else Gated(gate.step, write))
@@ -330,6 +332,9 @@ class Receiver:
 
     def retries(self) -> int:
         return 0
+
+    def written_pages(self) -> int:
+        return self._room.num_sent
 
     def drained(self) -> bool:
         return self._side.settled

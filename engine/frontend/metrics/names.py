@@ -29,6 +29,8 @@ QUEUES = {
     "moving": Figure(
         "tandem_num_moving_reqs", "requests that go to another decode worker, which does not have all their KV"
     ),
+    "fetching": Figure("tandem_num_fetching_prefixes", "prefixes on their way from other workers"),
+    "sending": Figure("tandem_num_sending_prefixes", "prefixes on their way to other workers"),
     "quarantined": Figure("tandem_num_quarantined_reqs", "ended requests whose memory a peer may still write"),
 }
 GAUGES = {
@@ -77,6 +79,7 @@ GAUGES = {
     "expert_failed_layers": Figure(
         "tandem_expert_failed_layers", "layers whose experts a rank could not read, and stayed"
     ),
+    "prefix_fetch_gb_s": Figure("tandem_prefix_fetch_gb_s", "bandwidth of prefixes that came lately"),
     "live": Figure("tandem_num_live_reqs", "requests that have not ended"),
     "waiting_tokens": Figure("tandem_waiting_tokens", "tokens to compute in the waiting queue"),
     "paused": Figure("tandem_paused", "1: generation is paused"),
@@ -133,6 +136,23 @@ COUNTERS = {
     "resumed_through_prefill": Figure(
         "tandem_num_resumed_through_prefill", "retracted requests whose KV a prefill worker computed"
     ),
+    "prefix_fetches": Figure("tandem_num_prefix_fetches", "prefixes that this worker asked another one for"),
+    "prefix_fetched": Figure("tandem_num_prefix_fetched", "of them, those that came"),
+    "prefix_fetched_tokens": Figure("tandem_prefix_fetched_tokens", "tokens of prefixes that came from other workers"),
+    "prefix_fetches_refused": Figure(
+        "tandem_num_prefix_fetches_refused", "prefixes that the other worker did not send"
+    ),
+    "prefix_fetches_late": Figure("tandem_num_prefix_fetches_late", "prefixes that took longer than to compute them"),
+    "prefix_fetches_aborted": Figure("tandem_num_prefix_fetches_aborted", "prefixes that were not needed any more"),
+    "prefix_fetches_forgone": Figure(
+        "tandem_num_prefix_fetches_forgone", "prefixes that cost less to compute, or more than may come at a time"
+    ),
+    "prefixes_sent": Figure("tandem_num_prefixes_sent", "prefixes that other workers got from this one"),
+    "prefix_sent_bytes": Figure("tandem_prefix_sent_bytes", "bytes of KV in them"),
+    "prefixes_refused": Figure(
+        "tandem_num_prefixes_refused", "prefixes that this worker did not send: not cached, or too many at a time"
+    ),
+    "prefixes_unsent": Figure("tandem_num_prefixes_unsent", "prefixes whose transfer failed"),
     "recompute_failed": Figure("tandem_num_recompute_failed", "recomputations by prefill that failed"),
     "recompute_refused": Figure("tandem_num_recompute_refused", "requests of decode workers for KV that were refused"),
     "recomputed": Figure("tandem_num_recomputed", "retracted requests of decode workers whose KV was computed here"),

@@ -19,6 +19,7 @@ from engine.frontend.apis.shared.fields import (
 )
 from engine.frontend.apis.shared.models import check_lora_path
 from engine.frontend.apis.shared.namespaces import namespaces_of
+from engine.frontend.apis.shared.prefix_sources import with_prefix_source
 from engine.frontend.apis.shared.reasoning import check_budget, gate_of, needed_format
 from engine.frontend.apis.shared.resumable import begun_of, earlier_of, going_on, resume_of
 from engine.frontend.apis.shared.routed import routed_rank
@@ -59,7 +60,7 @@ async def generate(request: web.BaseRequest) -> web.StreamResponse:
         fitted = [_after_reasoning(s, body, p, ids) for p, ids in zip(fitted, prompts, strict=True)]
     requests, groups = _requests(request, body, prompts=prompts, given=given, params=fitted, n=n)
     resume = resume_of(request)
-    requests = going_on(resume, requests)
+    requests = with_prefix_source(request, going_on(resume, requests))
     generation = s.client.generate(
         requests,
         groups=groups if resume is None else resume.groups,

@@ -15,6 +15,7 @@ from engine.frontend.apis.shared.fields import (
 )
 from engine.frontend.apis.shared.models import Chosen
 from engine.frontend.apis.shared.namespaces import namespaces_of
+from engine.frontend.apis.shared.prefix_sources import with_prefix_source
 from engine.frontend.apis.shared.request import RequestFields
 from engine.frontend.apis.shared.resumable import begun_of, earlier_of, going_on, resume_of
 from engine.frontend.apis.shared.routed import routed_rank
@@ -105,7 +106,7 @@ async def answer_samples(
         )
         for i, sampling in enumerate(samplings)
     ]
-    requests, groups = going_on(resume, requests), [id] * len(requests)
+    requests, groups = with_prefix_source(request, going_on(resume, requests)), [id] * len(requests)
     generation = s.client.generate(
         requests,
         groups=groups,

@@ -1,0 +1,101 @@
+"""Both halves of --prefix-fetch at a prefill worker: prefixes that it gets from others, and those that it sends them."""
+
+from disagg.fetch_policy import FetchPolicy
+from disagg.prefix_fetching import PrefixFetches
+from disagg.prefix_serving import PrefixServer
+from engine.core.outputs import output_of, refusal, refused
+from engine.core.request import Request
+from engine.messages import FinishReason, KVSource, TokenOutput
+from transfer_backends.contract import RecomputeRequest
+
+NO_COPY = refusal(
+    "the prefix is here already, costs more to get than to compute, or others are on their way", status=409
+)
+NOT_COPIED = refusal("the prefix did not come: its worker has it no more, or was too slow", status=409)
+OFF = "this worker sends no prefixes (--prefix-fetch)"
+
+
+class PrefixExchange:
+    def __init__(
+        self, *, fetches: PrefixFetches, server: PrefixServer, policy: FetchPolicy, source: KVSource | None = None
+    ) -> None:
+        """`source`: what others are told of this worker."""
+        self.source = source
+        self._fetches = fetches
+        self._server = server
+        self._policy = policy
+        self._now_s = 0.0
+
+    def begin(self, request: Request, now_s: float) -> None:
+        """Have `request` wait for its prefix, if another worker has it and that is worth it."""
+        self._fetches.begin(request, request.prefix_source, now_s)
+
+    def copy(self, request: Request, now_s: float) -> list[TokenOutput]:
+        """Get the prefix of a request that wants nothing else. It is answered once that has ended; refused, where it cannot begin."""
+        if request.rid in self._fetches.copies:
+            return [refused(request, refusal(f"rid: a request with id {request.rid!r} is running", status=400))]
+        return [] if self._fetches.begin_copy(request, now_s) else [refused(request, NO_COPY)]
+
+    def abort_copy(self, rid: str, reason: FinishReason) -> list[TokenOutput]:
+        request = self._fetches.end_copy(rid)
+        return [] if request is None else [refused(request, reason)]
+
+    def leave(self, request: Request) -> None:
+        """`request` ends before its prefill."""
+        if request.arriving:
+            self._fetches.leave(request)
+
+    def take(self, wanted: RecomputeRequest, now_s: float, *, refused: str | None) -> None:
+        """Send another worker what is cached; refuse because of `refused`."""
+        self._server.take(wanted, now_s, refused=refused)
+
+    def note_computed(self, request: Request, now_s: float) -> None:
+        self._policy.note_prompt(request.num_tokens - request.cached_tokens, request.times.prefill_s, now_s)
+
+    def poll(self, now_s: float) -> list[TokenOutput]:
+        """Advance all; return the answers of copies."""
+        self._now_s = now_s
+        self._fetches.poll(now_s)
+        self._server.poll(now_s)
+        return [_copied(request) for request in self._fetches.take_ended_copies()]
+
+    def end_all(self, why: str) -> None:
+        self._fetches.end_all(why)
+        self._server.end_all(why)
+
+    # ---- reports
+
+    @property
+    def waits_for_outside(self) -> bool:
+        return bool(len(self._fetches) or len(self._server) or self._fetches.num_quarantined)
+
+    @property
+    def num_rows(self) -> int:
+        return self._fetches.num_rows + self._server.num_rows
+
+    def queues(self) -> dict[str, int]:
+        return {
+            "fetching": len(self._fetches),
+            "sending": len(self._server),
+            "quarantined": self._fetches.num_quarantined,
+        }
+
+    def counters(self) -> dict[str, float]:
+        return {**self._fetches.counters, **self._server.all_counters()}
+
+    def gauges(self) -> dict[str, float]:
+        return self._policy.gauges(self._now_s)
+
+    def check(self) -> None:
+        self._fetches.check()
+
+    def close(self) -> None:
+        self._fetches.close()
+
+
+def _copied(request: Request) -> TokenOutput:
+    """`cached_tokens` of the answer says how much of the prompt is here now."""
+    if not request.cached_tokens:
+        return refused(request, NOT_COPIED)
+    request.finish = FinishReason(kind="length")
+    return output_of(request, [])

@@ -1,0 +1,82 @@
+"""Prefixes that a prefill worker sends to another one: what its tree has of the tokens, computed by nobody.
+
+    take --locked in the tree, settled--> Outgoing, as a prompt whose KV is computed --> unlocked once nothing reads it
+
+What is not there, or too much at a time, is refused at once: the other worker computes it.
+"""
+
+from collections import Counter
+
+from disagg.handover import PrefillHandover, Purpose, Senders
+from disagg.outgoing import Outgoing
+from disagg.page_sender import PageSender
+from disagg.prefix_fetching import carrier_of
+from engine.core.outputs import output_of
+from engine.core.plan import ItemResult
+from engine.core.scheduler import Scheduler
+from engine.messages import FinishReason, TokenOutput
+from transfer_backends.contract import RecomputeRequest
+
+MOST_SERVED = 4  # at a time: they read the memory that the steps read
+
+
+class PrefixServer:
+    def __init__(self, *, scheduler: Scheduler, manager: Senders, pages: PageSender) -> None:
+        self._scheduler = scheduler
+        self._manager = manager
+        self._pages = pages
+        self._outgoing = Outgoing(scheduler=scheduler, pages=pages, begin=self._begin, name="prefix")
+        self._unsettled: list[PrefillHandover] = []
+        self.counters: Counter[str] = Counter()
+
+    def take(self, wanted: RecomputeRequest, now_s: float, *, refused: str | None) -> None:
+        """Open what a peer asked for; it is refused because of `refused`, or where nothing is cached behind what the peer has."""
+        sender = self._manager.sender(wanted.room, room_attempt=wanted.room_attempt)
+        rid = f"prefix-{wanted.room}-{wanted.room_attempt}"
+        carrier = carrier_of(list(wanted.work.tokens), wanted.work.namespace, rid=rid, now_s=now_s)
+        handover = PrefillHandover(carrier, wanted.room, moves_bytes=True, sender=sender, purpose=Purpose.PREFIX)
+        busy = len(self) >= MOST_SERVED
+        if refused is None and busy:
+            refused = f"{MOST_SERVED} prefixes are being sent already"
+        if refused is None and (unfit := self._scheduler.held.lend(carrier)):
+            refused = unfit.message
+        self._outgoing.open(handover)
+        if refused is None and len(carrier.pages) <= sender.skip_pages:
+            refused = f"{len(carrier.pages)} pages of it are cached, the other worker has {sender.skip_pages}"
+        if refused is not None:
+            self.counters["prefixes_refused"] += 1
+            self._outgoing.refuse(handover, refused)
+
+    def poll(self, now_s: float) -> None:
+        self._send_settled()
+        self._outgoing.poll(now_s)
+
+    def end_all(self, why: str) -> None:
+        for handover in list(self._outgoing.handovers.values()):
+            self._outgoing.abort(handover, FinishReason(kind="abort", message=why))
+
+    def _begin(self, handover: PrefillHandover, now_s: float) -> list[TokenOutput]:
+        self._unsettled.append(handover)
+        self._send_settled()
+        return []
+
+    def _send_settled(self) -> None:
+        """Pages that a planned step still fills from the host hold nothing yet."""
+        for handover in list(self._unsettled):
+            if self._scheduler.memory.is_settled(handover.request.pages):
+                self._unsettled.remove(handover)
+                self._pages.add_computed(handover, output_of(handover.request, []), ItemResult(token=None))
+
+    # ---- reports
+
+    def __len__(self) -> int:
+        return len(self._outgoing.handovers)
+
+    @property
+    def num_rows(self) -> int:
+        return self._outgoing.num_rows
+
+    def all_counters(self) -> dict[str, float]:
+        failed, sent = sum(self._outgoing.counters.values()), self._pages.counters
+        moved = {"prefixes_sent": sent["kv_transfers"], "prefix_sent_bytes": sent["kv_sent_bytes"]} if sent else {}
+        return {**self.counters, **moved, **({"prefixes_unsent": failed} if failed else {})}

@@ -1,0 +1,111 @@
+"""Two prefill engines and a decode engine under their production roles: one may get prefixes from the other, in one thread."""
+
+import random
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from disagg.fetch_policy import FetchPolicy
+from disagg.metadata import MetadataBuffers
+from disagg.page_sender import PageSender
+from disagg.prefill_role import PrefillRole
+from disagg.prefix_exchange import PrefixExchange
+from disagg.prefix_fetching import PrefixFetches
+from disagg.prefix_serving import PrefixServer
+from disagg.recompute import Bounds
+from engine.messages import PrefixSource
+from tests.core.engine_in_a_test import request_of
+from tests.core.hash_model import VOCAB
+from tests.disagg.two_roles import Cluster, RoleEngine
+from tests.disagg.wire_in_a_test import Wire
+
+ROWS = 16
+
+
+class PrefixCluster(Cluster):
+    """As `Cluster`, whose prefill engine may ask `source` for prefixes, over `prefix_wire`.
+
+    `of_source`: what that engine is given. `weights`: of source and prefill.
+    """
+
+    def __init__(
+        self,
+        *,
+        pages: tuple[int, int, int] = (200, 200, 200),
+        page_size: int = 4,
+        of_source: Mapping[str, object] = MappingProxyType({}),
+        weights: tuple[int, int] = (1, 1),
+        **others: object,
+    ) -> None:
+        super().__init__(pages=pages[1:], page_size=page_size, rows=ROWS, **others)  # type: ignore[arg-type]
+        made = {"page_size": page_size, "chunk": 8, "max_running": 4, **of_source}
+        self.source = RoleEngine(num_pages=pages[0], **made)  # type: ignore[arg-type]
+        rows = MetadataBuffers(ROWS, weights=lambda: weights[0]), MetadataBuffers(ROWS, weights=lambda: weights[1])
+        self.prefix_wire = Wire(prefill=self.source.model, decode=self.prefill.model, rows=rows)
+        unused = Wire(prefill=self.prefill.model, decode=self.source.model, rows=rows[::-1])
+        self.source.role = self._role(self.source, self.prefix_wire, gets=unused, rows=rows[0])
+        self.prefill.role = self._role(self.prefill, self.wire, gets=self.prefix_wire, rows=self.wire.rows[0])
+        self.prefix_wire.rows = rows[0], self.wire.rows[0]
+        self.policy: FetchPolicy = self.prefill.role._prefixes._policy  # type: ignore[union-attr,assignment]
+
+    def _role(self, engine: RoleEngine, sends: Wire, *, gets: Wire, rows: MetadataBuffers) -> PrefillRole:
+        size = engine.scheduler.limits.page_size
+        policy = FetchPolicy(token_bytes=1)
+        pages = [PageSender(rows, page_size=size, page_bytes=1) for _ in range(2)]
+        return PrefillRole(
+            scheduler=engine.scheduler,
+            manager=sends,
+            pages=pages[0],
+            directory=sends,
+            bounds=Bounds(vocab_size=VOCAB, context_length=10_000),
+            prefixes=PrefixExchange(
+                fetches=PrefixFetches(scheduler=engine.scheduler, manager=gets, metadata=rows, policy=policy),
+                server=PrefixServer(scheduler=engine.scheduler, manager=sends, pages=pages[1]),
+                policy=policy,
+            ),
+        )
+
+    def warm(self, prompt: list[int], **wishes: object) -> None:
+        """Have the source compute `prompt`."""
+        request = request_of(prompt, rid=f"warm{len(self.source.finish)}", max_new_tokens=1, **wishes)
+        request.alone = True
+        self.source.say(self.source.role.add(request, 0.0))
+        self.source.run()
+
+    def ask(self, rid: str, prompt: list[int], room: int, *, known: int, new: int = 4, **wishes: object) -> None:
+        """To prefill and decode, as a router does that knows that the source has `known` tokens of it."""
+        named = PrefixSource("127.0.0.1:1", "source", known)
+        self.prefill.submit(rid, prompt, room, new=new, prefill_only=True, prefix_source=named, **wishes)
+        self.decode.submit(rid, prompt, room, new=new, prefill_only=False, **wishes)
+
+    def step(self, rng: random.Random) -> bool:
+        """One drawn event; whether anything happened."""
+        moved = rng.choice((self.wire, self.prefix_wire)).step(rng)
+        engine = rng.choice((self.prefill, self.decode, self.source))
+        return engine.turn() or moved
+
+    def run_all(self, rng: random.Random, max_turns: int = 30_000) -> None:
+        """Until nothing is left anywhere."""
+        for _ in range(max_turns):
+            if not self.step(rng) and self.at_rest():
+                return
+        raise AssertionError(f"no rest: {[e.role.queues() for e in self.engines]}")
+
+    @property
+    def engines(self) -> tuple[RoleEngine, ...]:
+        return self.prefill, self.decode, self.source
+
+    def at_rest(self) -> bool:
+        return not any(e.role.waits_for_outside() or e.launched or not e.scheduler.idle for e in self.engines)
+
+    def assert_all_back(self) -> None:
+        for engine in self.engines:
+            counts = engine.scheduler.memory.allocator.counts()
+            assert not counts["held"] and not counts["quarantined"], counts
+            cache = engine.scheduler.memory.cache
+            assert cache.num_evictable == cache.num_pages, "something is locked"
+            engine.scheduler.check()
+            engine.role.check()
+
+    def told(self, name: str) -> float:
+        """A counter of the engine that asks."""
+        return self.prefill.role.counters().get(name, 0)

@@ -1,0 +1,442 @@
+"""Prefixes that a prefill worker gets from another one: every interleaving a seed can draw, in one thread."""
+
+import random
+
+import pytest
+
+from disagg.fetch_policy import (
+    ASSUMED_BYTES_A_S,
+    LARGE_BYTES,
+    LEAST_MEASURED_TOKENS,
+    MEMORY_S,
+    UNMEASURED_WAIT_S,
+    FetchPolicy,
+)
+from disagg.prefix_exchange import OFF
+from disagg.prefix_fetching import MOST_FETCHES
+from disagg.prefix_serving import MOST_SERVED
+from engine.core.host_cache import HostCache
+from engine.core.request import Request
+from engine.messages import Bootstrap, PrefixSource
+from engine.sampling_params import SamplingParams
+from tests.core.engine_in_a_test import request_of
+from tests.core.hash_model import expected_tokens
+from tests.core.tiers_in_a_test import identity
+from tests.disagg.prefix_roles import PrefixCluster
+from tests.disagg.two_roles import Cluster
+from transfer_backends.contract import RecomputeRequest, Work
+from transfer_backends.kvpoll import KVPoll
+
+PROMPT = [i * 7 % 50 for i in range(70)]
+PREFIX = (len(PROMPT) - 1) // 4 * 4  # whole pages
+
+
+def assert_right(cluster: PrefixCluster, prompts: dict[str, list[int]], new: int = 4) -> None:
+    assert cluster.decode.tokens == {rid: expected_tokens(p, new) for rid, p in prompts.items()}
+    cluster.assert_all_back()
+
+
+def computed(cluster: PrefixCluster) -> int:
+    """Tokens of prompts that the engine that asks has computed."""
+    counters = cluster.prefill.scheduler.counters
+    return counters.prompt_tokens - counters.cached_tokens
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("seed", range(8))
+def test_a_prefix_that_the_other_worker_has_is_not_computed(seed: int, depth: int) -> None:
+    cluster = PrefixCluster(both={"depth": depth, "lag": True}, of_source={"depth": depth, "lag": True})
+    cluster.warm(PROMPT)
+    cluster.ask("a", PROMPT, 1, known=PREFIX)
+    cluster.run_all(random.Random(seed))
+    assert_right(cluster, {"a": PROMPT})
+    assert computed(cluster) == len(PROMPT) - PREFIX
+    assert cluster.told("prefix_fetched_tokens") == PREFIX
+    assert cluster.source.role.counters()["prefixes_sent"] == 1
+
+
+def test_pages_of_its_own_are_not_sent_again() -> None:
+    cluster = PrefixCluster()
+    cluster.warm(PROMPT)
+    cluster.submit("own", PROMPT[:20], 1, new=4)
+    cluster.run_all(random.Random(1))
+    cluster.ask("a", PROMPT, 2, known=PREFIX)
+    cluster.run_all(random.Random(2))
+    assert_right(cluster, {"own": PROMPT[:20], "a": PROMPT})
+    assert cluster.told("prefix_fetched_tokens") == PREFIX - 20
+
+
+def test_the_source_sends_all_that_it_has_of_the_prompt() -> None:
+    """It may have more than a router knows, and less."""
+    for known, warm in ((20, PROMPT), (PREFIX, PROMPT[:33])):
+        cluster = PrefixCluster()
+        cluster.warm(warm)
+        cluster.ask("a", PROMPT, 1, known=known)
+        cluster.run_all(random.Random(known))
+        assert_right(cluster, {"a": PROMPT})
+        assert cluster.told("prefix_fetched_tokens") == len(warm) // 4 * 4
+
+
+def test_what_the_source_has_not_is_computed() -> None:
+    cluster = PrefixCluster()
+    cluster.warm([1, *PROMPT])
+    cluster.ask("a", PROMPT, 1, known=PREFIX)
+    cluster.run_all(random.Random(3))
+    assert_right(cluster, {"a": PROMPT})
+    assert cluster.told("prefix_fetches_refused") == 1 and computed(cluster) == len(PROMPT)
+    assert cluster.source.role.counters()["prefixes_refused"] == 1
+
+
+def test_two_with_one_prefix_wait_for_one_fetch() -> None:
+    cluster = PrefixCluster()
+    cluster.warm(PROMPT)
+    prompts = {"a": PROMPT, "b": [*PROMPT[:-1], 3], "c": [*PROMPT[:-1], 4]}
+    cluster.ask("a", prompts["a"], 1, known=PREFIX)
+    cluster.ask("b", prompts["b"], 2, known=PREFIX)
+    cluster.submit("c", prompts["c"], 3, new=4)  # its router believes that the prefix is here
+    cluster.run_all(random.Random(4))
+    assert_right(cluster, prompts)
+    assert cluster.told("prefix_fetches") == 1 and computed(cluster) == 3 * (len(PROMPT) - PREFIX)
+
+
+def test_others_compute_while_one_waits() -> None:
+    cluster = PrefixCluster()
+    cluster.warm(PROMPT)
+    cluster.ask("waits", PROMPT, 1, known=PREFIX)
+    cluster.submit("other", PROMPT[5:40], 2, new=4)
+    rng = random.Random(5)
+    while "other" not in cluster.decode.finish:
+        cluster.wire.step(rng)
+        cluster.prefill.turn()
+        cluster.decode.turn()
+    assert cluster.prefill.scheduler.stages.waiting["waits"].arriving
+    cluster.run_all(rng)
+    assert_right(cluster, {"waits": PROMPT, "other": PROMPT[5:40]})
+
+
+def late(cluster: PrefixCluster, rng: random.Random, *, events: int) -> None:
+    """Let `events` of the prefix wire happen, and then a long time pass."""
+    for _ in range(events):
+        cluster.prefill.turn()
+        cluster.source.turn()
+        cluster.prefix_wire.step(rng)
+    cluster.prefill.now_s = 100.0
+
+
+@pytest.mark.parametrize("events", range(0, 26, 2))
+def test_a_late_fetch_is_given_up_and_its_late_writes_harm_nobody(events: int) -> None:
+    """Its pages stay in quarantine while the source may write them; the request computes, and so do others in all of the memory."""
+    cluster = PrefixCluster(pages=(200, 40, 200))
+    cluster.warm(PROMPT)
+    rng = random.Random(events)
+    cluster.ask("a", PROMPT, 1, known=PREFIX)
+    late(cluster, rng, events=events)
+    cluster.prefill.turn()
+    assert not cluster.prefill.role.queues()["fetching"], "nothing waits any more"
+    prompts = {"a": PROMPT} | {f"o{i}": [i, *PROMPT[: 30 + i]] for i in range(6)}
+    for i in range(6):
+        cluster.submit(f"o{i}", prompts[f"o{i}"], 10 + i, new=4)
+    for _ in range(60):  # late writes land while others compute
+        cluster.prefill.turn()
+        cluster.decode.turn()
+        cluster.wire.step(rng)
+    cluster.run_all(rng)
+    assert_right(cluster, prompts)
+    assert cluster.told("prefix_fetches_late") + cluster.told("prefix_fetched") == 1
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_client_that_leaves_ends_the_fetch_for_it_alone(seed: int) -> None:
+    cluster = PrefixCluster()
+    cluster.warm(PROMPT)
+    rng = random.Random(seed)
+    cluster.ask("gone", PROMPT, 1, known=PREFIX)
+    others = {"b": [*PROMPT[:-1], 3]} if seed % 2 else {}
+    for rid, prompt in others.items():
+        cluster.ask(rid, prompt, 2, known=PREFIX)
+    for _ in range(seed):
+        cluster.step(rng)
+    cluster.prefill.abort("gone")
+    cluster.decode.abort("gone")
+    cluster.run_all(rng)
+    cluster.assert_all_back()
+    assert {rid: cluster.decode.tokens[rid] for rid in others} == {r: expected_tokens(p, 4) for r, p in others.items()}
+    if others:
+        assert cluster.told("prefix_fetched") == 1
+
+
+def test_a_source_that_dies_is_no_fault_of_the_request() -> None:
+    cluster = PrefixCluster()
+    cluster.warm(PROMPT)
+    cluster.ask("a", PROMPT, 1, known=PREFIX)
+    rng = random.Random(6)
+    late(cluster, rng, events=8)
+    for room in cluster.prefix_wire.rooms.values():  # as the manager tells it: proven dead, nothing can be written
+        assert room.decode is not None
+        room.decode.state, room.decode.reason, room.decode.settled = KVPoll.Failed, "the source is dead", True
+        room.to_decode.clear(), room.to_prefill.clear(), room.writes.clear()
+    for _ in range(2000):
+        cluster.wire.step(rng)
+        cluster.prefill.turn()
+        cluster.decode.turn()
+    assert cluster.decode.tokens == {"a": expected_tokens(PROMPT, 4)}
+    assert not cluster.prefill.scheduler.memory.allocator.counts()["quarantined"]
+    cluster.prefill.role.check()
+
+
+def test_what_leaves_is_locked_until_nothing_reads_it() -> None:
+    """The source evicts for others meanwhile, but not what it sends, although that was used least recently."""
+    cluster = PrefixCluster(pages=(34, 200, 200))
+    other = [9, *PROMPT[:58]]
+    cluster.warm(PROMPT)
+    cluster.warm(other)
+    cluster.ask("a", PROMPT, 1, known=PREFIX)
+    rng = random.Random(7)
+    while not cluster.source.role.queues()["sending"]:
+        cluster.prefill.turn()
+        cluster.source.turn()
+        cluster.prefix_wire.step(rng)
+    cluster.warm(other)
+    cluster.warm([8, *PROMPT[:54]])
+    cache = cluster.source.scheduler.memory.cache
+    assert cache.num_cached(PROMPT) == len(PROMPT) // 4 and cache.num_cached(other) < len(other) // 4
+    cluster.run_all(rng)
+    assert_right(cluster, {"a": PROMPT})
+    assert cluster.told("prefix_fetched_tokens") == PREFIX
+
+
+def test_an_evicted_prefix_is_refused() -> None:
+    cluster = PrefixCluster(pages=(24, 200, 200))
+    cluster.warm(PROMPT)
+    cluster.warm([9, *PROMPT[:40]])
+    cluster.warm([8, *PROMPT[:40]])
+    cluster.ask("a", PROMPT, 1, known=PREFIX)
+    cluster.run_all(random.Random(8))
+    assert_right(cluster, {"a": PROMPT})
+    assert cluster.told("prefix_fetched_tokens") < PREFIX
+
+
+def test_namespaces_do_not_mix() -> None:
+    cluster = PrefixCluster()
+    cluster.warm(PROMPT, namespace=("theirs",))
+    cluster.ask("a", PROMPT, 1, known=PREFIX, namespace=("ours",))
+    cluster.ask("b", PROMPT, 2, known=PREFIX, namespace=("theirs",))
+    cluster.run_all(random.Random(9))
+    assert_right(cluster, {"a": PROMPT, "b": PROMPT})
+    assert cluster.told("prefix_fetched") == cluster.told("prefix_fetches_refused") == 1
+
+
+def test_kv_of_other_weights_is_not_taken() -> None:
+    cluster = PrefixCluster(weights=(1, 2))
+    cluster.wire.rows[0]._weights = lambda: 2
+    cluster.warm(PROMPT)
+    cluster.ask("a", PROMPT, 1, known=PREFIX)
+    cluster.run_all(random.Random(10))
+    assert cluster.told("prefix_fetches_refused") == 1 and computed(cluster) == len(PROMPT)
+    cluster.assert_all_back()
+
+
+def test_both_sides_bound_their_number() -> None:
+    cluster = PrefixCluster(pages=(900, 900, 900), both={"max_queued": 99})
+    prompts = {f"r{i}": [i, *PROMPT] for i in range(MOST_FETCHES + 2)}
+    for prompt in prompts.values():
+        cluster.warm(prompt)
+    for i, (rid, prompt) in enumerate(prompts.items()):
+        cluster.ask(rid, prompt, 1 + i, known=PREFIX)
+    assert cluster.prefill.role.queues()["fetching"] == MOST_FETCHES and cluster.told("prefix_fetches_forgone") == 2
+    rng = random.Random(11)
+    for _ in range(200):  # all of them arrive before the source looks
+        cluster.prefill.turn()
+        cluster.prefix_wire.step(rng)
+    cluster.source.turn()
+    told = cluster.source.role.counters()
+    assert cluster.source.role.queues()["sending"] == MOST_FETCHES, "the refused ones, too, until that is known"
+    assert told["prefixes_refused"] == MOST_FETCHES - MOST_SERVED
+    cluster.run_all(rng)
+    assert_right(cluster, prompts)
+    assert cluster.told("prefix_fetched") == MOST_SERVED
+    assert cluster.told("prefix_fetches_refused") == MOST_FETCHES - MOST_SERVED
+
+
+def test_a_worker_that_may_take_no_work_sends_no_prefix() -> None:
+    cluster = PrefixCluster()
+    cluster.warm(PROMPT)
+    cluster.source.role.close_to_peers("it is draining")
+    cluster.ask("a", PROMPT, 1, known=PREFIX)
+    cluster.run_all(random.Random(12))
+    assert_right(cluster, {"a": PROMPT})
+    assert cluster.told("prefix_fetches_refused") == 1
+
+
+def test_pages_that_still_come_from_the_host_are_not_sent() -> None:
+    """The tree has them from the plan of their copy on."""
+    tier = HostCache(num_pages=60, identity=identity())
+    cluster = PrefixCluster(pages=(30, 200, 200), of_source={"host": tier, "lag": True, "depth": 2})
+    cluster.warm(PROMPT)
+    for first in range(3):
+        cluster.warm([60 + first, *PROMPT[:50]])
+    assert cluster.source.scheduler.memory.cache.num_cached(PROMPT) < PREFIX // 4, "nothing was evicted"
+    again = request_of(PROMPT, rid="again", max_new_tokens=1)
+    again.alone = True
+    cluster.source.say(cluster.source.role.add(again, 0.0))
+    plan = cluster.source.scheduler.schedule()
+    assert plan is not None and plan.from_host
+    cluster.source.launch(plan)  # the device comes to it later
+    cluster.ask("a", PROMPT, 1, known=PREFIX)
+    for _ in range(60):
+        cluster.prefill.turn()
+        cluster.source.role.poll(0.0)
+        cluster.prefix_wire.step(random.Random(0))
+    assert cluster.source.role.queues()["sending"] and not cluster.told("prefix_fetched")
+    cluster.run_all(random.Random(13))
+    assert_right(cluster, {"a": PROMPT})
+    assert cluster.told("prefix_fetched_tokens") == PREFIX
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("policy", ["write_through", "write_back"])
+def test_a_host_tier_and_prefixes_of_others_go_together(seed: int, policy: str) -> None:
+    """Pages whose copy to the host has not run are not written by others, and pages whose copy from there has not are not sent."""
+
+    def tier() -> HostCache:
+        return HostCache(num_pages=60, identity=identity(), write_policy=policy)
+
+    both = {"lag": True, "depth": 2}
+    cluster = PrefixCluster(pages=(26, 30, 200), prefill={"host": tier(), **both}, of_source={"host": tier(), **both})
+    rng = random.Random(seed)
+    prompts = {f"r{i}": [i % 3, *PROMPT[: 40 + i]] for i in range(9)}
+    for prompt in prompts.values():
+        cluster.warm(prompt)
+    for i, (rid, prompt) in enumerate(prompts.items()):
+        cluster.ask(rid, prompt, 1 + i, known=len(prompt) // 4 * 4)
+        for _ in range(rng.randrange(40)):
+            cluster.step(rng)
+    cluster.run_all(rng)
+    assert_right(cluster, prompts)
+    assert cluster.told("prefix_fetched") > 0
+
+
+def copy_request(prompt: list[int], room: int, *, known: int, rid: str = "copy") -> Request:
+    return Request(
+        rid=rid,
+        input_ids=prompt,
+        sampling=SamplingParams(max_new_tokens=4),
+        eos_ids=frozenset(),
+        arrived_s=0.0,
+        bootstrap=Bootstrap("127.0.0.1", 1, room),
+        prefill_only=True,
+        prefix_source=PrefixSource("127.0.0.1:1", "source", known, copy=True),
+    )
+
+
+def test_a_copy_ends_when_the_prefix_is_here_and_nothing_is_computed() -> None:
+    cluster = PrefixCluster()
+    cluster.warm(PROMPT)
+    role = cluster.prefill.role
+    assert role.add(copy_request(PROMPT, 1, known=40), 0.0) == []
+    (again,) = role.add(copy_request(PROMPT, 2, known=40), 0.0)
+    assert again.finish is not None and "is running" in again.finish.message
+    cluster.run_all(random.Random(14))
+    (answer,) = cluster.prefill.outputs["copy"]
+    assert answer.finish is not None and answer.finish.kind == "length" and answer.cached_tokens == 40
+    assert cluster.prefill.scheduler.memory.cache.num_cached(PROMPT) == 10, "no more than the router has paid for"
+    assert computed(cluster) == 0
+    cluster.assert_all_back()
+    (refused,) = role.add(copy_request(PROMPT, 3, known=40), 0.0)
+    assert refused.finish is not None and refused.finish.status == 409, "it is here"
+
+
+def test_a_copy_that_cannot_be_had_is_refused() -> None:
+    cluster = PrefixCluster()
+    assert cluster.prefill.role.add(copy_request(PROMPT, 1, known=40), 0.0) == []
+    cluster.run_all(random.Random(15))
+    (answer,) = cluster.prefill.outputs["copy"]
+    assert answer.finish is not None and answer.finish.status == 409 and "did not come" in answer.finish.message
+    assert cluster.told("prefix_fetches_refused") == 1
+    cluster.assert_all_back()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_copy_may_be_aborted(seed: int) -> None:
+    cluster = PrefixCluster()
+    cluster.warm(PROMPT)
+    cluster.prefill.say(cluster.prefill.role.add(copy_request(PROMPT, 1, known=40), 0.0))
+    rng = random.Random(seed)
+    for _ in range(3 * seed):
+        cluster.step(rng)
+    cluster.prefill.abort("copy")
+    cluster.run_all(rng)
+    cluster.assert_all_back()
+    assert cluster.prefill.finish["copy"].kind in ("abort", "length")
+
+
+def test_a_worker_without_the_flag_refuses_copies_and_sends_nothing() -> None:
+    cluster = Cluster(pages=(99, 99))
+    (refused,) = cluster.prefill.role.add(copy_request(PROMPT, 1, known=40), 0.0)
+    assert refused.finish is not None and refused.finish.status == 409 and OFF in refused.finish.message
+    cluster.wire.recompute_requests.append(RecomputeRequest(7, 1, Work(tokens=PROMPT, cached=True)))
+    room = cluster.wire.room(7, 1)
+    cluster.prefill.turn()
+    assert room.prefill is not None and room.prefill.reason == OFF
+    assert cluster.prefill.role.counters()["recompute_refused"] == 1
+
+
+# ---- the decision
+
+
+def test_what_is_not_measured_is_fetched() -> None:
+    policy = FetchPolicy(token_bytes=1000)
+    assert policy.wait_s(1000, 0.0) == UNMEASURED_WAIT_S
+
+
+@pytest.mark.parametrize(("tokens_a_s", "fetched"), [(900.0, True), (1100.0, False)])
+def test_the_faster_way_is_taken(tokens_a_s: float, fetched: bool) -> None:
+    """KV of 1000 tokens takes a second."""
+    policy = FetchPolicy(token_bytes=LARGE_BYTES / 1000)
+    policy.note_fetch(1, 1e-6, 0.0)  # there is no latency
+    policy.note_fetch(4000, 4.0, 0.0)
+    policy.note_prompt(2000, 2000 / tokens_a_s, 0.0)
+    wait_s = policy.wait_s(500, 0.0)
+    assert (wait_s is not None) is fetched
+    if wait_s is not None:
+        assert 500 / tokens_a_s < wait_s < 2 * 500 / tokens_a_s, "at worst it takes twice as long"
+
+
+def test_a_slow_link_gets_another_try_and_a_short_prompt_measures_nothing() -> None:
+    policy = FetchPolicy(token_bytes=ASSUMED_BYTES_A_S / 1e6)
+    assert 10_000 * ASSUMED_BYTES_A_S / 1e6 > LARGE_BYTES
+    policy.note_prompt(LEAST_MEASURED_TOKENS - 1, 100.0, 0.0)
+    assert policy.compute_s(1, 0.0) is None
+    policy.note_prompt(10_000, 1.0, 0.0)
+    policy.note_fetch(10_000, 100.0, 0.0)
+    assert policy.wait_s(10_000, MEMORY_S) is None
+    assert policy.wait_s(10_000, MEMORY_S + 1) is not None
+
+
+def test_a_prompt_is_judged_by_those_of_its_length() -> None:
+    policy = FetchPolicy(token_bytes=1)
+    policy.note_prompt(1000, 0.1, 0.0)
+    policy.note_prompt(30_000, 30.0, 0.0)
+    assert policy.compute_s(600, 0.0) == pytest.approx(0.06) and policy.compute_s(20_000, 0.0) == pytest.approx(20.0)
+    assert policy.compute_s(4000, 0.0) == pytest.approx(0.4) and policy.compute_s(60_000, 0.0) == pytest.approx(60.0)
+
+
+def test_small_fetches_measure_latency_and_large_ones_bandwidth() -> None:
+    policy = FetchPolicy(token_bytes=LARGE_BYTES / 1000)
+    policy.note_prompt(1000, 0.1, 0.0)
+    for _ in range(9):
+        policy.note_fetch(30, 0.03, 0.0)  # a hundredth of the bandwidth, if that were all
+    assert policy.wait_s(250, 0.0) is None and policy.wait_s(10_000, 0.0) is not None
+    policy.note_fetch(10_000, 1.03, 0.0)
+    assert policy.fetch_s(10_000, 0.0) == pytest.approx(1.03)
+    assert policy.gauges(0.0)["prefix_fetch_gb_s"] == pytest.approx(LARGE_BYTES * 10 / 1e9)
+
+
+def test_what_costs_less_to_compute_is_not_fetched() -> None:
+    cluster = PrefixCluster()
+    cluster.policy.note_prompt(10**9, 1e-3, 0.0)
+    cluster.warm(PROMPT)
+    cluster.ask("a", PROMPT, 1, known=PREFIX)
+    cluster.run_all(random.Random(16))
+    assert_right(cluster, {"a": PROMPT})
+    assert cluster.told("prefix_fetches_forgone") == 1 and not cluster.told("prefix_fetches")

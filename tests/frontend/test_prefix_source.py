@@ -1,0 +1,66 @@
+"""What a prefill worker takes from the header in which a router names another worker: a real frontend, a scheduler stand-in."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from engine.messages import PrefixSource
+from service.http.prefix_source import PREFIX_HEADER, PrefixSourceHeader, write_header
+from tests.frontend.conftest import Worker, start_worker
+
+META = {"bootstrap_host": "10.0.0.1", "bootstrap_port": 5, "bootstrap_room": 7}
+SOURCE = PrefixSourceHeader(control="10.0.0.1:5000", incarnation="p1", num_tokens=4096)
+
+
+@pytest.fixture(scope="module")
+def prefill(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
+    with start_worker(tmp_path_factory.mktemp("prefill"), mode="prefill", allowed=["10.0.0.1"]) as worker:
+        yield worker
+
+
+def seen(worker: Worker, header: str | None, path: str = "/v1/completions", **body: Any) -> list[PrefixSource | None]:
+    """What the scheduler is told, of each sample."""
+    before = len(worker.scheduler.seen)
+    headers = {} if header is None else {PREFIX_HEADER: header}
+    answer = worker.post(path, {**META, "max_tokens": 1, **body}, headers=headers)
+    assert answer.status_code == 200, answer.text
+    return [request.prefix_source for request in worker.scheduler.seen[before:]]
+
+
+@pytest.mark.parametrize("copy", [False, True])
+def test_the_scheduler_is_told_of_the_source(prefill: Worker, copy: bool) -> None:
+    source = PrefixSourceHeader(control=SOURCE.control, incarnation="p1", num_tokens=4096, copy=copy)
+    told = PrefixSource(SOURCE.control, "p1", 4096, copy)
+    header = write_header(source, None)
+    assert seen(prefill, header, prompt="abc") == [told]
+    messages = [{"role": "user", "content": "abc"}]
+    assert seen(prefill, header, "/v1/chat/completions", messages=messages) == [told]
+    native = {"text": "abc", "sampling_params": {"max_new_tokens": 1}}
+    before = len(prefill.scheduler.seen)
+    assert prefill.post("/generate", {**META, **native}, headers={PREFIX_HEADER: header}).status_code == 200
+    assert prefill.scheduler.seen[before].prefix_source == told
+
+
+def test_the_samples_of_the_first_prompt_alone_are_told(prefill: Worker) -> None:
+    told = PrefixSource(SOURCE.control, "p1", 4096)
+    assert seen(prefill, write_header(SOURCE, None), prompt=["abc", "abd"], n=2) == [told, told, None, None]
+
+
+@pytest.mark.parametrize("header", [None, "", "-", "- {}", "nonsense", '- {"control": "10.0.0.1:5000"}'])
+def test_what_no_router_writes_is_ignored(prefill: Worker, header: str | None) -> None:
+    assert seen(prefill, header, prompt="abc") == [None]
+
+
+@pytest.mark.parametrize("control", ["10.9.9.9:5000", "10.0.0.1", "nonsense", "10.0.0.1:x"])
+def test_a_worker_dials_no_unknown_address(prefill: Worker, control: str) -> None:
+    """Without a cluster secret anybody who reaches it can write the header."""
+    source = PrefixSourceHeader(control=control, incarnation="p1", num_tokens=9)
+    assert seen(prefill, write_header(source, None), prompt="abc") == [None]
+
+
+def test_other_roles_get_no_prefixes(worker: Worker) -> None:
+    before = len(worker.scheduler.seen)
+    body = {"prompt": "abc", "max_tokens": 1}
+    assert worker.post("/v1/completions", body, headers={PREFIX_HEADER: write_header(SOURCE, None)}).status_code == 200
+    assert worker.scheduler.seen[before].prefix_source is None
