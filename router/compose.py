@@ -7,6 +7,7 @@ import logging
 import secrets
 import time
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from functools import partial
 
 from aiohttp import web
@@ -14,9 +15,12 @@ from aiohttp import web
 from router.admission.admission import Admission
 from router.admission.rate_limit import make_limiter
 from router.attempts.pair_attempt import AttemptLauncher, RoomMinter
+from router.attempts.prefix_headers import PrefixHeaders
 from router.body import PUTS, Api
-from router.choice.chooser import make_chooser
+from router.choice.chooser import Chooser, make_chooser
 from router.choice.kv_feed import KVEventFeed
+from router.choice.prefix_sources import PrefixSources
+from router.choice.replication import Replication
 from router.client.credentials import Credentials
 from router.client.session import open_session
 from router.client.upstream import HttpUpstream
@@ -45,6 +49,7 @@ from router.pool.shared_load import SharedLoad
 from router.pool.worker import Role, Worker
 from router.pool.workers import WorkerTable, WorkerTableError
 from router.requests.build import make_dispatcher, make_events, ways_of
+from router.requests.copies import PrefixCopies
 from router.requests.dispatch import Dispatcher
 from router.requests.live import LiveRequests
 from router.requests.responses import Responses, SharedBook
@@ -77,6 +82,7 @@ class Router:
 
     def __init__(self, config: RouterConfig, slot: ProcessSlot | None, stack: AsyncExitStack) -> None:
         """Build what needs no worker. Raises `ConfigError`."""
+        self._stack = stack
         self.config, self.slot = config, slot
         self.secret, self.gate = check_exposure(config)
         self.credentials = Credentials(
@@ -96,13 +102,16 @@ class Router:
         stack.callback(self.tracer.close)
         self.recorder = Recorder(time.monotonic, place=0 if slot is None else slot.row)
         self.chooser = make_chooser(config, draw=secrets.randbelow)
+        self.prefixes = _prefixes(config, self.chooser, self.secret)
         self.feed = KVEventFeed(chooser=self.chooser, secret=self.secret, enabled=not config.disable_kv_events)
         stack.push_async_callback(self.feed.close)
         self.admission = Admission(config, peers=peer_load, chooser=self.chooser)
         self.table = _table(config, peer_load)
         self.table.on_gone = self._on_gone
         self.responses = _responses(config)
-        self.metrics = RouterMetrics(self.table, feed=self.feed, admission=self.admission, responses=self.responses)
+        self.metrics = RouterMetrics(
+            self.table, feed=self.feed, admission=self.admission, responses=self.responses, prefixes=self.prefixes
+        )
 
     async def connect(self, stack: AsyncExitStack) -> None:
         """Build what sends requests to workers. The first goes out with `monitor.watch` or `discovery.start`."""
@@ -123,7 +132,7 @@ class Router:
             session=self.session,
             credentials=credentials,
             on_report=lambda worker, report: self.recorder.on_report(worker.role, worker.report, report),
-            on_info=self.feed.on_info,
+            on_info=self._on_info,
             let_go=give_up_all if config.disable_kv_moves else moves.let_go,
         )
         stack.push_async_callback(self.monitor.close)
@@ -180,7 +189,10 @@ class Router:
             events=events,
             secret=self.secret,
             clock=time.monotonic,
+            prefixes=self.prefixes,
         )
+        if self.prefixes is not None and self.prefixes.replication is not None:
+            self._copy_hot_prefixes(launcher, self.prefixes, self.prefixes.replication)
         return make_dispatcher(
             self.config,
             launcher=launcher,
@@ -192,6 +204,11 @@ class Router:
             responses=Responses(book=self.book),
             session=self.session,
         )
+
+    def _copy_hot_prefixes(self, launcher: AttemptLauncher, prefixes: PrefixHeaders, replication: Replication) -> None:
+        copies = PrefixCopies(launcher=launcher, prefixes=prefixes, replication=replication)
+        launcher.events = replace(launcher.events, on_sent=(*launcher.events.on_sent, copies.on_sent))
+        self._stack.callback(copies.close)
 
     def routes(self) -> Routes:
         config, peers, calls = self.config, self.peers, self.calls
@@ -237,9 +254,25 @@ class Router:
         links = {path: what for path, what in pages.items() if path in FILES}
         return Home(server="router", models=lambda: self.table.models.names, links=links)
 
+    def _on_info(self, worker: Worker, info: object) -> None:
+        self.feed.on_info(worker, info)
+        if self.prefixes is not None:
+            self.prefixes.sources.on_info(worker, info)
+
     def _on_gone(self, worker: Worker) -> None:
         self.feed.on_gone(worker)
+        if self.prefixes is not None:
+            self.prefixes.sources.on_gone(worker)
         self.admission.forecast.forget(worker)
+
+
+def _prefixes(config: RouterConfig, chooser: Chooser, secret: bytes | None) -> PrefixHeaders | None:
+    index = chooser.cache_of(Role.PREFILL) if config.prefix_fetch else None
+    if index is None:
+        return None
+    bytes_a_s = config.prefix_copy_bytes_per_second
+    replication = Replication(bytes_a_s=bytes_a_s) if bytes_a_s else None
+    return PrefixHeaders(sources=PrefixSources(index), secret=secret, replication=replication)
 
 
 def limits_of(config: RouterConfig) -> RequestLimits:

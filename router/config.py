@@ -53,6 +53,16 @@ class ChoiceFlags(FlagSet):
     )
     max_tree_size: int = flag(1 << 26, "cache_aware: bytes of prompts to remember per worker", unit="bytes", least=1)
     disable_kv_events: bool = flag(False, "cache_aware: do not follow the KV events that workers publish")
+    prefix_fetch: bool = flag(
+        False, "cache_aware: tell a prefill worker (with --prefix-fetch, too) which other one has a prompt's prefix"
+    )
+    prefix_copy_bytes_per_second: int = flag(
+        0,
+        "most KV copied ahead, of hot prefixes that one prefill worker has",
+        unit="bytes",
+        least=0,
+        special={0: "none"},
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,6 +242,18 @@ def check_config(config: RouterConfig) -> None:
     )
     _check_discovery(config)
     _check_auto_roles(config)
+    _check_prefix_fetch(config)
+
+
+def _check_prefix_fetch(config: RouterConfig) -> None:
+    if config.prefix_fetch:
+        _require(
+            config.pd_disaggregation, "--prefix-fetch", "needs --pd-disaggregation: prefill workers exchange prefixes"
+        )
+        by_cache = (config.prefill_policy or config.policy) == "cache_aware"
+        _require(by_cache, "--prefix-fetch", "needs --prefill-policy cache_aware, which knows the prefixes of workers")
+    copies = config.prefix_copy_bytes_per_second > 0
+    _require(config.prefix_fetch or not copies, "--prefix-copy-bytes-per-second", "needs --prefix-fetch")
 
 
 def check_worker_url(name: str, url: str) -> None:

@@ -18,6 +18,7 @@ from prometheus_client.registry import Collector
 from router.admission.admission import Admission
 from router.admission.forecast import LineFit
 from router.attempts.pair_attempt import PairAttempt
+from router.attempts.prefix_headers import PrefixHeaders
 from router.attempts.request import RequestContext
 from router.attempts.upstream_call import MOVED, CallFailed
 from router.choice.kv_feed import KVEventFeed
@@ -48,7 +49,9 @@ class RouterMetrics(Collector):
         feed: KVEventFeed | None = None,
         admission: Admission | None = None,
         responses: ResponseStore | None = None,
+        prefixes: PrefixHeaders | None = None,
     ) -> None:
+        self._prefixes = prefixes
         self._table = table
         self._responses = responses
         self._feed = feed
@@ -125,6 +128,8 @@ class RouterMetrics(Collector):
             yield from _of_admission(workers, self._admission)
         if self._responses is not None:
             yield from _of_responses(self._responses)
+        if self._prefixes is not None:
+            yield from _of_prefixes(self._prefixes)
         yield from self._sglang_names(workers)
 
     def _sglang_names(self, workers: Sequence[Worker]) -> Iterator[Metric]:
@@ -215,6 +220,17 @@ def _of_responses(store: ResponseStore) -> Iterator[Metric]:
     yield GaugeMetricFamily("tandem_router_stored_responses", "Stored answers of /v1/responses", value=len(store))
     text = "Bytes of stored answers of /v1/responses, with their inputs"
     yield GaugeMetricFamily("tandem_router_stored_response_bytes", text, value=store.num_bytes)
+
+
+def _of_prefixes(prefixes: PrefixHeaders) -> Iterator[Metric]:
+    text = "Requests whose prefill worker was told of another one that has their prefix (--prefix-fetch)"
+    yield CounterMetricFamily("tandem_router_prefix_sources", text, value=prefixes.num_named)
+    if (replication := prefixes.replication) is not None:
+        text = "Hot prefixes that were to be copied to a second prefill worker"
+        copies = CounterMetricFamily("tandem_router_prefix_copies", text, labels=["result"])
+        copies.add_metric(["copied"], replication.num_copied)
+        copies.add_metric(["failed"], replication.num_failed)
+        yield copies
 
 
 def _of_admission(workers: Sequence[Worker], admission: Admission) -> Iterator[Metric]:

@@ -44,6 +44,7 @@ _SHARED = (
     "max_stored_response_bytes",
     "max_stored_responses",
     "otlp_traces_endpoint",
+    "prefix_fetch",
     "sse_keep_alive_interval_s",
     "trace_ring",
 )

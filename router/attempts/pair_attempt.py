@@ -12,6 +12,7 @@ from functools import partial
 
 from router.attempts.dp_rank import asked_of
 from router.attempts.events import Events
+from router.attempts.prefix_headers import PrefixHeaders
 from router.attempts.request import RequestContext
 from router.attempts.upstream_call import CallFailed, UpstreamCall, stays
 from router.body import write_bodies
@@ -242,7 +243,7 @@ class AttemptGroup:
 
 @dataclass(eq=False, kw_only=True)
 class AttemptLauncher:
-    """Begins attempts. `tails`: ended ones whose prefill call still runs; `close` ends those calls."""
+    """Begins attempts. `tails`: ended ones whose prefill call still runs; `close` ends those calls. `prefixes`: None: workers exchange none."""
 
     table: WorkerTable
     rooms: RoomMinter
@@ -250,6 +251,7 @@ class AttemptLauncher:
     events: Events
     secret: bytes | None
     clock: Callable[[], float]
+    prefixes: PrefixHeaders | None = None
     tails: set[PairAttempt] = field(default_factory=set, init=False)
 
     def begin(
@@ -277,6 +279,8 @@ class AttemptLauncher:
                 to_decode, headers = asked_of(answer_by, compute, parsed, headers)
                 prefill_body, _ = write_bodies(to_prefill, host=host, port=port, rooms=rooms)
                 _, decode_body = write_bodies(to_decode, host=host, port=port, rooms=rooms)
+            if self.prefixes is not None:
+                prefill_headers = self.prefixes.added_to(prefill_headers, placements[0], request.hints)
             leases = self._charge(request, placements, now_s)
             prefill = self._call(compute, request.path, prefill_headers, prefill_body, stream=False)
             vouched = self._vouched(headers, compute, rooms)

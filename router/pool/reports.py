@@ -180,6 +180,27 @@ def parse_event_source(info: object, *, url_host: str) -> EventSource | None:
     return EventSource(endpoint, _dialled(config.get("replay_endpoint"), url_host), topic, config.get("curve") is True)
 
 
+@dataclass(frozen=True, slots=True)
+class PrefixHolder:
+    """Where other prefill workers get a worker's prefixes: "host:port", of which process, and bytes of a token's KV."""
+
+    control: str
+    incarnation: str
+    token_bytes: int
+
+
+def parse_prefix_holder(info: object) -> PrefixHolder | None:
+    """From `prefix_source` in `/server_info`, JSON in a string; None: the worker sends none (--prefix-fetch)."""
+    text = info.get("prefix_source") if isinstance(info, dict) else None
+    named = object_of(text.encode(errors="replace")) if isinstance(text, str) else {}
+    control, incarnation = named.get("control"), named.get("incarnation")
+    if not (isinstance(control, str) and isinstance(incarnation, str)):
+        return None
+    if max(len(control), len(incarnation)) > MAX_INCARNATION_CHARS:
+        return None
+    return PrefixHolder(control, incarnation, count_of(named.get("token_bytes")))
+
+
 def _dialled(endpoint: object, host: str) -> str | None:
     """The endpoint with `host`; None for what is not tcp://HOST:PORT."""
     if not isinstance(endpoint, str) or not endpoint.startswith("tcp://"):

@@ -11,6 +11,8 @@ import pytest
 from tests.e2e.cluster import SHIPPED, Cluster, cluster
 from tests.e2e.shared.otlp_receiver import OtlpReceiver
 
+SECRET = "only this cluster knows it"
+
 
 @pytest.fixture(scope="package")
 def receiver() -> Iterator[OtlpReceiver]:
@@ -42,16 +44,16 @@ def nixl(tmp_path_factory: pytest.TempPathFactory, receiver: OtlpReceiver) -> It
 def mooncake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Two prefill workers: any may serve any request. All share a secret, so all they say is authenticated.
 
-    Prefill workers tell the router what they cache, and prompts go by it.
+    Prefill workers tell the router what they cache, and prompts go by it. They exchange prefixes.
     """
     folder = tmp_path_factory.mktemp("mooncake")
     secret = folder / "secret"
-    secret.write_text("only this cluster knows it")
+    secret.write_text(SECRET)
     secret.chmod(0o600)
     events = '{"endpoint": "tcp://127.0.0.1:*", "replay_endpoint": "tcp://127.0.0.1:*"}'
     args = (
         *("--prefill", "2", "--cluster-secret-file", str(secret)),
-        *("--kv-events-config", events, "--prefill-policy", "cache_aware"),
+        *("--kv-events-config", events, "--prefill-policy", "cache_aware", "--prefix-fetch"),
     )
     with cluster(folder, "--transfer-backend", "mooncake", *args, *SHIPPED) as c:
         yield c

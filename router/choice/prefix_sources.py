@@ -1,0 +1,88 @@
+"""Which other prefill worker has more of a prompt's prefix than the one that was chosen for it. Pure."""
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from router.choice.policies import Placement, RoutingHints
+from router.choice.prefix_index import PrefixIndex
+from router.choice.prefix_keys import BLOCK_TOKENS
+from router.pool.load_order import load_key
+from router.pool.reports import PrefixHolder, parse_prefix_holder
+from router.pool.worker import Worker
+from service.http.prefix_source import PrefixSourceHeader
+
+
+class Holder(NamedTuple):
+    """`num_blocks`: of the prompt, from its first, that `worker` has."""
+
+    worker: Worker
+    at: PrefixHolder
+    num_blocks: int
+
+    @property
+    def size_bytes(self) -> int:
+        return self.num_blocks * BLOCK_TOKENS * self.at.token_bytes
+
+    def header(self, *, copy: bool = False) -> PrefixSourceHeader:
+        num_tokens = self.num_blocks * BLOCK_TOKENS
+        return PrefixSourceHeader(
+            control=self.at.control, incarnation=self.at.incarnation, num_tokens=num_tokens, copy=copy
+        )
+
+
+class PrefixSources:
+    """The prefill workers that exchange prefixes. `index`: what each has, by its KV events and by the prompts that it got."""
+
+    def __init__(self, index: PrefixIndex) -> None:
+        self._index = index
+        self._workers: dict[int, tuple[Worker, PrefixHolder]] = {}
+
+    def on_info(self, worker: Worker, info: object) -> None:
+        at = parse_prefix_holder(info)
+        if at is None:
+            self._workers.pop(worker.worker_id, None)
+        else:
+            self._workers[worker.worker_id] = worker, at
+
+    def on_gone(self, worker: Worker) -> None:
+        self._workers.pop(worker.worker_id, None)
+
+    def exchanges(self, worker: Worker) -> bool:
+        return worker.worker_id in self._workers
+
+    def better(self, chosen: Placement, hints: RoutingHints) -> Holder | None:
+        """Return the worker that has most of the prompt, if that is a block more than the chosen one has."""
+        if not hints.keys or not self.exchanges(chosen.worker):
+            return None
+        found = self.holders(hints, like=chosen.worker)
+        best = max(found, key=_most, default=None)
+        more = best is not None and best.num_blocks * BLOCK_TOKENS >= chosen.cached_tokens + BLOCK_TOKENS
+        return best if more else None
+
+    def holders(self, hints: RoutingHints, *, like: Worker) -> Iterator[Holder]:
+        """Yield the workers beside `like`, of the same models, that have a part of the prompt."""
+        for num_blocks, bits in (matched := self._index.match(hints.keys)).groups:
+            for worker_id in matched.ids(bits):
+                worker, at = self._workers.get(worker_id, (None, None))
+                if worker is None or at is None or worker is like:
+                    continue
+                if worker.answers and not worker.leaving and worker.models == like.models:
+                    yield Holder(worker, at, num_blocks)
+
+    def holding(self, worker: Worker, num_blocks: int) -> Holder | None:
+        """Return `worker` as one that has this many; None: it sends none."""
+        found = self._workers.get(worker.worker_id)
+        return None if found is None else Holder(*found, num_blocks)
+
+    def others(self, like: Worker, *, but: Callable[[Worker], bool]) -> list[Worker]:
+        """Return the workers of the same models that answer, least loaded first."""
+        alive = (worker for worker, _ in self._workers.values() if worker.answers and not worker.leaving)
+        return sorted((w for w in alive if w.models == like.models and not but(w)), key=load_key)
+
+    def note_copied(self, worker: Worker, hints: RoutingHints, *, num_blocks: int) -> None:
+        self._index.touch(worker.worker_id, hints.keys[:num_blocks])
+
+
+def _most(holder: Holder) -> tuple[float, ...]:
+    """Of several with as much the one that has least to do."""
+    return (holder.num_blocks, *(-part for part in load_key(holder.worker)))

@@ -1,0 +1,52 @@
+"""Which prefixes are worth a second copy before a second worker is asked, and how many bytes that may cost. Pure.
+
+A prefix is hot when `HOT_HITS` requests, of which each counts half after `HALF_LIFE_S`, began with it and one worker alone has it: that one
+cannot serve them all. Copies run `MOST_AT_ONCE` at a time, and together take no more than a number of bytes a second: each may overdraw
+the account, and the next one waits until it is paid.
+"""
+
+from collections import OrderedDict
+
+HOT_HITS = 6.0
+HALF_LIFE_S = 30.0
+PAUSE_S = 30.0  # after a copy, before the next of the same prefix
+MOST_AT_ONCE = 2
+MOST_KEPT = 4096  # prefixes whose hits are counted
+
+
+class Replication:
+    def __init__(self, *, bytes_a_s: float) -> None:
+        self._bytes_a_s = bytes_a_s
+        self._hits: OrderedDict[bytes, tuple[float, float]] = OrderedDict()  # (hits, when), the least recent first
+        self._last_s: dict[bytes, float] = {}  # of copies that run or ran lately, their beginning
+        self._account = 0.0
+        self._paid_s = 0.0
+        self.num_running = 0
+        self.num_copied = self.num_failed = 0
+
+    def note(self, key: bytes, now_s: float) -> bool:
+        """Count a request with this prefix; return whether it is hot."""
+        hits, at_s = self._hits.pop(key, (0.0, now_s))
+        hits = hits * 0.5 ** ((now_s - at_s) / HALF_LIFE_S) + 1.0
+        self._hits[key] = hits, now_s
+        if len(self._hits) > MOST_KEPT:
+            self._hits.popitem(last=False)
+        return bool(hits >= HOT_HITS)
+
+    def begin(self, key: bytes, size_bytes: int, now_s: float) -> bool:
+        """Whether it may be copied now. If so it is charged, and `end` follows."""
+        self._account = min(0.0, self._account + (now_s - self._paid_s) * self._bytes_a_s)
+        self._paid_s = now_s
+        self._last_s = {other: at_s for other, at_s in self._last_s.items() if now_s - at_s < PAUSE_S}
+        if self.num_running >= MOST_AT_ONCE or self._account < 0.0 or key in self._last_s:
+            return False
+        self._last_s[key] = now_s
+        self._account -= size_bytes
+        self.num_running += 1
+        return True
+
+    def end(self, *, good: bool) -> None:
+        assert self.num_running > 0
+        self.num_running -= 1
+        self.num_copied += good
+        self.num_failed += not good

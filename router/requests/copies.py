@@ -1,0 +1,73 @@
+"""Copies hot prefixes to a second prefill worker (router/choice/replication.py).
+
+The copy is a request like the one that made the prefix hot, for the prefill worker alone, which computes nothing for it: so no router needs
+a tokenizer. Its client is this router.
+"""
+
+from dataclasses import dataclass, field
+from functools import partial
+
+from router.attempts.pair_attempt import AttemptLauncher, PairAttempt
+from router.attempts.prefix_headers import PrefixHeaders
+from router.attempts.request import RequestContext
+from router.body import write_bodies
+from router.choice.policies import RoutingHints
+from router.choice.prefix_keys import BLOCK_TOKENS
+from router.choice.prefix_sources import Holder
+from router.choice.replication import Replication
+from router.client.upstream import HttpReply
+from router.pool.worker import Role, Worker
+
+
+@dataclass(eq=False, kw_only=True)
+class PrefixCopies:
+    launcher: AttemptLauncher
+    prefixes: PrefixHeaders
+    replication: Replication
+    _running: set[HttpReply] = field(default_factory=set)
+
+    def on_sent(self, request: RequestContext, attempt: PairAttempt, now_s: float) -> None:
+        """Count what the prompt shares with earlier ones, and copy it once that is hot and one worker alone has it."""
+        chosen, hints, sources = attempt.placements[0], request.hints, self.prefixes.sources
+        if chosen.worker.role is not Role.PREFILL or not sources.exchanges(chosen.worker):
+            return
+        others = list(sources.holders(hints, like=chosen.worker))
+        num_blocks = max([chosen.cached_tokens // BLOCK_TOKENS, *(holder.num_blocks for holder in others)])
+        if num_blocks == 0 or not self.replication.note(hints.keys[num_blocks - 1], now_s):
+            return
+        has_it = {holder.worker for holder in others if holder.num_blocks >= num_blocks} | {chosen.worker}
+        targets = sources.others(chosen.worker, but=has_it.__contains__)
+        source = sources.holding(chosen.worker, num_blocks)
+        if len(has_it) == 1 and targets and source is not None:
+            self._copy(request, source, targets[0], now_s)
+
+    def _copy(self, request: RequestContext, source: Holder, target: Worker, now_s: float) -> None:
+        launcher, hints = self.launcher, request.hints
+        if not launcher.rooms.has_room_for(request.parsed.num_samples):
+            return
+        if not self.replication.begin(hints.keys[source.num_blocks - 1], source.size_bytes, now_s):
+            return
+        rooms = launcher.rooms.mint(request.parsed.num_samples)
+        body, _ = write_bodies(request.parsed, host=target.bootstrap_host, port=target.bootstrap_port, rooms=rooms)
+        headers = self.prefixes.naming(source, request.headers_at(now_s), copy=True)
+        reply = launcher.upstream.post(target.url, request.path, headers=headers, body=body)
+        self._running.add(reply)
+        reply.on_end = partial(self._on_end, reply, rooms, target, hints, source.num_blocks)
+        if reply.complete or reply.error is not None:
+            reply.on_end()
+
+    def _on_end(
+        self, reply: HttpReply, rooms: tuple[int, ...], target: Worker, hints: RoutingHints, num_blocks: int
+    ) -> None:
+        if reply not in self._running:
+            return
+        self._running.discard(reply)
+        self.launcher.rooms.release(rooms)
+        good = reply.complete and reply.status == 200
+        self.replication.end(good=good)
+        if good:
+            self.prefixes.sources.note_copied(target, hints, num_blocks=num_blocks)
+
+    def close(self) -> None:
+        for reply in tuple(self._running):
+            reply.close()
