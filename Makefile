@@ -55,8 +55,9 @@ help:
 	@echo "make sim-soak [MINUTES=10]            simulation.md: simulate clusters with faults, from fresh seeds"
 	@echo "make fuzz [ARGS=...]   fuzz.md: 100,000 fuzzed inputs at every door"
 	@echo "make soak-core [STEPS=1000000] [SEED=...]  soak_core.json: drive the scheduler with fresh stories"
-	@echo "make mutants           mutants.json, expert_, drafter_, state_, rewind_, way_mutants.json: plant bugs in the core, in the moves of"
-	@echo "                       experts, in drafters, in states that cross or go back, in the router's ways; stories and tests must find each"
+	@echo "make mutants           mutants.json, expert_, drafter_, state_, rewind_, way_, prefix_mutants.json: plant bugs in the core, in the"
+	@echo "                       moves of experts, in drafters, in states and prefixes that cross or go back, in the router's ways;"
+	@echo "                       stories and tests must find each"
 	@echo "make slow-tests        slow_tests.json: the tests that make test leaves out"
 	@echo "make fresh-check [LONG=1]  README's commands on a bare Debian root (root, mmdebstrap); LONG: the whole suite, fresh_check.json"
 	@echo "make k8s-drill         k8s_drill.json: upgrade the pods of deploy/kubernetes under load, as local processes"
@@ -108,6 +109,7 @@ mutants: $(STAMP)
 	$(BIN)/python -m tools.mutants states --report docs/reports/state_mutants.json
 	$(BIN)/python -m tools.mutants rewinds --report docs/reports/rewind_mutants.json
 	$(BIN)/python -m tools.mutants ways --report docs/reports/way_mutants.json
+	$(BIN)/python -m tools.mutants prefixes --report docs/reports/prefix_mutants.json
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.report $(ARGS)

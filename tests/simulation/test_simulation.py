@@ -42,7 +42,7 @@ LEAST_SEEN: dict[int, str] = {
     2: "damaged pages found; early rejections",
     5: "weights taken; workers that lost a rank",
     10: "pages from the host tier; copies restored, tokens; hedges won; retractions; workers with quarantined pages",
-    20: "late writes",
+    20: "late writes; prefixes fetched; prefixes refused",
     50: "hedges lost; late messages; notices in time; writes of followers",
     100: "checksums verified",
     150: "writes of some layers",

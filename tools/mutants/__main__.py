@@ -1,10 +1,10 @@
 """`make mutants`, `make sim-mutants`: plants each bug in a process of its own and demands that it is found.
 
-usage: python -m tools.mutants core|cluster|drafters|experts|states|rewinds|ways [--only TEXT] [--report FILE]
+usage: python -m tools.mutants core|cluster|drafters|experts|states|rewinds|ways|prefixes [--only TEXT] [--report FILE]
 
 The core's bugs are for the stories of tests/core/proof, the cluster's for the fixed seeds and scenarios of
-tools/simulation, those of experts that move, of drafters, of states that cross or go back, and of the
-router's ways for tests of their own. A bug that survives means that the proof does not look there: status 1, and its name.
+tools/simulation, those of experts that move, of drafters, of states and prefixes that cross or go back, and of
+the router's ways for tests of their own. A bug that survives means that the proof does not look there: status 1, and its name.
 """
 
 import argparse
@@ -20,7 +20,7 @@ import pytest
 from tqdm import tqdm
 
 from tests.packages import ROOT
-from tools.mutants import drafters, experts, rewinds, states, ways
+from tools.mutants import drafters, experts, prefixes, rewinds, states, ways
 from tools.mutants.cluster import CLUSTER
 from tools.mutants.core import CORE
 from tools.mutants.drafts import DRAFTS
@@ -37,6 +37,7 @@ TABLES = {
     "states": states.STATES,
     "rewinds": rewinds.REWINDS,
     "ways": ways.WAYS,
+    "prefixes": prefixes.PREFIXES,
 }
 FINDERS = {
     "drafters": drafters.FINDERS,
@@ -44,6 +45,7 @@ FINDERS = {
     "states": states.FINDERS,
     "rewinds": rewinds.FINDERS,
     "ways": ways.FINDERS,
+    "prefixes": prefixes.FINDERS,
 }
 FOUND = 1
 SEEDS, STEPS = (1, 2, 3), 60_000  # of the core's stories

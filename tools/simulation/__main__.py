@@ -35,6 +35,10 @@ FIXED_SEEDS = (
     1131,
     1141,
     1190,
+    2012,  # and of prefill workers that get prefixes from each other
+    2022,
+    2044,
+    2047,
 )
 
 

@@ -36,7 +36,7 @@ class Side:
 
     @property
     def manager(self) -> Any:
-        return self.worker.sender if self.sends else self.worker.manager
+        return self.worker.sender if self.sends else self.worker.receiver
 
     @property
     def name(self) -> str:
@@ -47,7 +47,7 @@ class Side:
 
 
 def sides_of(worker: Worker) -> list[Side]:
-    return [Side(worker, True), *([] if worker.role_name == "prefill" else [Side(worker, False)])]
+    return [Side(worker, True), *([] if worker.receiver is None else [Side(worker, False)])]
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,7 +165,7 @@ def _seeks_another(hearer: Side, key: RoomKey) -> bool:
 
 def _role_holds(hearer: Side, key: RoomKey) -> bool:
     if hearer.sends:
-        outgoing: Any = hearer.worker.outgoing.handovers.values()
+        outgoing: Any = hearer.worker.handovers_out()
         return any(e.sender._room.key == key and e.stage is not HandoverStage.ENDING for e in outgoing)
-    entries: Any = hearer.worker.role._handovers.values()  # type: ignore[union-attr]
+    entries: Any = hearer.worker.handovers_in()
     return any(e.receiver._receiver._room.key == key and e.receiver.poll() is KVPoll.Failed for e in entries)

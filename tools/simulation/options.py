@@ -25,6 +25,7 @@ EARLIER_FAULTS = (
 LATER_FAULTS = ("drain prefill", "drain decode", "drain router", "update weights")
 GRID = 4  # where prompts of a model with recurrent layers may be cut: a multiple of every page
 FIRST_WITH_GROUPS = 1000  # what earlier seeds draw stays
+FIRST_WITH_PREFIXES = 2000
 RANK_FAULT = "kill rank"  # in clusters that have followers
 MOVE_FAULT = "migrate"  # an operator moves what runs at a decode worker
 FAULTS = (*EARLIER_FAULTS, *LATER_FAULTS, RANK_FAULT, MOVE_FAULT)
@@ -79,6 +80,7 @@ class Options:
     state_slots: tuple[int, int] = (0, 0)  # of a model with recurrent layers; (0, 0): it has none
     window: int = 0  # tokens that queries of some layers see; 0: all layers see all
     more_window_pages: int = 0  # than the least
+    prefix_fetch: bool = False  # prefill workers are told of others, which may have a prompt's prefix
 
     def lines(self) -> list[str]:
         return [f"  {name:18} {value}" for name, value in asdict(self).items()]
@@ -155,8 +157,13 @@ def options_of(seed: int, *, nodes: int | None = None, faults: tuple[str, ...] |
             kv_units=of_ranks.choice([1, 2, 2]) if has_ranks else 1,
             must_poll=has_ranks and of_ranks.random() < 0.5,
             host_pages=random.Random(f"{seed}/host tier").choice([0, 20, 200]) if has_ranks or stages[0] > 1 else 0,
+            prefix_fetch=num_prefill > 1 and _fetches(seed),
         ),
     )
+
+
+def _fetches(seed: int) -> bool:
+    return seed >= FIRST_WITH_PREFIXES and random.Random(f"{seed}/prefixes").random() < 0.7
 
 
 def _with_groups(seed: int, options: Options) -> Options:
@@ -172,6 +179,7 @@ def _with_groups(seed: int, options: Options) -> Options:
         kv_units=1,
         stages=(1, 1),
         host_pages=0,
+        prefix_fetch=False,
         chunk=-(-options.chunk // GRID) * GRID if states else options.chunk,
         state_slots=(draw.choice([4, 8, 16]), draw.choice([2, 4, 10])) if states else (0, 0),
         window=draw.choice([1, 3, 6, 11]) if windows else 0,

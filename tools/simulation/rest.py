@@ -15,7 +15,7 @@ def leftovers(worker: Worker) -> list[str]:
     open_things = {
         "held states and window pages": sum(group["held"] + group["quarantined"] for group in beside),
         "requests": len(worker.scheduler.stages.live),
-        "role entries": len(getattr(worker.role, "_handovers", ())) + len(worker.outgoing.handovers),
+        "role entries": len(worker.handovers_in()) + len(worker.handovers_out()),
         "held pages": counts["held"],
         "quarantined pages": counts["quarantined"],
         "locked cached pages": worker.scheduler.memory.cache.num_pages - worker.scheduler.memory.cache.num_evictable,
@@ -62,6 +62,9 @@ def counted(worker: Worker) -> dict[str, int]:
         "retractions": worker.scheduler.counters.retractions,
         "copies restored, tokens": int(roles.get("backup_restored_tokens", 0)),
         "resumed through prefill": int(roles.get("resumed_through_prefill", 0)),
+        "prefixes fetched": int(roles.get("prefix_fetched", 0)),
+        "prefixes refused": int(roles.get("prefix_fetches_refused", 0)),
+        "prefixes that came too late": int(roles.get("prefix_fetches_late", 0)),
         "moves landed": int(roles.get("moved_in", 0)),
         "moves that failed": int(roles.get("moves_failed", 0)),
         "recomputes that failed": int(roles.get("recompute_failed", 0)),

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -22,6 +22,7 @@ from engine.core.scheduler import Scheduler
 from engine.core.state import SchedulerState
 from engine.core.state_slots import StateSlots
 from engine.core.window_pages import WindowPages
+from engine.messages import KVSource
 from tools.simulation.bootstrap import SimBootstrap
 from tools.simulation.network import Network
 from tools.simulation.options import GRID, Options
@@ -58,6 +59,7 @@ class Surroundings:
     find: Callable[[str], Process | None]
     bootstrap_of: Callable[[str], SimBootstrap | None]
     shared_bootstrap: str | None
+    prefix_sources: dict[str, KVSource] = field(default_factory=dict)  # of the last life of each prefill node
 
     def reach(self, node: str, address: str) -> bool:
         return self.network.reachable(node, address.partition(":")[0])

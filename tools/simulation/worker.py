@@ -12,16 +12,22 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from bootstrap_server.config import BootstrapConfig
 from bootstrap_server.registry import Registry
 from disagg.decode_role import DecodeRole
+from disagg.fetch_policy import FetchPolicy
+from disagg.handover import DecodeHandover, PrefillHandover
 from disagg.metadata import ROW, Checksum, MetadataBuffers
 from disagg.moving import Moves
 from disagg.outgoing import Outgoing
 from disagg.page_sender import PageSender
 from disagg.prefill_role import PrefillRole
+from disagg.prefix_exchange import PrefixExchange
+from disagg.prefix_fetching import PrefixFetches
+from disagg.prefix_serving import PrefixServer
 from disagg.recompute import Bounds
 from engine.loop.loop import EngineLoop, LoopServices, LoopSettings
 from engine.loop.turn_clock import TurnClock
@@ -30,6 +36,7 @@ from engine.messages import (
     GenerateRequest,
     GetStep,
     KVSource,
+    PrefixSource,
     ToFrontend,
     TokenBatch,
     TokenOutput,
@@ -74,8 +81,9 @@ EOS = 7
 SECRET = b"a secret of the simulated cluster"
 CONTROL_TURN_S = 0.1  # production: 0.02; fewer events
 MOVE_TIMEOUT_S = 4.0  # production: 30
-CONTROL, SENDER_CONTROL = "control", "sender control"
+CONTROL, SENDER_CONTROL, PREFIX_CONTROL = "control", "sender control", "prefix control"
 CONTROL_PORT, SENDER_CONTROL_PORT = 9000, 9500
+NAMED_RATE = 0.7  # of requests, whose router knows of another worker that may have their prefix
 HTTP_PORT, BOOTSTRAP_PORT = 80, 8998
 
 
@@ -123,6 +131,9 @@ class Worker:
         self.manager = self._prefill_manager() if is_prefill else self._decode_manager()
         self.sender = self.manager if isinstance(self.manager, PrefillManager) else self._moves_manager()
         self.managers = {CONTROL: self.manager, **({} if is_prefill else {SENDER_CONTROL: self.sender})}
+        self.prefix_receiver = self._prefix_manager() if is_prefill and options.prefix_fetch else None
+        if self.prefix_receiver is not None:
+            self.managers[PREFIX_CONTROL] = self.prefix_receiver
         self.bootstrap: SimBootstrap | None = None
         self.role = self._prefill_role() if is_prefill else self._decode_role()
         self.turns = TurnClock(limit_s=0)
@@ -249,10 +260,11 @@ class Worker:
 
     def _prefill_manager(self) -> PrefillManager:
         self.threads["driver"] = self._thread("driver", self._drive)
-        engine = self._engine(self.threads["driver"].wake)
+        share = partial(SharedEngine, num_users=2) if self.around.options.prefix_fetch else (lambda engine: engine)
+        self.shared_engine = self._engine(self.threads["driver"].wake, share)
         manager = PrefillManager(
             self.kv_args,
-            engine,
+            self.shared_engine,
             self.around.config,
             self.process.clock,
             environment=self._environment(),
@@ -263,6 +275,41 @@ class Worker:
         manager.driver._event = Flag(self.threads["driver"].wake)  # type: ignore[assignment]
         self._set_up(manager)
         return manager
+
+    def _prefix_manager(self) -> DecodeManager:
+        """As disagg/compose.py: of the same engine and memory."""
+        manager = DecodeManager(
+            replace(self.kv_args, groups=()),
+            self.shared_engine,
+            self.around.config,
+            lookup=self._look_up,
+            clock=self.process.clock,
+            environment=self._environment(PREFIX_CONTROL),
+        )
+        manager.set_wakeup(self._wake_loop)
+        self._wake_control(PREFIX_CONTROL)
+        return manager
+
+    def _prefixes(self, checksum: Checksum | None) -> PrefixExchange | None:
+        if self.prefix_receiver is None:
+            return None
+        source = KVSource(self.sender.control_address, self.sender.incarnation)
+        self.around.prefix_sources[self.process.node] = source
+        page_bytes = self.kv_args.page_size * SLOT_BYTES
+        pages = PageSender(self.metadata, page_size=self.kv_args.page_size, page_bytes=page_bytes, checksum=checksum)
+        policy = FetchPolicy(token_bytes=SLOT_BYTES)
+        return PrefixExchange(
+            fetches=PrefixFetches(
+                scheduler=self.scheduler,
+                manager=WatchedReceivers(self.prefix_receiver, self.exposed, seen=self.around.world.seen),
+                metadata=self.metadata,
+                policy=policy,
+                checksum=checksum,
+            ),
+            server=PrefixServer(scheduler=self.scheduler, manager=self.sender, pages=pages),
+            policy=policy,
+            source=source,
+        )
 
     def _moves_manager(self) -> PrefillManager:
         """As disagg/compose.py: of the same engine and memory."""
@@ -324,11 +371,12 @@ class Worker:
                 self.metadata,
                 page_size=self.kv_args.page_size,
                 page_bytes=self.kv_args.page_size * SLOT_BYTES,
-                checksum=self._checksum(),
+                checksum=(checksum := self._checksum()),
                 layerwise=self.executor.layers > 1,
             ),
             directory=registrar,
             bounds=Bounds(vocab_size=VOCAB, context_length=10_000),
+            prefixes=self._prefixes(checksum),
         )
 
     def _decode_role(self) -> DecodeRole:
@@ -403,10 +451,26 @@ class Worker:
         if isinstance(message, GetStep):
             self._pass_on("to heartbeat", "GetStep", self._beat, message)
         else:
+            if self.prefix_receiver is not None:
+                message = self._naming_sources(message)
             for one in message.requests if isinstance(message, GenerateBatch) else [message]:
                 if isinstance(one, GenerateRequest) and one.output_ids:
                     self.said[one.rid] = len(one.output_ids)  # by another worker
             self._pass_on("to scheduler", type(message).__name__, self._receive, message)
+
+    def _naming_sources(self, message: ToScheduler) -> ToScheduler:
+        if isinstance(message, GenerateBatch):
+            return GenerateBatch([self._naming_a_source(one) for one in message.requests])
+        return self._naming_a_source(message) if isinstance(message, GenerateRequest) else message
+
+    def _naming_a_source(self, message: GenerateRequest) -> GenerateRequest:
+        """What a router may believe: that another prefill worker, dead ones too, has more or less of the prompt."""
+        others = [source for node, source in sorted(self.around.prefix_sources.items()) if node != self.process.node]
+        if not others or message.bootstrap is None or self.draw.random() >= NAMED_RATE:
+            return message
+        at, num_tokens = self.draw.choice(others), self.draw.randint(1, len(message.input_ids) + 4)
+        source = PrefixSource(at.control, at.incarnation, num_tokens)
+        return msgspec.structs.replace(message, prefix_source=source)
 
     def _beat(self, message: GetStep) -> None:
         """As engine/loop/heartbeat.py."""
@@ -492,7 +556,7 @@ class Worker:
     @property
     def transfers(self) -> bool:
         """Bytes are on their way, from here or to here."""
-        receives = not isinstance(self.manager, PrefillManager) and self.manager.core.rooms.num_exposed > 0
+        receives = self.receiver is not None and self.receiver.core.rooms.num_exposed > 0
         return receives or self.sender.driver.busy
 
     # ---- memory, for the views of its ranks
@@ -535,6 +599,26 @@ class Worker:
     def check_managers(self) -> None:
         for manager in self.managers.values():
             self._hold(manager.check)
+
+    @property
+    def receiver(self) -> DecodeManager | None:
+        """What gets KV: a decode worker's, or a prefill worker's that gets prefixes."""
+        return self.prefix_receiver if isinstance(self.manager, PrefillManager) else self.manager
+
+    @property
+    def exchange(self) -> PrefixExchange | None:
+        role = self.role
+        return role._prefixes if isinstance(role, PrefillRole) else None
+
+    def handovers_in(self) -> list[DecodeHandover]:
+        """Those of KV that comes."""
+        if self.exchange is not None:
+            return [*self.exchange._fetches._fetches.values()]
+        return [] if isinstance(self.role, PrefillRole) else [*self.role._handovers.values()]
+
+    def handovers_out(self) -> list[PrefillHandover]:
+        served = [] if self.exchange is None else [*self.exchange._server._outgoing.handovers.values()]
+        return [*self.outgoing.handovers.values(), *served]
 
     @property
     def outgoing(self) -> Outgoing:
