@@ -25,6 +25,7 @@ from benchmarks import (
     moe_step,
     pd_overhead,
     peers,
+    prefix_fetch,
     quantized_step,
     router_cost,
     router_path,
@@ -47,6 +48,7 @@ QUICK: dict[str, list[str]] = {
     "peers": ["--turns", "1", "--rounds", "1", "--workloads", "A"],
     "interference": ["--rounds", "1"],
     "pd_overhead": ["--requests", "10"],
+    "prefix_fetch": ["--rounds", "1", "--tokens", "512"],
     "step_time": ["--layers", "4", "--output-len", "16"],
     "moe_step": ["--layers", "2", "--hidden", "256", "--intermediate", "320", "--steps", "6"],
     "kv_quality": ["--most", "600"],
@@ -98,6 +100,13 @@ SECTIONS = {
         "weighs more. One thread computes; the other cores belong to the sender. The most that there is to gain is "
         "the time of the transfer, and the gain needs an idle core. On a shared machine look at the best row.",
         layerwise.render,
+    ),
+    "prefix_fetch": (
+        "Prefixes of other workers",
+        "Time to the first token of a prompt that one prefill worker has cached and another one does not, by its length; the shipped model (a "
+        "KiB of KV a token), prefill and decode on this one machine, over NIXL. *Chosen*: by `--prefix-fetch`, which compares costs. Each "
+        "answer's tokens are compared.",
+        prefix_fetch.render,
     ),
     "step_time": (
         "Decode step and prefill",
