@@ -40,8 +40,8 @@ LEAST_INJECTED: dict[int, str] = {
 LEAST_SEEN: dict[int, str] = {
     1: "resumed through prefill; moves landed",
     2: "damaged pages found; early rejections",
-    5: "weights taken; workers that lost a rank",
-    10: "prefixes fetched; pages from the host tier; copies restored, tokens; hedges won; retractions; workers with quarantined pages",
+    5: "weights taken; workers that lost a rank; prefixes fetched",
+    10: "pages from the host tier; copies restored, tokens; hedges won; retractions; workers with quarantined pages",
     20: "late writes; prefixes refused",
     50: "hedges lost; late messages; notices in time; writes of followers",
     100: "checksums verified",
