@@ -187,7 +187,6 @@ class RouterConfig(
         0.0,
         "time for which a stream can go on after its connection, or the router, broke (Last-Event-ID)",
         zero="none",
-        option="--resume-window-s",
     )
     hedge_after_s: float = _seconds(0.0, "silence after which a stream goes to a second pair as well", zero="never")
     hedge_budget: float = flag(0.05, "largest share of requests that are hedged", above=0, most=1)
@@ -237,7 +236,7 @@ def check_config(config: RouterConfig) -> None:
         )
     _require(
         not config.resume_window_s or config.failover_max > 0,
-        "--resume-window-s",
+        "--resume-window",
         "needs --failover-max above 0: a stream goes on as after the loss of a worker",
     )
     _check_discovery(config)

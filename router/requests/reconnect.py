@@ -30,7 +30,7 @@ _encode = msgspec.json.Encoder().encode
 
 @dataclass(eq=False, kw_only=True)
 class Reconnect:
-    """`window_s`: --resume-window-s."""
+    """`window_s`: --resume-window."""
 
     window_s: float
     table: WorkerTable
@@ -87,7 +87,7 @@ class Reconnect:
     def _gone(self, request: RequestContext) -> str:
         return (
             f"{LAST_EVENT_HEADER}: the stream {request.request_id} cannot go on: no worker keeps it for this API key, path and body. "
-            f"A stream is kept for {self.window_s:g} s after its connection broke (--resume-window-s), by the worker that wrote it; "
+            f"A stream is kept for {self.window_s:g} s after its connection broke (--resume-window), by the worker that wrote it; "
             "send the request without this header to begin again"
         )
 

@@ -42,7 +42,7 @@ def cluster(qwen3: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cl
             "router",
             "--port",
             "0",
-            "--resume-window-s",
+            "--resume-window",
             str(WINDOW_S),
             "--api-key-file",
             str(keys),

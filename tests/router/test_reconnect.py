@@ -111,5 +111,5 @@ async def test_it_is_off_unless_a_flag_turns_it_on_and_for_streams_of_events_alo
             assert (await c.post(path, body, headers=AGAIN))[0] == 200
         assert all(KEEP_HEADER.lower() not in seen.headers and seen.path != KEPT_PATH for seen in c.decodes[0].seen)
         await c.settled()
-    with pytest.raises(ConfigError, match="--resume-window-s: needs --failover-max above 0"):
+    with pytest.raises(ConfigError, match="--resume-window: needs --failover-max above 0"):
         check_config(RouterConfig(resume_window_s=7.0, failover_max=0))
