@@ -53,6 +53,10 @@ class FetchPolicy:
             return UNMEASURED_WAIT_S
         return compute_s + SLACK_S if self.fetch_s(num_tokens, now_s) < compute_s else None
 
+    def copy_wait_s(self, num_tokens: int, now_s: float) -> float:
+        """Return how long a copy that no request waits for may take: its alternative is to have none, not to compute it."""
+        return UNMEASURED_WAIT_S + self.fetch_s(num_tokens, now_s)
+
     def fetch_s(self, num_tokens: int, now_s: float) -> float:
         bytes_a_s = self._fetches.a_second(now_s) or ASSUMED_BYTES_A_S
         return self._latency_s(now_s) + num_tokens * self._token_bytes / bytes_a_s

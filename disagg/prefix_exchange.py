@@ -8,9 +8,7 @@ from engine.core.request import Request
 from engine.messages import FinishReason, KVSource, TokenOutput
 from transfer_backends.contract import RecomputeRequest
 
-NO_COPY = refusal(
-    "the prefix is here already, costs more to get than to compute, or others are on their way", status=409
-)
+NO_COPY = refusal("the prefix is here already, or others are on their way", status=409)
 NOT_COPIED = refusal("the prefix did not come: its worker has it no more, or was too slow", status=409)
 OFF = "this worker sends no prefixes (--prefix-fetch)"
 

@@ -139,7 +139,8 @@ class PrefixFetches:
         cached = self._scheduler.memory.cache.num_cached(tokens, branch=request.branch) * self._page_size
         if num_known <= cached:
             return
-        wait_s = self._policy.wait_s(num_known - cached, now_s)
+        find_wait_s = self._policy.copy_wait_s if source.copy else self._policy.wait_s
+        wait_s = find_wait_s(num_known - cached, now_s)
         if wait_s is None or len(self._fetches) >= MOST_FETCHES:
             self.counters["prefix_fetches_forgone"] += 1
             return

@@ -17,7 +17,7 @@ from router.client.session import call_worker
 from router.pool.active_calls import ActiveCall
 from router.pool.worker import Role, Worker
 from service.http.json_depth import decode_or_none
-from service.http.resume import MOVE_OUT
+from service.http.resume import MOVE_OUT, RESUME_HEADER, sign
 from service.waiter import end_tasks
 
 ANSWER_S = 5.0  # a worker's HTTP process answers, and its answers go on meanwhile
@@ -32,8 +32,11 @@ class _Answer(msgspec.Struct):
 
 @dataclass(eq=False)
 class MoveOrders:
+    """`secret`: workers check that a router of theirs asks; None: they check nothing."""
+
     session: aiohttp.ClientSession
     credentials: Credentials
+    secret: bytes | None
     _orders: set[asyncio.Task[None]] = field(default_factory=set)
 
     def let_go(self, worker: Worker, calls: Sequence[ActiveCall], why: str) -> None:
@@ -55,7 +58,8 @@ class MoveOrders:
 
     async def _order(self, worker: Worker, leaving: Mapping[ActiveCall, Mapping[str, int]], why: str) -> None:
         samples = [{"rid": rid, "room": room} for rooms in leaving.values() for rid, room in rooms.items()]
-        body, headers = msgspec.json.encode({"samples": samples}), self.credentials.own()
+        body = msgspec.json.encode({"samples": samples})
+        headers = {**self.credentials.own(), RESUME_HEADER: sign(self.secret, body)}
         answer = await call_worker(self.session, "POST", f"{worker.url}{MOVE_OUT}", headers, body, timeout_s=ANSWER_S)
         found: _Answer | None = decode_or_none(answer.body, _Answer) if answer.status == 200 else None
         moving = frozenset() if found is None else frozenset(found.moving)

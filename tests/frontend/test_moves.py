@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -21,6 +22,7 @@ from service.http.resume import (
     FrameRecord,
     Resume,
     SampleSource,
+    sign,
 )
 from tests.frontend.conftest import Worker, start_worker, wait_for
 
@@ -139,6 +141,15 @@ def test_an_answer_that_is_not_streamed_ends_with_all_that_it_has(decode: Worker
     resume = msgspec.json.decode(record.resume(by_kv=True) or b"", type=Resume)
     assert resume.output_ids == [decode.scheduler.seen[-1].input_ids[:3]] and resume.sources == [KV]
     decode.wait_idle()
+
+
+def test_only_a_router_has_streams_move(tmp_path: Path) -> None:
+    body = msgspec.json.encode({"samples": [{"rid": "x", "room": 1}]})
+    with start_worker(tmp_path, mode="decode", secret="of the cluster") as worker:
+        refused = worker.post("/move_out", json.loads(body), headers={RESUME_HEADER: sign(b"another", body)})
+        assert refused.status_code == 403 and "only a router" in refused.text
+        headers = {RESUME_HEADER: sign(b"of the cluster", body), "Content-Type": "application/json"}
+        assert worker.http.post("/move_out", content=body, headers=headers).json() == {"moving": []}
 
 
 def test_other_workers_have_nothing_that_moves(worker: Worker) -> None:

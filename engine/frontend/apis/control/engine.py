@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import msgspec
 from aiohttp import web
 
+from engine.frontend.apis.shared.resumable import check_signed
 from engine.frontend.services import SERVICES
 from engine.lora.names import name_problem
 from engine.messages import (
@@ -114,8 +115,9 @@ async def abort_request(request: web.BaseRequest) -> web.Response:
 
 async def move_out(request: web.BaseRequest) -> web.Response:
     """End streams of Tandem's router here, which places the rest at another worker. `moving`: the rids found; the others go on."""
-    s = request[SERVICES]
-    body = decode_body(await request.read(), MoveOutBody)
+    s, data = request[SERVICES], await request.read()
+    check_signed(request, data)
+    body = decode_body(data, MoveOutBody)
     if s.spec.mode != "decode":
         raise ApiError(409, "only a decode worker has requests that move with their KV", code="not_decode")
     moving = [sample.rid for sample in body.samples if s.client.move_out(sample.rid, sample.room)]

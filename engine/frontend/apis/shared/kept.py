@@ -5,16 +5,14 @@ import secrets
 
 from aiohttp import web
 
-from engine.frontend.apis.shared.resumable import resume_of
+from engine.frontend.apis.shared.resumable import NOT_SIGNED, check_signed, resume_of
 from engine.frontend.client.generation import Generation
 from engine.frontend.services import SERVICES
 from service.http.errors import ApiError, decode_body
 from service.http.json_depth import decode_or_none
 from service.http.reconnect import KEEP_HEADER, Keep, KeptQuestion, StreamLog
-from service.http.resume import RESUME_HEADER, Begun, begin_frame, is_signed, known_frames
+from service.http.resume import Begun, begin_frame, is_signed, known_frames
 from service.http.stream import REQUEST_ID, json_response
-
-_NOT_SIGNED = "only a router with the worker's --cluster-secret-file may do this"
 
 
 def open_kept(request: web.BaseRequest, generation: Generation, begun: Begun | None) -> StreamLog | None:
@@ -24,7 +22,7 @@ def open_kept(request: web.BaseRequest, generation: Generation, begun: Begun | N
     s, (signature, _, text) = request[SERVICES], request.headers[KEEP_HEADER].partition(" ")
     keep: Keep | None = decode_or_none(text.encode(), Keep)
     if keep is None or not is_signed(signature, s.spec.secret, text.encode()):
-        raise ApiError(403, f"{KEEP_HEADER}: {_NOT_SIGNED}")
+        raise ApiError(403, f"{KEEP_HEADER}: {NOT_SIGNED}")
     resume = resume_of(request)
     stream = StreamLog(
         tag=secrets.token_hex(8),
@@ -47,8 +45,7 @@ def end_kept(request: web.BaseRequest, stream: StreamLog) -> None:
 async def kept_stream(request: web.BaseRequest) -> web.Response:
     """Answer a router. Raises ApiError: 403 for another caller, 404 for a stream that is not known here."""
     s, data = request[SERVICES], await request.read()
-    if not is_signed(request.headers.get(RESUME_HEADER, ""), s.spec.secret, data):
-        raise ApiError(403, f"{request.path}: {_NOT_SIGNED}")
+    check_signed(request, data)
     question = decode_body(data, KeptQuestion)
     rest = s.kept.rest(question, asyncio.get_running_loop().time())
     if rest is not None:

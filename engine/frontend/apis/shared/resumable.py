@@ -33,6 +33,8 @@ from service.http.resume import (
     unit_of,
 )
 
+NOT_SIGNED = "only a router with the worker's --cluster-secret-file may do this"
+
 _encode = msgspec.json.Encoder().encode
 _pack = msgspec.msgpack.Encoder().encode
 _unpack = msgspec.msgpack.Decoder(list[TokenLogprob]).decode
@@ -72,6 +74,12 @@ def take_resume(request: web.BaseRequest, data: bytes) -> bytes:
             request[SERVICES].spec.bootstrap_allowlist.check_source(source.control)
     request[_RESUME] = resume
     return _encode(fields)
+
+
+def check_signed(request: web.BaseRequest, data: bytes) -> None:
+    """Raise ApiError(403) for a body that no router of this cluster has written."""
+    if not is_signed(request.headers.get(RESUME_HEADER, ""), request[SERVICES].spec.secret, data):
+        raise ApiError(403, f"{request.path}: {NOT_SIGNED}")
 
 
 def resume_of(request: web.BaseRequest) -> Resume | None:
