@@ -51,8 +51,11 @@ async def test_ctrl_c_while_it_starts_ends_it(temp: Path, env: dict[str, str]) -
     async with terminal(*FLAGS, env=env) as at:
         await at.until("prefill-0")
         await until_children(at)
+        (up,) = psutil.Process(at.process.pid).children()
+        up.suspend()  # however slow this test is, the cluster is not ready before the key
         leftovers = Leftovers(at.process.pid, temp)
         await at.type("\x03")
+        up.resume()
         assert await at.ended() == 130
         await gone(leftovers)
 
