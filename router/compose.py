@@ -124,7 +124,7 @@ class Router:
         self.session = await stack.enter_async_context(open_session(**client))
         self.upstream = HttpUpstream(**client)
         stack.push_async_callback(self.upstream.close)
-        moves = MoveOrders(self.session, credentials, self.secret)
+        moves = MoveOrders(self.session, credentials, secret=self.secret)
         stack.push_async_callback(moves.close)
         self.monitor = HealthMonitor(
             config=config,

@@ -85,7 +85,7 @@ class Router:
         gate = open_gate(api_key=None, api_key_file=None, admin_api_key=None, admin_api_key_file=None)
         credentials = Credentials(api=gate.api)
         self.live = LiveRequests()
-        self.moves = MoveOrders(session, credentials)
+        self.moves = MoveOrders(session, credentials, secret=None)
         self.monitor = HealthMonitor(
             config=config, table=self.table, session=session, credentials=credentials, let_go=self.moves.let_go
         )
