@@ -3,16 +3,15 @@
 X-Tandem-Prefix-Source: SIGNATURE {"control": "host:port", "incarnation": ..., "num_tokens": ..., "copy": false}
 """
 
-import hashlib
-import hmac
 from typing import Annotated
 
 import msgspec
 
 from service.http.json_depth import decode_or_none
-from service.security.secret import derive
+from service.security.secret import is_signed, sign
 
 PREFIX_HEADER = "X-Tandem-Prefix-Source"
+PURPOSE = "prefix source"
 
 
 class PrefixSourceHeader(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,18 +29,14 @@ class PrefixSourceHeader(msgspec.Struct, frozen=True, kw_only=True):
 def write_header(source: PrefixSourceHeader, secret: bytes | None) -> str:
     """Without a secret workers check no signature."""
     text = msgspec.json.encode(source)
-    return f"{_sign(text, secret)} {text.decode()}"
+    return f"{sign(text, secret, purpose=PURPOSE)} {text.decode()}"
 
 
 def read_header(value: str, secret: bytes | None) -> PrefixSourceHeader | None:
     """Return None for what no router with this secret has written."""
     signature, _, text = value.partition(" ")
     raw = text.encode(errors="replace")
-    if secret is not None and not hmac.compare_digest(signature.encode(errors="replace"), _sign(raw, secret).encode()):
+    if not is_signed(signature, raw, secret, purpose=PURPOSE):
         return None
     source: PrefixSourceHeader | None = decode_or_none(raw, PrefixSourceHeader)
     return source
-
-
-def _sign(text: bytes, secret: bytes | None) -> str:
-    return "-" if secret is None else hmac.new(derive(secret, "prefix source"), text, hashlib.sha256).hexdigest()

@@ -22,15 +22,13 @@ same wherever it is computed.
 """
 
 import base64
-import hashlib
-import hmac
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
-from service.security.secret import derive
+from service.security import secret as secrets
 
 FRAMES_HEADER = "X-Tandem-Frames"
 FRAMES_TYPE = "application/x-tandem-frames"
@@ -79,11 +77,11 @@ class Resume(Begun, frozen=True, kw_only=True):
 
 def sign(secret: bytes | None, resume: bytes) -> str:
     """The header's value for the JSON text of a `Resume`; without a secret workers check none."""
-    return "-" if secret is None else hmac.new(derive(secret, "resume"), resume, hashlib.sha256).hexdigest()
+    return secrets.sign(resume, secret, purpose="resume")
 
 
 def is_signed(signature: str, secret: bytes | None, resume: bytes) -> bool:
-    return secret is None or hmac.compare_digest(signature.encode(errors="replace"), sign(secret, resume).encode())
+    return secrets.is_signed(signature, resume, secret, purpose="resume")
 
 
 def begin_frame(begun: Begun) -> bytes:
