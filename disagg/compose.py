@@ -97,17 +97,10 @@ def _prefill(
     return PrefillRole(
         scheduler=parts.scheduler,
         manager=manager,
-        pages=PageSender(
-            metadata,
-            page_size=parts.pool.page_size,
-            page_bytes=_page_bytes(kv_args),
-            checksum=checksum,
-            layerwise=bool(groups),
-            least_bytes=LEAST_BYTES,
-        ),
+        pages=_sender(parts, metadata, kv_args, checksum, layerwise=bool(groups), least_bytes=LEAST_BYTES),
         directory=registrar,
         bounds=_bounds(parts),
-        prefixes=_prefixes(spec, parts, metadata, transfers, manager, checksum=checksum, wakeup=wakeup)
+        prefixes=_prefixes(spec, parts, metadata, transfers, config, manager, checksum=checksum, wakeup=wakeup)
         if fetches
         else None,
     )
@@ -118,6 +111,7 @@ def _prefixes(
     parts: EngineParts,
     metadata: MetadataBuffers,
     transfers: "_Transfers",
+    config: TransferConfig,
     sends: PrefillManager,
     *,
     checksum: Checksum | None,
@@ -127,14 +121,12 @@ def _prefixes(
     receives = DecodeManager(
         transfers.args,
         transfers.engine,
-        _transfer_config(spec),
+        config,
         lookup=_no_lookup,
         is_apart=spec.engine.nnodes > 1,
     )
-    receives.set_wakeup(wakeup)
-    receives.start()
-    page_size, page_bytes = parts.pool.page_size, _page_bytes(transfers.args)
-    policy = FetchPolicy(token_bytes=page_bytes / page_size)
+    _start(receives, wakeup)
+    policy = FetchPolicy(token_bytes=_page_bytes(transfers.args) / parts.pool.page_size)
     return PrefixExchange(
         fetches=PrefixFetches(
             scheduler=parts.scheduler, manager=receives, metadata=metadata, policy=policy, checksum=checksum
@@ -142,7 +134,7 @@ def _prefixes(
         server=PrefixServer(
             scheduler=parts.scheduler,
             manager=sends,
-            pages=PageSender(metadata, page_size=page_size, page_bytes=page_bytes, checksum=checksum),
+            pages=_sender(parts, metadata, transfers.args, checksum),
         ),
         policy=policy,
         source=KVSource(sends.control_address, sends.incarnation),
@@ -166,8 +158,7 @@ def _decode(
         lookup=routes.find,
         is_apart=spec.engine.nnodes > 1,
     )
-    manager.set_wakeup(wakeup)
-    manager.start()
+    _start(manager, wakeup)
     checksum = _checksum(spec, parts, wakeup)
     return DecodeRole(
         scheduler=parts.scheduler,
@@ -199,19 +190,37 @@ def _moves(
         followers=transfers.followers,
         computes=False,
     )
-    manager.set_wakeup(wakeup)
-    manager.start()
+    _start(manager, wakeup)
     return Moves(
         scheduler=parts.scheduler,
         manager=manager,
-        pages=PageSender(
-            metadata,
-            page_size=parts.pool.page_size,
-            page_bytes=_page_bytes(transfers.args),
-            checksum=checksum,
-        ),
+        pages=_sender(parts, metadata, transfers.args, checksum),
         source=KVSource(manager.control_address, manager.incarnation),
         moves_bytes=_moves_bytes(spec),
+    )
+
+
+def _start(manager: PrefillManager | DecodeManager, wakeup: Callable[[], None]) -> None:
+    manager.set_wakeup(wakeup)
+    manager.start()
+
+
+def _sender(
+    parts: EngineParts,
+    metadata: MetadataBuffers,
+    args: KVArgs,
+    checksum: Checksum | None,
+    *,
+    layerwise: bool = False,
+    least_bytes: int = 0,
+) -> PageSender:
+    return PageSender(
+        metadata,
+        page_size=parts.pool.page_size,
+        page_bytes=_page_bytes(args),
+        checksum=checksum,
+        layerwise=layerwise,
+        least_bytes=least_bytes,
     )
 
 
