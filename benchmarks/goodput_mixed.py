@@ -66,7 +66,7 @@ def main(argv: list[str] | None = None) -> int:
         for load, config in plans(args, folder):
             study = study_of(config)
             report["hardware"] = study.hardware.text + "; " + study.hardware.assumed
-            report["loads"].append(told(load, config, run_plan(study)))
+            report["loads"].append(load_entry(load, config, run_plan(study)))
             print(render(report["loads"][-1:]) + "\n", flush=True)
             if args.report:
                 write(report, args.report)
@@ -191,7 +191,7 @@ def layouts(workers: int) -> list[str]:
     return [layout.name for layout in found]
 
 
-def told(load: Load, config: PlanConfig, outcomes: Sequence[Outcome]) -> dict[str, Any]:
+def load_entry(load: Load, config: PlanConfig, outcomes: Sequence[Outcome]) -> dict[str, Any]:
     return {
         "load": load.name,
         "gpus": parse_layout(config.layouts[0]).num_gpus,

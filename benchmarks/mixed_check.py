@@ -66,7 +66,7 @@ def _real(folder: Path, count: int) -> dict[str, Any]:
         with urllib.request.urlopen(f"{cluster.url}/workers", timeout=10) as response:
             workers = json.load(response)["workers"]
     return {
-        worker["role"]: _told(worker["assigned_total"], worker["report"]["prompt_tokens_total"])
+        worker["role"]: _counted(worker["assigned_total"], worker["report"]["prompt_tokens_total"])
         for worker in workers
         if worker["role"] in ROLES
     }
@@ -90,15 +90,15 @@ def _planned(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     study = study_of(config)
     planned = planned_cluster(study, parse_layout("1P1D1U-mixed"))
     planned.run(study.requests, rate=args.rate, until_s=float("inf"))
-    told = {}
+    found = {}
     for one, worker in planned.routing.workers.items():
         if one.spec.role in ROLES:
             assert one.state is not None
-            told[one.spec.role] = _told(worker.assigned_total, one.state.counters["prompt_tokens"])
-    return told
+            found[one.spec.role] = _counted(worker.assigned_total, one.state.counters["prompt_tokens"])
+    return found
 
 
-def _told(requests: int, tokens: float) -> dict[str, float]:
+def _counted(requests: int, tokens: float) -> dict[str, float]:
     return {"requests": requests, "mean_prompt": tokens / max(1, requests)}
 
 

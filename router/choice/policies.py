@@ -1,5 +1,6 @@
 """Which worker gets the next request. Pure. Names are those of SGLang's router where it has them (docs/router.md)."""
 
+from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -34,12 +35,12 @@ def cost_tokens(choice: Placement, hints: RoutingHints) -> int:
     return hints.prompt_tokens + hints.output_tokens
 
 
-class Policy:
+class Policy(ABC):
+    @abstractmethod
     def look(self, candidates: WorkerPool, hints: RoutingHints) -> Placement:
         """Find the one of `candidates` (of one role, at least one) to choose. The request may go elsewhere: remember nothing."""
-        raise NotImplementedError
 
-    def note(self, choice: Placement, hints: RoutingHints) -> None:
+    def note(self, choice: Placement, hints: RoutingHints) -> None:  # noqa: B027 (most remember nothing)
         """Remember that the request is sent there, as far as the policy remembers anything."""
 
     def choose(self, candidates: WorkerPool, hints: RoutingHints) -> Placement:

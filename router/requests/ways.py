@@ -41,7 +41,7 @@ class WayChooser:
     policies: Mapping[Role, Policy]
     forecast: Forecast
     wanted: Objectives
-    _last: dict[int, Role] = field(default_factory=dict)  # who computed the last prompt, by the bits of its length
+    _last: dict[int, Role] = field(default_factory=dict)  # of the last prompt's first worker, by the bits of its length
     _company: float = 0.0  # share of the last choices that found requests at the unified worker
 
     def choose(self, ways: Sequence[Pools], hints: RoutingHints, now_s: float, slo: Slo | None = None) -> Placements:
