@@ -20,7 +20,7 @@ from deploy.bench import environment
 from deploy.bench.report import table
 from engine.executor.states import States
 from engine.kernels.linear import linear_kernel
-from tests.engine.drafters import tell
+from tests.engine.drafters import draft_from
 from tests.engine.engine_in_process import EngineInProcess, prompt_of
 from tests.models.tiny_checkpoints import make_tiny_checkpoint
 
@@ -78,7 +78,7 @@ def measure(
     with EngineInProcess(path, **flags) as engine, watched() as parts:
         scheduler = engine.parts.scheduler
         if kind:
-            tell(scheduler, answers, kind, most=drafts)
+            draft_from(scheduler, answers, kind, most=drafts)
         for i in range(batch):
             engine.add(str(i), prompt_of(PROMPT, i), max_new_tokens=tokens)
         while scheduler.counters.generation_tokens < WARM * batch:

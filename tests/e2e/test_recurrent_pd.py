@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.two_engines import disaggregated, run
-from tests.engine.drafters import tell
+from tests.engine.drafters import draft_from
 from tests.engine.engine_in_process import EngineInProcess, prompt_of
 from tests.models.tiny_checkpoints import make_tiny_checkpoint
 
@@ -77,7 +77,7 @@ def test_states_that_landed_go_back_behind_wrong_drafts(
     disagg = {"disaggregation_decode_retraction_backup": backup}
     with disaggregated(checkpoint, decode=decode, disagg=disagg, max_total_tokens=8192, **FLAGS) as pair:
         scheduler = pair.workers[1].parts.scheduler
-        tell(scheduler, right, "mixed", most=4)
+        draft_from(scheduler, right, "mixed", most=4)
         assert run(pair, ASKED, turns_between=6) == right
         counters = scheduler.counters
         assert counters.retractions > 0 and 0 < counters.accepted_drafts < counters.drafts

@@ -11,7 +11,7 @@ from engine.kernels.linear import linear_kernel
 from engine.kernels.tape import Tape, tape_library
 from engine.messages import LogprobOptions
 from engine.use import EngineUse
-from tests.engine.drafters import KINDS, always, fared, tell
+from tests.engine.drafters import KINDS, always, draft_from, fared
 from tests.engine.engine_in_process import EngineInProcess, prompt_of
 from tests.engine.ranks_in_process import ranks
 from tests.engine.test_recurrent import states_at
@@ -68,7 +68,7 @@ def answers(path: str, right: Answers | None = None, kind: str = "", **flags: An
         flags |= {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 1 + MOST}
     with EngineInProcess(path, **flags) as engine:
         if right is not None:
-            tell(engine.parts.scheduler, right[0], kind, most=MOST)
+            draft_from(engine.parts.scheduler, right[0], kind, most=MOST)
         said = ask_all(engine)
         how = fared(engine)
         assert (how.drafts > 100) == (right is not None)
@@ -104,7 +104,7 @@ def test_ranks_take_back_their_own_parts(paths: dict[str, str], name: str) -> No
         wanted = ask_all(group.engine)
     flags |= {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 1 + MOST}
     with ranks(paths[name], **flags) as group:
-        tell(group.engine.parts.scheduler, wanted[0], "mixed", most=MOST)
+        draft_from(group.engine.parts.scheduler, wanted[0], "mixed", most=MOST)
         assert ask_all(group.engine) == wanted
         how = fared(group.engine)
         assert 0 < how.accepted < how.drafts
@@ -124,7 +124,7 @@ def test_the_next_turn_of_a_chat_goes_on_from_a_verified_answer(paths: dict[str,
     drafting = {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 8}
     for kind in KINDS:
         with EngineInProcess(paths["delta"], **flags, **drafting) as engine:
-            tell(engine.parts.scheduler, {"turn": turn, "next": wanted}, kind, most=7)
+            draft_from(engine.parts.scheduler, {"turn": turn, "next": wanted}, kind, most=7)
             engine.add("turn", prompt, max_new_tokens=200)
             engine.run()
             for one, other in zip(states_at(engine, 256), kept, strict=True):

@@ -4,17 +4,15 @@ The right drafters' first draft needs the model's hidden state before the last k
 """
 
 import random
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from engine.core.plan import StepResult
 from engine.model_files.model_config import WIDE_MODEL_PATH
 from engine.use import EngineUse
 from tests.e2e.workload import recall_prompt
-from tests.engine.drafters import always, fared
+from tests.engine.drafters import always, answers_to, engine_of, fared, spoil_all_but_the_first
 from tests.engine.engine_in_process import EngineInProcess
 from tests.engine.ranks_in_process import ranks
 from tests.engine.test_standalone_drafter import answers
@@ -56,10 +54,7 @@ def test_a_drafter_that_is_right_gives_all_that_a_step_can_hold(right: dict[str,
     """40 tokens behind the first: eight steps of four drafts, one of them without where the last page is full."""
     with EngineInProcess(WIDE_MODEL_PATH, **by(kind, right[kind]), **WAYS[way]) as engine:
         always(engine.parts.scheduler)
-        for i, prompt in enumerate(PROMPTS):
-            engine.add(f"r{i}", prompt, max_new_tokens=NEW)
-        engine.run()
-        assert [engine.tokens[f"r{i}"] for i in range(4)] == RIGHT
+        assert answers_to(engine, PROMPTS, new=NEW) == RIGHT
         how = fared(engine)
     assert how.accepted == how.drafts
     assert how.drafts == 4 * 32 or (
@@ -71,24 +66,10 @@ def test_a_drafter_that_is_right_gives_all_that_a_step_can_hold(right: dict[str,
 def test_behind_rejected_drafts_the_next_ones_are_right(right: dict[str, str], tp_size: int) -> None:
     """Each second draft is made wrong on its way to the core, so a step accepts one, and the next begins behind rejected rows."""
     flags = {"tp_size": tp_size, "num_threads": 1, "kv_units": 2, **by("EAGLE", right["EAGLE"])}
-    with ExitStack() as stack:
-        group = stack.enter_context(ranks(WIDE_MODEL_PATH, **flags)) if tp_size > 1 else None
-        engine = group.engine if group else stack.enter_context(EngineInProcess(WIDE_MODEL_PATH, **flags))
+    with engine_of(WIDE_MODEL_PATH, **flags) as engine:
         always(engine.parts.scheduler)
-        executor: Any = engine.parts.executor
-        collect = executor.collect
-
-        def with_wrong_drafts(launch: Any) -> StepResult:
-            result: StepResult = collect(launch)
-            for item in result.items:
-                item.drafted[1:] = [token - 1 for token in item.drafted[1:]]
-            return result
-
-        executor.collect = with_wrong_drafts
-        for i, prompt in enumerate(PROMPTS):
-            engine.add(f"r{i}", prompt, max_new_tokens=NEW)
-        engine.run()
-        assert [engine.tokens[f"r{i}"] for i in range(4)] == RIGHT
+        spoil_all_but_the_first(engine)
+        assert answers_to(engine, PROMPTS, new=NEW) == RIGHT
         counters = engine.parts.scheduler.counters
     assert counters.accepted_drafts == 4 * 20 and counters.verify_steps == 20  # 40 tokens behind the first, two a step
 
@@ -115,10 +96,7 @@ def test_ranks_draft_the_same(right: dict[str, str]) -> None:
     for kind in KINDS:
         with ranks(WIDE_MODEL_PATH, **flags, **by(kind, right[kind])) as group:
             always(group.engine.parts.scheduler)
-            for i, prompt in enumerate(PROMPTS):
-                group.engine.add(f"r{i}", prompt, max_new_tokens=NEW)
-            group.engine.run()
-            assert [group.engine.tokens[f"r{i}"] for i in range(4)] == RIGHT
+            assert answers_to(group.engine, PROMPTS, new=NEW) == RIGHT
             how = fared(group.engine)
         assert how.accepted == how.drafts > 100
 
@@ -136,10 +114,7 @@ def test_kv_of_8_bits_and_measured_memory(right: dict[str, str]) -> None:
     flags = {"kv_cache_dtype": "fp8_e4m3", "max_total_tokens": None, "mem_fraction_static": 0.01, "context_length": 512}
     with EngineInProcess(WIDE_MODEL_PATH, **flags, **by("EAGLE3", right["EAGLE3"])) as engine:
         always(engine.parts.scheduler)
-        for i, prompt in enumerate(PROMPTS):
-            engine.add(f"r{i}", prompt, max_new_tokens=NEW)
-        engine.run()
-        assert [engine.tokens[f"r{i}"] for i in range(4)] == RIGHT
+        assert answers_to(engine, PROMPTS, new=NEW) == RIGHT
         how = fared(engine)
     assert how.accepted == how.drafts == 4 * 32
 

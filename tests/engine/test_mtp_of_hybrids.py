@@ -5,17 +5,14 @@ behind the last token that counts.
 """
 
 import random
-from contextlib import ExitStack
 from typing import Any
 
 import pytest
 
-from engine.core.plan import StepResult
 from engine.use import EngineUse
 from tests.e2e.workload import recall_prompt
-from tests.engine.drafters import always, fared
+from tests.engine.drafters import always, answers_to, engine_of, fared, spoil_all_but_the_first
 from tests.engine.engine_in_process import EngineInProcess
-from tests.engine.ranks_in_process import ranks
 from tools.recall.build import build
 from tools.recall.oracle import continuation
 
@@ -49,10 +46,7 @@ def test_a_layer_that_is_right_gives_all_that_a_step_can_hold(path: str, way: st
     """40 tokens behind the first: eight steps of four drafts."""
     with EngineInProcess(path, **NEXTN, **WAYS[way]) as engine:
         always(engine.parts.scheduler)
-        for i, prompt in enumerate(PROMPTS):
-            engine.add(f"r{i}", prompt, max_new_tokens=NEW)
-        engine.run()
-        assert [engine.tokens[f"r{i}"] for i in range(4)] == RIGHT
+        assert answers_to(engine, PROMPTS, new=NEW) == RIGHT
         how = fared(engine)
     assert how.accepted == how.drafts
     assert how.drafts == 4 * 32 or (way in ("retracted", "recomputed", "mixed", "overlapped") and how.drafts > 90)
@@ -62,24 +56,10 @@ def test_a_layer_that_is_right_gives_all_that_a_step_can_hold(path: str, way: st
 def test_behind_rejected_drafts_the_next_ones_are_right(path: str, tp_size: int) -> None:
     """Each second draft is made wrong on its way to the core, so a step accepts one, and the next begins behind rejected rows."""
     flags = {"tp_size": tp_size, "num_threads": 1, "kv_units": 2, **NEXTN}
-    with ExitStack() as stack:
-        group = stack.enter_context(ranks(path, **flags)) if tp_size > 1 else None
-        engine = group.engine if group else stack.enter_context(EngineInProcess(path, **flags))
+    with engine_of(path, **flags) as engine:
         always(engine.parts.scheduler)
-        executor: Any = engine.parts.executor
-        collect = executor.collect
-
-        def with_wrong_drafts(launch: Any) -> StepResult:
-            result: StepResult = collect(launch)
-            for item in result.items:
-                item.drafted[1:] = [token - 1 for token in item.drafted[1:]]
-            return result
-
-        executor.collect = with_wrong_drafts
-        for i, prompt in enumerate(PROMPTS):
-            engine.add(f"r{i}", prompt, max_new_tokens=NEW)
-        engine.run()
-        assert [engine.tokens[f"r{i}"] for i in range(4)] == RIGHT
+        spoil_all_but_the_first(engine)
+        assert answers_to(engine, PROMPTS, new=NEW) == RIGHT
         counters = engine.parts.scheduler.counters
     assert counters.accepted_drafts == 4 * 20  # 40 tokens behind the first, two a step at most
 

@@ -54,6 +54,16 @@ def error(status: int) -> bytes:
     return failed_frame(status) + SAID
 
 
+async def end_or_break(request: web.Request, out: web.StreamResponse, *, ends: bool) -> web.StreamResponse:
+    if ends:
+        await out.write_eof()
+        return out
+    await asyncio.sleep(0)
+    assert request.transport is not None
+    request.transport.abort()
+    return out
+
+
 def lost_after(*tokens: int, last: bytes = b"", begins: bool = True) -> Any:
     """Streams these tokens; then the connection breaks, in the middle of an event, or `last` ends it."""
 
@@ -63,13 +73,7 @@ def lost_after(*tokens: int, last: bytes = b"", begins: bool = True) -> Any:
         out = await begin_stream(
             request, head + b"".join(map(event, tokens)) + (last or ids_frame(0, [99]) + b"data: {")
         )
-        if last:
-            await out.write_eof()
-            return out
-        await asyncio.sleep(0)
-        assert request.transport is not None
-        request.transport.abort()
-        return out
+        return await end_or_break(request, out, ends=bool(last))
 
     return behave
 
@@ -154,13 +158,7 @@ def lost_whole(*tokens: int, more: bytes = b":unit 99\n:ids 0 9", last: bytes = 
     async def behave(worker: DummyWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         assert request.headers[FRAMES_HEADER] == "1"
         out = await begin_framed(request, framed(*tokens) + (last or more))
-        if last:
-            await out.write_eof()
-            return out
-        await asyncio.sleep(0)
-        assert request.transport is not None
-        request.transport.abort()
-        return out
+        return await end_or_break(request, out, ends=bool(last))
 
     return behave
 
