@@ -16,6 +16,28 @@ class WindowRows:
 
 
 @dataclass(slots=True)
+class Paths:
+    """Where rows of a tree of drafts find the newest tokens that they see: nodes beside a row's path lie among them.
+
+    starts: [B] int32: tokens of positions before it lie in their own places; of a row without a tree: its kv_len
+    places: [B, D] int32: the token of position starts[b] + j lies where the request's pages have position places[b, j]; 0 where unused
+
+    A row's own token is the last one of its path. So a row sees the tokens of its path in the order of their positions.
+    """
+
+    starts: torch.Tensor
+    places: torch.Tensor
+
+    def of(self, rows: torch.Tensor) -> "Paths":
+        """Return those of `rows` [n] int64."""
+        return Paths(self.starts[rows], self.places[rows])
+
+    def end(self) -> int:
+        """Return how many positions the places reach over; waits for the device."""
+        return int(self.places.max()) + 1
+
+
+@dataclass(slots=True)
 class StepBatch:
     """One step of B requests with T new tokens, request after request. Tensors are on the pool's device.
 
@@ -28,7 +50,9 @@ class StepBatch:
     riders:      requests of an extend step that decode; None: any request of one token may
     state_slots: [B] int32, where each request's recurrent state lies (engine/kv/state_pool.py); None: the model has none
     windows:     where layers with a window have their KV; None: where the others have it
-    drafted:     entries of single tokens that read a draft: each is of the request of the entry before it, a token further
+    drafted:     entries of single tokens that read a draft: each is of the request of the entry before it, and sees one token more;
+                 in a tree of drafts: no fewer
+    paths:       of entries that read nodes of a tree of drafts; None: every token lies in its own position's place
     """
 
     extend: bool
@@ -42,6 +66,7 @@ class StepBatch:
     state_slots: torch.Tensor | None = None
     windows: WindowRows | None = None
     drafted: frozenset[int] = frozenset()
+    paths: Paths | None = None
 
     @property
     def drafts(self) -> bool:
@@ -59,18 +84,23 @@ class StepBatch:
 
     def page_rows(self, page_size: int) -> torch.Tensor:
         """Return [B, pages of the longest request] int32, a copy: row i: of request i."""
-        return self.page_table[self.slots, : -(-max(self.kv_lens) // page_size)]
+        end = max(self.kv_lens) if self.paths is None else max(*self.kv_lens, self.paths.end())
+        return self.page_table[self.slots, : -(-end // page_size)]
 
 
 @dataclass(slots=True)
 class DeviceStep:
-    """A decode step of B requests whose lengths only the device knows, as captured graphs need it. kv_lens: [B] int32."""
+    """A decode step of B requests whose lengths only the device knows, as captured graphs need it. kv_lens: [B] int32.
+
+    paths: as of StepBatch.
+    """
 
     page_table: torch.Tensor
     slots: torch.Tensor
     kv_lens: torch.Tensor
     token_pages: torch.Tensor
     token_offsets: torch.Tensor
+    paths: Paths | None = None
 
 
 @dataclass(slots=True)
