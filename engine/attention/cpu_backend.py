@@ -66,13 +66,15 @@ class CpuBackend:
 
 
 def _riders_of(step: StepBatch, requests: Sequence[int], rows: torch.Tensor) -> StepBatch:
+    chosen = torch.tensor(requests)
     return replace(
         step,
         extend=False,
         q_lens=[1] * len(requests),
         kv_lens=[step.kv_lens[i] for i in requests],
-        slots=step.slots[torch.tensor(requests)],
+        slots=step.slots[chosen],
         token_pages=step.token_pages[rows],
         token_offsets=step.token_offsets[rows],
         drafted=frozenset(n for n, i in enumerate(requests) if i in step.drafted),
+        paths=None if step.paths is None else step.paths.of(chosen),
     )

@@ -1,5 +1,6 @@
 """Attention in plain torch for any dtype and device: slow, and the reference for the kernels."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -25,9 +26,10 @@ class TorchBackend:
         """`skip`: requests whose KV is written and whose rows of the output stay undefined."""
         self._step = step
         rows = step.page_rows(self._pool.page_size)
+        paths = _paths_of(step)
         self._requests = [
-            _Request(span, step.kv_lens[i], pages, self._pool.page_size)
-            for i, (span, pages) in enumerate(zip(step.spans(), rows, strict=True))
+            _Request(span, step.kv_lens[i], pages, self._pool.page_size, path)
+            for i, (span, pages, path) in enumerate(zip(step.spans(), rows, paths, strict=True))
             if i not in skip
         ]
 
@@ -55,8 +57,8 @@ class TorchBackend:
             rows = slice(request.first, request.end)
             # through the cache: what a later chunk reads back must be what this one saw
             return self._pool.rounded(layer, k[rows]).to(k.dtype), self._pool.rounded(layer, v[rows]).to(v.dtype)
-        keys, values = self._pool.read(layer, request.pages)
-        return keys[: request.kv_len].to(k.dtype), values[: request.kv_len].to(v.dtype)
+        keys, values = (request.seen(kept) for kept in self._pool.read(layer, request.pages))
+        return keys.to(k.dtype), values.to(v.dtype)
 
     def _attend_request(
         self,
@@ -94,15 +96,23 @@ class _Tile(NamedTuple):
 class _Request:
     """One request's share of a step; its masks and page ids are shared by all layers."""
 
-    def __init__(self, span: tuple[int, int], kv_len: int, pages: torch.Tensor, page_size: int) -> None:
+    def __init__(
+        self, span: tuple[int, int], kv_len: int, pages: torch.Tensor, page_size: int, path: Sequence[int]
+    ) -> None:
+        """`path`: positions where its newest tokens lie; empty: all lie at their own."""
         self.first, self.end = span
         self.q_len = self.end - self.first
         self.kv_len = kv_len
         self.prefix_len = self.kv_len - self.q_len
         assert self.prefix_len >= 0, (self.q_len, self.kv_len)
-        num_pages = -(-self.kv_len // page_size)
-        self.pages = pages[:num_pages]
+        end = max(kv_len, *(place + 1 for place in path)) if path else kv_len
+        self.pages = pages[: -(-end // page_size)]
+        self._order = torch.tensor([*range(kv_len - len(path)), *path], device=pages.device) if path else None
         self._tiles: dict[int, list[_Tile]] = {}
+
+    def seen(self, kept: torch.Tensor) -> torch.Tensor:
+        """Return [kv_len, ...]: its tokens in order, of all that its pages keep."""
+        return kept[: self.kv_len] if self._order is None else kept[self._order]
 
     def tiles(self, window: int) -> "list[_Tile]":
         """Return the tiles of the query rows. `window`: 0 is all tokens."""
@@ -118,6 +128,14 @@ class _Request:
         keys = torch.arange(seen.start, seen.stop, device=device)[None, :]
         mask = keys <= rows
         return _Tile(slice(first, end), seen, mask & (keys > rows - window) if window else mask)
+
+
+def _paths_of(step: StepBatch) -> list[list[int]]:
+    """Of each request, where its newest tokens lie, as far as the step says it."""
+    if step.paths is None:
+        return [[] for _ in step.kv_lens]
+    starts, places = step.paths.starts.tolist(), step.paths.places.tolist()
+    return [of[: kv_len - start] for of, start, kv_len in zip(places, starts, step.kv_lens, strict=True)]
 
 
 def _batched(x: torch.Tensor) -> torch.Tensor:

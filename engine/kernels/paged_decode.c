@@ -1,5 +1,5 @@
 /* Paged decode attention: online softmax over a request's pages, for one query token of it or, with drafts, several that follow one
- * another. Caches of bf16, fp32, and 8 bits (fp8.h) beside bf16 queries.
+ * another or branch, as a tree of drafts does. Caches of bf16, fp32, and 8 bits (fp8.h) beside bf16 queries.
  *
  * A work item is (request, a run of kv heads of one unit): all query heads of a kv head are computed together, and all rows of the
  * request block by block, so each byte of K and V is read from memory once. Tokens go in blocks of BLOCK from the first one that is seen on, in this order whatever the batch is: a
@@ -22,7 +22,7 @@
 #include "attention.h"
 #include "fp8.h"
 
-#define ABI_VERSION 7
+#define ABI_VERSION 8
 #define BLOCK 64         /* tokens whose scores are held at once */
 #define SUB 8            /* query heads computed together */
 #define ACCUMULATORS 16  /* vectors of output held in registers */
@@ -39,8 +39,10 @@ struct step {
     const int32_t *page_table;                  /* [B, table_width] */
     const int32_t *kv_lens;                     /* [B], the new token included */
     const int64_t *token_pages, *token_offsets; /* [B] where the new token goes */
-    const int64_t *requests;                    /* [R + 1] the first row of each request, and the end; its kv_lens ascend by one */
-    int64_t batch, num_requests, table_width;
+    const int64_t *requests;                    /* [R + 1] the first row of each request, and the end; its kv_lens do not descend */
+    const int32_t *path_starts;                 /* [B] as Paths says: the tokens before it lie at their own positions; NULL: all do */
+    const int32_t *path_places;                 /* [B, path_width] the positions at which those from it on lie */
+    int64_t batch, num_requests, table_width, path_width;
 };
 
 /* Mirrored by _Args in paged_decode.py. Strides of q, k_new, v_new are elements from token to token; heads are dense. */
@@ -213,7 +215,7 @@ INLINE int64_t in_page(const struct args *a, int64_t offset, int64_t head, int64
     return head / heads * a->unit_stride_bytes + offset * bytes_of_token(a, row_bytes) + head % heads * row_bytes;
 }
 
-/* Rows of tokens from..from + BLOCK - 1 that query `row` sees, as far as there are any, at kv head `head`. */
+/* Rows of tokens from..from + BLOCK - 1 that query `row` sees, as far as there are any, at kv head `head`; each at its own position. */
 static void locate(const struct args *a, int64_t row, int64_t from, int64_t head, int64_t row_bytes, struct block *to) {
     const int32_t *pages = a->step->page_table + row * a->step->table_width;
     const int64_t left = a->step->kv_lens[row] - from;
@@ -226,6 +228,22 @@ static void locate(const struct args *a, int64_t row, int64_t from, int64_t head
         to->v[t] = (const char *)a->v_cache + at;
         if (++offset == a->page_size) offset = 0, page++;
     }
+}
+
+/* `shared`, a block from token `from` on, as query `row` sees it: its path's tokens where they lie, in `own`, if there are any. */
+static const struct block *of_path(const struct args *a, int64_t row, int64_t from, int64_t head, int64_t row_bytes, const struct block *shared, struct block *own) {
+    const struct step *s = a->step;
+    if (!s->path_starts || from + shared->count <= s->path_starts[row]) return shared;
+    const int32_t *pages = s->page_table + row * s->table_width, *places = s->path_places + row * s->path_width;
+    const int64_t start = s->path_starts[row], end = s->kv_lens[row] - from;
+    *own = *shared;
+    for (int64_t t = start > from ? start - from : 0; t < end && t < shared->count; t++) {
+        const int64_t place = places[from + t - start];
+        const int64_t at = pages[place / a->page_size] * a->page_stride_bytes + in_page(a, place % a->page_size, head, row_bytes);
+        own->k[t] = (const char *)a->k_cache + at;
+        own->v[t] = (const char *)a->v_cache + at;
+    }
+    return own;
 }
 
 /* Rows of bf16, of the kv heads of the run, into the cache. */
@@ -331,7 +349,7 @@ static void write_all(const struct args *a, int64_t runs) {
 /* Rows `row`..`end` - 1 of a request, which see their tokens from the same one on. `coming`: the item that this thread is likely to have next. */
 static void attend_rows(const struct args *a, int64_t number, int64_t row, int64_t end, int64_t coming, int64_t runs, float *scratch) {
     struct item it;
-    struct block now, next;
+    struct block now, next, own;
     const int64_t head = open_item(a, number, runs, &it), begin = first_seen(a, row), last = end - 1;
     it.ahead = (int)(AHEAD_BYTES / (it.heads * it.row_bytes) + 1);
     if (it.ahead > BLOCK) it.ahead = BLOCK;
@@ -350,9 +368,11 @@ static void attend_rows(const struct args *a, int64_t number, int64_t row, int64
             const int64_t left = a->step->kv_lens[r] - from;
             const int count = left < now.count ? (int)left : now.count;
             if (count <= 0) continue;
-            if (count != it.count) line_up(&it, &now, count, &next);
+            const struct block *seen = of_path(a, r, from, head, it.row_bytes, &now, &own);
+            if (seen == &own || count != it.count) line_up(&it, seen, count, &next);
             choose_row(&it, scratch, r, r - row, head);
             add_block(&it);
+            if (seen == &own) it.count = 0; /* another row's path is another */
         }
     }
     for (int64_t r = row; r < end; r++) {

@@ -8,12 +8,13 @@ import torch
 from engine.kernels import tape
 from engine.kernels.build import fields, load_library
 from engine.kernels.layer_call import HEADS, POINTERS, SCORES, STRIDES, LayerCall, check_pages, layout_of
+from engine.kernels.path_rows import PATHS, fill_paths
 from engine.kernels.softmax import Softmax
 from engine.kv.kv_pool import KVPool
 from engine.kv.step_batch import StepBatch
 
 SOURCE = Path(__file__).with_suffix(".c")
-ABI_VERSION = 7
+ABI_VERSION = 8
 LANES = 16
 DTYPES = ("bfloat16", "float32")
 QUERIES_OF_FP8 = "bfloat16"
@@ -23,7 +24,8 @@ class _Step(ctypes.Structure):
     """Mirror of `struct step` in paged_decode.c."""
 
     _fields_ = fields(
-        ("page_table", "kv_lens", "token_pages", "token_offsets", "requests"), ("batch", "num_requests", "table_width")
+        ("page_table", "kv_lens", "token_pages", "token_offsets", "requests", *PATHS),
+        ("batch", "num_requests", "table_width", "path_width"),
     )
 
 
@@ -44,6 +46,7 @@ class PagedDecode:
         self._step = _Step()  # a tape's calls point here, too, and so read a new step
         self._args = _Args(step=ctypes.addressof(self._step), **layout_of(pool))
         self._kept: tuple[torch.Tensor, ...] = ()  # what the addresses in _step point into
+        self._paths: tuple[torch.Tensor, ...] = ()  # as well
 
     def begin(self, step: StepBatch) -> None:
         table = step.page_rows(self._pool.page_size)
@@ -56,6 +59,7 @@ class PagedDecode:
             x.data_ptr() for x in self._kept
         )
         now.batch, now.num_requests, now.table_width = len(kv_lens), len(requests) - 1, table.stride(0)
+        self._paths = fill_paths(now, step, positions=table.shape[1] * self._pool.page_size)
         self._args.threads = torch.get_num_threads()
 
     def attend_turned(

@@ -1,0 +1,32 @@
+"""Trees of drafts, as both C kernels of single tokens read them: where the newest tokens of each row lie."""
+
+import ctypes
+
+import torch
+
+from engine.kv.step_batch import StepBatch
+
+PATHS = ("path_starts", "path_places")
+
+
+def fill_paths(to: ctypes.Structure, step: StepBatch, *, positions: int) -> tuple[torch.Tensor, ...]:
+    """Fill in the step's paths, NULL without trees; return what the addresses point into. `positions`: that its page table holds."""
+    if step.paths is None:
+        to.path_starts = to.path_places = None
+        return ()
+    kept = step.paths.starts.contiguous(), step.paths.places.contiguous()
+    _check(step, *kept, positions=positions)
+    to.path_starts, to.path_places = (x.data_ptr() for x in kept)
+    to.path_width = kept[1].shape[1]
+    return kept
+
+
+def _check(step: StepBatch, starts: torch.Tensor, places: torch.Tensor, *, positions: int) -> None:
+    """Assert what C trusts."""
+    kv_lens = torch.tensor(step.kv_lens)
+    assert starts.dtype == places.dtype == torch.int32, (starts.dtype, places.dtype)
+    assert len(starts) == len(places) == len(kv_lens), (starts.shape, places.shape, len(kv_lens))
+    assert int(starts.min()) >= 0 and int((kv_lens - starts).max()) <= places.shape[1], (starts, step.kv_lens)
+    low, high = places.aminmax()
+    assert int(low) >= 0 and int(high) < positions, (int(low), int(high), positions)
+    assert all(step.kv_lens[i - 1] <= step.kv_lens[i] for i in step.drafted), "rows of a tree come by depth"
