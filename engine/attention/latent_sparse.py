@@ -21,6 +21,7 @@ class SparseLatents:
         self._step: StepBatch | None = None
 
     def begin(self, step: StepBatch) -> None:
+        assert step.paths is None, "an index chooses among tokens at their own positions"
         self._step = step
         self._pages = step.page_rows(self._pool.page_size)
         if self._kernel is not None:

@@ -16,7 +16,7 @@
 
 #include "attention.h"
 
-#define ABI_VERSION 4
+#define ABI_VERSION 5
 #define BLOCK 64 /* tokens whose scores are held at once */
 #define TILE 16  /* query vectors of a work item, at most */
 #define SUB 4    /* vectors, and tokens, computed together */
@@ -29,7 +29,9 @@ struct step {
     const int32_t *kv_lens;                     /* [batch], the new tokens included */
     const int32_t *starts;                      /* [batch + 1] the first row of each request */
     const int64_t *token_pages, *token_offsets; /* [rows] where each new token goes */
-    int64_t batch, table_width;
+    const int32_t *path_starts;                 /* [batch] as Paths says: the tokens before it lie at their own positions; NULL: all do */
+    const int32_t *path_places;                 /* [batch, path_width] the positions at which those from it on lie */
+    int64_t batch, table_width, path_width;
 };
 
 /* Mirrored by _Args in latent_attention.py. All rows are dense. */
@@ -201,6 +203,17 @@ static __attribute__((noinline)) void values_bf16(struct item *it) { values(it, 
 static __attribute__((noinline)) void values_pairs(struct item *it) { values(it, 1, 1); }
 static __attribute__((noinline)) void values_fp32(struct item *it) { values(it, 0, 0); }
 
+/* Of a block of `count` tokens of `request` from `from` on, those of its path, where they lie. */
+static void follow_path(const struct args *a, int64_t request, int64_t from, int count, const char **to) {
+    const struct step *s = a->step;
+    const int32_t *pages = s->page_table + request * s->table_width, *places = s->path_places + request * s->path_width;
+    const int64_t start = s->path_starts[request], row_bytes = a->width * size_of(a);
+    for (int64_t t = start > from ? start - from : 0; t < count; t++) {
+        const int64_t place = places[from + t - start];
+        to[t] = (const char *)a->cache + pages[place / a->page_size] * a->page_stride_bytes + place % a->page_size * row_bytes;
+    }
+}
+
 /* Rows of tokens from..from + BLOCK - 1 of `request`, or of `chosen` if that is not NULL, as far as there are any before `end`; returns
  * how many. */
 static int locate(const struct args *a, int64_t request, const int32_t *chosen, int64_t from, int64_t end, const char **to) {
@@ -219,6 +232,7 @@ static int locate(const struct args *a, int64_t request, const int32_t *chosen, 
         to[t] = (const char *)a->cache + pages[page] * a->page_stride_bytes + offset * row_bytes;
         if (++offset == a->page_size) offset = 0, page++;
     }
+    if (a->step->path_starts) follow_path(a, request, from, count, to);
     return count;
 }
 

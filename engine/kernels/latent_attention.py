@@ -9,11 +9,12 @@ import torch
 from engine.kernels import tape
 from engine.kernels.build import fields, load_library
 from engine.kernels.layer_call import check_pages
+from engine.kernels.path_rows import PATHS, fill_paths
 from engine.kv.kv_pool import KVPool
 from engine.kv.step_batch import StepBatch
 
 SOURCE = Path(__file__).with_suffix(".c")
-ABI_VERSION = 4
+ABI_VERSION = 5
 LANES = 16
 DTYPES = ("bfloat16", "float32")
 
@@ -21,7 +22,10 @@ DTYPES = ("bfloat16", "float32")
 class _Step(ctypes.Structure):
     """Mirror of `struct step` in latent_attention.c."""
 
-    _fields_ = fields(("page_table", "kv_lens", "starts", "token_pages", "token_offsets"), ("batch", "table_width"))
+    _fields_ = fields(
+        ("page_table", "kv_lens", "starts", "token_pages", "token_offsets", *PATHS),
+        ("batch", "table_width", "path_width"),
+    )
 
 
 class _Args(ctypes.Structure):
@@ -68,6 +72,7 @@ class LatentKernel:
             step=ctypes.addressof(self._step), page_stride_bytes=pool.page_bytes, page_size=pool.page_size
         )
         self._kept: tuple[torch.Tensor, ...] = ()  # what the addresses in _step point into
+        self._paths: tuple[torch.Tensor, ...] = ()  # as well
 
     def begin(self, step: StepBatch) -> None:
         table = step.page_rows(self._pool.page_size)
@@ -81,6 +86,7 @@ class LatentKernel:
         now = self._step
         now.page_table, now.kv_lens, now.starts, now.token_pages, now.token_offsets = (x.data_ptr() for x in self._kept)
         now.batch, now.table_width = len(kv_lens), table.stride(0)
+        self._paths = fill_paths(now, step, positions=table.shape[1] * self._pool.page_size)
         self._args.threads = torch.get_num_threads()
 
     def attend(

@@ -2,21 +2,27 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import pytest
 import torch
 
 from engine.attention.backend import AttentionBackend
 from engine.attention.cpu_backend import CpuBackend
+from engine.attention.latent_cpu import CpuLatents
+from engine.attention.latent_torch import TorchLatents
 from engine.attention.torch_backend import TorchBackend
 from engine.attention.windowed import windowed
+from engine.kernels.latent_attention import make_latent_kernel
 from engine.kernels.paged_decode import make_paged_decode
 from engine.kernels.softmax import Softmax
 from engine.kernels.tape import Tape, Workspace
 from engine.kv.kv_pool import KVPool
 from engine.kv.step_batch import StepBatch, WindowRows
+from engine.layers.latents import NewLatents
 from engine.layers.rope import Unturned
 from tests.attention.attention_cases import Heads, by_no_angle, make_pool
+from tests.attention.test_latents import PAGE, SCALE, Shape, latent_pool
 from tests.attention.tree_cases import (
     behind_a_prompt,
     fill_alone,
@@ -160,3 +166,32 @@ def test_a_tape_that_was_recorded_without_trees_plays_them() -> None:
     kernel.begin(step)
     tape.play()
     assert torch.equal(out, expected)
+
+
+def latent_kernel(pool: KVPool) -> CpuLatents:
+    kernel = make_latent_kernel(pool)
+    assert kernel is not None
+    return CpuLatents(kernel)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("make", [latent_kernel, TorchLatents])
+def test_rows_of_latents_have_the_bits_of_their_paths_alone(
+    dtype: str, make: Callable[[KVPool], AttentionBackend]
+) -> None:
+    shape, trees = Shape(5, 80, 48), some_trees(4)
+    requests = tree_requests(Heads(shape.heads, 1, shape.width), trees, page_size=PAGE, dtype=dtype)
+    alone = rows_alone(trees, requests, page_size=PAGE)
+    q, latents, _ = new_rows(trees, requests)
+    outs = []
+    for kept, fill, step in (
+        (requests, partial(fill_known, trees=trees, requests=requests), tree_step(trees, requests, page_size=PAGE)),
+        (alone, partial(fill_alone, alone=alone), step_alone(alone, page_size=PAGE)),
+    ):
+        pool = latent_pool(shape, dtype, num_pages=pages_of(kept))
+        pool.buffer.fill_(0xFF)
+        fill(pool)
+        backend = make(pool)
+        backend.begin(step)
+        outs.append(backend.attend(0, NewLatents(q, latents[:, 0], SCALE)))
+    assert not outs[1].isnan().any() and torch.equal(*outs)
