@@ -23,6 +23,7 @@ import torch
 from engine.kv.cache_spec import LAYER, TAIL, CacheSpec, layer_offsets, page_bytes_of, unit_end, unit_parts
 from engine.kv.fp8 import dequantized, quantized
 from engine.kv.held import HeldKV
+from engine.kv.token_rows import Run, runs_of, token_rows
 
 AllocateBytes = Callable[[int, torch.device], torch.Tensor]  # (bytes, device) -> [bytes] uint8, zero
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -83,6 +84,7 @@ class KVPool:
         self._parts = unit_parts(specs, units)
         offsets = layer_offsets(self._parts, page_size)
         self._show(list(zip(self._parts, offsets, strict=True))[: len(self.specs)])
+        self._token_rows = [self._rows_of(run) for run in runs_of(self._parts, page_size)]
         self.drafter = self._drafter(specs, offsets) if len(self.specs) < len(specs) else None
 
     def _show(self, layers: Sequence[tuple[CacheSpec, int]]) -> None:
@@ -163,6 +165,29 @@ class KVPool:
                     part, exponents = quantized(part)
                     self._exponents(cache).index_put_((pages, offsets), exponents)
                 cache.index_put_((pages, offsets), part.to(cache.dtype))
+
+    def move(
+        self,
+        from_pages: torch.Tensor,
+        from_offsets: torch.Tensor,
+        to_pages: torch.Tensor,
+        to_offsets: torch.Tensor,
+    ) -> None:
+        """Copy all that is kept of tokens, in all layers, the drafter's too: token t from (from_pages[t], from_offsets[t]) to
+        (to_pages[t], to_offsets[t]). All [n] int64, on the pool's device; a place may be read and written. Tails stay.
+        """
+        for rows in self._token_rows:
+            rows[to_pages, :, :, to_offsets] = rows[from_pages, :, :, from_offsets]
+
+    def _rows_of(self, run: Run) -> torch.Tensor:
+        return token_rows(
+            self.buffer,
+            run,
+            num_pages=1 + self.num_pages,
+            page_size=self.page_size,
+            units=self.units,
+            page_bytes=self.page_bytes,
+        )
 
     def read(self, layer: int, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return K and V of all tokens of `pages` [n], in their order: [n * page_size, kv_heads, head_dim] of the spec's dtype."""

@@ -1,8 +1,12 @@
+from dataclasses import replace
+
+import pytest
 import torch
 
-from engine.kv.cache_spec import CacheSpec, page_bytes_of
+from engine.kv.cache_spec import LAYER, TAIL, CacheSpec, page_bytes_of, unit_parts
 from engine.kv.device_memory import DeviceBytes
 from engine.kv.kv_pool import KVPool
+from engine.kv.token_rows import runs_of
 
 
 def bf16(kv_heads: int = 2, head_dim: int = 16) -> CacheSpec:
@@ -56,6 +60,43 @@ def test_a_latent_is_kept_once_and_read_as_v_too():
     new = torch.randn(1, 1, 48)
     pool.write(1, torch.tensor([2]), torch.tensor([3]), new, torch.zeros_like(new))
     assert torch.equal(pool.k(1)[2, 3], new[0].bfloat16()) and pool.v(1).data_ptr() == pool.k(1).data_ptr()
+
+
+FP8 = CacheSpec(num_kv_heads=2, head_dim=16, dtype="bfloat16", fp8=True)
+DRAFTER = [replace(bf16(kv_heads=4), drafter=LAYER), CacheSpec(1, 24, "bfloat16", drafter=TAIL)]
+
+
+LATENT = CacheSpec(num_kv_heads=1, head_dim=48, dtype="bfloat16", latent=32)
+MOVED: dict[str, tuple[list[CacheSpec], int, int]] = {  # layers, units, runs of even rows
+    "layers": ([bf16()] * 3, 1, 1),
+    "units": ([bf16(4)] * 3, 4, 1),
+    "fp8 in units": ([FP8, FP8], 2, 1),
+    "latents": ([LATENT] * 3, 1, 1),
+    "a drafter like the layers": ([bf16(4), *DRAFTER], 2, 1),
+    "a drafter of another kind": ([fp32(2), FP8, FP8, *DRAFTER], 2, 3),
+    "uneven layers": ([bf16(kv_heads=1, head_dim=3), fp32(), fp32()], 1, 2),
+}
+
+
+@pytest.mark.parametrize(("specs", "units", "runs"), MOVED.values(), ids=MOVED)
+def test_moved_tokens_lie_in_both_places_and_all_else_as_before(specs: list[CacheSpec], units: int, runs: int) -> None:
+    """As if all had been written there; a place is read that another token comes to."""
+    came, went = [(1, 3), (4, 0), (2, 2)], [(4, 0), (3, 1), (1, 0)]
+    pools = [KVPool(specs, num_pages=4, page_size=5, device="cpu", units=units) for _ in range(2)]
+    rng = torch.Generator().manual_seed(0)
+    for part in (pools[0], pools[0].drafter):
+        for layer, spec in enumerate(part.specs if part is not None else ()):
+            new = [torch.randn(3, spec.num_kv_heads, spec.head_dim, generator=rng) for _ in range(2)]
+            for pool, written in zip(pools, ((came,), (came, went)), strict=True):
+                own = pool if part is pools[0] else pool.drafter
+                for at in written:
+                    own.write(layer, *torch.tensor(at).T, *new)
+    for pool in pools:
+        if pool.tails is not None:
+            pool.tails.fill_(7.0)
+    pools[0].move(*torch.tensor(came).T, *torch.tensor(went).T)
+    assert torch.equal(pools[0].buffer, pools[1].buffer)
+    assert len(runs_of(unit_parts(specs, units), 5)) == runs
 
 
 def test_new_memory_is_zero_and_untouched_memory_is_not_resident():

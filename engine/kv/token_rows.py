@@ -1,0 +1,55 @@
+"""Tokens of a pool as few strided views: layers whose rows of a token are alike and lie evenly are one, so a whole token is copied by a few kernels."""
+
+from collections.abc import Sequence
+from math import gcd
+from typing import NamedTuple
+
+import torch
+
+from engine.kv.cache_spec import TAIL, CacheSpec, layer_offsets
+
+WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+
+
+class Run(NamedTuple):
+    """`rows` of a token, `row_bytes` each, `apart` bytes from one to the next; the first one's layer is `begin` bytes behind a unit's begin."""
+
+    begin: int
+    row_bytes: int
+    rows: int = 1
+    apart: int = 0
+
+    def with_row(self, begin: int, row_bytes: int) -> "Run | None":
+        """Return the run with one more row; None: it does not continue the run."""
+        apart = self.apart or begin - self.begin
+        if row_bytes != self.row_bytes or begin != self.begin + self.rows * apart:
+            return None
+        return self._replace(rows=self.rows + 1, apart=apart)
+
+
+def runs_of(parts: Sequence[CacheSpec], page_size: int) -> list[Run]:
+    """Return the runs of K and V of all `parts` of a unit but tails."""
+    runs = list[Run]()
+    for part, at in zip(parts, layer_offsets(parts, page_size), strict=True):
+        if part.drafter == TAIL:
+            continue
+        row_bytes = part.num_kv_heads * part.row_bytes()
+        for begin in (at,) if part.latent else (at, at + part.v_offset(page_size)):
+            if runs and (longer := runs[-1].with_row(begin, row_bytes)):
+                runs[-1] = longer
+            else:
+                runs.append(Run(begin, row_bytes))
+    return runs
+
+
+def token_rows(
+    buffer: torch.Tensor, run: Run, *, num_pages: int, page_size: int, units: int, page_bytes: int
+) -> torch.Tensor:
+    """Return a [num_pages, units, rows, page_size, words] view of `buffer`, [bytes] uint8, in the largest words that fit."""
+    strides = (page_bytes, page_bytes // units, run.apart, run.row_bytes)
+    word = gcd(max(WORDS), run.begin, *strides)
+    return buffer.view(WORDS[word]).as_strided(
+        (num_pages, units, run.rows, page_size, run.row_bytes // word),
+        (*(stride // word for stride in strides), 1),
+        run.begin // word,
+    )
