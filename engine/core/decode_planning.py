@@ -8,6 +8,7 @@ from itertools import chain, islice
 
 from engine.core.departures import Departures
 from engine.core.drafting import Drafting
+from engine.core.drafts import NO_DRAFT, Draft
 from engine.core.plan import PlanItem, SlotOpen
 from engine.core.plan_items import ask_drafter, draft_items, open_slot, plan_item
 from engine.core.preemption import Preemption
@@ -49,10 +50,14 @@ class DecodePlanner:
         for request in asked:
             if self._memory.needs_page(request) and self._memory.available > len(ready):
                 self._memory.grow(request)  # the decode step would
-        rooms = {r.rid: self._memory.make_room(r, counts[r.rid], left_free=len(ready)) for r in asked}
-        asked = self._with_slots([r for r in asked if rooms[r.rid] > 0])
+        passes = {r.rid: self._passes_in_room(drafting, r, counts[r.rid], left_free=len(ready)) for r in asked}
+        asked = self._with_slots([r for r in asked if passes[r.rid] > 0])
         opens = [open_slot(r, self._table) for r in asked if r.slot is None]
-        return [ask_drafter(r, min(counts[r.rid], rooms[r.rid])) for r in asked], opens
+        return [ask_drafter(r, passes[r.rid]) for r in asked], opens
+
+    def _passes_in_room(self, drafting: Drafting, request: Request, passes: int, *, left_free: int) -> int:
+        room = self._memory.make_room(request, drafting.places(passes), left_free=left_free)
+        return drafting.passes_within(room, passes)
 
     def _with_slots(self, requests: list[Request]) -> list[Request]:
         """Those that have a row, or find one: no other loses its own for guesses."""
@@ -64,7 +69,7 @@ class DecodePlanner:
         ready = self._micro_batches.ready(self._stages.running)
         if planned:
             ready = [r for r in ready if r.rid not in planned]
-        drafts = dict[str, list[int]]()
+        drafts = dict[str, Draft]()
         if self._drafting is not None and (able := self._drafting.able(ready)):
             if self._awaits_tokens or any(r.drafts.rows or r.drafts.is_asked for r in able):
                 return [], []
@@ -85,10 +90,11 @@ class DecodePlanner:
         opens = [open_slot(r, self._table) for r in ready if r.slot is None]
         for request in ready:
             end = request.launched_len + 1
-            if guesses := drafts.get(request.rid):
-                most = self._memory.end_of_drafts(request, request.launched_len, end + len(guesses)) - end
-                end += self._memory.make_room(request, most, left_free=len(ready))
-                drafts[request.rid] = guesses[: end - request.launched_len - 1]
+            if draft := drafts.get(request.rid):
+                most = self._memory.end_of_drafts(request, request.launched_len, end + len(draft)) - end
+                room = self._memory.make_room(request, most, left_free=len(ready))
+                drafts[request.rid] = draft.first(room)
+                end += room
             self._memory.extend(request, end)
             self._memory.snapshot_answer(request, end)
         if drafts:
@@ -100,8 +106,8 @@ class DecodePlanner:
         stages, has_states = self._stages, self._memory.states is not None
         return has_states and any(r.drafts.rows for r in chain(stages.running, stages.draining))
 
-    def _rows(self, ready: list[Request], drafts: dict[str, list[int]]) -> list[PlanItem]:
-        return [item for r in ready for item in (_row(r), *draft_items(r, drafts.get(r.rid, [])))]
+    def _rows(self, ready: list[Request], drafts: dict[str, Draft]) -> list[PlanItem]:
+        return [item for r in ready for item in (_row(r), *draft_items(r, drafts.get(r.rid, NO_DRAFT)))]
 
     def _with_rows(self, ready: list[Request], now_s: float) -> list[Request]:
         """Drop the least urgent of those without a row, where there are too few rows for all."""

@@ -8,33 +8,30 @@ Rows are taken in the order of the chance that they are kept, as many as give mo
 
     tokens that the step is expected to yield / seconds that so many rows take
 
-Chances come from how drafts behind such matches fared, also those that were not computed; seconds from RowCosts. So in a full batch, where
-rows cost, drafts become short and end.
+Chances are learned (engine/core/draft_chances.py), and so are seconds (RowCosts). So in a full batch, where rows cost, drafts become short and
+end; a chain ends where its drafter is not sure, and of a tree those branches stay that are likely.
 
 A drafter that is a model drafts in the executor (engine/executor/draft_pass.py), in steps of its own that come when decodes have none:
-`ask` says how many tokens, its passes being a part of the seconds. What comes back is a draft as any other.
+`ask` says how many passes, which are a part of the seconds. What comes back is a draft as any other.
 """
 
-import math
-from bisect import bisect
+from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol
 
-from engine.core.drafts import FORCED, MODELED, NO_DRAFT, Chance, Draft, Drafts
+from engine.core.draft_chances import Chances
+from engine.core.drafts import FORCED, MODELED, NO_DRAFT, Chance, Draft
 from engine.core.hooks import Grammar
 from engine.core.plan import Plan
 from engine.core.request import Request
 from engine.core.row_costs import RowCosts
 
-MATCHES = (3, 4, 6, 9, 17, MODELED, FORCED)  # first length of each class of matches but the shortest
-FIRST_CHANCES = (0.4, 0.55, 0.7, 0.8, 0.87, 0.92, 0.7, 0.98)  # by class
-TRUST = 8.0  # drafted tokens that weigh as much as FIRST_CHANCES
-TRUST_OF_CLASS = 4.0  # that weigh in a request's chance as much as its class of matches
-KEPT, KEPT_OF_REQUEST = 0.998, 0.95  # weight of a drafted token when the next one is known
-NEVER, SURE = 0.01, 0.99
 LEAST = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)  # chances down to which rows are taken, tried in turn
 LEAST_GAIN = 0.1  # by which drafts must promise more tokens a second: both estimates err
 OVERLAP_GAIN = 0.1  # what overlap saves, which a step with drafts does without
+TRUST_IN_TOPK = 32.0  # passes that count as much as the guess that each of topk is verified
 PASS_SHARE = 0.1  # of a step with as many rows, that a pass of the executor's drafter takes, until one was measured
 TRY_EVERY = 64  # steps without drafts until the executor's drafter is asked all the same: chances and costs change
 
@@ -52,10 +49,33 @@ class Costs(Protocol):
         """Learn from a decode step."""
 
 
-class Drafting:
-    """`drafter`: None: only what a grammar forces is drafted, and `passes` tokens at most by the executor's drafter; 0: it has none.
+@dataclass(frozen=True, slots=True)
+class _Ranked:
+    """A draft by the chances that its tokens are kept. `order`: most likely first, each behind the one that it follows.
 
-    `most`: drafted tokens of a request in a step. `counts`: whether penalties can be computed for several rows of a request.
+    `losses`: of each in this order, minus its chance; `sums`: of the chances so far. `most`: how many a step may verify.
+    """
+
+    request: Request
+    draft: Draft
+    order: Sequence[int]
+    losses: Sequence[float]
+    sums: Sequence[float]
+    most: int
+
+    def above(self, least: float) -> int:
+        """Count those that are kept with a chance of at least `least`."""
+        return max(0, min(self.most, bisect_right(self.losses, -least)))
+
+    def first(self, count: int) -> Draft:
+        return self.draft.part(self.order[:count])
+
+
+class Drafting:
+    """`drafter`: None: only what a grammar forces is drafted, and in `passes` at most by the executor's drafter; 0: it has none.
+
+    `most`: drafted tokens of a request in a step. `topk`: tokens that a pass guesses for each place, and places that the next one goes on
+    from. `counts`: whether penalties can be computed for several rows of a request.
     """
 
     def __init__(
@@ -64,6 +84,7 @@ class Drafting:
         *,
         most: int,
         passes: int = 0,
+        topk: int = 1,
         counts: bool = True,
         costs: Costs | None = None,
         pass_costs: Costs | None = None,
@@ -71,11 +92,13 @@ class Drafting:
         self.costs: Costs = costs or RowCosts()
         self.pass_costs: Costs | None = pass_costs  # None: no pass was measured
         self.passes = passes
+        self.topk = topk
+        self._chances = Chances()
+        self._rows_a_pass = Chance()
         self._steps_without = 0
         self._drafter = drafter
         self._most = most
         self._counts = counts
-        self._of_match = [Chance() for _ in FIRST_CHANCES]
 
     def able(self, requests: Sequence[Request]) -> Sequence[Request]:
         """Return those that drafts may be found for."""
@@ -94,20 +117,30 @@ class Drafting:
         self._steps_without = 0 if count else self._steps_without + 1
         if self._steps_without == TRY_EVERY:
             count, self._steps_without = 1, 0
-        return {r.rid: min(count, r.samples_left - 1) for r in bare} if count else {}
+        return {r.rid: self.passes_within(r.samples_left - 1, count) for r in bare} if count else {}
 
     def _may_ask(self, request: Request) -> bool:
         return self._can_draft(request) and request.drafts.asked_at < request.num_tokens and request.samples_left > 1
 
     def _best_count(self, bare: Sequence[Request], rows: int, *, overlaps: bool) -> int:
-        chances = [self._chance(r.drafts, MODELED) for r in bare]
+        chances = [self._chances.of_match(r.drafts, MODELED) for r in bare]
         best, best_rate = 0, self._least_rate(rows, overlaps=overlaps)
+        a_pass = self._rows_a_pass.value(self.topk, TRUST_IN_TOPK)
         for count in range(1, self.passes + 1):
             tokens = rows + sum(_expected(chance, count) for chance in chances)
-            seconds = self.costs.step(rows + count * len(bare)) + count * self._pass(len(bare))
+            drafts = min(self._most, round(count * a_pass)) * len(bare)
+            seconds = self.costs.step(rows + drafts) + count * self._pass(len(bare))
             if (rate := tokens / seconds) > best_rate:
                 best, best_rate = count, rate
         return best
+
+    def places(self, passes: int) -> int:
+        """Count the places behind the known tokens that so many passes write to, or the step that verifies what they draft."""
+        return max(passes, (passes - 1) * self.topk)
+
+    def passes_within(self, places: int, passes: int) -> int:
+        """Return how many of `passes` need no more than so many places."""
+        return min(passes, places, 1 + places // self.topk) if places > 0 else 0
 
     def _pass(self, rows: int) -> float:
         """Predict what a pass of the executor's drafter takes."""
@@ -117,24 +150,33 @@ class Drafting:
         """Tokens a second that drafts must promise."""
         return (1 + LEAST_GAIN + OVERLAP_GAIN * overlaps) * rows / self.costs.step(rows)
 
-    def choose(self, requests: Sequence[Request], *, rows: int, overlaps: bool) -> dict[str, list[int]]:
+    def choose(self, requests: Sequence[Request], *, rows: int, overlaps: bool) -> dict[str, Draft]:
         """Return drafts of the next step for `requests`, which are `able`. `rows`: of the step without drafts, `overlaps`: then another one."""
-        found = [(r, draft, self._chance(r.drafts, draft.match)) for r in requests if (draft := self._draft(r)).tokens]
-        best = dict[str, list[int]]()
+        found = [self._ranked(r, draft) for r in requests if (draft := self._draft(r)).tokens]
+        best = dict[str, int]()
         if not found:
-            return best
+            return {}
         plain, best_rate = rows, self._least_rate(rows, overlaps=overlaps)
         for least in LEAST:
-            rows, tokens, chosen = plain, float(plain), dict[str, list[int]]()
-            for request, draft, chance in found:
-                count = min(_rows_above(least, chance), len(draft.tokens), request.samples_left - 1, self._most)
-                if count > 0:
-                    chosen[request.rid] = draft.tokens[:count]
+            rows, tokens, chosen = plain, float(plain), dict[str, int]()
+            for one in found:
+                if count := one.above(least):
+                    chosen[one.request.rid] = count
                     rows += count
-                    tokens += _expected(chance, count)
+                    tokens += one.sums[count - 1]
             if (rate := tokens / self.costs.step(rows)) > best_rate:
                 best, best_rate = chosen, rate
-        return best
+        for one in found:
+            if one.draft.confidences and one.request.rid in best:
+                self._note_rows(one.draft, best[one.request.rid])
+        return {one.request.rid: one.first(best[one.request.rid]) for one in found if one.request.rid in best}
+
+    def _ranked(self, request: Request, draft: Draft) -> _Ranked:
+        chances = self._chances.of_tokens(request, draft)
+        order = sorted(range(len(chances)), key=lambda i: -chances[i])
+        falling = [chances[i] for i in order]
+        most = min(request.samples_left - 1, self._most)
+        return _Ranked(request, draft, order, [-chance for chance in falling], list(accumulate(falling)), most)
 
     def note(self, plan: Plan, taken_s: float) -> None:
         """Learn from a step that took `taken_s`."""
@@ -153,7 +195,7 @@ class Drafting:
         if not self._can_draft(request):
             return NO_DRAFT
         if drafts.known < request.num_tokens:
-            self._score(request)
+            self._chances.score(request)
             drafts.draft, drafts.known = self._guess(request), request.num_tokens
         return drafts.draft
 
@@ -169,20 +211,10 @@ class Drafting:
         draft = NO_DRAFT if self._drafter is None else self._drafter.draft(request)
         return draft if grammar is None else Draft(fitting(grammar, draft.tokens), draft.match)
 
-    def _score(self, request: Request) -> None:
-        """Note how far the last draft was right, whether it was computed or not."""
-        drafts = request.drafts
-        guesses, of_match = drafts.draft.tokens, self._of_match[bisect(MATCHES, drafts.draft.match)]
-        for guess, token in zip(guesses, request.tokens(drafts.known, request.num_tokens), strict=False):
-            of_match.note(hit=guess == token, kept=KEPT)
-            drafts.chance.note(hit=guess == token, kept=KEPT_OF_REQUEST)
-            if guess != token:
-                return
-
-    def _chance(self, drafts: Drafts, match: int) -> float:
-        kind = bisect(MATCHES, match)
-        of_match = self._of_match[kind].value(FIRST_CHANCES[kind], TRUST)
-        return min(SURE, max(NEVER, drafts.chance.value(of_match, TRUST_OF_CLASS)))
+    def _note_rows(self, draft: Draft, rows: int) -> None:
+        """Learn how many rows verify what a pass of the executor's drafter drafts."""
+        self._rows_a_pass.hits += rows
+        self._rows_a_pass.tries += len(draft.path())
 
 
 def fitting(grammar: Grammar, tokens: Sequence[int]) -> list[int]:
@@ -198,7 +230,3 @@ def _expected(chance: float, count: int) -> float:
     """Tokens that `count` drafts are expected to add."""
     return chance * (1 - chance**count) / (1 - chance)
 
-
-def _rows_above(least: float, chance: float) -> int:
-    """How many rows are kept with a chance of at least `least`; row j is with chance**j."""
-    return int(math.log(least) / math.log(chance))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from engine.core.dp_step import AgreedStep
+from engine.core.drafts import Guess
 from engine.messages import LogprobOptions, TokenLogprob
 from engine.sampling_params import SamplingParams
 
@@ -42,8 +43,12 @@ class PlanItem(msgspec.Struct, frozen=True):
     hidden_from:  first position whose hidden state is wanted in this step
     window_start: as `page_start`, for `new_window`: pages of layers with a window; 0 where a page is gone
     pool:         "last" | "mean": instead, one vector of these positions: the last state, or their sum
-    draft:        its token is a guess of what the item before it, of the same request, samples (engine/core/drafting.py)
-    to_draft:     tokens that the executor's drafter drafts behind the item's token, which nothing else computes in this step
+    behind:       its token is a guess of what the item `behind` items before it, of the same request, samples
+                  (engine/core/drafting.py); 0: it is known, or in flight
+    place:        its KV goes where the token at this position has its place in the pages, and moves to its own place once it is
+                  accepted; -1: it has its own (engine/core/draft_rows.py)
+    to_draft:     passes of the executor's drafter behind the item's token, which nothing else computes in this step: each drafts
+                  the next token, or with trees the next ones
     """
 
     rid: str
@@ -62,8 +67,14 @@ class PlanItem(msgspec.Struct, frozen=True):
     pool: str = ""
     window_start: int = 0
     new_window: list[int] = []
-    draft: bool = False
+    behind: int = 0
+    place: int = -1
     to_draft: int = 0
+
+    @property
+    def draft(self) -> bool:
+        """Whether its token is a guess."""
+        return self.behind > 0
 
     @property
     def q_len(self) -> int:
@@ -168,7 +179,7 @@ class Plan:
 
 
 class ItemResult(msgspec.Struct):
-    """`token`: sampled id, if any. `input_logprobs`: for positions from `logprob_from`. `drafted`: `to_draft` ids.
+    """`token`: sampled id, if any. `input_logprobs`: for positions from `logprob_from`. `drafted`: in `to_draft` passes.
 
     `hidden`: float32 rows, one for each position from `hidden_from`, or one when they are pooled.
     """
@@ -178,7 +189,7 @@ class ItemResult(msgspec.Struct):
     input_logprobs: list[TokenLogprob] = []  # each its own: msgspec copies an empty default
     bad: bool = False  # NaN logits
     hidden: bytes = b""
-    drafted: list[int] = []
+    drafted: list[Guess] = []
 
 
 @dataclass(slots=True)

@@ -1,5 +1,7 @@
 """From a request to its part of a step: the item, and the row that it takes."""
 
+from engine.core.draft_rows import rows_of
+from engine.core.drafts import Draft
 from engine.core.futures import check_reads
 from engine.core.hidden import note_launch
 from engine.core.outputs import input_logprob_part
@@ -41,39 +43,39 @@ def plan_item(request: Request, start: int, end: int, *, sample: bool, extend: b
     return item
 
 
-def draft_items(request: Request, drafts: list[int]) -> list[PlanItem]:
+def draft_items(request: Request, draft: Draft) -> list[PlanItem]:
     """Plan a row for each drafted token, behind the row of the last known one; its item has all pages of `request`."""
     assert request.slot is not None
-    items = []
-    for token in drafts:
-        start = request.launched_len
-        items.append(
-            PlanItem(
-                rid=request.rid,
-                slot=request.slot,
-                tokens=[token],
-                start=start,
-                page_start=request.num_synced_pages,
-                new_pages=[],
-                sample=True,
-                output_len=len(request.output_ids) + request.pending,
-                extend=False,
-                logprobs=request.logprobs,
-                hidden_from=note_launch(request, start, start + 1),
-                window_start=request.num_synced_window,
-                draft=True,
-            )
+    known, output_len = request.launched_len - 1, len(request.output_ids) + request.pending - 1
+    items = [
+        PlanItem(
+            rid=request.rid,
+            slot=request.slot,
+            tokens=[row.token],
+            start=(start := known + row.depth),
+            page_start=request.num_synced_pages,
+            new_pages=[],
+            sample=True,
+            output_len=output_len + row.depth,
+            extend=False,
+            logprobs=request.logprobs,
+            hidden_from=note_launch(request, start, start + 1),
+            window_start=request.num_synced_window,
+            behind=row.behind,
+            place=-1 if row.place == row.depth else known + row.place,
         )
-        request.launched_len += 1
-        request.inflight += 1
-        request.pending += 1
-        request.drafts.rows += 1
-        request.drafts.drafted += 1
+        for row in rows_of(draft)
+    ]
+    request.launched_len += len(items)
+    request.inflight += len(items)
+    request.pending += len(items)
+    request.drafts.rows += len(items)
+    request.drafts.drafted += len(items)
     return items
 
 
-def ask_drafter(request: Request, count: int) -> PlanItem:
-    """Plan `count` drafts by the executor's drafter behind the last known token, which no step has computed yet."""
+def ask_drafter(request: Request, passes: int) -> PlanItem:
+    """Plan `passes` of the executor's drafter behind the last known token, which no step has computed yet."""
     assert request.slot is not None and request.launched_len == request.num_tokens - 1, request.rid
     item = PlanItem(
         rid=request.rid,
@@ -86,7 +88,7 @@ def ask_drafter(request: Request, count: int) -> PlanItem:
         output_len=len(request.output_ids),
         extend=False,
         window_start=request.num_synced_window,
-        to_draft=count,
+        to_draft=passes,
     )
     request.num_synced_pages = len(request.pages)
     request.inflight += 1

@@ -2,7 +2,7 @@
 
 from engine.core.departures import Departures
 from engine.core.drafting import fitting
-from engine.core.drafts import MODELED, NO_DRAFT, Draft
+from engine.core.drafts import draft_of
 from engine.core.finish import TailTexts, check_finish
 from engine.core.hidden import take as take_hidden
 from engine.core.outputs import StepEffects, joined, output_of, refusal
@@ -33,7 +33,7 @@ class Results:
             host.on_collected(plan)
         if memory.states is not None:
             memory.states.on_collected(plan)
-        for item, item_result in zip(plan.items, result.items, strict=True):
+        for i, (item, item_result) in enumerate(zip(plan.items, result.items, strict=True)):
             request = live[item.rid]
             request.inflight -= 1
             request.pending -= item.sample
@@ -47,15 +47,18 @@ class Results:
                 continue
             if item.draft:
                 self._state.counters.drafts += 1
-                if not _was_right(request, item):
+                if not _was_right(request, item, i):
                     self._state.counters.wrong_drafts += request.finish is None and request.num_tokens == item.kv_len
                     _take_back(request)
                     memory.reject(request, item.kv_len)
                     continue
                 request.drafts.accepted += 1
                 self._state.counters.accepted_drafts += 1
+            request.drafts.last = i
             if (kv_len := item.kv_len) > request.computed_len:
                 request.computed_len = kv_len
+            if item.draft:
+                _take_back(request)
             memory.keep_snapshot(request, kv_len)
             if request.finish is None:
                 self._apply(request, item, item_result, effects)
@@ -126,17 +129,24 @@ def _take_drafts(request: Request, item: PlanItem, result: ItemResult) -> None:
     request.drafts.is_asked = False
     if request.finish is not None or request.num_tokens != item.kv_len:
         return
-    grammar, tokens = request.grammar, result.drafted
-    tokens = tokens if grammar is None else fitting(grammar, tokens)
-    request.drafts.draft = Draft(tokens, MODELED) if tokens else NO_DRAFT
+    draft, grammar = draft_of(result.drafted), request.grammar
+    if not _may_branch(request):
+        draft = draft.path()
+    request.drafts.draft = draft if grammar is None else draft.first(len(fitting(grammar, draft.tokens)))
 
 
-def _was_right(request: Request, item: PlanItem) -> bool:
-    """Whether the row before sampled what the draft guessed, and so did all before that."""
-    return request.finish is None and request.num_tokens == item.kv_len and request.output_ids[-1] == item.tokens[0]
+def _may_branch(request: Request) -> bool:
+    """Whether rows of a tree give what rows of a chain do: masks, counts and hidden states follow one path."""
+    return request.grammar is None and not request.sampling.penalized and not request.return_hidden_states
+
+
+def _was_right(request: Request, item: PlanItem, number: int) -> bool:
+    """Whether the row that it follows sampled what the draft guessed, and so did all before that. `number`: of the item in its step."""
+    follows = request.finish is None and request.drafts.last == number - item.behind
+    return follows and request.num_tokens == item.kv_len and request.output_ids[-1] == item.tokens[0]
 
 
 def _take_back(request: Request) -> None:
-    """The next step computes this position again, with the token that was sampled."""
+    """The next step computes what is behind the newest token again, with the token that was sampled."""
     request.launched_len = request.computed_len
     request.hidden_launched = min(request.hidden_launched, request.launched_len)

@@ -7,6 +7,7 @@ both are right, and a stale tail, or an entry of a rejected draft that nothing o
 import random
 from collections.abc import Callable, Sequence
 
+from engine.core.drafts import Guess
 from engine.core.plan import ItemResult, Plan, PlanItem
 from tests.core.hash_model import KV, next_token, step_hash
 
@@ -16,9 +17,10 @@ TAIL = -1  # in place of an offset
 
 
 class DrafterModel:
-    """`kind`: as of `Guesses`. `kv`: the model's, `at` says where a position of a row lies."""
+    """`kind`: as of `Guesses`. `kv`: the model's, `at` says where a position of a row lies. `topk`: of a tree."""
 
-    def __init__(self, kind: str, *, kv: KV, at: At, page_size: int) -> None:
+    def __init__(self, kind: str, *, kv: KV, at: At, page_size: int, topk: int = 1) -> None:
+        self._topk = topk
         self._kind = kind
         self._kv = kv
         self._at = at
@@ -45,16 +47,26 @@ class DrafterModel:
     def follow(self, runs: Sequence[tuple[list[int], int, list[PlanItem], list[ItemResult]]]) -> None:
         """Keep what a step computed: (row of pages, seed, items of a request, their results) of each request."""
         for row, seed, items, results in runs:
-            before, accepted = self._tail_before(row, items[0].start, seed), True
+            values, accepted = list[int](), list[bool]()
             for number, item in enumerate(items):
-                if item.draft:
-                    accepted = accepted and results[number - 1].token == item.tokens[0]
+                above = number - item.behind
+                before = values[above] if item.draft else self._tail_before(row, item.start, seed)
+                right = not item.draft or (accepted[above] and results[above].token == item.tokens[0])
                 for position in range(item.start, item.kv_len):
-                    at = self._at(row, position)
+                    at = self._at(row, position if item.place < 0 else item.place)
                     self._page(at[0])[at[1]] = step_hash(before, self._kv[at].token)
                     before = self._kv[at].value
-                    if accepted:
-                        self.keep_tail(at[0], before)
+                    if right:
+                        self.keep_tail(self._at(row, position)[0], before)
+                values.append(before)
+                accepted.append(right)
+
+    def move(self, row: list[int], moves: Sequence[tuple[int, int]]) -> None:
+        """Move entries of a row: (place, position)."""
+        found = [self.pages[page][offset] for place, _ in moves for page, offset in [self._at(row, place)]]
+        for entry, (_, position) in zip(found, moves, strict=True):
+            page, offset = self._at(row, position)
+            self._page(page)[offset] = entry
 
     def keep_tail(self, page: int, value: int) -> None:
         self._page(page)[TAIL] = value
@@ -65,7 +77,7 @@ class DrafterModel:
             page, offset = self._at(list(pages), position)
             self._page(page)[offset] = self._page(page)[TAIL] = self._kv[page, offset].value
 
-    def draft(self, item: PlanItem, row: list[int], seed: int) -> list[int]:
+    def draft(self, item: PlanItem, row: list[int], seed: int) -> list[Guess]:
         for position in range(item.start):
             page, offset = at = self._at(row, position)
             found = self.pages.get(page, {}).get(offset)
@@ -74,15 +86,33 @@ class DrafterModel:
             )
         value = self._tail_before(row, item.start, seed)
         assert item.start == 0 or value == self._kv[self._at(row, item.start - 1)].value, "the tail of other tokens"
-        tokens = []
-        for position in range(item.start, item.start + item.to_draft):
-            value = step_hash(value, tokens[-1] if tokens else item.tokens[0])
-            page, offset = self._at(row, position)
-            self._page(page)[offset] = value if position == item.start else GUESSED
-            right = next_token(value)
-            is_wrong = self._kind == "wrong" or (self._kind == "mixed" and self._random.random() < 0.3)
-            tokens.append((right + 1) % 50 if is_wrong else right)
-        return tokens
+        first, offset = self._at(row, item.start)
+        self._page(first)[offset] = step_hash(value, item.tokens[0])
+        found, beams = list[Guess](), [(-1, step_hash(value, item.tokens[0]))]
+        for number in range(item.to_draft):
+            layer = [(above, before, token) for above, before in beams for token in self._guesses(before)]
+            begin = len(found)
+            found += [Guess(token, above, self._confidence()) for above, _, token in layer]
+            chosen = sorted(self._random.sample(range(len(layer)), min(self._topk, len(layer))))
+            beams = [(begin + i, step_hash(layer[i][1], layer[i][2])) for i in chosen]
+            if number + 1 < item.to_draft:
+                for place in range(len(beams)):
+                    page, offset = self._at(row, item.start + 1 + number * self._topk + place)
+                    self._page(page)[offset] = GUESSED
+        return found
+
+    def _confidence(self) -> float:
+        """High enough that steps verify some of a tree, and all of a chain."""
+        return 1.0 if self._topk == 1 else self._random.uniform(0.3, 1.0)
+
+    def _guesses(self, before: int) -> list[int]:
+        """`topk` tokens for one place, one of them right unless the drafter is wrong."""
+        right, count = next_token(before), self._topk
+        is_wrong = self._kind == "wrong" or (self._kind == "mixed" and self._random.random() < 0.3)
+        others = [(right + 1 + n) % 50 for n in range(count - (not is_wrong))]
+        if not is_wrong:
+            others.insert(self._random.randint(0, len(others)), right)
+        return others
 
     def _tail_before(self, row: list[int], start: int, seed: int) -> int:
         return self.pages.get(self._at(row, start - 1)[0], {}).get(TAIL, GUESSED) if start else seed

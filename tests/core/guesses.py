@@ -10,6 +10,8 @@ from tests.core.hash_model import HashModel, next_token, prefix_hash, step_hash
 
 KINDS = ("right", "wrong", "mixed")
 MODELED = "modeled "  # before a kind: the executor's drafter drafts so
+TREES = "trees "  # the same, several guesses for each place
+TOPK = 3
 
 
 class Guesses:
@@ -47,8 +49,10 @@ class FreePasses(FreeRows):
 
 def drafting(kind: str, *, most: int, model: HashModel) -> Drafting:
     """As `kind` says, or where it begins so by a drafter in the executor, which `model` gets."""
-    if kind.startswith(MODELED):
-        kind = kind.removeprefix(MODELED)
-        model.drafter = DrafterModel(kind, kv=model.kv, at=model._at, page_size=model.page_size)
-        return Drafting(None, most=most, passes=most, costs=FreeRows(), pass_costs=FreePasses())
+    for begin, topk in ((MODELED, 1), (TREES, TOPK)):
+        if kind.startswith(begin):
+            kind = kind.removeprefix(begin)
+            model.drafter = DrafterModel(kind, kv=model.kv, at=model._at, page_size=model.page_size, topk=topk)
+            passes = most if topk == 1 else max(1, most // 2)
+            return Drafting(None, most=most, passes=passes, topk=topk, costs=FreeRows(), pass_costs=FreePasses())
     return Drafting(Guesses(kind, most=most, model=model), most=most, costs=FreeRows())

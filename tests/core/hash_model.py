@@ -150,11 +150,30 @@ class HashModel:
         if self.fails(plan):
             self.lost |= {item.slot for item in plan.items}
             return StepResult(plan.seq, [self._rubbish(item) for item in plan.items], failure=NO_MEMORY)
-        results = [self._forward(item, plan.masks.get(i)) for i, item in enumerate(plan.items)]
+        paths = _paths(plan.items)
+        results = [self._forward(item, plan.masks.get(i), paths[i]) for i, item in enumerate(plan.items)]
         self._copy_states(plan.snapshots)
         if self.drafter is not None and not plan.only_drafts:
             self.drafter.follow(self._runs(plan.items, results))
+        self._move_accepted(plan.items, results)
         return StepResult(plan.seq, results)
+
+    def _move_accepted(self, items: list[PlanItem], results: list[ItemResult]) -> None:
+        """Rows of a tree that count lie at their own places from now on."""
+        for row, _, run, found in self._runs(items, results):
+            accepted = list[bool]()
+            for number, item in enumerate(run):
+                above = number - item.behind
+                accepted.append(not item.draft or (accepted[above] and found[above].token == item.tokens[0]))
+            moves = [(i.place, i.start) for i, right in zip(run, accepted, strict=True) if right and i.place >= 0]
+            if not moves:
+                continue
+            for kv, pages in ((self.kv, row), (self.window_kv, self.window_rows[run[0].slot])):
+                if kv is self.kv or self.window:
+                    slots = [kv[self._at(pages, place)] for place, _ in moves]
+                    kv.update({self._at(pages, at): slot for slot, (_, at) in zip(slots, moves, strict=True)})
+            if self.drafter is not None:
+                self.drafter.move(row, moves)
 
     def _runs(
         self, items: list[PlanItem], results: list[ItemResult]
@@ -188,7 +207,8 @@ class HashModel:
             self.states[state_slot] = State(-1, -1)
         return ItemResult(0 if item.sample else None)
 
-    def _forward(self, item: PlanItem, mask: bytes | None) -> ItemResult:
+    def _forward(self, item: PlanItem, mask: bytes | None, path: list[int]) -> ItemResult:
+        """`path`: where the newest tokens before the item's lie."""
         if item.slot in self.lost:
             return self._rubbish(item)
         row = self.rows[item.slot]
@@ -200,7 +220,7 @@ class HashModel:
             seed = self.weights + self.adapters[item.slot]
             return ItemResult(None, drafted=self.drafter.draft(item, row, seed))
         tokens = [t if t >= 0 else self.last[-t - 1] for t in item.tokens]
-        values = [self.read(row, item.start, adapter=self.adapters[item.slot])]
+        values = [self.read(row, item.start, adapter=self.adapters[item.slot], path=path)]
         if state_slot := self.state_of[item.slot]:
             before = State(item.start, values[0] if item.start else None)
             assert self.states[state_slot] == before, (
@@ -208,9 +228,9 @@ class HashModel:
             )
         for position, token in enumerate(tokens, item.start):
             values.append(step_hash(values[-1], token))
-            self.kv[self._at(row, position)] = Slot(values[-1], token)
+            self.kv[self._at(row, position if item.place < 0 else item.place)] = Slot(values[-1], token)
         if self.window:
-            self._read_and_write_window(item)
+            self._read_and_write_window(item, path)
         if state_slot:
             self.states[state_slot] = State(item.kv_len, values[-1])
             if item.slot in self.passed:
@@ -223,13 +243,14 @@ class HashModel:
                 result.logprob = TokenLogprob(logprob_of(values[-1], result.token), result.token)
         return result
 
-    def _read_and_write_window(self, item: PlanItem) -> None:
+    def _read_and_write_window(self, item: PlanItem, path: list[int]) -> None:
         """All that the queries of the step read is what the tokens left; then their own."""
         row, mine = self.rows[item.slot], self._grow_window(item)
-        for position in range(max(0, item.start - self.window + 1), item.start):
+        places = [*range(item.start - len(path)), *path]
+        for position in places[max(0, item.start - self.window + 1) :]:
             found, right = self.window_kv[self._at(mine, position)], self.kv[self._at(row, position)]
             assert found == right, f"other KV in the window at position {position}"
-        for position in range(item.start, item.kv_len):
+        for position in range(item.start, item.kv_len) if item.place < 0 else (item.place,):
             assert self._at(mine, position)[0], f"no page of the window at position {position}"
             self.window_kv[self._at(mine, position)] = self.kv[self._at(row, position)]
 
@@ -272,10 +293,13 @@ class HashModel:
     def _at(self, row: list[int], position: int) -> tuple[int, int]:
         return row[position // self.page_size], position % self.page_size
 
-    def read(self, row: list[int], end: int, *, adapter: int = 0) -> int:
-        """The hash at end - 1, which vouches for what stands before it: every slot must follow from the one before."""
+    def read(self, row: list[int], end: int, *, adapter: int = 0, path: Sequence[int] = ()) -> int:
+        """The hash at end - 1, which vouches for what stands before it: every slot must follow from the one before.
+
+        `path`: where the last ones lie.
+        """
         value = self.weights + adapter
-        for position in range(end):
+        for position in [*range(end - len(path)), *path]:
             slot = self.kv[self._at(row, position)]
             value = step_hash(value, slot.token)
             assert slot.value == value, f"wrong KV at position {position}"
@@ -318,6 +342,16 @@ class HashModel:
         """Every slot of `pages` holds the prefix hash of `tokens`."""
         found = self.read(pages, len(tokens), adapter=adapter)
         assert found == prefix_hash(tokens, self.weights + adapter), "the KV of another prompt"
+
+
+def _paths(items: list[PlanItem]) -> list[list[int]]:
+    """Of each item, where the drafts lie that it follows."""
+    paths = list[list[int]]()
+    for i, item in enumerate(items):
+        above = i - item.behind
+        own = [] if not items[above].draft else [items[above].start if items[above].place < 0 else items[above].place]
+        paths.append([*paths[above], *own] if item.draft else [])
+    return paths
 
 
 def _input_logprobs(item: PlanItem, tokens: list[int], values: list[int]) -> list[TokenLogprob]:

@@ -21,7 +21,7 @@ def with_all_drafts(engine: EngineInATest) -> EngineInATest:
     """Each draft is as long as it can be, however the ones before it fared."""
     drafting = engine.scheduler.drafting
     assert drafting is not None and isinstance(drafting._drafter, Guesses)
-    drafting._chance = lambda drafts, match: 0.9  # type: ignore[method-assign]
+    drafting._chances.of_match = lambda drafts, match: 0.9  # type: ignore[method-assign]
     drafting._drafter._random.randint = lambda low, high: high  # type: ignore[method-assign]
     return engine
 

@@ -229,7 +229,7 @@ def test_rows_without_drafts_do_not_pay_for_states_that_go_back() -> None:
         return PlanItem("r", 0, [1], 0, 0, [], True, 0, False, **fields)  # type: ignore[arg-type]
 
     back = [StateRewind(0, 9)]
-    for fields, rows in (({}, 0), ({"draft": True}, 2)):
+    for fields, rows in (({}, 0), ({"behind": 1}, 2)):
         costs = Noted()
         one = Drafting(None, most=4, passes=4, costs=costs)
         one.note(Plan(seq=1, extend=False, items=[item(), item(**fields)], rewinds=back), 0.4)

@@ -98,5 +98,5 @@ def draft_from(scheduler: Scheduler, answers: Mapping[str, Sequence[int]], kind:
     """Let an engine with NGRAM draft from `answers`, whatever its steps cost and however drafts have fared."""
     always(scheduler)
     assert scheduler.drafting is not None
-    scheduler.drafting._chance = lambda drafts, match: 0.9  # type: ignore[method-assign]
+    scheduler.drafting._chances.of_match = lambda drafts, match: 0.9  # type: ignore[method-assign]
     scheduler.drafting._drafter = KnownAnswers(answers, kind, most=most)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from engine.core.policy import NO_PRIORITIES, POLICIES, Priorities
 from engine.core.radix_node import Branch
 from tests.core.guesses import KINDS as GUESSES
-from tests.core.guesses import MODELED
+from tests.core.guesses import MODELED, TREES
 
 ROLES = ("unified", "prefill", "decode")
 T = TypeVar("T")
@@ -256,8 +256,10 @@ def stories_with_a_drafter() -> st.SearchStrategy[Story]:
     setup = _setups(
         role=st.sampled_from(["unified", "decode"]),
         pp_size=st.just(1),
-        drafts=st.sampled_from([MODELED + kind for kind in GUESSES]),
-        most_drafts=st.sampled_from([1, 2, 3, 7]),
+        drafts=st.sampled_from([begin + kind for begin in (MODELED, TREES) for kind in GUESSES]),
+        most_drafts=st.sampled_from([1, 2, 3, 7, 12]),
+        window=st.sampled_from([0, 0, 1, 5, 9]),
+        more_window_pages=st.sampled_from([0, 3, 10]),
     )
     event = st.one_of(asks(), _events(), asks(), _events(), _events())
     return st.builds(Story, setup, st.lists(event, min_size=25, max_size=60).map(tuple))

@@ -1,0 +1,51 @@
+"""Rows of a step that verifies a tree of drafts: their order, and where each one's KV goes.
+
+Rows come by depth, so a request's lengths do not descend. The path of first guesses lies at its own positions: where it is accepted, its
+KV is where it belongs. Others lie behind it, and move once they are accepted (engine/executor/verified_rows.py).
+
+    known  + a + d            rows     known  a  b  d  e  c
+           |   + e            depth      0    1  1  2  2  2
+           + b + c            place      0    1  3  2  4  5        behind the known tokens
+"""
+
+from typing import NamedTuple
+
+from engine.core.drafts import Draft
+
+
+class DraftRow(NamedTuple):
+    """`depth`: tokens behind the known one. `behind`: rows before it, the one that samples what it guesses. `place`: as `depth`."""
+
+    token: int
+    depth: int
+    behind: int
+    place: int
+
+
+def rows_of(draft: Draft) -> list[DraftRow]:
+    """The rows of `draft`, whose tokens come by their chance, behind the one of the known token."""
+    if not draft.parents:
+        return [DraftRow(token, depth, 1, depth) for depth, token in enumerate(draft.tokens, 1)]
+    depths = _depths(draft)
+    order = sorted(range(len(draft)), key=depths.__getitem__)
+    row_of = {-1: -1} | {token: row for row, token in enumerate(order)}
+    places = _places(draft, depths)
+    return [
+        DraftRow(draft.tokens[i], depths[i], row - row_of[draft.parents[i]], places[i]) for row, i in enumerate(order)
+    ]
+
+
+def _depths(draft: Draft) -> list[int]:
+    depths: list[int] = []
+    for parent in draft.parents:
+        depths.append(1 if parent < 0 else depths[parent] + 1)
+    return depths
+
+
+def _places(draft: Draft, depths: list[int]) -> list[int]:
+    places, at = dict[int, int](), -1
+    while below := draft.children(at):
+        at = below[0]
+        places[at] = depths[at]
+    behind = iter(range(len(places) + 1, len(draft) + 1))
+    return [places[i] if i in places else next(behind) for i in range(len(draft))]
