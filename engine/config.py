@@ -318,7 +318,9 @@ class EngineConfig(FlagSet):
         least=1,
         most=MAX_DRAFT_TOKENS - 1,
     )
-    speculative_eagle_topk: int | None = flag(None, "drafts that a model tries for each token: 1, no trees", least=1)
+    speculative_eagle_topk: int | None = flag(
+        None, "tokens that a model drafts for each place; above 1 drafts are a tree (1)", least=1
+    )
     speculative_num_draft_tokens: int | None = flag(
         None,
         "most tokens of a request that a decode step computes: the last known one and its drafts; fewer where drafts are often wrong "

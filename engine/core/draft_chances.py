@@ -13,7 +13,23 @@ from engine.core.request import Request
 
 MATCHES = (3, 4, 6, 9, 17, MODELED, FORCED)  # first length of each class of matches but the shortest
 FIRST_CHANCES = (0.4, 0.55, 0.7, 0.8, 0.87, 0.92, 0.7, 0.98)  # by class
-CONFIDENCES = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995)  # the same of a drafter's
+CONFIDENCES = (
+    0.02,
+    0.05,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.4,
+    0.5,
+    0.6,
+    0.7,
+    0.8,
+    0.9,
+    0.95,
+    0.98,
+    0.995,
+)  # the same of a drafter's
 FIRST_OF_CONFIDENCE = (0.01, *CONFIDENCES)
 TRUST = 8.0  # drafted tokens that weigh as much as FIRST_CHANCES
 TRUST_OF_CLASS = 4.0  # that weigh in a request's chance as much as its class of matches

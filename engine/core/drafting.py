@@ -229,4 +229,3 @@ def fitting(grammar: Grammar, tokens: Sequence[int]) -> list[int]:
 def _expected(chance: float, count: int) -> float:
     """Tokens that `count` drafts are expected to add."""
     return chance * (1 - chance**count) / (1 - chance)
-

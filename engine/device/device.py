@@ -17,7 +17,7 @@ from engine.device.graphs import MakeCapture, make_graphs
 from engine.device.host_copies import make_copies
 from engine.executor.decode_graphs import DecodeGraphs
 from engine.executor.decode_tapes import DecodeTapes
-from engine.executor.draft_pass import DraftPass
+from engine.executor.draft_pass import DraftPass, PagedPool
 from engine.executor.executor import Executor
 from engine.executor.forward_pass import ForwardPass
 from engine.executor.future_map import FutureMap
@@ -81,6 +81,11 @@ class ForwardParts:
     joint: JointSteps | None
     states: States | None
     window_table: PageTable | None
+
+    def pools(self, pool: KVPool, windows: KVPool | None) -> list[PagedPool]:
+        """Return the pools of all layers, each with where requests' pages in it are; the drafter's is the first."""
+        apart = [] if windows is None or self.window_table is None else [PagedPool(windows, self.window_table)]
+        return [PagedPool(pool, self.page_table), *apart]
 
     def forward_pass(
         self,
@@ -211,7 +216,7 @@ def build_device(
         is_watched=model.is_watched,
         progress=progress,
     )
-    drafts = make_draft_pass(config, model, pool, page_table=parts.page_table, future_map=future_map, sampler=sampler)
+    drafts = make_draft_pass(config, model, parts.pools(pool, windows), sampler=sampler)
     states = None if parts.states is None else parts.states.pool
     runner = ModelRunner(
         model=model,

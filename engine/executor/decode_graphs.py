@@ -21,6 +21,7 @@ from engine.core.plan import Plan, PlanItem
 from engine.executor.forward import Forward
 from engine.executor.recorded_ends import RecordedEnd
 from engine.executor.step_inputs import StepInputs
+from engine.executor.tree_paths import has_trees
 from engine.kv.page_table import PageTable
 from engine.kv.step_batch import DeviceStep
 from engine.kv.upload import upload_into
@@ -124,7 +125,9 @@ class DecodeGraphs:
         self._graphs, self._adapted = graphs, adapted
 
     def takes(self, plan: Plan) -> bool:
-        return bool(self._graphs) and not plan.extend and len(plan.items) <= self.sizes[-1]
+        """Whether a graph computes a step; none knows the places of a tree."""
+        fits = not plan.extend and len(plan.items) <= self.sizes[-1]
+        return bool(self._graphs) and fits and not has_trees(plan.items)
 
     def size_of(self, items: list[PlanItem]) -> int:
         """Return the rows of the graph that computes a step of `items`."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from engine.core.plan import ItemResult, Plan, StepResult
+from engine.executor.drafted import guesses_of
 from engine.executor.forward import Forward
 from engine.executor.model_runner import DeviceOutOfMemory, ModelRunner
 from engine.executor.sample_pass import StepOutput
@@ -83,9 +84,8 @@ def _step_result(plan: Plan, output: StepOutput) -> StepResult:
         items[i].input_logprobs = [entry for part in parts for entry in _token_logprobs(part)]
     for i, rows in output.hidden.items():
         items[i].hidden = rows.numpy().tobytes()
-    for one in output.drafted:
-        for i, token in zip(one.of, one.tokens.tolist(), strict=True):
-            items[i].drafted.append(token)
+    for i, guesses in guesses_of(output.drafted).items():
+        items[i].drafted = guesses
     return StepResult(seq=plan.seq, items=items)
 
 

@@ -16,6 +16,7 @@ from engine.executor.layer_marks import LayerMarks
 from engine.executor.prefill_graphs import PrefillGraphs
 from engine.executor.states import States
 from engine.executor.step_inputs import StepInputs
+from engine.executor.tree_paths import has_trees, paths_of, places_of
 from engine.kv.arrival import Arrival
 from engine.kv.page_table import PageTable
 from engine.kv.step_batch import StepBatch, WindowRows
@@ -206,7 +207,8 @@ class ForwardPass:
         positions = self._ids([p for i in items for p in range(i.start, i.kv_len)])
         slots = self._ids([item.slot for item in items])
         token_slots = slots if not plan.extend else self._ids([item.slot for item in items for _ in range(item.q_len)])
-        token_pages, token_offsets = self._page_table.locate(token_slots, positions)
+        places = self._ids(places_of(items)) if has_trees(items) else positions
+        token_pages, token_offsets = self._page_table.locate(token_slots, places)
         kv_lens = [item.kv_len for item in items]
         step = StepBatch(
             extend=plan.extend,
@@ -218,15 +220,16 @@ class ForwardPass:
             token_offsets=token_offsets,
             riders=[i for i, item in enumerate(items) if not item.extend],
             state_slots=None if self._states is None else self._states.of(slots),
-            windows=self._window_rows(token_slots, positions),
+            windows=self._window_rows(token_slots, places),
             drafted=frozenset(i for i, item in enumerate(items) if item.draft),
+            paths=paths_of(items, self._page_table.device) if has_trees(items) else None,
         )
         return step, positions, flat
 
-    def _window_rows(self, token_slots: Tensor, positions: Tensor) -> WindowRows | None:
+    def _window_rows(self, token_slots: Tensor, places: Tensor) -> WindowRows | None:
         if self._window_table is None:
             return None
-        return WindowRows(self._window_table.rows, self._window_table.locate(token_slots, positions)[0])
+        return WindowRows(self._window_table.rows, self._window_table.locate(token_slots, places)[0])
 
     def _tapes_for(self, plan: Plan) -> DecodeTapes | None:
         """The tapes, if they take the step."""

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from engine.core.plan import Plan, PlanItem
-from engine.executor.draft_pass import Drafted
+from engine.executor.drafted import Drafted
 from engine.executor.forward import Forward
 from engine.executor.future_map import FutureMap
 from engine.executor.logit_rows import first_rows, prompt_parts, sampled_rows
@@ -81,7 +81,9 @@ class SamplePass:
     def drafted(self, passes: Sequence[Drafted]) -> StepOutput:
         """What a step of the drafter gives the host."""
         output = nothing_sampled({})
-        output.drafted = [Drafted(one.of, _to_host(one.tokens)) for one in passes]
+        output.drafted = [
+            Drafted(one.of, _to_host(one.tokens), _to_host(one.confidences), _to_host(one.paths)) for one in passes
+        ]
         return output
 
     def _logits(self, model: DenseDecoder, forward: Forward, rows: list[int]) -> Tensor:

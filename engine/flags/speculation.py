@@ -26,6 +26,7 @@ FORCED_ROWS = 8  # of a request whose grammar forces tokens, without the flag
 FORCED_REQUESTS = 8  # with such rows in a step, whose states then take memory twice
 NGRAM_ROWS = 32
 NEEDED = {STANDALONE: "a small model of the same tokenizer", EAGLE3: "a checkpoint that is trained for the model"}
+TREE_ROWS = 16  # of a request whose drafts are a tree: a pass guesses topk tokens for each of topk places, most of them unlikely
 MODEL_STEPS = 4  # tokens that a model drafts: the first ones are right most often, and each costs a pass
 
 
@@ -43,6 +44,8 @@ def check_speculation(config: EngineConfig, model: ModelConfig) -> None:
         )
     if why := _why_not(config):
         raise ConfigError(f"{FLAG} {algorithm}: {why}")
+    if topk_of(config) > 1 and (why := _why_no_trees(model)):
+        raise ConfigError(f"--speculative-eagle-topk {topk_of(config)}: {why}; give 1")
 
 
 def _check_model_flags(config: EngineConfig) -> None:
@@ -57,18 +60,13 @@ def _check_model_flags(config: EngineConfig) -> None:
             raise ConfigError(
                 f"{flag} {value}: {FLAG} {algorithm or 'is not given, and'} drafts by no model; leave it out"
             )
-    if (topk := config.speculative_eagle_topk or 1) > 1:
-        raise ConfigError(
-            f"--speculative-eagle-topk {topk}: drafts are chains, of which each row is a decode of its own and gives the same tokens "
-            "as without drafts; give 1, and more --speculative-num-steps"
-        )
     path = config.speculative_draft_model_path
     if algorithm in NEEDED and path is None:
         raise ConfigError(f"{FLAG} {algorithm}: needs {DRAFT_PATH}, {NEEDED[algorithm]}")
     if algorithm == NEXTN and path is not None:
         raise ConfigError(f"{DRAFT_PATH} {path}: NEXTN reads layers of the model's own checkpoint; leave it out")
     steps, rows = config.speculative_num_steps, config.speculative_num_draft_tokens
-    if steps is not None and rows is not None and rows != steps + 1:
+    if topk_of(config) == 1 and steps is not None and rows is not None and rows != steps + 1:
         raise ConfigError(
             f"--speculative-num-draft-tokens {rows}: a step computes the last known token and --speculative-num-steps {steps} drafts; "
             f"give {steps + 1}, or leave one of them out"
@@ -83,6 +81,15 @@ def _why_not(config: EngineConfig) -> str:
         return "--enable-dp-attention agrees on steps of one token; leave one of them out"
     if drafts_by_model(config) and config.ep_size > 1:
         return f"--ep-size {config.ep_size} divides the model's experts alone, not a drafter's; leave it out"
+    return ""
+
+
+def _why_no_trees(model: ModelConfig) -> str:
+    """Why drafts are chains; "": they may be trees."""
+    if model.recurrent is not None:
+        return "a recurrent state follows one path of drafts"
+    if model.latent is not None and model.latent.index is not None:
+        return "sparse attention chooses among the tokens of one path"
     return ""
 
 
@@ -133,8 +140,23 @@ def rows_of_request(config: EngineConfig) -> int:
     """Return the most rows that a request has in a decode step."""
     if config.speculative_algorithm is None:
         return FORCED_ROWS
-    default = NGRAM_ROWS if config.speculative_algorithm == NGRAM else 1 + (config.speculative_num_steps or MODEL_STEPS)
+    if config.speculative_algorithm == NGRAM:
+        default = NGRAM_ROWS
+    else:
+        default = 1 + passes_of(config) if topk_of(config) == 1 else TREE_ROWS
     return config.speculative_num_draft_tokens or default
+
+
+def topk_of(config: EngineConfig) -> int:
+    """Return how many tokens a model drafts for each place."""
+    return config.speculative_eagle_topk or 1
+
+
+def passes_of(config: EngineConfig) -> int:
+    """Return the most passes of a model that drafts."""
+    rows = config.speculative_num_draft_tokens
+    by_rows = rows - 1 if rows is not None and topk_of(config) == 1 else MODEL_STEPS
+    return config.speculative_num_steps or by_rows
 
 
 def may_draft(config: EngineConfig, *, decodes: bool) -> bool:
@@ -166,6 +188,7 @@ def drafting_of(config: EngineConfig, *, decodes: bool) -> Drafting | None:
     return Drafting(
         drafter if algorithm == NGRAM else None,
         most=most,
-        passes=most if drafts_by_model(config) else 0,
+        passes=passes_of(config) if drafts_by_model(config) else 0,
+        topk=topk_of(config),
         counts=config.device == "cpu",
     )

@@ -96,7 +96,9 @@ class Step(_Frame, frozen=True):
     to_host: list[tuple[int, int]] = []
     from_host: list[tuple[int, int]] = []
     windows: list[tuple[int, int, list[int]]] = []  # as `pages`, of the pool of windows
-    drafts: list[int] = []  # items that read a draft: all ranks record such steps alike
+    drafts: list[
+        tuple[int, int, int]
+    ] = []  # (item, `behind`, `place`) where a draft is read: all ranks record such steps alike
     to_draft: list[int] = []  # of each item of a step that only drafts
     answer: int = 0
     agreed: AgreedStep | None = None
@@ -167,7 +169,7 @@ def step_of(plan: Plan, *, answer: int = 0) -> Step:
         to_host=[(copy.page, copy.host_page) for copy in plan.to_host],
         from_host=[(copy.page, copy.host_page) for copy in plan.from_host],
         windows=[(i, item.window_start, item.new_window) for i, item in enumerate(items) if item.new_window],
-        drafts=[i for i, item in enumerate(items) if item.draft],
+        drafts=[(i, item.behind, item.place) for i, item in enumerate(items) if item.draft],
         to_draft=[item.to_draft for item in items] if plan.only_drafts else [],
         answer=answer,
         agreed=plan.agreed,
@@ -197,12 +199,14 @@ def _items(step: Step) -> list[PlanItem]:
     pages = {i: (first, ids) for i, first, ids in step.pages}
     windows = {i: (first, ids) for i, first, ids in step.windows}
     wanted = {i: (first, more) for i, first, more in step.logprobs}
-    decodes, unsampled, drafts = frozenset(step.decodes), frozenset(step.unsampled), frozenset(step.drafts)
+    decodes, unsampled = frozenset(step.decodes), frozenset(step.unsampled)
+    drafts = {i: (behind, place) for i, behind, place in step.drafts}
     items, at = [], 0
     for i, (slot, start) in enumerate(zip(step.slots, step.starts, strict=True)):
         length = step.lens[i] if step.extend else 1
         first, ids = pages.get(i, (0, []))
         window_first, window_ids = windows.get(i, (0, []))
+        behind, place = drafts.get(i, (0, -1))
         logprob_from, more = wanted.get(i, (None, False))
         items.append(
             PlanItem(
@@ -220,7 +224,8 @@ def _items(step: Step) -> list[PlanItem]:
                 logprob_next=0 if more else None,
                 window_start=window_first,
                 new_window=window_ids,
-                draft=i in drafts,
+                behind=behind,
+                place=place,
                 to_draft=step.to_draft[i] if step.to_draft else 0,
             )
         )

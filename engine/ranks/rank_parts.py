@@ -79,7 +79,7 @@ def rank_parts(
         is_watched=model.is_watched,
         progress=False,
     )
-    drafts = make_draft_pass(config, model, pool, page_table=parts.page_table, future_map=future_map, sampler=None)
+    drafts = make_draft_pass(config, model, parts.pools(pool, windows), sampler=None)
     runner = RankRunner(
         model=model,
         copies=make_copies(

@@ -1,0 +1,186 @@
+"""A drafter's guesses: passes behind the last known tokens, each a token further.
+
+With topk above 1 they are a tree: each pass goes on from the topk most probable paths, and guesses topk tokens behind each (EAGLE-2,
+arXiv:2406.16858). What the passes keep of them lies behind the known tokens, path beside path, until a step of the model overwrites it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from engine.attention.backend import AttentionBackend
+from engine.core.plan import PlanItem
+from engine.executor.drafted import Drafted
+from engine.executor.tails import Tails
+from engine.kv.page_table import PageTable
+from engine.kv.step_batch import Paths, StepBatch
+from engine.kv.upload import upload
+from engine.models.draft_model import DraftModel
+from engine.parallel.collectives import Collectives
+from engine.sampler.make import TokenSampler
+
+
+@dataclass(frozen=True, slots=True)
+class _Paths:
+    """What a pass goes on from: paths of drafts, of each item as many. Rows of a pass: item after item, path after path.
+
+    `of`: numbers of `items` in the step; `slots`, `starts` [n] int64: theirs. `ids` [n, paths] int64 and `hidden` [n * paths, size]: of each
+    path's newest token; `scores` [n, paths]: log of the confidence in all of it; `places` [n, paths, drafts] int64: of its drafts' entries.
+    """
+
+    of: list[int]
+    items: list[PlanItem]
+    slots: Tensor
+    starts: Tensor
+    ids: Tensor
+    hidden: Tensor | None
+    scores: Tensor
+    places: Tensor
+
+    @property
+    def width(self) -> int:
+        return self.ids.shape[1]
+
+    def only(self, chosen: list[int], at: Tensor) -> "_Paths":
+        """Return those of the items `chosen`; `at`: the same on the device."""
+        hidden = None if self.hidden is None else self.hidden.unflatten(0, (-1, self.width))[at].flatten(0, 1)
+        slots, starts, ids, scores, places = (
+            x[at] for x in (self.slots, self.starts, self.ids, self.scores, self.places)
+        )
+        of, items = [self.of[n] for n in chosen], [self.items[n] for n in chosen]
+        return _Paths(of, items, slots, starts, ids, hidden, scores, places)
+
+    def extended(self, drafted: Drafted, out: Tensor, places: Tensor) -> "_Paths":
+        """Return the paths that `drafted` chooses. `out` [n * paths, size] and `places` [n, paths, drafts]: of the pass behind it."""
+        chosen, topk = drafted.paths, drafted.tokens.shape[2]
+        above = chosen // topk
+        trust = (self.scores[:, :, None] + drafted.confidences.log()).flatten(1)
+        hidden = None
+        if self.hidden is not None:
+            first = torch.arange(len(self.items), device=above.device)[:, None] * self.width
+            hidden = out[(first + above).flatten()]
+        return replace(
+            self,
+            ids=drafted.tokens.flatten(1).gather(1, chosen),
+            hidden=hidden,
+            scores=trust.gather(1, chosen),
+            places=places.gather(1, above[:, :, None].expand(-1, -1, places.shape[2])),
+        )
+
+
+class GuessPass:
+    """As DraftPass. `tails`: None: the drafter reads none."""
+
+    def __init__(
+        self,
+        *,
+        page_table: PageTable,
+        tails: Tails | None,
+        backend: AttentionBackend,
+        sampler: TokenSampler | None,
+        collectives: Collectives | None,
+        topk: int,
+    ) -> None:
+        self._page_table = page_table
+        self._tails = tails
+        self._backend = backend
+        self._sampler = sampler
+        self._collectives = collectives
+        self._topk = topk
+        self._device = page_table.device
+
+    def run(self, drafter: DraftModel, items: Sequence[PlanItem]) -> list[Drafted]:
+        """Draft in `to_draft` passes behind each of `items`, whose last known token no step has computed yet.
+
+        With the seeds and parameters of the requests, as the model will sample: so drafts are often right at any temperature.
+        """
+        paths, found = self._known(items), list[Drafted]()
+        for number in range(max(item.to_draft for item in items)):
+            left = [n for n, item in enumerate(paths.items) if item.to_draft > number]
+            if len(left) < len(paths.items):
+                paths = paths.only(left, self._ids(left))
+            drafted, paths = self._pass(drafter, paths, number)
+            found.append(drafted)
+        return found
+
+    def _known(self, items: Sequence[PlanItem]) -> _Paths:
+        """One path of each: its last known token."""
+        slots, starts = self._ids([item.slot for item in items]), self._ids([item.start for item in items])
+        return _Paths(
+            of=list(range(len(items))),
+            items=list(items),
+            slots=slots,
+            starts=starts,
+            ids=self._ids([item.tokens[0] for item in items])[:, None],
+            hidden=None if self._tails is None else self._tails.before(slots, starts),
+            scores=torch.zeros(len(items), 1, device=self._device),
+            places=starts.new_empty(len(items), 1, 0),
+        )
+
+    def _pass(self, drafter: DraftModel, paths: _Paths, number: int) -> tuple[Drafted, _Paths]:
+        """Compute the newest token of each path; return what follows, and the paths of the next pass."""
+        own = self._own_places(paths, number)
+        places = paths.places if number == 0 else torch.cat((paths.places, own[:, :, None]), 2)
+        positions = (paths.starts + number).repeat_interleave(paths.width)
+        self._backend.begin(self._step(paths, own, places, number))
+        out = drafter.forward(paths.ids.flatten(), paths.hidden, positions, self._backend.attend)
+        tokens, confidences = self._guesses(drafter, out, paths, number)
+        scores = (paths.scores[:, :, None] + confidences.log()).flatten(1)
+        drafted = Drafted(paths.of, tokens, confidences, scores.topk(self._topk, 1).indices)
+        return drafted, paths.extended(drafted, out, places)
+
+    def _own_places(self, paths: _Paths, number: int) -> Tensor:
+        """[n, paths]: where pass `number` keeps the entries of its tokens: that of the known one is its own."""
+        behind = 1 + (number - 1) * self._topk if number else 0
+        return paths.starts[:, None] + behind + torch.arange(paths.width, device=self._device)
+
+    def _step(self, paths: _Paths, own: Tensor, places: Tensor, number: int) -> StepBatch:
+        """Pass `number` as attention sees it. `own` [n, paths]: places of its tokens, `places` [n, paths, drafts]: of all drafts."""
+        width, slots = paths.width, paths.slots.repeat_interleave(paths.width)
+        pages, offsets = self._page_table.locate(slots, own.flatten())
+        rows = len(slots)
+        return StepBatch(
+            extend=False,
+            q_lens=[1] * rows,
+            kv_lens=[item.kv_len + number for item in paths.items for _ in range(width)],
+            page_table=self._page_table.rows,
+            slots=slots,
+            token_pages=pages,
+            token_offsets=offsets,
+            drafted=frozenset(row for row in range(rows) if row % width),
+            paths=self._mapping(paths, places) if self._topk > 1 and number else None,
+        )
+
+    def _mapping(self, paths: _Paths, places: Tensor) -> Paths:
+        starts = (paths.starts + 1).repeat_interleave(paths.width)
+        return Paths(starts=starts.to(torch.int32), places=places.flatten(0, 1).to(torch.int32))
+
+    def _guesses(self, drafter: DraftModel, out: Tensor, paths: _Paths, number: int) -> tuple[Tensor, Tensor]:
+        """([n, paths, topk] int64, float32 alike): the best tokens that the rows of `out` say, and confidences in them; on all ranks."""
+        logits, best = drafter.logits(out), torch.zeros(2, len(out), self._topk, device=self._device)
+        if self._sampler is not None:
+            assert logits is not None, "the rank that samples has all logits"
+            rows = [item for item in paths.items for _ in range(paths.width)]
+            self._sample(self._sampler, logits, rows, number, into=best)
+        if self._collectives is not None:
+            best = self._collectives.sum(best.flatten(0, 1), dtype=torch.float32).view_as(best)
+        shape = len(paths.items), paths.width, self._topk
+        return best[0].to(torch.int64).view(shape), best[1].view(shape)
+
+    def _sample(
+        self, sampler: TokenSampler, logits: Tensor, rows: Sequence[PlanItem], number: int, *, into: Tensor
+    ) -> None:
+        """The next best token is what is sampled without those before it. `into` [2, rows, topk]: tokens, exact in float32, and confidences."""
+        slots, lens = [item.slot for item in rows], [item.output_len + number for item in rows]
+        total = logits.logsumexp(1, keepdim=True)
+        for rank in range(self._topk):
+            tokens = sampler.guess(logits, slots, lens)[:, None]
+            into[0, :, rank : rank + 1] = tokens
+            into[1, :, rank : rank + 1] = (logits.gather(1, tokens) - total).exp()
+            if rank + 1 < self._topk:
+                logits = logits.scatter(1, tokens, -torch.inf)
+
+    def _ids(self, values: list[int]) -> Tensor:
+        return upload(torch.tensor(values), self._device)
