@@ -7,12 +7,14 @@ one now and then where workers speculate: drafts are all TOKEN, and right as oft
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from engine.core.drafts import Guess
 from engine.core.plan import ItemResult, Plan, PlanItem, StepResult
 from planner.drafter import DrafterTime, plan_seconds
 from planner.host import Host
 from planner.step_time import StepTime
 
 TOKEN, OTHER = 1, 0
+CONFIDENCE = 0.7  # of a model that drafts; how often it is right is learned
 _DRAWN, _OTHER, _SILENT = ItemResult(token=TOKEN), ItemResult(token=OTHER), ItemResult(token=None)
 
 
@@ -76,7 +78,7 @@ class TimedExecutor:
 
     def _result(self, item: PlanItem) -> ItemResult:
         if item.to_draft:
-            return ItemResult(token=None, drafted=[TOKEN] * item.to_draft)
+            return ItemResult(token=None, drafted=[Guess(TOKEN, n - 1, CONFIDENCE) for n in range(item.to_draft)])
         if not item.sample:
             return _SILENT
         return _DRAWN if self._is_right() else _OTHER

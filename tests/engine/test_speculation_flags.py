@@ -62,7 +62,6 @@ MODEL = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": 
             {"speculative_algorithm": "NEXTN", "speculative_draft_model_path": "there"},
             "--speculative-draft-model-path there: NEXTN reads layers of the model's own checkpoint; leave it out",
         ),
-        ({**MODEL, "speculative_eagle_topk": 4}, "--speculative-eagle-topk 4: drafts are chains, .* give 1, and more"),
         (
             {**MODEL, "speculative_num_steps": 3, "speculative_num_draft_tokens": 8},
             "--speculative-num-draft-tokens 8: a step computes the last known token and --speculative-num-steps 3 drafts; give 4",
