@@ -10,6 +10,7 @@ from engine.executor.decode_graphs import Capture, CudaCapture, DecodeGraphs, gr
 from engine.executor.prefill_graphs import PrefillGraphs, prefill_graph_sizes
 from engine.executor.recorded_ends import RecordedEnd
 from engine.executor.step_inputs import StepInputs
+from engine.flags.speculation import passes_of, topk_of
 from engine.kv.page_table import PageTable
 from engine.lora.bank import AdapterBank
 
@@ -64,6 +65,7 @@ def make_graphs(
             end=end,
             device=page_table.device,
             adapters=adapters if adapters is not None and adapters.records else None,
+            depth=passes_of(config) if topk_of(config) > 1 else 0,
             progress=progress,
         )
     if prefills and (prefill_sizes := _prefill_sizes(config)):

@@ -3,7 +3,8 @@
 A batch takes the graph of the next size. Its padded rows are token 0 at position 0 of the page table's scratch row, write to page
 0 and are not sampled. A graph reads and writes the same memory every time: its input (token ids, positions, slots, output
 lengths), page table, what requests ask of the sampler, future map, KV pool and weights. Lengths follow from the positions, on the
-device. A step with grammar masks replays the same graph with no row to sample, and is sampled behind it.
+device. A step with grammar masks replays the same graph with no row to sample, and is sampled behind it. Where drafts may be trees, a graph
+reads places and paths, too; those of other rows say that all lies at its own place.
 
 Ranks record the same sizes in the same order: the sums of a step are in its graph.
 """
@@ -21,9 +22,9 @@ from engine.core.plan import Plan, PlanItem
 from engine.executor.forward import Forward
 from engine.executor.recorded_ends import RecordedEnd
 from engine.executor.step_inputs import StepInputs
-from engine.executor.tree_paths import has_trees
+from engine.executor.tree_paths import tree_rows
 from engine.kv.page_table import PageTable
-from engine.kv.step_batch import DeviceStep
+from engine.kv.step_batch import DeviceStep, Paths
 from engine.kv.upload import upload_into
 from engine.lora.bank import AdapterBank
 from engine.models.decoder import DenseDecoder
@@ -73,7 +74,10 @@ class CudaCapture:
 
 
 class DecodeGraphs:
-    """`sizes`: batch sizes to record, ascending. `adapters`: each size is recorded once more, computing with them."""
+    """`sizes`: batch sizes to record, ascending. `adapters`: each size is recorded once more, computing with them.
+
+    `depth`: drafts on a path of a tree, at most; 0: drafts are chains.
+    """
 
     def __init__(
         self,
@@ -86,6 +90,7 @@ class DecodeGraphs:
         end: RecordedEnd,
         device: torch.device,
         adapters: AdapterBank | None = None,
+        depth: int = 0,
         progress: bool = False,
     ) -> None:
         assert sizes and list(sizes) == sorted(set(sizes)) and sizes[0] >= 1, sizes
@@ -99,6 +104,8 @@ class DecodeGraphs:
         self._progress = progress
         padding = torch.tensor([[0], [0], [page_table.scratch_slot], [NOT_SAMPLED]], device=device)
         self._inputs = {size: padding.repeat(1, size) for size in sizes}
+        no_tree = torch.tensor([[0, 1] + [0] * depth], dtype=torch.int32, device=device)
+        self._trees = {size: no_tree.repeat(size, 1) for size in sizes} if depth else {}
         self._graphs: dict[int, Callable[[], Forward]] = {}
         self._adapted: dict[int, Callable[[], Forward]] = {}
 
@@ -125,9 +132,7 @@ class DecodeGraphs:
         self._graphs, self._adapted = graphs, adapted
 
     def takes(self, plan: Plan) -> bool:
-        """Whether a graph computes a step; none knows the places of a tree."""
-        fits = not plan.extend and len(plan.items) <= self.sizes[-1]
-        return bool(self._graphs) and fits and not has_trees(plan.items)
+        return bool(self._graphs) and not plan.extend and len(plan.items) <= self.sizes[-1]
 
     def size_of(self, items: list[PlanItem]) -> int:
         """Return the rows of the graph that computes a step of `items`."""
@@ -141,6 +146,8 @@ class DecodeGraphs:
         size, samples = self.size_of(plan.items), not plan.masks and not plan.sample_deferred
         self._step_inputs.fill(len(plan.items))
         upload_into(self._inputs[size], self._rows(plan.items, size, samples=samples))
+        if self._trees:
+            upload_into(self._trees[size], tree_rows(plan.items, like=self._trees[size]))
         return (self._adapted if adapted else self._graphs)[size]().rows(len(plan.items), sampled=samples)
 
     def _rows(self, items: list[PlanItem], size: int, *, samples: bool) -> Tensor:
@@ -155,15 +162,20 @@ class DecodeGraphs:
 
     def _work(self, model: DenseDecoder, size: int) -> Callable[[], Forward]:
         ids, positions, slots, output_lens = self._inputs[size]
+        trees = self._trees.get(size)
 
         def work() -> Forward:
-            pages, offsets = self._page_table.locate(slots, positions)
+            places = positions if trees is None else trees[:, 0].to(torch.int64)
+            pages, offsets = self._page_table.locate(slots, places)
             step = DeviceStep(
                 page_table=self._page_table.rows,
                 slots=slots,
                 kv_lens=(positions + 1).to(torch.int32),
                 token_pages=pages,
                 token_offsets=offsets,
+                paths=None
+                if trees is None
+                else Paths(starts=trees[:, 1].contiguous(), places=trees[:, 2:].contiguous()),
             )
             self._backend.begin_on_device(step)
             hidden = model.forward(self._step_inputs.recorded(ids), positions, self._backend.attend)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from engine.core.plan import PlanItem
 from engine.kv.step_batch import Paths
@@ -21,15 +22,37 @@ def places_of(items: Sequence[PlanItem]) -> list[int]:
 
 def paths_of(items: Sequence[PlanItem], device: torch.device) -> Paths:
     """Return the paths of the rows of `items`, of which some `has_trees`."""
-    paths: list[list[int]] = []  # of each row, the places of its tokens from the first on that has not its own
+    paths = _paths(items)
+    starts = [item.kv_len - len(path) for item, path in zip(items, paths, strict=True)]
+    rows = _padded([[start, *path] for start, path in zip(starts, paths, strict=True)])
+    on_device = upload(torch.tensor(rows, dtype=torch.int32), device)
+    return Paths(starts=on_device[:, 0].contiguous(), places=on_device[:, 1:].contiguous())
+
+
+def tree_rows(items: Sequence[PlanItem], *, like: Tensor) -> Tensor:
+    """Return [rows, 2 + depth] int32 on the host for a decode step: place and path of each row, as of Paths. Rows behind `items` are padding."""
+    found = torch.zeros(like.shape, dtype=torch.int32)
+    found[:, 1] = 1
+    paths = _paths(items)
+    rows = [
+        [place, item.kv_len - len(path), *path]
+        for place, item, path in zip(places_of(items), items, paths, strict=True)
+    ]
+    filled = torch.tensor(_padded(rows), dtype=torch.int32)
+    found[: len(items), : filled.shape[1]] = filled
+    return found
+
+
+def _paths(items: Sequence[PlanItem]) -> list[list[int]]:
+    """Of each row, the places of its tokens from the first on that has not its own."""
+    paths: list[list[int]] = []
     for i, item in enumerate(items):
         above = paths[i - item.behind] if item.draft else []
         displaced = item.place >= 0 or bool(above)
         paths.append([*above, item.start if item.place < 0 else item.place] if displaced else [])
-    longest = max(map(len, paths))
-    starts = [item.kv_len - len(path) for item, path in zip(items, paths, strict=True)]
-    padded = [path + [0] * (longest - len(path)) for path in paths]
-    starts_and_places = upload(
-        torch.tensor([[start, *path] for start, path in zip(starts, padded, strict=True)], dtype=torch.int32), device
-    )
-    return Paths(starts=starts_and_places[:, 0].contiguous(), places=starts_and_places[:, 1:].contiguous())
+    return paths
+
+
+def _padded(rows: list[list[int]]) -> list[list[int]]:
+    longest = max(map(len, rows))
+    return [row + [0] * (longest - len(row)) for row in rows]

@@ -1,13 +1,8 @@
 """Trees of drafts: answers are those of plain decoding to the bit, and a tree yields more tokens a step than its best path alone."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 
-from tests.engine.drafters import always, engine_of, fared
-from tests.engine.engine_in_process import EngineInProcess
-from tests.engine.test_standalone_drafter import Answers, answers, ask_all, by
+from tests.engine.test_standalone_drafter import Answers, answers, by
 from tests.models.tiny_checkpoints import make_tiny_checkpoint
 
 
