@@ -1,8 +1,13 @@
 """Bugs of drafters in the executor, which tests of drafters that are right must find: tokens stay as they are, and drafts are wrong."""
 
-import torch
+from dataclasses import replace
 
+import torch
+from msgspec import structs
+
+from engine.executor import judged_rows, tree_paths
 from engine.executor.draft_pass import DraftPass
+from engine.executor.guess_pass import GuessPass
 from engine.layers.norm import rms_norm
 from engine.model_files import drafter_config
 from engine.models.eagle import EagleLayer
@@ -13,6 +18,7 @@ from tools.mutants.planting import Bugs
 
 DRAFTERS = Bugs()
 _RIGHT, _HYBRID = "tests/engine/test_eagle.py", "tests/engine/test_mtp_of_hybrids.py"
+_TREES = "tests/engine/test_draft_trees.py"
 FINDERS = (
     "tests/models/test_draft_models.py",
     f"{_RIGHT}::test_behind_rejected_drafts_the_next_ones_are_right",
@@ -20,6 +26,8 @@ FINDERS = (
     f"{_RIGHT}::test_prefixes_bring_their_tails",
     f"{_HYBRID}::test_behind_rejected_drafts_the_next_ones_are_right",
     f"{_HYBRID}::test_prefixes_bring_their_tails",
+    f"{_TREES}::test_a_path_beside_the_first_one_counts_and_comes_to_its_place",
+    f"{_TREES}::test_any_sampling_gives_the_tokens_of_plain_decoding",
     "tests/engine/test_standalone_drafter.py::test_the_model_itself_is_always_right",
     "tests/e2e/test_drafters.py::test_a_handed_over_prompt_is_drafted_as_well_as_ones_own",
 )
@@ -33,20 +41,25 @@ def _(original, drafts, runs, starts, items, features):
     original(drafts, [run for run in runs if items[run[0]].extend], starts, items, features)
 
 
-@DRAFTERS.bug("the tail is that of a rejected draft", DraftPass._right, "Every draft passes for accepted.")
-def _(original, drafts, items, runs, tokens):
-    return torch.ones_like(original(drafts, items, runs, tokens))
+@DRAFTERS.bug("the tail is that of a rejected draft", judged_rows._with_all_before, "Every draft passes for accepted.")
+def _(original, right, parents, deepest):
+    return torch.ones_like(original(right, parents, deepest))
 
 
-@DRAFTERS.bug("the tail is that of the token known before", DraftPass._right, "No draft passes for accepted.")
-def _(original, drafts, items, runs, tokens):
-    return torch.zeros_like(original(drafts, items, runs, tokens))
+@DRAFTERS.bug(
+    "the tail is that of the token known before", judged_rows._with_all_before, "No draft passes for accepted."
+)
+def _(original, right, parents, deepest):
+    return original(right, parents, deepest) & (parents == torch.arange(len(parents)))
 
 
-@DRAFTERS.bug("other ranks keep other tails", DraftPass._right, "A rank that samples nothing takes no draft for right.")
-def _(original, drafts, items, runs, tokens):
-    right = original(drafts, items, runs, tokens)
-    return torch.zeros_like(right) if tokens is None else right
+@DRAFTERS.bug(
+    "other ranks keep other tails", judged_rows.judged_rows, "A rank that samples nothing takes no draft for right."
+)
+def _(original, items, tokens, *, collectives, device):
+    rows = original(items, tokens, collectives=collectives, device=device)
+    known = rows.parents == torch.arange(len(rows.parents))
+    return replace(rows, right=rows.right & known) if tokens is None else rows
 
 
 @DRAFTERS.bug("whole pages of a chunk have no tail", DraftPass._page_ends, "Only the newest page's is kept.")
@@ -63,7 +76,8 @@ def _(original, drafts, model, items):
     for item in items:
         if item.output_len == 1 and item.new_pages and drafts._tails is not None:
             slots, before = drafts._ids([item.slot]), drafts._ids([item.start - 1])
-            drafts._tails[drafts._page_table.locate(slots, before)[0]] = 0
+            pages = drafts._page_table.locate(slots, before)[0]
+            drafts._tails.write(pages, torch.zeros_like(drafts._tails.before(slots, before)))
     return original(drafts, model, items)
 
 
@@ -90,16 +104,42 @@ def _(original, drafts, model, items, step, ids, positions, hidden):
         original(drafts, model, items, step, ids, positions, hidden)
 
 
-@DRAFTERS.bug("a pass reads one entry too few", DraftPass._step, "It does not see the token it is behind.")
-def _(original, drafts, items, slots, positions, number):
-    step = original(drafts, items, slots, positions, number)
+@DRAFTERS.bug("a pass reads one entry too few", GuessPass._step, "It does not see the token it is behind.")
+def _(original, passes, paths, own, places, number):
+    step = original(passes, paths, own, places, number)
     step.kv_lens = [max(1, length - 1) for length in step.kv_lens]
     return step
 
 
-@DRAFTERS.bug("a pass writes over the entry before", DraftPass._step, "KV of drafts lies one token early.")
-def _(original, drafts, items, slots, positions, number):
-    return original(drafts, items, slots, (positions - 1).clamp_min(0), number)
+@DRAFTERS.bug("a pass writes over the entry before", GuessPass._step, "KV of drafts lies one token early.")
+def _(original, passes, paths, own, places, number):
+    return original(passes, paths, (own - 1).clamp_min(0), places, number)
+
+
+# ---- trees
+
+
+DRAFTERS.skip("what counts stays where the tree had it", DraftPass._move, "Its own place has the KV of another guess.")
+
+
+@DRAFTERS.bug(
+    "rows of a tree see the first path", tree_paths.paths_of, "All tokens are looked for in their own places."
+)
+def _(original, items, device):
+    paths = original(items, device)
+    return replace(paths, starts=torch.tensor([item.kv_len for item in items], dtype=torch.int32))
+
+
+@DRAFTERS.bug("a guess follows the row before it", DraftPass._before, "Not the row that it is a guess behind.")
+def _(original, drafts, items, starts, features):
+    return original(drafts, [structs.replace(i, behind=min(i.behind, 1)) for i in items], starts, features)
+
+
+@DRAFTERS.bug("passes see other paths", GuessPass._mapping, "Entries lie where the first path would have them.")
+def _(original, passes, paths, places):
+    mapping = original(passes, paths, places)
+    depths = torch.arange(places.shape[2], dtype=torch.int32)
+    return replace(mapping, places=mapping.starts[:, None] + depths)
 
 
 # ---- what is computed

@@ -2,8 +2,9 @@
 
 from dataclasses import replace
 
-from engine.core import drafting, finish, results
+from engine.core import draft_rows, drafting, finish, results
 from engine.core.drafting import Drafting
+from engine.core.drafts import Draft
 from engine.core.memory import Memory
 from engine.core.results import Results
 from engine.core.scheduler import Scheduler
@@ -16,7 +17,7 @@ DRAFTS = Bugs()
 @DRAFTS.bug(
     "a wrong draft is accepted", results._was_right, "A row counts though the row before it sampled another token."
 )
-def _(original, request, item):
+def _(original, request, item, number):
     return request.finish is None and request.num_tokens == item.kv_len
 
 
@@ -25,7 +26,7 @@ def _(original, request, item):
     results._was_right,
     "A row counts if its own draft is right, whatever stood before it.",
 )
-def _(original, request, item):
+def _(original, request, item, number):
     return request.finish is None and request.output_ids[-1] == item.tokens[0]
 
 
@@ -97,7 +98,30 @@ def _(original, memory, request, count, *, left_free):
 @DRAFTS.bug("more is drafted than may be sampled", Drafting.choose, "Drafts reach beyond the length.")
 def _(original, one, requests, *, rows, overlaps):
     drafts = original(one, requests, rows=rows, overlaps=overlaps)
-    return {rid: [*tokens, 7, 7] for rid, tokens in drafts.items()}
+    return {rid: draft if draft.parents else Draft([*draft.tokens, 7, 7], draft.match) for rid, draft in drafts.items()}
+
+
+# ---- trees
+
+
+@DRAFTS.bug("a row counts beside the path", results._was_right, "Its token is right, behind one that is wrong.")
+def _(original, request, item, number):
+    return request.finish is None and request.num_tokens == item.kv_len and request.output_ids[-1] == item.tokens[0]
+
+
+@DRAFTS.bug("rows of a tree share places", draft_rows._places, "Each lies where the first path would have it.")
+def _(original, draft, depths):
+    return depths
+
+
+@DRAFTS.bug("passes write beyond their places", Drafting.places, "Room is taken for one path.")
+def _(original, one, passes):
+    return passes
+
+
+@DRAFTS.bug("a grammar's drafts are a tree", results._may_branch, "Masks follow one path.")
+def _(original, request):
+    return not request.sampling.penalized
 
 
 # ---- recurrent states
