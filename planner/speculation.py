@@ -8,10 +8,9 @@ from engine.config import EngineConfig
 from engine.core.drafting import Drafting
 from engine.core.drafts import NO_DRAFT, Draft
 from engine.core.request import Request
-from engine.flags.speculation import drafts_by_model, rows_of_request, topk_of
+from engine.flags.speculation import drafts_by_model, rows_of_request
 from planner.drafter import DrafterTime
 from planner.executor import TOKEN
-from service.flags import ConfigError
 
 SEED = 3
 MATCH = 1  # of n-grams: chances are learned, and this class begins with the lowest
@@ -54,13 +53,9 @@ class Guesses:
 def speculation_of(
     engine: EngineConfig, *, accept_rate: float | None, match_rate: float, time: DrafterTime | None
 ) -> Speculation | None:
-    """Return None where nothing is drafted. `engine`: resolved. `time`: of a model that drafts. Raises ConfigError."""
+    """Return None where nothing is drafted. `engine`: resolved. `time`: of a model that drafts."""
     if engine.speculative_algorithm is None:
         return None
-    if (topk := topk_of(engine)) > 1:
-        raise ConfigError(
-            f"--speculative-eagle-topk {topk}: a plan knows how often chains are right, not trees; leave it out"
-        )
     by_model = drafts_by_model(engine)
     assert accept_rate is not None and by_model == (time is not None)
     return Speculation(most=rows_of_request(engine) - 1, accept_rate=accept_rate, match_rate=match_rate, time=time)

@@ -7,7 +7,7 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.flags.resolve import resolve
-from engine.flags.speculation import rows_of_request, with_drafter
+from engine.flags.speculation import passes_of, rows_of_request, topk_of, with_drafter
 from engine.model_files.model_config import load_model_config
 from service.flags import ConfigError
 from tests.models.tiny_checkpoints import make_tiny_checkpoint
@@ -113,6 +113,20 @@ def test_a_drafter_that_does_not_fit_is_refused(
         with_drafter(config, model)
 
 
+@pytest.mark.parametrize(
+    ("family", "said"),
+    [
+        ("qwen3_next", "--speculative-eagle-topk 2: a recurrent state follows one path of drafts; give 1"),
+        ("deepseek_v32", "--speculative-eagle-topk 2: sparse attention chooses among the tokens of one path; give 1"),
+    ],
+)
+def test_models_whose_drafts_are_chains(tmp_path: Path, family: str, said: str) -> None:
+    path = make_tiny_checkpoint(tmp_path / family, family)
+    flags: dict[str, Any] = {**MODEL, "speculative_eagle_topk": 2}
+    with pytest.raises(ConfigError, match=f"^{said}$"):
+        resolve(EngineConfig(model_path=path, **flags), load_model_config(path), cuda=False)
+
+
 def test_a_drafter_is_named_in_the_signature(tmp_path: Path, checkpoint: str) -> None:
     path = make_tiny_checkpoint(tmp_path / "drafter", "llama", num_hidden_layers=1)
     model = load_model_config(checkpoint)
@@ -129,8 +143,13 @@ def test_a_drafter_is_named_in_the_signature(tmp_path: Path, checkpoint: str) ->
         ({"speculative_num_steps": 2}, 3),
         ({"speculative_num_draft_tokens": 8}, 8),
         ({"speculative_num_steps": 2, "speculative_num_draft_tokens": 3, "speculative_eagle_topk": 1}, 3),
+        ({"speculative_num_steps": 6, "speculative_eagle_topk": 4}, 16),
+        ({"speculative_num_steps": 6, "speculative_num_draft_tokens": 24, "speculative_eagle_topk": 4}, 24),
     ],
 )
 def test_steps_and_rows_follow_from_one_another(flags: dict[str, Any], rows: int) -> None:
-    assert rows_of_request(EngineConfig(model_path="m", **MODEL, **flags)) == rows
+    config = EngineConfig(model_path="m", **MODEL, **flags)
+    assert rows_of_request(config) == rows
+    if flags.get("speculative_eagle_topk", 1) > 1:
+        assert (passes_of(config), topk_of(config)) == (6, 4)
     assert rows_of_request(EngineConfig(model_path="m", speculative_algorithm="NGRAM")) == 32
