@@ -22,6 +22,7 @@ LOAD_BALANCE_METHODS = (
 )
 SPECULATIVE_ALGORITHMS = ("NGRAM", "STANDALONE", "NEXTN", "EAGLE", "EAGLE3")
 MAX_DRAFT_TOKENS = 64
+MAX_TOPK = 16  # a pass has so many rows of each request
 MAX_PAGE_SIZE = 1024
 MAX_PORT = 65535
 MAX_NODES = 64
@@ -319,12 +320,15 @@ class EngineConfig(FlagSet):
         most=MAX_DRAFT_TOKENS - 1,
     )
     speculative_eagle_topk: int | None = flag(
-        None, "tokens that a model drafts for each place; above 1 drafts are a tree (1)", least=1
+        None,
+        "tokens that a model drafts for each place: above 1 drafts are a tree, of which a step verifies what is likely; default: 1",
+        least=1,
+        most=MAX_TOPK,
     )
     speculative_num_draft_tokens: int | None = flag(
         None,
         "most tokens of a request that a decode step computes: the last known one and its drafts; fewer where drafts are often wrong "
-        "or rows cost; default: 32 with NGRAM, one more than --speculative-num-steps with a model",
+        "or rows cost; default: 32 with NGRAM, one more than --speculative-num-steps with a model, 16 with trees",
         least=2,
         most=MAX_DRAFT_TOKENS,
     )

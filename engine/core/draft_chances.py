@@ -51,7 +51,7 @@ class Chances:
     def of_tokens(self, request: Request, draft: Draft) -> list[float]:
         """Of each token, that it is kept: it is right, and so are those that it follows."""
         if not draft.confidences:
-            return list(accumulate(repeat(self.of_match(request.drafts, draft.match), len(draft)), mul))
+            return list(accumulate(repeat(self.of_match(request.drafts, draft.match), len(draft.tokens)), mul))
         chances: list[float] = []
         for i, confidence in enumerate(draft.confidences):
             parent = draft.parents[i]

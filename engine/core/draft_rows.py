@@ -1,7 +1,7 @@
 """Rows of a step that verifies a tree of drafts: their order, and where each one's KV goes.
 
 Rows come by depth, so a request's lengths do not descend. The path of first guesses lies at its own positions: where it is accepted, its
-KV is where it belongs. Others lie behind it, and move once they are accepted (engine/executor/verified_rows.py).
+KV is where it belongs. Others lie behind it, and move once they are accepted (engine/executor/draft_pass.py).
 
     known  + a + d            rows     known  a  b  d  e  c
            |   + e            depth      0    1  1  2  2  2

@@ -51,14 +51,14 @@ class Costs(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Ranked:
-    """A draft by the chances that its tokens are kept. `order`: most likely first, each behind the one that it follows.
+    """A draft by the chances that its tokens are kept. `order`: most likely first, each behind the one that it follows; None: as they are.
 
     `losses`: of each in this order, minus its chance; `sums`: of the chances so far. `most`: how many a step may verify.
     """
 
     request: Request
     draft: Draft
-    order: Sequence[int]
+    order: Sequence[int] | None
     losses: Sequence[float]
     sums: Sequence[float]
     most: int
@@ -68,7 +68,7 @@ class _Ranked:
         return max(0, min(self.most, bisect_right(self.losses, -least)))
 
     def first(self, count: int) -> Draft:
-        return self.draft.part(self.order[:count])
+        return self.draft.first(count) if self.order is None else self.draft.part(self.order[:count])
 
 
 class Drafting:
@@ -172,11 +172,12 @@ class Drafting:
         return {one.request.rid: one.first(best[one.request.rid]) for one in found if one.request.rid in best}
 
     def _ranked(self, request: Request, draft: Draft) -> _Ranked:
-        chances = self._chances.of_tokens(request, draft)
-        order = sorted(range(len(chances)), key=lambda i: -chances[i])
-        falling = [chances[i] for i in order]
+        chances, order = self._chances.of_tokens(request, draft), None
+        if draft.parents:
+            order = sorted(range(len(chances)), key=lambda i: -chances[i])
+            chances = [chances[i] for i in order]
         most = min(request.samples_left - 1, self._most)
-        return _Ranked(request, draft, order, [-chance for chance in falling], list(accumulate(falling)), most)
+        return _Ranked(request, draft, order, [-chance for chance in chances], list(accumulate(chances)), most)
 
     def note(self, plan: Plan, taken_s: float) -> None:
         """Learn from a step that took `taken_s`."""

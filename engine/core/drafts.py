@@ -47,7 +47,10 @@ class Draft:
         )
 
     def first(self, count: int) -> "Draft":
-        return self.part(range(count))
+        """Return the first `count` tokens; those of a tree come by their chance."""
+        if count >= len(self.tokens):
+            return self
+        return Draft(self.tokens[:count], self.match, self.parents[:count], self.confidences[:count])
 
     def path(self) -> "Draft":
         """Return the path of first children: a chain."""
