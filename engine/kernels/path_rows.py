@@ -26,7 +26,8 @@ def _check(step: StepBatch, starts: torch.Tensor, places: torch.Tensor, *, posit
     kv_lens = torch.tensor(step.kv_lens)
     assert starts.dtype == places.dtype == torch.int32, (starts.dtype, places.dtype)
     assert len(starts) == len(places) == len(kv_lens), (starts.shape, places.shape, len(kv_lens))
-    assert int(starts.min()) >= 0 and int((kv_lens - starts).max()) <= places.shape[1], (starts, step.kv_lens)
+    first, longest = starts.amin(), (kv_lens - starts).amax()
+    assert int(first) >= 0 and int(longest) <= places.shape[1], (starts, step.kv_lens)
     low, high = places.aminmax()
     assert int(low) >= 0 and int(high) < positions, (int(low), int(high), positions)
     assert all(step.kv_lens[i - 1] <= step.kv_lens[i] for i in step.drafted), "rows of a tree come by depth"

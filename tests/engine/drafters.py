@@ -62,7 +62,7 @@ def spoil_all_but_the_first(engine: EngineInProcess) -> None:
     def with_wrong_drafts(launch: Any) -> StepResult:
         result: StepResult = collect(launch)
         for item in result.items:
-            item.drafted[1:] = [token - 1 for token in item.drafted[1:]]
+            item.drafted[1:] = [guess._replace(token=guess.token - 1) for guess in item.drafted[1:]]
         return result
 
     executor.collect = with_wrong_drafts
