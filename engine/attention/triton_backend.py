@@ -33,7 +33,7 @@ from engine.kernels.triton_extend import (
 )
 from engine.kernels.triton_turn_write import turn_write
 from engine.kv.kv_pool import KVPool
-from engine.kv.step_batch import DeviceExtend, DeviceStep, StepBatch
+from engine.kv.step_batch import DeviceExtend, DeviceStep, Paths, StepBatch
 from engine.kv.upload import upload
 from engine.layers.rope import Unturned
 
@@ -46,6 +46,7 @@ class _Decode:
 
     kv_lens: torch.Tensor
     splits: "dict[_Shape, SplitList]"
+    paths: Paths | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +100,7 @@ class TritonBackend:
         self._token_pages = self._token_offsets = torch.empty(0, dtype=torch.int64)
 
     def begin(self, step: StepBatch) -> None:
-        self._now = self._extend_of(step) if step.extend else self._decode_of(*self._upload(step.kv_lens))
+        self._now = self._extend_of(step) if step.extend else self._decode_of(*self._upload(step.kv_lens), step.paths)
         self._take(step)
 
     def begin_on_device(self, step: DeviceStep | DeviceExtend) -> None:
@@ -116,7 +117,7 @@ class TritonBackend:
             }
             self._now = _Extend(step.kv_lens, step.starts, work)
         else:
-            self._now = self._decode_of(step.kv_lens)
+            self._now = self._decode_of(step.kv_lens, step.paths)
         self._take(step)
 
     def attend(self, layer: int, new: Unturned) -> torch.Tensor:
@@ -187,6 +188,7 @@ class TritonBackend:
             cap=softmax.cap,
             sinks=softmax.sinks,
             rest=shape.rest,
+            paths=now.paths,
         )
 
     def _take(self, step: StepBatch | DeviceStep | DeviceExtend) -> None:
@@ -194,12 +196,13 @@ class TritonBackend:
         self._page_table, self._slots = step.page_table, step.slots
         assert self._page_table.dtype == torch.int32 and self._page_table.stride(1) == 1, self._page_table.dtype
 
-    def _decode_of(self, kv_lens: torch.Tensor) -> _Decode:
+    def _decode_of(self, kv_lens: torch.Tensor, paths: Paths | None) -> _Decode:
         splits = {
             shape: split_list(kv_lens, kv_heads=shape.decode_heads, tiles=shape.decode, window=shape.window)
             for shape in dict.fromkeys(self._shapes)
         }
-        return _Decode(kv_lens, splits)
+        assert paths is None or paths.places.stride(1) == 1, paths
+        return _Decode(kv_lens, splits, paths)
 
     def _extend_of(self, step: StepBatch) -> _Extend:
         riders = step.riders or ()
@@ -231,7 +234,8 @@ class TritonBackend:
         spans = step.spans()
         rows, requests = upload(torch.tensor([[spans[i][0] for i in riders], riders]), self._pool.device)
         (kv_lens,) = self._upload([step.kv_lens[i] for i in riders])
-        return _Riders(rows, step.slots[requests], self._decode_of(kv_lens))
+        paths = None if step.paths is None else step.paths.of(requests)
+        return _Riders(rows, step.slots[requests], self._decode_of(kv_lens, paths))
 
     def _shape_of(self, layer: int) -> _Shape:
         cache, spec = self._pool.k(layer), self._pool.specs[layer]

@@ -31,6 +31,7 @@ import triton
 import triton.language as tl
 
 from engine.kv.kv_pool import ONE_UNIT, Units
+from engine.kv.step_batch import Paths
 
 MIN_TILE_HEADS = 16  # what tl.dot takes at least
 LOG2_E = 1.4426950408889634
@@ -208,7 +209,7 @@ def row_start(
     return (page * page_grains + row).to(tl.int64) * GRAIN
 
 
-@triton.jit(do_not_specialize=["batch", "table_stride"])
+@triton.jit(do_not_specialize=["batch", "table_stride", "path_stride"])
 def decode_split_kernel(
     q_ptr,  # [B, heads, dim + rest]; heads of a row are dense
     k_ptr,  # unit 0 of page 0 of this layer's K; rows of a token are dense in a unit
@@ -223,9 +224,12 @@ def decode_split_kernel(
     slots_ptr,  # [B] int64
     kv_lens_ptr,  # [B] int32
     sinks_ptr,  # [heads] fp32: a score of each that no value belongs to; None: there is none
+    path_starts_ptr,  # [B] int32: as Paths says; None: all tokens lie at their own positions
+    path_places_ptr,  # [B, path_stride] int32
     batch,
     q_stride,
     table_stride,
+    path_stride,
     page_grains,
     unit_grains,
     scale,  # times log2(e)
@@ -283,11 +287,18 @@ def decode_split_kernel(
                 total += 1.0
         acc = tl.zeros([TILE_HEADS, TILE_DIM], tl.float32)
         table = table_ptr + tl.load(slots_ptr + request) * table_stride
+        if path_starts_ptr is not None:
+            path_start = tl.load(path_starts_ptr + request)
+            path = path_places_ptr + (request.to(tl.int64) * path_stride - path_start)
         sums = tl.zeros([TILE_HEADS, BLOCK], tl.float32)  # by place in a block: threads add up once, behind the loop
         for at in range(begin, end, BLOCK):
             token = at + tl.arange(0, BLOCK)
             # behind the end the last token, whose V is finite: its weight is 0
-            there = tl.minimum(token, end - 1).to(tl.uint32)
+            there = tl.minimum(token, end - 1)
+            if path_starts_ptr is not None:
+                place = tl.load(path + there, mask=there >= path_start, other=0)
+                there = tl.where(there < path_start, there, place)
+            there = there.to(tl.uint32)
             page = tl.load(table + there // PAGE_SIZE)
             in_page = (there % PAGE_SIZE).to(tl.int32)
             start = row_start(
@@ -479,12 +490,13 @@ def decode(
     cap: float = 0.0,
     sinks: torch.Tensor | None = None,
     rest: int = 0,
+    paths: Paths | None = None,
 ) -> torch.Tensor:
     """[B, heads, dim] dense. q [B, heads, dim] in the caches' dtype, rows may lie apart; caches as KVPool.k, of unit 0; page_table
     [slots, pages] int32; slots [B] int64; kv_lens [B] int32, at least 1; `splits`: `split_list` of these lengths, kv heads, tiles and `window`.
 
     `window`: of CacheSpec; `cap`, `sinks`: of Softmax. `rest`: of latents, the last elements of q and K, which V, their first `dim`,
-    does not have; kv heads are `head_tiles` of them then.
+    does not have; kv heads are `head_tiles` of them then. `paths`: of StepBatch.
     """
     batch, heads, width = q.shape
     dim, kv_heads = width - rest, head_tiles(heads) if rest else k_cache.shape[2] * units.count
@@ -508,9 +520,11 @@ def decode(
         slots,
         kv_lens,
         sinks,
+        *((None, None) if paths is None else (paths.starts, paths.places)),
         batch,
         q.stride(0),
         page_table.stride(0),
+        None if paths is None else paths.places.stride(0),
         k_cache.stride(0) // grains.size,
         units.stride // grains.size,
         scale * LOG2_E,

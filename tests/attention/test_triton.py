@@ -45,6 +45,7 @@ SM_90 = GPUTarget("cuda", 90, 32)
 SHARED_LIMIT_BYTES = 227 << 10  # of a multiprocessor
 REGISTERS = 65536
 STRIDES = ["page_grains", "page_stride", "unit_stride", "q_stride"]  # multiples of 16
+WHERE_NEEDED = ["sinks_ptr", "path_starts_ptr", "path_places_ptr", "path_stride"]
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 SHAPES = {
     "Qwen3-0.6B": {"heads": 16, "kv_heads": 8, "dim": 128},
@@ -91,6 +92,11 @@ def test_decode_with_windows_caps_and_sinks_compiles_for_sm_90_without_spills(na
     compiled_decode(heads, dtype, window=window, cap=cap, sinks=sinks)
 
 
+@pytest.mark.parametrize("shape", ["Qwen3-0.6B", "in units"])
+def test_decode_of_trees_compiles_for_sm_90_without_spills(shape):
+    compiled_decode(SHAPES[shape], "bf16", paths=True)
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("heads", [16, 20, 128])
 def test_decode_of_latents_compiles_for_sm_90_without_spills(heads, dtype):
@@ -106,6 +112,7 @@ def compiled_decode(
     window: int = 0,
     cap: float = 0.0,
     sinks: bool = False,
+    paths: bool = False,
     tiles: DecodeTiles | None = None,
 ) -> "Made":
     signature = {
@@ -114,7 +121,8 @@ def compiled_decode(
         **dict.fromkeys(["list_ptr", "done_ptr", "merges_ptr", "table_ptr"], "*i32"),
         **{"slots_ptr": "*i64", "kv_lens_ptr": "*i32"},
         **sinks_argument(sinks),
-        **dict.fromkeys(["batch", "q_stride", "table_stride"], "i32"),
+        **(dict.fromkeys(["path_starts_ptr", "path_places_ptr"], "*i32") if paths else {}),
+        **dict.fromkeys(["batch", "q_stride", "table_stride", *(["path_stride"] if paths else [])], "i32"),
         **{"page_grains": "i32", "unit_grains": "i32", "scale": "fp32"},
     }
     tiles = tiles or decode_tiles(kv_heads=heads["kv_heads"], dim=heads["dim"], dtype=TORCH_DTYPES[dtype])
@@ -277,8 +285,7 @@ def check_compiled(
     `options`: in place of `warps` and `stages`. `streams`: it multiplies what it loads in a loop.
     """
     names = kernel.arg_names
-    if "sinks_ptr" in names and "sinks_ptr" not in signature:
-        constants = {**constants, "sinks_ptr": None}
+    constants = {**constants, **{n: None for n in WHERE_NEEDED if n in names and n not in signature}}
     assert [n for n in names if n not in constants] == list(signature)
     whole = {n: signature.get(n, "constexpr") for n in names}
     divisible = [n for n in names if whole[n].startswith("*") or n in aligned]

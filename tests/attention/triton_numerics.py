@@ -34,6 +34,7 @@ from tests.attention.attention_cases import (
 from tests.attention.flashinfer_stand_in import BatchPrefillWithPagedKVCacheWrapper
 from tests.attention.triton_checksum import check_checksum
 from tests.attention.triton_elementwise import check_elementwise
+from tests.attention.triton_trees import check_trees
 
 GUARD = 7  # of any dtype
 GUARD_ROWS = 64  # more than any tile: a store too many hits a guard, not the heap
@@ -289,6 +290,7 @@ def main() -> None:
     check_lengths_on_the_device()
     check_elementwise(guarded.check)
     check_checksum()
+    check_trees(guarded.check)
     # longer than all splits of the least size: splits grow
     few = triton_decode.DecodeTiles(min_split=128, splits=2)
     setattr(triton_backend, "decode_tiles", lambda **_: few)  # noqa: B010
