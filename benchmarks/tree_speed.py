@@ -1,10 +1,10 @@
 """Chains and trees of drafts beside plain decoding, on real texts: unified workers in turns, output tokens a second, the same tokens.
 
-usage: python -m benchmarks.tree_speed [--skips 9 3] [--topk 1 2 4] [--tokens 192] [--rounds 3] [--batches 1 4]
-           [--kinds story code] [--temperatures 0 1] [--threads 1] [--output FILE]
+usage: python -m benchmarks.train_eagle EAGLE; python -m benchmarks.tree_speed EAGLE [--topk 1 2 4] [--steps 5] [--tokens 192]
+           [--rounds 3] [--batches 1 4] [--kinds story code] [--temperatures 0 1] [--threads 1] [--output FILE]
 
-SmolLM2 in bfloat16 is the model; a copy of it without `--skips` of its middle layers drafts (STANDALONE), so it is right often and costs
-a good part of what the model costs: an EAGLE layer is cheaper. Texts repeat nothing of what came before, so n-grams would draft nothing.
+SmolLM2 in bfloat16 is the model, and the EAGLE layer of benchmarks/train_eagle.py drafts. Texts repeat little of what came before, so n-grams
+would draft little.
 
     story   another text behind a file of this project
     code    what stands behind the first part of such a file
@@ -21,7 +21,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
 from benchmarks.cluster import ROOT, tandem_up
@@ -32,22 +31,6 @@ from deploy.bench.report import table
 
 PLAIN = "plain"
 CODE_CHARS = 2500
-
-
-def write_shorter(model: Path, folder: Path, *, skips: int) -> None:
-    """`model` without every other one of its layers in the middle, `skips` of them."""
-    fields = json.loads((model / "config.json").read_text())
-    layers = fields["num_hidden_layers"]
-    first = (layers - 2 * skips) // 2
-    kept = [layer for layer in range(layers) if layer not in {first + 2 * i for i in range(skips)}]
-    weights = load_file(model / "model.safetensors")
-    found = {name: weight for name, weight in weights.items() if ".layers." not in name}
-    for new, old in enumerate(kept):
-        begin, own = f"model.layers.{old}.", f"model.layers.{new}."
-        found |= {own + name.removeprefix(begin): w for name, w in weights.items() if name.startswith(begin)}
-    folder.mkdir()
-    save_file(found, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps({**fields, "num_hidden_layers": len(kept)}))
 
 
 def asked_of(kind: str, count: int, *, tokens: int, temperature: float) -> list[dict[str, Any]]:
@@ -80,34 +63,31 @@ def compare(urls: Mapping[str, str], asked: list[dict[str, Any]], *, rounds: int
     ]
 
 
-def flags_of(topk: int, drafter: Path) -> tuple[str, ...]:
-    by = ("--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", str(drafter))
-    return (*by, "--speculative-num-steps", "6", "--speculative-eagle-topk", str(topk))
+def flags_of(topk: int, args: argparse.Namespace) -> tuple[str, ...]:
+    by = ("--speculative-algorithm", "EAGLE", "--speculative-draft-model-path", str(args.eagle))
+    return (*by, "--speculative-num-steps", str(args.steps), "--speculative-eagle-topk", str(topk))
 
 
-def of_drafter(skips: int, model: Path, folder: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
-    drafter = folder / f"without-{skips}"
-    write_shorter(model, drafter, skips=skips)
+def measured(model: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
     common = ("--unified", "--model-path", str(model), "--num-threads", str(args.threads))
     with ExitStack() as stack:
         urls = {PLAIN: stack.enter_context(tandem_up(*common)).url}
         for topk in args.topk:
             name = "chain" if topk == 1 else f"tree of {topk}"
-            urls[name] = stack.enter_context(tandem_up(*common, *flags_of(topk, drafter))).url
+            urls[name] = stack.enter_context(tandem_up(*common, *flags_of(topk, args))).url
         cells = [(kind, t, batch) for kind in args.kinds for t in args.temperatures for batch in args.batches]
         rows: list[dict[str, Any]] = []
         for kind, temperature, batch in tqdm(cells, unit="cell", disable=None):
             asked = asked_of(kind, batch, tokens=args.tokens, temperature=temperature)
-            cell = {"skips": skips, "kind": kind, "temperature": temperature, "batch": batch}
+            cell = {"kind": kind, "temperature": temperature, "batch": batch}
             rows += [cell | row for row in compare(urls, asked, rounds=args.rounds)]
     return rows
 
 
 def render(rows: Sequence[Mapping[str, Any]]) -> str:
-    header = ["layers left out", "text", "T", "batch", "drafts", "tokens/s", "of plain", "tokens a step", "same"]
+    header = ["text", "T", "batch", "drafts", "tokens/s", "of plain", "tokens a step", "same"]
     lines = [
         [
-            str(row["skips"]),
             row["kind"],
             f"{row['temperature']:g}",
             str(row["batch"]),
@@ -124,7 +104,8 @@ def render(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--skips", type=int, nargs="+", default=[9, 3])
+    parser.add_argument("eagle", type=Path)
+    parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--topk", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--tokens", type=int, default=192)
     parser.add_argument("--rounds", type=int, default=3)
@@ -137,7 +118,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="tandem-trees-") as folder:
         model = Path(folder) / "smollm2"
         write_smollm2(model)
-        rows = [row for skips in args.skips for row in of_drafter(skips, model, Path(folder), args)]
+        rows = measured(model, args)
     print(render(rows))
     if args.output is not None:
         args.output.write_text(json.dumps({"environment": environment.describe(), "rows": rows}, indent=1) + "\n")
