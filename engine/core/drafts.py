@@ -105,7 +105,8 @@ class Drafts:
 
     `is_asked`: the executor's drafter drafts for it in a step that is in flight; `asked_at`: its known tokens when it was asked last.
 
-    `last`: of a step that is being collected, the item whose sample is the newest token. `is_able`: its decode steps may hold drafts; `steps`: those that gave it tokens; `drafted`, `accepted`: drafted tokens in them.
+    `last`: of a step that is being collected, the item whose sample is the newest token. `is_able`: its decode steps may hold drafts;
+    `steps`: those that gave it tokens; `drafted`, `accepted`: drafted tokens in them.
     """
 
     draft: Draft = NO_DRAFT

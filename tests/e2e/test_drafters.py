@@ -19,6 +19,7 @@ from tests.e2e.test_rank_pairs import Cell, pair_of
 from tests.e2e.two_engines import System, disaggregated, run, unified
 from tests.e2e.workload import recall_prompt
 from tests.engine.drafters import Fared, always, fared
+from tests.engine.test_draft_trees import all_of_a_tree
 from tools.recall.build import build as build_model
 from tools.recall.drafters import build
 from tools.recall.oracle import continuation
@@ -86,6 +87,20 @@ def test_a_handed_over_prompt_is_drafted_as_well_as_ones_own(kind: str, way: str
         tokens, how = decode_all(pair)
     assert tokens == RIGHT
     assert (how.drafts, how.accepted) == (alone(kind, paths[kind]).drafts, alone(kind, paths[kind]).accepted)
+
+
+@pytest.mark.parametrize(("backend", "tp_size"), [("nixl", 2), ("mooncake", 1)])
+def test_trees_behind_a_hand_over_are_as_right(backend: str, tp_size: int, paths: dict[str, str]) -> None:
+    trees = {**by("EAGLE", paths), "speculative_eagle_topk": 2}
+    with unified(WIDE_MODEL_PATH, **FLAGS, **trees) as system:
+        all_of_a_tree(system.workers[-1].parts.scheduler)
+        _, own = decode_all(system)
+    cell = Cell(backend, (1, 1), (tp_size, 1), "on", "recompute")
+    with pair_of(cell, flags={**FLAGS, **trees}, decode={}) as pair:
+        all_of_a_tree(pair.workers[-1].parts.scheduler)
+        tokens, how = decode_all(pair)
+    assert tokens == RIGHT and (how.drafts, how.accepted) == (own.drafts, own.accepted)
+    assert 0 < 2 * how.accepted < how.drafts
 
 
 @pytest.mark.parametrize(("backend", "backup"), [("nixl", "host"), ("mooncake", "prefill"), ("nixl", "recompute")])
