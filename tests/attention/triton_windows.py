@@ -32,7 +32,7 @@ from tests.attention.attention_cases import (
 from tests.attention.triton_numerics import guarded
 
 HEADS, PAGE = Heads(q=6, kv=2, dim=24), 16
-STARTS, ENDS = [0, 0, 130, 320, 129], [1, 60, 180, 330, 130]
+STARTS, ENDS = [0, 0, 140, 320, 129], [1, 44, 170, 330, 130]
 SOFTMAXES = {
     "plain": Softmax(0.2),
     "cap": Softmax(0.6, cap=2.0),
