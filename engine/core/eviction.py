@@ -56,7 +56,7 @@ class EvictionOrder:
 
     def serials(self) -> set[int]:
         """Return the serials of the nodes that `pop` would find."""
-        return {entry[1] for entry in self._heap if self._is_current(entry)}
+        return {serial for rank, serial, node in self._heap if node.is_evictable and self._rank(node) == rank}
 
     def _rank(self, node: Node) -> Rank:
         return self._rank_of_pages(node) if node.pages else _FIRST

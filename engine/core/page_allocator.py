@@ -14,7 +14,7 @@ Every page is in exactly one state, and any other move than these asserts.
 A transfer peer may still write a quarantined page.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 FREE, HELD, CACHED, QUARANTINED = range(4)
 SORT_WHEN_UNSORTED = 8  # sort when one page in 8 of the free list is unsorted
@@ -110,11 +110,15 @@ class PageAllocator:
     def state_of(self, page: int) -> str:
         return _NAMES[self._state[page]]
 
+    def states_of(self, pages: Iterable[int]) -> set[str]:
+        """Return the states that occur among `pages`."""
+        return {_NAMES[state] for state in set(map(self._state.__getitem__, pages))}
+
     def check(self) -> None:
         assert sum(self._counts) == self.num_pages, f"{self.counts()} do not add up to {self.num_pages}"
         free = {*self._free, *self._singles}
         assert len(self._free) + len(self._singles) == self._counts[FREE] == len(free)
-        assert all(self._state[p] == FREE for p in free)
+        assert self.states_of(free) <= {_NAMES[FREE]}
         for state in range(4):
             expected = self._counts[state] + (1 if state == FREE else 0)  # page 0 stays FREE in the array
             assert self._state.count(state) == expected

@@ -311,7 +311,8 @@ class RadixCache:
     def check(self) -> None:
         """Check counters, locks, keys and page states, and that eviction finds every evictable leaf."""
         noted = self._eviction_order.serials()
-        pages = evictable = 0
+        pages: list[int] = []
+        evictable = 0
         for node in self._nodes([*self.root.children.values(), *self._tops.values()]):
             assert len(node.keys) == (0 if self._below is None else len(node.pages))
             assert len(node.key) == len(node.pages) * self._page_size
@@ -320,10 +321,12 @@ class RadixCache:
                 assert node.parent.children[node.key[: self._page_size]] is node
             else:
                 assert not node.pages and node.parent is self.root and self._tops[node.branch] is node
-            assert node.locks >= max((c.locks for c in node.children.values()), default=0)
-            assert all(self._allocator.state_of(p) == "cached" for p in node.pages)
+            assert node.locks >= 0
+            for child in node.children.values():
+                assert node.locks >= child.locks
             assert not node.is_evictable or node.serial in noted
-            pages += len(node.pages)
+            pages += node.pages
             evictable += len(node.pages) if node.locks == 0 else 0
-        assert (pages, evictable) == (self.num_pages, self.num_evictable)
-        assert pages == self._allocator.counts()["cached"]
+        assert (len(pages), evictable) == (self.num_pages, self.num_evictable)
+        assert self._allocator.states_of(pages) <= {"cached"}
+        assert len(pages) == self._allocator.counts()["cached"]

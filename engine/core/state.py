@@ -100,19 +100,19 @@ class SchedulerState:
 
     def check(self) -> None:
         """Check that every held page has one owner, and that no more adapters run than a batch may hold."""
-        allocator = self.memory.allocator
-        held = [p for r in self.stages.all() for p in r.own_pages()]
+        allocator, requests = self.memory.allocator, self.stages.all()
+        held = [p for r in requests for p in r.own_pages()]
         assert len(held) == len(set(held)) == allocator.counts()["held"], "held pages and owners differ"
         if (states := self.memory.states) is not None:
-            slots = [slot for r in self.stages.all() for slot in (r.state, *r.snapshots.values()) if slot]
+            slots = [slot for r in requests for slot in (r.state, *r.snapshots.values()) if slot]
             assert len(slots) == len(set(slots)) == states.allocator.counts()["held"], "held states and owners differ"
-            assert all((r.state > 0) == (len(r.pages) > 0) for r in self.stages.all()), (
+            assert all((r.state > 0) == (len(r.pages) > 0) for r in requests), (
                 "pages without a state, or a state without"
             )
         if self.memory.windows is not None:
-            self.memory.windows.check(self.stages.all())
+            self.memory.windows.check(requests)
         self.micro_batches.check(idle=not self.stages.live)
         adapters = {r.adapter for r in self.stages.growing()} - {0}
         assert len(adapters) <= self.limits.max_loras_per_batch, "more adapters run than a batch may hold"
-        for r in self.stages.all():
+        for r in requests:
             assert r.launched_len <= len(r.pages) * allocator.page_size, f"{r.rid} has fewer pages than tokens in them"

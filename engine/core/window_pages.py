@@ -14,7 +14,7 @@ never fails here.
 After SGLang's SWARadixCache; counts of readers as vLLM has them.
 """
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 
 from engine.core.page_allocator import PageAllocator
@@ -231,7 +231,7 @@ class WindowPages:
         held = [page for r in requests for page in self.own(r)]
         assert len(held) == len(set(held)) == self.allocator.counts()["held"], "held window pages and owners differ"
         reads = [page for r in requests for page in r.window if page and page in self._readers]
-        assert all(self._readers[page] == reads.count(page) for page in set(reads)), "readers of window pages are lost"
+        assert all(self._readers[page] == n for page, n in Counter(reads).items()), "readers of window pages are lost"
         assert sum(self._readers.values()) == len(reads)
         assert set(self._idle) == {page for page, readers in self._readers.items() if not readers}
         assert all(page in node.window and node.parent is not None for page, node in self._homes.items())
