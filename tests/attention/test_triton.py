@@ -41,6 +41,7 @@ from engine.kernels.triton_extend import (
 from engine.kernels.triton_turn_write import HEAD_TILE, turn_write_kernel
 
 ROOT = Path(__file__).parents[2]
+SLOW = pytest.mark.slow
 SM_90 = GPUTarget("cuda", 90, 32)
 SHARED_LIMIT_BYTES = 227 << 10  # of a multiprocessor
 REGISTERS = 65536
@@ -69,7 +70,6 @@ SOFTMAXES = {
 
 # Their extend kernel is another one's but for numbers of heads and a window: Gemma 3's, that of all gpt-oss.
 TWINS = ("Mistral", "gpt-oss, of four ranks")
-OF_EXTEND = [pytest.param(name, marks=pytest.mark.slow) if name in TWINS else name for name in SOFTMAXES]
 LATENTS = {"dim": 512, "rest": 64}  # of DeepSeek and GLM-4.7
 
 
@@ -202,17 +202,28 @@ def test_extend_compiles_for_sm_90_without_spills(shape, dtype, split):
     compiled_extend(SHAPES[shape], dtype, split=split)
 
 
-@pytest.mark.parametrize("name", OF_EXTEND)
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-@pytest.mark.parametrize("split", [False, True])
+def pairwise(values: Any, *, left_out: Any = ()) -> list[Any]:
+    """Cells (split, type, value) in which each value meets either type and either way. The rest is slow, and all of `left_out`."""
+    counted = [value for value in values if value not in left_out]
+    cells = product([False, True], ["bf16", "fp32"], values)
+    return [
+        pytest.param(*cell, marks=() if cell[2] in counted and is_tried(*cell[:2], counted.index(cell[2])) else SLOW)
+        for cell in cells
+    ]
+
+
+def is_tried(split: bool, dtype: str, number: int) -> bool:
+    """In bf16, which is served, either way of every other value; in fp32 the other one."""
+    return number == 0 or split == (number % 2 == (dtype == "bf16"))
+
+
+@pytest.mark.parametrize(("split", "dtype", "name"), pairwise(SOFTMAXES, left_out=TWINS))
 def test_extend_with_windows_caps_and_sinks_compiles_for_sm_90_without_spills(name, dtype, split):
     heads, window, cap, sinks = SOFTMAXES[name]
     compiled_extend(heads, dtype, split=split, window=window, cap=cap, sinks=sinks)
 
 
-@pytest.mark.parametrize("heads", [16, 20, 128])
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize(("split", "dtype", "heads"), pairwise([16, 20, 128]))
 def test_extend_of_latents_compiles_for_sm_90_without_spills(heads, dtype, split):
     tiles = latent_extend_tiles(dtype=TORCH_DTYPES[dtype])
     compiled_extend({"heads": heads, "kv_heads": 1, **LATENTS}, dtype, split=split, tiles=tiles)
