@@ -42,7 +42,7 @@ def pairs(tmp_path: Path) -> Iterator[Fleet]:
         for name, worker in workers.items():
             route += ["--prefill" if name.startswith("p") else "--decode", worker.url]
         with tandem(tmp_path / "r", "router", "--port", "0", *route) as router:
-            yield Fleet(router.url, [workers["d0"], workers["d1"]], [workers["p0"], workers["p1"]])
+            yield Fleet(router.url, [workers["d0"], workers["d1"]], [workers["p0"], workers["p1"]], ())
 
 
 async def asked_prefill(pairs: Fleet) -> Started:

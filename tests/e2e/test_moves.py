@@ -27,10 +27,12 @@ class Fleet:
     moves: "tuple[Move, ...]"
 
 
-@pytest.fixture(params=["nixl", "mooncake", pytest.param("nixl, TP 2", marks=pytest.mark.slow)])
+@pytest.fixture(params=["nixl", *(pytest.param(way, marks=pytest.mark.slow) for way in ("mooncake", "nixl, TP 2"))])
 def fleet(request: pytest.FixtureRequest, qwen3: str, temp: Path) -> Iterator[Fleet]:
     backend, _, tp = request.param.partition(", TP ")
-    with ThreadPoolExecutor(3) as pool, ExitStack() as stack:
+    ways = MOVES[backend]
+    names = ["p", *(f"d{i}" for i in range(2 + ways.count(drain)))]
+    with ThreadPoolExecutor(len(names)) as pool, ExitStack() as stack:
 
         def serve(name: str, role: str) -> Started:
             flags = (
@@ -47,12 +49,12 @@ def fleet(request: pytest.FixtureRequest, qwen3: str, temp: Path) -> Iterator[Fl
             stack.push(worker)
             return started
 
-        prefill, *answering = pool.map(serve, ("p", "d1", "d2"), ("prefill", "decode", "decode"))
+        prefill, *answering = pool.map(serve, names, ["prefill", *["decode"] * (len(names) - 1)])
         flags = ["--pd-disaggregation", "--prefill", prefill.url]
         for worker in answering:
             flags += ["--decode", worker.url]
         router = stack.enter_context(tandem(temp / "r", "router", "--port", "0", *flags))
-        yield Fleet(router.url, prefill, answering, MOVES[backend])
+        yield Fleet(router.url, prefill, answering, ways)
 
 
 async def metric(url: str, name: str, label: str = "") -> float:
@@ -81,11 +83,12 @@ async def switch(fleet: Fleet, worker: Started) -> None:
 
 async def drain(fleet: Fleet, worker: Started) -> None:
     worker.process.terminate()
+    fleet.answering.remove(worker)
     await asyncio.to_thread(worker.process.wait, 30)
 
 
 Move = Callable[[Fleet, Started], Awaitable[None]]
-MOVES: dict[str, tuple[Move, ...]] = {"nixl": (migrate, migrate, switch), "mooncake": (migrate, drain)}
+MOVES: dict[str, tuple[Move, ...]] = {"nixl": (migrate, migrate, drain, switch), "mooncake": (migrate, drain)}
 
 
 async def test_streams_move_with_their_kv(fleet: Fleet) -> None:
