@@ -1,5 +1,6 @@
 """Random EAGLE and EAGLE-3 checkpoints for the tiny models (tests/models/tiny_checkpoints.py)."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,32 @@ def make_tiny_eagle(folder: Path, kind: str, *, dtype: str = "float32", **fields
         tensors["t2d"] = torch.arange(VOCAB_SIZE) % 2 == 0
     write_tensors(folder, tensors)
     write_json(folder / "config.json", {**_config(kind, dtype), **fields})
+    return str(folder)
+
+
+def make_eagle_of(model: str, folder: Path) -> str:
+    """A random EAGLE checkpoint for the dense model at `model`, of its sizes and type. Return its path."""
+    fields = json.loads((Path(model) / "config.json").read_text())
+    hidden, size = fields["hidden_size"], fields["intermediate_size"]
+    wide, narrow = (fields[name] * fields["head_dim"] for name in ("num_attention_heads", "num_key_value_heads"))
+    shapes = {
+        "fc.weight": [hidden, 2 * hidden],
+        "layers.0.self_attn.q_proj.weight": [wide, hidden],
+        "layers.0.self_attn.k_proj.weight": [narrow, hidden],
+        "layers.0.self_attn.v_proj.weight": [narrow, hidden],
+        "layers.0.self_attn.o_proj.weight": [hidden, wide],
+        "layers.0.post_attention_layernorm.weight": [hidden],
+        "layers.0.mlp.gate_proj.weight": [size, hidden],
+        "layers.0.mlp.up_proj.weight": [size, hidden],
+        "layers.0.mlp.down_proj.weight": [hidden, size],
+    }
+    folder.mkdir(parents=True)
+    dtype = getattr(torch, fields["torch_dtype"])
+    write_tensors(
+        folder, {name: (torch.randn(shape) * 0.02 + ("norm" in name)).to(dtype) for name, shape in shapes.items()}
+    )
+    own = {"architectures": ["LlamaForCausalLMEagle"], "model_type": "llama", "num_hidden_layers": 1}
+    write_json(folder / "config.json", {**fields, **own})
     return str(folder)
 
 
