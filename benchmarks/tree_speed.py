@@ -47,16 +47,16 @@ Answers = Mapping[str, Sequence[int]]
 class Known:
     """What the guesses come to. `answers`: by request."""
 
-    def __init__(self, answers: Answers, prompts: Mapping[str, int], topk: int) -> None:
+    def __init__(self, answers: Answers, prompts: Mapping[str, int]) -> None:
         self._answers = answers
         self._prompts = prompts
-        self._topk = topk
         self._right: dict[str, int | None] = {}  # of each request, the path whose drafts are right so far
 
     def guesses(self, items: Sequence[PlanItem], width: int, number: int) -> tuple[Tensor, Tensor]:
         """As GuessPass._guesses."""
-        tokens = torch.zeros(len(items), width, self._topk, dtype=torch.int64)
-        confidences = torch.zeros(len(items), width, self._topk)
+        topk = items[0].topk
+        tokens = torch.zeros(len(items), width, topk, dtype=torch.int64)
+        confidences = torch.zeros(len(items), width, topk)
         for n, item in enumerate(items):
             at = item.start + 1 + number - self._prompts[item.rid]
             answer = self._answers[item.rid]
@@ -65,10 +65,10 @@ class Known:
             for path in range(width):
                 draw = random.Random(f"{item.rid} {at} {path if path != self._right[item.rid] else 'right'}")
                 shares = PLACES[draw.random() < EASY]
-                confidences[n, path] = torch.tensor(shares[: self._topk])
-                tokens[n, path] = torch.tensor([draw.randrange(VOCAB) for _ in range(self._topk)])
+                confidences[n, path] = torch.tensor(shares[:topk])
+                tokens[n, path] = torch.tensor([draw.randrange(VOCAB) for _ in range(topk)])
                 rank = draw.choices(range(len(shares) + 1), [*shares, 1 - sum(shares)])[0]
-                if path == self._right[item.rid] and rank < self._topk and at < len(answer):
+                if path == self._right[item.rid] and rank < topk and at < len(answer):
                     tokens[n, path, rank] = answer[at]
         return tokens, confidences
 
@@ -79,7 +79,7 @@ class Known:
             answer, following = self._answers[item.rid], None
             for place, candidate in enumerate(drafted.paths[n].tolist()):
                 token = int(drafted.tokens[n].flatten()[candidate])
-                if candidate // self._topk == path and at < len(answer) and token == answer[at]:
+                if candidate // items[0].topk == path and at < len(answer) and token == answer[at]:
                     following = place
             self._right[item.rid] = following
 
@@ -105,12 +105,12 @@ def guessing(known: Known) -> Iterator[None]:
 
 
 def run(
-    path: str, *, batch: int, tokens: int, flags: Mapping[str, Any], answers: Answers, topk: int
+    path: str, *, batch: int, tokens: int, flags: Mapping[str, Any], answers: Answers
 ) -> tuple[Answers, dict[str, float]]:
     prompts = {str(i): prompt_of(PROMPT, i) for i in range(batch)}
     common = {"num_threads": 1, "max_running_requests": 16 * batch, "grammar_backend": "none", "context_length": 1024}
     lengths = {rid: len(prompt) for rid, prompt in prompts.items()}
-    with guessing(Known(answers, lengths, topk)), EngineInProcess(path, **common, **flags) as engine:
+    with guessing(Known(answers, lengths)), EngineInProcess(path, **common, **flags) as engine:
         scheduler = engine.parts.scheduler
         for rid, prompt in prompts.items():
             engine.add(rid, prompt, max_new_tokens=tokens)
@@ -176,7 +176,7 @@ def main() -> None:
                 if topk:
                     own = {"speculative_algorithm": "EAGLE", "speculative_draft_model_path": eagle}
                     own |= {"speculative_num_steps": args.steps, "speculative_eagle_topk": topk}
-                said, found = run(path, batch=batch, tokens=args.tokens, flags=own, answers=answers, topk=topk)
+                said, found = run(path, batch=batch, tokens=args.tokens, flags=own, answers=answers)
                 assert not answers or said == answers, "drafts change an answer"
                 answers = said
                 rows.append({"batch": batch, "turn": turn, "topk": topk, **found})

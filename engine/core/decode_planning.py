@@ -7,7 +7,7 @@ two half batches in turn would read the weights twice. What the executor's draft
 from itertools import chain, islice
 
 from engine.core.departures import Departures
-from engine.core.drafting import Drafting
+from engine.core.drafting import Ask, Drafting
 from engine.core.drafts import NO_DRAFT, Draft
 from engine.core.plan import PlanItem, SlotOpen
 from engine.core.plan_items import ask_drafter, draft_items, open_slot, plan_item
@@ -42,22 +42,23 @@ class DecodePlanner:
         if any(r.drafts.rows or r.drafts.is_asked for r in ready):
             return [], []
         in_flight = any(r.pending for r in ready)
-        counts = drafting.ask(ready, rows=len(ready), overlaps=in_flight)
-        self._awaits_tokens = bool(counts) and in_flight
-        if not counts or in_flight:
+        ask = drafting.ask(ready, rows=len(ready), overlaps=in_flight)
+        self._awaits_tokens = bool(ask.passes) and in_flight
+        if not ask.passes or in_flight:
             return [], []
-        asked = [r for r in ready if r.rid in counts][: self._memory.most_drafted]
+        asked = [r for r in ready if r.rid in ask.passes][: self._memory.most_drafted]
         for request in asked:
             if self._memory.needs_page(request) and self._memory.available > len(ready):
                 self._memory.grow(request)  # the decode step would
-        passes = {r.rid: self._passes_in_room(drafting, r, counts[r.rid], left_free=len(ready)) for r in asked}
+        passes = {r.rid: self._passes_in_room(ask, r, left_free=len(ready)) for r in asked}
         asked = self._with_slots([r for r in asked if passes[r.rid] > 0])
         opens = [open_slot(r, self._table) for r in asked if r.slot is None]
-        return [ask_drafter(r, passes[r.rid]) for r in asked], opens
+        return [ask_drafter(r, passes[r.rid], topk=ask.topk) for r in asked], opens
 
-    def _passes_in_room(self, drafting: Drafting, request: Request, passes: int, *, left_free: int) -> int:
-        room = self._memory.make_room(request, drafting.places(passes), left_free=left_free)
-        return drafting.passes_within(room, passes)
+    def _passes_in_room(self, ask: Ask, request: Request, *, left_free: int) -> int:
+        passes = ask.passes[request.rid]
+        room = self._memory.make_room(request, ask.places(passes), left_free=left_free)
+        return ask.passes_within(room, passes)
 
     def _with_slots(self, requests: list[Request]) -> list[Request]:
         """Those that have a row, or find one: no other loses its own for guesses."""

@@ -31,6 +31,7 @@ CONFIDENCES = (
     0.995,
 )  # the same of a drafter's
 FIRST_OF_CONFIDENCE = (0.01, *CONFIDENCES)
+FIRST_OF_OTHERS = 0.4
 TRUST = 8.0  # drafted tokens that weigh as much as FIRST_CHANCES
 TRUST_OF_CLASS = 4.0  # that weigh in a request's chance as much as its class of matches
 KEPT, KEPT_OF_REQUEST = 0.998, 0.95  # weight of a drafted token when the next one is known
@@ -40,10 +41,16 @@ NEVER, SURE = 0.01, 0.99
 class Chances:
     def __init__(self) -> None:
         self._of_match = [Chance() for _ in FIRST_CHANCES]
+        self._of_others = Chance()  # guesses of a tree beside the first one, where that is wrong
         self._of_confidence = {is_greedy: [Chance() for _ in FIRST_OF_CONFIDENCE] for is_greedy in (False, True)}
 
+    def of_place(self, drafts: Drafts, topk: int) -> float:
+        """That one of `topk` guesses of a model for the next place is right."""
+        first = self.of_match(drafts, MODELED)
+        return first if topk == 1 else min(SURE, first + (1 - first) * self._of_others.value(FIRST_OF_OTHERS, TRUST))
+
     def of_match(self, drafts: Drafts, match: int) -> float:
-        """That a token behind such a match is right, or with a tree one of those that are drafted for its place."""
+        """That a token behind such a match is right."""
         kind = bisect(MATCHES, match)
         of_class = self._of_match[kind].value(FIRST_CHANCES[kind], TRUST)
         return min(SURE, max(NEVER, drafts.chance.value(of_class, TRUST_OF_CLASS)))
@@ -67,8 +74,10 @@ class Chances:
             if not guesses:
                 return
             at = next((i for i in guesses if draft.tokens[i] == token), -1)
-            of_match.note(hit=at >= 0, kept=KEPT)
-            drafts.chance.note(hit=at >= 0, kept=KEPT_OF_REQUEST)
+            of_match.note(hit=at == guesses[0], kept=KEPT)
+            drafts.chance.note(hit=at == guesses[0], kept=KEPT_OF_REQUEST)
+            if len(guesses) > 1 and at != guesses[0]:
+                self._of_others.note(hit=at >= 0, kept=KEPT)
             if draft.confidences:
                 for i in guesses:
                     self._class_of(request, draft.confidences[i])[1].note(hit=i == at, kept=KEPT)

@@ -22,7 +22,7 @@ from itertools import accumulate
 from typing import Protocol
 
 from engine.core.draft_chances import Chances
-from engine.core.drafts import FORCED, MODELED, NO_DRAFT, Chance, Draft
+from engine.core.drafts import FORCED, NO_DRAFT, Chance, Draft
 from engine.core.hooks import Grammar
 from engine.core.plan import Plan
 from engine.core.request import Request
@@ -71,11 +71,27 @@ class _Ranked:
         return self.draft.first(count) if self.order is None else self.draft.part(self.order[:count])
 
 
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What the executor's drafter is asked for: `passes` by request, each of which guesses `topk` tokens for a place."""
+
+    passes: dict[str, int]
+    topk: int = 1
+
+    def places(self, passes: int) -> int:
+        """Count the places behind the known tokens that so many passes write to, or a step that verifies one path of them."""
+        return max(passes, (passes - 1) * self.topk)
+
+    def passes_within(self, places: int, passes: int) -> int:
+        """Return how many of `passes` need no more than so many places."""
+        return min(passes, places, 1 + places // self.topk) if places > 0 else 0
+
+
 class Drafting:
     """`drafter`: None: only what a grammar forces is drafted, and in `passes` at most by the executor's drafter; 0: it has none.
 
-    `most`: drafted tokens of a request in a step. `topk`: tokens that a pass guesses for each place, and places that the next one goes on
-    from. `counts`: whether penalties can be computed for several rows of a request.
+    `most`: drafted tokens of a request in a step. `topk`: tokens that a pass may guess for each place: drafts are trees where these pay more
+    than chains. `counts`: whether penalties can be computed for several rows of a request.
     """
 
     def __init__(
@@ -92,9 +108,8 @@ class Drafting:
         self.costs: Costs = costs or RowCosts()
         self.pass_costs: Costs | None = pass_costs  # None: no pass was measured
         self.passes = passes
-        self.topk = topk
         self._chances = Chances()
-        self._rows_a_pass = Chance()
+        self._rows_a_pass = {width: Chance() for width in (1, topk)}
         self._steps_without = 0
         self._drafter = drafter
         self._most = most
@@ -105,42 +120,37 @@ class Drafting:
         drafts_for_all = self._drafter is not None or self.passes
         return requests if drafts_for_all else [r for r in requests if r.grammar is not None]
 
-    def ask(self, requests: Sequence[Request], *, rows: int, overlaps: bool) -> dict[str, int]:
-        """Return how many tokens the executor's drafter is to draft for those of `requests` that have no draft; the rest as of `choose`.
+    def ask(self, requests: Sequence[Request], *, rows: int, overlaps: bool) -> Ask:
+        """Return what the executor's drafter is to draft for those of `requests` that have no draft; the rest as of `choose`.
 
-        As many as give most tokens a second in the step that follows.
+        What gives most tokens a second in the step that follows.
         """
         bare = [r for r in requests if not self._draft(r).tokens and self._may_ask(r)] if self.passes else []
         if not bare:
-            return {}
-        count = self._best_count(bare, rows, overlaps=overlaps)
+            return Ask({})
+        count, topk = self._best_passes(bare, rows, overlaps=overlaps)
         self._steps_without = 0 if count else self._steps_without + 1
         if self._steps_without == TRY_EVERY:
-            count, self._steps_without = 1, 0
-        return {r.rid: self.passes_within(r.samples_left - 1, count) for r in bare} if count else {}
+            count, topk, self._steps_without = 1, 1, 0
+        ask = Ask({}, topk)
+        return Ask({r.rid: ask.passes_within(r.samples_left - 1, count) for r in bare} if count else {}, topk)
 
     def _may_ask(self, request: Request) -> bool:
         return self._can_draft(request) and request.drafts.asked_at < request.num_tokens and request.samples_left > 1
 
-    def _best_count(self, bare: Sequence[Request], rows: int, *, overlaps: bool) -> int:
-        chances = [self._chances.of_match(r.drafts, MODELED) for r in bare]
-        best, best_rate = 0, self._least_rate(rows, overlaps=overlaps)
-        a_pass = self._rows_a_pass.value(self.topk, TRUST_IN_TOPK)
-        for count in range(1, self.passes + 1):
-            tokens = rows + sum(_expected(chance, count) for chance in chances)
-            drafts = min(self._most, round(count * a_pass)) * len(bare)
-            seconds = self.costs.step(rows + drafts) + count * self._pass(len(bare))
-            if (rate := tokens / seconds) > best_rate:
-                best, best_rate = count, rate
+    def _best_passes(self, bare: Sequence[Request], rows: int, *, overlaps: bool) -> tuple[int, int]:
+        """Return how many passes, and their topk."""
+        best, best_rate = (0, 1), self._least_rate(rows, overlaps=overlaps)
+        for topk, a_pass in self._rows_a_pass.items():
+            chances = [self._chances.of_place(r.drafts, topk) for r in bare]
+            verified, pass_s = a_pass.value(topk, TRUST_IN_TOPK), self._pass(len(bare) * topk)
+            for count in range(1, self.passes + 1):
+                tokens = rows + sum(_expected(chance, count) for chance in chances)
+                drafts = min(self._most, round(count * verified)) * len(bare)
+                rate = tokens / (self.costs.step(rows + drafts) + count * pass_s)
+                if rate > best_rate:
+                    best, best_rate = (count, topk), rate
         return best
-
-    def places(self, passes: int) -> int:
-        """Count the places behind the known tokens that so many passes write to, or the step that verifies what they draft."""
-        return max(passes, (passes - 1) * self.topk)
-
-    def passes_within(self, places: int, passes: int) -> int:
-        """Return how many of `passes` need no more than so many places."""
-        return min(passes, places, 1 + places // self.topk) if places > 0 else 0
 
     def _pass(self, rows: int) -> float:
         """Predict what a pass of the executor's drafter takes."""
@@ -189,7 +199,8 @@ class Drafting:
             self.costs.note(len(plan.items), taken_s)
             return
         self.pass_costs = self.pass_costs or RowCosts()
-        self.pass_costs.note(len(plan.items), taken_s / max(item.to_draft for item in plan.items))
+        paths = plan.items[0].topk
+        self.pass_costs.note(len(plan.items) * paths, taken_s / max(item.to_draft for item in plan.items))
 
     def _draft(self, request: Request) -> Draft:
         drafts = request.drafts
@@ -214,8 +225,9 @@ class Drafting:
 
     def _note_rows(self, draft: Draft, rows: int) -> None:
         """Learn how many rows verify what a pass of the executor's drafter drafts."""
-        self._rows_a_pass.hits += rows
-        self._rows_a_pass.tries += len(draft.path())
+        a_pass = self._rows_a_pass[len(draft.children(-1))]
+        a_pass.hits += rows
+        a_pass.tries += len(draft.path())
 
 
 def fitting(grammar: Grammar, tokens: Sequence[int]) -> list[int]:

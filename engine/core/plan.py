@@ -49,6 +49,7 @@ class PlanItem(msgspec.Struct, frozen=True):
                   accepted; -1: it has its own (engine/core/draft_rows.py)
     to_draft:     passes of the executor's drafter behind the item's token, which nothing else computes in this step: each drafts
                   the next token, or with trees the next ones
+    topk:         tokens that such a pass guesses for each place, and paths that the next one goes on from; the same of all items
     """
 
     rid: str
@@ -70,6 +71,7 @@ class PlanItem(msgspec.Struct, frozen=True):
     behind: int = 0
     place: int = -1
     to_draft: int = 0
+    topk: int = 1
 
     @property
     def draft(self) -> bool:

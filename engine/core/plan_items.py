@@ -74,7 +74,7 @@ def draft_items(request: Request, draft: Draft) -> list[PlanItem]:
     return items
 
 
-def ask_drafter(request: Request, passes: int) -> PlanItem:
+def ask_drafter(request: Request, passes: int, *, topk: int) -> PlanItem:
     """Plan `passes` of the executor's drafter behind the last known token, which no step has computed yet."""
     assert request.slot is not None and request.launched_len == request.num_tokens - 1, request.rid
     item = PlanItem(
@@ -89,6 +89,7 @@ def ask_drafter(request: Request, passes: int) -> PlanItem:
         extend=False,
         window_start=request.num_synced_window,
         to_draft=passes,
+        topk=topk,
     )
     request.num_synced_pages = len(request.pages)
     request.inflight += 1

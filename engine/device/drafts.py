@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from engine.attention.backend import make_attention_backend
 from engine.config import EngineConfig
 from engine.executor.draft_pass import DraftPass, PagedPool
-from engine.flags.speculation import topk_of
 from engine.models.decoder import DenseDecoder
 from engine.sampler.make import TokenSampler
 
@@ -25,5 +24,4 @@ def make_draft_pass(
         ),
         sampler=sampler,
         collectives=model.collectives,
-        topk=topk_of(config),
     )

@@ -47,8 +47,7 @@ class PagedPool(NamedTuple):
 class DraftPass:
     """`sampler`: of the rank that samples; None: another one does. `collectives`: of the ranks of the model, if there are several.
 
-    `pools`: of the KV of all layers, the drafter's in the first; `backend`: of the drafter's. `topk`: guesses for each place. Calls come in
-    stream order.
+    `pools`: of the KV of all layers, the drafter's in the first; `backend`: of the drafter's. Calls come in stream order.
     """
 
     def __init__(
@@ -58,7 +57,6 @@ class DraftPass:
         backend: AttentionBackend,
         sampler: TokenSampler | None,
         collectives: Collectives | None,
-        topk: int = 1,
     ) -> None:
         self._pools = pools
         self._backend = backend
@@ -72,7 +70,6 @@ class DraftPass:
             backend=backend,
             sampler=sampler,
             collectives=collectives,
-            topk=topk,
         )
         self._features: Tensor | None = None  # of the step that was followed last
 

@@ -43,6 +43,11 @@ class _Paths:
     def width(self) -> int:
         return self.ids.shape[1]
 
+    @property
+    def topk(self) -> int:
+        """Count the paths that go on."""
+        return self.items[0].topk
+
     def only(self, chosen: list[int], at: Tensor) -> "_Paths":
         """Return those of the items `chosen`; `at`: the same on the device."""
         hidden = None if self.hidden is None else self.hidden.unflatten(0, (-1, self.width))[at].flatten(0, 1)
@@ -54,8 +59,8 @@ class _Paths:
 
     def extended(self, drafted: Drafted, out: Tensor, places: Tensor) -> "_Paths":
         """Return the paths that `drafted` chooses. `out` [n * paths, size] and `places` [n, paths, drafts]: of the pass behind it."""
-        chosen, topk = drafted.paths, drafted.tokens.shape[2]
-        above = chosen // topk
+        chosen = drafted.paths
+        above = chosen // self.topk
         trust = (self.scores[:, :, None] + drafted.confidences.log()).flatten(1)
         hidden = None
         if self.hidden is not None:
@@ -81,14 +86,12 @@ class GuessPass:
         backend: AttentionBackend,
         sampler: TokenSampler | None,
         collectives: Collectives | None,
-        topk: int,
     ) -> None:
         self._page_table = page_table
         self._tails = tails
         self._backend = backend
         self._sampler = sampler
         self._collectives = collectives
-        self._topk = topk
         self._device = page_table.device
 
     def run(self, drafter: DraftModel, items: Sequence[PlanItem]) -> list[Drafted]:
@@ -128,12 +131,12 @@ class GuessPass:
         out = drafter.forward(paths.ids.flatten(), paths.hidden, positions, self._backend.attend)
         tokens, confidences = self._guesses(drafter, out, paths, number)
         scores = (paths.scores[:, :, None] + confidences.log()).flatten(1)
-        drafted = Drafted(paths.of, tokens, confidences, scores.topk(self._topk, 1).indices)
+        drafted = Drafted(paths.of, tokens, confidences, scores.topk(paths.topk, 1).indices)
         return drafted, paths.extended(drafted, out, places)
 
     def _own_places(self, paths: _Paths, number: int) -> Tensor:
         """[n, paths]: where pass `number` keeps the entries of its tokens: that of the known one is its own."""
-        behind = 1 + (number - 1) * self._topk if number else 0
+        behind = 1 + (number - 1) * paths.topk if number else 0
         return paths.starts[:, None] + behind + torch.arange(paths.width, device=self._device)
 
     def _step(self, paths: _Paths, own: Tensor, places: Tensor, number: int) -> StepBatch:
@@ -150,7 +153,7 @@ class GuessPass:
             token_pages=pages,
             token_offsets=offsets,
             drafted=frozenset(row for row in range(rows) if row % width),
-            paths=self._mapping(paths, places) if self._topk > 1 and number else None,
+            paths=self._mapping(paths, places) if paths.topk > 1 and number else None,
         )
 
     def _mapping(self, paths: _Paths, places: Tensor) -> Paths:
@@ -159,14 +162,14 @@ class GuessPass:
 
     def _guesses(self, drafter: DraftModel, out: Tensor, paths: _Paths, number: int) -> tuple[Tensor, Tensor]:
         """([n, paths, topk] int64, float32 alike): the best tokens that the rows of `out` say, and confidences in them; on all ranks."""
-        logits, best = drafter.logits(out), torch.zeros(2, len(out), self._topk, device=self._device)
+        logits, best = drafter.logits(out), torch.zeros(2, len(out), paths.topk, device=self._device)
         if self._sampler is not None:
             assert logits is not None, "the rank that samples has all logits"
             rows = [item for item in paths.items for _ in range(paths.width)]
             self._sample(self._sampler, logits, rows, number, into=best)
         if self._collectives is not None:
             best = self._collectives.sum(best.flatten(0, 1), dtype=torch.float32).view_as(best)
-        shape = len(paths.items), paths.width, self._topk
+        shape = len(paths.items), paths.width, paths.topk
         return best[0].to(torch.int64).view(shape), best[1].view(shape)
 
     def _sample(
@@ -175,11 +178,12 @@ class GuessPass:
         """The next best token is what is sampled without those before it. `into` [2, rows, topk]: tokens, exact in float32, and confidences."""
         slots, lens = [item.slot for item in rows], [item.output_len + number for item in rows]
         total = logits.logsumexp(1, keepdim=True)
-        for rank in range(self._topk):
+        topk = into.shape[2]
+        for rank in range(topk):
             tokens = sampler.guess(logits, slots, lens)[:, None]
             into[0, :, rank : rank + 1] = tokens
             into[1, :, rank : rank + 1] = (logits.gather(1, tokens) - total).exp()
-            if rank + 1 < self._topk:
+            if rank + 1 < topk:
                 logits = logits.scatter(1, tokens, -torch.inf)
 
     def _ids(self, values: list[int]) -> Tensor:

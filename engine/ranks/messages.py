@@ -100,6 +100,7 @@ class Step(_Frame, frozen=True):
         tuple[int, int, int]
     ] = []  # (item, `behind`, `place`) where a draft is read: all ranks record such steps alike
     to_draft: list[int] = []  # of each item of a step that only drafts
+    topk: int = 1  # of such a step
     answer: int = 0
     agreed: AgreedStep | None = None
 
@@ -171,6 +172,7 @@ def step_of(plan: Plan, *, answer: int = 0) -> Step:
         windows=[(i, item.window_start, item.new_window) for i, item in enumerate(items) if item.new_window],
         drafts=[(i, item.behind, item.place) for i, item in enumerate(items) if item.draft],
         to_draft=[item.to_draft for item in items] if plan.only_drafts else [],
+        topk=items[0].topk if plan.only_drafts else 1,
         answer=answer,
         agreed=plan.agreed,
     )
@@ -227,6 +229,7 @@ def _items(step: Step) -> list[PlanItem]:
                 behind=behind,
                 place=place,
                 to_draft=step.to_draft[i] if step.to_draft else 0,
+                topk=step.topk,
             )
         )
         at += length

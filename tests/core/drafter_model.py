@@ -17,10 +17,9 @@ TAIL = -1  # in place of an offset
 
 
 class DrafterModel:
-    """`kind`: as of `Guesses`. `kv`: the model's, `at` says where a position of a row lies. `topk`: of a tree."""
+    """`kind`: as of `Guesses`. `kv`: the model's, `at` says where a position of a row lies."""
 
-    def __init__(self, kind: str, *, kv: KV, at: At, page_size: int, topk: int = 1) -> None:
-        self._topk = topk
+    def __init__(self, kind: str, *, kv: KV, at: At, page_size: int) -> None:
         self._kind = kind
         self._kv = kv
         self._at = at
@@ -90,26 +89,26 @@ class DrafterModel:
         self._page(first)[offset] = step_hash(value, item.tokens[0])
         found, beams = list[Guess](), [(-1, step_hash(value, item.tokens[0]))]
         for number in range(item.to_draft):
-            layer = [(above, before, token) for above, before in beams for token in self._guesses(before)]
+            layer = [(above, before, token) for above, before in beams for token in self._guesses(before, item.topk)]
             begin = len(found)
-            found += [Guess(token, above, self._confidence()) for above, _, token in layer]
-            chosen = sorted(self._random.sample(range(len(layer)), min(self._topk, len(layer))))
+            found += [Guess(token, above, self._confidence(item.topk)) for above, _, token in layer]
+            chosen = sorted(self._random.sample(range(len(layer)), min(item.topk, len(layer))))
             beams = [(begin + i, step_hash(layer[i][1], layer[i][2])) for i in chosen]
             if number + 1 < item.to_draft:
                 for place in range(len(beams)):
-                    page, offset = self._at(row, item.start + 1 + number * self._topk + place)
+                    page, offset = self._at(row, item.start + 1 + number * item.topk + place)
                     self._page(page)[offset] = GUESSED
         return found
 
-    def _confidence(self) -> float:
+    def _confidence(self, topk: int) -> float:
         """High enough that steps verify some of a tree, and all of a chain."""
-        return 1.0 if self._topk == 1 else self._random.uniform(0.3, 1.0)
+        return 1.0 if topk == 1 else self._random.uniform(0.3, 1.0)
 
-    def _guesses(self, before: int) -> list[int]:
+    def _guesses(self, before: int, topk: int) -> list[int]:
         """`topk` tokens for one place, one of them right unless the drafter is wrong."""
-        right, count = next_token(before), self._topk
+        right = next_token(before)
         is_wrong = self._kind == "wrong" or (self._kind == "mixed" and self._random.random() < 0.3)
-        others = [(right + 1 + n) % 50 for n in range(count - (not is_wrong))]
+        others = [(right + 1 + n) % 50 for n in range(topk - (not is_wrong))]
         if not is_wrong:
             others.insert(self._random.randint(0, len(others)), right)
         return others

@@ -52,7 +52,7 @@ def drafting(kind: str, *, most: int, model: HashModel) -> Drafting:
     for begin, topk in ((MODELED, 1), (TREES, TOPK)):
         if kind.startswith(begin):
             kind = kind.removeprefix(begin)
-            model.drafter = DrafterModel(kind, kv=model.kv, at=model._at, page_size=model.page_size, topk=topk)
+            model.drafter = DrafterModel(kind, kv=model.kv, at=model._at, page_size=model.page_size)
             passes = most if topk == 1 else max(1, most // 2)
             return Drafting(None, most=most, passes=passes, topk=topk, costs=FreeRows(), pass_costs=FreePasses())
     return Drafting(Guesses(kind, most=most, model=model), most=most, costs=FreeRows())

@@ -171,7 +171,7 @@ def known(one: Drafting, request: Request, guesses: list[int], sampled: list[int
 
 def num_asked(one: Drafting, requests: list[Request]) -> list[int]:
     asked = one.ask(requests, rows=len(requests), overlaps=False)
-    return [asked.get(request.rid, 0) for request in requests]
+    return [asked.passes.get(request.rid, 0) for request in requests]
 
 
 def test_a_cheap_drafter_that_is_right_drafts_all_it_may() -> None:

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from engine.core import draft_rows, drafting, finish, results
-from engine.core.drafting import Drafting
+from engine.core.drafting import Ask, Drafting
 from engine.core.drafts import Draft
 from engine.core.memory import Memory
 from engine.core.results import Results
@@ -114,8 +114,8 @@ def _(original, draft, depths):
     return depths
 
 
-@DRAFTS.bug("passes write beyond their places", Drafting.places, "Room is taken for one path.")
-def _(original, one, passes):
+@DRAFTS.bug("passes write beyond their places", Ask.places, "Room is taken for one path.")
+def _(original, ask, passes):
     return passes
 
 
