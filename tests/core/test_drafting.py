@@ -152,14 +152,17 @@ def test_before_anything_was_measured_rows_are_cheap() -> None:
 # ---- a drafter in the executor
 
 
-def asking(cost: Callable[[int], float], *, of_pass: Callable[[int], float], passes: int = 4) -> Drafting:
+def asking(
+    cost: Callable[[int], float], *, of_pass: Callable[[int], float], passes: int = 4, topk: int = 1
+) -> Drafting:
     """`of_pass`: of a pass by its rows."""
     measured = (RowCosts(), RowCosts())
     for costs, what in zip(measured, (cost, of_pass), strict=True):
         for rows in (1, 2, 4, 8, 16, 32, 64):
             for _ in range(10):
                 costs.note(rows, what(rows))
-    return Drafting(None, most=passes, passes=passes, costs=measured[0], pass_costs=measured[1])
+    most = passes if topk == 1 else 15
+    return Drafting(None, most=most, passes=passes, topk=topk, costs=measured[0], pass_costs=measured[1])
 
 
 def known(one: Drafting, request: Request, guesses: list[int], sampled: list[int]) -> None:
@@ -238,6 +241,28 @@ def test_rows_without_drafts_do_not_pay_for_states_that_go_back() -> None:
         assert one.pass_costs is not None
         one.note(Plan(seq=3, extend=False, items=[item()]), 0.4)
         assert costs.rows[-1] == 1
+
+
+@pytest.mark.parametrize(("a_row", "topk"), [(0.005, 4), (0.3, 1)])
+def test_drafts_are_trees_where_rows_cost_little(a_row: float, topk: int) -> None:
+    """A first guess is right in one of two places, another one in half of the rest."""
+    one, request = asking(lambda rows: 1 + a_row * rows, of_pass=lambda rows: 0.02 + 0.1 * a_row * rows, topk=4), ask()
+    for i in range(200):
+        guess = Draft([7, 8], MODELED, (-1, -1), (0.5, 0.25))
+        request.drafts.draft, request.drafts.known = guess, request.num_tokens
+        request.output_ids.append((7, 8, 7, 9)[i % 4])
+        one.choose([request], rows=1, overlaps=False)
+    found = one.ask([request], rows=1, overlaps=False)
+    assert found.topk == topk and found.passes
+
+
+def test_a_tree_is_verified_down_to_what_is_unlikely() -> None:
+    """The drafter is sure of one branch, which is two tokens deep; the other ones stay out."""
+    one, request = asking(lambda rows: 1 + 0.05 * rows, of_pass=lambda rows: 0.02, topk=2), ask()
+    tree = Draft([7, 8, 1, 2, 3, 4], MODELED, (-1, -1, 0, 0, 1, 1), (0.96, 0.03, 0.97, 0.02, 0.5, 0.4))
+    request.drafts.draft, request.drafts.known = tree, request.num_tokens
+    found = one.choose([request], rows=1, overlaps=False)[request.rid]
+    assert (found.tokens, list(found.parents)) == ([7, 1], [-1, 0])
 
 
 class Noted:
