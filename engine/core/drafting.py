@@ -31,7 +31,7 @@ from engine.core.row_costs import RowCosts
 LEAST = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)  # chances down to which rows are taken, tried in turn
 LEAST_GAIN = 0.1  # by which drafts must promise more tokens a second: both estimates err
 OVERLAP_GAIN = 0.1  # what overlap saves, which a step with drafts does without
-TRUST_IN_TOPK = 32.0  # passes that count as much as the guess that each of topk is verified
+ROWS_OF_TREES, TRUST_IN_ROWS = 1.5, 32.0  # that verify what a pass guesses; passes that count as much
 PASS_SHARE = 0.1  # of a step with as many rows, that a pass of the executor's drafter takes, until one was measured
 TRY_EVERY = 64  # steps without drafts until the executor's drafter is asked all the same: chances and costs change
 
@@ -143,7 +143,10 @@ class Drafting:
         best, best_rate = (0, 1), self._least_rate(rows, overlaps=overlaps)
         for topk, a_pass in self._rows_a_pass.items():
             chances = [self._chances.of_place(r.drafts, topk) for r in bare]
-            verified, pass_s = a_pass.value(topk, TRUST_IN_TOPK), self._pass(len(bare) * topk)
+            verified, pass_s = (
+                a_pass.value(ROWS_OF_TREES if topk > 1 else 1.0, TRUST_IN_ROWS),
+                self._pass(len(bare) * topk),
+            )
             for count in range(1, self.passes + 1):
                 tokens = rows + sum(_expected(chance, count) for chance in chances)
                 drafts = min(self._most, round(count * verified)) * len(bare)
