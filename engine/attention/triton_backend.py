@@ -33,7 +33,7 @@ from engine.kernels.triton_extend import (
 )
 from engine.kernels.triton_turn_write import turn_write
 from engine.kv.kv_pool import KVPool
-from engine.kv.step_batch import DeviceExtend, DeviceStep, Paths, StepBatch
+from engine.kv.step_batch import DeviceExtend, DeviceStep, StepBatch, TreePaths
 from engine.kv.upload import upload
 from engine.layers.rope import Unturned
 
@@ -46,7 +46,7 @@ class _Decode:
 
     kv_lens: torch.Tensor
     splits: "dict[_Shape, SplitList]"
-    paths: Paths | None
+    paths: TreePaths | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +196,7 @@ class TritonBackend:
         self._page_table, self._slots = step.page_table, step.slots
         assert self._page_table.dtype == torch.int32 and self._page_table.stride(1) == 1, self._page_table.dtype
 
-    def _decode_of(self, kv_lens: torch.Tensor, paths: Paths | None) -> _Decode:
+    def _decode_of(self, kv_lens: torch.Tensor, paths: TreePaths | None) -> _Decode:
         splits = {
             shape: split_list(kv_lens, kv_heads=shape.decode_heads, tiles=shape.decode, window=shape.window)
             for shape in dict.fromkeys(self._shapes)

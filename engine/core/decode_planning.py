@@ -7,7 +7,7 @@ two half batches in turn would read the weights twice. What the executor's draft
 from itertools import chain, islice
 
 from engine.core.departures import Departures
-from engine.core.drafting import Ask, Drafting
+from engine.core.drafting import DraftAsk, Drafting
 from engine.core.drafts import NO_DRAFT, Draft
 from engine.core.plan import PlanItem, SlotOpen
 from engine.core.plan_items import ask_drafter, draft_items, open_slot, plan_item
@@ -55,7 +55,7 @@ class DecodePlanner:
         opens = [open_slot(r, self._table) for r in asked if r.slot is None]
         return [ask_drafter(r, passes[r.rid], topk=ask.topk) for r in asked], opens
 
-    def _passes_in_room(self, ask: Ask, request: Request, *, left_free: int) -> int:
+    def _passes_in_room(self, ask: DraftAsk, request: Request, *, left_free: int) -> int:
         passes = ask.passes[request.rid]
         room = self._memory.make_room(request, ask.places(passes), left_free=left_free)
         return ask.passes_within(room, passes)

@@ -72,7 +72,7 @@ class _Ranked:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class DraftAsk:
     """What the executor's drafter is asked for: `passes` by request, each of which guesses `topk` tokens for a place."""
 
     passes: dict[str, int]
@@ -120,20 +120,20 @@ class Drafting:
         drafts_for_all = self._drafter is not None or self.passes
         return requests if drafts_for_all else [r for r in requests if r.grammar is not None]
 
-    def ask(self, requests: Sequence[Request], *, rows: int, overlaps: bool) -> Ask:
+    def ask(self, requests: Sequence[Request], *, rows: int, overlaps: bool) -> DraftAsk:
         """Return what the executor's drafter is to draft for those of `requests` that have no draft; the rest as of `choose`.
 
         What gives most tokens a second in the step that follows.
         """
         bare = [r for r in requests if not self._draft(r).tokens and self._may_ask(r)] if self.passes else []
         if not bare:
-            return Ask({})
+            return DraftAsk({})
         count, topk = self._best_passes(bare, rows, overlaps=overlaps)
         self._steps_without = 0 if count else self._steps_without + 1
         if self._steps_without == TRY_EVERY:
             count, topk, self._steps_without = 1, 1, 0
-        ask = Ask({}, topk)
-        return Ask({r.rid: ask.passes_within(r.samples_left - 1, count) for r in bare} if count else {}, topk)
+        ask = DraftAsk({}, topk)
+        return DraftAsk({r.rid: ask.passes_within(r.samples_left - 1, count) for r in bare} if count else {}, topk)
 
     def _may_ask(self, request: Request) -> bool:
         return self._can_draft(request) and request.drafts.asked_at < request.num_tokens and request.samples_left > 1

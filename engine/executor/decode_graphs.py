@@ -24,7 +24,7 @@ from engine.executor.recorded_ends import RecordedEnd
 from engine.executor.step_inputs import StepInputs
 from engine.executor.tree_paths import tree_rows
 from engine.kv.page_table import PageTable
-from engine.kv.step_batch import DeviceStep, Paths
+from engine.kv.step_batch import DeviceStep, TreePaths
 from engine.kv.upload import upload_into
 from engine.lora.bank import AdapterBank
 from engine.models.decoder import DenseDecoder
@@ -175,7 +175,7 @@ class DecodeGraphs:
                 token_offsets=offsets,
                 paths=None
                 if trees is None
-                else Paths(starts=trees[:, 1].contiguous(), places=trees[:, 2:].contiguous()),
+                else TreePaths(starts=trees[:, 1].contiguous(), places=trees[:, 2:].contiguous()),
             )
             self._backend.begin_on_device(step)
             hidden = model.forward(self._step_inputs.recorded(ids), positions, self._backend.attend)

@@ -15,7 +15,7 @@ from engine.core.plan import PlanItem
 from engine.executor.drafted import Drafted
 from engine.executor.tails import Tails
 from engine.kv.page_table import PageTable
-from engine.kv.step_batch import Paths, StepBatch
+from engine.kv.step_batch import StepBatch, TreePaths
 from engine.kv.upload import upload
 from engine.models.draft_model import DraftModel
 from engine.parallel.collectives import Collectives
@@ -156,9 +156,9 @@ class GuessPass:
             paths=self._mapping(paths, places) if paths.topk > 1 and number else None,
         )
 
-    def _mapping(self, paths: _Paths, places: Tensor) -> Paths:
+    def _mapping(self, paths: _Paths, places: Tensor) -> TreePaths:
         starts = (paths.starts + 1).repeat_interleave(paths.width)
-        return Paths(starts=starts.to(torch.int32), places=places.flatten(0, 1).to(torch.int32))
+        return TreePaths(starts=starts.to(torch.int32), places=places.flatten(0, 1).to(torch.int32))
 
     def _guesses(self, drafter: DraftModel, out: Tensor, paths: _Paths, number: int) -> tuple[Tensor, Tensor]:
         """([n, paths, topk] int64, float32 alike): the best tokens that the rows of `out` say, and confidences in them; on all ranks."""

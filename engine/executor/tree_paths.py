@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from engine.core.plan import PlanItem
-from engine.kv.step_batch import Paths
+from engine.kv.step_batch import TreePaths
 from engine.kv.upload import upload
 
 
@@ -20,17 +20,17 @@ def places_of(items: Sequence[PlanItem]) -> list[int]:
     return [place for item in items for place in (range(item.start, item.kv_len) if item.place < 0 else (item.place,))]
 
 
-def paths_of(items: Sequence[PlanItem], device: torch.device) -> Paths:
+def paths_of(items: Sequence[PlanItem], device: torch.device) -> TreePaths:
     """Return the paths of the rows of `items`, of which some `has_trees`."""
     paths = _paths(items)
     starts = [item.kv_len - len(path) for item, path in zip(items, paths, strict=True)]
     rows = _padded([[start, *path] for start, path in zip(starts, paths, strict=True)])
     on_device = upload(torch.tensor(rows, dtype=torch.int32), device)
-    return Paths(starts=on_device[:, 0].contiguous(), places=on_device[:, 1:].contiguous())
+    return TreePaths(starts=on_device[:, 0].contiguous(), places=on_device[:, 1:].contiguous())
 
 
 def tree_rows(items: Sequence[PlanItem], *, like: Tensor) -> Tensor:
-    """Return [rows, 2 + depth] int32 on the host for a decode step: place and path of each row, as of Paths. Rows behind `items` are padding."""
+    """Return [rows, 2 + depth] int32 on the host for a decode step: place and path of each row, as of TreePaths. Rows behind `items` are padding."""
     found = torch.zeros(like.shape, dtype=torch.int32)
     found[:, 1] = 1
     paths = _paths(items)

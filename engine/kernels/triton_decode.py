@@ -31,7 +31,7 @@ import triton
 import triton.language as tl
 
 from engine.kv.kv_pool import ONE_UNIT, Units
-from engine.kv.step_batch import Paths
+from engine.kv.step_batch import TreePaths
 
 MIN_TILE_HEADS = 16  # what tl.dot takes at least
 LOG2_E = 1.4426950408889634
@@ -224,7 +224,7 @@ def decode_split_kernel(
     slots_ptr,  # [B] int64
     kv_lens_ptr,  # [B] int32
     sinks_ptr,  # [heads] fp32: a score of each that no value belongs to; None: there is none
-    path_starts_ptr,  # [B] int32: as Paths says; None: all tokens lie at their own positions
+    path_starts_ptr,  # [B] int32: as TreePaths says; None: all tokens lie at their own positions
     path_places_ptr,  # [B, path_stride] int32
     batch,
     q_stride,
@@ -490,7 +490,7 @@ def decode(
     cap: float = 0.0,
     sinks: torch.Tensor | None = None,
     rest: int = 0,
-    paths: Paths | None = None,
+    paths: TreePaths | None = None,
 ) -> torch.Tensor:
     """[B, heads, dim] dense. q [B, heads, dim] in the caches' dtype, rows may lie apart; caches as KVPool.k, of unit 0; page_table
     [slots, pages] int32; slots [B] int64; kv_lens [B] int32, at least 1; `splits`: `split_list` of these lengths, kv heads, tiles and `window`.

@@ -23,7 +23,7 @@ import torch
 from engine.kv.cache_spec import LAYER, TAIL, CacheSpec, layer_offsets, page_bytes_of, unit_end, unit_parts
 from engine.kv.fp8 import dequantized, quantized
 from engine.kv.held import HeldKV
-from engine.kv.token_rows import Run, runs_of, token_rows
+from engine.kv.token_rows import LikeLayers, like_layers, token_rows
 
 AllocateBytes = Callable[[int, torch.device], torch.Tensor]  # (bytes, device) -> [bytes] uint8, zero
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -84,7 +84,7 @@ class KVPool:
         self._parts = unit_parts(specs, units)
         offsets = layer_offsets(self._parts, page_size)
         self._show(list(zip(self._parts, offsets, strict=True))[: len(self.specs)])
-        self._token_rows = [self._rows_of(run) for run in runs_of(self._parts, page_size)]
+        self._token_rows = [self._rows_of(run) for run in like_layers(self._parts, page_size)]
         self.drafter = self._drafter(specs, offsets) if len(self.specs) < len(specs) else None
 
     def _show(self, layers: Sequence[tuple[CacheSpec, int]]) -> None:
@@ -179,7 +179,7 @@ class KVPool:
         for rows in self._token_rows:
             rows[to_pages, :, :, to_offsets] = rows[from_pages, :, :, from_offsets]
 
-    def _rows_of(self, run: Run) -> torch.Tensor:
+    def _rows_of(self, run: LikeLayers) -> torch.Tensor:
         return token_rows(
             self.buffer,
             run,

@@ -16,7 +16,7 @@ class WindowRows:
 
 
 @dataclass(slots=True)
-class Paths:
+class TreePaths:
     """Where rows of a tree of drafts find the newest tokens that they see: nodes beside a row's path lie among them.
 
     starts: [B] int32: tokens of positions before it lie in their own places; of a row without a tree: its kv_len
@@ -28,9 +28,9 @@ class Paths:
     starts: torch.Tensor
     places: torch.Tensor
 
-    def of(self, rows: torch.Tensor) -> "Paths":
+    def of(self, rows: torch.Tensor) -> "TreePaths":
         """Return those of `rows` [n] int64."""
-        return Paths(self.starts[rows], self.places[rows])
+        return TreePaths(self.starts[rows], self.places[rows])
 
     def end(self) -> int:
         """Return how many positions the places reach over; waits for the device."""
@@ -66,7 +66,7 @@ class StepBatch:
     state_slots: torch.Tensor | None = None
     windows: WindowRows | None = None
     drafted: frozenset[int] = frozenset()
-    paths: Paths | None = None
+    paths: TreePaths | None = None
 
     @property
     def drafts(self) -> bool:
@@ -100,7 +100,7 @@ class DeviceStep:
     kv_lens: torch.Tensor
     token_pages: torch.Tensor
     token_offsets: torch.Tensor
-    paths: Paths | None = None
+    paths: TreePaths | None = None
 
 
 @dataclass(slots=True)

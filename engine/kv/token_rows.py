@@ -11,7 +11,7 @@ from engine.kv.cache_spec import TAIL, CacheSpec, layer_offsets
 WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
-class Run(NamedTuple):
+class LikeLayers(NamedTuple):
     """`rows` of a token, `row_bytes` each, `apart` bytes from one to the next; the first one's layer is `begin` bytes behind a unit's begin."""
 
     begin: int
@@ -19,7 +19,7 @@ class Run(NamedTuple):
     rows: int = 1
     apart: int = 0
 
-    def with_row(self, begin: int, row_bytes: int) -> "Run | None":
+    def with_row(self, begin: int, row_bytes: int) -> "LikeLayers | None":
         """Return the run with one more row; None: it does not continue the run."""
         apart = self.apart or begin - self.begin
         if row_bytes != self.row_bytes or begin != self.begin + self.rows * apart:
@@ -27,9 +27,9 @@ class Run(NamedTuple):
         return self._replace(rows=self.rows + 1, apart=apart)
 
 
-def runs_of(parts: Sequence[CacheSpec], page_size: int) -> list[Run]:
+def like_layers(parts: Sequence[CacheSpec], page_size: int) -> list[LikeLayers]:
     """Return the runs of K and V of all `parts` of a unit but tails."""
-    runs = list[Run]()
+    runs = list[LikeLayers]()
     for part, at in zip(parts, layer_offsets(parts, page_size), strict=True):
         if part.drafter == TAIL:
             continue
@@ -38,12 +38,12 @@ def runs_of(parts: Sequence[CacheSpec], page_size: int) -> list[Run]:
             if runs and (longer := runs[-1].with_row(begin, row_bytes)):
                 runs[-1] = longer
             else:
-                runs.append(Run(begin, row_bytes))
+                runs.append(LikeLayers(begin, row_bytes))
     return runs
 
 
 def token_rows(
-    buffer: torch.Tensor, run: Run, *, num_pages: int, page_size: int, units: int, page_bytes: int
+    buffer: torch.Tensor, run: LikeLayers, *, num_pages: int, page_size: int, units: int, page_bytes: int
 ) -> torch.Tensor:
     """Return a [num_pages, units, rows, page_size, words] view of `buffer`, [bytes] uint8, in the largest words that fit."""
     strides = (page_bytes, page_bytes // units, run.apart, run.row_bytes)

@@ -6,7 +6,7 @@ import torch
 from engine.kv.cache_spec import LAYER, TAIL, CacheSpec, page_bytes_of, unit_parts
 from engine.kv.device_memory import DeviceBytes
 from engine.kv.kv_pool import KVPool
-from engine.kv.token_rows import runs_of
+from engine.kv.token_rows import like_layers
 
 
 def bf16(kv_heads: int = 2, head_dim: int = 16) -> CacheSpec:
@@ -96,7 +96,7 @@ def test_moved_tokens_lie_in_both_places_and_all_else_as_before(specs: list[Cach
             pool.tails.fill_(7.0)
     pools[0].move(*torch.tensor(came).T, *torch.tensor(went).T)
     assert torch.equal(pools[0].buffer, pools[1].buffer)
-    assert len(runs_of(unit_parts(specs, units), 5)) == runs
+    assert len(like_layers(unit_parts(specs, units), 5)) == runs
 
 
 def test_new_memory_is_zero_and_untouched_memory_is_not_resident():

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from engine.kv.kv_pool import KVPool
-from engine.kv.step_batch import Paths, StepBatch
+from engine.kv.step_batch import StepBatch, TreePaths
 from tests.attention.attention_cases import Heads, Sequence, fill, make_sequences, make_step
 
 
@@ -92,7 +92,7 @@ def tree_step(trees: Items[Tree], requests: Items[Sequence], *, page_size: int, 
             starts.append(first)
             places.append([tree.places[i] for i in tree.path(node)][first - tree.known :])
     width = max(len(each) for each in places) + more
-    paths = Paths(
+    paths = TreePaths(
         torch.tensor(starts, dtype=torch.int32),
         torch.tensor([each + [0] * (width - len(each)) for each in places], dtype=torch.int32),
     )
@@ -166,5 +166,7 @@ def behind_a_prompt(step: StepBatch, *, tokens: int, first_page: int, page_size:
         token_offsets=torch.cat((at % page_size, step.token_offsets)),
         riders=range(1, 1 + len(step.q_lens)),
         drafted=frozenset(i + 1 for i in step.drafted),
-        paths=Paths(torch.cat((starts, step.paths.starts)), torch.nn.functional.pad(step.paths.places, (0, 0, 1, 0))),
+        paths=TreePaths(
+            torch.cat((starts, step.paths.starts)), torch.nn.functional.pad(step.paths.places, (0, 0, 1, 0))
+        ),
     )

@@ -13,7 +13,7 @@ from engine.attention.triton_backend import TritonBackend
 from engine.kernels.softmax import Softmax
 from engine.kernels.triton_decode import DecodeTiles
 from engine.kv.kv_pool import KVPool
-from engine.kv.step_batch import DeviceStep, Paths, StepBatch
+from engine.kv.step_batch import DeviceStep, StepBatch, TreePaths
 from engine.layers.latents import NewLatents
 from tests.attention.attention_cases import Heads, by_no_angle, make_pool
 from tests.attention.test_latents import PAGE, SCALE, Shape, latent_pool
@@ -95,7 +95,7 @@ def on_device(step: StepBatch) -> DeviceStep:
         kv_lens=pad(torch.tensor(step.kv_lens, dtype=torch.int32), (0, 1), value=1),
         token_pages=pad(step.token_pages, (0, 1)),
         token_offsets=pad(step.token_offsets, (0, 1)),
-        paths=Paths(pad(step.paths.starts, (0, 1), value=1), pad(step.paths.places, (0, 0, 0, 1))),
+        paths=TreePaths(pad(step.paths.starts, (0, 1), value=1), pad(step.paths.places, (0, 0, 0, 1))),
     )
 
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from engine.core import draft_rows, drafting, finish, results
-from engine.core.drafting import Ask, Drafting
+from engine.core.drafting import DraftAsk, Drafting
 from engine.core.drafts import Draft
 from engine.core.memory import Memory
 from engine.core.results import Results
@@ -114,7 +114,7 @@ def _(original, draft, depths):
     return depths
 
 
-@DRAFTS.bug("passes write beyond their places", Ask.places, "Room is taken for one path.")
+@DRAFTS.bug("passes write beyond their places", DraftAsk.places, "Room is taken for one path.")
 def _(original, ask, passes):
     return passes
 
