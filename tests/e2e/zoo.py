@@ -1,6 +1,6 @@
 """All model families, served in every way: what works is in the table of docs/models.md, which `make model-table` writes.
 
-A way that works gives the tokens of one engine which computes each prompt whole and caches nothing; tests/engine/test_families.py
+A way that works gives the tokens of one engine which computes each prompt whole and caches nothing; tests/engine/test_parity.py
 compares that engine with transformers. A way that does not work is refused when the engine is built, or the adapter read.
 """
 

@@ -60,7 +60,12 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+def as_they_come() -> list[Any]:
+    """All; slow are those without a field of their own: test_parity.py and tests/e2e/zoo.py try them in the same ways."""
+    return [name if fields else pytest.param(name, marks=pytest.mark.slow) for name, (_, fields) in FAMILIES.items()]
+
+
+@pytest.fixture(scope="module", params=as_they_come())
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
     family, overrides = FAMILIES[request.param]
     return make_tiny_checkpoint(tmp_path_factory.mktemp("family") / request.param, family, **overrides)

@@ -11,6 +11,7 @@ from engine.core.request import Request
 from engine.messages import LogprobOptions, TokenOutput
 from engine.sampling_params import SamplingParams
 from tests.engine.engine_in_process import EngineInProcess, prompt_of
+from tests.engine.kinds import usual
 from tests.models.float64_oracle import Float64Oracle
 
 NEW_TOKENS = 6
@@ -58,10 +59,11 @@ class Engine(EngineInProcess):
         return effects.outputs
 
 
+@usual({"way": "chunked"})
 @pytest.mark.parametrize("way", WAYS)
 def test_hidden_states_equal_transformers(checkpoint: str, oracle: Float64Oracle, way: str) -> None:
     """Twice: what is cached is computed again, because its states are wanted."""
-    prompts = {"short": prompt_of(5, 1), "long": prompt_of(150, 2)}
+    prompts = {"short": prompt_of(5, 1), "long": prompt_of(100, 2)}
     with Engine(checkpoint, **WAYS[way]) as engine:
         for _ in range(2):
             for rid, prompt in prompts.items():
@@ -72,6 +74,7 @@ def test_hidden_states_equal_transformers(checkpoint: str, oracle: Float64Oracle
                 oracle.states([*prompt, *said.tokens[:-1]]).check(torch.cat(said.rows))
 
 
+@usual({"way": "chunked", "pooling": "last"}, {"way": "whole", "pooling": "mean"})
 @pytest.mark.parametrize("pooling", ["last", "mean"])
 @pytest.mark.parametrize("way", ["whole", "chunked", "overlap"])
 def test_embeddings_equal_transformers_and_keep_no_kv(
@@ -95,9 +98,10 @@ def pooled(states: torch.Tensor, pooling: str) -> torch.Tensor:
     return torch.nn.functional.normalize(vector, dim=-1)
 
 
+@usual({"way": "chunked"})
 @pytest.mark.parametrize("way", WAYS)
 def test_logprobs_of_chosen_ids_equal_transformers(checkpoint: str, oracle: Float64Oracle, way: str) -> None:
-    prompt, ids = prompt_of(150, 3), (271, 17, 40)
+    prompt, ids = prompt_of(100, 3), (271, 17, 40)
     with Engine(checkpoint, **WAYS[way]) as engine:
         engine.ask("r", prompt, logprobs=LogprobOptions(3, 1, ids))
         said = engine.answers()["r"]
