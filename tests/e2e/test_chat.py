@@ -39,7 +39,7 @@ async def test_a_chat_brings_its_cluster_and_takes_it_along(temp: Path, env: dic
 
 
 async def test_kill_9_of_a_chat_leaves_nothing(temp: Path, env: dict[str, str]) -> None:
-    async with terminal(*FLAGS, env=env) as at:
+    async with terminal(*FLAGS, "--unified", env=env) as at:
         await at.until("recall at http://127.0.0.1:")
         leftovers = Leftovers(at.process.pid, temp)
         at.process.kill()

@@ -91,7 +91,8 @@ async def _dies_by_name(worker: Started) -> None:
 @pytest.mark.parametrize(
     "sizes",
     [
-        ("--prefill-tp-size", "4", "--decode-tp-size", "2", "--dp-size", "2"),
+        ("--prefill-tp-size", "2", "--decode-tp-size", "2", "--dp-size", "2"),
+        pytest.param(("--prefill-tp-size", "4", "--decode-tp-size", "2", "--dp-size", "2"), marks=pytest.mark.slow),
         pytest.param(("--prefill-tp-size", "2", "--prefill-dp-size", "2"), marks=pytest.mark.slow),
         pytest.param(("--decode-tp-size", "4", "--decode-dp-size", "2"), marks=pytest.mark.slow),
     ],
