@@ -118,6 +118,11 @@ class PairAttempt:
             raise min(failures, key=_severity)
         return True
 
+    def stay(self) -> None:
+        """Keep its calls at workers that are silent, until the answer begins: no attempt is left that could do better."""
+        for call in self.calls:
+            call.goes_on = stays
+
     def begin_answer(self) -> None:
         """Release the prefill worker: decode would not have begun before the prompt was computed."""
         self.answering.goes_on = stays

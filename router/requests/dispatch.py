@@ -198,8 +198,11 @@ class Dispatcher:
                 headers = request.headers_at(self.launcher.clock())
             if placements is None:
                 return self._none_left(request)
+            attempt = self.launcher.begin(request, headers, placements)
+            if number == self.retry_max:
+                attempt.stay()
             try:
-                return await self._attempt(request, self.launcher.begin(request, headers, placements))
+                return await self._attempt(request, attempt)
             except CallFailed as failure:
                 if not failure.retryable or number == self.retry_max or self._ends_workers(request):
                     return failure_response(failure)

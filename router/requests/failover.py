@@ -137,11 +137,14 @@ class ResumableAnswer:
         request, launcher = self.request, self.failover.launcher
         self._ask_for_rest(by_kv=False)
         self._leave_attempt()
-        for _ in range(self.failover.retry_max + 1):
+        for number in range(self.failover.retry_max + 1):
             placements = self.failover.picker.pick(request) or await self.failover.picker.pick_later(request)
             if placements is None:
                 return None
-            begun = await self._begun(launcher.begin(request, request.headers_at(launcher.clock()), placements))
+            attempt = launcher.begin(request, request.headers_at(launcher.clock()), placements)
+            if number == self.failover.retry_max:
+                attempt.stay()
+            begun = await self._begun(attempt)
             if begun is not None:
                 return begun
             if request.failed is not None and not self._may_go_on(request.failed.last):

@@ -45,6 +45,23 @@ async def test_what_waits_for_a_frozen_worker_moves_to_another() -> None:
         await c.settled()
 
 
+async def test_the_last_attempt_stays_at_a_silent_worker() -> None:
+    """Moved, it would be an error; the worker may only be slow."""
+    async with cluster(decode=2, retry_max=0, **PATIENT) as c:
+        frozen, other = c.decodes
+        goes_on = asyncio.Event()
+        frozen.behave = later(goes_on)
+        running = asyncio.create_task(c.post("/v1/chat/completions", CHAT))
+        await until(lambda: frozen.seen)
+        frozen.frozen = True
+        await until(lambda: state(c, 1).silent)
+        assert state(c, 1).calls and not running.done()
+        frozen.frozen = False
+        goes_on.set()
+        assert (await running)[0] == 200 and not other.seen
+        await c.settled()
+
+
 async def test_a_worker_with_requests_is_asked_more_often_than_checks_come_while_it_says_nothing() -> None:
     """The next check is an hour away when it freezes."""
     async with cluster(decode=2, **{**PATIENT, "health_check_interval_s": 3600.0}) as c:

@@ -80,6 +80,7 @@ class Options:
     state_slots: tuple[int, int] = (0, 0)  # of a model with recurrent layers; (0, 0): it has none
     window: int = 0  # tokens that queries of some layers see; 0: all layers see all
     more_window_pages: int = 0  # than the least
+    silence_s: float = 0.4  # more than the slowest links take for a connection, a question and its answer
     prefix_fetch: bool = False  # prefill workers are told of others, which may have a prompt's prefix
 
     def lines(self) -> list[str]:
@@ -157,14 +158,13 @@ def options_of(seed: int, *, nodes: int | None = None, faults: tuple[str, ...] |
             kv_units=of_ranks.choice([1, 2, 2]) if has_ranks else 1,
             must_poll=has_ranks and of_ranks.random() < 0.5,
             host_pages=random.Random(f"{seed}/host tier").choice([0, 20, 200]) if has_ranks or stages[0] > 1 else 0,
-            prefix_fetch=num_prefill > 1 and _fetches(seed, low_s),
+            prefix_fetch=num_prefill > 1 and _fetches(seed),
         ),
     )
 
 
-def _fetches(seed: int, low_s: float) -> bool:
-    """Not over slow links: a request waits there until its router takes the worker for silent."""
-    return low_s < 0.005 and seed >= FIRST_WITH_PREFIXES and random.Random(f"{seed}/prefixes").random() < 0.7
+def _fetches(seed: int) -> bool:
+    return seed >= FIRST_WITH_PREFIXES and random.Random(f"{seed}/prefixes").random() < 0.7
 
 
 def _with_groups(seed: int, options: Options) -> Options:

@@ -62,7 +62,7 @@ class Router:
             retry_max=options.retry_max,
             health_check_interval_s=0.5,
             health_check_timeout_s=1.0,
-            health_silence_s=0.4,
+            health_silence_s=options.silence_s,
             load_poll_interval_s=1.0,
             connect_timeout_s=2.0,
             request_timeout_s=60.0,
