@@ -53,11 +53,12 @@ def keep_alive(opened: socket.socket, dead_timeout_s: float) -> None:
 
 
 class WorkerAnswer(msgspec.Struct, frozen=True):
-    """`status` 0: no answer came, and `body` says why."""
+    """`status` 0: no answer came, and `body` says why. `refused`: nothing listens there."""
 
     status: int
     body: bytes
     headers: dict[str, str]
+    refused: bool = False
 
 
 async def call_worker(
@@ -78,4 +79,5 @@ async def call_worker(
             content_type = {"Content-Type": response.headers.get("Content-Type", "application/json")}
             return WorkerAnswer(response.status, await response.read(), content_type)
     except (aiohttp.ClientError, OSError, TimeoutError) as err:
-        return WorkerAnswer(0, (str(err) or type(err).__name__).encode(), {})
+        refused = isinstance(err, aiohttp.ClientConnectorError)
+        return WorkerAnswer(0, (str(err) or type(err).__name__).encode(), {}, refused)

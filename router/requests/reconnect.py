@@ -24,6 +24,8 @@ from service.http.resume import RESUME_HEADER, sign
 from service.security.keys import authorization_of, owner_of
 
 ASK_TIMEOUT_S = 2.0  # a worker that is frozen or gone must not hold those that live
+AGAIN_S = 1  # for a client of a worker that has not answered
+NOT_KNOWN = f"{LAST_EVENT_HEADER}: a worker that may keep the stream does not answer now; send the same request again"
 
 _encode = msgspec.json.Encoder().encode
 
@@ -51,32 +53,33 @@ class Reconnect:
         return {KEEP_HEADER: f"{sign(self.secret, keep)} {keep.decode()}"}
 
     async def go_on(self, request: RequestContext) -> None:
-        """Have a request that names its last event ask for the rest alone. `ApiError`: no worker has it."""
+        """Have a request that names its last event ask for the rest alone. `ApiError`: 410 where no worker has it, 503 where one may."""
         after = request.http.headers.get(LAST_EVENT_HEADER, "")
         if not after or not _is_resumable(request):
             return
         rest = await self._find(request, after)
-        if rest is None:
-            raise ApiError(410, self._gone(request), code="stream_gone")
         request.events_first = rest.events
         ask_for_rest(request, rest.resume, self.secret)
 
-    async def _find(self, request: RequestContext, after: str) -> KeptRest | None:
+    async def _find(self, request: RequestContext, after: str) -> KeptRest:
         question = _encode(
             KeptQuestion(request_id=request.request_id, owner=_owner(request), body=request.digest, after=after)
         )
-        answering = [w for way in request.ways for w in self.table.workers(way[-1])]
-        workers = [w for w in answering if w.health in (Health.UP, Health.DRAINING)]
+        workers = [w for way in request.ways for w in self.table.workers(way[-1]) if w.health is not Health.DOWN]
         asked = [asyncio.ensure_future(self._ask(worker, request, question)) for worker in workers]
+        all_know = True
         try:
             for answer in asyncio.as_completed(asked):
                 found = await answer
                 if found.status == 200:
                     return msgspec.json.decode(found.body, type=KeptRest)
-            return None
+                all_know = all_know and _knows(found)
         finally:
             for task in asked:
                 task.cancel()
+        if all_know:
+            raise ApiError(410, self._gone(request), code="stream_gone")
+        raise ApiError(503, NOT_KNOWN, code="stream_unknown", retry_after_s=AGAIN_S)
 
     async def _ask(self, worker: Worker, request: RequestContext, question: bytes) -> WorkerAnswer:
         headers = self.credentials.for_client(authorization_of(request.http.headers))
@@ -90,6 +93,11 @@ class Reconnect:
             f"A stream is kept for {self.window_s:g} s after its connection broke (--resume-window), by the worker that wrote it; "
             "send the request without this header to begin again"
         )
+
+
+def _knows(answer: WorkerAnswer) -> bool:
+    """Whether a worker without the stream has said so, or is gone with all that it kept."""
+    return answer.refused or 0 < answer.status < 500
 
 
 def _is_resumable(request: RequestContext) -> bool:

@@ -10,6 +10,8 @@ import pytest
 from aiohttp import web
 
 from router.config import RouterConfig, check_config
+from router.pool.states import Health
+from router.pool.worker import Role
 from service.flags import ConfigError
 from service.http.reconnect import KEEP_HEADER, KEPT_PATH, LAST_EVENT_HEADER, Keep
 from service.http.resume import RESUME_FIELD, RESUME_HEADER, Resume
@@ -94,7 +96,29 @@ async def test_a_worker_that_says_nothing_does_not_hold_the_others(monkeypatch: 
         _, _, text = await c.post(PATH, STREAM, headers=AGAIN)
         assert tokens_of(text) == [3, 4]
         monkeypatch.setattr("router.requests.reconnect.ASK_TIMEOUT_S", 0.05)
+        c.decodes[1].behave = keeps(status=404)  # the silent one may have it: the client is to come again
+        status, headers, answer = await c.post(PATH, STREAM, headers=AGAIN)
+        error = json.loads(answer)["error"]
+        assert (status, headers["Retry-After"], error["code"]) == (503, "1", "stream_unknown")
+        assert "send the same request again" in error["message"]
+        await c.settled()
+
+
+async def test_a_worker_that_a_new_router_has_not_checked_yet_is_asked() -> None:
+    """The client of a router that died comes at once to the one that was started in its place."""
+    async with cluster(decode=2, resume_window_s=7.0) as c:
+        new, other = (w for w in c.router.table.workers() if w.role is Role.DECODE)
+        c.decodes[0].behave, c.decodes[1].behave = keeps(), keeps(status=404)
+        new.health = Health.STARTING
+        _, _, text = await c.post(PATH, STREAM, headers=AGAIN)
+        assert tokens_of(text) == [3, 4] and other.health is Health.UP
+        await c.settled()
+
+
+async def test_a_worker_that_is_gone_keeps_nothing() -> None:
+    async with cluster(decode=2, resume_window_s=7.0, health_check_interval_s=3600.0) as c:
         c.decodes[1].behave = keeps(status=404)
+        await c.decodes[0].stop()
         assert (await c.post(PATH, STREAM, headers=AGAIN))[0] == 410
         await c.settled()
 

@@ -11,7 +11,7 @@ from engine.frontend.services import SERVICES
 from service.http.errors import ApiError, decode_body
 from service.http.json_depth import decode_or_none
 from service.http.reconnect import KEEP_HEADER, Keep, KeptQuestion, StreamLog
-from service.http.resume import Begun, begin_frame, is_signed, known_frames
+from service.http.resume import Begun, Resume, begin_frame, is_signed, known_frames
 from service.http.stream import REQUEST_ID, json_response
 
 
@@ -19,20 +19,36 @@ def open_kept(request: web.BaseRequest, generation: Generation, begun: Begun | N
     """Begin to keep a stream of server-sent events; None: no router asks for it. Raises ApiError(403)."""
     if begun is None or KEEP_HEADER not in request.headers:
         return None
-    s, (signature, _, text) = request[SERVICES], request.headers[KEEP_HEADER].partition(" ")
-    keep: Keep | None = decode_or_none(text.encode(), Keep)
-    if keep is None or not is_signed(signature, s.spec.secret, text.encode()):
-        raise ApiError(403, f"{KEEP_HEADER}: {NOT_SIGNED}")
-    resume = resume_of(request)
-    stream = StreamLog(
+    s = request[SERVICES]
+    keep = keep_of(request.headers[KEEP_HEADER], s.spec.secret)
+    stream = log_of(
+        generation,
+        keep=keep,
         tag=secrets.token_hex(8),
         request_id=request[REQUEST_ID],
-        keep=keep,
-        head=begin_frame(begun) if resume is None else known_frames(resume),
-        end=lambda: generation.fail(_taken()),
+        head=head_of(begun, resume_of(request)),
     )
     s.kept.open(stream)
     return stream
+
+
+def keep_of(header: str, secret: bytes | None) -> Keep:
+    """Read what a router asks to keep. Raises ApiError(403) where no router of this cluster has written it."""
+    signature, _, text = header.partition(" ")
+    keep: Keep | None = decode_or_none(text.encode(), Keep)
+    if keep is None or not is_signed(signature, secret, text.encode()):
+        raise ApiError(403, f"{KEEP_HEADER}: {NOT_SIGNED}")
+    return keep
+
+
+def head_of(begun: Begun, resume: Resume | None) -> bytes:
+    """Return the frames before those of this worker: with what another worker had said."""
+    return begin_frame(begun) if resume is None else known_frames(resume)
+
+
+def log_of(generation: Generation, *, keep: Keep, tag: str, request_id: str, head: bytes) -> StreamLog:
+    """Begin the log of a stream, whose generation ends once its client asks for the rest."""
+    return StreamLog(tag=tag, request_id=request_id, keep=keep, head=head, end=lambda: generation.fail(_taken()))
 
 
 def end_kept(request: web.BaseRequest, stream: StreamLog) -> None:
