@@ -11,6 +11,7 @@ A worker that is asked for them (FRAMES_HEADER) writes frames, lines before the 
     :events COUNT                                                      with this one, of an API that numbers them
     :last                                                              all samples had ended before this event
     :failed STATUS RETRY_AFTER                                         this event (or body) is an error, and the last; 0: no time is named
+    :whole                                                             the last line: the client had all events before
     :moved {"INDEX": {"control": ..., "incarnation": ...}, ...}        the last line: samples left for another worker; their KV waits there
 
 In server-sent events such lines are comments. The router takes them out and keeps them. An answer that is not streamed has them in units
@@ -39,6 +40,7 @@ MOST_FRAME_BYTES = 8 << 20  # of one request: about a million tokens; a longer a
 
 _BEGIN, _UNIT, _IDS, _LOGPROBS, _PROMPT = b":begin ", b":unit ", b":ids ", b":logprobs ", b":prompt "
 _END, _EVENTS, _LAST, _FAILED, _MOVED = b":end ", b":events ", b":last\n", b":failed ", b":moved "
+_WHOLE = b":whole\n"
 
 
 class Begun(msgspec.Struct, frozen=True, kw_only=True):
@@ -129,6 +131,11 @@ def known_frames(resume: "Resume") -> bytes:
 def moved_frame(sources: Mapping[int, SampleSource | None]) -> bytes:
     """With the empty line that ends an event."""
     return _MOVED + msgspec.json.encode(sources) + b"\n\n"
+
+
+def whole_frame() -> bytes:
+    """With the empty line that ends an event: a stream of nothing would pass for one that was lost."""
+    return _WHOLE + b"\n"
 
 
 def unit_of(events: bytes) -> bytes:
@@ -228,6 +235,8 @@ class FrameRecord:
                 break
             if line.startswith(_MOVED):
                 self._move(line)
+                break
+            if line == _WHOLE:
                 break
             if not self._take_frame(line):
                 kept.append(line)

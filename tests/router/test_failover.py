@@ -24,6 +24,7 @@ from service.http.resume import (
     is_signed,
     sign,
     unit_of,
+    whole_frame,
 )
 from tests.router.dummies import (
     CHAT,
@@ -110,6 +111,25 @@ def then_goes_on(lost: Behaviour) -> Behaviour:
         return await (goes_on if RESUME_FIELD in body else lost)(worker, request, body)
 
     return behave
+
+
+async def test_an_answer_that_was_whole_when_its_worker_was_lost_ends_well() -> None:
+    """The next worker has no event to add, and some APIs no mark of the end."""
+
+    async def behave(worker: DummyWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        if RESUME_FIELD in body:
+            return await end_or_break(request, await begin_stream(request, whole_frame()), ends=True)
+        last = ids_frame(0, [2]) + end_frame(0, b'["stop"]') + b'data: {"token": 2}\n\n'
+        return await end_or_break(
+            request, await begin_stream(request, begin_frame(BEGUN) + event(1) + last), ends=False
+        )
+
+    async with cluster(decode=2) as c:
+        for worker in c.decodes:
+            worker.behave = behave
+        text = await read(c)
+        assert tokens_of(text) == [1, 2] and b"error" not in text
+        await c.settled()
 
 
 async def test_the_rest_comes_from_another_worker_and_nothing_is_seen_of_it() -> None:

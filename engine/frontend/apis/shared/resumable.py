@@ -31,6 +31,7 @@ from service.http.resume import (
     logprobs_frame,
     moved_frame,
     unit_of,
+    whole_frame,
 )
 
 NOT_SIGNED = "only a router with the worker's --cluster-secret-file may do this"
@@ -217,6 +218,10 @@ class Frames:
     def before_last(self, events: list[bytes]) -> bytes:
         """Return the events behind those of all samples."""
         return self._unit(last_frame(), events) if events else b""
+
+    def nothing(self) -> bytes:
+        """Return the last line of a stream that had no events; of any other, nothing."""
+        return whole_frame() if self._begin else b""
 
     def leave(self, moved: Mapping[int, KVSource | None]) -> bytes:
         """Return the last lines of a stream whose samples have left for another worker.

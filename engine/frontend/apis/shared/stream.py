@@ -132,7 +132,7 @@ async def _write_last(
     if not has_last(request):
         last = list(map(framing.encode, view.last()))
         await _write(response, b"".join(last) if frames is None else frames.before_last(last))
-    await response.write(framing.done)
+    await _write(response, framing.done or (b"" if frames is None else frames.nothing()))
 
 
 def _shown(view: View, framing: Framing, index: int, output: TextOutput, frames: Frames | None) -> bytes:
