@@ -14,7 +14,8 @@ import pytest
 from tools.mutants.__main__ import find
 from tools.simulation import scenario
 from tools.simulation.__main__ import FIXED_SEEDS
-from tools.simulation.options import FAULTS, Options, options_of
+from tools.simulation.options import FAULTS, options_of
+from tools.simulation.promises import PROMISES, Promise, calm, play
 from tools.simulation.run import Outcome, run
 
 HASHED_SEEDS = (7, 109)  # 109: prefill asks several decode workers at once to poll
@@ -28,7 +29,7 @@ def _must_hold(outcome: Outcome) -> None:
 # What the fixed seeds must inject, and bring about, all together: so often at least.
 LEAST_INJECTED: dict[int, str] = {
     2: "freeze bootstrap; freeze router",
-    5: """damaged page; fence error; freeze decode; freeze prefill; hostile bootstrap body; hostile control frames;
+    5: """broken stream; damaged page; fence error; freeze decode; freeze prefill; hostile bootstrap body; hostile control frames;
         hostile http body; kill bootstrap, fast restart; kill bootstrap, slow restart; kill router, fast restart;
         kill router, slow restart; transfer connect error""",
     10: """client disconnect; drain decode; drain prefill; drain router; duplicate request; kill decode, fast restart;
@@ -38,10 +39,10 @@ LEAST_INJECTED: dict[int, str] = {
     50: "transfer error; write after the failure",
 }
 LEAST_SEEN: dict[int, str] = {
-    1: "resumed through prefill; moves landed",
+    1: "resumed through prefill; moves landed; answers to a second return",
     2: "damaged pages found; early rejections",
     5: "weights taken; workers that lost a rank; prefixes fetched",
-    10: "pages from the host tier; copies restored, tokens; hedges won; retractions; workers with quarantined pages",
+    10: "clients that came again; pages from the host tier; copies restored, tokens; hedges won; retractions; workers with quarantined pages",
     20: "late writes; prefixes refused",
     50: "hedges lost; late messages; notices in time; writes of followers",
     100: "checksums verified",
@@ -81,7 +82,7 @@ def test_the_fixed_seeds_inject_every_kind_of_fault(played: Callable[[int], Outc
 
 
 def test_a_damaged_page_fails_one_request_with_checksums_and_is_read_without_them() -> None:
-    options = _calm(options_of(11, nodes=4, faults=("client disconnect",)))
+    options = calm(options_of(11, nodes=4, faults=("client disconnect",)))
     options = replace(options, checksum=True, engine=replace(options.engine, flip_rate=0.05))
     noticed = run(options)
     _must_hold(noticed)
@@ -89,14 +90,9 @@ def test_a_damaged_page_fails_one_request_with_checksums_and_is_read_without_the
     assert "reads wrong KV" in run(replace(options, checksum=False)).problem
 
 
-def test_workers_that_drain_one_by_one_lose_nothing() -> None:
-    """Time enough, another worker of each kind, and a router that tries again: every request succeeds."""
-    options = _calm(options_of(11, nodes=6, faults=("drain prefill", "drain decode")))
-    options = replace(options, ranks=(1, 1), kv_units=1, seed=18)  # with its own times no two of a kind drain at once
-    outcome = run(replace(options, drain_timeout_s=20.0, retry_max=5, fault_every_s=1.5))
-    _must_hold(outcome)
-    assert set(outcome.outcomes) == {"ok"} and outcome.injected["drain prefill"] and outcome.injected["drain decode"]
-    assert outcome.seen["moves landed"] >= 3  # with their KV
+@pytest.mark.parametrize("promise", PROMISES, ids=lambda promise: promise.name)
+def test_what_is_promised_has_happened(promise: Promise) -> None:
+    _must_hold(play(promise))
 
 
 def test_answers_of_decode_workers_that_die_or_drain_go_on_elsewhere() -> None:
@@ -109,17 +105,10 @@ def test_answers_of_decode_workers_that_die_or_drain_go_on_elsewhere() -> None:
 
 
 def test_hedges_answer_for_workers_that_freeze_and_leave_nothing_behind() -> None:
-    outcome = run(replace(_calm(options_of(8, nodes=6, faults=("freeze",))), hedge_after_ms=20.0))
+    outcome = run(replace(calm(options_of(8, nodes=6, faults=("freeze",))), hedge_after_ms=20.0))
     _must_hold(outcome)
     assert outcome.seen["hedges won"] >= 5 and outcome.seen["hedges lost"] >= 5
     assert outcome.injected["freeze prefill"] and outcome.injected["freeze decode"]
-
-
-def _calm(options: Options) -> Options:
-    """Nothing goes wrong by itself, and nobody is refused for load."""
-    engine = options_of(options.seed, faults=()).engine
-    roomy = replace(options, engine=engine, max_queued=100, max_concurrent=10_000, prealloc_timeout_s=60.0)
-    return replace(roomy, deadlines=False)
 
 
 def test_without_faults_every_request_succeeds() -> None:

@@ -23,6 +23,7 @@ from engine.core.stages import Stages
 from engine.core.state_slots import StateSlots
 from engine.core.window_pages import WindowPages
 from engine.frontend import draining
+from engine.frontend.apis.shared.kept import head_of
 from engine.frontend.apis.shared.resumable import Frames, WholeFrames
 from engine.frontend.client.engine_client import EngineClient
 from engine.frontend.errors import from_finish
@@ -31,9 +32,11 @@ from engine.loop.deadlines import Deadlines
 from engine.loop.pipeline import Pipeline
 from router.attempts.pair_attempt import AttemptGroup, PairAttempt, RoomMinter
 from router.attempts.request import RequestContext
+from router.attempts.upstream_call import UpstreamCall
 from router.pool.worker import Loads
 from router.requests.failover import ResumableAnswer
 from router.requests.live import LiveRequests
+from service.http.reconnect import StreamLog, StreamLogs
 from service.http.resume import FrameRecord
 from tools.mutants.core import CORE
 from tools.mutants.planting import Bugs
@@ -643,17 +646,6 @@ def _(original, rooms, released):
 
 
 @CLUSTER.bug(
-    "seek a worker that a move names again and again",
-    PrefillFinder.seek_again,
-    "A room whose worker is gone waits until its handshake times out.",
-)
-def _(original, finder, room, error, now_s):
-    route, room.route = room.route, None
-    original(finder, room, error, now_s)
-    room.route = route
-
-
-@CLUSTER.bug(
     "drain without waiting for moves",
     DecodeRole.queues,
     "A worker ends while another one gets its KV.",
@@ -691,6 +683,79 @@ def _(original, frames, index, tokens):
 def _(original, frames, answers):
     original(frames, answers)
     return original(frames, answers)
+
+
+@CLUSTER.bug(
+    "generate samples that have ended again",
+    FrameRecord.resume,
+    "The next worker does not know which samples have ended.",
+)
+def _(original, record, *, by_kv=False):
+    ended, record._ended = record._ended, {}
+    resume = original(record, by_kv=by_kv)
+    record._ended = ended
+    return resume
+
+
+@CLUSTER.bug(
+    "let a pair get the KV that waits for a move",
+    FrameRecord.resume,
+    "A pair that computes the rest names the worker where KV waits in another room.",
+)
+def _(original, record, *, by_kv=False):
+    return original(record, by_kv=True)
+
+
+@CLUSTER.bug(
+    "leave answers at silent workers",
+    UpstreamCall.movable,
+    "Clients of a frozen worker wait until it thaws.",
+)
+def _(original, call):
+    return call.goes_on is None and original(call)
+
+
+# ---- clients that come again
+
+
+@CLUSTER.bug(
+    "go on before the last event that the client has",
+    StreamLog.rest_after,
+    "A client that comes again gets the tokens of its last event twice.",
+)
+def _(original, log, unit, event):
+    return original(log, max(1, unit - 1), event)
+
+
+@CLUSTER.bug(
+    "begin the rest of a unit with what the client has of it",
+    StreamLog.rest_after,
+    "Of several events that belong together the client gets its last one twice.",
+)
+def _(original, log, unit, event):
+    return original(log, unit, None if event is None else event - 1)
+
+
+@CLUSTER.bug(
+    "keep what this worker has written alone",
+    head_of,
+    "What another worker had written before is generated again for a client that comes again.",
+)
+def _(original, begun, resume):
+    return original(begun, None)
+
+
+@CLUSTER.bug(
+    "forget a stream when its connection breaks", StreamLogs.ended, "A stream is kept while it runs, and no longer."
+)
+def _(original, logs, stream, now_s):
+    original(logs, stream, now_s)
+    if stream.tag in logs._due_s:
+        logs._drop(stream.tag)
+
+
+CLUSTER.skip("keep streams for ever", StreamLogs.forget_old, "The window of a kept stream never ends.")
+CLUSTER.skip("keep streams without a bound", StreamLogs._make_room, "The streams that a process keeps have no bound.")
 
 
 # ---- steps in flight

@@ -11,6 +11,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from tools.simulation import report, scenario
 from tools.simulation.options import Options, options_of
+from tools.simulation.promises import PROMISES, play
 from tools.simulation.run import Outcome, run
 
 FIXED_SEEDS = (
@@ -39,6 +40,9 @@ FIXED_SEEDS = (
     2015,
     2022,
     2044,
+    3005,  # and of clients that come again
+    3014,
+    3015,
 )
 
 
@@ -77,14 +81,16 @@ def fixed() -> int:
         if not outcome.ok:
             tell(outcome)
             return 1
-    print(f"{len(FIXED_SEEDS)} seeds and {len(scenario.all_paths())} scenarios, nothing found")
+    runs = f"{len(PROMISES)} promises, {len(FIXED_SEEDS)} seeds and {len(scenario.all_paths())} scenarios"
+    print(f"{runs}, nothing found")
     return 0
 
 
 def fixed_outcomes() -> Iterator[Outcome]:
-    """Run the fixed seeds, then the scenarios."""
-    options = [*map(options_of, FIXED_SEEDS), *(scenario.load(path).options for path in scenario.all_paths())]
-    return map(run, options)
+    """Run what is promised, the fixed seeds, then the scenarios."""
+    yield from map(play, PROMISES)
+    yield from map(run, map(options_of, FIXED_SEEDS))
+    yield from (run(scenario.load(path).options) for path in scenario.all_paths())
 
 
 def first_failure() -> str:
@@ -121,7 +127,9 @@ def main() -> int:
     parser.add_argument("--faults", help="only these kinds, comma-separated; empty: none; default: drawn")
     parser.add_argument("--scenario", help="play a scenario file instead of a seed")
     parser.add_argument("--save", help="write the run as a scenario file of this name")
-    parser.add_argument("--fixed", action="store_true", help="play the fixed seeds of `make test`")
+    parser.add_argument(
+        "--fixed", action="store_true", help="play the promises, fixed seeds and scenarios of `make test`"
+    )
     parser.add_argument("--soak", type=float, help="minutes of fresh seeds")
     parser.add_argument("--report", help="soak: write this document")
     args = parser.parse_args()

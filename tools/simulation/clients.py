@@ -1,4 +1,4 @@
-"""Clients of the router: they know what each answer must be, and hold every answer against it.
+"""Clients of the routers: they know what each answer must be, and hold every answer against it.
 
 An answer is right when its tokens are exactly those of greedy generation (its vector that of the prompt); an error is clear
 when it says so by a status or an event, and says when to come again where it is about load. Anything else ends the run.
@@ -7,7 +7,8 @@ when it says so by a status or an event, and says when to come again where it is
 import math
 import random
 from collections import Counter, deque
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -20,6 +21,7 @@ from tools.simulation.executor import adapter_of
 from tools.simulation.http import Call, Head, Request, call
 from tools.simulation.network import Network
 from tools.simulation.options import Options
+from tools.simulation.returns import Returns, events_of, headers_of, last_id
 from tools.simulation.worker import EOS
 from tools.simulation.world import Process, Violation
 
@@ -27,6 +29,8 @@ FAMILIES = 4  # of prompts that share a beginning
 VOCAB_OF_PROMPTS = 50
 TIMEOUTS_S = (0.05, 0.3, 2.0)
 BUSY = (429, 503)  # come again
+GONE = 410
+MOST_TRIES = 20
 AGAIN_S = 1.0  # after a stream that ended with BUSY before its first token: its header was sent before
 
 
@@ -49,7 +53,16 @@ class Asked:
     outcome: str = ""  # "ok" | "error" | "left"
     status: int = 0
     got: list[int] = field(default_factory=list)
-    body: bytearray = field(default_factory=bytearray)
+    body: bytearray = field(default_factory=bytearray)  # of a stream: all that its client has, over its connections
+    address: str = ""  # of the router
+    sent_s: float = 0.0
+    broken_s: float = 0.0  # when it last got something, and then its connection broke
+    num_returns: int = 0
+    breaks_after: int = 0  # events; 0: never by itself
+    is_return: bool = False  # the present connection
+    was_cut: bool = False  # and that by itself
+    got_more: bool = False
+    got_s: float = 0.0
     finished: bool = False
     said_error: bool = False
     said_busy: bool = False
@@ -61,17 +74,28 @@ class Asked:
 
 
 class Clients:
-    def __init__(self, *, network: Network, process: Process, router: str, options: Options) -> None:
+    def __init__(
+        self,
+        *,
+        network: Network,
+        process: Process,
+        routers: Sequence[str],
+        options: Options,
+        why_gone: Callable[[str, str, float], str],
+    ) -> None:
+        """`routers`: addresses. `why_gone`: as of `Returns`."""
         self._network = network
         self._process = process
-        self._router = router
+        self._routers = routers
         self._options = options
+        self._returns = Returns(options, network.world.rng("clients/returns"), why_gone)
         self._draw: random.Random = network.world.rng("clients")
         self._kinds: random.Random = network.world.rng("clients/kinds")
         self._tenants: random.Random = network.world.rng("clients/tenants")
         self._num = 0
         self.live: dict[int, Asked] = {}
         self.outcomes: Counter[str] = Counter()
+        self.longest_gap_s = 0.0
         self.recent: deque[list[int]] = deque(maxlen=8)  # answered conversations, to go on with
 
     def ask(self, *, big: bool = False, must_succeed: bool = False, capacity: int = 0) -> Asked:
@@ -93,6 +117,8 @@ class Clients:
             asked.num_samples = 1  # together they would have to wait for memory for longer than they may
         asked.stream = asked.num_samples == 1 and draw.random() < 0.6
         self._draw_kind(asked)
+        if must_succeed and asked.stream:
+            asked.breaks_after = self._returns.breaks_after()
         self.live[asked.number] = asked
         self._send(asked)
         return asked
@@ -118,25 +144,32 @@ class Clients:
 
     def _send(self, asked: Asked) -> None:
         asked.tries += 1
+        asked.num_returns = 0
+        asked.body.clear()
+        self._connect(asked, again=False)
+
+    def _connect(self, asked: Asked, *, again: bool) -> None:
+        """`again`: behind what it has."""
+        request = self._request(asked, again=again)
         asked.status, asked.finished, asked.said_error, asked.said_busy = 0, False, False, False
         asked.got.clear()
-        asked.body.clear()
+        asked.is_return, asked.was_cut, asked.got_more = again, False, False
         asked.call = Call(
             on_head=lambda head: self._on_head(asked, head),
-            on_chunk=lambda data: asked.body.extend(data),
+            on_chunk=lambda data: self._on_chunk(asked, data),
             on_end=lambda: self._on_end(asked),
             on_lost=lambda reason: self._on_lost(asked),
         )
-        call(
-            self._network,
-            self._process,
-            self._router,
-            self._request(asked),
-            asked.call,
-        )
+        asked.address, asked.sent_s = self._a_router(), self._network.world.now_s
+        call(self._network, self._process, asked.address, request, asked.call)
 
-    def _request(self, asked: Asked) -> Request:
+    def _a_router(self) -> str:
+        return self._routers[0] if len(self._routers) == 1 else self._returns.draw.choice(self._routers)
+
+    def _request(self, asked: Asked, *, again: bool) -> Request:
         request = _request(asked)
+        if self._options.resume_window_s and asked.stream:
+            request.headers.update(headers_of(f"c{asked.number}-{asked.tries}", bytes(asked.body), again=again))
         if self._options.hedge_after_ms and asked.number % 2:  # whole answers are hedged where their clients say so
             request.headers[HEDGE_HEADER] = f"{self._options.hedge_after_ms:g}"
         return request
@@ -153,6 +186,77 @@ class Clients:
         """A live request."""
         return self._draw.choice(list(self.live)) if self.live else None
 
+    # ---- streams that break
+
+    def pick_begun(self) -> int | None:
+        """A live stream of which something has come."""
+        begun = [n for n, asked in self.live.items() if asked.stream and asked.status == 200 and asked.got_more]
+        return self._returns.draw.choice(begun) if begun else None
+
+    def lose_connection(self, number: int) -> None:
+        asked = self.live[number]
+        asked.was_cut, call = True, asked.call
+        assert call is not None and call.end is not None and call.end.pipe is not None
+        call.end.pipe.cut()
+
+    def _on_chunk(self, asked: Asked, data: bytes) -> None:
+        now_s = self._network.world.now_s
+        if asked.got_more:
+            self.longest_gap_s = max(self.longest_gap_s, now_s - asked.got_s)
+        asked.body.extend(data)
+        asked.got_more, asked.got_s = asked.status == 200, now_s
+        if asked.breaks_after and len(events_of(bytes(asked.body))) >= asked.breaks_after:
+            asked.breaks_after = 0
+            self.lose_connection(asked.number)
+
+    def _comes_again(self, asked: Asked, *, after_s: float | None = None) -> bool:
+        """Have a client whose stream broke come again, if it does that."""
+        now_s = self._network.world.now_s
+        if asked.got_more:
+            asked.broken_s = now_s
+        if not self._returns.may(bytes(asked.body), count=asked.num_returns, waited_s=now_s - asked.broken_s):
+            return False
+        asked.num_returns += 1
+        pause_s = self._returns.pause_s() if after_s is None else after_s
+        self._process.after(pause_s, f"client {asked.number} comes again", self._return, asked)
+        return True
+
+    def _return(self, asked: Asked) -> None:
+        if asked.number not in self.live:
+            return
+        self._network.world.seen["clients that came again"] += 1
+        asked.body[:] = self._returns.kept_by_client(bytes(asked.body))
+        if asked.must_succeed and asked.num_returns == 1:
+            asked.breaks_after = len(events_of(bytes(asked.body))) + 1  # where two workers have written
+        self._connect(asked, again=True)
+        if self._returns.asks_twice():
+            self._ask_twice(asked)
+
+    def _ask_twice(self, asked: Asked) -> None:
+        """The same, from where it is now; nothing becomes of what it gets, and it must be right."""
+        twin = replace(asked, body=bytearray(asked.body), got=[], address=self._a_router(), status=0)
+        twin.call = Call(
+            on_head=lambda head: self._on_head(twin, head),
+            on_chunk=twin.body.extend,
+            on_end=lambda: self._judge_twin(twin),
+            on_lost=lambda reason: self._judge_twin(twin),
+        )
+        call(self._network, self._process, twin.address, self._request(twin, again=True), twin.call)
+
+    def _judge_twin(self, twin: Asked) -> None:
+        self._check_so_far(twin)
+        if twin.status == 200:
+            self._network.world.seen["answers to a second return"] += 1
+        elif twin.status == GONE:
+            self._judge_gone(twin)
+
+    def _judge_gone(self, asked: Asked) -> None:
+        tag, _, _ = last_id(bytes(asked.body)).partition("-")
+        why = self._returns.why_gone(tag, asked.address, asked.sent_s)
+        if not why:
+            raise Violation(f"client {asked.number} comes again, and its stream is gone: {bytes(asked.body)[-300:]!r}")
+        self._network.world.seen[f"streams gone: {why}"] += 1
+
     # ---- answers
 
     def _on_head(self, asked: Asked, head: Head) -> None:
@@ -160,25 +264,41 @@ class Clients:
 
     def _on_end(self, asked: Asked) -> None:
         if asked.status >= 400:
-            self._fail(asked, f"HTTP {asked.status} {bytes(asked.body)[:200]!r}")
+            self._on_refused(asked)
         elif asked.stream:
             self._check_so_far(asked)
             self._end_stream(asked)
         else:
             self._end_whole(asked)
 
+    def _on_refused(self, asked: Asked) -> None:
+        why = f"HTTP {asked.status} {bytes(asked.body)[-200:]!r}"
+        if asked.is_return and asked.status == GONE:
+            self._judge_gone(asked)
+            self._begin_anew(asked, why)
+        elif asked.is_return and asked.retry_after and self._comes_again(asked, after_s=float(asked.retry_after)):
+            self._network.world.seen["returns that were too early"] += 1
+        else:
+            self._fail(asked, why)
+
+    def _begin_anew(self, asked: Asked, why: str) -> None:
+        if asked.tries < MOST_TRIES:
+            self._send(asked)
+        else:
+            self._fail(asked, why)
+
     def _on_lost(self, asked: Asked) -> None:
         self._check_so_far(asked)
-        self._fail(asked, "the connection was lost", may_retry=not asked.got)
+        if (asked.must_succeed and not asked.was_cut) or not self._comes_again(asked):
+            self._fail(asked, "the connection was lost", may_retry=not asked.got)
 
     def _check_so_far(self, asked: Asked) -> None:
         """What a stream has brought until now: a beginning of the right answer."""
         if not asked.stream or asked.status != 200:
             return
         asked.got.clear()
-        for event in bytes(asked.body).split(b"\n\n"):
-            if event.startswith(b"data: "):
-                self._take_event(asked, msgspec.json.decode(event[6:]))
+        for event in events_of(bytes(asked.body)):
+            self._take_event(asked, msgspec.json.decode(event.data))
         want = asked.right_answer()
         if asked.got != want[: len(asked.got)]:
             raise Violation(f"client {asked.number}: tokens {asked.got}, must begin {want}")
@@ -197,7 +317,8 @@ class Clients:
         if asked.finished and not asked.said_error:
             self._succeed(asked, [asked.got])
         elif asked.said_error:
-            self._fail(asked, "an error in the stream", may_retry=False)
+            if asked.must_succeed or not self._comes_again(asked):
+                self._fail(asked, "an error in the stream", may_retry=False)
         else:
             raise Violation(f"client {asked.number}: the stream ended well, but neither finished nor failed")
 
@@ -231,7 +352,7 @@ class Clients:
     def _fail(self, asked: Asked, why: str, *, may_retry: bool = True) -> None:
         if asked.status in BUSY and not asked.retry_after:
             raise Violation(f"client {asked.number}: {why}, and no word when to come again")
-        if asked.must_succeed and (asked.status in BUSY or asked.said_busy) and asked.tries < 20:
+        if asked.must_succeed and (asked.status in BUSY or asked.said_busy) and asked.tries < MOST_TRIES:
             again_s = AGAIN_S if asked.said_busy else float(asked.retry_after)
             self._process.after(again_s, f"client {asked.number} comes again", self._retry, asked)
             return
@@ -240,6 +361,8 @@ class Clients:
         if may_retry and asked.tries < 3 and asked.status not in (400, 409) and self._draw.random() < 0.5:
             self._process.after(self._draw.uniform(0, 0.3), f"client {asked.number} again", self._retry, asked)
             return
+        if self._options.resume_window_s and events_of(bytes(asked.body)):
+            self._network.world.seen["streams that did not go on"] += 1
         self._close(asked, "error")
 
     def _retry(self, asked: Asked) -> None:

@@ -54,7 +54,9 @@ class Cluster:
         names = [f"p{i}" for i in range(options.num_prefill)] + [f"d{i}" for i in range(options.num_decode)]
         for name in names:
             self.nodes[name] = Node(name, "prefill" if name[0] == "p" else "decode")
-        self.nodes["r0"] = Node("r0", "router")
+        routers = [f"r{i}" for i in range(options.num_routers)]
+        for name in routers:
+            self.nodes[name] = Node(name, "router")
         if options.shared_bootstrap:
             self.nodes["b0"] = Node("b0", "bootstrap")
         self.around = Surroundings(
@@ -71,7 +73,13 @@ class Cluster:
         for node in reversed(list(self.nodes.values())):
             self.start(node)
         clients = Process(self.world, node="c0", life=1, skew_s=0.0)
-        self.clients = Clients(network=self.network, process=clients, router="r0:80", options=options)
+        self.clients = Clients(
+            network=self.network,
+            process=clients,
+            routers=[f"{name}:80" for name in routers],
+            options=options,
+            why_gone=self.why_gone,
+        )
         self.world.after_event.append(self._after_event)
 
     def _config(self) -> TransferConfig:
@@ -142,9 +150,22 @@ class Cluster:
         """Of living processes."""
         return [n.part for n in self.nodes.values() if n.alive and isinstance(n.part, Worker)]
 
-    def router(self) -> Router | None:
-        part = self.nodes["r0"].part
-        return part if self.nodes["r0"].alive and isinstance(part, Router) else None
+    def routers(self) -> list[Router]:
+        """Living ones."""
+        return [n.part for n in self.nodes.values() if n.alive and isinstance(n.part, Router)]
+
+    def why_gone(self, tag: str, address: str, asked_s: float) -> str:
+        """Return why the router at `address`, asked at `asked_s`, may find no worker that keeps a stream; "": it must."""
+        keeper = next((w.frontend.kept for w in self.all_workers if w.frontend.kept.began(tag)), None)
+        if keeper is None:
+            raise Violation(f"no worker wrote an event with the id {tag}")
+        node = address.partition(":")[0]
+        router = next((r for r in self.routers() if r.process.node == node), None)
+        if router is None or not router.has_asked(keeper.node, asked_s):
+            return "the router is dead, or takes its worker for dead"
+        if self.network.faulty_since(node, keeper.node, asked_s):
+            return "the way was cut"
+        return keeper.why_gone(tag)
 
     @property
     def capacity(self) -> int:
@@ -169,8 +190,7 @@ class Cluster:
         found += [f"client {asked.number} has no answer" for asked in self.clients.live.values()]
         for worker in self.workers():
             found += leftovers(worker)
-        router = self.router()
-        return found + (router.leftovers() if router is not None else [])
+        return found + [left for router in self.routers() for left in router.leftovers()]
 
     def demand(self, ok: bool, text: str) -> None:
         if not ok:

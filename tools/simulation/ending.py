@@ -44,7 +44,10 @@ class WorkerEnding:
 
     async def _drain(self) -> None:
         frontend, process = self._worker.frontend, self._process
+        told_s = frontend.aio.time()
         await drain(frontend.client, signals=frontend.signals, timeout_s=self._timeout_s, dead=lambda: None)
+        if not frontend.signals.at_once.is_set() and frontend.aio.time() < told_s + self._timeout_s:
+            self._demand_no_moves()
         self._worker.around.network.unlisten(f"{process.node}:80", process)
         deadline_s = frontend.aio.time() + HTTP_CLOSE_S
         while frontend.num_handlers and frontend.aio.time() < deadline_s:
@@ -52,6 +55,11 @@ class WorkerEnding:
         if frontend.client.num_live:
             raise Violation(f"{process.name}: drained, and {frontend.client.num_live} requests have no answer")
         self._worker._to_scheduler(Shutdown())
+
+    def _demand_no_moves(self) -> None:
+        """Who has waited for rest has given away what others get."""
+        if left := len(self._worker.handovers_out()):
+            raise Violation(f"{self._process.name}: drained, and {left} workers still get KV")
 
     def _close(self) -> None:
         """The scheduler process, after its loop has ended."""

@@ -112,7 +112,8 @@ class CheckedModel(HashModel):
             parts[at + layers.start : at + layers.stop] = [other.layer_of(there, layer, lag=lag) for layer in layers]
             self.kv[here] = _whole(parts)
 
-    def read(self, row: list[int], end: int, *, adapter: int = 0) -> int:
+    def read(self, row: list[int], end: int, *, adapter: int = 0, path: Sequence[int] = ()) -> int:
+        assert not path, "nothing is drafted here"
         slot = next((slot for slot, mine in self.rows.items() if mine is row), None)
         if slot is None:  # no request's: the cache's, looked at
             return super().read(row, end, adapter=adapter)

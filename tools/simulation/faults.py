@@ -11,7 +11,7 @@ from tools.simulation.cluster import Cluster, Node
 from tools.simulation.ending import ending_of
 from tools.simulation.hostile import Hostile
 from tools.simulation.http import Call, call
-from tools.simulation.options import MOVE_FAULT, RANK_FAULT
+from tools.simulation.options import MOVE_FAULT, RANK_FAULT, RETURN_FAULT
 from tools.simulation.weights import BROKEN
 from tools.simulation.worker import Worker
 from tools.simulation.world import Process
@@ -51,6 +51,7 @@ class Faults:
             "update weights": self._update,
             RANK_FAULT: self._kill_rank,
             MOVE_FAULT: self._migrate,
+            RETURN_FAULT: self._break_stream,
         }
 
     def begin(self) -> None:
@@ -184,9 +185,10 @@ class Faults:
 
     def _migrate(self, tries: int = 100) -> None:
         """As POST /workers/migrate of the router, at a worker that streams; until there is one, up to `tries` times."""
-        router = self._cluster.router()
-        if router is None or router.process.frozen or not self._active:
+        routers = [r for r in self._cluster.routers() if not r.process.frozen]
+        if not routers or not self._active:
             return
+        router = routers[0] if len(routers) == 1 else self._draw.choice(routers)
         workers = [w for w in router.table.workers() if w.role is Role.DECODE and router.table.has_others(w)]
         busy = [w for w in workers if any(call.continuable for call in w.calls)]
         if busy:
@@ -251,6 +253,15 @@ class Faults:
         if number is not None:
             self._cluster.clients.leave(number)
             self._count("client disconnect")
+
+    def _break_stream(self, tries: int = 100) -> None:
+        """The first stream of which its client has something; until there is one, up to `tries` times."""
+        number = self._cluster.clients.pick_begun()
+        if number is not None:
+            self._cluster.clients.lose_connection(number)
+            self._count(RETURN_FAULT)
+        elif tries and self._active:
+            self._world.after(0.02, "break a stream", self._break_stream, tries - 1)
 
     def _repeat(self) -> None:
         """A body that a worker got comes once more: to it, or to another worker of its kind."""

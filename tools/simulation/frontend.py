@@ -24,11 +24,14 @@ from engine.sampling_params import SamplingParams
 from engine.text.sample import TextOutput
 from service.http.api_shapes import OPENAI
 from service.http.errors import DRAINING, ApiError, bad_field, decode_body
+from service.http.reconnect import KEPT_PATH
 from service.http.resume import FRAMES_HEADER, FRAMES_TYPE, MOVE_OUT, RESUME_HEADER, Begun, Resume, failed_frame
+from service.http.stream import DONE
 from service.kv_events import namespace_of
 from service.process.stop_signals import StopSignals
 from tools.simulation.aio import VirtualLoop
 from tools.simulation.http import Reply, Request
+from tools.simulation.kept import KeptStreams
 from tools.simulation.options import Options
 from tools.simulation.world import Process, Violation
 
@@ -81,6 +84,7 @@ class Frontend:
             max_queued=options.max_queued,
             early_rejection=options.early_rejection and role != "decode",
         )
+        self.kept = KeptStreams(process, self.aio, self.signals, most_bytes=options.most_kept_bytes)
         self._process = process
         self._role = role
         self._max_running = options.max_running
@@ -94,6 +98,7 @@ class Frontend:
             "/v1/loads": self._loads,
             "/generate": self._generate,
             MOVE_OUT: self._move_out,
+            KEPT_PATH: self.kept.answer,
             "/v1/embeddings": self._embeddings,
         }
         self.on_message(SchedulerReady({}))
@@ -133,6 +138,7 @@ class Frontend:
             raise self._error
         if self.aio.errors:
             raise Violation(f"{self._process.name}: an error was lost: {self.aio.errors[0]}")
+        self.kept.check()
 
     # ---- what is asked
 
@@ -163,7 +169,13 @@ class Frontend:
         with self._begin(requests, request, earlier=earlier_of(body.resume, requests)) as generation:
             generation.can_move = FRAMES_HEADER in request.headers
             if body.stream:
-                await _stream(generation, reply, Frames(_begun(request, requests)))
+                begun = _begun(request, requests)
+                kept = None if self._role == "prefill" else self.kept.open(request, generation, begun, body.resume)
+                try:
+                    await _stream(generation, reply, Frames(begun, kept=kept), done=b"" if kept is None else DONE)
+                finally:
+                    if kept is not None:
+                        self.kept.end(kept)
             elif self._role == "prefill" or FRAMES_HEADER not in request.headers:
                 reply.whole(200, _body(await generation.collect()))
             else:
@@ -282,19 +294,24 @@ def _begun(request: Request, requests: list[GenerateRequest]) -> Begun:
     return Begun(id="", created=0, names=names, groups=names, seeds=[0] * len(names), salt="")
 
 
-async def _stream(generation: Generation, reply: Reply, frames: Frames) -> None:
-    """As engine/frontend/apis/shared/stream.py: what fails before the first output has a status."""
+async def _stream(generation: Generation, reply: Reply, frames: Frames, *, done: bytes) -> None:
+    """As engine/frontend/apis/shared/stream.py: what fails before the first output has a status. `done`: after the last event; empty: an
+    output is one event.
+    """
     news = [] if generation.done else await generation.next()
     reply.head(200, "text/event-stream")
     try:
         while True:
             for index, output in news:
-                reply.chunk(frames.before(index, output, [_event(_sample(output))]))
+                if events := frames.before(index, output, _events(output, several=bool(done))):
+                    reply.chunk(events)
             if generation.done:
                 break
             news = await generation.next()
         if generation.moved:
             reply.chunk(frames.leave(generation.moved))
+        elif last := done or frames.nothing():
+            reply.chunk(last)
     except ApiError as error:
         reply.chunk(failed_frame(error.status) + _event(OPENAI.body(error)))
     reply.finish()
@@ -332,6 +349,15 @@ async def _answer_framed(generation: Generation, reply: Reply, begun: Begun) -> 
 
 def _body(answers: list[TextOutput]) -> bytes:
     return msgspec.json.encode({"samples": [_sample(output) for output in answers]})
+
+
+def _events(output: TextOutput, *, several: bool) -> list[bytes]:
+    """`several`: one of each token, then one of the end, as some APIs write."""
+    sample = _sample(output)
+    if not several:
+        return [_event(sample)]
+    shown = [{"tokens": [token], "finish": None} for token in sample["tokens"]]
+    return [_event(event) for event in (*shown, *([] if sample["finish"] is None else [{**sample, "tokens": []}]))]
 
 
 def _event(event: Any) -> bytes:

@@ -224,9 +224,7 @@ class Pipe:
 
     def cut(self) -> None:
         """A fault of the network, not the end of a process."""
-        if len(self.ends) == 2:
-            first, second = self.ends
-            self._network._note_fault({(first.process.node, second.process.node)})
+        self._network._note_fault({(self.ends[0].process.node, self._address.partition(":")[0])})
         self.reset()
 
     def reset(self) -> None:

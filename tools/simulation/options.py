@@ -3,6 +3,7 @@
 import random
 from dataclasses import asdict, dataclass, replace
 
+from service.http.reconnect import MOST_KEPT_BYTES
 from tools.simulation.transfer_engine import EngineBehaviour
 
 EARLIER_FAULTS = (
@@ -26,9 +27,11 @@ LATER_FAULTS = ("drain prefill", "drain decode", "drain router", "update weights
 GRID = 4  # where prompts of a model with recurrent layers may be cut: a multiple of every page
 FIRST_WITH_GROUPS = 1000  # what earlier seeds draw stays
 FIRST_WITH_PREFIXES = 2000
+FIRST_WITH_RETURNS = 3000
 RANK_FAULT = "kill rank"  # in clusters that have followers
 MOVE_FAULT = "migrate"  # an operator moves what runs at a decode worker
-FAULTS = (*EARLIER_FAULTS, *LATER_FAULTS, RANK_FAULT, MOVE_FAULT)
+RETURN_FAULT = "broken stream"  # a client loses its connection, and comes again
+FAULTS = (*EARLIER_FAULTS, *LATER_FAULTS, RANK_FAULT, MOVE_FAULT, RETURN_FAULT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +83,10 @@ class Options:
     state_slots: tuple[int, int] = (0, 0)  # of a model with recurrent layers; (0, 0): it has none
     window: int = 0  # tokens that queries of some layers see; 0: all layers see all
     more_window_pages: int = 0  # than the least
+    step_fail_rate: float = 0.0  # of steps that find no memory on their device
+    num_routers: int = 1
+    resume_window_s: float = 0.0  # of streams whose clients come again; 0: none do
+    most_kept_bytes: int = MOST_KEPT_BYTES  # of these, at a worker
     silence_s: float = 0.4  # more than the slowest links take for a connection, a question and its answer
     prefix_fetch: bool = False  # prefill workers are told of others, which may have a prompt's prefix
 
@@ -106,6 +113,10 @@ def options_of(seed: int, *, nodes: int | None = None, faults: tuple[str, ...] |
         drawn += (RANK_FAULT,)
     if random.Random(f"{seed}/moves").random() < 0.5:
         drawn += (MOVE_FAULT,)
+    returns = random.Random(f"{seed}/returns")
+    with_returns = seed >= FIRST_WITH_RETURNS and returns.random() < 0.7
+    if with_returns:
+        drawn += (RETURN_FAULT,)
     chosen = drawn if faults is None else faults
     page_size = draw.choice([1, 2, 4])
     tight = draw.random() < 0.5
@@ -159,6 +170,9 @@ def options_of(seed: int, *, nodes: int | None = None, faults: tuple[str, ...] |
             must_poll=has_ranks and of_ranks.random() < 0.5,
             host_pages=random.Random(f"{seed}/host tier").choice([0, 20, 200]) if has_ranks or stages[0] > 1 else 0,
             prefix_fetch=num_prefill > 1 and _fetches(seed),
+            num_routers=returns.choice([1, 2, 2]) if with_returns else 1,
+            resume_window_s=returns.choice([0.5, 3.0]) if with_returns else 0.0,
+            most_kept_bytes=returns.choice([2000, MOST_KEPT_BYTES, MOST_KEPT_BYTES]),
         ),
     )
 

@@ -23,6 +23,7 @@ def leftovers(worker: Worker) -> list[str]:
         "rooms": sum(len(manager.core.rooms) for manager in worker.managers.values()),
         "exposed pages": sum(sum(exposed.values()) for exposed in worker.exposed.values()),
         "open HTTP requests": worker.frontend.num_open,
+        "kept streams": len(worker.frontend.kept),
         "held requests": worker.loop._control.num_held,
         "pending updates of weights": int(worker.loop._control._update is not None),
         "end under way": int(worker.frontend.signals.requested.is_set()),

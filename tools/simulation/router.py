@@ -26,6 +26,7 @@ from router.http.access import need_of
 from router.metrics import RouterMetrics, counted
 from router.pool.health import HealthMonitor
 from router.pool.moves import MoveOrders
+from router.pool.states import Health
 from router.pool.worker import Role
 from router.pool.workers import WorkerTable
 from router.requests.build import make_dispatcher, make_events
@@ -33,6 +34,7 @@ from router.requests.live import LiveRequests
 from router.requests.responses import Responses
 from service.http.guard import make_guard
 from service.http.routes import Routes
+from service.http.stream import REQUEST_ID_HEADER
 from service.process.stop_signals import StopSignals
 from service.security.browser import BrowserRule
 from service.security.keys import open_gate
@@ -70,6 +72,7 @@ class Router:
             max_concurrent_requests=options.max_concurrent,
             hedge_after_s=options.hedge_after_ms / 1000,
             hedge_budget=1.0,
+            resume_window_s=options.resume_window_s,
         )
         chooser = make_chooser(config, draw=draw.randrange)
         self.table = WorkerTable(on_gone=chooser.forget)
@@ -133,7 +136,7 @@ class Router:
             reply.whole(404, b"{}")  # what the web server does
             return
         self._num_requests += 1
-        name = f"{self.process.name}-{self._num_requests}"
+        name = request.headers.get(REQUEST_ID_HEADER) or f"{self.process.name}-{self._num_requests}"
         self._upstream.note(name, request)
         incoming: Any = _IncomingRequest(self.aio, request, reply, name)
         task = self.aio.run(lambda: self.aio.create_task(self._serve(incoming, reply)))
@@ -144,6 +147,12 @@ class Router:
         if isinstance(response, web.Response):
             body = response.body if isinstance(response.body, bytes) else b""
             reply.whole(response.status, body, retry_after=response.headers.get("Retry-After", ""))
+
+    def has_asked(self, node: str, since_s: float) -> bool:
+        """Whether all this time, by the world's clock, it has taken the worker at `node` for one that may live."""
+        worker = self.table.find(f"http://{node}:80")
+        changed_s = worker.changed_s - self.process.skew_s
+        return worker.health is not Health.DOWN and changed_s < since_s and self.process.born_s < since_s
 
     def check_if_changed(self) -> None:
         seen = (self.table.loads.num_leases, self.rooms.num_live, len(self.aio.errors))
@@ -191,7 +200,9 @@ class _IncomingRequest(dict[Any, Any]):
     def __init__(self, loop: VirtualLoop, request: Request, reply: Reply, request_id: str) -> None:
         super().__init__()
         self.path = request.path
-        self.headers = CIMultiDict({"X-Request-Id": request_id, "Content-Type": "application/json", **request.headers})
+        self.headers = CIMultiDict(
+            {REQUEST_ID_HEADER: request_id, "Content-Type": "application/json", **request.headers}
+        )
         self._body = request.body
         self.writer = self._payload_writer = _Writer(reply)
 

@@ -1,11 +1,13 @@
 """The router's client over the simulated network: production replies, fed by simulated connections."""
 
+from collections import Counter
 from collections.abc import Mapping
 from urllib.parse import urlsplit
 
 from router.attempts.request import LEAST_S
 from router.client.upstream import HttpReply, UpstreamError
 from service.http.deadline import TIMEOUT_HEADER
+from service.http.resume import RESUME_HEADER
 from tools.simulation.aio import VirtualLoop
 from tools.simulation.http import Call, Head, Request, call
 from tools.simulation.network import Network
@@ -23,6 +25,7 @@ class SimulatedUpstream:
         self._aio = aio
         self._request_timeout_s = request_timeout_s
         self._deadlines: dict[str, float] = {}  # of a request, by its name
+        self._rests: Counter[str] = Counter()  # attempts to go on with it
 
     def note(self, name: str, request: Request) -> None:
         """A client's request has come: what it said of its time is remembered."""
@@ -31,6 +34,10 @@ class SimulatedUpstream:
 
     def post(self, url: str, path: str, *, headers: Mapping[str, str], body: bytes) -> HttpReply:
         self._check_deadline(headers)
+        if RESUME_HEADER in headers and urlsplit(url).netloc.startswith("d"):
+            self._rests[headers["X-Request-Id"]] += 1
+            if self._rests[headers["X-Request-Id"]] == 2:
+                self._process.world.seen["answers that go on twice"] += 1
         reply = HttpReply(self._aio, timeout_s=self._request_timeout_s)  # type: ignore[arg-type]
         exchange = _Exchange(reply, self._aio)
         reply.end_connection = exchange.call.cancel

@@ -29,6 +29,7 @@ from disagg.prefix_exchange import PrefixExchange
 from disagg.prefix_fetching import PrefixFetches
 from disagg.prefix_serving import PrefixServer
 from disagg.recompute import Bounds
+from engine.core.plan import Plan
 from engine.loop.loop import EngineLoop, LoopServices, LoopSettings
 from engine.loop.turn_clock import TurnClock
 from engine.messages import (
@@ -96,6 +97,9 @@ class Worker:
         options, is_prefill = around.options, role_name == "prefill"
         self.model = CheckedModel(page_size=options.page_size, name=process.name)
         self.model.window = options.window
+        if options.step_fail_rate:
+            self.model.fails = self._step_fails
+            self._failed_seq = -1
         groups: dict[str, Any] = {
             "states": make_states(options, decodes=not is_prefill),
             "windows": make_windows(options, decodes=not is_prefill),
@@ -253,6 +257,16 @@ class Worker:
             follower.register([])
         shared = [share(engine) for engine in self._engines]
         return RankEngines(shared) if len(shared) > 1 else shared[0]
+
+    def _step_fails(self, plan: Plan) -> bool:
+        """The same of a plan each time."""
+        if plan.items and plan.seq > self._failed_seq and self._engines[0].faulty and self._draws_a_failure():
+            self._failed_seq = plan.seq
+            self.around.world.injected["failed step"] += 1
+        return plan.seq == self._failed_seq
+
+    def _draws_a_failure(self) -> bool:
+        return self.draw.random() < self.around.options.step_fail_rate
 
     def stop_engine_faults(self) -> None:
         for engine in self._engines:

@@ -111,6 +111,7 @@ class Process:
         self.life = life
         self.alive = True
         self.frozen = False
+        self.born_s = world.now_s
         self.thawed_s = -1.0  # when it was thawed last
         self.orderly = False  # it ended by itself: what it has sent still arrives
         self.skew_s = skew_s

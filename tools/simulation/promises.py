@@ -1,0 +1,122 @@
+"""What a cluster in which little else goes wrong must bring about: runs of which more is demanded than of a seed.
+
+A seed's run may end requests with a clear error. Here they succeed, and what is promised has happened: a run in which nothing moved proves nothing.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from service.http.reconnect import MOST_KEPT_BYTES
+from tools.simulation.options import MOVE_FAULT, RETURN_FAULT, Options, options_of
+from tools.simulation.run import Outcome, run
+
+SUCCESS = frozenset(["ok"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Promise:
+    """`least` of what is injected or seen, and what is `never` seen. `outcomes` that requests may have."""
+
+    name: str
+    options: Options
+    least: Mapping[str, int]
+    never: tuple[str, ...] = ()
+    outcomes: frozenset[str] = SUCCESS
+    most_gap_s: float = math.inf  # between two events of a stream
+
+    def breach(self, outcome: Outcome) -> str:
+        """Return how a run without a violation breaks it; "": it does not."""
+        found = {**outcome.injected, **outcome.seen}
+        if outcome.outcomes.keys() - self.outcomes:
+            return f"requests end as {outcome.outcomes}"
+        for what, count in self.least.items():
+            if found.get(what, 0) < count:
+                return f"{what}: {found.get(what, 0)}, and at least {count} are promised"
+        for what in self.never:
+            if found.get(what, 0):
+                return f"{what}: {found[what]}, and none is promised"
+        if outcome.longest_gap_s > self.most_gap_s:
+            return f"a client waits {outcome.longest_gap_s:.2f} s for its next event"
+        return ""
+
+
+def play(promise: Promise) -> Outcome:
+    outcome = run(promise.options)
+    if outcome.ok and (breach := promise.breach(outcome)):
+        outcome.problem = f"broken promise: {promise.name}: {breach}"
+    return outcome
+
+
+def calm(options: Options) -> Options:
+    """Nothing goes wrong by itself, and nobody is refused for load."""
+    engine = options_of(options.seed, faults=()).engine
+    roomy = replace(options, engine=engine, max_queued=100, max_concurrent=10_000, prealloc_timeout_s=60.0)
+    return replace(roomy, deadlines=False)
+
+
+def _of(seed: int, *faults: str, fault_every_s: float, **more: Any) -> Options:
+    """Four workers of each role, quick links, room for all, and steps that are slow beside them: faults strike answers."""
+    options = calm(options_of(seed, nodes=8, faults=faults))
+    even = replace(options, num_prefill=4, num_decode=4, ranks=(1, 1), kv_units=1, stages=(1, 1))
+    plain = replace(even, priorities=False, hedge_after_ms=0.0, retry_max=5, most_kept_bytes=MOST_KEPT_BYTES)
+    roomy = replace(plain, delay_s=(0.0001, 0.0005), pages=(300, 150), rows=16, clock_s=0.01)
+    return replace(roomy, fault_every_s=fault_every_s, **more)
+
+
+def _drained() -> Options:
+    """With these times no two workers of a role drain at once."""
+    options = calm(options_of(11, nodes=6, faults=("drain prefill", "drain decode")))
+    return replace(options, seed=18, ranks=(1, 1), kv_units=1, drain_timeout_s=20.0, retry_max=5, fault_every_s=1.5)
+
+
+PROMISES = (
+    Promise(
+        name="running requests move with their KV",
+        options=_of(2, MOVE_FAULT, fault_every_s=0.2, clock_s=0.002),
+        least={"migrate": 15, "moves landed": 20},
+        never=("moves that failed", "failovers went_on", "failovers ended"),
+    ),
+    Promise(
+        name="answers of decode workers that die go on at others, and again if these die",
+        options=_of(1, "kill decode", fault_every_s=0.8, length_s=12.0),
+        least={"failovers went_on": 5, "answers that go on twice": 1},
+        never=("failovers ended",),
+    ),
+    Promise(
+        name="answers of workers that freeze go on, whatever these say when they thaw",
+        options=_of(4, "freeze", fault_every_s=0.5, length_s=12.0),
+        least={"freeze decode": 5, "failovers went_on": 3},
+        never=("failovers ended",),
+        most_gap_s=3.0,
+    ),
+    Promise(
+        name="nothing is left of answers that move or go on when their clients are gone",
+        options=_of(4, "kill decode", MOVE_FAULT, "client disconnect", fault_every_s=0.5, length_s=12.0),
+        least={"client disconnect": 2, "failovers moved": 10, "failovers went_on": 5},
+        never=("failovers ended",),
+        outcomes=frozenset(["ok", "left"]),
+        most_gap_s=3.0,
+    ),
+    Promise(
+        name="a state that a failed step has spoilt moves nowhere",
+        options=_of(
+            5, MOVE_FAULT, fault_every_s=0.1, clock_s=0.002, step_fail_rate=0.03, state_slots=(16, 10), chunk=8
+        ),
+        least={"failed step": 20, "migrate": 20, "moves landed": 15},
+        outcomes=frozenset(["ok", "error"]),  # one that fails three times ends
+    ),
+    Promise(
+        name="workers that drain one by one lose nothing",
+        options=_drained(),
+        least={"drain prefill": 1, "drain decode": 1, "moves landed": 3},
+    ),
+    Promise(
+        name="streams go on with clients that come again, at whichever router",
+        options=_of(1, RETURN_FAULT, "kill router", fault_every_s=0.3, num_routers=2, resume_window_s=3.0),
+        least={"kill router, fast restart": 1, "clients that came again": 8, "answers to a second return": 1},
+        never=("streams that did not go on",),
+        outcomes=frozenset(["ok", "error"]),  # of those of which nothing had come
+    ),
+)
