@@ -16,6 +16,7 @@ from transfer_backends.rooms import RoomTable
 from transfer_backends.wire import MalformedFrame, Message, decode, encode
 
 TICK_S = 0.02
+REST_S = 0.5  # longest pause while nothing but heartbeats is due
 LOG_EVERY_S = 5.0
 CLOSE_S = 5.0  # for each part of an end
 
@@ -35,6 +36,8 @@ class Core(Protocol):
     def gauges(self) -> dict[str, int]: ...
     @property
     def is_quiet(self) -> bool: ...
+    @property
+    def rests(self) -> bool: ...
     def on_message(self, link: Any, message: Message, now_s: float) -> None: ...
     def on_link_closed(self, link: Any, now_s: float, *, refused: bool = False) -> None: ...
     def tick(self, now_s: float) -> None: ...
@@ -70,6 +73,7 @@ class ControlThread:
         self.lock = threading.Lock()  # for reads; `locked` for calls that may change something
         self._stop = threading.Event()
         self._closed = False
+        self._rests = False  # in a long pause
         self._next_tick_s = 0.0
         self._next_log_s = 0.0
         self._num_unlogged = 0
@@ -88,7 +92,8 @@ class ControlThread:
                 yield self._clock()
             finally:
                 changed = rooms.num_moves != before
-                pending = self.has_effects
+                pending = self.has_effects or (self._rests and not self._core.rests)
+                self._rests = self._rests and not pending
         if pending and threading.current_thread() is not self._thread:
             self.port.wake()
         if changed:
@@ -161,12 +166,23 @@ class ControlThread:
     def _run(self) -> None:
         while not self._stop.is_set():
             try:
-                self.turn(self._pause_s())
+                self.turn(self._wait_s())
             except Exception:  # a bug of ours must not end the control plane of all other rooms
                 self._fault("control_errors", "control thread: an error was survived", exc_info=True)
         with contextlib.suppress(Exception):
             self._flush()
         self.port.close()
+
+    def _wait_s(self) -> float:
+        pause_s = self._pause_s()
+        return pause_s if pause_s < TICK_S else max(pause_s, self._rest_s())
+
+    def _rest_s(self) -> float:
+        """How long nothing is due; 0: something may be at any time. `locked` ends that pause."""
+        with self.lock:
+            self._rests = self._core.rests and not self.has_effects
+            due_s = self._core.peers.next_ping_s - self._clock()
+            return max(0.0, min(due_s, REST_S)) if self._rests else 0.0
 
     def _on_event(self, event: Event, now_s: float) -> None:
         if isinstance(event, Frame):

@@ -7,6 +7,7 @@ A peer is one incarnation of a process; its link is the connection that its mess
 Each side has a subclass: `DecodePeer` (prefill/paths.py), `PrefillPeer` (decode/connections.py).
 """
 
+import math
 from collections import Counter, deque
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
@@ -135,6 +136,16 @@ class PeerTable(Generic[P]):
                 if peer.heartbeat.silent:
                     silent.append(peer)
         return silent
+
+    @property
+    def next_ping_s(self) -> float:
+        """When `beat` has something to do next; inf: no peer is live."""
+        return min((peer.heartbeat.next_s for peer in self._peers.values() if peer.live), default=math.inf)
+
+    @property
+    def rests(self) -> bool:
+        """Whether pings are all that is due: every peer is live, and no link is in doubt."""
+        return not self._link_checks and all(peer.live for peer in self._peers.values())
 
     def on_some_link_closed(self) -> None:
         """One link is gone, not known which: find it by a ping on each."""

@@ -41,6 +41,11 @@ class Heartbeat:
     def silent(self) -> bool:
         return self._misses > self._max_failures
 
+    @property
+    def next_s(self) -> float:
+        """When the next ping is due."""
+        return self._next_s
+
     def on_message(self, now_s: float) -> None:
         self._misses, self.message_at_s = 0, now_s
 

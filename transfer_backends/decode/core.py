@@ -99,6 +99,11 @@ class DecodeCore:
         """No peer can write into the pool."""
         return self.rooms.num_exposed == 0
 
+    @property
+    def rests(self) -> bool:
+        """Whether time changes nothing but heartbeats."""
+        return not len(self.rooms) and self.peers.rests
+
     def open(
         self, room: int, room_attempt: int, bootstrap: str, now_s: float, *, route: Route | None = None
     ) -> DecodeRoom:

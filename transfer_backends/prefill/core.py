@@ -81,6 +81,13 @@ class PrefillCore:
         return self.outbox.num_inflight == 0 and all(room.quiet for room in self.rooms)
 
     @property
+    def rests(self) -> bool:
+        """Whether time changes nothing but heartbeats."""
+        if len(self.rooms) or len(self.inbox) or self.wants_driver or not self.peers.rests:
+            return False
+        return self.outbox.num_inflight == 0 and all(peer.path.rests for peer in self.peers)
+
+    @property
     def gauges(self) -> dict[str, int]:
         return {"rooms": len(self.rooms), "peers": len(self.peers.linked())}
 

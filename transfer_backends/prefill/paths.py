@@ -104,6 +104,11 @@ class Path:
     def quiet(self) -> bool:
         return not self.num_ops and not self.landing and self.state is not PathState.FENCING
 
+    @property
+    def rests(self) -> bool:
+        """Whether time changes nothing."""
+        return self.open and self.quiet and self.lands_until_s == math.inf
+
     def on_posted(self, pieces: Pieces, now_s: float) -> None:
         pair = pieces.src_rank, pieces.dst_rank
         if not self.ops_of_pairs[pair]:
