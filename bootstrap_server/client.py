@@ -3,6 +3,7 @@
 import contextlib
 import http.client
 import logging
+import math
 import queue
 import threading
 import time
@@ -68,7 +69,8 @@ def look_up(
 class Registrar:
     """Registers `worker`, renews its lease, registers its rooms if the server is shared, and leaves on `close`.
 
-    Retries forever. A restarted server gets the rooms of the last `REMEMBER_S` again.
+    Retries forever. A restarted server gets the rooms of the last `REMEMBER_S` again. `is_own`: the server ends with the worker and is never
+    another one, so that the lease alone says when to renew it.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class Registrar:
         *,
         secret: bytes | None = None,
         timeout_s: float = 3.0,
+        is_own: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.registered = threading.Event()
@@ -86,6 +89,7 @@ class Registrar:
         self._worker = worker
         self._signer = None if secret is None else Signer(secret)
         self._timeout_s = timeout_s
+        self._longest_pause_s = math.inf if is_own else LONGEST_PAUSE_S
         self._clock = clock
         self._shared = False
         self._rooms: queue.Queue[int] = queue.Queue(MAX_WAITING_ROOMS)
@@ -128,7 +132,7 @@ class Registrar:
         try:
             if self._clock() >= self._renew_at_s:
                 lease = self._register()
-                self._renew_at_s = self._clock() + min(lease.lease_s / 3, LONGEST_PAUSE_S)
+                self._renew_at_s = self._clock() + min(lease.lease_s / 3, self._longest_pause_s)
             self._register_rooms()
         except BootstrapError as error:
             self._complain(str(error))

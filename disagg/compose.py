@@ -88,6 +88,7 @@ def _prefill(
         manager,
         kv_args,
         server=spec.bootstrap,
+        is_own=spec.disagg.disaggregation_bootstrap_server is None,
         secret=config.secret,
         dp_size=spec.engine.dp_size,
         dp_rank=spec.dp_rank,

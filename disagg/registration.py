@@ -16,9 +16,16 @@ MAX_SERVERS = 4096
 
 
 def registrar_of(
-    manager: PrefillManager, kv_args: KVArgs, *, server: str, secret: bytes | None, dp_size: int = 1, dp_rank: int = 0
+    manager: PrefillManager,
+    kv_args: KVArgs,
+    *,
+    server: str,
+    secret: bytes | None,
+    is_own: bool = False,
+    dp_size: int = 1,
+    dp_rank: int = 0,
 ) -> Registrar:
-    """Return what keeps `manager` registered at the bootstrap server "host:port"."""
+    """Return what keeps `manager` registered at the bootstrap server "host:port". `is_own`: it is the worker's."""
     host, _, port = manager.control_address.rpartition(":")
     worker = Registration(
         incarnation=manager.incarnation,
@@ -31,7 +38,7 @@ def registrar_of(
         dp_size=dp_size,
         dp_rank=dp_rank,
     )
-    return Registrar(server, worker, secret=secret)
+    return Registrar(server, worker, secret=secret, is_own=is_own)
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from bootstrap_server.client import MAX_WAITING_ROOMS, REMEMBER_S, BootstrapError, Registrar, look_up
+from bootstrap_server.client import LONGEST_PAUSE_S, MAX_WAITING_ROOMS, REMEMBER_S, BootstrapError, Registrar, look_up
 from bootstrap_server.config import BootstrapConfig
 from bootstrap_server.server import BootstrapServer
 from service.security.signing import AUTH_HEADER, CHALLENGE_HEADER, Call, Signer
@@ -115,6 +115,15 @@ def test_a_server_that_starts_again_is_told_the_latest_rooms_once_more(serve: An
     second = serve(port=first.port, lease_s=0.3)
     until(lambda: second.registry.num_rooms == 3)
     assert look_up(f"127.0.0.1:{second.port}", 2).worker.incarnation == "a"
+
+
+@pytest.mark.parametrize(("is_own", "pause_s"), [(False, LONGEST_PAUSE_S), (True, 10.0)])
+def test_a_worker_s_own_server_is_told_no_oftener_than_its_lease_requires(
+    serve: Any, is_own: bool, pause_s: float
+) -> None:
+    server = serve(lease_s=30.0)
+    registrar = Registrar(f"127.0.0.1:{server.port}", worker("a"), clock=lambda: 5.0, is_own=is_own)
+    assert registrar.turn() == pytest.approx(pause_s)
 
 
 def test_rooms_that_may_be_sent_again_are_bounded_and_expire(serve: Any) -> None:
