@@ -1,11 +1,13 @@
 """The child processes of a worker: the scheduler of each DP rank, and the frontends beside its main one."""
 
+import asyncio
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 from engine.device.gpus import VISIBLE
@@ -66,6 +68,25 @@ class Children:
         if (found := self.first_dead()) is None:
             return None
         return f"the {found[0]} process ended (status {found[1].poll()})"
+
+    @contextmanager
+    def watched(self, on_end: Callable[[], None]) -> Iterator[None]:
+        """Call `on_end` in the running loop when a child ends within the block."""
+        loop = asyncio.get_running_loop()
+
+        def ended(descriptor: int) -> None:
+            loop.remove_reader(descriptor)  # it stays readable
+            on_end()
+
+        with ExitStack() as undo:
+            for process in self._processes.values():
+                if process.poll() is not None:  # known
+                    continue
+                descriptor = os.pidfd_open(process.pid)
+                undo.callback(os.close, descriptor)
+                loop.add_reader(descriptor, ended, descriptor)
+                undo.callback(loop.remove_reader, descriptor)
+            yield
 
     def first_dead(self) -> "tuple[str, subprocess.Popen[bytes]] | None":
         return next((item for item in self._processes.items() if item[1].poll() is not None), None)

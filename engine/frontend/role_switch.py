@@ -20,13 +20,14 @@ class RoleSwitchState:
 class RoleSwitch:
     """The switch that may end a session. `check` raises ConfigError for a session that cannot start.
 
-    `last`: result of the switch that began this session, for /server_info; None: there was none.
+    `last`: result of the switch that began this session, for /server_info; None: there was none. `on_request` is called once.
     """
 
     check: Callable[[RoleSwitchState], object]
     last: Mapping[str, Any] | None = None
     to: RoleSwitchState | None = None
     timeout_s: float | None = None
+    on_request: Callable[[], None] = lambda: None
 
     @property
     def to_role(self) -> str | None:
@@ -36,3 +37,4 @@ class RoleSwitch:
         """End this session after a drain. Call it once."""
         assert self.to is None, self.to
         self.to, self.timeout_s = to, timeout_s
+        self.on_request()

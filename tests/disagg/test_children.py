@@ -1,11 +1,14 @@
 """A worker's children end with it, whatever they are doing and however it ends."""
 
+import asyncio
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
+import uvloop
 
 from disagg.children import Children
 from tests.transfer.rig import until
@@ -45,3 +48,32 @@ def test_a_team_waits_awake_for_a_moment_on_cores_of_its_own_unless_the_operator
     finally:
         children.end()
     assert f"GOMP_SPINCOUNT={found}" in told and {"OMP_NUM_THREADS=2", "CUDA_VISIBLE_DEVICES=GPU-a"} <= set(told)
+
+
+@pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_the_end_of_a_child_is_news(loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
+    children = Children()
+
+    async def watch() -> str | None:
+        news = asyncio.Event()
+        with children.watched(news.set):
+            assert not news.is_set() and children.dead() is None
+            children._processes["second"].kill()
+            await asyncio.wait_for(news.wait(), 60)
+            return children.dead()
+
+    try:
+        for name in ("first", "second"):
+            children.start(name, "http.server", ["0", "--bind", "127.0.0.1"], num_threads=1)
+        with asyncio.Runner(loop_factory=loop) as runner:
+            assert runner.run(watch()) == "the second process ended (status -9)"
+            assert runner.run(watch_none(children)) is False
+    finally:
+        children.end()
+
+
+async def watch_none(children: Children) -> bool:
+    """What has ended before is no news."""
+    news = asyncio.Event()
+    with children.watched(news.set):
+        return news.is_set()

@@ -7,7 +7,8 @@ import signal
 import sys
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -58,13 +59,16 @@ async def serve(args: dict[str, Any], port: ListeningPort, signals: StopSignals)
 
 
 class _Processes:
-    """The scheduler stand-in is a thread of the test; it is dead where the test makes a file."""
+    """The scheduler stand-in is a thread of the test; it is dead where the test makes a file, of which no news comes."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def dead(self) -> str | None:
         return "the scheduler process died" if (self._folder / "dead").exists() else None
+
+    def watched(self, on_end: Callable[[], None]) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def end(self) -> None: ...
 
