@@ -1,11 +1,16 @@
 """What a client sees of the loss of a decode worker: the longest gap between two events of a stream that goes on at another.
 
 usage: python -m benchmarks.failover [--rounds 3] [--streams 8] [--tokens 1500] [--prompt-tokens 64] [--only TEXT] [--output FILE]
+       python -m benchmarks.failover --frozen 20 [--output FILE]
 
 A prefill worker, two decode workers and a router, with the shipped model; KV by NIXL. All streams run when one of the decode workers is
 killed (SIGKILL), frozen (SIGSTOP) or drained (SIGTERM). Streams of a drained one move with their KV; or, with --disable-kv-moves, a prefill
 worker computes it again, with the prompt in its cache or without. The gap without a fault is that of the streams at the other worker.
 Every stream's tokens are compared with those of a run without a fault.
+
+`--frozen TRIES`: two prefill and two decode workers, of which one is frozen at a time and goes on later; from the freeze to the next token of each
+client that has a request there: of a decode worker with streams, of a prefill worker with prompts, and of workers that were idle, which get
+their first requests as they freeze.
 """
 
 import argparse
@@ -27,7 +32,7 @@ from tqdm import tqdm
 
 from deploy.bench import environment
 from deploy.bench.report import table
-from tests.e2e.cluster import Started, tandem
+from tests.e2e.cluster import POLL_S, Started, several, tandem
 
 FLAGS = ("--port", "0", "--max-total-tokens", "131072", "--num-threads", "1", "--log-level", "warning")
 MODE = "--disaggregation-mode"
@@ -131,8 +136,11 @@ async def _moved_by(http: aiohttp.ClientSession, worker: Started, number: int) -
     return at
 
 
-async def _all(http: aiohttp.ClientSession, url: str, streams: list[Stream], load: Load) -> list[Stream]:
-    await asyncio.gather(*(_read(http, url, i, stream, load) for i, stream in enumerate(streams)))
+async def _all(
+    http: aiohttp.ClientSession, url: str, streams: list[Stream], load: Load, *, first: int = 0
+) -> list[Stream]:
+    """`first`: of the prompts, which all differ from their first token on."""
+    await asyncio.gather(*(_read(http, url, i, stream, load) for i, stream in enumerate(streams, start=first)))
     return streams
 
 
@@ -152,6 +160,104 @@ async def _read(http: aiohttp.ClientSession, url: str, index: int, stream: Strea
 def _longest_ms(stream: Stream, *, since: float) -> float:
     times = [since, *(at for at in stream.times if at > since)]
     return 1000 * max((b - a for a, b in pairwise(times)), default=0.0)
+
+
+# ---- frozen workers
+
+FREEZES = ("decode, with streams", "prefill, with prompts", "decode, idle", "prefill, idle")
+STREAMS = 4  # half of them at the worker that freezes
+FROZEN_TOKENS = 800
+LONG_PROMPT = 1500  # tokens, in many chunks: some of it is computed when the worker freezes
+FROZEN_S = 4.0
+
+
+async def _frozen(tries: int, folder: Path) -> dict[str, list[float]]:
+    """By case: milliseconds from a freeze to the next token of each client that the frozen worker had."""
+    serve = ("serve", *FLAGS, "--chunked-prefill-size", "128", MODE)
+    commands = {f"{role}{i}": (*serve, role) for role in ("prefill", "decode") for i in range(2)}
+    commands |= {
+        name: (*c, "--disaggregation-bootstrap-port", "0") for name, c in commands.items() if "prefill" in name
+    }
+    found: dict[str, list[float]] = {case: [] for case in FREEZES}
+    with several(folder, commands) as workers:
+        flags = ["router", "--port", "0", "--pd-disaggregation", "--policy", "round_robin"]
+        flags += [word for name, worker in workers.items() for word in (f"--{name[:-1]}", worker.url)]
+        with tandem(folder / "r", *flags) as router:
+            timeout = aiohttp.ClientTimeout(total=600)
+            async with aiohttp.ClientSession(timeout=timeout) as http:
+                for number, case in enumerate(tqdm([case for _ in range(tries) for case in FREEZES], unit="freeze")):
+                    await _until_well(http, router.url, workers)
+                    role, _, state = case.partition(", ")
+                    found[case] += await _freeze(http, router.url, workers[f"{role}0"], state, first=number * STREAMS)
+    return found
+
+
+async def _until_well(http: aiohttp.ClientSession, url: str, workers: dict[str, Started]) -> None:
+    while True:
+        async with http.get(f"{url}/workers") as answer:
+            known = (await answer.json())["workers"]
+        if sum(one["is_healthy"] and one["heartbeats"] for one in known) == len(workers):
+            return
+        await asyncio.sleep(POLL_S)
+
+
+async def _freeze(http: aiohttp.ClientSession, url: str, worker: Started, state: str, *, first: int) -> list[float]:
+    load = Load(STREAMS, FROZEN_TOKENS if state == "with streams" else 16, LONG_PROMPT if "prompts" in state else 64)
+    streams = [Stream([], []) for _ in range(STREAMS)]
+    running = None
+    if state != "idle":
+        running = asyncio.ensure_future(_all(http, url, streams, load, first=first))
+        while not running.done() and not await _has_begun(http, url, worker, streams, state):
+            await asyncio.sleep(0.002)
+    at = await _moved_by(http, worker, signal.SIGSTOP)
+    running = running or asyncio.ensure_future(_all(http, url, streams, load, first=first))
+    asyncio.get_running_loop().call_later(FROZEN_S, _thaw, worker)
+    await running
+    await asyncio.sleep(max(0.0, at + FROZEN_S + POLL_S - time.monotonic()))
+    waits = sorted(
+        _longest_ms(stream, since=at) if state == "with streams" else _first_ms(stream, since=at) for stream in streams
+    )
+    return waits[STREAMS // 2 :]  # round robin: half of them were there
+
+
+async def _has_begun(http: aiohttp.ClientSession, url: str, worker: Started, streams: list[Stream], state: str) -> bool:
+    if state == "with streams":
+        return min(len(stream.times) for stream in streams) >= FROZEN_TOKENS // 8
+    async with http.get(f"{url}/workers") as answer:
+        return any(one["inflight_requests"] for one in (await answer.json())["workers"] if one["url"] == worker.url)
+
+
+def _thaw(worker: Started) -> None:
+    leader = psutil.Process(worker.process.pid)
+    for process in (leader, *leader.children(recursive=True)):
+        process.send_signal(signal.SIGCONT)
+
+
+def _first_ms(stream: Stream, *, since: float) -> float:
+    return 1000 * max(0.0, stream.times[0] - since)
+
+
+def render_frozen(rows: list[dict[str, Any]]) -> str:
+    shown = [
+        [row["case"], str(row["clients"]), *(f"{row[key]:.0f}" for key in ("p50_ms", "p99_ms", "max_ms"))]
+        for row in rows
+    ]
+    return table(["frozen", "clients", "next token p50, ms", "p99", "longest"], shown)
+
+
+def measure_frozen(tries: int) -> list[dict[str, Any]]:
+    with tempfile.TemporaryDirectory(prefix="tandem-frozen-") as folder:
+        found = asyncio.run(_frozen(tries, Path(folder)))
+    return [
+        {
+            "case": case,
+            "clients": len(waits),
+            "p50_ms": _quantile(waits, 0.5),
+            "p99_ms": _quantile(waits, 0.99),
+            "max_ms": max(waits),
+        }
+        for case, waits in found.items()
+    ]
 
 
 def render(result: dict[str, Any]) -> str:
@@ -179,7 +285,14 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--only", default="", help="faults with this in their name")
     parser.add_argument("--output", type=Path)
+    parser.add_argument("--frozen", type=int, default=0, metavar="TRIES", help="measure frozen workers, so often each")
     args = parser.parse_args()
+    if args.frozen:
+        rows = measure_frozen(args.frozen)
+        print(render_frozen(rows))
+        if args.output:
+            args.output.write_text(json.dumps({"environment": environment.describe(), "frozen": rows}, indent=1))
+        return
     load = Load(args.streams, args.tokens, args.prompt_tokens)
     gaps: dict[str, tuple[Gaps, Gaps]] = {fault: ([], []) for fault in FAULTS if args.only in fault}
     for fault in tqdm([fault for _ in range(args.rounds) for fault in gaps], unit="fault"):
