@@ -61,7 +61,7 @@ async def test_an_unanswered_look_at_a_worker_does_not_forget_its_bootstrap_port
     credentials = Credentials(api=gate.api)
     monitor = HealthMonitor(config=config, table=table, session=session, credentials=credentials)
     monitor._check_health = _healthy  # type: ignore[method-assign]
-    watch: Any = SimpleNamespace(worker=worker, info_due_s=0.0, load_due_s=0.0)
+    watch: Any = SimpleNamespace(worker=worker, heartbeats=None, is_fine=False, info_due_s=0.0, load_due_s=0.0)
     await monitor._check(watch)
     assert (worker.bootstrap_host, worker.bootstrap_port) == ("p", 8998)
     assert worker.last_check is Check.FAILED and "server_info" in worker.last_error

@@ -43,6 +43,8 @@ FIXED_SEEDS = (
     3005,  # and of clients that come again
     3014,
     3015,
+    4000,  # and of workers that send heartbeats
+    4005,
 )
 
 

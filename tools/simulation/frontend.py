@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from engine.frontend.apis.admin.heartbeats import HeartbeatLines
 from engine.frontend.apis.admin.load import v1_loads_entry
 from engine.frontend.apis.control.engine import MoveOutBody
 from engine.frontend.apis.shared.alone import NOTHING_NEW, vector_of
@@ -21,7 +22,9 @@ from engine.frontend.client.scheduler_link import SchedulerLink
 from engine.frontend.services import request_timeout_s
 from engine.messages import Bootstrap, GenerateRequest, GetStep, SchedulerReady, ToFrontend, TokenOutput, ToScheduler
 from engine.sampling_params import SamplingParams
+from engine.stamps import Stamped
 from engine.text.sample import TextOutput
+from service.http import heartbeats
 from service.http.api_shapes import OPENAI
 from service.http.errors import DRAINING, ApiError, bad_field, decode_body
 from service.http.reconnect import KEPT_PATH
@@ -38,6 +41,7 @@ from tools.simulation.world import Process, Violation
 MAX_NEW_TOKENS = 4096
 HEARD_RECENTLY_S = 1.0
 HEALTH_TIMEOUT_S = 1.0
+BEAT_S = 0.1  # a quarter of the router's --health-silence
 LATE_S = 0.2  # a turn of the loop, one of the process, the ways between them
 
 
@@ -88,6 +92,7 @@ class Frontend:
         self._process = process
         self._role = role
         self._max_running = options.max_running
+        self._has_heartbeats = options.heartbeats
         self._info = info
         self._num_requests = 0
         self._handlers: dict[int, asyncio.Task[None]] = {}
@@ -113,6 +118,9 @@ class Frontend:
         return len(self._handlers)
 
     def handle(self, request: Request, reply: Reply) -> None:
+        if self._has_heartbeats and request.path.partition("?")[0] == heartbeats.PATH:
+            self._begin_heartbeats(reply)
+            return
         route = self._routes.get(request.path)
         if route is None:
             reply.whole(404, b"{}")
@@ -150,6 +158,22 @@ class Frontend:
         if self.aio.time() - self.client.leaders.last_message_s > HEARD_RECENTLY_S:
             await self.client.leaders.steps(timeout_s=HEALTH_TIMEOUT_S)
         reply.whole(200, b"{}")
+
+    def _begin_heartbeats(self, reply: Reply) -> None:
+        """As engine/frontend/apis/admin/heartbeats.py, of a worker of one process."""
+        lines = HeartbeatLines()
+
+        def beat() -> None:
+            if not reply.connected:
+                return
+            now_s, client = self.aio.time(), self.client
+            stamps = [Stamped(self._process.name, now_s, busy_since_s=None, num_steps=self._num_requests)]
+            reply.chunk(lines.next(stamps, now_s=now_s, num_live=client.num_live, fine=client.closed is None))
+            self._process.after(BEAT_S, "heartbeat", beat)
+
+        reply.head(200, heartbeats.TYPE)
+        reply.chunk(heartbeats.first_line(BEAT_S))
+        self._process.after(BEAT_S, "heartbeat", beat)
 
     async def _server_info(self, request: Request, reply: Reply) -> None:
         reply.whole(200, msgspec.json.encode({**self._info, **self.client.leaders.updated}))

@@ -28,6 +28,7 @@ GRID = 4  # where prompts of a model with recurrent layers may be cut: a multipl
 FIRST_WITH_GROUPS = 1000  # what earlier seeds draw stays
 FIRST_WITH_PREFIXES = 2000
 FIRST_WITH_RETURNS = 3000
+FIRST_WITH_HEARTBEATS = 4000
 RANK_FAULT = "kill rank"  # in clusters that have followers
 MOVE_FAULT = "migrate"  # an operator moves what runs at a decode worker
 RETURN_FAULT = "broken stream"  # a client loses its connection, and comes again
@@ -88,6 +89,7 @@ class Options:
     resume_window_s: float = 0.0  # of streams whose clients come again; 0: none do
     most_kept_bytes: int = MOST_KEPT_BYTES  # of these, at a worker
     silence_s: float = 0.4  # more than the slowest links take for a connection, a question and its answer
+    heartbeats: bool = False  # workers send the router some over an open stream
     prefix_fetch: bool = False  # prefill workers are told of others, which may have a prompt's prefix
 
     def lines(self) -> list[str]:
@@ -169,6 +171,7 @@ def options_of(seed: int, *, nodes: int | None = None, faults: tuple[str, ...] |
             kv_units=of_ranks.choice([1, 2, 2]) if has_ranks else 1,
             must_poll=has_ranks and of_ranks.random() < 0.5,
             host_pages=random.Random(f"{seed}/host tier").choice([0, 20, 200]) if has_ranks or stages[0] > 1 else 0,
+            heartbeats=seed >= FIRST_WITH_HEARTBEATS and random.Random(f"{seed}/heartbeats").random() < 0.7,
             prefix_fetch=num_prefill > 1 and _fetches(seed),
             num_routers=returns.choice([1, 2, 2]) if with_returns else 1,
             resume_window_s=returns.choice([0.5, 3.0]) if with_returns else 0.0,

@@ -90,7 +90,12 @@ class Router:
         self.live = LiveRequests()
         self.moves = MoveOrders(session, credentials, secret=None)
         self.monitor = HealthMonitor(
-            config=config, table=self.table, session=session, credentials=credentials, let_go=self.moves.let_go
+            config=config,
+            table=self.table,
+            session=session,
+            credentials=credentials,
+            upstream=self._upstream if options.heartbeats else None,
+            let_go=self.moves.let_go,
         )
         admission, recorder = Admission(config, chooser=chooser), Recorder(self.aio.time)
         traces = RequestTraces(Tracer(ring_size=0), recorder)

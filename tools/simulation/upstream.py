@@ -32,17 +32,22 @@ class SimulatedUpstream:
         if TIMEOUT_HEADER in request.headers:
             self._deadlines[name] = self._process.clock() + float(request.headers[TIMEOUT_HEADER])
 
+    def get(self, url: str, path: str, *, headers: Mapping[str, str], timeout_s: float) -> HttpReply:
+        return self._send(url, Request("GET", path, b"", dict(headers)), timeout_s=timeout_s)
+
     def post(self, url: str, path: str, *, headers: Mapping[str, str], body: bytes) -> HttpReply:
         self._check_deadline(headers)
         if RESUME_HEADER in headers and urlsplit(url).netloc.startswith("d"):
             self._rests[headers["X-Request-Id"]] += 1
             if self._rests[headers["X-Request-Id"]] == 2:
                 self._process.world.seen["answers that go on twice"] += 1
-        reply = HttpReply(self._aio, timeout_s=self._request_timeout_s)  # type: ignore[arg-type]
+        return self._send(url, Request("POST", path, body, dict(headers)), timeout_s=self._request_timeout_s)
+
+    def _send(self, url: str, request: Request, *, timeout_s: float) -> HttpReply:
+        reply = HttpReply(self._aio, timeout_s=timeout_s)  # type: ignore[arg-type]
         exchange = _Exchange(reply, self._aio)
         reply.end_connection = exchange.call.cancel
-        address = urlsplit(url).netloc
-        call(self._network, self._process, address, Request("POST", path, body, dict(headers)), exchange.call)
+        call(self._network, self._process, urlsplit(url).netloc, request, exchange.call)
         return reply
 
     def _check_deadline(self, headers: Mapping[str, str]) -> None:
