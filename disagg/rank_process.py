@@ -26,6 +26,7 @@ from engine.model_files.model_config import load_model_config
 from engine.parallel.meeting import LOST_S
 from engine.ranks.channel import Channel, follower_end
 from engine.ranks.messages import Failed, ToFollower
+from engine.stamps import stamping
 from service.flags import ConfigError
 from service.process.collector import no_collections, spare_what_lives
 from service.process.message_stream import ChannelClosed
@@ -44,8 +45,17 @@ def run(spec: RankSpec, channel: Channel[ToFollower]) -> None:
     with no_collections():
         import torch
 
-    with torch.inference_mode():  # as the leader's stream: what this thread computes is not to be differentiated
+    with (
+        _stamping(spec),
+        torch.inference_mode(),
+    ):  # as the leader's stream: what this thread computes is not to be differentiated
         _run(spec, channel)
+
+
+def _stamping(spec: RankSpec) -> contextlib.AbstractContextManager[None]:
+    """On the frontend's machine, which reads the stamps."""
+    folder = spec.scheduler.ipc_dir
+    return stamping(folder, spec.scheduler.trace_name(spec.rank)) if folder else contextlib.nullcontext()
 
 
 def _run(spec: RankSpec, channel: Channel[ToFollower]) -> None:

@@ -62,7 +62,7 @@ log = logging.getLogger(__name__)
 def run(spec: SchedulerSpec) -> None:
     """Load, send `SchedulerReady`, serve until the end. Raises ConfigError and BackendUnavailable."""
     turns = TurnClock(limit_s=spec.engine.watchdog_timeout_s, now_s=time.monotonic())
-    heartbeat = HeartbeatResponder(IpcPaths(spec.ipc_dir, spec.dp_rank), turns)
+    heartbeat = HeartbeatResponder(IpcPaths(spec.ipc_dir, spec.dp_rank), turns, name=spec.process)
     heartbeat.start()
     try:
         _run(spec, turns)

@@ -131,6 +131,7 @@ class Router:
             table=table,
             session=self.session,
             credentials=credentials,
+            upstream=self.upstream,
             on_report=lambda worker, report: self.recorder.on_report(worker.role, worker.report, report),
             on_info=self._on_info,
             let_go=give_up_all if config.disable_kv_moves else moves.let_go,

@@ -1,7 +1,8 @@
-"""A wait of one task that a callback ends, the end of tasks, and the event loop's time."""
+"""A wait of one task that a callback ends, pauses that end together, the end of tasks, and the event loop's time."""
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -41,3 +42,40 @@ class Waiter:
             await self._future
         finally:
             self._future = None
+
+
+class Pauses:
+    """Pauses of tasks that go on until they are told to end. `num`: of such tasks."""
+
+    def __init__(self) -> None:
+        self._over = False
+        self._waiters: set[Waiter] = set()
+
+    @property
+    def num(self) -> int:
+        return len(self._waiters)
+
+    @contextmanager
+    def taken(self) -> Iterator[Callable[[float], Awaitable[bool]]]:
+        """The function of one task: it pauses for seconds and returns True, or False once all are to end."""
+        waiter, loop = Waiter(), asyncio.get_running_loop()
+
+        async def pause(seconds: float) -> bool:
+            if not self._over:
+                timer = loop.call_later(seconds, waiter.wake)
+                try:
+                    await waiter.wait()
+                finally:
+                    timer.cancel()
+            return not self._over
+
+        self._waiters.add(waiter)
+        try:
+            yield pause
+        finally:
+            self._waiters.discard(waiter)
+
+    def end(self) -> None:
+        self._over = True
+        for waiter in self._waiters:
+            waiter.wake()

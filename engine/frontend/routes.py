@@ -9,6 +9,7 @@ import msgspec
 from aiohttp import web
 
 from engine.frontend.apis.admin import health, info, tokens
+from engine.frontend.apis.admin.heartbeats import heartbeats
 from engine.frontend.apis.anthropic.body import CountTokensBody, MessagesBody
 from engine.frontend.apis.anthropic.messages import count_tokens, messages
 from engine.frontend.apis.chat.body import ChatBody
@@ -33,6 +34,7 @@ from engine.frontend.apis.responses.create import create_response
 from engine.frontend.apis.shared.kept import kept_stream
 from service.http import openapi
 from service.http.api_shapes import shape_of
+from service.http.heartbeats import PATH as HEARTBEATS
 from service.http.home import HOME
 from service.http.invocations import INVOCATIONS, InvocationBody, invoked_path
 from service.http.pages import CHAT, SHARED
@@ -83,6 +85,7 @@ _admin = partial(ApiRoute, "POST", need=Access.ADMIN)  # changes the server for 
 _ROUTES = (
     _open("/health", health.health),
     _open("/liveness", health.liveness, anywhere=True),
+    replace(_open(HEARTBEATS, heartbeats), is_alias=True),  # for routers
     _open("/health_generate", health.health_generate),
     _open("/metrics", info.metrics, plain_text=True),
     _open("/ping", health.health),

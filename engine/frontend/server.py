@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
-from contextlib import AsyncExitStack, suppress
+from contextlib import AbstractContextManager, AsyncExitStack, suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,9 +17,10 @@ from engine.frontend.errors import draining
 from engine.frontend.first_tokens import compute_tokens
 from engine.frontend.role_switch import RoleSwitch, RoleSwitchState
 from engine.frontend.services import FrontendSpec, Services
-from engine.frontend.setup import ALONE, FrontendSlot, limits_of, make_services
+from engine.frontend.setup import FrontendSlot, limits_of, make_services
 from engine.ipc import MAIN_FRONTEND, IpcPaths
 from engine.messages import ToFrontend
+from engine.stamps import Stamps
 from service.http.errors import ApiError
 from service.http.listening import ListeningPort
 from service.http.server import serving, serving_unix
@@ -27,7 +28,7 @@ from service.process.stop_signals import StopSignals
 from service.security.keys import KeyGate
 from service.waiter import end_tasks
 
-WATCH_INTERVAL_S = 0.1
+WATCH_INTERVAL_S = 1.0  # between two looks for what sends no news: ranks or frontends that cannot go on together
 
 
 class WorkerDied(RuntimeError):
@@ -37,6 +38,9 @@ class WorkerDied(RuntimeError):
 class EngineProcesses(Protocol):
     def dead(self) -> str | None:
         """What died, or None."""
+
+    def watched(self, on_end: Callable[[], None]) -> AbstractContextManager[None]:
+        """Call `on_end` in the running loop when one of them ends within the block."""
 
     def end(self) -> None:
         """Blocks."""
@@ -77,7 +81,7 @@ async def run_frontend(
         async with serving(port, handle, limits_of(spec.server), shutdown_timeout_s=HTTP_CLOSE_S):
             try:
                 end = _SessionEnd(signals, spec.switch)
-                await _until_over(services, end, on_ready=on_ready)
+                await _until_over(services, end, processes, on_ready=on_ready)
                 await drain(
                     client,
                     signals=signals,
@@ -94,6 +98,7 @@ async def run_frontend(
                 await asyncio.to_thread(processes.end)  # HTTP still answers probes meanwhile
                 return end.next_session()
             finally:
+                services.beating.end()
                 services.tokenizer_pool.shutdown(wait=False, cancel_futures=True)
                 services.tracer.close()
 
@@ -106,12 +111,12 @@ async def _slot(spec: FrontendSpec, ipc: IpcPaths, stack: AsyncExitStack) -> Fro
     """Of the main frontend; what it opens ends with the stack."""
     num_rows = spec.server.tokenizer_worker_num
     if num_rows == 1:
-        return ALONE
+        return FrontendSlot(stamps=Stamps(ipc.dir))
     shared = SharedRequests(ipc.dir, row=MAIN_FRONTEND, num_rows=num_rows, num_ranks=spec.engine.dp_size)
     stack.callback(shared.close)
     others = OtherFrontends([ipc.http_socket(row) for row in range(num_rows) if row != MAIN_FRONTEND])
     stack.push_async_callback(others.close)
-    return FrontendSlot(shared=shared, others=others)
+    return FrontendSlot(shared=shared, others=others, stamps=Stamps(ipc.dir))
 
 
 def _dead(processes: EngineProcesses, leaders: Leaders, others: OtherFrontends | None) -> Callable[[], str | None]:
@@ -139,25 +144,40 @@ class _SessionEnd:
         return default_s if self.switch.timeout_s is None else self.switch.timeout_s
 
 
-async def _until_over(s: Services, end: _SessionEnd, *, on_ready: Callable[[], None]) -> None:
-    starting = asyncio.create_task(_warm_up(s))
+async def _until_over(
+    s: Services, end: _SessionEnd, processes: EngineProcesses, *, on_ready: Callable[[], None]
+) -> None:
+    news = asyncio.Event()
+    starting, requested = asyncio.create_task(_warm_up(s)), asyncio.create_task(end.signals.requested.wait())
+    starting.add_done_callback(lambda _: news.set())
+    requested.add_done_callback(lambda _: news.set())
+    if end.switch is not None:
+        end.switch.on_request = news.set
     try:
-        while not end.is_requested:
-            reason = s.dead()
-            if reason is not None:
-                error = ApiError(503, reason, code=ENGINE_DEAD, retry_after_s=1)
-                s.client.fail_all(error)
-                if s.others is not None:
-                    await s.others.close_to_requests(error, fails_live=True)
-                raise WorkerDied(reason)
-            if starting.done() and not s.warm.is_set():
-                starting.result()
-                s.warm.set()
-                on_ready()
-            with suppress(TimeoutError):
-                await asyncio.wait_for(end.signals.requested.wait(), WATCH_INTERVAL_S)
+        with processes.watched(news.set):
+            await _follow(s, end, news, starting, on_ready=on_ready)
     finally:
-        await end_tasks([starting])
+        await end_tasks((starting, requested))
+
+
+async def _follow(
+    s: Services, end: _SessionEnd, news: asyncio.Event, starting: "asyncio.Task[None]", *, on_ready: Callable[[], None]
+) -> None:
+    """Look at each news until the end. Raises WorkerDied."""
+    while not end.is_requested:
+        news.clear()
+        if (reason := s.dead()) is not None:
+            error = ApiError(503, reason, code=ENGINE_DEAD, retry_after_s=1)
+            s.client.fail_all(error)
+            if s.others is not None:
+                await s.others.close_to_requests(error, fails_live=True)
+            raise WorkerDied(reason)
+        if starting.done() and not s.warm.is_set():
+            starting.result()
+            s.warm.set()
+            on_ready()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(news.wait(), WATCH_INTERVAL_S)
 
 
 async def _warm_up(s: Services) -> None:

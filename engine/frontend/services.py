@@ -23,6 +23,7 @@ from engine.frontend.role_switch import RoleSwitch
 from engine.frontend.served_model import ServedModel
 from engine.messages import Bootstrap
 from engine.sampling_params import SamplingParams
+from engine.stamps import Stamps
 from service.http.deadline import UNITS_S, seconds_of
 from service.http.errors import ApiError, bad_field
 from service.http.reconnect import StreamLogs
@@ -31,6 +32,7 @@ from service.security.browser import BrowserRule
 from service.security.keys import KeyGate
 from service.security.secret import VOUCHER_HEADER
 from service.telemetry.tracer import Tracer
+from service.waiter import Pauses
 
 HEALTH_TIMEOUT_S = 20.0
 DEFAULT_BOOTSTRAP_PORT = 8998
@@ -60,7 +62,8 @@ class FrontendSpec:
 class Services:
     """`server_info`: flat, no secrets. `dead`: why the engine cannot serve, or None. `responses`: None: it stores none.
 
-    `others`: the frontends beside this one, if there are any and this is the main one.
+    `others`: the frontends beside this one, if there are any and this is the main one. `stamps`: of the worker's processes; the main one's, too.
+    `beating`: streams of heartbeats, which end with the session.
     """
 
     spec: FrontendSpec
@@ -75,6 +78,8 @@ class Services:
     prng: random.Random
     responses: LocalBook | None
     others: OtherFrontends | None = None
+    stamps: Stamps | None = None
+    beating: Pauses = field(default_factory=Pauses)
     tokenizer_pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, "tokenize"))
     started_unix_s: int = field(default_factory=lambda: int(time.time()))
     warm: asyncio.Event = field(default_factory=asyncio.Event)  # ready, and warmed up

@@ -19,6 +19,7 @@ from engine.frontend.services import FrontendSpec, Services
 from engine.ipc import MAIN_FRONTEND
 from engine.lora.names import named_paths
 from engine.messages import GenerateRequest
+from engine.stamps import Stamps
 from engine.text.sample import SampleIds, SampleText
 from engine.text.tokenizer import Tokenizer
 from service.flags import ConfigError, values_by_name
@@ -34,14 +35,12 @@ from service.telemetry.tracer import Tracer
 
 @dataclass(frozen=True, kw_only=True)
 class FrontendSlot:
-    """A frontend's place among those of its worker. `others`: of the main one."""
+    """A frontend's place among those of its worker. `others`, `stamps`: of the main one."""
 
     row: int = MAIN_FRONTEND
     shared: SharedRequests | None = None
     others: OtherFrontends | None = None
-
-
-ALONE = FrontendSlot()
+    stamps: Stamps | None = None
 
 
 def make_services(
@@ -50,7 +49,7 @@ def make_services(
     leaders: Leaders,
     gate: KeyGate,
     dead: Callable[[], str | None],
-    slot: FrontendSlot = ALONE,
+    slot: FrontendSlot,
 ) -> Services:
     """Load the checkpoint's tokenizer and template. Raises ConfigError."""
     server, engine = spec.server, spec.engine
@@ -94,6 +93,7 @@ def make_services(
         prng=random.Random(engine.random_seed if slot.row == MAIN_FRONTEND else f"{engine.random_seed}/{slot.row}"),
         responses=_responses(spec) if slot.row == MAIN_FRONTEND else None,
         others=slot.others,
+        stamps=slot.stamps,
         kept=kept,
     )
 

@@ -1,6 +1,6 @@
-"""A thread of the scheduler process that answers while the loop's thread computes.
+"""A thread of the scheduler process that stamps the time, and answers, while the loop's thread computes.
 
-Kernels and waits for a device run without Python's lock, so this thread answers during a step that lasts minutes. Silence means
+Kernels and waits for a device run without Python's lock, so this thread runs during a step that lasts minutes. Silence means
 that the process is frozen or dead.
 """
 
@@ -15,18 +15,23 @@ import zmq
 from engine.ipc import IpcPaths, PeerStalled, PullSocket, PushSocket
 from engine.loop.turn_clock import TurnClock
 from engine.messages import GetStep
+from engine.stamps import Stamp
+from service.http.heartbeats import EVERY_S
 
 log = logging.getLogger(__name__)
 
 
 class HeartbeatResponder:
-    """Answers each `GetStep` until the loop has ended."""
+    """Stamps every EVERY_S, and answers each `GetStep`, until the loop has ended. `name`: of the process, in its stamps."""
 
-    def __init__(self, ipc: IpcPaths, turns: TurnClock, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, ipc: IpcPaths, turns: TurnClock, *, name: str = "scheduler", clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._turns = turns
         self._clock = clock
         self._inbox: PullSocket[GetStep] = PullSocket(ipc.to_heartbeat, GetStep)
         self._frontend = PushSocket(ipc.to_frontend)
+        self._stamp = Stamp(ipc.dir, name)
         self._closed = os.eventfd(0, os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
@@ -45,7 +50,8 @@ class HeartbeatResponder:
         poller = zmq.Poller()
         poller.register(self._inbox.socket, zmq.POLLIN)
         poller.register(self._closed, zmq.POLLIN)
-        while not any(source == self._closed for source, _ in poller.poll()):
+        while not any(source == self._closed for source, _ in poller.poll(round(1000 * EVERY_S))):
+            self._turns.stamp(self._stamp, self._clock())
             for request in self._inbox.recv_all_nowait():
                 self._answer(request)
 

@@ -7,6 +7,7 @@ A turn holds one step at most. The loop's thread takes no lock: a reader may see
 
 from engine.core.plan import Plan
 from engine.messages import StepInfo, StepReply
+from engine.stamps import Stamp
 
 
 class TurnClock:
@@ -18,6 +19,7 @@ class TurnClock:
         self._turning_since_s: float | None = None
         self._plan: Plan | None = None
         self._ended = False
+        self._num_steps = 0
 
     def loaded(self) -> None:
         """Note that the model is loaded."""
@@ -31,6 +33,7 @@ class TurnClock:
     def computing(self, plan: Plan | None) -> None:
         """Note the step that this turn launches or waits for, if any."""
         self._plan = plan
+        self._num_steps += plan is not None
 
     def resting(self) -> None:
         """Begin a rest, which has no limit."""
@@ -46,6 +49,11 @@ class TurnClock:
         if since_s is None or self.limit_s <= 0 or now_s - since_s <= self.limit_s:
             return None
         return now_s - since_s
+
+    def stamp(self, stamp: Stamp, now_s: float) -> None:
+        """Write that the process runs, and what its loop does. Nothing once that has ended."""
+        if not self._ended:
+            stamp.write(now_s, busy_since_s=self._turning_since_s, num_steps=self._num_steps)
 
     def answer(self, call_id: str, now_s: float) -> StepReply | None:
         """Return what the loop does; None once it has ended."""

@@ -30,6 +30,9 @@ class UpstreamError(Exception):
 
 
 class Upstream(Protocol):
+    def get(self, url: str, path: str, *, headers: Mapping[str, str], timeout_s: float) -> "HttpReply":
+        """Send a request without a body. The answer must end within `timeout_s`."""
+
     def post(self, url: str, path: str, *, headers: Mapping[str, str], body: bytes) -> "HttpReply":
         """Send a request. `url`: scheme, host and port."""
 
@@ -61,13 +64,19 @@ class HttpUpstream:
         self._headers: Mapping[str, str] = {}  # of the last request
         self._lines = ""
 
+    def get(self, url: str, path: str, *, headers: Mapping[str, str], timeout_s: float) -> "HttpReply":
+        origin = self._origin(url)
+        return self._send(origin, HttpReply(self._loop, timeout_s=timeout_s), _get(path, origin.name, _lines(headers)))
+
     def post(self, url: str, path: str, *, headers: Mapping[str, str], body: bytes) -> "HttpReply":
         """As `Upstream.post`. The answer must end within the request's timeout."""
         origin = self._origin(url)
         if headers is not self._headers:  # both legs of a request have the same: their text is made once
             self._headers, self._lines = headers, _lines(headers)
-        head = _head(path, origin.name, self._lines, len(body))
         reply = HttpReply(self._loop, timeout_s=self._request_timeout_s)
+        return self._send(origin, reply, _head(path, origin.name, self._lines, len(body)), body)
+
+    def _send(self, origin: _Origin, reply: "HttpReply", head: bytes, body: bytes = b"") -> "HttpReply":
         connection = self._free(origin)
         if connection is not None:
             connection.send(reply, head, body)
@@ -355,3 +364,7 @@ def _lines(headers: Mapping[str, str]) -> str:
 def _head(path: str, host: str, lines: str, length: int) -> bytes:
     text = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Length: {length}\r\n{lines}\r\n"
     return text.encode("utf-8", "surrogateescape")
+
+
+def _get(path: str, host: str, lines: str) -> bytes:
+    return f"GET {path} HTTP/1.1\r\nHost: {host}\r\n{lines}\r\n".encode("utf-8", "surrogateescape")

@@ -157,6 +157,7 @@ def describe(worker: Worker) -> dict[str, Any]:
         "is_healthy": worker.answers,
         "health": worker.health.value,
         "silent": worker.silent,
+        "heartbeats": worker.beats,
         "busy_s": worker.busy_s,
         "leaving": worker.leaving,
         "switching_to": None if worker.switching_to is None else worker.switching_to.value,

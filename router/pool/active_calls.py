@@ -5,7 +5,6 @@ answers at the address and no byte came since the old one was last seen. A call 
 them, is never given up.
 """
 
-import math
 from collections.abc import Iterable, Mapping
 from typing import Protocol
 
@@ -39,8 +38,9 @@ class ActiveCall(Protocol):
     def give_up(self, why: str) -> None: ...
 
 
-def last_byte_s(worker: Worker) -> float:
-    return max((call.last_byte_s for call in worker.calls), default=-math.inf)
+def last_sign_s(worker: Worker) -> float:
+    """When anything came from `worker` last: an answer to a check, a heartbeat, a byte of a call that runs."""
+    return max((worker.heard_s, *(call.last_byte_s for call in worker.calls)))
 
 
 def give_up_vain_calls(worker: Worker, now_s: float, *, timeout_s: float) -> int:

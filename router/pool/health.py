@@ -9,16 +9,18 @@ import aiohttp
 
 from router.client.credentials import Credentials
 from router.client.session import call_worker
+from router.client.upstream import Upstream
 from router.config import HealthFlags
 from router.pool.active_calls import (
     ActiveCall,
     calls_for_others,
     give_up_all,
     give_up_vain_calls,
-    last_byte_s,
+    last_sign_s,
 )
+from router.pool.heartbeats import Heartbeats
 from router.pool.models import has_adapters, parse_models, says_models
-from router.pool.probe import FAILURES, Prober
+from router.pool.probe import BEATS, FAILURES, Prober
 from router.pool.rebalance import num_to_give
 from router.pool.reports import (
     is_bootstrap_server,
@@ -44,7 +46,8 @@ _INFO_PATHS = ("/server_info", "/get_server_info")
 _MODEL_PATHS = ("/v1/models",)
 _MODEL_INFO_PATHS = ("/get_model_info", "/model_info")
 _ROLES = {"prefill": Role.PREFILL, "decode": Role.DECODE, "null": Role.UNIFIED}  # by --disaggregation-mode
-MOST_BEATS_PER_S = 64  # of all workers: about 3 % of a core
+MOST_BEATS_PER_S = 4096  # of all workers
+MOST_CHECKS_PER_S = 64  # of all workers with requests and without heartbeats: about 3 % of a core
 BETWEEN_S = 0.0005  # two first checks
 GOLDEN = 0.6180339887  # its multiples spread evenly over an interval, however many there are (Knuth, vol. 3, 6.4)
 NO_WORKER = "/health answers, but neither /server_info nor /v1/models says anything: is this URL a worker's?"
@@ -55,13 +58,14 @@ class HealthMonitor:
     """Checks every worker that was given to `watch`; the table decides what the answers mean.
 
     `on_report` gets a worker's load before the table does; `on_info` its `/server_info`, when it comes up and at intervals.
-    `let_go` ends calls at a worker that answers, for others to take over.
+    `let_go` ends calls at a worker that answers, for others to take over. `upstream`: for heartbeats; None: all workers are asked.
     """
 
     config: HealthFlags
     table: WorkerTable
     session: aiohttp.ClientSession
     credentials: Credentials
+    upstream: Upstream | None = None
     on_report: Callable[[Worker, LoadReport | None], None] = lambda worker, report: None
     on_info: Callable[[Worker, object], None] = lambda worker, info: None
     let_go: Callable[[Worker, Sequence[ActiveCall], str], None] = give_up_all
@@ -81,6 +85,7 @@ class HealthMonitor:
         """Check `worker` now and then every interval. A thousand at once begin within half a second."""
         self._begin_s = max(loop_time_s(), self._begin_s + BETWEEN_S)
         watch = _Watch(worker, begin_s=self._begin_s)
+        watch.heartbeats = self._heartbeats(watch)
         watch.task = asyncio.create_task(self._run(watch), name=f"health {worker.url}")
         self._watches[worker.worker_id] = watch
 
@@ -120,31 +125,50 @@ class HealthMonitor:
 
     async def _run(self, watch: "_Watch") -> None:
         await asyncio.sleep(watch.begin_s - loop_time_s())
-        while not watch.retired or watch.worker.calls:
-            watch.wake.clear()
-            await self._check(watch)
-            self._give_up(watch.worker)
-            watch.checked_s = loop_time_s()
-            watch.checked.set()
-            await self._wait(watch, loop_time_s() + watch.next_wait_s(self.config.health_check_interval_s))
+        try:
+            while not watch.retired or watch.worker.calls:
+                watch.wake.clear()
+                await self._check(watch)
+                self._give_up(watch.worker)
+                watch.checked_s = loop_time_s()
+                watch.checked.set()
+                await self._wait(watch, loop_time_s() + watch.next_wait_s(self.config.health_check_interval_s))
+        finally:
+            if watch.heartbeats is not None:
+                watch.heartbeats.close()
         self._watches.pop(watch.worker.worker_id, None)
 
+    def _heartbeats(self, watch: "_Watch") -> Heartbeats | None:
+        silence_s = self.config.health_silence_s
+        if self.upstream is None or not silence_s:
+            return None
+        return Heartbeats(
+            worker=watch.worker,
+            upstream=self.upstream,
+            headers=self.credentials.own,
+            silence_s=silence_s,
+            every_s=lambda: max(silence_s / BEATS, len(self._watches) / MOST_BEATS_PER_S),
+            on_silence=self._on_silence,
+            ask=watch.wake.set,
+        )
+
     async def _wait(self, watch: "_Watch", due_s: float) -> None:
-        """Until the next check, a word of the worker's end, or its silence while it has requests."""
-        beat_s = self._beat_s()
+        """Until the next check, a word of the worker's end, or its silence while it has requests or its heartbeats are late."""
         while not watch.wake.is_set() and (now_s := loop_time_s()) < due_s:
-            calls = watch.worker.calls
-            if beat_s and calls and now_s - max(watch.checked_s, last_byte_s(watch.worker)) >= beat_s:
+            beat_s = self._beat_s(watch)
+            if beat_s and now_s - max(watch.checked_s, last_sign_s(watch.worker)) >= beat_s:
                 return
             try:
-                async with asyncio.timeout(min(due_s - now_s, beat_s) if beat_s and calls else due_s - now_s):
+                async with asyncio.timeout(min(due_s - now_s, beat_s) if beat_s else due_s - now_s):
                     await watch.wake.wait()
             except TimeoutError:
                 continue
 
-    def _beat_s(self) -> float:
-        """How long a worker with requests may say nothing before it is asked; 0: until the next check."""
-        beat_s = self._prober.beat_s and max(self._prober.beat_s, len(self._watches) / MOST_BEATS_PER_S)
+    def _beat_s(self, watch: "_Watch") -> float:
+        """How long the worker may say nothing before it is asked; 0: until the next check."""
+        if not (watch.worker.calls or watch.is_late) or watch.is_fine:
+            return 0.0
+        beat_s = self._prober.beat_s and max(self._prober.beat_s, len(self._watches) / MOST_CHECKS_PER_S)
         return beat_s if beat_s < self.config.health_check_interval_s else 0.0
 
     def _give_up(self, worker: Worker) -> None:
@@ -153,10 +177,16 @@ class HealthMonitor:
             log.warning("%d requests at %s worker %s were given up: it is gone", count, worker.role, worker.url)
 
     async def _check(self, watch: "_Watch") -> None:
-        """One round: health, then what else is due. A worker comes up with its bootstrap address known."""
-        worker = watch.worker
-        known = worker.incarnation
-        result, error = await self._check_health(worker)
+        """One round: health, then what else is due. A worker comes up with its bootstrap address known.
+
+        One whose heartbeats are fine is asked for its health when its `/server_info` is due, and for its load while something runs there.
+        """
+        worker, heartbeats = watch.worker, watch.heartbeats
+        known, result, error = worker.incarnation, Check.OK, ""
+        if worker.health is not Health.UP or not watch.is_fine or loop_time_s() >= watch.info_due_s:
+            result, error = await self._check_health(worker)
+            if result is Check.OK and heartbeats is not None and heartbeats.on_answer():
+                watch.info_due_s = 0.0
         now_s = loop_time_s()
         is_new = worker.health is not Health.UP or worker.incarnation != known
         if result is Check.OK and (is_new or now_s >= watch.info_due_s):
@@ -165,10 +195,14 @@ class HealthMonitor:
                 log.warning("%s worker %s gets no request: %s", worker.role, worker.url, error)
             result = Check.FAILED if error else Check.OK
             watch.info_due_s = now_s + BOOTSTRAP_REFRESH_S
+            if heartbeats is not None and result is Check.OK:
+                heartbeats.open(is_new=is_new)
         self._note(worker, result, error)
         if worker.health is Health.UP and self.config.load_poll_interval_s > 0 and now_s >= watch.load_due_s:
             watch.load_due_s = now_s + self.config.load_poll_interval_s
-            report = parse_load((await self._prober.first_json(worker, _LOAD_PATHS))[0])
+            report = worker.report
+            if heartbeats is None or not heartbeats.took_rest() or report is None:
+                report = parse_load((await self._prober.first_json(worker, _LOAD_PATHS))[0])
             self.on_report(worker, report)
             self.table.loads.on_report(worker, report)
             if self.config.rebalance_above and worker.role is Role.DECODE:
@@ -290,6 +324,7 @@ class _Watch:
     def __init__(self, worker: Worker, *, begin_s: float) -> None:
         self.worker = worker
         self.begin_s = begin_s
+        self.heartbeats: Heartbeats | None = None
         self.task: asyncio.Task[None] | None = None
         self.wake = asyncio.Event()
         self.checked_s = 0.0  # when the last check ended
@@ -298,6 +333,16 @@ class _Watch:
         self.load_due_s = 0.0
         self.info_due_s = 0.0
         self._is_placed = False
+
+    @property
+    def is_fine(self) -> bool:
+        """Whether heartbeats say that all is well."""
+        return self.heartbeats is not None and self.heartbeats.fine
+
+    @property
+    def is_late(self) -> bool:
+        """Whether a heartbeat is missing."""
+        return self.heartbeats is not None and self.heartbeats.is_late
 
     def next_wait_s(self, interval_s: float) -> float:
         """Until the next check. The first wait is shorter for most, so that workers that came together are not checked together."""

@@ -1,8 +1,9 @@
 """Asks one worker at a time over HTTP, and notices its silence meanwhile.
 
 A process that is frozen, or behind a cut cable, refuses no connection. Its silence is noticed sooner than a failed check, and means less:
-new requests go elsewhere if they can, until the first answer. A worker that streams is never silent. One that has requests and says nothing
-is asked every quarter of the limit, whatever the time between checks is; an idle one is not.
+new requests go elsewhere if they can, until the first answer. A worker that streams is never silent. One that sends heartbeats (heartbeats.py)
+is asked when they are late. Of the others one that has requests and says nothing is asked every quarter of the limit, whatever the time
+between checks is; an idle one is not.
 
     last byte ---- a beat: asked ---- a beat ---- a beat ---- a beat: the limit, its requests move
 """
@@ -17,8 +18,9 @@ import aiohttp
 import msgspec
 
 from router.client.credentials import Credentials
-from router.pool.active_calls import last_byte_s
+from router.pool.active_calls import last_sign_s
 from router.pool.worker import Worker
+from service.waiter import loop_time_s
 
 BEATS = 4  # in the limit of a silence
 ROUNDING_S = 0.001  # timers are no more exact than this
@@ -46,13 +48,14 @@ class Prober:
         if self.silence_s:
             report = partial(self.on_silence, worker)
             silence = SilenceTimer(
-                limit_s=self.silence_s, beat_s=self.beat_s, received_s=partial(last_byte_s, worker), report=report
+                limit_s=self.silence_s, beat_s=self.beat_s, received_s=partial(last_sign_s, worker), report=report
             )
         try:
             async with self.session.get(
                 worker.url + path, timeout=timeout, headers=self.credentials.own(), allow_redirects=False
             ) as response:
                 status, body = response.status, await _read_bounded(response)
+            worker.heard_s = loop_time_s()
             self.on_silence(worker, False)
             return status, body
         finally:
@@ -78,9 +81,10 @@ class SilenceTimer:
     """Calls `report(silent)` after `limit_s` without bytes, and repeatedly until `close`, which must follow.
 
     `received_s()`: when bytes came last (the loop's time). `beat_s`: how long before its begin a silence may have begun.
+    A loop that was held up has not read what came meanwhile: it looks again.
     """
 
-    __slots__ = ("_limit_s", "_loop", "_received_s", "_report", "_sent_s", "_timer")
+    __slots__ = ("_due_s", "_limit_s", "_loop", "_received_s", "_report", "_sent_s", "_timer")
 
     def __init__(
         self, *, limit_s: float, received_s: Callable[[], float], report: Callable[[bool], None], beat_s: float = 0.0
@@ -90,16 +94,23 @@ class SilenceTimer:
         self._limit_s = limit_s
         self._received_s = received_s
         self._report = report
-        self._timer = self._loop.call_later(limit_s - beat_s, self._on_timer)
+        self._wait(limit_s - beat_s)
 
     def close(self) -> None:
         self._timer.cancel()
 
     def _on_timer(self) -> None:
-        quiet_s = self._loop.time() - max(self._sent_s, self._received_s())
+        now_s = self._loop.time()
+        if now_s - self._due_s > self._limit_s / BEATS:
+            return self._wait(self._limit_s / BEATS)
+        quiet_s = now_s - max(self._sent_s, self._received_s())
         silent = quiet_s >= self._limit_s - ROUNDING_S  # or the rest would be too short for any clock to pass
         self._report(silent)
-        self._timer = self._loop.call_later(self._limit_s - (0.0 if silent else quiet_s), self._on_timer)
+        return self._wait(self._limit_s - (0.0 if silent else quiet_s))
+
+    def _wait(self, seconds: float) -> None:
+        self._due_s = self._loop.time() + seconds
+        self._timer = self._loop.call_later(seconds, self._on_timer)
 
 
 async def _read_bounded(response: aiohttp.ClientResponse) -> bytes:

@@ -75,8 +75,8 @@ ONE_RANK = RankSizes()
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Worker:
-    """`WorkerTable` and `Loads` change it; `HealthMonitor` sets `bootstrap_*` (where decode finds a prefill worker), `busy_s` and
-    `ranks`."""
+    """`WorkerTable` and `Loads` change it; `HealthMonitor` and its parts set `bootstrap_*` (where decode finds a prefill worker), `busy_s`,
+    `heard_s`, `beats` and `ranks`."""
 
     worker_id: int
     url: str
@@ -104,7 +104,9 @@ class Worker:
     leaving: bool = False  # it gets nothing new, whatever its health
     last_resort: bool = False  # it does, while no other worker of its role is up
     silent: bool = False  # it answers no probe: it gets requests only if all others are silent, too
-    busy_s: float | None = None  # duration of its present step at its last check
+    beats: bool = False  # its heartbeats come: it is not probed while they do
+    busy_s: float | None = None  # duration of its present step, when it last told
+    heard_s: float = -math.inf  # when it last answered a check, or a heartbeat came
     ranks: RankSizes = ONE_RANK
     switching_to: Role | None = None  # the role that this router requested of it
     discovered: bool = False  # each process of this router finds it by itself

@@ -6,6 +6,7 @@ first token with 503), BREAK (fails after two tokens with 500).
 """
 
 import threading
+import time
 from dataclasses import dataclass, field
 
 import msgspec
@@ -33,6 +34,7 @@ from engine.messages import (
     TokenOutput,
     ToScheduler,
 )
+from engine.stamps import Stamp
 from engine.text.incremental import tail_texts
 from engine.text.tokenizer import Tokenizer
 
@@ -70,6 +72,8 @@ class StandIn:
         self._pull: PullSocket[ToScheduler] = PullSocket(ipc.to_scheduler, ToScheduler)
         self._heartbeat: PullSocket[GetStep] = PullSocket(ipc.to_heartbeat, GetStep)
         self._to_frontend = PushSocket(ipc.to_frontend)
+        self._stamp = Stamp(ipc.dir, f"scheduler {ipc.dp_rank}")
+        self._num_steps = 0
         self._running: dict[str, Running] = {}
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run)
@@ -95,6 +99,9 @@ class StandIn:
     def _run(self) -> None:
         while not self._over.is_set():
             busy = any(not self._stuck(r) for r in self._running.values())
+            self._num_steps += busy
+            if not self.silent:
+                self._stamp.write(time.monotonic(), num_steps=self._num_steps)
             for question in self._heartbeat.recv_all_nowait():
                 if not self.silent:
                     self._to_frontend.send(msgspec.structs.replace(self.doing, call_id=question.call_id))

@@ -1,4 +1,4 @@
-"""What is said of the loop while it computes: the turn clock with literals, the loop that tells it, the thread that reads it."""
+"""What is said of the loop while it computes: the turn clock with literals, the loop that tells it, the thread that reads it, its stamps."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,9 @@ from engine.loop.heartbeat import HeartbeatResponder
 from engine.loop.turn_clock import TurnClock
 from engine.messages import GenerateRequest, GetStep, StepInfo, StepReply, ToFrontend
 from engine.sampling_params import SamplingParams
+from engine.stamps import Stamp, Stamped, Stamps, stamping
 from tests.core.engine_in_a_test import plan_item
+from tests.frontend.conftest import wait_for
 from tests.loop.test_deadlines import Rig
 
 
@@ -72,7 +74,9 @@ def test_the_heartbeat_answers_by_itself_until_the_loop_has_ended(tmp_path: Path
     ipc = IpcPaths(str(tmp_path))
     pull: PullSocket[Any] = PullSocket(ipc.to_frontend, ToFrontend)
     ask, turns = PushSocket(ipc.to_heartbeat), TurnClock(limit_s=0.0)
-    heartbeat = HeartbeatResponder(ipc, turns, clock=lambda: 7.0)
+    now_s, stamps = [7.0], Stamps(str(tmp_path))
+    assert stamps.read() == []
+    heartbeat = HeartbeatResponder(ipc, turns, name="decode scheduler", clock=lambda: now_s[0])
     heartbeat.start()
     try:
         turns.loaded()
@@ -81,10 +85,37 @@ def test_the_heartbeat_answers_by_itself_until_the_loop_has_ended(tmp_path: Path
         ask.send(GetStep("a"))
         step = StepInfo(seq=1, kind="decode", num_reqs=1, num_tokens=1)
         assert pull.recv(10.0) == [StepReply(call_id="a", busy_s=2.0, step=step)]
+        assert stamps.read() == [Stamped("decode scheduler", at_s=7.0, busy_since_s=5.0, num_steps=1)]
+        turns.resting()
+        now_s[0] = 8.0
+        wait_for(lambda: stamps.read() == [Stamped("decode scheduler", at_s=8.0, busy_since_s=None, num_steps=1)])
+        assert stamps.frozen(8.5, after_s=0.5) is None and stamps.frozen(8.6, after_s=0.5) == stamps.read()[0]
         turns.end()
+        now_s[0] = 9.0
         ask.send(GetStep("b"))
     finally:
         heartbeat.close()
         assert pull.recv(0.1) == []
+        assert stamps.read()[0].at_s == 8.0
         for socket in (pull, ask):
             socket.close()
+
+
+def test_the_oldest_stamp_of_a_worker_s_processes_counts(tmp_path: Path) -> None:
+    processes = {name: Stamp(str(tmp_path), name) for name in ("scheduler", "rank 1", "frontend 1")}
+    for at_s, stamp in enumerate(processes.values(), start=10):
+        stamp.write(float(at_s))
+    stamps = Stamps(str(tmp_path))
+    assert stamps.frozen(12.5, after_s=3.0) is None
+    found = stamps.frozen(12.5, after_s=1.0)
+    assert found is not None and found.name == "scheduler"
+    processes["scheduler"].write(13.0)
+    found = stamps.frozen(13.5, after_s=1.0)
+    assert found is not None and found.name == "rank 1"
+
+
+def test_a_thread_stamps_until_its_block_ends(tmp_path: Path) -> None:
+    with stamping(str(tmp_path), "rank 1"):
+        stamps = Stamps(str(tmp_path))
+        first = stamps.read()[0].at_s
+        wait_for(lambda: stamps.read()[0].at_s > first)

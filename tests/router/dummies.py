@@ -14,9 +14,10 @@ from router.choice.prefix_index import PrefixIndex
 from router.compose import Router
 from router.config import RouterConfig
 from router.pool.states import Check
-from router.pool.worker import Role
+from router.pool.worker import Role, Worker
 from router.pool.workers import WorkerTable
 from router.server import start_router
+from service.http import heartbeats
 from service.http.resume import MOVE_OUT
 
 DEADLINE_S = 60.0
@@ -113,7 +114,9 @@ class DummyWorker:
     behave: Behaviour = answer_ok
     healthy: bool = True
     draining: bool = False  # says so on /health
-    frozen: bool = False  # /health gets no answer
+    frozen: bool = False  # /health gets no answer, no heartbeat comes
+    beats_s: float = 0.0  # between two heartbeats; 0: it knows none
+    beat: bytes = heartbeats.IDLE  # b"": it is lost on its way
     incarnation: str = ""
     health_says: dict[str, Any] = field(default_factory=dict)  # beside its incarnation
     info: dict[str, Any] = field(default_factory=dict)
@@ -126,6 +129,9 @@ class DummyWorker:
     lets_go: Callable[[list[dict[str, Any]]], list[str]] | None = None  # of /move_out: samples -> those that move
     cancelled: int = 0
     num_checks: int = 0
+    num_streams: int = 0  # of heartbeats, so far
+    beating: list[asyncio.Transport] = field(default_factory=list)  # their connections
+    num_loads: int = 0  # asked for
     port: int = 0
     host: str = "127.0.0.1"
     runner: web.AppRunner | None = None
@@ -143,12 +149,28 @@ class DummyWorker:
         self.port = self.runner.addresses[0][1]
 
     async def stop(self) -> None:
+        for transport in self.beating:
+            transport.abort()
         if self.runner is not None:
             runner, self.runner = self.runner, None
             await runner.cleanup()
 
+    async def _beat(self, request: web.Request) -> web.StreamResponse:
+        assert request.transport is not None
+        self.beating.append(request.transport)
+        out = await begin_stream(request, heartbeats.first_line(self.beats_s))
+        while True:
+            await asyncio.sleep(self.beats_s)
+            if self.beat and not self.frozen:
+                await out.write(self.beat)
+
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         self.num_checks += request.path == "/health"
+        self.num_loads += request.path == "/v1/loads"
+        if request.path == heartbeats.PATH:
+            self.num_streams += 1
+            if self.beats_s:
+                return await self._beat(request)
         if request.path == "/health" and self.draining:
             return web.json_response({"status": "draining"}, status=503)
         if request.path == "/health" and self.frozen:
@@ -195,6 +217,10 @@ class Cluster:
     decodes: list[DummyWorker]
     client: aiohttp.ClientSession
     alone: list[DummyWorker] = field(default_factory=list)  # unified ones beside pairs
+
+    def state(self, worker: DummyWorker) -> Worker:
+        """What the router knows of it."""
+        return self.router.table.find(worker.url)
 
     @property
     def url(self) -> str:
@@ -252,9 +278,10 @@ async def cluster(
     unified: int = 0,
     mixed: int = 0,
     info: dict[str, Any] | None = None,
+    beats_s: float = 0.0,
     **flags: Any,
 ) -> AsyncIterator[Cluster]:
-    """Dummies and a router in front of them; `unified` makes it a plain router. `mixed`: unified ones beside pairs."""
+    """Dummies and a router in front of them; `unified` makes it a plain router. `mixed`: unified ones beside pairs. `beats_s`: of all."""
     settings: dict[str, Any] = {"port": 0, "health_check_interval_s": 0.05, "load_poll_interval_s": 0.05}
     async with AsyncExitStack() as stack:
         if unified:
@@ -275,6 +302,7 @@ async def cluster(
             settings |= {"mixed": True, "worker_urls": tuple(w.url for w in alone)}
         for worker in (*prefills, *decodes, *alone):
             worker.info.update(info or {})
+            worker.beats_s = beats_s
         router = await stack.enter_async_context(start_router(RouterConfig(**{**settings, **flags})))
         timeout = aiohttp.ClientTimeout(total=DEADLINE_S)
         client = await stack.enter_async_context(aiohttp.ClientSession(timeout=timeout))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from router.pool.active_calls import last_byte_s
+from router.pool.active_calls import last_sign_s
 from router.pool.probe import SilenceTimer
 from router.pool.states import Health
 from router.pool.worker import Role, Worker
@@ -202,8 +202,8 @@ def test_only_bytes_of_an_answer_are_a_sign_of_life_not_that_it_was_asked_for() 
     launched = Launched()
     worker = launched.worker(Role.DECODE, "http://d0")
     _, _, reply = launched.pair()
-    assert last_byte_s(worker) == -math.inf
+    assert last_sign_s(worker) == -math.inf
     reply.answer(200, events=True, complete=False)
-    assert last_byte_s(worker) == 0.0
+    assert last_sign_s(worker) == 0.0
     reply.answer(200)
-    assert last_byte_s(worker) == -math.inf
+    assert last_sign_s(worker) == -math.inf

@@ -79,7 +79,7 @@ def test_every_route_that_changes_a_worker_is_an_admin_s() -> None:
     user |= {f"/api/{name}" for name in ("show", "tags", "ps", "version")}
     user |= {f"/v1/responses{rest}" for rest in ("", "/{id}", "/{id}/cancel", "/{id}/input_items")}
     routers = {"/kept_stream", "/move_out"}  # signed with the cluster's secret
-    open_to_all = {"/health", "/health_generate", "/liveness", "/metrics", "/ping", "/version"}
+    open_to_all = {"/health", "/health_generate", "/heartbeats", "/liveness", "/metrics", "/ping", "/version"}
     assert {route.path for route in ROUTES} - ADMIN_PATHS - user - routers == open_to_all
 
 

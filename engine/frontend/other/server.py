@@ -1,6 +1,7 @@
 """Runs a frontend process beside the main one, at the same port, until the main one ends it."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
 from functools import partial
@@ -18,6 +19,8 @@ from engine.frontend.routes import ROUTES
 from engine.frontend.services import FrontendSpec, Services
 from engine.frontend.setup import FrontendSlot, limits_of, make_services
 from engine.ipc import MAIN_FRONTEND, IpcPaths
+from engine.stamps import Stamp
+from service.http.heartbeats import EVERY_S
 from service.http.listening import ListeningPort
 from service.http.routes import Handler, Routes
 from service.http.server import serving, serving_unix
@@ -46,9 +49,9 @@ async def run_other_frontend(
                 serving_unix(ipc.http_socket(row), internal, limits, shutdown_timeout_s=HTTP_CLOSE_S),
                 serving(port, handle, limits, shutdown_timeout_s=HTTP_CLOSE_S),
             ):
-                settling = asyncio.create_task(_settle(s))
+                tasks = [asyncio.create_task(one) for one in (_settle(s), _stamp(Stamp(ipc.dir, f"frontend {row}")))]
                 await ended.wait()
-                await end_tasks([settling])
+                await end_tasks(tasks)
         s.tokenizer_pool.shutdown(wait=False, cancel_futures=True)
         s.tracer.close()
         shared.close()
@@ -71,3 +74,10 @@ async def _handling(s: Services, ipc: IpcPaths) -> AsyncIterator[Handler]:
 async def _settle(s: Services) -> None:
     await s.leaders.ready.wait()
     spare_what_lives()
+
+
+async def _stamp(stamp: Stamp) -> None:
+    """While the loop turns: the main frontend speaks for all of the worker (engine/stamps.py)."""
+    while True:
+        stamp.write(time.monotonic())
+        await asyncio.sleep(EVERY_S)

@@ -1,5 +1,8 @@
 """Health of a worker: of its process, its scheduler, and its model; reports of a scheduler that is up."""
 
+import asyncio
+import time
+
 from aiohttp import web
 
 from engine.frontend.apis.admin.load import step_summary
@@ -9,8 +12,11 @@ from engine.frontend.first_tokens import compute_tokens
 from engine.frontend.services import SERVICES, Services
 from engine.messages import StateReply, StepReply
 from service.http.errors import DRAINING, ApiError
+from service.http.heartbeats import EVERY_S
 from service.http.stream import json_response
 
+FROZEN_S = 2 * EVERY_S  # without a stamp
+LOOK_S = 0.05
 RECENT_S = 0.25  # a scheduler whose last message is younger is alive without a call
 LOADING_TIMEOUT_S = 1.0
 INFO_TIMEOUT_S = 5.0
@@ -19,8 +25,8 @@ INFO_TIMEOUT_S = 5.0
 async def health(request: web.BaseRequest) -> web.Response:
     """200 if the scheduler answers or sent something just now; 503 while it drains or has released memory. Generates no token.
 
-    In a long step its heartbeat thread answers: `busy_s` and `step` say what it computes. 503 when that thread is silent,
-    or the step exceeds --watchdog-timeout. `incarnation` changes with every start and role session.
+    In a long step its heartbeat thread answers: `busy_s` and `step` say what it computes. 503 when that thread is silent, another
+    process of the worker is frozen, or the step exceeds --watchdog-timeout. `incarnation` changes with every start and role session.
     """
     s = request[SERVICES]
     if s.client.is_draining:
@@ -38,6 +44,7 @@ async def health(request: web.BaseRequest) -> web.Response:
     if s.leaders.released:  # a router sends it no requests, and passes on what resumes it
         body = {"status": DRAINING, "released": s.leaders.released, "incarnation": s.incarnation}
         return json_response(body, status=503)
+    await _until_all_run(s)
     body = {"status": "ok", "incarnation": s.incarnation}
     if s.leaders.now_s() - s.leaders.last_message_s <= RECENT_S:
         return json_response(body)
@@ -45,6 +52,15 @@ async def health(request: web.BaseRequest) -> web.Response:
     if now.stalled:
         raise not_ready(f"one step has taken {now.busy_s:.0f} s, longer than --watchdog-timeout")
     return json_response({**body, **step_summary(now)})
+
+
+async def _until_all_run(s: Services) -> None:
+    """Wait while a process is frozen: it may go on. Raises ApiError(503)."""
+    until_s = s.leaders.now_s() + s.spec.health_timeout_s
+    while s.stamps is not None and (found := s.stamps.frozen(time.monotonic(), after_s=FROZEN_S)) is not None:
+        if s.leaders.now_s() > until_s:
+            raise not_ready(f"the {found.name} process has not run for {time.monotonic() - found.at_s:.0f} s")
+        await asyncio.sleep(LOOK_S)
 
 
 async def liveness(request: web.BaseRequest) -> web.Response:

@@ -1,0 +1,165 @@
+"""Follows the heartbeats of one worker (service/http/heartbeats.py) over a stream that stays open: they take the place of checks.
+
+    closed --open--> opened --BEATS in a row, each in time--> trusted --none for LATE of the limit--> late --at the limit--> silent
+       ^                any: the stream ends                     ^                                     |                        |
+       |                late: checks are answered meanwhile      +------------------ a beat -----------+------------------------+
+
+A late worker is asked over HTTP, so that a stream that is lost on its way costs nothing. A worker without heartbeats, of an older version or
+another engine, is asked as before, until another process is there.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from router.client.upstream import HttpReply, Upstream
+from router.pool.active_calls import last_sign_s
+from router.pool.probe import BEATS, ROUNDING_S, SilenceTimer
+from router.pool.worker import Worker
+from service.http.heartbeats import PATH, Beat, HeartbeatReader, NoHeartbeats
+from service.waiter import loop_time_s
+
+LATE = 0.75  # of the limit
+OPEN_S = 86400.0  # then it is opened again
+
+
+@dataclass(eq=False, kw_only=True)
+class Heartbeats:
+    """`silence_s`: the limit, unless the worker beats too seldom for it. `every_s()`: how often it is to beat.
+
+    `on_silence(worker, silent)` is called repeatedly; `ask` when a check is due now: a beat is late, says that something is the matter, or comes
+    from a worker that was silent; or the stream has ended.
+    """
+
+    worker: Worker
+    upstream: Upstream
+    headers: Callable[[], Mapping[str, str]]
+    silence_s: float
+    every_s: Callable[[], float]
+    on_silence: Callable[[Worker, bool], None]
+    ask: Callable[[], None]
+    is_late: bool = False
+    _reply: HttpReply | None = None
+    _reader: HeartbeatReader = field(default_factory=HeartbeatReader)
+    _asked_s: float = 0.0  # between two beats
+    _beat: Beat | None = None  # the last
+    _beat_s: float = -math.inf  # when it came
+    _in_a_row: int = 0
+    _ran: bool = True
+    _unknown: bool = False  # to the process that answers
+    _late: SilenceTimer | None = None
+    _silence: SilenceTimer | None = None  # while it is late
+
+    @property
+    def trusted(self) -> bool:
+        """Whether their silence is the worker's."""
+        return self._late is not None
+
+    @property
+    def fine(self) -> bool:
+        """Whether the worker needs no check."""
+        return self.trusted and not self.is_late and self._beat is not None and self._beat.fine
+
+    def took_rest(self) -> bool:
+        """Whether nothing has run at the worker since the last call."""
+        ran, self._ran = self._ran, False
+        return self.fine and not ran
+
+    def open(self, *, is_new: bool) -> None:
+        """Open the stream unless it is open. `is_new`: another process may answer."""
+        self._unknown = self._unknown and not is_new
+        if self._reply is not None or self._unknown:
+            return
+        self._asked_s, self._reader = self.every_s(), HeartbeatReader()
+        self._in_a_row, self._beat_s, self._ran = 0, -math.inf, True
+        path = f"{PATH}?every={self._asked_s:g}"
+        self._reply = self.upstream.get(self.worker.url, path, headers=self.headers(), timeout_s=OPEN_S)
+        self._reply.listener = self._on_reply
+
+    def close(self) -> None:
+        reply, self._reply = self._reply, None
+        if self._late is not None:
+            self._late.close()
+        self._end_silence()
+        self._late, self.is_late, self._beat, self.worker.beats = None, False, None, False
+        if reply is not None:
+            reply.listener = _nothing
+            reply.close()
+
+    def on_answer(self) -> bool:
+        """The worker answers a check. Return whether its beats are lost on their way: missing for long. They are closed then."""
+        lost = self.is_late and loop_time_s() - self._beat_s >= 2 * self._limit_s
+        if lost:
+            self.close()
+        return lost
+
+    @property
+    def _limit_s(self) -> float:
+        return max(self.silence_s, BEATS * self._reader.every_s)
+
+    def _on_reply(self) -> None:
+        reply = self._reply
+        assert reply is not None
+        if reply.status not in (0, 200):
+            self._unknown = reply.status < 500
+            return self.close()
+        try:
+            if beats := self._reader.read(reply.take()):
+                self._on_beats(beats)
+        except NoHeartbeats:
+            self._unknown = True
+        if self._reader.every_s > self._asked_s + ROUNDING_S:  # too seldom for the limit
+            self._unknown = True
+        if self._unknown:
+            return self.close()
+        if reply.complete or reply.error is not None:
+            was_open = self._reader.every_s > 0
+            self.close()
+            if was_open:
+                self.ask()
+        return None
+
+    def _on_beats(self, beats: Sequence[Beat]) -> None:
+        """Those that came together count once: something on their way may hold them back."""
+        beat, now_s, before, was_late = beats[-1], loop_time_s(), self._beat, self.is_late
+        in_time = now_s - self._beat_s <= self._limit_s
+        self._in_a_row = self._in_a_row + 1 if in_time else 1
+        self._beat, self._beat_s, self.is_late = beat, now_s, False
+        self.worker.heard_s = now_s
+        self._ran = self._ran or not all(one.rests for one in beats)
+        if not self.trusted:
+            if self._in_a_row >= BEATS:
+                self._trust()
+            return
+        self.worker.busy_s = beat.busy_s
+        if was_late:
+            self._end_silence()
+            self.on_silence(self.worker, False)
+        if was_late or (before is not None and before.fine and not beat.fine):
+            self.ask()
+
+    def _trust(self) -> None:
+        self._late = SilenceTimer(limit_s=LATE * self._limit_s, received_s=lambda: self._beat_s, report=self._on_late)
+        self.worker.beats = True
+
+    def _on_late(self, late: bool) -> None:
+        if not late or self.is_late:
+            return
+        self.is_late = True
+        self._silence = SilenceTimer(
+            limit_s=self._limit_s,
+            beat_s=LATE * self._limit_s,
+            received_s=partial(last_sign_s, self.worker),
+            report=partial(self.on_silence, self.worker),
+        )
+        self.ask()
+
+    def _end_silence(self) -> None:
+        if self._silence is not None:
+            self._silence.close()
+            self._silence = None
+
+
+def _nothing() -> None:
+    """No listener."""
