@@ -44,7 +44,7 @@ FIXED_SEEDS = (
     3014,
     3015,
     4000,  # and of workers that send heartbeats
-    4005,
+    4009,
 )
 
 
