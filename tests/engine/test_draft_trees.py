@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from engine.core.drafts import Draft
@@ -16,12 +17,15 @@ from engine.model_files.model_config import WIDE_MODEL_PATH
 from engine.sampler.make import TokenSampler
 from engine.use import EngineUse
 from tests.engine.drafters import always, answers_to, engine_of, fared
+from tests.engine.engine_in_process import EngineInProcess
 from tests.engine.test_eagle import NEW, PROMPTS, RIGHT
 from tests.engine.test_standalone_drafter import answers, by
 from tests.models.tiny_checkpoints import make_tiny_checkpoint
+from tests.models.tiny_drafters import make_tiny_eagle
 from tools.recall.drafters import build
 
 TOPK, STEPS = 2, 4
+PROMPT = [20 + i * i % 11 for i in range(50)]
 
 
 def all_of_a_tree(scheduler: Scheduler) -> None:
@@ -97,3 +101,44 @@ def test_any_sampling_gives_the_tokens_of_plain_decoding(tmp_path: Path, family:
     for drafter, topk in ((other, 3), (path, 2)):
         said, how = answers(path, **by(drafter, speculative_eagle_topk=topk))
         assert said == wanted and 0 < how.accepted < how.drafts
+
+
+def kept_by_drafter(model: str, eagle: str, topk: int) -> tuple[list[int], Tensor, Tensor]:
+    """(tokens, K and V of the drafter's layer, tails) of all whole pages of an answer."""
+    flags = trees(eagle, speculative_eagle_topk=topk, page_size=4)
+    with EngineInProcess(model, **flags) as engine:
+        all_of_a_tree(engine.parts.scheduler)
+        (tokens,) = answers_to(engine, [PROMPT], new=NEW)
+        memory, pool = engine.parts.scheduler.memory, engine.parts.pool
+        pages = torch.tensor(memory.cache.match(PROMPT + tokens).pages)
+        assert pool.drafter is not None and pool.tails is not None and len(pages) > 20
+        entries = torch.stack((pool.drafter.k(0)[pages], pool.drafter.v(0)[pages]))
+        return tokens, entries, pool.tails[pages]
+
+
+def test_what_the_drafter_keeps_is_that_of_chains(tmp_path: Path) -> None:
+    """An entry follows from the row that samples its token, which in a tree is not always the one before."""
+    model = make_tiny_checkpoint(tmp_path / "model", "qwen3", dtype="bfloat16")
+    eagle = make_tiny_eagle(tmp_path / "eagle", "EAGLE", dtype="bfloat16")
+    of_chains, of_trees = (kept_by_drafter(model, eagle, topk) for topk in (1, 4))
+    assert of_chains[0] == of_trees[0]
+    assert torch.equal(of_chains[1], of_trees[1]) and torch.equal(of_chains[2], of_trees[2])
+
+
+def test_each_guess_follows_its_own_path(tmp_path: Path) -> None:
+    """The drafter is the model itself, so its best guess behind a path is what plain decoding says there."""
+    path = make_tiny_checkpoint(tmp_path / "model", "qwen3", dtype="bfloat16")
+    with EngineInProcess(path, **by(path, speculative_eagle_topk=3)) as engine:
+        all_of_a_tree(engine.parts.scheduler)
+        engine.add("r", PROMPT, max_new_tokens=30)
+        while not (request := next(iter(engine.parts.scheduler.stages.live.values()))).drafts.draft.tokens:
+            engine.turn()
+        draft, known = request.drafts.draft, request.tokens(0, request.num_tokens)
+        engine.run()
+    paths: list[list[int]] = []
+    for token, parent in zip(draft.tokens, draft.parents, strict=True):
+        paths.append([*(paths[parent] if parent >= 0 else []), token])
+    best = [paths[draft.children(parent)[0]] for parent in dict.fromkeys(draft.parents)]
+    with EngineInProcess(path) as plain:
+        said = answers_to(plain, [known + path[:-1] for path in best], new=1)
+    assert max(map(len, best)) == STEPS and [[path[-1]] for path in best] == said

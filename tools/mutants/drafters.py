@@ -28,6 +28,8 @@ FINDERS = (
     f"{_HYBRID}::test_prefixes_bring_their_tails",
     f"{_TREES}::test_a_path_beside_the_first_one_counts_and_comes_to_its_place",
     f"{_TREES}::test_any_sampling_gives_the_tokens_of_plain_decoding",
+    f"{_TREES}::test_what_the_drafter_keeps_is_that_of_chains",
+    f"{_TREES}::test_each_guess_follows_its_own_path",
     "tests/engine/test_standalone_drafter.py::test_the_model_itself_is_always_right",
     "tests/e2e/test_drafters.py::test_a_handed_over_prompt_is_drafted_as_well_as_ones_own",
 )
