@@ -102,9 +102,16 @@ PROMISES = (
     Promise(
         name="a state that a failed step has spoilt moves nowhere",
         options=_of(
-            5, MOVE_FAULT, fault_every_s=0.1, clock_s=0.002, step_fail_rate=0.03, state_slots=(16, 10), chunk=8
+            5,
+            MOVE_FAULT,
+            fault_every_s=0.1,
+            clock_s=0.002,
+            step_fail_rate=0.03,
+            state_slots=(16, 10),
+            length_s=3.0,
+            chunk=8,
         ),
-        least={"failed step": 20, "migrate": 20, "moves landed": 15},
+        least={"failed step": 20, "migrate": 10, "moves landed": 8},
         outcomes=frozenset(["ok", "error"]),  # one that fails three times ends
     ),
     Promise(
