@@ -118,7 +118,8 @@ class PageAllocator:
         assert sum(self._counts) == self.num_pages, f"{self.counts()} do not add up to {self.num_pages}"
         free = {*self._free, *self._singles}
         assert len(self._free) + len(self._singles) == self._counts[FREE] == len(free)
-        assert self.states_of(free) <= {_NAMES[FREE]}
+        states = self.states_of(free)
+        assert states <= {_NAMES[FREE]}
         for state in range(4):
             expected = self._counts[state] + (1 if state == FREE else 0)  # page 0 stays FREE in the array
             assert self._state.count(state) == expected

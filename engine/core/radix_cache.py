@@ -328,5 +328,6 @@ class RadixCache:
             pages += node.pages
             evictable += len(node.pages) if node.locks == 0 else 0
         assert (len(pages), evictable) == (self.num_pages, self.num_evictable)
-        assert self._allocator.states_of(pages) <= {"cached"}
+        states = self._allocator.states_of(pages)
+        assert states <= {"cached"}
         assert len(pages) == self._allocator.counts()["cached"]

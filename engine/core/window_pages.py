@@ -231,7 +231,8 @@ class WindowPages:
         held = [page for r in requests for page in self.own(r)]
         assert len(held) == len(set(held)) == self.allocator.counts()["held"], "held window pages and owners differ"
         reads = [page for r in requests for page in r.window if page and page in self._readers]
-        assert all(self._readers[page] == n for page, n in Counter(reads).items()), "readers of window pages are lost"
+        readers = Counter(reads)
+        assert all(self._readers[page] == n for page, n in readers.items()), "readers of window pages are lost"
         assert sum(self._readers.values()) == len(reads)
         assert set(self._idle) == {page for page, readers in self._readers.items() if not readers}
         assert all(page in node.window and node.parent is not None for page, node in self._homes.items())
