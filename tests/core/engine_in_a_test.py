@@ -154,6 +154,7 @@ class EngineInATest:
         self.finish: dict[str, FinishReason] = {}
         self.outputs: dict[str, list[TokenOutput]] = {}
         self.plans: list[Plan] = []
+        self._checked: object = None
 
     def add(self, rid: str, prompt: list[int], **asked: object) -> Request:
         request = self._request(rid, prompt, **asked)
@@ -194,7 +195,7 @@ class EngineInATest:
         if self.launched and (plan is None or len(self.launched) >= self.depth):
             self.collect()
             return True
-        self.scheduler.check()
+        self.check()
         return plan is not None
 
     def turns(self, n: int) -> None:
@@ -212,7 +213,19 @@ class EngineInATest:
     def collect(self) -> None:
         plan, result = self.launched.popleft()
         self.on_step(self.scheduler.collect(plan, result or self.model.run(plan)))
-        self.scheduler.check()
+        self.check()
+
+    def check(self) -> None:
+        """Have every owner check itself, unless no memory and no request has moved since: most turns in which a role waits."""
+        if (now := self._owners()) != self._checked:
+            self.scheduler.check()
+            self._checked = now
+
+    def _owners(self) -> object:
+        memory, stages = self.scheduler.memory, self.scheduler.stages
+        groups = [group.allocator.counts() for group in (memory, memory.states, memory.windows) if group is not None]
+        requests = [(r.rid, len(r.pages), r.launched_len, r.computed_len, r.state, r.pending) for r in stages.all()]
+        return groups, requests, memory.cache.num_pages, memory.cache.num_evictable, sorted(stages.live)
 
     def on_step(self, effects: StepEffects) -> None:
         self.say(effects.outputs)

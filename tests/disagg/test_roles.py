@@ -213,8 +213,8 @@ def test_waiting_for_memory_has_an_end() -> None:
 
 # By what crosses beside pages, each in so many steps; other combinations: make soak-core.
 BESIDE: dict[str, tuple[dict[str, bool], int, dict[str, int]]] = {
-    "recurrent states": ({"states": True}, 200, {"sent_states": 500}),
-    "pages of a window": ({"windows": True}, 140, {"sent_window_pages": 1000}),
+    "recurrent states": ({"states": True}, 160, {"sent_states": 500}),
+    "pages of a window": ({"windows": True}, 130, {"sent_window_pages": 1000}),
     "states, windows and adapters": (
         {"states": True, "windows": True, "adapters": True},
         150,

@@ -54,7 +54,7 @@ class RoleEngine(EngineInATest):
         worked = bool(self.launched)
         if self.launched and (plan is None or len(self.launched) >= self.depth):
             self.collect()
-        self.scheduler.check()
+        self.check()
         self.role.check()
         return worked
 
