@@ -185,8 +185,8 @@ class HealthMonitor:
         known, result, error = worker.incarnation, Check.OK, ""
         if worker.health is not Health.UP or not watch.is_fine or loop_time_s() >= watch.info_due_s:
             result, error = await self._check_health(worker)
-            if result is Check.OK and heartbeats is not None and heartbeats.on_answer():
-                watch.info_due_s = 0.0
+            if result is Check.OK and heartbeats is not None:
+                heartbeats.on_answer()
         now_s = loop_time_s()
         is_new = worker.health is not Health.UP or worker.incarnation != known
         if result is Check.OK and (is_new or now_s >= watch.info_due_s):
@@ -195,8 +195,8 @@ class HealthMonitor:
                 log.warning("%s worker %s gets no request: %s", worker.role, worker.url, error)
             result = Check.FAILED if error else Check.OK
             watch.info_due_s = now_s + BOOTSTRAP_REFRESH_S
-            if heartbeats is not None and result is Check.OK:
-                heartbeats.open(is_new=is_new)
+        if heartbeats is not None and result is Check.OK:
+            heartbeats.open(is_new=is_new)
         self._note(worker, result, error)
         if worker.health is Health.UP and self.config.load_poll_interval_s > 0 and now_s >= watch.load_due_s:
             watch.load_due_s = now_s + self.config.load_poll_interval_s

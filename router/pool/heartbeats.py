@@ -87,12 +87,10 @@ class Heartbeats:
             reply.listener = _nothing
             reply.close()
 
-    def on_answer(self) -> bool:
-        """The worker answers a check. Return whether its beats are lost on their way: missing for long. They are closed then."""
-        lost = self.is_late and loop_time_s() - self._beat_s >= 2 * self._limit_s
-        if lost:
+    def on_answer(self) -> None:
+        """The worker answers a check: beats that have been missing for long are lost on their way."""
+        if self.is_late and loop_time_s() - self._beat_s >= 2 * self._limit_s:
             self.close()
-        return lost
 
     @property
     def _limit_s(self) -> float:

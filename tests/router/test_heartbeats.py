@@ -85,6 +85,16 @@ async def test_a_worker_whose_stream_ends_is_checked_at_once() -> None:
         await until(lambda: c.state(c.decodes[0]).health is Health.DOWN)
 
 
+async def test_a_stream_that_breaks_is_opened_again_at_once() -> None:
+    async with cluster(decode=2, **BEATING) as c:
+        await trusted(c)
+        worker = c.decodes[0]
+        worker.beating.pop().abort()
+        await until(lambda: worker.num_streams == 2)
+        await trusted(c)
+        assert c.state(worker).health is Health.UP
+
+
 async def test_heartbeats_that_are_lost_on_their_way_cost_nothing() -> None:
     """The worker answers when it is asked: it is never silent, and the stream is opened again."""
     async with cluster(decode=2, **BEATING) as c:
