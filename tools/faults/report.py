@@ -77,7 +77,7 @@ router prefers others (`/workers` shows `silent`). Back: seconds from the end of
 | fault | victim | times | noticed | back |
 |---|---|---|---|---|
 {rows}
-A worker in a long step is busy, not silent: a thread of its scheduler process answers the router's checks
+A worker in a long step is busy, not silent: a thread of its scheduler process stamps the time meanwhile
 ([operations.md](../operations.md#health)). `--watchdog-timeout` ends a step that never ends.
 
 False alarms: {silent} in {seconds:.0f} s with {streams} streams at a time on this machine, in which {answers} answers came.
