@@ -13,9 +13,22 @@ import pytest
 
 from deploy.launcher.ports import free_ports
 from tests.e2e.cluster import wait_until
-from tools.faults.cells import Cell, Fault, Phase, Victim, all_cells, chosen, must_be_right, why_not
+from tools.faults.cells import (
+    BACKENDS,
+    SILENCE_S,
+    Cell,
+    Fault,
+    Phase,
+    Size,
+    Victim,
+    all_cells,
+    chosen,
+    must_be_right,
+    why_not,
+)
 from tools.faults.household import MARK, Household
-from tools.faults.load import judge
+from tools.faults.lane import hold_to_bounds
+from tools.faults.load import Outcome, judge
 from tools.faults.matrix import lanes
 from tools.faults.memory import Curve, trend
 from tools.faults.network import Link, Network
@@ -25,14 +38,19 @@ from tools.faults.ranks.rig import FOLLOWER, LEADER
 from tools.faults.ranks.shapes import DECODES, PREFILLS
 from tools.faults.report import write_page
 from tools.faults.rig import WORKERS
-from tools.faults.soak_report import verdict
+from tools.faults.run_cell import Result
+from tools.faults.soak_report import BY_ROUTER, verdict
 
 ANSWER_S = 60.0
 
 
 def test_every_cell_is_run_or_has_a_reason() -> None:
     cells = list(all_cells())
-    assert len({cell.name for cell in cells}) == len(cells) == 2 * len(Fault) * len(Victim) * len(Phase)
+    assert (
+        len({cell.name for cell in cells})
+        == len(cells)
+        == len(Size) * len(BACKENDS) * len(Fault) * len(Victim) * len(Phase)
+    )
     assert set(chosen([])) == {cell for cell in cells if why_not(cell) is None}
     assert sorted(cell for lane in lanes(chosen([])) for cell in lane) == sorted(chosen([]))
 
@@ -41,12 +59,36 @@ def test_patterns_choose_cells() -> None:
     assert {c.phase for c in chosen(["kill:prefill"])} == set(Phase)
     assert [c.name for c in chosen(["kill:router:waiting:nixl"])] == ["kill:router:waiting:nixl"]
     assert chosen(["cut:decode-scheduler:*"]) == []
+    assert {c.size for c in chosen(["kill:prefill"])} == set(Size)
+    assert {c.size for c in chosen(["*:pairs"])} == {Size.PAIRS}
 
 
 def test_what_must_be_right() -> None:
     assert must_be_right(Cell(Fault.KILL, Victim.PREFILL, Phase.DECODING))
     assert must_be_right(Cell(Fault.KILL, Victim.PREFILL_SCHEDULER, Phase.DECODING))
     assert not must_be_right(Cell(Fault.KILL, Victim.DECODE, Phase.DECODING))
+    assert all(must_be_right(cell) for cell in chosen(["*:pairs"]))
+
+
+def test_pairs_lose_each_kind_of_worker_in_each_way_and_phase() -> None:
+    lost = {(c.fault, c.victim, c.phase) for c in chosen(["*:nixl:pairs"])}
+    workers = (Victim.PREFILL, Victim.DECODE)
+    schedulers = (Victim.PREFILL_SCHEDULER, Victim.DECODE_SCHEDULER)
+    assert lost == {
+        *product((Fault.KILL, Fault.RESTART, Fault.STOP, Fault.FREEZE), (*workers, *schedulers), Phase),
+        *product((Fault.UNPLUG, Fault.UNPLUG_FOR_GOOD, Fault.DRAIN), workers, Phase),
+    }
+
+
+def test_a_silent_stream_is_seen() -> None:
+    outcome = Outcome("right", 9.0, events_s=[1.0, 2.0, 6.0, 6.5])
+    assert outcome.silence_s(1.5) == 4.0 and outcome.silence_s(4.0) == 2.0
+    assert outcome.silence_s(7.0) == Outcome("right", 9.0).silence_s(0.0) == 0.0
+    cell = Cell(Fault.FREEZE, Victim.DECODE, Phase.DECODING, size=Size.PAIRS)
+    for seconds, ok in ((SILENCE_S - 0.1, True), (SILENCE_S + 0.1, False)):
+        result = Result(cell.name, ok=True, silence_s=seconds)
+        hold_to_bounds(cell, result)
+        assert result.ok is ok and len(result.problems) == (not ok)
 
 
 def test_ranks_have_every_phase_and_pairs_every_shape() -> None:
@@ -168,7 +210,10 @@ def test_left_over_processes_and_directories_are_seen() -> None:
 def test_an_answer_is_judged_by_the_oracle() -> None:
     prompt, right = [1, 20, 300, 20], b'{"output_ids": [300, 20], "meta_info": {}}'
     assert judge(200, right, prompt, 2) == ("right", "")
-    assert judge(200, b'data: {"output_ids": [300, 20]}\n\ndata: [DONE]\n\n', prompt, 2)[0] == "right"
+    first, both = b'data: {"output_ids": [300]}\n\n', b'data: {"output_ids": [300, 20]}\n\n'
+    assert judge(200, first + both + b"data: [DONE]\n\n", prompt, 2)[0] == "right"
+    for events in (both, first + both + both, first + first + both):  # a token is missing, or comes twice
+        assert judge(200, events + b"data: [DONE]\n\n", prompt, 2)[0] == "wrong"
     assert judge(200, right, prompt, 3)[0] == "wrong"
     assert judge(200, b'{"output_ids": [300, 21]}', prompt, 2)[0] == "wrong"
     assert judge(200, b"", prompt, 2)[0] == "wrong"
@@ -186,8 +231,9 @@ def test_a_leak_is_seen_and_warm_up_is_not_one() -> None:
     leak = trend(Curve("leak", at_s, [kib + t * 30 for kib, t in zip(warm, at_s, strict=True)]))
     assert flat is not None and leak is not None and trend(Curve("short", at_s[:180], warm[:180])) is None
     assert abs(flat.kib_a_minute) < 1 and leak.kib_a_minute == pytest.approx(1800)
-    result = {"wrong": [], "problems": [], "requests": 20_000, "took_s": 600.0}
+    result = {"wrong": [], "problems": [], "requests": 20_000, "took_s": 600.0, "ends": {"right": 19_999, BY_ROUTER: 1}}
     assert verdict({**result, "trends": [vars(flat)]}) == []
+    assert "1 requests" in verdict({**result, "ends": {"error": 1}, "trends": [vars(flat)]})[0]
     assert "leak" in verdict({**result, "trends": [vars(flat), vars(leak)]})[0]
     assert verdict({**result, "trends": []})
 

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from deploy.bench.environment import commit
-from tools.faults.cells import Cell, Layout, all_cells, layout_of
+from tools.faults.cells import SILENCE_S, Cell, Layout, Size, all_cells, layout_of
 from tools.faults.household import log_of
 from tools.faults.rig import Rig
 from tools.faults.rig_on_links import RigOnLinks
@@ -31,6 +31,7 @@ def run_lane(cells: list[Cell], results: Path) -> None:
                 rig = _started(cell)
             load_before = os.getloadavg()[0]
             result = asyncio.run(run_cell(rig, cell, seed=_seed(cell)))
+            hold_to_bounds(cell, result)
             if not result.ok:
                 _keep_logs(rig, results, cell)
                 rig.close()
@@ -42,9 +43,18 @@ def run_lane(cells: list[Cell], results: Path) -> None:
             _write(results, cell, result, load_before)
 
 
-def group_of(cell: Cell) -> tuple[str, Layout]:
+def hold_to_bounds(cell: Cell, result: Result) -> None:
+    """A client whose answer goes on elsewhere does not wait for long. Not in `run_cell`: tests run cells on any machine."""
+    if cell.size is Size.PAIRS and result.silence_s > SILENCE_S:
+        result.ok = False
+        result.problems.append(
+            f"a stream was silent for {result.silence_s:.1f} s, {SILENCE_S:g} s at most are promised"
+        )
+
+
+def group_of(cell: Cell) -> tuple[str, Layout, Size]:
     """What kind of cluster a cell needs."""
-    return cell.backend, layout_of(cell)
+    return cell.backend, layout_of(cell), cell.size
 
 
 def path_of(results: Path, cell: Cell) -> Path:
@@ -52,7 +62,7 @@ def path_of(results: Path, cell: Cell) -> Path:
 
 
 def _started(cell: Cell) -> Rig:
-    rig = RIGS[layout_of(cell)](cell.backend)
+    rig = RIGS[layout_of(cell)](cell.backend, cell.size)
     try:
         rig.start_all()
     except BaseException:

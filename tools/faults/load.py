@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import aiohttp
@@ -19,11 +20,18 @@ TIMEOUT = aiohttp.ClientTimeout(total=180)
 
 @dataclass
 class Outcome:
-    """`end`: right | wrong | error (a message came) | cut (the connection broke) | hangs. `at_s`: monotonic time."""
+    """`end`: right | wrong | error (a message came) | cut (the connection broke) | hangs. `at_s`, `events_s`: monotonic times; of a
+    stream's events, else empty."""
 
     end: str
     at_s: float
     detail: str = ""
+    events_s: Sequence[float] = ()
+
+    def silence_s(self, since_s: float) -> float:
+        """The longest that the client of a stream heard nothing from `since_s` on; 0 for a whole answer."""
+        times = [since_s, *(at_s for at_s in self.events_s if at_s > since_s)]
+        return max((after - before for before, after in pairwise(times)), default=0.0)
 
 
 class Load:
@@ -57,23 +65,26 @@ class Load:
         body, _ = recall_body(random.Random(f"{seed}/{i}"), self._pairs)
         body["sampling_params"] |= {"max_new_tokens": count, "ignore_eos": True}
         body["stream"] = bool(i % 2)
+        events_s: list[float] = []
         try:
             async with (
                 aiohttp.ClientSession(timeout=TIMEOUT) as http,
                 http.post(f"{self._url}/generate", json=body) as response,
             ):
-                end, detail = await self._read(i, response, body, count)
+                end, detail = await self._read(i, response, body, count, events_s)
         except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
             end, detail = "cut", f"{type(error).__name__}: {error}"
-        return Outcome(end, time.monotonic(), detail)
+        return Outcome(end, time.monotonic(), detail, events_s)
 
     async def _read(
-        self, i: int, response: aiohttp.ClientResponse, body: dict[str, Any], count: int
+        self, i: int, response: aiohttp.ClientResponse, body: dict[str, Any], count: int, events_s: list[float]
     ) -> tuple[str, str]:
         whole = b""
         async for chunk in response.content.iter_any():
             whole += chunk
             if response.status == 200:
+                if body["stream"]:
+                    events_s.append(time.monotonic())
                 self._waiting.discard(i)
                 if not self._waiting:
                     self.begun.set()
@@ -81,7 +92,7 @@ class Load:
 
 
 def judge(status: int, whole: bytes, prompt: Sequence[int], count: int) -> tuple[str, str]:
-    """How an answer ended, and the message if it is an error."""
+    """How an answer ended, and the message if it is an error. Each event of a stream brings the next token, and no other."""
     text = whole.decode(errors="replace")
     last = text.strip().removesuffix("data: [DONE]").strip().rpartition("data: ")[2]
     try:
@@ -93,8 +104,10 @@ def judge(status: int, whole: bytes, prompt: Sequence[int], count: int) -> tuple
     finish = answer.get("meta_info", {}).get("finish_reason") or {}
     if finish.get("type") == "abort":
         return "error", str(finish.get("message"))
-    wanted = continuation(prompt, count, ignore_eos=True)
-    return ("right", "") if status == 200 and answer.get("output_ids") == wanted else ("wrong", last[-200:])
+    if status != 200 or answer.get("output_ids") != continuation(prompt, count, ignore_eos=True):
+        return "wrong", last[-200:]
+    counts = [len(json.loads(event)["output_ids"]) for event in text.split("data: ")[1:] if event.startswith("{")]
+    return ("right", "") if counts in ([], [*range(1, count + 1)]) else ("wrong", f"events show {counts} tokens")
 
 
 class Hog:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from deploy.bench.environment import describe
-from tools.faults.cells import BACKENDS, MOVERS, Cell, Fault, Phase, Victim, chosen, why_not
+from tools.faults.cells import BACKENDS, MOVERS, SILENCE_S, Cell, Fault, Phase, Size, Victim, chosen, why_not
 from tools.faults.run_cell import FAULT_S, LONG, NUM_REQUESTS
 from tools.faults.soak_report import render
 
@@ -18,6 +18,8 @@ REPORTS = ROOT / "docs" / "reports"
 PAGE = REPORTS / "reliability.md"
 MATRIX = "fault_matrix.json"
 NOTICE = "death_notice.json"
+TITLES = {Size.SINGLE: "", Size.PAIRS: ", pairs"}
+WHERE = {Size.SINGLE: "", Size.PAIRS: "pairs: "}
 SOAKS = {backend: f"churn_soak_{backend}.json" for backend in BACKENDS}
 
 INTRO = """# Reliability
@@ -28,10 +30,11 @@ Each section names the commit of its run. `make sim` plays far more faults in vi
 ## Fault matrix
 
 A standalone bootstrap server, one prefill worker, one decode worker and a router with default timeouts, over the real transfer
-engines; {requests} requests of the shipped model in flight, half of them streaming. Each cell brings them into a phase, causes one
-fault, and demands that
+engines; {requests} requests of the shipped model in flight, half of them streaming. **Pairs**: two workers of each role, {twice} requests, and
+one worker is lost. Each cell brings the requests into a phase, causes one fault, and demands that
 
-- every request ends in bounded time, with exactly the right tokens or an error that says what happened,
+- every request ends in bounded time, with exactly the right tokens, each in an event of its own, or an error that says what happened;
+  in pairs all are right, and no stream is silent for more than {silence_s:g} s,
 - the survivors return to an empty state and their `GET /check` is clean,
 - the same survivors serve again, without a restart,
 - no process, ipc directory or shared-memory segment is left behind.
@@ -59,11 +62,11 @@ fault, and demands that
 
 A cell shows how the {requests} requests ended (`cut`: the router was killed and the connection broke), the seconds from the fault to
 the end of the last one, and those until the survivors were clean (for faults that pass: until all are clean and serve). In the rows
-kill and restart up to 2 s are the harness's own. A child's death ends its worker, which a supervisor starts again. There is one worker
-a role, so errors are right while the victim is away; "right" is demanded wherever what the request needs is left (`must_be_right` in
-`tools/faults/cells.py`).
+kill and restart up to 2 s are the harness's own. A child's death ends its worker, which a supervisor starts again. With one worker
+a role, errors are right while the victim is away; "right" is demanded wherever what the request needs is left (`must_be_right` in
+`tools/faults/cells.py`). Pairs add the longest silence of a stream, from the fault on (in a held phase: from the end of the hold).
 
-A stream that has begun ends with an error when its connection breaks; the other requests move. A bootstrap server that stays dead is
+A bootstrap server that stays dead is
 named in the error after `--disaggregation-bootstrap-grace` (5 s). A silent worker costs its requests `--dead-worker-timeout` (30 s;
 [operations.md](../operations.md#dead-workers-and-bootstrap-servers)).
 """
@@ -100,21 +103,24 @@ def keep(name: str, value: object, reports: Path = REPORTS) -> None:
 
 def write_page(reports: Path = REPORTS, page: Path = PAGE) -> None:
     """From the reports that there are; the other run's part of the page stays as it was."""
-    text = INTRO.format(requests=NUM_REQUESTS, fault_s=FAULT_S, long=LONG)
+    figures = {"requests": NUM_REQUESTS, "twice": Size.PAIRS.workers * NUM_REQUESTS, "silence_s": SILENCE_S}
+    text = INTRO.format(**figures, fault_s=FAULT_S, long=LONG)
     page.write_text(text + _matrix(_read(reports / MATRIX)) + _notice(_read(reports / NOTICE)) + _soaks(reports))
 
 
 def _matrix(report: dict[str, Any] | None) -> str:
     cells = {} if report is None else report["cells"]
-    text = "".join(f"\n### {backend}\n\n{_table(cells, backend)}" for backend in BACKENDS)
+    text = "".join(
+        f"\n### {backend}{TITLES[size]}\n\n{_table(cells, backend, size)}" for size in Size for backend in BACKENDS
+    )
     return f"{text}\n{_reasons()}\n" + ("" if report is None else _figures(list(cells.values()), report["about"]))
 
 
-def _table(results: dict[str, Any], backend: str) -> str:
+def _table(results: dict[str, Any], backend: str, size: Size) -> str:
     lines = ["| fault | victim | " + " | ".join(Phase) + " |", "|---|---|" + "---|" * len(Phase)]
     for fault in Fault:
         for victim in Victim if backend == "nixl" else MOVERS:
-            cells = [Cell(fault, victim, phase, backend) for phase in Phase]
+            cells = [Cell(fault, victim, phase, backend, size) for phase in Phase]
             if all(why_not(cell) for cell in cells):
                 continue
             lines.append(f"| {fault} | {victim} | " + " | ".join(_cell(results, cell) for cell in cells) + " |")
@@ -128,25 +134,31 @@ def _cell(results: dict[str, Any], cell: Cell) -> str:
     if not found["ok"]:
         return "**failed**: " + "; ".join(found["problems"]).replace("|", "/").replace("\n", " ")[:200]
     ends = ", ".join(f"{count} {end}" for end, count in sorted(found["ends"].items(), reverse=True))
-    return f"{ends}; {found['slowest_s']:.1f}; {found['settled_s']:.1f}"
+    silence = f"; {found['silence_s']:.1f}" if cell.size is Size.PAIRS else ""
+    return f"{ends}; {found['slowest_s']:.1f}; {found['settled_s']:.1f}{silence}"
 
 
 def _reasons() -> str:
     """Rows that the tables do not have, faults of one reason together."""
-    rows: dict[tuple[str, tuple[str, ...]], list[str]] = {}
-    for fault in Fault:
-        for reason, victims in _left_out(fault).items():
-            rows.setdefault((reason, tuple(victims)), []).append(fault)
-    lines = [f"- {', '.join(faults)} of {', '.join(victims)}: {reason}" for (reason, victims), faults in rows.items()]
+    rows: dict[tuple[str, str, tuple[str, ...]], list[str]] = {}
+    for size in Size:
+        for fault in Fault:
+            for reason, victims in _left_out(fault, size).items():
+                rows.setdefault((WHERE[size], reason, tuple(victims)), []).append(fault)
+    lines = [
+        f"- {where}{', '.join(faults)} of {', '.join(victims)}: {reason}"
+        for (where, reason, victims), faults in rows.items()
+    ]
     lines.append("- mooncake: rows of victims without a transfer engine are those of nixl")
     return "No rows:\n\n" + "\n".join(lines) + "\n"
 
 
-def _left_out(fault: Fault) -> dict[str, list[str]]:
+def _left_out(fault: Fault, size: Size) -> dict[str, list[str]]:
+    """Victims by the reason; of pairs, what one worker a role has."""
     found: dict[str, list[str]] = {}
     for victim in Victim:
-        reason = why_not(Cell(fault, victim, Phase.WAITING))
-        if reason is not None:
+        reason = why_not(Cell(fault, victim, Phase.WAITING, size=size))
+        if reason is not None and (size is Size.SINGLE or why_not(Cell(fault, victim, Phase.WAITING)) is None):
             found.setdefault(reason, []).append(victim)
     return found
 
@@ -159,9 +171,16 @@ def _figures(found: list[dict[str, Any]], about: dict[str, Any]) -> str:
     return (
         f"{sum(r['ok'] for r in found)} of {len(chosen([]))} cells passed. At worst a request ended {worst['slowest_s']:.1f} s after "
         f"the fault began, the survivors were clean after {worst['settled_s']:.1f} s, a victim took {worst['down_s']:.1f} s to start, "
-        f"and right answers came {worst['serves_s']:.1f} s after that. {_where({**about, 'commit': at})} The machine was shared: load average "
+        f"and right answers came {worst['serves_s']:.1f} s after that. {_silences(found)}{_where({**about, 'commit': at})} The machine was shared: load average "
         f"{min(loads):.1f} to {max(loads):.1f} during the cells, so starts and answers are slower than alone.\n"
     )
+
+
+def _silences(found: list[dict[str, Any]]) -> str:
+    pairs = [r["silence_s"] for r in found if r["cell"].endswith(f":{Size.PAIRS}")]
+    if not pairs:
+        return ""
+    return f"In pairs the longest silence of a stream was {max(pairs):.1f} s, its median over cells {statistics.median(pairs):.1f} s. "
 
 
 def _notice(report: dict[str, Any] | None) -> str:

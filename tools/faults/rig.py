@@ -3,6 +3,8 @@
     bootstrap server (on its own)  <--register-- prefill   router --> prefill, decode
                ^------- look-up link ------- decode --control--> prefill
 
+With two workers of each role there are prefill-2 and decode-2 as well, and the victim is the first of its role.
+
 The look-up link is always ours (clogged, it holds requests in their handshake). Where it stands, and what else can be
 cut, is the layout's:
 
@@ -24,36 +26,50 @@ import psutil
 
 from deploy.launcher.ports import free_ports
 from tests.e2e.cluster import READY_S, wait_until
-from tools.faults.cells import CHILDREN, Layout, Victim
+from tools.faults.cells import CHILDREN, Layout, Size, Victim
 from tools.faults.household import ROOT, Household
 from tools.faults.network import LOOPBACK, Link, Network
 
 WORKERS = ("prefill", "decode")
-PARTS = ("bootstrap", *WORKERS, "router")
 POOL_TOKENS = 8192
 SHIPPED = ("--chunked-prefill-size", "256", "--log-level", "warning", "--max-total-tokens", str(POOL_TOKENS))
 DEATH_S = 60.0
+
+
+def workers_of(size: Size) -> tuple[str, ...]:
+    """Their names: those of the first of each role are the roles'."""
+    more = range(2, size.workers + 1)
+    return (*WORKERS, *(f"{role}-{number}" for number in more for role in WORKERS))
+
+
+def role_of(worker: str) -> str:
+    return worker.partition("-")[0]
 
 
 class Rig:
     """`close()` must be called; it returns what was left behind."""
 
     layout = Layout.PLAIN
-    switched: tuple[str, ...] = ("prefill",)  # parts that `switch` reaches
+    switched: tuple[str, ...] = ("prefill",)  # roles of workers that `switch` reaches
 
-    def __init__(self, backend: str) -> None:
-        self.backend = backend
+    def __init__(self, backend: str, size: Size = Size.SINGLE) -> None:
+        self.backend, self.workers = backend, workers_of(size)
         self.household = Household()
         self.parts = self.household.parts
         self._switches = self.household.folder / "s"
         self._switches.mkdir()
         self._network = Network()
-        names = (*PARTS, "lookup", "registration", "to-prefill", "to-decode")
+        self._begun_first = ("bootstrap", *self.workers)
+        names = (*self._begun_first, "router", "lookup", "registration", *(f"to-{name}" for name in self.workers))
         self._port = dict(zip(names, free_ports(len(names)), strict=True))
-        self.lookup = self._lookup_link()
+        self._lookups = self._lookup_links()
 
-    def _lookup_link(self) -> Link:
-        return self._network.link(port=self._port["lookup"], target=self._port["bootstrap"])
+    def _lookup_links(self) -> list[Link]:
+        """The ways on which decode workers ask for prefill workers."""
+        return [self._network.link(port=self._port["lookup"], target=self._port["bootstrap"])]
+
+    def of_role(self, role: str) -> list[str]:
+        return [name for name in self.workers if role_of(name) == role]
 
     # ---- parts
 
@@ -63,9 +79,9 @@ class Rig:
 
     def start_all(self) -> None:
         """All parts, and wait until the router has found its workers."""
-        for name in PARTS[:-1]:
+        for name in self._begun_first:
             self.begin(name)
-        for name in PARTS[:-1]:
+        for name in self._begun_first:
             wait_until(self.parts[name].is_ready, within_s=READY_S, what=f"{name} ready")
         self.begin("router")
         wait_until(self._is_routable, within_s=READY_S, what="the router has found its workers")
@@ -80,7 +96,7 @@ class Rig:
             name,
             self._command(name),
             url=f"http://{self._host(name)}:{self._port[name]}",
-            env={**(switched if name in self.switched else {}), **self._env},
+            env={**(switched if role_of(name) in self.switched else {}), **self._env},
             health="/health" if name == "bootstrap" else None,
             before=self._before(name),
         )
@@ -116,11 +132,13 @@ class Rig:
         if name == "bootstrap":
             return ["bootstrap", *common, "--log-level", "warning"]
         if name == "router":
-            prefill = ["--prefill", self._url_for_router("prefill"), str(port["lookup"])]
-            ends = [*prefill, "--decode", self._url_for_router("decode")]
+            prefill = [("--prefill", self._url_for_router(one), str(port["lookup"])) for one in self.of_role("prefill")]
+            decode = [("--decode", self._url_for_router(one)) for one in self.of_role("decode")]
+            ends = [word for words in (*prefill, *decode) for word in words]
             return ["router", *ends, *common, "--log-level", "warning"]
-        own = ["--disaggregation-bootstrap-server", self._registration()] if name == "prefill" else []
-        mode = ["--disaggregation-mode", name, "--disaggregation-transfer-backend", self.backend]
+        role = role_of(name)
+        own = ["--disaggregation-bootstrap-server", self._registration()] if role == "prefill" else []
+        mode = ["--disaggregation-mode", role, "--disaggregation-transfer-backend", self.backend]
         return ["serve", *mode, *common, *own, *SHIPPED]
 
     def close(self) -> list[str]:
@@ -163,6 +181,19 @@ class Rig:
 
     def heal(self, victim: Victim) -> None:
         raise AssertionError(f"nothing of this layout can be cut: {self.layout}")
+
+    def clog_lookups(self) -> None:
+        """No handshake can end until they are loosened; nothing of it is lost."""
+        for link in self._lookups:
+            link.clog()
+
+    def loosen_lookups(self) -> None:
+        for link in self._lookups:
+            link.loosen()
+
+    @property
+    def num_looked_up(self) -> int:
+        return sum(link.num_answered for link in self._lookups)
 
     def switch(self, name: str, text: str | None) -> None:
         """Set a switch of the transfer engine, or take it away (None)."""

@@ -2,9 +2,9 @@
 
 from collections.abc import Callable
 
-from tools.faults.cells import MOVERS, Layout, Victim
+from tools.faults.cells import MOVERS, Layout, Size, Victim
 from tools.faults.network import LOOPBACK, Link
-from tools.faults.rig import WORKERS, Rig
+from tools.faults.rig import Rig
 
 LINKS_OF = {
     Victim.PREFILL: ("to-prefill", "registration"),
@@ -17,12 +17,12 @@ LINKS_OF = {
 class RigOnLinks(Rig):
     layout = Layout.LINKS
 
-    def __init__(self, backend: str) -> None:
-        super().__init__(backend)
-        port = self._port
-        self._links: dict[str, Link] = {"lookup": self.lookup}
+    def __init__(self, backend: str, size: Size = Size.SINGLE) -> None:
+        super().__init__(backend, size)
+        port, (lookup,) = self._port, self._lookups
+        self._links: dict[str, Link] = {"lookup": lookup}
         self._links["registration"] = self._network.registrations(port=port["registration"], target=port["bootstrap"])
-        for name in WORKERS:
+        for name in self.workers:
             self._links[f"to-{name}"] = self._network.link(port=port[f"to-{name}"], target=port[name])
 
     def _url_for_router(self, worker: str) -> str:

@@ -15,16 +15,16 @@ The fault comes when `/check` of both workers (or the streams) show the phase; t
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from tests.e2e.client import left_over
-from tools.faults.cells import AWAY, DIES, Cell, Fault, Phase, Victim, must_be_right
+from tools.faults.cells import AWAY, DIES, ERRORS, Cell, Fault, Phase, Victim, must_be_right
 from tools.faults.load import Hog, Load, Outcome
-from tools.faults.rig import POOL_TOKENS, WORKERS, Rig
+from tools.faults.rig import POOL_TOKENS, Rig, role_of
 
-NUM_REQUESTS = 4
+NUM_REQUESTS = 4  # for each worker of a role
 SHORT, LONG = 8, 500  # new tokens
 PHASE_S = 60.0
 ENTER_TRIES = 5
@@ -39,7 +39,8 @@ POLL_S = 0.02
 @dataclass
 class Result:
     """Seconds since the fault: `slowest_s` the last request's end, `settled_s` survivors clean, `serves_s` right again
-    (after the fault was over and the victim, if it died, was ready: `down_s`)."""
+    (after the fault was over and the victim, if it died, was ready: `down_s`). `silence_s`: the longest in which the client of a
+    stream heard nothing, since the fault, or the end of the hold on its phase."""
 
     cell: str
     ok: bool = False
@@ -47,6 +48,7 @@ class Result:
     ends: dict[str, int] = field(default_factory=dict)
     details: list[str] = field(default_factory=list)
     slowest_s: float = 0.0
+    silence_s: float = 0.0
     settled_s: float = 0.0
     down_s: float = 0.0
     serves_s: float = 0.0
@@ -70,19 +72,23 @@ async def run_cell(rig: Rig, cell: Cell, *, seed: int, fault_s: float = FAULT_S)
 
 async def _run(rig: Rig, cell: Cell, result: Result, *, seed: int, fault_s: float) -> None:
     async with held(rig, cell.phase, seed):
-        load = await entered(rig, cell.phase, seed=seed)
+        load = await entered(rig, cell, seed=seed)
         rig.household.note_segments()
         at_s = time.monotonic()
-        _begin(rig, cell, load, seed=seed)
+        await asyncio.to_thread(_begin, rig, cell)
+        if cell.fault in ERRORS and cell.phase is Phase.DECODING:
+            load.add(seed + 1)
+    free_s = at_s if cell.phase is Phase.DECODING else time.monotonic()
     fault = asyncio.create_task(_end(rig, cell, at_s + fault_s))
     outcomes = await load.outcomes(BOUND_S)
     _note(result, cell, outcomes, at_s)
+    result.silence_s = max(outcome.silence_s(free_s) for outcome in outcomes)
     await fault
     if cell.fault is Fault.FREEZE and rig.parts[cell.part].alive:
         rig.kill(cell.victim)  # as a supervisor would; before that it may wake and write, so pages wait for it
         await until(lambda: not rig.parts[cell.part].alive, SETTLE_S, f"{cell.part} has ended")
     if cell.fault in (*AWAY, Fault.UNPLUG_FOR_GOOD):
-        survivors = [name for name in WORKERS if name != cell.part]
+        survivors = [name for name in rig.workers if name != cell.part]
         await until_clean(rig, survivors, result, may_write=cell.fault is Fault.UNPLUG_FOR_GOOD)
         result.settled_s = time.monotonic() - at_s
         _bring_back(rig, cell, result)
@@ -93,7 +99,7 @@ async def _run(rig: Rig, cell: Cell, result: Result, *, seed: int, fault_s: floa
         await until(lambda: rig.parts[cell.part].is_ready(), SETTLE_S, f"{cell.part} is back")
         result.down_s = time.monotonic() - back_s
     await until_serves(rig, result, seed=seed)
-    await until_clean(rig, list(WORKERS), result)
+    await until_clean(rig, rig.workers, result)
     if not result.settled_s:
         result.settled_s = time.monotonic() - at_s
     result.problems += [f"left behind: {what}" for what in rig.household.left_behind()]
@@ -108,40 +114,44 @@ def _bring_back(rig: Rig, cell: Cell, result: Result) -> None:
     rig.begin(cell.part)
 
 
-async def entered(rig: Rig, phase: Phase, *, seed: int) -> Load:
+async def entered(rig: Rig, cell: Cell, *, seed: int) -> Load:
     """Requests that are in the phase. Nothing holds "decoding" but its length: when it was over before anybody looked (a
     loaded machine), others are sent."""
     for attempt in range(ENTER_TRIES):
-        asked = rig.lookup.num_answered
-        new_tokens = LONG if phase is Phase.DECODING else SHORT
-        load = Load(rig.router, count=NUM_REQUESTS, new_tokens=new_tokens, seed=seed + 100 * attempt)
+        asked = rig.num_looked_up
+        new_tokens = LONG if cell.phase is Phase.DECODING else SHORT
+        load = Load(rig.router, count=num_requests(cell), new_tokens=new_tokens, seed=seed + 100 * attempt)
         seen = [False]
 
         def entered(load: Load = load, asked: int = asked, seen: list[bool] = seen) -> bool:
-            seen[0] = _is_in_phase(rig, phase, load, asked)
+            seen[0] = _is_in_phase(rig, cell, load, asked)
             return seen[0] or load.is_over
 
-        await until(entered, PHASE_S, f"requests are {phase}")
+        await until(entered, PHASE_S, f"requests are {cell.phase}")
         if seen[0]:
             return load
-    raise AssertionError(f"{ENTER_TRIES} times requests were not seen {phase}")
+    raise AssertionError(f"{ENTER_TRIES} times requests were not seen {cell.phase}")
+
+
+def num_requests(cell: Cell) -> int:
+    return NUM_REQUESTS * cell.size.workers
 
 
 @contextlib.asynccontextmanager
 async def held(rig: Rig, phase: Phase, seed: int) -> AsyncIterator[None]:
     if phase is Phase.BOOTSTRAPPING:
-        rig.lookup.clog()
+        rig.clog_lookups()
         try:
             yield
         finally:
-            rig.lookup.loosen()
+            rig.loosen_lookups()
     elif phase is Phase.WAITING:
-        hog = Hog(rig.router, pool_tokens=POOL_TOKENS, seed=seed)
-        await asyncio.wait_for(hog.begun.wait(), PHASE_S)
-        try:
+        async with contextlib.AsyncExitStack() as hogs:
+            for number, _ in enumerate(rig.of_role("decode")):  # the router gives each worker one
+                hog = Hog(rig.router, pool_tokens=POOL_TOKENS, seed=seed + number)
+                hogs.push_async_callback(hog.end)
+                await asyncio.wait_for(hog.begun.wait(), PHASE_S)
             yield
-        finally:
-            await hog.end()
     elif phase is Phase.TRANSFERRING:
         rig.switch("hold", "")
         try:
@@ -152,17 +162,28 @@ async def held(rig: Rig, phase: Phase, seed: int) -> AsyncIterator[None]:
         yield
 
 
-def _is_in_phase(rig: Rig, phase: Phase, load: Load, looked_up: int) -> bool:
-    if phase is Phase.DECODING:
-        return load.begun.is_set() and rig.state("decode")["running"] == NUM_REQUESTS
-    prefill, decode = (rig.state(name)["queues"] for name in WORKERS)
-    if phase is Phase.TRANSFERRING:
-        return prefill["inflight"] == decode["transfer"] == NUM_REQUESTS  # type: ignore[no-any-return]
-    both = prefill["bootstrap"] == decode["prealloc"] == NUM_REQUESTS
-    return both and (phase is Phase.BOOTSTRAPPING or rig.lookup.num_answered - looked_up >= NUM_REQUESTS)
+def _is_in_phase(rig: Rig, cell: Cell, load: Load, looked_up: int) -> bool:
+    """Whether all requests are, and where a worker is the victim, some of them there."""
+    states, count = {name: rig.state(name) for name in rig.workers}, num_requests(cell)
+    if cell.phase is Phase.DECODING:
+        running = {name: state["running"] for name, state in states.items()}
+        return load.begun.is_set() and _are_at(cell, running, "decode", count)
+    queues = {name: state["queues"] for name, state in states.items()}
+    of_prefill, of_decode = ("inflight", "transfer") if cell.phase is Phase.TRANSFERRING else ("bootstrap", "prealloc")
+    both = all(
+        _are_at(cell, {name: queues[name][queue] for name in rig.of_role(role)}, role, count)
+        for role, queue in (("prefill", of_prefill), ("decode", of_decode))
+    )
+    return both and (cell.phase is not Phase.WAITING or rig.num_looked_up - looked_up >= count)
 
 
-def _begin(rig: Rig, cell: Cell, load: Load, *, seed: int) -> None:
+def _are_at(cell: Cell, found: Mapping[str, int], role: str, count: int) -> bool:
+    """`found`: requests by worker."""
+    there = {name: number for name, number in found.items() if role_of(name) == role}
+    return sum(there.values()) == count and there.get(cell.part, 1) > 0
+
+
+def _begin(rig: Rig, cell: Cell) -> None:
     """Do the fault."""
     match cell.fault:
         case Fault.KILL | Fault.RESTART:
@@ -175,8 +196,6 @@ def _begin(rig: Rig, cell: Cell, load: Load, *, seed: int) -> None:
             rig.drain(cell.victim)
         case Fault.ERROR | Fault.ERROR_TWICE | Fault.ERROR_ALWAYS:
             rig.switch("fail", str(_num_errors(cell)))
-            if cell.phase is Phase.DECODING:
-                load.add(seed + 1)
 
 
 def _num_errors(cell: Cell) -> int:
@@ -222,7 +241,7 @@ def _note(result: Result, cell: Cell, outcomes: list[Outcome], at_s: float) -> N
             result.problems.append(f"a request ended {outcome.end}: {outcome.detail}")
 
 
-async def until_clean(rig: Rig, workers: list[str], result: Result, *, may_write: bool = False) -> None:
+async def until_clean(rig: Rig, workers: Sequence[str], result: Result, *, may_write: bool = False) -> None:
     """`may_write`: a peer that cannot be reached may be alive. Pages that it may write stay quarantined, and no others."""
     for name in workers:
         last: list[str | None] = [None]

@@ -30,7 +30,7 @@ from tools.faults.load import judge
 from tools.faults.memory import Watch
 from tools.faults.progress import progress
 from tools.faults.report import PAGE, REPORTS, RESULTS, SOAKS, about_run, keep, write_page
-from tools.faults.soak_report import verdict
+from tools.faults.soak_report import BY_ROUTER, verdict
 
 AT_ONCE = 16
 ABORTS = 0.1  # share of clients that leave
@@ -85,7 +85,7 @@ class Soak:
             end, detail = await self._one(http, rng)
             self._slowest_s = max(self._slowest_s, time.monotonic() - began_s)
             self._ends[end] += 1
-            if end == "error" or end == "cut by a router's death":
+            if end in ("error", BY_ROUTER):
                 self._errors[_class_of(detail)] += 1
                 await asyncio.sleep(0.05)  # a client that backs off
             elif end not in ("right", "left"):
@@ -112,12 +112,13 @@ class Soak:
             async with asyncio.timeout(SLOW_S):
                 async with http.post(f"{self._fleet.routers[router]}/generate", json=body) as response:
                     whole = await response.read()
+            end, detail = judge(response.status, whole, body["input_ids"], new)
         except TimeoutError:
             return "hangs", f"no end within {SLOW_S:g} s"
         except (aiohttp.ClientError, ConnectionError) as error:
-            died = router == MORTAL_ROUTER and (changes % 2 or changes != self._fleet.router_changes)
-            return "cut by a router's death" if died else "cut", f"{type(error).__name__}: {error}"
-        return judge(response.status, whole, body["input_ids"], new)
+            end, detail = "cut", f"{type(error).__name__}: {error}"
+        died = router == MORTAL_ROUTER and (changes % 2 or changes != self._fleet.router_changes)
+        return (BY_ROUTER, detail) if died and end in ("cut", "error") else (end, detail)
 
     async def _disturb(self) -> None:
         rng = random.Random(self._rng.random())
