@@ -60,6 +60,12 @@ class Load:
         now_s = time.monotonic()
         return [Outcome("hangs", now_s) if task in late else task.result() for task in self._tasks]
 
+    async def leave(self) -> None:
+        """All clients go away."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
     async def _one(self, i: int, seed: int, new_tokens: int | None = None) -> Outcome:
         count = new_tokens or self._new_tokens
         body, _ = recall_body(random.Random(f"{seed}/{i}"), self._pairs)
@@ -92,7 +98,10 @@ class Load:
 
 
 def judge(status: int, whole: bytes, prompt: Sequence[int], count: int) -> tuple[str, str]:
-    """How an answer ended, and the message if it is an error. Each event of a stream brings the next token, and no other."""
+    """How an answer ended, and the message if it is an error.
+
+    An event of a stream shows the tokens of the one before and more, several where the worker was busy.
+    """
     text = whole.decode(errors="replace")
     last = text.strip().removesuffix("data: [DONE]").strip().rpartition("data: ")[2]
     try:
@@ -107,7 +116,9 @@ def judge(status: int, whole: bytes, prompt: Sequence[int], count: int) -> tuple
     if status != 200 or answer.get("output_ids") != continuation(prompt, count, ignore_eos=True):
         return "wrong", last[-200:]
     counts = [len(json.loads(event)["output_ids"]) for event in text.split("data: ")[1:] if event.startswith("{")]
-    return ("right", "") if counts in ([], [*range(1, count + 1)]) else ("wrong", f"events show {counts} tokens")
+    if bad := [pair for pair in pairwise(counts) if pair[0] >= pair[1]]:
+        return "wrong", f"an event of {bad[0][1]} tokens follows one of {bad[0][0]}"
+    return "right", ""
 
 
 class Hog:

@@ -33,8 +33,8 @@ A standalone bootstrap server, one prefill worker, one decode worker and a route
 engines; {requests} requests of the shipped model in flight, half of them streaming. **Pairs**: two workers of each role, {twice} requests, and
 one worker is lost. Each cell brings the requests into a phase, causes one fault, and demands that
 
-- every request ends in bounded time, with exactly the right tokens, each in an event of its own, or an error that says what happened;
-  in pairs all are right, and no stream is silent for more than {silence_s:g} s,
+- every request ends in bounded time, with exactly the right tokens, no event twice, or an error that says what happened; in pairs
+  all are right, and no stream is silent for more than {silence_s:g} s,
 - the survivors return to an empty state and their `GET /check` is clean,
 - the same survivors serve again, without a restart,
 - no process, ipc directory or shared-memory segment is left behind.

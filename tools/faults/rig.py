@@ -106,6 +106,11 @@ class Rig:
             return httpx.get(f"{self.router}/readiness").status_code == 200
         return False
 
+    def is_balanced(self) -> bool:
+        """Whether the router gives each worker its share: none is silent, and no circuit is open."""
+        known = httpx.get(f"{self.router}/workers", timeout=10.0).json()["workers"]
+        return all(one["is_healthy"] and one["circuit"] == "closed" for one in known)
+
     _env: Mapping[str, str] = {}
 
     def _host(self, name: str) -> str:

@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from tests.e2e.client import left_over
+from tests.e2e.cluster import READY_S
 from tools.faults.cells import AWAY, DIES, ERRORS, Cell, Fault, Phase, Victim, must_be_right
 from tools.faults.load import Hog, Load, Outcome
 from tools.faults.rig import POOL_TOKENS, Rig, role_of
@@ -28,6 +29,8 @@ NUM_REQUESTS = 4  # for each worker of a role
 SHORT, LONG = 8, 500  # new tokens
 PHASE_S = 60.0
 ENTER_TRIES = 5
+ENTER_S = 20.0
+HOG_S = 10.0  # for its first token
 FAULT_S = 10.0  # how long SIGSTOP and a cut last
 DRAIN_S = 40.0  # --drain-timeout is 30 s
 ALL_WRITES = 1_000_000
@@ -96,7 +99,7 @@ async def _run(rig: Rig, cell: Cell, result: Result, *, seed: int, fault_s: floa
         rig.switch("fail", None)
     if cell.fault in DIES:
         back_s = time.monotonic()
-        await until(lambda: rig.parts[cell.part].is_ready(), SETTLE_S, f"{cell.part} is back")
+        await until(lambda: rig.parts[cell.part].is_ready(), READY_S, f"{cell.part} is back")
         result.down_s = time.monotonic() - back_s
     await until_serves(rig, result, seed=seed)
     await until_clean(rig, rig.workers, result)
@@ -115,9 +118,10 @@ def _bring_back(rig: Rig, cell: Cell, result: Result) -> None:
 
 
 async def entered(rig: Rig, cell: Cell, *, seed: int) -> Load:
-    """Requests that are in the phase. Nothing holds "decoding" but its length: when it was over before anybody looked (a
-    loaded machine), others are sent."""
+    """Requests that are in the phase. Others are sent when "decoding" was over before anybody looked: only its length holds it. And
+    when the victim has none of them: on a loaded machine the router may have taken it for silent."""
     for attempt in range(ENTER_TRIES):
+        await until(rig.is_balanced, PHASE_S, "the router uses all workers alike")
         asked = rig.num_looked_up
         new_tokens = LONG if cell.phase is Phase.DECODING else SHORT
         load = Load(rig.router, count=num_requests(cell), new_tokens=new_tokens, seed=seed + 100 * attempt)
@@ -127,9 +131,11 @@ async def entered(rig: Rig, cell: Cell, *, seed: int) -> Load:
             seen[0] = _is_in_phase(rig, cell, load, asked)
             return seen[0] or load.is_over
 
-        await until(entered, PHASE_S, f"requests are {cell.phase}")
+        with contextlib.suppress(AssertionError):
+            await until(entered, ENTER_S, f"requests are {cell.phase}")
         if seen[0]:
             return load
+        await load.leave()
     raise AssertionError(f"{ENTER_TRIES} times requests were not seen {cell.phase}")
 
 
@@ -147,10 +153,7 @@ async def held(rig: Rig, phase: Phase, seed: int) -> AsyncIterator[None]:
             rig.loosen_lookups()
     elif phase is Phase.WAITING:
         async with contextlib.AsyncExitStack() as hogs:
-            for number, _ in enumerate(rig.of_role("decode")):  # the router gives each worker one
-                hog = Hog(rig.router, pool_tokens=POOL_TOKENS, seed=seed + number)
-                hogs.push_async_callback(hog.end)
-                await asyncio.wait_for(hog.begun.wait(), PHASE_S)
+            await _fill_pools(rig, hogs, seed)
             yield
     elif phase is Phase.TRANSFERRING:
         rig.switch("hold", "")
@@ -160,6 +163,22 @@ async def held(rig: Rig, phase: Phase, seed: int) -> AsyncIterator[None]:
             rig.switch("hold", None)
     else:
         yield
+
+
+async def _fill_pools(rig: Rig, hogs: contextlib.AsyncExitStack, seed: int) -> None:
+    """A hog for each decode worker. The router may choose one twice, on a loaded machine: the hog waits there, and another is sent."""
+    for attempt in range(ENTER_TRIES):
+        await until(rig.is_balanced, PHASE_S, "the router uses all workers alike")
+        hog = Hog(rig.router, pool_tokens=POOL_TOKENS, seed=seed + attempt)
+        try:
+            await asyncio.wait_for(hog.begun.wait(), HOG_S)
+        except TimeoutError:
+            await hog.end()
+            continue
+        hogs.push_async_callback(hog.end)
+        if all([(await asyncio.to_thread(rig.state, name))["running"] == 1 for name in rig.of_role("decode")]):
+            return
+    raise AssertionError(f"after {ENTER_TRIES} hogs a decode worker has none")
 
 
 def _is_in_phase(rig: Rig, cell: Cell, load: Load, looked_up: int) -> bool:
