@@ -35,11 +35,11 @@ class Outcome:
 
 
 class Load:
-    """`count` requests at the router, every second one streams. `first_tokens`: set once each stream has begun."""
+    """`count` requests at the router, of which half stream. `begun`: set once each stream has begun."""
 
     def __init__(self, url: str, *, count: int, new_tokens: int, seed: int, pairs: int = 60) -> None:
         self._url, self._new_tokens, self._pairs = url, new_tokens, pairs
-        self._waiting = {i for i in range(count) if i % 2}
+        self._waiting = {i for i in range(count) if _streams(i)}
         self.begun = asyncio.Event()
         self._tasks = [asyncio.create_task(self._one(i, seed)) for i in range(count)]
 
@@ -70,7 +70,7 @@ class Load:
         count = new_tokens or self._new_tokens
         body, _ = recall_body(random.Random(f"{seed}/{i}"), self._pairs)
         body["sampling_params"] |= {"max_new_tokens": count, "ignore_eos": True}
-        body["stream"] = bool(i % 2)
+        body["stream"] = _streams(i)
         events_s: list[float] = []
         try:
             async with (
@@ -95,6 +95,11 @@ class Load:
                 if not self._waiting:
                     self.begun.set()
         return judge(response.status, whole, body["input_ids"], count)
+
+
+def _streams(i: int) -> bool:
+    """One of two, and not every second one: a router gives those to one of two workers."""
+    return (i + i // 2) % 2 == 1
 
 
 def judge(status: int, whole: bytes, prompt: Sequence[int], count: int) -> tuple[str, str]:
