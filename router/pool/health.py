@@ -264,7 +264,7 @@ class HealthMonitor:
         if error:
             return error
         if info is not None and worker.role is Role.PREFILL:
-            error = await self._read_bootstrap(worker, info)
+            error = await self._read_bootstrap(watch, info)
             if error:
                 return error
         worker.ranks = parse_ranks(info)
@@ -272,20 +272,24 @@ class HealthMonitor:
             self.on_info(worker, info)
         return ""
 
-    async def _read_bootstrap(self, worker: Worker, info: object) -> str:
+    async def _read_bootstrap(self, watch: "_Watch", info: object) -> str:
         """Take the bootstrap address that a worker reports. Another port may be given; returns what is wrong with that one.
 
         It is right if a bootstrap server answers there: ports may be mapped. Else each of its requests would fail, one by one.
+        That is asked once of a process: a server that hangs would hold up the worker's checks, and hide its silence.
         """
+        worker = watch.worker
         host, port = parse_bootstrap(info, url_host=worker.url_host)
         given = worker.given_bootstrap_port
         if given is None:
             worker.bootstrap_host, worker.bootstrap_port = host, port
-        if given in (None, port) or port is None:
+        claim = (worker.incarnation, worker.bootstrap_host, port)
+        if given in (None, port) or port is None or claim == watch.proven:
             return ""
         url = f"{url_of(worker.bootstrap_host, given)}/health"
         answer = await call_worker(self.session, "GET", url, {}, timeout_s=self.config.health_check_timeout_s)
         if is_bootstrap_server(answer.status, answer.body):
+            watch.proven = claim
             return ""
         return (
             f"its bootstrap port was given as {given}, where no bootstrap server answers; it says {port}: leave the port "
@@ -329,6 +333,9 @@ class _Watch:
         self.wake = asyncio.Event()
         self.checked_s = 0.0  # when the last check ended
         self.checked = asyncio.Event()
+        self.proven: tuple[str, str, int | None] | None = (
+            None  # who said which host and port when the given port was right
+        )
         self.retired = False
         self.load_due_s = 0.0
         self.info_due_s = 0.0

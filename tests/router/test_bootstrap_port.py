@@ -1,10 +1,12 @@
 """A wrong bootstrap port of a prefill worker is said when the worker joins, with the remedy; not by each of its requests."""
 
+import asyncio
 import json
 import logging
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 from aiohttp import web
@@ -12,6 +14,7 @@ from aiohttp import web
 from bootstrap_server.app import make_handle
 from bootstrap_server.config import BootstrapConfig
 from bootstrap_server.registry import Registry
+from router.compose import Router
 from router.config import RouterConfig
 from router.pool.reports import is_bootstrap_server
 from router.pool.worker import Worker
@@ -19,7 +22,7 @@ from router.server import start_router
 from service.http.listening import open_port
 from service.http.routes import Handler
 from service.http.server import RequestLimits, serving
-from tests.router.dummies import CHAT, cluster, until, workers
+from tests.router.dummies import CHAT, DummyWorker, cluster, until, workers
 
 SAID = 8998
 
@@ -42,16 +45,22 @@ def free_port() -> int:
 
 
 @asynccontextmanager
-async def joined(port: int | None) -> AsyncIterator[Worker]:
+async def joined(port: int | None, **flags: Any) -> AsyncIterator[Worker]:
     """The prefill worker, which says `SAID`, once it was checked. None: its own HTTP port is given."""
+    async with joined_router(port, **flags) as (_, _, worker):
+        yield worker
+
+
+@asynccontextmanager
+async def joined_router(port: int | None, **more: Any) -> AsyncIterator[tuple[Router, DummyWorker, Worker]]:
     async with workers(1, mode="prefill") as (prefill,), workers(1, mode="decode") as (decode,):
         prefill.info["disaggregation_bootstrap_port"] = SAID
         given = prefill.port if port is None else port
-        flags = {"pd_disaggregation": True, "prefill": ((prefill.url, given),), "decode": (decode.url,)}
+        flags = {"pd_disaggregation": True, "prefill": ((prefill.url, given),), "decode": (decode.url,), **more}
         async with start_router(RouterConfig(port=0, health_check_interval_s=0.05, **flags)) as router:
             worker = router.table.find(prefill.url)
             await until(lambda: worker.last_check is not None)
-            yield worker
+            yield router, prefill, worker
 
 
 @pytest.mark.parametrize("port", ["closed", "the worker's own"])
@@ -90,6 +99,26 @@ async def test_a_mapped_port_is_right_where_a_bootstrap_server_answers(whose: st
     async with bootstrap(handle) as port, joined(SAID if whose == "as it says" else port) as worker:
         await until(lambda: worker.answers)
         assert worker.bootstrap_port == (SAID if whose == "as it says" else port)
+
+
+async def test_a_bootstrap_server_that_hangs_hides_no_silent_worker() -> None:
+    asked = 0
+
+    async def ok_once(request: web.BaseRequest) -> web.StreamResponse:
+        nonlocal asked
+        asked += 1
+        if asked > 1:
+            await asyncio.sleep(3600)
+        return await ok(request)
+
+    quick = {"health_silence_s": 0.05, "health_check_timeout_s": 600.0}
+    async with bootstrap(ok_once) as port, joined_router(port, **quick) as (router, prefill, worker):
+        await until(lambda: worker.answers)
+        before = prefill.num_checks
+        router.monitor.look(worker)
+        await until(lambda: asked > 1 or prefill.num_checks > before + 2)
+        prefill.frozen = True
+        await until(lambda: worker.silent)
 
 
 @pytest.mark.parametrize(
