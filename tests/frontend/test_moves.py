@@ -84,6 +84,17 @@ def test_a_stream_ends_with_where_its_kv_is_and_with_the_tokens_whose_text_it_ho
     decode.wait_idle()
 
 
+def test_a_stream_that_leaves_shows_no_event_twice(decode: Worker) -> None:
+    body = {"text": "SLOW", "sampling_params": {"max_new_tokens": 50}, "rid": "native"}
+    with streaming(decode, "/generate", body, **FRAMES) as response:
+        wait_for(lambda: sum(len(r.output) for r in decode.scheduler._running.values()) == 3)
+        assert move(decode, "native") == ["native"]
+        record, events = record_of(response.read())
+    counts = [len(json.loads(line[6:])["output_ids"]) for line in events.split(b"\n") if line.startswith(b"data: {")]
+    assert record.moved == {0: KV} and counts == sorted(set(counts)) and counts[-1] == 3
+    decode.wait_idle()
+
+
 def shown(data: bytes) -> bytes:
     _, events = record_of(data[: data.rfind(b"\n\n") + 2])
     lines = [line[6:] for line in events.split(b"\n") if line.startswith(b"data: {")]

@@ -138,7 +138,14 @@ async def _write_last(
 def _shown(view: View, framing: Framing, index: int, output: TextOutput, frames: Frames | None) -> bytes:
     if frames is None:
         return b"".join(map(framing.encode, view.chunks(index, output)))
+    if _has_left(output):  # a view that shows a sample from the beginning would show the event before once more
+        return b""
     return frames.before(index, output, list(map(framing.encode, view.chunks(index, output))))
+
+
+def _has_left(output: TextOutput) -> bool:
+    """Whether the output says only that its sample goes on elsewhere."""
+    return output.tokens.finish is None and not (output.tokens.new_ids or output.text or output.tokens.input_logprobs)
 
 
 async def _write(response: web.StreamResponse, events: bytes) -> None:
