@@ -4,7 +4,6 @@ It computes the same. What is patched are the tables and types that Triton build
 integers, which it works out and then drops (it asserts nothing unless asked to debug).
 """
 
-import builtins
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -34,20 +33,20 @@ def _np_dtype(of: core.dtype) -> np.dtype[Any]:
 
 
 @cache
-def _block_shape(sizes: builtins.tuple[int, ...]) -> builtins.tuple[core.tuple, int, str]:
+def _block_shape(sizes: tuple[int, ...]) -> tuple[core.tuple, int, str]:
     """The shape of a block type, its number of elements, and how its name begins."""
     shape = core.tuple(sizes)
     return shape, validate_block_shape(shape), f"<{shape}, "
 
 
 @cache
-def _tensor_shape(sizes: builtins.tuple[int, ...]) -> builtins.tuple[core.tuple, core.constexpr]:
+def _tensor_shape(sizes: tuple[int, ...]) -> tuple[core.tuple, core.constexpr]:
     """The shape of a tensor and its number of elements."""
     return core.tuple([core.constexpr(size) for size in sizes]), core.constexpr(int(np.prod(sizes)))
 
 
 def _init_block_type(self: core.block_type, element_ty: core.dtype, shape: Sequence[Any]) -> None:
-    sizes = builtins.tuple(core._unwrap_shape(shape))
+    sizes = tuple(core._unwrap_shape(shape))
     if not sizes:
         raise TypeError("0d block_type is forbidden")
     self.element_ty = element_ty
@@ -57,7 +56,7 @@ def _init_block_type(self: core.block_type, element_ty: core.dtype, shape: Seque
 
 def _init_tensor(self: core.tensor, handle: Any, type: core.dtype) -> None:
     self.handle, self.type, self.dtype = handle, type, type.scalar
-    self.shape, self.numel = _tensor_shape(builtins.tuple(type.shape) if type.is_block() else ())
+    self.shape, self.numel = _tensor_shape(tuple(type.shape) if type.is_block() else ())
 
 
 builder = interpreter.interpreter_builder
