@@ -7,15 +7,11 @@ its own product to each pass.
 """
 
 import argparse
-import json
 import tempfile
 import time
 from pathlib import Path
 from statistics import median
 from typing import Any
-
-import torch
-from safetensors.torch import save_file
 
 from benchmarks import random_model
 from deploy.bench.report import table
@@ -26,45 +22,10 @@ from engine.core.plan import Plan
 from engine.core.request import Request
 from engine.model_files.model_config import load_model_config
 from engine.sampling_params import SamplingParams
+from tests.models.tiny_drafters import make_eagle_of
 
 STEPS = 4
 SURE = 1e30
-
-
-def write_eagle(folder: Path, *, hidden: int, vocab: int) -> str:
-    """A random EAGLE checkpoint whose layer has the shape of the model's."""
-    folder.mkdir(parents=True, exist_ok=True)
-    wide, narrow = random_model.HEADS * random_model.HEAD_DIM, random_model.KV_HEADS * random_model.HEAD_DIM
-    shapes = {
-        "fc.weight": [hidden, 2 * hidden],
-        "layers.0.self_attn.q_proj.weight": [wide, hidden],
-        "layers.0.self_attn.k_proj.weight": [narrow, hidden],
-        "layers.0.self_attn.v_proj.weight": [narrow, hidden],
-        "layers.0.self_attn.o_proj.weight": [hidden, wide],
-        "layers.0.post_attention_layernorm.weight": [hidden],
-        "layers.0.mlp.gate_proj.weight": [3 * hidden, hidden],
-        "layers.0.mlp.up_proj.weight": [3 * hidden, hidden],
-        "layers.0.mlp.down_proj.weight": [hidden, 3 * hidden],
-    }
-    weights = {name: (torch.randn(shape) * random_model.STD).bfloat16() for name, shape in shapes.items()}
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    config = {
-        "architectures": ["LlamaForCausalLMEagle"],
-        "model_type": "llama",
-        "vocab_size": vocab,
-        "hidden_size": hidden,
-        "intermediate_size": 3 * hidden,
-        "num_hidden_layers": 1,
-        "num_attention_heads": random_model.HEADS,
-        "num_key_value_heads": random_model.KV_HEADS,
-        "head_dim": random_model.HEAD_DIM,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1e6,
-        "max_position_embeddings": 4096,
-        "torch_dtype": "bfloat16",
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    return str(folder)
 
 
 class Chosen:
@@ -88,6 +49,7 @@ def seconds(path: str, *, batch: int, context: int, rounds: int, drafts: bool, *
     if scheduler.drafting is not None and scheduler.drafting.passes:
         scheduler.drafting.costs = Chosen(0.5 if drafts else 2.0)
         scheduler.drafting.pass_costs = Chosen(0.0)
+        scheduler.drafting._chances.of_tokens = lambda request, draft: [1.0] * len(draft)  # type: ignore[method-assign]
     for i in range(batch):
         prompt = [20 + (i * 7 + n * n) % 400 for n in range(context)]
         sampling = SamplingParams(max_new_tokens=390, temperature=0.0, ignore_eos=True, seed=0)
@@ -121,8 +83,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="tandem-drafter-") as name:
         path = str(Path(name) / "model")
         random_model.write_model(Path(path), layers=given.layers, hidden=given.hidden)
-        vocab = load_model_config(path).vocab_size
-        eagle = write_eagle(Path(name) / "eagle", hidden=given.hidden, vocab=vocab)
+        eagle = make_eagle_of(path, Path(name) / "eagle")
         own = {"speculative_algorithm": "EAGLE", "speculative_draft_model_path": eagle, "speculative_num_steps": STEPS}
         rows = []
         for batch in given.batches:

@@ -45,7 +45,7 @@ class Waiter:
 
 
 class Pauses:
-    """Pauses of tasks that go on until they are told to end. `num`: of such tasks."""
+    """Pauses of tasks that go on until `end`. `num`: of such tasks."""
 
     def __init__(self) -> None:
         self._over = False

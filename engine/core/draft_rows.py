@@ -43,9 +43,6 @@ def _depths(draft: Draft) -> list[int]:
 
 
 def _places(draft: Draft, depths: list[int]) -> list[int]:
-    places, at = dict[int, int](), -1
-    while below := draft.children(at):
-        at = below[0]
-        places[at] = depths[at]
+    places = {i: depths[i] for i in draft.first_path()}
     behind = iter(range(len(places) + 1, len(draft) + 1))
     return [places[i] if i in places else next(behind) for i in range(len(draft))]

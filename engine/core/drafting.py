@@ -230,7 +230,7 @@ class Drafting:
         """Learn how many rows verify what a pass of the executor's drafter drafts."""
         a_pass = self._rows_a_pass[len(draft.children(-1))]
         a_pass.hits += rows
-        a_pass.tries += len(draft.path())
+        a_pass.tries += len(draft.first_path())
 
 
 def fitting(grammar: Grammar, tokens: Sequence[int]) -> list[int]:

@@ -54,11 +54,15 @@ class Draft:
 
     def path(self) -> "Draft":
         """Return the path of first children: a chain."""
+        return self.part(self.first_path())
+
+    def first_path(self) -> list[int]:
+        """Return the indices of the path of first children."""
         chosen, at = list[int](), -1
         while below := self.children(at):
             at = below[0]
             chosen.append(at)
-        return self.part(chosen)
+        return chosen
 
 
 class Guess(NamedTuple):

@@ -100,8 +100,8 @@ class DraftPass:
 
         `tokens`: sampled by the items that sample, in their order; None on a rank that samples nothing.
         """
-        features, self._features = self._features, None
-        if features is None and not has_trees(items):
+        (features, self._features), trees = (self._features, None), has_trees(items)
+        if features is None and not trees:
             return
         rows = judged_rows(items, tokens, collectives=self._collectives, device=self._device)
         slots, positions = (self._ids([getattr(item, name) for item in rows.items]) for name in ("slot", "start"))
@@ -111,7 +111,7 @@ class DraftPass:
             pages, _ = self._page_table.locate(slots, torch.where(counts, positions, 0))
             assert self._tails is not None
             self._tails.write(torch.where(counts, pages, 0), features[rows.rows])
-        if has_trees(items):
+        if trees:
             self._move(rows, slots, positions)
 
     def draft(self, model: DenseDecoder, items: Sequence[PlanItem]) -> list[Drafted]:

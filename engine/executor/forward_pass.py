@@ -207,7 +207,8 @@ class ForwardPass:
         positions = self._ids([p for i in items for p in range(i.start, i.kv_len)])
         slots = self._ids([item.slot for item in items])
         token_slots = slots if not plan.extend else self._ids([item.slot for item in items for _ in range(item.q_len)])
-        places = self._ids(places_of(items)) if has_trees(items) else positions
+        trees = has_trees(items)
+        places = self._ids(places_of(items)) if trees else positions
         token_pages, token_offsets = self._page_table.locate(token_slots, places)
         kv_lens = [item.kv_len for item in items]
         step = StepBatch(
@@ -222,7 +223,7 @@ class ForwardPass:
             state_slots=None if self._states is None else self._states.of(slots),
             windows=self._window_rows(token_slots, places),
             drafted=frozenset(i for i, item in enumerate(items) if item.draft),
-            paths=paths_of(items, self._page_table.device) if has_trees(items) else None,
+            paths=paths_of(items, self._page_table.device) if trees else None,
         )
         return step, positions, flat
 

@@ -57,11 +57,10 @@ class _Paths:
         of, items = [self.of[n] for n in chosen], [self.items[n] for n in chosen]
         return _Paths(of, items, slots, starts, ids, hidden, scores, places)
 
-    def extended(self, drafted: Drafted, out: Tensor, places: Tensor) -> "_Paths":
-        """Return the paths that `drafted` chooses. `out` [n * paths, size] and `places` [n, paths, drafts]: of the pass behind it."""
+    def extended(self, drafted: Drafted, out: Tensor, *, scores: Tensor, places: Tensor) -> "_Paths":
+        """Return the paths that `drafted` chooses, and their `scores`. `out` [n * paths, size], `places` [n, paths, drafts]: of its pass."""
         chosen = drafted.paths
         above = chosen // self.topk
-        trust = (self.scores[:, :, None] + drafted.confidences.log()).flatten(1)
         hidden = None
         if self.hidden is not None:
             first = torch.arange(len(self.items), device=above.device)[:, None] * self.width
@@ -70,7 +69,7 @@ class _Paths:
             self,
             ids=drafted.tokens.flatten(1).gather(1, chosen),
             hidden=hidden,
-            scores=trust.gather(1, chosen),
+            scores=scores,
             places=places.gather(1, above[:, :, None].expand(-1, -1, places.shape[2])),
         )
 
@@ -130,9 +129,9 @@ class GuessPass:
         self._backend.begin(self._step(paths, own, places, number))
         out = drafter.forward(paths.ids.flatten(), paths.hidden, positions, self._backend.attend)
         tokens, confidences = self._guesses(drafter, out, paths, number)
-        scores = (paths.scores[:, :, None] + confidences.log()).flatten(1)
-        drafted = Drafted(paths.of, tokens, confidences, scores.topk(paths.topk, 1).indices)
-        return drafted, paths.extended(drafted, out, places)
+        best = (paths.scores[:, :, None] + confidences.log()).flatten(1).topk(paths.topk, 1)
+        drafted = Drafted(paths.of, tokens, confidences, best.indices)
+        return drafted, paths.extended(drafted, out, scores=best.values, places=places)
 
     def _own_places(self, paths: _Paths, number: int) -> Tensor:
         """[n, paths]: where pass `number` keeps the entries of its tokens: that of the known one is its own."""

@@ -333,9 +333,8 @@ class _Watch:
         self.wake = asyncio.Event()
         self.checked_s = 0.0  # when the last check ended
         self.checked = asyncio.Event()
-        self.proven: tuple[str, str, int | None] | None = (
-            None  # who said which host and port when the given port was right
-        )
+        # the process, host and port that it said when the given port was right
+        self.proven: tuple[str, str, int | None] | None = None
         self.retired = False
         self.load_due_s = 0.0
         self.info_due_s = 0.0

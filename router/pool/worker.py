@@ -105,7 +105,7 @@ class Worker:
     last_resort: bool = False  # it does, while no other worker of its role is up
     silent: bool = False  # it answers no probe: it gets requests only if all others are silent, too
     beats: bool = False  # its heartbeats come: it is not probed while they do
-    busy_s: float | None = None  # duration of its present step, when it last told
+    busy_s: float | None = None  # duration of its present step, as it said last
     heard_s: float = -math.inf  # when it last answered a check, or a heartbeat came
     ranks: RankSizes = ONE_RANK
     switching_to: Role | None = None  # the role that this router requested of it

@@ -220,7 +220,7 @@ def signal_all(worker: Started, number: int) -> None:
 
 
 Fault = Callable[[Started], None]
-# By whom: a router sees a worker's end the same way whichever role it has (tests/router/test_failover.py).
+# By role of the victim: a router sees a worker's end the same way whichever role it has (tests/router/test_failover.py).
 FAULTS: dict[str, tuple[Fault, ...]] = {"unified": (kill, drain), "nixl": (kill, kill_scheduler, freeze, drain)}
 
 

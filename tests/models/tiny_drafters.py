@@ -34,19 +34,10 @@ def make_tiny_eagle(folder: Path, kind: str, *, dtype: str = "float32", **fields
 def make_eagle_of(model: str, folder: Path) -> str:
     """A random EAGLE checkpoint for the dense model at `model`, of its sizes and type. Return its path."""
     fields = json.loads((Path(model) / "config.json").read_text())
-    hidden, size = fields["hidden_size"], fields["intermediate_size"]
-    wide, narrow = (fields[name] * fields["head_dim"] for name in ("num_attention_heads", "num_key_value_heads"))
-    shapes = {
-        "fc.weight": [hidden, 2 * hidden],
-        "layers.0.self_attn.q_proj.weight": [wide, hidden],
-        "layers.0.self_attn.k_proj.weight": [narrow, hidden],
-        "layers.0.self_attn.v_proj.weight": [narrow, hidden],
-        "layers.0.self_attn.o_proj.weight": [hidden, wide],
-        "layers.0.post_attention_layernorm.weight": [hidden],
-        "layers.0.mlp.gate_proj.weight": [size, hidden],
-        "layers.0.mlp.up_proj.weight": [size, hidden],
-        "layers.0.mlp.down_proj.weight": [hidden, size],
-    }
+    hidden, heads, kv_heads = (fields[name] for name in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
+    dim, size = fields["head_dim"], fields["intermediate_size"]
+    layer = _layer("layers.0", inputs=hidden, hidden=hidden, wide=heads * dim, narrow=kv_heads * dim, size=size)
+    shapes = {"fc.weight": [hidden, 2 * hidden], **layer}
     folder.mkdir(parents=True)
     dtype = getattr(torch, fields["torch_dtype"])
     write_tensors(
@@ -78,17 +69,24 @@ def _config(kind: str, dtype: str) -> dict[str, Any]:
     }
 
 
-def _layer(prefix: str, *, inputs: int) -> Shapes:
-    wide, narrow = HEADS * DIM, KV_HEADS * DIM
+def _layer(
+    prefix: str,
+    *,
+    inputs: int,
+    hidden: int = HIDDEN,
+    wide: int = HEADS * DIM,
+    narrow: int = KV_HEADS * DIM,
+    size: int = SIZE,
+) -> Shapes:
     return {
         f"{prefix}.self_attn.q_proj.weight": [wide, inputs],
         f"{prefix}.self_attn.k_proj.weight": [narrow, inputs],
         f"{prefix}.self_attn.v_proj.weight": [narrow, inputs],
-        f"{prefix}.self_attn.o_proj.weight": [HIDDEN, wide],
-        f"{prefix}.post_attention_layernorm.weight": [HIDDEN],
-        f"{prefix}.mlp.gate_proj.weight": [SIZE, HIDDEN],
-        f"{prefix}.mlp.up_proj.weight": [SIZE, HIDDEN],
-        f"{prefix}.mlp.down_proj.weight": [HIDDEN, SIZE],
+        f"{prefix}.self_attn.o_proj.weight": [hidden, wide],
+        f"{prefix}.post_attention_layernorm.weight": [hidden],
+        f"{prefix}.mlp.gate_proj.weight": [size, hidden],
+        f"{prefix}.mlp.up_proj.weight": [size, hidden],
+        f"{prefix}.mlp.down_proj.weight": [hidden, size],
     }
 
 
