@@ -6,11 +6,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 from engine.device.gpus import VISIBLE
+from service.process.child_process import ChildProcess, ForkedProcess, forked
 from service.process.start import die_with_parent
 
 TERM_S = 3.0  # what a child may take to end before it is killed
@@ -26,7 +27,7 @@ class Children:
     """`before_end`: called before the children are ended: lets those that wait for each other see it."""
 
     before_end: Callable[[], None] | None = None
-    _processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    _processes: dict[str, ChildProcess] = field(default_factory=dict)
     _hangup_takers: list[str] = field(default_factory=list)
 
     def start(
@@ -40,24 +41,24 @@ class Children:
         takes_hangup: bool = False,
         shares_cores: bool = False,
         gpu: str | None = None,
-    ) -> "subprocess.Popen[bytes]":
+    ) -> ChildProcess:
         """Run `python -m module args`. OpenMP must know its threads before torch is imported (docs/tuning.md, "CPU workers").
+
+        Forked where the environment names a fork server (service/process/fork_server.py).
 
         `shares_cores`: with other children, which compute at the same time. `gpu`: the one that it sees; None: what this process
         sees. `descriptors`: that it inherits. `takes_hangup`: `hang_up` sends it SIGHUP, which it ignores until it handles it.
         """
-        threads = str(num_threads)
-        env = {"GOMP_SPINCOUNT": NO_SPINS if shares_cores else SPINS, **os.environ}
+        env = {**os.environ, **openmp_env(num_threads, os.environ, shares_cores=shares_cores)}
         env |= {} if gpu is None else {VISIBLE: gpu}
-        env |= {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE"}
-        command = [sys.executable, "-m", module, *args]
-        prepare = die_with_parent()
         if takes_hangup:
             self._hangup_takers.append(name)
-            prepare = _ignoring_hangup(prepare)
-        process = self._processes[name] = subprocess.Popen(
-            command, env=env, stdin=subprocess.DEVNULL, preexec_fn=prepare, pass_fds=descriptors
-        )
+            process: ChildProcess = _started(module, args, env, descriptors, _ignoring_hangup(die_with_parent()))
+        else:
+            process = forked(module, args, env=env, descriptors=descriptors) or _started(
+                module, args, env, descriptors, die_with_parent()
+            )
+        self._processes[name] = process
         return process
 
     def hang_up(self) -> None:
@@ -74,21 +75,22 @@ class Children:
         """Call `on_end` in the running loop when a child ends within the block."""
         loop = asyncio.get_running_loop()
 
-        def ended(descriptor: int) -> None:
-            loop.remove_reader(descriptor)  # it stays readable
-            on_end()
+        def ended(process: ChildProcess, descriptor: int) -> None:
+            if process.poll() is not None:
+                loop.remove_reader(descriptor)  # it stays readable
+                on_end()
 
         with ExitStack() as undo:
             for process in self._processes.values():
                 if process.poll() is not None:  # known
                     continue
-                descriptor = os.pidfd_open(process.pid)
+                descriptor = process.news() if isinstance(process, ForkedProcess) else os.pidfd_open(process.pid)
                 undo.callback(os.close, descriptor)
-                loop.add_reader(descriptor, ended, descriptor)
+                loop.add_reader(descriptor, ended, process, descriptor)
                 undo.callback(loop.remove_reader, descriptor)
             yield
 
-    def first_dead(self) -> "tuple[str, subprocess.Popen[bytes]] | None":
+    def first_dead(self) -> tuple[str, ChildProcess] | None:
         return next((item for item in self._processes.items() if item[1].poll() is not None), None)
 
     def has_reported(self) -> bool:
@@ -108,6 +110,28 @@ class Children:
             if process.poll() is None:
                 process.kill()
             process.wait()
+
+
+def openmp_env(num_threads: int, given: Mapping[str, str], *, shares_cores: bool) -> dict[str, str]:
+    """Return what libraries of a process with `num_threads` must find. `given`: a user's GOMP_SPINCOUNT counts.
+
+    One thread waits for no other: its spins are those of processes that share cores, so one fork server serves both.
+    """
+    threads = str(num_threads)
+    spins = NO_SPINS if shares_cores or num_threads == 1 else SPINS
+    return {
+        "GOMP_SPINCOUNT": given.get("GOMP_SPINCOUNT", spins),
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        "OMP_WAIT_POLICY": "PASSIVE",
+    }
+
+
+def _started(
+    module: str, args: Sequence[str], env: Mapping[str, str], descriptors: Sequence[int], prepare: Callable[[], None]
+) -> "subprocess.Popen[bytes]":
+    command = [sys.executable, "-m", module, *args]
+    return subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, preexec_fn=prepare, pass_fds=descriptors)
 
 
 def _ignoring_hangup(prepare: Callable[[], None]) -> Callable[[], None]:

@@ -2,7 +2,6 @@
 
 import os
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -30,6 +29,7 @@ from engine.ranks.channel import leader_end
 from engine.ranks.followers import Followers, Member
 from engine.ranks.group import Group
 from engine.ranks.links import Joint, links_of, place_of, region_plan
+from service.process.child_process import ChildProcess
 from service.process.message_stream import ChannelClosed, ChannelFull, socket_pair
 
 OWN_GPU = torch.device("cuda", 0)  # each rank sees one
@@ -167,7 +167,7 @@ def _late_hosts(followers: Followers, config: EngineConfig) -> list[int]:
 
 @dataclass
 class _RankProcess:
-    process: "subprocess.Popen[bytes]"
+    process: ChildProcess
     rank: str
 
     @property

@@ -1,7 +1,6 @@
 """Starts the process of a follower, and says how it ended. Never torch."""
 
 import signal
-import subprocess
 import time
 
 import msgspec
@@ -9,11 +8,12 @@ import msgspec
 from disagg.children import POLL_S, Children
 from disagg.config import RankSpec
 from engine.flags.local_defaults import shares_cores
+from service.process.child_process import ChildProcess
 
 STATUS_WAIT_S = 0.3  # a process that has closed its socket ends at once, unless it hangs
 
 
-def start_rank(children: Children, spec: RankSpec) -> "subprocess.Popen[bytes]":
+def start_rank(children: Children, spec: RankSpec) -> ChildProcess:
     """It inherits the descriptors that `spec` names."""
     engine, gpus = spec.scheduler.engine, spec.scheduler.gpus
     joint = () if spec.scheduler.joint is None else (spec.scheduler.joint.memory,)
@@ -29,7 +29,7 @@ def start_rank(children: Children, spec: RankSpec) -> "subprocess.Popen[bytes]":
     )
 
 
-def how_ended(process: "subprocess.Popen[bytes]") -> str:
+def how_ended(process: ChildProcess) -> str:
     """Such as "ended: SIGKILL"."""
     deadline_s = time.monotonic() + STATUS_WAIT_S
     while (status := process.poll()) is None and time.monotonic() < deadline_s:

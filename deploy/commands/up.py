@@ -13,6 +13,7 @@ from deploy.flags import config_from
 from deploy.launcher import summary
 from deploy.launcher.config import ClusterConfig
 from deploy.launcher.display import make_display
+from deploy.launcher.engine_server import engine_server
 from deploy.launcher.gpus import chosen_gpus
 from deploy.launcher.mps import mps_for
 from deploy.launcher.plan import ProcessSpec, num_ports, plan_cluster, shared_gpus, with_env
@@ -23,6 +24,7 @@ from deploy.launcher.supervisor import Supervisor
 from engine.config import MEM_FRACTION_OF, EngineConfig, ServerConfig
 from engine.cores import usable_cores
 from engine.device.gpus import VISIBLE, installed_gpus, visible_gpus
+from engine.model_files.model_config import DEFAULT_MODEL_PATH
 from service.flags import ConfigError
 from service.http.listening import require_free, url_of
 from service.process.ready_file import write_ready_file
@@ -46,8 +48,14 @@ def run(argv: Sequence[str]) -> int:
     gpus = gpus_for(config, args, torch=installed_torch())
     specs, front = plan(config, args, gpus=gpus)
     shared = shared_gpus(specs)
-    with mps_for(shared, run_dir=log_dir) as (env, notes):
+    with (
+        mps_for(shared, run_dir=log_dir) as (env, notes),
+        engine_server(
+            specs, model=_model_path(args), threads=getattr(args, "num_threads", None), log_dir=log_dir
+        ) as server,
+    ):
         specs = with_env(specs, [name for names in shared.values() for name in names], env)
+        specs = with_env(specs, [spec.name for spec in specs if spec.ranks], server)
         return asyncio.run(_supervise(config, vars(args), specs=specs, front=front, log_dir=log_dir, notes=notes))
 
 
@@ -98,6 +106,10 @@ def set_local_model(args: argparse.Namespace) -> None:
         args.model_path = local.model_path
     if local.served_model_name is not None:
         args.served_model_name = local.served_model_name
+
+
+def _model_path(args: argparse.Namespace) -> str:
+    return getattr(args, "model_path", "") or DEFAULT_MODEL_PATH
 
 
 def clear_ready_file(name: str | None) -> None:

@@ -4,11 +4,12 @@ import errno
 import socket
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Any
-
-from aiohttp import web
+from typing import TYPE_CHECKING, Any
 
 from service.flags import ConfigError
+
+if TYPE_CHECKING:
+    from aiohttp import web
 
 BACKLOG = 1024
 
@@ -35,8 +36,10 @@ class ListeningPort:
     def url(self) -> str:
         return url_of(self.host, self.port)
 
-    async def serve(self, runner: web.BaseRunner) -> None:
+    async def serve(self, runner: "web.BaseRunner") -> None:
         """Answer with `runner` until its cleanup. Until the next runner serves, connections wait in the kernel's queue."""
+        from aiohttp import web  # the launcher of a cluster looks for free ports, and serves none
+
         for sock in self._sockets:
             await web.SockSite(runner, sock.dup(), backlog=BACKLOG).start()
 

@@ -1,0 +1,50 @@
+"""The fork server of a local cluster: its schedulers and ranks are forked from one process that has imported torch once."""
+
+import contextlib
+import os
+import secrets
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import BinaryIO
+
+from service.process.fork_messages import SERVER_VARIABLE, digest_of, new_socket
+from service.process.start import die_with_parent
+from service.process.title import ROOM_BYTES
+
+BACKLOG = 256
+
+
+@contextlib.contextmanager
+def fork_server(
+    modules: Sequence[str], *, env: Mapping[str, str], log: BinaryIO | None = None
+) -> Iterator[dict[str, str]]:
+    """Start one, and yield what its clients need in their environment. `env`: all of the server's, as of those it is to fork.
+
+    It imports `modules` and ends with the block, and so do those that it has forked.
+    """
+    address = f"tandem-fork-{os.getpid()}-{secrets.token_hex(8)}"
+    with new_socket() as listener:
+        listener.bind(f"\0{address}")
+        listener.listen(BACKLOG)
+        process = _start(listener.fileno(), modules, env, log)
+    try:
+        yield {SERVER_VARIABLE: f"{address}/{digest_of(env)}"}
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _start(
+    descriptor: int, modules: Sequence[str], env: Mapping[str, str], log: BinaryIO | None
+) -> "subprocess.Popen[bytes]":
+    return subprocess.Popen(
+        [sys.executable, "-m", "service.process.fork_server", str(descriptor), "-" * ROOM_BYTES, *modules],
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=subprocess.STDOUT if log else None,
+        pass_fds=(descriptor,),
+        process_group=0,  # a terminal's Ctrl-C is not for it
+        preexec_fn=die_with_parent(),
+    )

@@ -1,0 +1,17 @@
+"""What a process that computes imports once its flags are read, for a fork server (service/process/fork_server.py)."""
+
+# With torch and all that a worker of any role needs of ours. What only some flags need comes later.
+MODULES = (
+    "disagg.scheduler_process",
+    "disagg.rank_process",
+    "disagg.compose",
+    "disagg.decode_role",
+    "disagg.prefill_role",
+    "disagg.rank_group",
+    "engine.build",
+    "engine.executor.profiler",
+    "engine.grammar.llguidance_backend",
+    "engine.ranks.build",
+    "engine.ranks.group",
+    "engine.ranks.leading_executor",
+)

@@ -1,0 +1,138 @@
+"""A child process, started anew or forked from a fork server: one face for both."""
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Protocol
+
+import msgspec
+
+from service.process.fork_messages import (
+    SERVER_VARIABLE,
+    ForkReply,
+    ForkRequest,
+    digest_of,
+    is_own_user,
+    new_socket,
+    receive,
+)
+
+POLL_S = 0.01
+
+
+class ChildProcess(Protocol):
+    """As `subprocess.Popen` has them."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def poll(self) -> int | None: ...
+
+    def wait(self) -> int: ...
+
+    def send_signal(self, sig: int, /) -> None: ...
+
+    def terminate(self) -> None: ...
+
+    def kill(self) -> None: ...
+
+
+class ForkedProcess:
+    """A child of a fork server that ends with this process, too. Its server may still import: only `pid` and `wait` wait for it.
+
+    Any thread may call any method.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._lock = threading.Lock()
+        self._pid: int | None = None
+        self._pidfd: int | None = None
+        self._status: int | None = None
+
+    @property
+    def pid(self) -> int:
+        while self.poll() is None and self._pid is None:
+            time.sleep(POLL_S)
+        return self._pid or 0
+
+    def poll(self) -> int | None:
+        with self._lock, suppress(BlockingIOError):
+            while self._status is None:
+                self._hear()
+        return self._status
+
+    def wait(self) -> int:
+        while (status := self.poll()) is None:
+            time.sleep(POLL_S)
+        return status
+
+    def send_signal(self, sig: int, /) -> None:
+        if self.poll() is not None:
+            return
+        with self._lock, suppress(ProcessLookupError):
+            if self._pidfd is not None:
+                signal.pidfd_send_signal(self._pidfd, sig)
+            elif self._status is None:
+                self._end(-sig)  # its server still imports, and forks nothing for a client that has hung up
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def news(self) -> int:
+        """Return a descriptor, the caller's, that is readable when `poll` may have news."""
+        return os.dup(self._connection.fileno())
+
+    def _hear(self) -> None:
+        data, descriptors = receive(self._connection)
+        reply = msgspec.json.decode(data, type=ForkReply) if data else ForkReply(status=-signal.SIGKILL)
+        if reply.pid is not None:
+            self._pid, (self._pidfd,) = reply.pid, descriptors
+        if reply.status is not None:
+            self._end(reply.status)
+
+    def _end(self, status: int) -> None:
+        self._status = status
+        self._connection.close()
+        if self._pidfd is not None:
+            os.close(self._pidfd)
+            self._pidfd = None
+
+
+def forked(
+    module: str, args: Sequence[str], *, env: Mapping[str, str], descriptors: Sequence[int] = ()
+) -> ForkedProcess | None:
+    """Fork `python -m module args` from the server that `env` names; None if it names none, or one that cannot play the part.
+
+    The child has the caller's stdout, stderr, folder and process group, and `descriptors` by their numbers.
+    """
+    address, _, digest = env.get(SERVER_VARIABLE, "").rpartition("/")
+    if not address or digest != digest_of(env):
+        return None
+    request = ForkRequest(
+        module=module,
+        argv=list(args),
+        env=dict(env),
+        folder=os.getcwd(),
+        group=os.getpgrp(),
+        descriptors=list(descriptors),
+        client=os.getpid(),
+    )
+    connection = new_socket()
+    try:
+        connection.connect(f"\0{address}")
+        if is_own_user(connection):
+            socket.send_fds(connection, [msgspec.json.encode(request)], [1, 2, *descriptors])
+            connection.setblocking(False)
+            return ForkedProcess(connection)
+    except OSError:  # it has ended, or the request is too long for it
+        pass
+    connection.close()
+    return None

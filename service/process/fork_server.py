@@ -1,0 +1,146 @@
+"""A process that has imported what others need and does nothing with it: it forks them, ready-made, on request.
+
+An import is paid once for all of them (torch and what stands on it: two seconds), and what it made is one memory for all until
+one writes there. The server only imports: before a fork there must be no thread, no GPU and no parallel part of OpenMP.
+
+    client                                     server
+      | --- request, descriptors ----------------> |   fork: the child takes over environment, folder, descriptors, group
+      | <-- pid, pidfd --------------------------- |
+      | <-- status ------------------------------- |   the child has ended
+      | --- end of file -------------------------> |   the client has ended: SIGKILL to the child
+
+A child ends with its client, and with this server; the server ends with the process that started it. Requests wait until the
+imports are done. The address is an abstract socket, which leaves no file; only processes of the same user are served.
+
+usage: python -m service.process.fork_server DESCRIPTOR ROOM MODULE...   ROOM: any word, as long as a child's command line may be
+"""
+
+import gc
+import importlib
+import os
+import selectors
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import NoReturn
+
+import msgspec
+
+from service.process.collector import no_collections
+from service.process.fork_messages import ForkReply, ForkRequest, is_own_user, receive
+from service.process.forked_child import become, run
+from service.process.start import allow_many_files, die_with_parent
+from service.process.title import set_command_line
+
+
+class ForkServer:
+    """`listener`: where clients connect. One thread; it waits for nothing but its sockets and children."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ, self._accept)
+        self._children: dict[socket.socket, tuple[int, int]] = {}  # by client: pid and pidfd
+
+    def serve(self) -> NoReturn:
+        while True:
+            for key, _ in self._selector.select():
+                if key.fd in self._selector.get_map():  # an event before it may have closed it
+                    key.data()
+
+    def _accept(self) -> None:
+        client, _ = self._listener.accept()
+        if not is_own_user(client):
+            client.close()
+            return
+        self._selector.register(client, selectors.EVENT_READ, lambda: self._hear(client))
+
+    def _hear(self, client: socket.socket) -> None:
+        """A request, or the end of the client."""
+        data, received = receive(client)
+        if data and client not in self._children and not _is_gone(client):
+            self._fork(client, msgspec.json.decode(data, type=ForkRequest), received)
+        else:
+            self._drop(client)
+        for descriptor in received:
+            os.close(descriptor)
+
+    def _fork(self, client: socket.socket, request: ForkRequest, received: Sequence[int]) -> None:
+        ends_with_server = die_with_parent()
+        pid = os.fork()
+        if pid == 0:
+            ends_with_server()
+            _play(request, received)
+        pidfd = os.pidfd_open(pid)
+        self._children[client] = pid, pidfd
+        self._selector.register(pidfd, selectors.EVENT_READ, lambda: self._ended(client))
+        with suppress(OSError):  # a client that has ended is heard next
+            socket.send_fds(client, [msgspec.json.encode(ForkReply(pid=pid))], [pidfd])
+
+    def _ended(self, client: socket.socket) -> None:
+        status = self._reap(client)
+        with suppress(OSError):
+            client.send(msgspec.json.encode(ForkReply(status=status)))
+        self._drop(client)
+
+    def _drop(self, client: socket.socket) -> None:
+        if client in self._children:
+            os.kill(self._children[client][0], signal.SIGKILL)
+            self._reap(client)
+        self._selector.unregister(client)
+        client.close()
+
+    def _reap(self, client: socket.socket) -> int:
+        pid, pidfd = self._children.pop(client)
+        self._selector.unregister(pidfd)
+        os.close(pidfd)
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def _is_gone(client: socket.socket) -> bool:
+    """Whether it asked while the server still imported, and has ended since."""
+    try:
+        return not client.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
+def _play(request: ForkRequest, received: Sequence[int]) -> NoReturn:
+    """In the child."""
+    status = 1
+    try:
+        become(request, received)
+        gc.enable()
+        status = run(request)
+    except BaseException:
+        traceback.print_exc()
+    with suppress(Exception):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(status)  # transfer libraries keep threads that outlive a normal exit
+
+
+def main(argv: Sequence[str]) -> NoReturn:
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # the process that started it ends it
+    listener = socket.socket(fileno=int(argv[0]))
+    set_command_line((sys.executable, "-m", "service.process.fork_server", *argv[2:]))
+    allow_many_files()
+    with no_collections():
+        for name in argv[2:]:
+            try:
+                importlib.import_module(name)
+            except ImportError as error:
+                print(f"fork server: {name}: {error}; who needs it will say more", file=sys.stderr, flush=True)
+    gc.disable()  # no child finds garbage of the server, and no collection writes into the memory of all
+    gc.freeze()
+    ForkServer(listener).serve()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,55 @@
+"""The first moments of a forked process: it becomes what a request asks for, as a new interpreter would be."""
+
+import fcntl
+import importlib
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+
+from service.process.fork_messages import ForkRequest
+from service.process.title import set_command_line
+
+STARTED_BY = "--started-by="  # in the command line that `ps` shows: the process that asked for this one
+FIRST_FREE = 3  # behind stdin, stdout, stderr
+
+
+def become(request: ForkRequest, received: Sequence[int]) -> None:
+    """Take over descriptors, group, folder, environment, signals and arguments. `received`: stdout, stderr, then the others."""
+    _place(received, (1, 2, *request.descriptors))
+    with suppress(OSError):  # of another session
+        os.setpgid(0, request.group)
+    os.chdir(request.folder)
+    os.environ.clear()
+    os.environ.update(request.env)
+    tempfile.tempdir = None  # it follows the environment
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    sys.argv = [request.module, *request.argv]
+    set_command_line((sys.executable, "-m", request.module, f"{STARTED_BY}{request.client}", *request.argv))
+
+
+def _place(received: Sequence[int], wanted: Sequence[int]) -> None:
+    """Give descriptors their numbers and close all others but stdin."""
+    above = max(FIRST_FREE, *wanted, *received) + 1
+    moved = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, above) for descriptor in received]
+    os.closerange(FIRST_FREE, above)
+    for descriptor, number in zip(moved, wanted, strict=True):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+
+
+def run(request: ForkRequest) -> int:
+    """As `python -m module argv`; return its exit status."""
+    try:
+        return int(importlib.import_module(request.module).main(request.argv))
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return end.code or 0
+        print(end.code, file=sys.stderr)
+        return 1
