@@ -21,6 +21,7 @@ from deploy.bench.load import Measured
 from deploy.bench.run import measure
 from deploy.bench.stats import Summary, summarize
 from service.process.start import die_with_parent
+from tools.family import family
 
 ROOT = Path(__file__).resolve().parents[1]
 START_S = 300.0
@@ -70,7 +71,7 @@ def _path_with(tree: Path) -> str:
 
 def pin_tree(root: psutil.Process, core: int) -> None:
     """Move every thread of a process and its descendants to `core`; new threads inherit it."""
-    for process in (root, *root.children(recursive=True)):
+    for process in family(root.pid):
         for thread in process.threads():
             os.sched_setaffinity(thread.id, {core})
 

@@ -115,7 +115,7 @@ def _ran(pid: int) -> Ran:
 
 
 def _name(process: psutil.Process) -> str:
-    words = process.cmdline()
+    words = [word for word in process.cmdline() if word]
     kind = next((word for word in words if word in ("router", "serve") or "_process" in word), words[-1])
     role = next((role for role in ("prefill", "decode") if any(f'{role}"' in w or w == role for w in words)), "")
     return f"{role} {kind}".strip()

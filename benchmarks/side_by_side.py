@@ -36,6 +36,7 @@ from deploy.bench import environment
 from deploy.bench.load import Measured
 from deploy.bench.report import table
 from deploy.bench.stats import RequestRecord, tpot_s
+from tools.family import family
 
 PREFILL_CORE, OTHER_CORE = 0, 1
 PROMPT_LENS = (64, 512, 2048)
@@ -163,7 +164,7 @@ def _pin(cluster: Cluster) -> None:
     """Give the prefill engine its core; every other thread of the cluster goes to the other one. New threads inherit it."""
     pids = dict(cluster.pids)
     pin_tree(psutil.Process(pids["up"]), OTHER_CORE)
-    for child in psutil.Process(pids["prefill"]).children(recursive=True):
+    for child in family(pids["prefill"])[1:]:
         if SCHEDULER in " ".join(child.cmdline()):
             pin_tree(child, PREFILL_CORE)
             return

@@ -28,11 +28,11 @@ CLIENTS = (1, 16, 64)
 INTERVALS = {1: "each alone", 64: "64 at once"}
 FIGURES = ("all_us", "tokens_per_s", "first_byte_ms", "events_per_request")
 WARM_UP_S = 0.5
-SCHEDULER = "disagg.scheduler_process"  # of its command line
+SCHEDULER, FORK_SERVER = "disagg.scheduler_process", "service.process.fork_server"  # of their command lines
 
 
 class Processes:
-    """The processes of a cluster by what they do; schedulers and the launcher are left out."""
+    """The processes of a cluster by what they do; schedulers, their fork server and the launcher are left out."""
 
     def __init__(self, cluster: Cluster) -> None:
         workers = {pid: role for role, pid in cluster.pids}
@@ -44,7 +44,7 @@ class Processes:
 
     def _name(self, process: psutil.Process, workers: dict[int, str]) -> str | None:
         line = " ".join(process.cmdline())
-        if SCHEDULER in line:
+        if SCHEDULER in line or FORK_SERVER in line:
             return None
         return f"{workers[process.pid]} HTTP" if process.pid in workers else "router"
 

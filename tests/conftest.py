@@ -1,9 +1,12 @@
 """What holds for every test: a run stops at once, with one line, where the machine lacks what its tests need; no test of
-hypothesis depends on how fast the machine is; tests that are coroutines run on an event loop of their own.
+hypothesis depends on how fast the machine is; tests that are coroutines run on an event loop of their own; the engines of
+the workers that tests start are forked from one process that has imported torch.
 """
 
+import contextlib
 import gc
 import inspect
+import os
 from typing import Any
 
 import pytest
@@ -11,6 +14,9 @@ import uvloop
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
 
+from deploy.launcher.fork_servers import fork_server
+from disagg.children import openmp_env
+from disagg.preloaded import MODULES
 from tests.machine.needs import complaint
 
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -25,9 +31,21 @@ LONG = (
 gc.disable()  # while a million objects are imported and collected, which then live to the end
 
 
-def pytest_collection_finish() -> None:
+STARTED = ("e2e", "hostile", "security", "deploy")  # folders whose tests start workers
+engines = contextlib.ExitStack()  # their fork server, as long as the run lasts
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
     gc.enable()
     gc.freeze()
+    places = tuple(f"tests/{place}/" for place in STARTED)
+    if not session.config.option.collectonly and any(item.nodeid.startswith(places) for item in session.items):
+        env = {**os.environ, **openmp_env(1, os.environ, shares_cores=False)}
+        os.environ.update(engines.enter_context(fork_server(MODULES, env=env)))
+
+
+def pytest_sessionfinish() -> None:
+    engines.close()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

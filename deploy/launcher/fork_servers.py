@@ -13,6 +13,7 @@ from service.process.start import die_with_parent
 from service.process.title import ROOM_BYTES
 
 BACKLOG = 256
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # OpenBLAS starts its threads as it is imported, and a fork copies none
 
 
 @contextlib.contextmanager
@@ -40,7 +41,7 @@ def _start(
 ) -> "subprocess.Popen[bytes]":
     return subprocess.Popen(
         [sys.executable, "-m", "service.process.fork_server", str(descriptor), "-" * ROOM_BYTES, *modules],
-        env=env,
+        env={**env, **ONE_THREAD},
         stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=subprocess.STDOUT if log else None,

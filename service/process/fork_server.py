@@ -129,7 +129,7 @@ def main(argv: Sequence[str]) -> NoReturn:
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the process that started it ends it
     listener = socket.socket(fileno=int(argv[0]))
-    set_command_line((sys.executable, "-m", "service.process.fork_server", *argv[2:]))
+    set_command_line((sys.executable, "-m", "service.process.fork_server"))
     allow_many_files()
     with no_collections():
         for name in argv[2:]:

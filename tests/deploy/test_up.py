@@ -8,7 +8,9 @@ from pathlib import Path
 
 import httpx2 as httpx
 import psutil
+import pytest
 
+from service.process.fork_messages import SERVER_VARIABLE
 from service.security.keys import bearer
 from tests.e2e.cluster import Cluster, cluster
 
@@ -22,7 +24,10 @@ def end(up: Cluster) -> str:
     return up.log.read_text()
 
 
-def test_a_cluster_answers_right_reports_itself_and_ends_on_ctrl_c(tmp_path: Path) -> None:
+def test_a_cluster_answers_right_reports_itself_and_ends_on_ctrl_c(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(SERVER_VARIABLE, raising=False)  # with a fork server of its own
     flags = ("--max-total-tokens=4096", "--page-size=4", f"--api-key={KEY}", f"--run-dir={tmp_path}")
     with cluster(tmp_path, *flags) as up, httpx.Client(base_url=up.router, headers=bearer(KEY), timeout=60) as http:
         known = http.get("/workers").json()["workers"]  # in the moment it says ready: the router sends to every worker

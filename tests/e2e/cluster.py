@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 
 from service.process.start import die_with_parent
+from tools.family import children, family
 
 READY_S = 120.0
 END_S = 15.0
@@ -89,7 +90,7 @@ class Started:
 
 def child_of(pid: int, name: str) -> psutil.Process:
     """The child of a process whose command line has `name`."""
-    (found,) = [child for child in psutil.Process(pid).children() if any(name in word for word in child.cmdline())]
+    (found,) = [child for child in children(pid) if any(name in word for word in child.cmdline())]
     return found
 
 
@@ -141,14 +142,12 @@ def wait_ready(ready: Path, process: subprocess.Popen[bytes], log: Path) -> dict
 
 def end_tree(leader: subprocess.Popen[bytes]) -> None:
     """SIGTERM, then whatever is left of its process tree by force."""
-    family = []
-    with contextlib.suppress(psutil.NoSuchProcess):
-        family = psutil.Process(leader.pid).children(recursive=True)
+    relatives = family(leader.pid)[1:]
     if leader.poll() is None:
         leader.send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             leader.wait(END_S)
-    for process in family:
+    for process in relatives:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
     if leader.poll() is None:

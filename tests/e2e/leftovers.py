@@ -6,14 +6,14 @@ from pathlib import Path
 import psutil
 
 from tests.e2e.cluster import wait_until
+from tools.family import family
 
 
 class Leftovers:
     """Of a process and all that came from it, as they are now. `temp`: what they call the temporary directory."""
 
     def __init__(self, leader_pid: int, temp: Path) -> None:
-        leader = psutil.Process(leader_pid)
-        self.family = [leader, *leader.children(recursive=True)]
+        self.family = family(leader_pid)
         self._temp = temp
         self._segments: set[Path] = set()
         self.note_segments()

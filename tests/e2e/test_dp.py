@@ -14,6 +14,7 @@ from tests.e2e.client import assert_all_back, generate, generate_all, post, sess
 from tests.e2e.cluster import Cluster, Worker, cluster, wait_until
 from tests.e2e.workload import mixed_bodies
 from tests.engine.engine_in_process import tokens_of
+from tools.family import family
 
 TWO = ("--dp-size", "2", "--max-total-tokens", "65536", "--chunked-prefill-size", "128")
 OVERLAP = ("--stream", "threaded", "--stream-delay", "0.004")
@@ -133,12 +134,11 @@ def _running(state: dict[str, Any]) -> list[int]:
 def test_the_death_of_a_rank_ends_the_worker_by_name(way: str, started: dict[str, Cluster]) -> None:
     """The last test: nothing of the worker is left."""
     worker: Worker = started[way].workers[0]
-    main = psutil.Process(worker.pid)
-    family = [main, *main.children()]
-    schedulers = [p for p in family if "disagg.scheduler_process" in p.cmdline()]
+    members = family(worker.pid)
+    schedulers = [p for p in members if "disagg.scheduler_process" in p.cmdline()]
     assert len(schedulers) == 2
     schedulers[1].kill()
-    wait_until(lambda: not any(map(_lives, family)), within_s=ENDED_S, what="all of it ends")
+    wait_until(lambda: not any(map(_lives, members)), within_s=ENDED_S, what="all of it ends")
     logs = "".join(log.read_text() for log in (started[way].log.parent / "logs").glob("*.log"))
     assert "tandem serve: error: the DP rank 1 scheduler process ended (status -9)" in logs
 

@@ -18,6 +18,7 @@ import pytest
 
 from tests.e2e.client import session
 from tests.e2e.cluster import Started, several, tandem
+from tools.family import family
 
 SLOW = ("--stream", "threaded", "--stream-delay", "0.02", "--log-level", "warning", "--device", "cpu")
 KV = ("--max-total-tokens", "4096", "--page-size", "8", "--num-threads", "1", "--enable-return-hidden-states")
@@ -214,8 +215,7 @@ def drain(worker: Started) -> None:
 
 
 def signal_all(worker: Started, number: int) -> None:
-    leader = psutil.Process(worker.process.pid)
-    for process in (*leader.children(recursive=True), leader):
+    for process in reversed(family(worker.process.pid)):
         process.send_signal(number)
 
 

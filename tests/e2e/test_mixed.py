@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import psutil
 import pytest
 
 from tests.e2e.client import session
 from tests.e2e.cluster import Started, tandem
+from tools.family import family
 
 FLAGS = (
     *("--stream", "threaded", "--stream-delay", "0.02", "--log-level", "warning", "--device", "cpu"),
@@ -87,8 +87,7 @@ async def join(http: aiohttp.ClientSession, router: str, worker: Started, role: 
 
 
 def kill(worker: Started) -> None:
-    leader = psutil.Process(worker.process.pid)
-    for process in (*leader.children(recursive=True), leader):
+    for process in reversed(family(worker.process.pid)):
         process.send_signal(signal.SIGKILL)
 
 

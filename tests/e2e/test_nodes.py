@@ -14,6 +14,7 @@ from tests.e2e.client import SETTLE_S, assert_state_stays, generate_all, post, s
 from tests.e2e.cluster import child_of, wait_until
 from tests.e2e.nodes import FLAGS, Part, fleet
 from tests.e2e.test_ranks import prompt_of
+from tools.family import children, family
 from tools.faults.machines import Machines
 from tools.recall.oracle import continuation
 
@@ -34,17 +35,15 @@ async def test_two_machines_answer_and_end_together(tmp_path: Path) -> None:
         answers = await generate_all(url, [{**body, "stream": True} for body in BODIES])
         assert [answer["output_ids"] for answer in answers] == TOKENS
 
-        family = [
-            process for end in (near, far) for process in psutil.Process(end.process.pid).children(recursive=True)
-        ]
-        (rank,) = psutil.Process(far.process.pid).children()
+        members = [process for end in (near, far) for process in family(end.process.pid)[1:]]
+        (rank,) = children(far.process.pid)
         rank.kill()
         wait_until(
             lambda: near.process.poll() is not None and far.process.poll() is not None,
             within_s=WITHIN_S,
             what="the end of both",
         )
-        _, left = psutil.wait_procs(family, timeout=WITHIN_S)
+        _, left = psutil.wait_procs(members, timeout=WITHIN_S)
         assert not left, left
         assert (near.process.returncode, far.process.returncode) == (1, 1)
         assert [len(end.errors()) for end in (near, far)] == [1, 1]
@@ -63,7 +62,7 @@ async def test_four_machines_answer_and_end_together(tmp_path: Path, sizes: tupl
         answers = await generate_all(near.wait()["url"], BODIES)
         assert [answer["output_ids"] for answer in answers] == TOKENS
         nodes = [near, *others]
-        (rank,) = psutil.Process(others[-1].process.pid).children()
+        (rank,) = children(others[-1].process.pid)
         rank.kill()
         wait_until(
             lambda: all(node.process.poll() is not None for node in nodes), within_s=WITHIN_S, what="the end of all"
@@ -88,11 +87,7 @@ class Pair:
 
     @property
     def far_rank(self) -> psutil.Process:
-        return next(
-            p
-            for p in psutil.Process(self.far.process.pid).children(recursive=True)
-            if "disagg.rank_process" in p.cmdline()
-        )
+        return next(p for p in family(self.far.process.pid)[1:] if "disagg.rank_process" in p.cmdline())
 
 
 @contextmanager
@@ -166,7 +161,7 @@ async def test_pages_stay_until_the_rank_on_the_other_machine_is_proven_dead(tmp
     """The leader is dead; the other rank is frozen, as all of its machine, and could still write. Then it ends, too."""
     with pair(tmp_path, "mooncake", "prefill") as workers:
         asked, rank = await _until_pages_are_exposed(workers), workers.far_rank
-        for process in psutil.Process(workers.far.process.pid).children(recursive=True):
+        for process in family(workers.far.process.pid)[1:]:
             process.send_signal(signal.SIGSTOP)
         child_of(workers.prefill.process.pid, "scheduler").kill()
         with suppress(AssertionError):

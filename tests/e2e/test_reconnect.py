@@ -17,6 +17,7 @@ import pytest
 from tests.e2e.client import session
 from tests.e2e.cluster import Started, several, tandem
 from tests.e2e.test_failover import BODIES, KV, SLOW, shown
+from tools.family import family
 
 WINDOW_S = 3.0
 KEYS = {"Authorization": "Bearer one"}
@@ -185,9 +186,6 @@ async def test_a_stream_whose_worker_is_gone_as_well_is_gone(cluster: Cluster) -
     client.stop_after = 5
     await client.read(cluster.second.url)
     for worker in cluster.workers:
-        for process in (
-            *psutil.Process(worker.process.pid).children(recursive=True),
-            psutil.Process(worker.process.pid),
-        ):
+        for process in reversed(family(worker.process.pid)):
             process.kill()
     assert await client.read(cluster.second.url) in (410, 503)

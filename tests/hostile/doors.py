@@ -13,7 +13,6 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx2 as httpx
-import psutil
 
 from tests.e2e.client import assert_all_back, generate_all
 from tests.e2e.cluster import SHIPPED, Cluster, cluster, tandem
@@ -21,6 +20,7 @@ from tests.e2e.workload import recall_body
 from tests.frontend.conftest import Worker, start_worker
 from tests.hostile import means
 from tests.hostile.table import Call
+from tools.family import family
 
 ANSWER_S = 60.0
 AT_A_TIME = 8
@@ -86,11 +86,11 @@ def start_doors(folder: Path) -> Iterator[Doors]:
         router = stack.enter_context(tandem(folder / "router", "router", "--port", "0", *pd, *policies))
         unified = stack.enter_context(start_worker(folder, process=True))
         urls |= {"router": router.url, "fleet": c.router, "unified": unified.url, "bootstrap": means.bootstrap_url(c)}
-        family = psutil.Process(c.launcher.pid).children(recursive=True)
+        members = family(c.launcher.pid)[1:]
         yield Doors(c, unified, urls, stack.enter_context(httpx.Client(timeout=ANSWER_S)))
         asyncio.run(assert_all_back(c))
         assert all(process.poll() is None for process in (router.process, unified.process))
-        assert all(process.is_running() for process in family)
+        assert all(process.is_running() for process in members)
         for log in (*(folder / "logs").iterdir(), router.log, unified.log):
             assert (found := means.our_traceback(log)) is None, found
 

@@ -21,6 +21,7 @@ import httpx2 as httpx
 import psutil
 
 from tests.e2e.cluster import end_tree, start_process
+from tools.family import family
 
 MARK = "TANDEM_FAULTS_RIG"
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,11 +40,7 @@ class Part:
     health: str | None = None
 
     def tree(self) -> list[psutil.Process]:
-        try:
-            leader = psutil.Process(self.process.pid)
-            return [leader, *leader.children(recursive=True)]
-        except psutil.NoSuchProcess:
-            return []
+        return family(self.process.pid)
 
     def child(self, word: str) -> psutil.Process:
         (found,) = [p for p in self.tree()[1:] if any(word in arg for arg in p.cmdline())]
