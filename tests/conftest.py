@@ -17,6 +17,7 @@ from xdist.scheduler import LoadScopeScheduling
 from deploy.launcher.fork_servers import fork_server
 from disagg.children import openmp_env
 from disagg.preloaded import MODULES
+from engine.device.gpus import installed_gpus
 from tests.machine.needs import complaint
 
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -39,7 +40,11 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.enable()
     gc.freeze()
     places = tuple(f"tests/{place}/" for place in STARTED)
-    if not session.config.option.collectonly and any(item.nodeid.startswith(places) for item in session.items):
+    if (
+        not session.config.option.collectonly
+        and not installed_gpus()
+        and any(item.nodeid.startswith(places) for item in session.items)
+    ):
         env = {**os.environ, **openmp_env(1, os.environ, shares_cores=False)}
         os.environ.update(engines.enter_context(fork_server(MODULES, env=env)))
 

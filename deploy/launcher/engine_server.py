@@ -10,6 +10,7 @@ from deploy.launcher.plan import ProcessSpec
 from disagg.children import openmp_env
 from disagg.preloaded import MODULES
 from engine.cores import usable_cores
+from engine.device.gpus import VISIBLE
 from engine.flags.local_defaults import default_threads
 from service.process.fork_messages import SERVER_VARIABLE
 
@@ -18,14 +19,14 @@ from service.process.fork_messages import SERVER_VARIABLE
 def engine_server(
     specs: Sequence[ProcessSpec], *, model: str, threads: int | None, log_dir: Path
 ) -> Iterator[dict[str, str]]:
-    """Yield the environment of workers whose engines are forked; {}: a server above this process has it, and serves them.
+    """Yield the environment of workers whose engines are forked; {}: they start anew, on GPUs, or a server above this process serves them.
 
     `model`: local path. `threads`: --num-threads. A worker that takes others starts its engine anew.
     """
-    if SERVER_VARIABLE in os.environ:
+    worker = next(spec for spec in specs if spec.ranks)
+    if SERVER_VARIABLE in os.environ or VISIBLE in worker.env:
         yield {}
         return
-    worker = next(spec for spec in specs if spec.ranks)
     given = {**os.environ, **worker.env}
     threads = threads or default_threads(model, cores=max(1, usable_cores() // worker.ranks))
     env = {**given, **openmp_env(threads, given, shares_cores=False)}
