@@ -8,6 +8,7 @@
 #include <sched.h>
 #include <time.h>
 
+#include "team.h"
 #include "vectors.h"
 
 #define ABI_VERSION 3
@@ -72,7 +73,7 @@ static int wait_for(const int64_t *word, int64_t value, const int64_t *abort) {
 
 int tandem_allreduce_abi(void) { return ABI_VERSION; }
 
-/* Arguments are mirrored by allreduce.py. Each function returns 0, or a code: a tape asks (tape.c). */
+/* Arguments are mirrored by allreduce.py. Each function returns 0, or a code: a tape asks (team.c). */
 
 struct wait {
     const int64_t *word, *abort;
@@ -134,41 +135,50 @@ static void add_windows(const float *windows, int64_t window, void *out, int64_t
 
 #define STRIP 16384 /* numbers that a thread takes at once; fewer are not worth waking threads for */
 
-static void add_in_threads(const float *windows, int64_t window, void *out, int64_t numbers, int is_f32, int ranks, int threads) {
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && numbers > 2 * STRIP)
-    for (int64_t begin = 0; begin < numbers; begin += STRIP) {
-        const int64_t end = begin + STRIP < numbers ? begin + STRIP : numbers;
-        add_windows(windows, window, out, begin, end, is_f32, ranks);
+static int64_t strip(int64_t numbers, int64_t begin) { return numbers - begin < STRIP ? numbers - begin : STRIP; }
+
+static struct loop strips_of(int64_t numbers) { return team_loop((numbers + STRIP - 1) / STRIP, numbers > 2 * STRIP ? 0 : 2); }
+
+/* Waits until all ranks have written their window number `count`, of so many numbers. */
+static int await_all(const struct line *lines, int64_t ranks, int64_t count, int64_t numbers, const int64_t *abort) {
+    for (int64_t r = 0; r < ranks; r++) {
+        const int failed = wait_for(&lines[r].written, count + 1, abort);
+        if (failed) return failed;
+        if (lines[r].numbers[count & 1] != numbers) return OUT_OF_STEP;
     }
+    return 0;
 }
 
-static void copy_in_threads(float *to, const float *from, int64_t numbers, int threads) {
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && numbers > 2 * STRIP)
-    for (int64_t begin = 0; begin < numbers; begin += STRIP) {
-        const int64_t count = begin + STRIP < numbers ? STRIP : numbers - begin;
-        memcpy(to + begin, from + begin, (size_t)count * sizeof(float));
-    }
+/* Counts this rank's window, which is written, and waits for those of all. */
+static int meet(struct line *lines, int64_t rank, int64_t ranks, int64_t count, int64_t numbers, const int64_t *abort) {
+    lines[rank].numbers[count & 1] = numbers;
+    write_word(&lines[rank].written, count + 1);
+    return await_all(lines, ranks, count, numbers, abort);
 }
 
 /* out = the elements begin..end of the sum of all ranks' partials, rounded once. All ranks call it with the same `elements`. */
 int tandem_sum(const struct sum *a) {
-    struct line *own = a->lines + a->rank;
     const int64_t item = a->out_is_f32 ? sizeof(float) : sizeof(bf16);
+    int64_t *written = team_memory(sizeof *written); /* windows before this one */
+    if (!written) return -1;
     for (int64_t at = 0; at < a->elements; at += a->window) {
-        const int64_t numbers = a->elements - at < a->window ? a->elements - at : a->window, count = own->written;
-        float *windows = a->windows + (count & 1) * a->ranks * a->window;
-        copy_in_threads(windows + a->rank * a->window, a->partial + at, numbers, (int)a->threads);
-        own->numbers[count & 1] = a->elements - at;
-        write_word(&own->written, count + 1);
-        for (int64_t r = 0; r < a->ranks; r++) {
-            const int failed = wait_for(&a->lines[r].written, count + 1, a->abort);
+        for (struct loop l = team_single(); team_next(&l);) *written = a->lines[a->rank].written;
+        const int64_t numbers = a->elements - at < a->window ? a->elements - at : a->window, count = *written;
+        float *windows = a->windows + (count & 1) * a->ranks * a->window, *own = windows + a->rank * a->window;
+        for (struct loop l = strips_of(numbers); team_next(&l);) {
+            const int64_t from = l.item * STRIP;
+            memcpy(own + from, a->partial + at + from, (size_t)strip(numbers, from) * sizeof(float));
+        }
+        for (struct loop l = team_single(); team_next(&l);) {
+            const int failed = meet(a->lines, a->rank, a->ranks, count, a->elements - at, a->abort);
             if (failed) return failed;
-            if (a->lines[r].numbers[count & 1] != a->elements - at) return OUT_OF_STEP;
         }
         const int64_t from = a->begin > at ? a->begin : at, to = a->end < at + numbers ? a->end : at + numbers;
-        if (from < to)
-            add_in_threads(windows + from - at, a->window, (char *)a->out + (from - a->begin) * item, to - from, (int)a->out_is_f32,
-                           (int)a->ranks, (int)a->threads);
+        char *out = (char *)a->out + (from - a->begin) * item;
+        for (struct loop l = strips_of(from < to ? to - from : 0); team_next(&l);) {
+            const int64_t begin = l.item * STRIP;
+            add_windows(windows + from - at, a->window, out, begin, begin + strip(to - from, begin), (int)a->out_is_f32, (int)a->ranks);
+        }
     }
     return 0;
 }
@@ -184,22 +194,25 @@ struct rows {
     int64_t bytes, begin, size, rank, ranks, window;
 };
 
-/* out = what all ranks brought, each to its place. Bytes that none brings are of any content. */
-int tandem_rows(const struct rows *a) {
+static int bring_rows(const struct rows *a) {
     struct line *own = a->lines + a->rank;
     for (int64_t at = 0; at < a->bytes; at += a->window) {
         const int64_t count = own->written, end = a->bytes < at + a->window ? a->bytes : at + a->window;
         const int64_t from = a->begin > at ? a->begin : at, to = a->begin + a->size < end ? a->begin + a->size : end;
         char *window = a->windows + (count & 1) * a->window;
         if (from < to) memcpy(window + from - at, a->part + from - a->begin, (size_t)(to - from));
-        own->numbers[count & 1] = at - a->bytes; /* below 0: no sum */
-        write_word(&own->written, count + 1);
-        for (int64_t r = 0; r < a->ranks; r++) {
-            const int failed = wait_for(&a->lines[r].written, count + 1, a->abort);
-            if (failed) return failed;
-            if (a->lines[r].numbers[count & 1] != at - a->bytes) return OUT_OF_STEP;
-        }
+        const int failed = meet(a->lines, a->rank, a->ranks, count, at - a->bytes, a->abort); /* below 0: no sum */
+        if (failed) return failed;
         memcpy(a->out + at, window, (size_t)(end - at));
+    }
+    return 0;
+}
+
+/* out = what all ranks brought, each to its place. Bytes that none brings are of any content. */
+int tandem_rows(const struct rows *a) {
+    for (struct loop l = team_single(); team_next(&l);) {
+        const int failed = bring_rows(a);
+        if (failed) return failed;
     }
     return 0;
 }
@@ -219,24 +232,29 @@ struct take {
     int64_t row_bytes, total, first, count, wants, rank, ranks, window, threads;
 };
 
+/* This rank's part of rows at..end. */
+static void bring_some(const struct take *a, char *window, int64_t at, int64_t end) {
+    const int64_t from = a->first > at ? a->first : at, to = a->first + a->count < end ? a->first + a->count : end;
+    if (from < to) memcpy(window + (from - at) * a->row_bytes, a->part + (from - a->first) * a->row_bytes, (size_t)((to - from) * a->row_bytes));
+}
+
 int tandem_take(const struct take *a) {
-    struct line *own = a->lines + a->rank;
-    const int64_t size = a->row_bytes, most = a->window / size;
+    const int64_t size = a->row_bytes, most = a->window / size, at_once = a->wants * size > WORTH_THREADS ? 0 : a->wants;
+    int64_t *written = team_memory(sizeof *written);
+    if (!written) return -1;
     for (int64_t at = 0; at < a->total; at += most) {
-        const int64_t count = own->written, end = a->total < at + most ? a->total : at + most;
-        const int64_t from = a->first > at ? a->first : at, to = a->first + a->count < end ? a->first + a->count : end;
-        char *window = a->windows + (count & 1) * a->window;
-        if (from < to) memcpy(window + (from - at) * size, a->part + (from - a->first) * size, (size_t)((to - from) * size));
-        own->numbers[count & 1] = TAKES + at - a->total;
-        write_word(&own->written, count + 1);
-        for (int64_t r = 0; r < a->ranks; r++) {
-            const int failed = wait_for(&a->lines[r].written, count + 1, a->abort);
+        const int64_t end = a->total < at + most ? a->total : at + most;
+        for (struct loop l = team_single(); team_next(&l);) {
+            const int64_t count = *written = a->lines[a->rank].written;
+            bring_some(a, a->windows + (count & 1) * a->window, at, end);
+            const int failed = meet(a->lines, a->rank, a->ranks, count, TAKES + at - a->total, a->abort);
             if (failed) return failed;
-            if (a->lines[r].numbers[count & 1] != TAKES + at - a->total) return OUT_OF_STEP;
         }
-#pragma omp parallel for schedule(static) num_threads((int)a->threads) if (a->threads > 1 && a->wants * size > WORTH_THREADS)
-        for (int64_t i = 0; i < a->wants; i++)
-            if (a->wanted[i] >= at && a->wanted[i] < end) memcpy(a->out + i * size, window + (a->wanted[i] - at) * size, (size_t)size);
+        const char *window = a->windows + (*written & 1) * a->window;
+        for (struct loop l = team_loop(a->wants, at_once); team_next(&l);) {
+            const int64_t row = a->wanted[l.item];
+            if (row >= at && row < end) memcpy(a->out + l.item * size, window + (row - at) * size, (size_t)size);
+        }
     }
     return 0;
 }
@@ -251,8 +269,7 @@ struct gather {
     int64_t rows, columns, first, total, rank, ranks;
 };
 
-/* Rank 0 begins a gather when it no longer needs the last one, and returns when all have written. The others may be ahead. */
-int tandem_gather(const struct gather *a) {
+static int bring_columns(const struct gather *a) {
     struct line *own = a->lines + a->rank;
     const int64_t count = own->numbers[0] + 1;
     own->numbers[0] = count;
@@ -268,6 +285,15 @@ int tandem_gather(const struct gather *a) {
     for (int64_t r = 1; r < a->ranks; r++) {
         const int late = wait_for(&a->lines[r].written, count, a->abort);
         if (late) return late;
+    }
+    return 0;
+}
+
+/* Rank 0 begins a gather when it no longer needs the last one, and returns when all have written. The others may be ahead. */
+int tandem_gather(const struct gather *a) {
+    for (struct loop l = team_single(); team_next(&l);) {
+        const int failed = bring_columns(a);
+        if (failed) return failed;
     }
     return 0;
 }

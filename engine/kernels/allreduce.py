@@ -188,7 +188,7 @@ class Allreduce:
             window=window,
             threads=torch.get_num_threads(),
         )
-        if failed := self._take(args):
+        if failed := tape.call_once(self._take, args):
             raise failure(failed)
         return out
 

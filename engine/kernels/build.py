@@ -22,6 +22,9 @@ BASE_FLAGS = ("-O3", "-std=gnu11", "-shared", "-fPIC", "-fno-math-errno", "-Wno-
 # The first set that compiles is used: some compilers come without an OpenMP runtime, some know no -march=native.
 FLAG_SETS = (("-march=native", "-fopenmp"), ("-march=native",), ())
 
+TEAM = Path(__file__).with_name("team.c")
+TEAM_FLAGS = ("-pthread",)
+
 log = logging.getLogger(__name__)
 
 
@@ -39,7 +42,10 @@ def load_library(source: Path, *, flags: tuple[str, ...] = ()) -> ctypes.CDLL | 
         log.info("C kernels are off (%s=1): torch computes instead", DISABLE_VARIABLE)
         return None
     try:
-        return _load(_built(source, own_flags=flags))
+        library = _load(_built(source, own_flags=flags))
+        if hasattr(library, "tandem_use_team"):  # it includes team.h
+            _use_team(library)
+        return library
     except BuildError as e:
         log.warning("no C kernel from %s, torch computes instead (slower): %s", source.name, e)
         return None
@@ -54,6 +60,13 @@ def fields(pointers: Iterable[str], numbers: Iterable[str], floats: Iterable[str
 def check_buildable(source: Path) -> None:
     """Raises BuildError, or its subclass NoCompilerError, where `source` cannot be built or loaded here."""
     _load(_built(source))
+
+
+def _use_team(library: ctypes.CDLL) -> None:
+    """Let kernels share their work among the threads of team.c, of which a process has one copy."""
+    calls = _load(_built(TEAM, own_flags=TEAM_FLAGS)).tandem_team_calls
+    calls.restype = ctypes.c_void_p
+    library.tandem_use_team(ctypes.c_void_p(calls()))
 
 
 def _load(path: Path) -> ctypes.CDLL:

@@ -2,6 +2,7 @@
  * inputs, in the type of the rows, so a prompt may be cut anywhere without a change of bits.
  */
 #include "states.h"
+#include "team.h"
 
 #define ABI_VERSION 1
 #define PARALLEL_ELEMENTS 32768 /* fewer are not worth waking threads for */
@@ -47,14 +48,14 @@ INLINE void convolve(const struct conv *a, int64_t request, int64_t at, const in
 
 int tandem_conv_abi(void) { return ABI_VERSION; }
 
-/* Returns 0: a tape asks (tape.c). */
+/* Returns 0: a tape asks (team.c). */
 int tandem_conv(const struct conv *a) {
     const int64_t pieces = (a->channels + LANES - 1) / LANES;
-#pragma omp parallel for collapse(2) schedule(static) num_threads((int)a->threads) if (a->threads > 1 && a->rows * a->channels >= PARALLEL_ELEMENTS)
-    for (int64_t r = 0; r < a->step->batch; r++)
-        for (int64_t p = 0; p < pieces; p++) {
-            if (a->taps == 4 && a->is_bf16) convolve(a, r, p * LANES, 4, 1);
-            else convolve(a, r, p * LANES, a->taps, (int)a->is_bf16);
-        }
+    const int64_t items = a->step->batch * pieces, at_once = a->rows * a->channels < PARALLEL_ELEMENTS ? items : 0;
+    for (struct loop l = team_loop(items, at_once); team_next(&l);) {
+        const int64_t r = l.item / pieces, p = l.item % pieces;
+        if (a->taps == 4 && a->is_bf16) convolve(a, r, p * LANES, 4, 1);
+        else convolve(a, r, p * LANES, a->taps, (int)a->is_bf16);
+    }
     return 0;
 }

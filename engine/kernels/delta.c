@@ -5,6 +5,7 @@
  * operations than the form that multiplies 64 tokens at a time, and a prompt has the bits of single tokens, wherever it is cut.
  */
 #include "states.h"
+#include "team.h"
 
 #define ABI_VERSION 1
 
@@ -81,13 +82,12 @@ INLINE void pass_head(const struct delta *a, int64_t request, int64_t head, cons
 
 int tandem_delta_abi(void) { return ABI_VERSION; }
 
-/* Returns 0: a tape asks (tape.c). */
+/* Returns 0: a tape asks (team.c). */
 int tandem_delta(const struct delta *a) {
-#pragma omp parallel for collapse(2) schedule(dynamic) num_threads((int)a->threads) if (a->threads > 1)
-    for (int64_t r = 0; r < a->step->batch; r++)
-        for (int64_t h = 0; h < a->value_heads; h++) {
-            if (a->keys == 128 && a->is_bf16) pass_head(a, r, h, 128, 1);
-            else pass_head(a, r, h, a->keys, (int)a->is_bf16);
-        }
+    for (struct loop l = team_loop(a->step->batch * a->value_heads, 0); team_next(&l);) {
+        const int64_t r = l.item / a->value_heads, h = l.item % a->value_heads;
+        if (a->keys == 128 && a->is_bf16) pass_head(a, r, h, 128, 1);
+        else pass_head(a, r, h, a->keys, (int)a->is_bf16);
+    }
     return 0;
 }

@@ -2,6 +2,7 @@
  * One pass over memory each, rows apart from one another, rounded where torch's operators in engine/layers round.
  */
 #include "rows.h"
+#include "team.h"
 
 #define ABI_VERSION 4
 #define PARALLEL_ELEMENTS 32768 /* fewer are not worth waking threads for */
@@ -35,9 +36,12 @@ static void turn_row(bf16 *x, const bf16 *weight, const bf16 *cosine, const bf16
     }
 }
 
+/* The threads share rows that are worth it. */
+static struct loop rows_of(int64_t rows, int64_t elements) { return team_loop(rows, elements < PARALLEL_ELEMENTS ? rows : 0); }
+
 int tandem_elementwise_abi(void) { return ABI_VERSION; }
 
-/* Arguments are mirrored by elementwise.py. Each function returns 0: a tape asks (tape.c). */
+/* Arguments are mirrored by elementwise.py. Each function returns 0: a tape asks (team.c). */
 
 struct norm {
     bf16 *x;                    /* [rows, width] dense; width a multiple of 16 */
@@ -49,8 +53,8 @@ struct norm {
 
 /* out = norm(x) * weight, after x += delta where there is one. */
 int tandem_rms_norm(const struct norm *a) {
-#pragma omp parallel for schedule(static) num_threads((int)a->threads) if (a->threads > 1 && a->rows * a->width >= PARALLEL_ELEMENTS)
-    for (int64_t r = 0; r < a->rows; r++) {
+    for (struct loop l = rows_of(a->rows, a->rows * a->width); team_next(&l);) {
+        const int64_t r = l.item;
         if (a->delta) add_row(a->x + r * a->width, a->delta + r * a->width, a->width);
         norm_row(a->x + r * a->width, a->weight, a->out + r * a->width, a->width, a->eps);
     }
@@ -59,8 +63,8 @@ int tandem_rms_norm(const struct norm *a) {
 
 /* The same with weight + offset. */
 int tandem_offset_norm(const struct norm *a) {
-#pragma omp parallel for schedule(static) num_threads((int)a->threads) if (a->threads > 1 && a->rows * a->width >= PARALLEL_ELEMENTS)
-    for (int64_t r = 0; r < a->rows; r++) {
+    for (struct loop l = rows_of(a->rows, a->rows * a->width); team_next(&l);) {
+        const int64_t r = l.item;
         if (a->delta) add_row(a->x + r * a->width, a->delta + r * a->width, a->width);
         offset_norm_row(a->x + r * a->width, a->weight, a->out + r * a->width, a->width, a->eps, a->offset);
     }
@@ -69,16 +73,14 @@ int tandem_offset_norm(const struct norm *a) {
 
 /* x *= offset. */
 int tandem_scale(const struct norm *a) {
-#pragma omp parallel for schedule(static) num_threads((int)a->threads) if (a->threads > 1 && a->rows * a->width >= PARALLEL_ELEMENTS)
-    for (int64_t r = 0; r < a->rows; r++)
-        for (bf16 *x = a->x + r * a->width, *end = x + a->width; x < end; x += LANES) store_bf16(x, load_bf16(x) * a->offset);
+    for (struct loop l = rows_of(a->rows, a->rows * a->width); team_next(&l);)
+        for (bf16 *x = a->x + l.item * a->width, *end = x + a->width; x < end; x += LANES) store_bf16(x, load_bf16(x) * a->offset);
     return 0;
 }
 
 /* x += delta. */
 int tandem_add(const struct norm *a) {
-#pragma omp parallel for schedule(static) num_threads((int)a->threads) if (a->threads > 1 && a->rows * a->width >= PARALLEL_ELEMENTS)
-    for (int64_t r = 0; r < a->rows; r++) add_row(a->x + r * a->width, a->delta + r * a->width, a->width);
+    for (struct loop l = rows_of(a->rows, a->rows * a->width); team_next(&l);) add_row(a->x + l.item * a->width, a->delta + l.item * a->width, a->width);
     return 0;
 }
 
@@ -93,9 +95,10 @@ struct turn {
 
 /* The first `heads` heads of each row of x, in place. */
 int tandem_norm_turn(const struct turn *a) {
-#pragma omp parallel for schedule(static) num_threads((int)a->threads) if (a->threads > 1 && a->rows * a->heads * a->dim >= PARALLEL_ELEMENTS)
-    for (int64_t r = 0; r < a->rows; r++)
+    for (struct loop l = rows_of(a->rows, a->rows * a->heads * a->dim); team_next(&l);) {
+        const int64_t r = l.item;
         turn_row(a->x + r * a->x_stride, a->weight, a->cosine + r * a->turn_stride, a->sine + r * a->turn_stride, a->heads, a->dim, a->eps, a->offset);
+    }
     return 0;
 }
 
@@ -107,15 +110,19 @@ struct gate {
 
 /* out = silu(x[:, :width]) * x[:, width:]. */
 int tandem_silu_mul(const struct gate *a) {
-#pragma omp parallel for schedule(static) num_threads((int)a->threads) if (a->threads > 1 && a->rows * a->width >= PARALLEL_ELEMENTS)
-    for (int64_t r = 0; r < a->rows; r++) gate_row(a->x + r * 2 * a->width, a->x + r * 2 * a->width + a->width, a->out + r * a->width, a->width);
+    for (struct loop l = rows_of(a->rows, a->rows * a->width); team_next(&l);) {
+        const bf16 *x = a->x + l.item * 2 * a->width;
+        gate_row(x, x + a->width, a->out + l.item * a->width, a->width);
+    }
     return 0;
 }
 
 /* out = gelu(x[:, :width]) * x[:, width:]. */
 int tandem_gelu_mul(const struct gate *a) {
-#pragma omp parallel for schedule(static) num_threads((int)a->threads) if (a->threads > 1 && a->rows * a->width >= PARALLEL_ELEMENTS)
-    for (int64_t r = 0; r < a->rows; r++) gelu_gate_row(a->x + r * 2 * a->width, a->x + r * 2 * a->width + a->width, a->out + r * a->width, a->width);
+    for (struct loop l = rows_of(a->rows, a->rows * a->width); team_next(&l);) {
+        const bf16 *x = a->x + l.item * 2 * a->width;
+        gelu_gate_row(x, x + a->width, a->out + l.item * a->width, a->width);
+    }
     return 0;
 }
 
@@ -128,9 +135,10 @@ struct sigmoid_gate {
 
 /* out = sigmoid(gates) * x. */
 int tandem_sigmoid_mul(const struct sigmoid_gate *a) {
-#pragma omp parallel for schedule(static) num_threads((int)a->threads) if (a->threads > 1 && a->rows * a->width >= PARALLEL_ELEMENTS)
-    for (int64_t r = 0; r < a->rows; r++)
+    for (struct loop l = rows_of(a->rows, a->rows * a->width); team_next(&l);) {
+        const int64_t r = l.item;
         for (int64_t i = 0; i < a->width; i += LANES)
             store_bf16(a->out + r * a->width + i, round_bf16(sigmoids(load_bf16(a->gates + r * a->gates_stride + i))) * load_bf16(a->x + r * a->width + i));
+    }
     return 0;
 }

@@ -15,6 +15,7 @@
 #include <string.h>
 
 #include "attention.h"
+#include "team.h"
 
 #define ABI_VERSION 5
 #define BLOCK 64 /* tokens whose scores are held at once */
@@ -246,7 +247,7 @@ static int hide(const struct item *it, int v, int64_t from) {
 }
 
 /* Query vectors first..first + count - 1 of `request`. */
-static void attend(const struct args *a, int64_t request, int64_t first, int count, float *scratch) {
+static void attend(const struct args *a, struct loop *l, int64_t request, int64_t first, int count, float *scratch) {
     const int64_t start = a->step->starts[request], rows = a->step->starts[request + 1] - start;
     const int64_t before = a->step->kv_lens[request] - rows, vector = start * a->heads + first;
     struct item it;
@@ -280,7 +281,7 @@ static void attend(const struct args *a, int64_t request, int64_t first, int cou
         else if (a->is_bf16) values_bf16(&it);
         else values_fp32(&it);
     }
-    for (int v = 0; v < count; v++)
+    for (int v = 0; v < count && team_claims(l); v++)
         store_divided(it.o + v * a->rank, it.l[v], a->out, (vector + v) * a->rank, a->rank, a->is_bf16);
 }
 
@@ -316,28 +317,21 @@ int tandem_latent_attention(const struct args *a) {
         const int64_t group = group_of(a, i), groups = (a->step->starts[i + 1] - a->step->starts[i]) * a->heads / group;
         ends[i] = (i ? ends[i - 1] : 0) + groups * ((group + tile - 1) / tile);
     }
-    int failed = 0;
-#pragma omp parallel num_threads((int)a->threads) if (a->threads > 1)
-    {
-        float *scratch = aligned_alloc(LINE_BYTES, TILE * (a->rank + BLOCK) * sizeof(float));
-        if (!scratch) {
-#pragma omp atomic write
-            failed = 1;
-        }
-#pragma omp for schedule(static)
-        for (int64_t row = 0; row < a->step->starts[batch]; row++) write_token(a, row);
-#pragma omp for schedule(dynamic) nowait
-        for (int64_t i = ends[batch - 1] - 1; i >= 0; i--) { /* a prompt's last rows see most */
+    float *scratch = aligned_alloc(LINE_BYTES, TILE * (a->rank + BLOCK) * sizeof(float));
+    if (scratch) {
+        for (struct loop l = team_loop(a->step->starts[batch], 0); team_next(&l);) write_token(a, l.item);
+        for (struct loop l = team_repeats(ends[batch - 1]); team_next(&l);) {
+            const int64_t i = ends[batch - 1] - 1 - l.item; /* a prompt's last rows see most */
             int64_t request = 0;
             while (ends[request] <= i) request++;
             const int64_t group = group_of(a, request), tiles = (group + tile - 1) / tile;
             const int64_t at = i - (request ? ends[request - 1] : 0), inside = at % tiles * tile, left = group - inside;
-            if (scratch) attend(a, request, at / tiles * group + inside, left < tile ? (int)left : tile, scratch);
+            attend(a, &l, request, at / tiles * group + inside, left < tile ? (int)left : tile, scratch);
         }
-        free(scratch);
     }
+    free(scratch);
     free(ends);
-    return failed ? -1 : 0;
+    return scratch ? 0 : -1;
 }
 
 /* The index of sparse attention: rows of one request and all its tokens. Mirrored by _Scores in latent_attention.py. */
@@ -380,10 +374,10 @@ INLINE void score_tokens(const struct index_scores *a, int64_t from, const int i
 static __attribute__((noinline)) void score_bf16(const struct index_scores *a, int64_t from) { score_tokens(a, from, 1); }
 static __attribute__((noinline)) void score_fp32(const struct index_scores *a, int64_t from) { score_tokens(a, from, 0); }
 
-void tandem_index_scores(const struct index_scores *a) {
-#pragma omp parallel for schedule(static) num_threads((int)a->threads) if (a->threads > 1)
-    for (int64_t from = 0; from < a->tokens; from += SUB) {
-        if (a->is_bf16) score_bf16(a, from);
-        else score_fp32(a, from);
+int tandem_index_scores(const struct index_scores *a) {
+    for (struct loop l = team_loop((a->tokens + SUB - 1) / SUB, 0); team_next(&l);) {
+        if (a->is_bf16) score_bf16(a, l.item * SUB);
+        else score_fp32(a, l.item * SUB);
     }
+    return 0;
 }

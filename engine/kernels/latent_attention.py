@@ -64,7 +64,7 @@ class LatentKernel:
         self._call = library.tandem_latent_attention
         self._call.argtypes = [ctypes.POINTER(_Args)]
         self._scores = library.tandem_index_scores
-        self._scores.argtypes, self._scores.restype = [ctypes.POINTER(_Scores)], None
+        self._scores.argtypes = [ctypes.POINTER(_Scores)]
         self._pool = pool
         self._caches = [pool.k(layer).data_ptr() for layer in range(pool.num_layers)]
         self._step = _Step()
@@ -141,7 +141,7 @@ class LatentKernel:
             is_bf16=k.dtype == torch.bfloat16,
             threads=torch.get_num_threads(),
         )
-        self._scores(args)
+        tape.call_once(self._scores, args)
         return out
 
 

@@ -30,6 +30,7 @@
 
 #include "integer_steps.h"
 #include "rows.h"
+#include "team.h"
 #include "tiles.h"
 
 #define ABI_VERSION 7
@@ -39,7 +40,6 @@
 #define DEPTH 16                /* steps of a panel that stay in the L1 cache while the rows of a chunk pass */
 #define GROUP 8                 /* panels that share one reading of x: their sums stay in the L2 cache */
 #define ITEMS_A_THREAD 2        /* at least, with groups of 2 panels or more */
-#define ITEMS_AT_ONCE 4         /* of many matrices: neighbours in memory, for one thread */
 #define AHEAD_BYTES 1024        /* few rows: weights are fetched this long before their use; longer is slower */
 #define MOST_FEW 16             /* without AMX: rows up to which integers become bf16 in registers, again for every 8 rows */
 #define SPAN 4                  /* steps of integer weights that become bf16 at a time, in the L1 cache */
@@ -576,7 +576,7 @@ static void plan(struct work *w, int64_t first) {
 }
 
 /* All rows of a group's weights come one behind the other: only the first of them read these from memory. */
-static void compute(const struct work *w, int64_t item, float *sums) {
+static void compute(const struct work *w, struct loop *l, int64_t item, float *sums) {
     const int64_t chunks = ceil_div(w->rows, w->chunk), first = item % chunks * w->chunk, count = smaller(w->chunk, w->rows - first);
     const int64_t from = item / chunks * w->group, to = smaller(from + w->group, w->panels);
     const int64_t size = w->chunk * PANEL * GROUP; /* of the sums over a segment, or over several that were added */
@@ -587,7 +587,7 @@ static void compute(const struct work *w, int64_t item, float *sums) {
         if (s == 0 && w->a->segments > 1) add_bias(w, next, to - from, from, count);
         for (int64_t done = s + 1; done % 2 == 0; done /= 2, next -= size) add_sums(w, next - size, next, to - from, count);
     }
-    write_rows(w, sums, to - from, from, w->first + first, count);
+    if (team_claims(l)) write_rows(w, sums, to - from, from, w->first + first, count);
 }
 
 /* Bytes of `rows` packed rows, and of their groups' sums behind them. */
@@ -598,45 +598,36 @@ static int64_t sums_bytes(const struct args *a, int64_t rows, int64_t steps) {
     return ceil_div(rows * groups * sizeof(float), LINE_BYTES) * LINE_BYTES;
 }
 
+/* Memory for the sums of one thread's items; `rows`: of a chunk. */
+static float *place_for_sums(const struct args *a, int64_t rows) {
+    int64_t kept = 1; /* sums that wait for their neighbour, and the last one */
+    while (1 << (kept - 1) < a->segments) kept++;
+    return aligned_alloc(LINE_BYTES, (size_t)(rows * PANEL * GROUP * kept) * sizeof(float));
+}
+
 static int multiply(const struct args *a) {
     const int64_t each = ceil_div(a->inputs / a->segments, STEP), steps = a->segments * each;
     const int64_t all = smaller(PACKED, ceil_div(a->rows, PANEL) * PANEL);
-    int64_t kept = 1; /* sums that wait for their neighbour, and the last one */
-    while (1 << (kept - 1) < a->segments) kept++;
-    char *x = aligned_alloc(LINE_BYTES, (size_t)(packed_bytes(all, steps) + sums_bytes(a, all, steps)));
-    int failed = 0;
+    char *x = team_memory(packed_bytes(all, steps) + sums_bytes(a, all, steps));
     if (!x) return -1;
-    /* Threads meet when rows are packed, and when they are done: each meeting costs as much as a small matrix. In between
-     * they take what is next, so a thread that has lost its core for a while does not hold up the others. */
-#pragma omp parallel num_threads((int)a->threads) if (a->threads > 1)
-    {
-        struct work w = {.a = a, .x = x, .of_x = (float *)(x + packed_bytes(all, steps)), .each = each, .steps = steps, .panels = ceil_div(a->outputs, PANEL)};
-        plan(&w, 0);
-        float *sums = aligned_alloc(LINE_BYTES, (size_t)(w.chunk * PANEL * GROUP * kept) * sizeof(float));
-        if (!sums) {
-#pragma omp atomic write
-            failed = 1;
-        }
-        for (int64_t first = 0; first < a->rows; first += PACKED) {
-            plan(&w, first);
-            /* Few rows wait for weights: a thread's lie one behind the other, from end to end. */
-            const int64_t at_once = w.rows > FEW ? TILE : 1, items = count_items(&w);
-#pragma omp for schedule(dynamic)
-            for (int64_t r = 0; r < w.rows; r += at_once) pack_rows(&w, r, smaller(r + at_once, w.rows));
+    struct work w = {.a = a, .x = x, .of_x = (float *)(x + packed_bytes(all, steps)), .each = each, .steps = steps, .panels = ceil_div(a->outputs, PANEL)};
+    plan(&w, 0);
+    float *sums = place_for_sums(a, w.chunk);
+    if (!sums) return -1;
+    for (int64_t first = 0; first < a->rows; first += PACKED) {
+        plan(&w, first);
+        const int64_t at_once = w.rows > FEW ? TILE : 1;
+        for (struct loop l = team_loop(ceil_div(w.rows, at_once), 0); team_next(&l);) pack_rows(&w, l.item * at_once, smaller((l.item + 1) * at_once, w.rows));
 #if defined(HAVE_AMX)
-            if (a->kind == AMX) configure(smaller(w.rows, PANEL));
+        if (a->kind == AMX) configure(smaller(w.rows, PANEL));
 #endif
-#pragma omp for schedule(dynamic, w.rows > FEW ? 1 : ceil_div(items, a->threads))
-            for (int64_t item = 0; item < items; item++)
-                if (sums) compute(&w, item, sums);
-        }
-#if defined(HAVE_AMX)
-        if (a->kind == AMX) _tile_release();
-#endif
-        free(sums);
+        for (struct loop l = team_repeats(count_items(&w)); team_next(&l);) compute(&w, &l, l.item, sums);
     }
-    free(x);
-    return failed ? -1 : 0;
+#if defined(HAVE_AMX)
+    if (a->kind == AMX) _tile_release();
+#endif
+    free(sums);
+    return 0;
 }
 
 /* ---- many matrices, each by rows of its own */
@@ -657,18 +648,37 @@ static int64_t bytes_of(const struct args *a, int64_t steps) {
     return packed_bytes(rows, steps) + sums_bytes(a, rows, steps);
 }
 
+static void compute_few(const struct work *work, const int64_t *ends, int64_t count, float *sums) {
+    int64_t configured = 0;
+    for (struct loop l = team_repeats(ends[count - 1]); team_next(&l);) {
+        int64_t low = 0, high = count - 1; /* the first product that ends behind the item */
+        while (low < high) {
+            const int64_t middle = (low + high) / 2;
+            if (ends[middle] > l.item) high = middle;
+            else low = middle + 1;
+        }
+        const struct work *w = &work[low];
+#if defined(HAVE_AMX)
+        if (w->a->kind == AMX && configured != smaller(w->rows, PANEL)) configure(configured = smaller(w->rows, PANEL));
+#endif
+        compute(w, &l, l.item - (low ? ends[low - 1] : 0), sums);
+    }
+#if defined(HAVE_AMX)
+    if (configured) _tile_release();
+#endif
+}
+
 /* Products of at most FEW rows each, side by side: one alone has too few panels for all threads. */
-static int multiply_few(const struct args *list, int64_t count, int64_t threads) {
+static int multiply_few(const struct args *list, int64_t count) {
     const int64_t each = ceil_div(list->inputs / list->segments, STEP), steps = list->segments * each;
-    struct work *work = malloc((size_t)count * sizeof *work);
-    int64_t *ends = malloc((size_t)count * sizeof *ends), size = 0, items = 0; /* ends: of each product's items */
-    int64_t kept = 1;
-    while (1 << (kept - 1) < list->segments) kept++;
+    int64_t size = 0, items = 0;
     for (int64_t i = 0; i < count; i++) size += bytes_of(&list[i], steps);
-    char *x = aligned_alloc(LINE_BYTES, (size_t)size);
-    const int ready = work && ends && x;
-    int failed = !ready;
-    if (ready)
+    char *x = team_memory(size);
+    struct work *work = malloc((size_t)count * sizeof *work);
+    int64_t *ends = malloc((size_t)count * sizeof *ends); /* of each product's items */
+    float *sums = place_for_sums(list, FEW);
+    const int ready = x && work && ends && sums;
+    if (ready) {
         for (int64_t i = 0, at = 0; i < count; i++) {
             float *of_x = (float *)(x + at + packed_bytes(ceil_div(list[i].rows, PANEL) * PANEL, steps));
             work[i] = (struct work){.a = &list[i], .x = x + at, .of_x = of_x, .each = each, .steps = steps, .panels = ceil_div(list->outputs, PANEL)};
@@ -676,41 +686,13 @@ static int multiply_few(const struct args *list, int64_t count, int64_t threads)
             ends[i] = items += count_items(&work[i]);
             at += bytes_of(&list[i], steps);
         }
-#pragma omp parallel num_threads((int)threads) if (threads > 1 && ready)
-    {
-        float *sums = aligned_alloc(LINE_BYTES, (size_t)(FEW * PANEL * GROUP * kept) * sizeof(float));
-        int64_t configured = 0;
-        if (!sums) {
-#pragma omp atomic write
-            failed = 1;
-        }
-#pragma omp for schedule(dynamic)
-        for (int64_t i = 0; i < count; i++)
-            if (ready) pack_rows(&work[i], 0, work[i].rows);
-#pragma omp for schedule(dynamic, ITEMS_AT_ONCE)
-        for (int64_t item = 0; item < items; item++) {
-            int64_t low = 0, high = count - 1; /* the first product that ends behind the item */
-            while (low < high) {
-                const int64_t middle = (low + high) / 2;
-                if (ends[middle] > item) high = middle;
-                else low = middle + 1;
-            }
-            const struct work *w = &work[low];
-            if (!sums) continue;
-#if defined(HAVE_AMX)
-            if (w->a->kind == AMX && configured != smaller(w->rows, PANEL)) configure(configured = smaller(w->rows, PANEL));
-#endif
-            compute(w, item - (low ? ends[low - 1] : 0), sums);
-        }
-#if defined(HAVE_AMX)
-        if (configured) _tile_release();
-#endif
-        free(sums);
+        for (struct loop l = team_loop(count, 1); team_next(&l);) pack_rows(&work[l.item], 0, work[l.item].rows);
+        compute_few(work, ends, count, sums);
     }
-    free(x);
+    free(sums);
     free(ends);
     free(work);
-    return failed ? -1 : 0;
+    return ready ? 0 : -1;
 }
 
 static int multiply_each(const struct each *e) {
@@ -722,7 +704,7 @@ static int multiply_each(const struct each *e) {
         if (a.rows > FEW) failed = multiply(&a);
         else if (a.rows) few[count++] = a;
     }
-    if (count && !failed) failed = multiply_few(few, count, e->like.threads);
+    if (count && !failed) failed = multiply_few(few, count);
     free(few);
     return failed;
 }

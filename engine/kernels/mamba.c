@@ -4,6 +4,7 @@
  * take heads as in delta.c, and then groups of rows, since the norm is over all heads of a group.
  */
 #include "states.h"
+#include "team.h"
 
 #define ABI_VERSION 1
 
@@ -82,16 +83,13 @@ static void finish(const struct mamba *a, int64_t t, int64_t group) {
 
 int tandem_mamba_abi(void) { return ABI_VERSION; }
 
-/* Returns 0: a tape asks (tape.c). */
+/* Returns 0: a tape asks (team.c). */
 int tandem_mamba(const struct mamba *a) {
-#pragma omp parallel for collapse(2) schedule(dynamic) num_threads((int)a->threads) if (a->threads > 1)
-    for (int64_t r = 0; r < a->step->batch; r++)
-        for (int64_t h = 0; h < a->heads; h++) {
-            if (a->keys == 128 && a->is_bf16) pass_head(a, r, h, 128, 1);
-            else pass_head(a, r, h, a->keys, (int)a->is_bf16);
-        }
-#pragma omp parallel for collapse(2) schedule(static) num_threads((int)a->threads) if (a->threads > 1)
-    for (int64_t t = 0; t < a->rows; t++)
-        for (int64_t g = 0; g < a->groups; g++) finish(a, t, g);
+    for (struct loop l = team_loop(a->step->batch * a->heads, 0); team_next(&l);) {
+        const int64_t r = l.item / a->heads, h = l.item % a->heads;
+        if (a->keys == 128 && a->is_bf16) pass_head(a, r, h, 128, 1);
+        else pass_head(a, r, h, a->keys, (int)a->is_bf16);
+    }
+    for (struct loop l = team_loop(a->rows * a->groups, 0); team_next(&l);) finish(a, l.item / a->groups, l.item % a->groups);
     return 0;
 }

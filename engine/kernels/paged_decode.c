@@ -21,6 +21,7 @@
 
 #include "attention.h"
 #include "fp8.h"
+#include "team.h"
 
 #define ABI_VERSION 8
 #define BLOCK 64         /* tokens whose scores are held at once */
@@ -338,19 +339,19 @@ static int64_t open_item(const struct args *a, int64_t number, int64_t runs, str
 
 /* Rows of a request read what the rows before them write: all write before any attends. */
 static void write_all(const struct args *a, int64_t runs) {
-#pragma omp for schedule(static)
-    for (int64_t i = 0; i < a->step->batch * runs; i++) {
+    for (struct loop l = team_loop(a->step->batch * runs, 0); team_next(&l);) {
         struct item it;
-        const int64_t first = open_item(a, i, runs, &it);
-        write_token(&it, i / runs, first);
+        const int64_t first = open_item(a, l.item, runs, &it);
+        write_token(&it, l.item / runs, first);
     }
 }
 
-/* Rows `row`..`end` - 1 of a request, which see their tokens from the same one on. `coming`: the item that this thread is likely to have next. */
-static void attend_rows(const struct args *a, int64_t number, int64_t row, int64_t end, int64_t coming, int64_t runs, float *scratch) {
+/* Rows `row`..`end` - 1 of a request, which see their tokens from the same one on. */
+static void attend_rows(const struct args *a, struct loop *l, int64_t row, int64_t end, int64_t runs, float *scratch) {
     struct item it;
     struct block now, next, own;
-    const int64_t head = open_item(a, number, runs, &it), begin = first_seen(a, row), last = end - 1;
+    const int64_t coming = l->item + 1; /* what this thread is likely to have next */
+    const int64_t head = open_item(a, l->item, runs, &it), begin = first_seen(a, row), last = end - 1;
     it.ahead = (int)(AHEAD_BYTES / (it.heads * it.row_bytes) + 1);
     if (it.ahead > BLOCK) it.ahead = BLOCK;
     lay_out(&it, scratch);
@@ -375,20 +376,20 @@ static void attend_rows(const struct args *a, int64_t number, int64_t row, int64
             if (seen == &own) it.count = 0; /* another row's path is another */
         }
     }
-    for (int64_t r = row; r < end; r++) {
+    for (int64_t r = row; r < end && team_claims(l); r++) {
         choose_row(&it, scratch, r, r - row, head);
         for (int64_t h = 0; h < it.heads * it.group; h++)
             store_divided(it.o + h * a->dim, it.l[h], a->out, (r * a->heads + head * it.group + h) * a->dim, a->dim, a->is_bf16);
     }
 }
 
-static void attend(const struct args *a, int64_t number, int64_t coming, int64_t runs, float *scratch) {
-    const int64_t request = number / runs, begin = a->step->requests[request], end = a->step->requests[request + 1];
+static void attend(const struct args *a, struct loop *l, int64_t runs, float *scratch) {
+    const int64_t request = l->item / runs, begin = a->step->requests[request], end = a->step->requests[request + 1];
     if (first_seen(a, end - 1) == 0) {
-        attend_rows(a, number, begin, end, coming, runs, scratch);
+        attend_rows(a, l, begin, end, runs, scratch);
         return;
     }
-    for (int64_t row = begin; row < end; row++) attend_rows(a, number, row, row + 1, coming, runs, scratch); /* each window begins elsewhere */
+    for (int64_t row = begin; row < end; row++) attend_rows(a, l, row, row + 1, runs, scratch); /* each window begins elsewhere */
 }
 
 /* Into how many runs the kv heads of each request are cut, so that none has too many query heads, and the longest request
@@ -421,19 +422,10 @@ int tandem_paged_decode(const struct args *a) {
     }
     const int64_t heads = (a->kv_heads + runs - 1) / runs * (a->heads / a->kv_heads);
     const size_t scratch_bytes = (size_t)(heads * (shared_floats() + rows * row_floats(a))) * sizeof(float);
-    int failed = 0;
-#pragma omp parallel num_threads((int)a->threads) if (a->threads > 1)
-    {
-        float *scratch = aligned_alloc(LINE_BYTES, scratch_bytes);
-        if (!scratch) {
-#pragma omp atomic write
-            failed = 1;
-        }
-        write_all(a, runs);
-#pragma omp for schedule(dynamic) nowait
-        for (int64_t i = 0; i < items; i++)
-            if (scratch) attend(a, i, i + a->threads, runs, scratch);
-        free(scratch);
-    }
-    return failed ? -1 : 0;
+    float *scratch = aligned_alloc(LINE_BYTES, scratch_bytes);
+    if (!scratch) return -1;
+    write_all(a, runs);
+    for (struct loop l = team_repeats(items); team_next(&l);) attend(a, &l, runs, scratch);
+    free(scratch);
+    return 0;
 }

@@ -21,6 +21,7 @@
 #include <string.h>
 
 #include "fp8.h"
+#include "team.h"
 #include "tiles.h"
 #include "vectors.h"
 
@@ -355,7 +356,7 @@ PART void write_tile(const struct work *w, int64_t tile) {
     }
 }
 
-PART void attend(struct work *w) {
+PART void attend(struct work *w, struct loop *l) {
     const int64_t end = w->at.position + w->at.count;
     w->tiles = ceil_div(w->at.count, TILE) * w->group;
     w->pairs = ceil_div(w->tiles, 2);
@@ -367,7 +368,7 @@ PART void attend(struct work *w) {
         (w->a->is_fp8 ? tile_fp8_values : tile_bf16_values)(w, from, count);
         for (int64_t pair = 0; pair < w->pairs; pair++) attend_pair(w, pair, from);
     }
-    for (int64_t tile = 0; tile < w->tiles; tile++) write_tile(w, tile);
+    for (int64_t tile = 0; tile < w->tiles && team_claims(l); tile++) write_tile(w, tile);
 }
 
 /* ---- all of them */
@@ -449,35 +450,27 @@ static int extend(const struct args *a) {
     if (!blocks) return -1;
     cut(a, tokens, blocks);
     qsort(blocks, (size_t)count, sizeof *blocks, longest_first);
-    int failed = 0;
-#pragma omp parallel num_threads((int)a->threads) if (a->threads > 1)
-    {
-        struct work w = {.a = a, .group = group, .steps = ceil_div(a->dim, STEP)};
-        char *memory = place(&w, ceil_div(ceil_div(tokens, TILE) * group, 2));
+    struct work w = {.a = a, .group = group, .steps = ceil_div(a->dim, STEP)};
+    char *memory = place(&w, ceil_div(ceil_div(tokens, TILE) * group, 2));
+    if (memory) {
         const unsigned rounding = flush_denormals();
-        if (!memory) {
-#pragma omp atomic write
-            failed = 1;
-        }
-#pragma omp for schedule(static)
-        for (int64_t t = 0; t < a->tokens; t++) write_token(a, t);
+        for (struct loop l = team_loop(a->tokens, 0); team_next(&l);) write_token(a, l.item);
 #if defined(HAVE_AMX)
         if (a->kind == AMX) configure(2 * TILE);
 #endif
-#pragma omp for schedule(dynamic)
-        for (int64_t i = 0; i < count * a->kv_heads; i++) {
-            w.at = blocks[i / a->kv_heads];
-            w.head = i % a->kv_heads;
-            if (memory) attend(&w);
+        for (struct loop l = team_repeats(count * a->kv_heads); team_next(&l);) {
+            w.at = blocks[l.item / a->kv_heads];
+            w.head = l.item % a->kv_heads;
+            attend(&w, &l);
         }
 #if defined(HAVE_AMX)
         if (a->kind == AMX) _tile_release();
 #endif
         _mm_setcsr(rounding);
-        free(memory);
     }
+    free(memory);
     free(blocks);
-    return failed ? -1 : 0;
+    return memory ? 0 : -1;
 }
 #endif
 

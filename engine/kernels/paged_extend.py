@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from engine.kernels import tape
 from engine.kernels.build import fields, load_library
 from engine.kernels.layer_call import HEADS, POINTERS, SCORES, STRIDES, LayerCall, check_pages, layout_of
 from engine.kernels.softmax import Softmax
@@ -68,7 +69,7 @@ class PagedExtend:
         args = self._args
         rows = self._layer.fill(args, layer, q, k, v, softmax)
         assert len(rows.q) == args.tokens, (q.shape, args.tokens)
-        if self._call(ctypes.byref(args)):
+        if tape.call_once(self._call, args):
             raise MemoryError("paged extend: no memory for one block of queries")
         return rows.out.flatten(1).to(q.dtype)
 

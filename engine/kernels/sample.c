@@ -6,6 +6,7 @@
  * becomes the bound, and the best score below it is the next try.
  */
 #include "vectors.h"
+#include "team.h"
 #include <math.h>
 #include <stdlib.h>
 
@@ -199,17 +200,16 @@ struct sample {
 
 /* Returns 0, or 1 without memory for the keys of top_k. */
 int tandem_sample(const struct sample *a) {
-    int failed = 0;
-#pragma omp parallel for schedule(dynamic) num_threads((int)a->threads) if (a->threads > 1 && a->count > 1) reduction(|:failed)
-    for (int64_t i = 0; i < a->count; i++) {
+    for (struct loop l = team_loop(a->count, 1); team_next(&l);) {
+        const int64_t i = l.item;
         const struct row row = {a->logits + a->rows[i] * a->stride, a->vocab, a->best[i], a->temperature[i], a->log_min_p[i],
                                 (uint64_t)a->keys[i]};
         int64_t *keys = a->top_k[i] < a->vocab ? malloc((size_t)a->vocab * sizeof *keys) : 0;
-        if (a->top_k[i] < a->vocab && !keys) failed = 1;
-        else a->tokens[i] = sample_row(&row, a->top_k[i], a->top_p[i], a->greedy[i], keys);
+        if (a->top_k[i] < a->vocab && !keys) return 1;
+        a->tokens[i] = sample_row(&row, a->top_k[i], a->top_p[i], a->greedy[i], keys);
         free(keys);
     }
-    return failed;
+    return 0;
 }
 
 /* Noise of bits [n], n a multiple of 16, and masses of x [n]: for the tests. */

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from engine.kernels import tape
 from engine.kernels.build import fields, load_library
 
 SOURCE = Path(__file__).with_suffix(".c")
@@ -74,7 +75,7 @@ class SampleKernel:
             stride=logits.stride(0),
             threads=torch.get_num_threads(),
         )
-        if self._library.tandem_sample(args):
+        if tape.call_once(self._library.tandem_sample, args):
             raise MemoryError("sample: no memory for the keys of top_k")
         return tokens
 

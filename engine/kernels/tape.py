@@ -1,4 +1,4 @@
-"""Calls of C kernels, recorded once and repeated by one call: the CUDA graphs of a CPU.
+"""Calls of C kernels by a team of threads (team.c); and tapes: calls recorded once and repeated by one, the CUDA graphs of a CPU.
 
 The step of a small batch is a hundred short kernels; Python and torch between them took a fifth of its time
 (docs/reports/benchmarks.md). A tape repeats calls with the same arguments and so the same memory: while it records, outputs
@@ -10,15 +10,13 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from engine.kernels.build import load_library
+from engine.kernels.build import TEAM, TEAM_FLAGS, load_library
 from engine.kernels.failures import failure
 
-SOURCE = Path(__file__).with_suffix(".c")
 ABI_VERSION = 1
 TURNS = 4  # tensors of one kind that can be in use at once; a layer needs two
 
@@ -26,7 +24,7 @@ Kernel = Any  # a function of a ctypes library, whose one argument is the addres
 
 
 class _Call(ctypes.Structure):
-    """Mirror of `struct call` in tape.c."""
+    """Mirror of `struct call` in team.c."""
 
     _fields_ = [("kernel", ctypes.c_void_p), ("args", ctypes.c_void_p)]
 
@@ -102,12 +100,10 @@ class Tape:
         self._calls.append(_Call(ctypes.cast(kernel, ctypes.c_void_p), ctypes.addressof(copy)))
 
     def play(self) -> None:
-        """Repeat all calls; drops the GIL. Raises MemoryError, RanksEnded."""
-        library = tape_library()
-        assert library is not None
+        """Repeat all calls, by as many threads as torch has now; drops the GIL. Raises MemoryError, RanksEnded."""
         if self._array is None:
             self._array = (_Call * len(self._calls))(*self._calls)
-        if failed := library.tandem_tape_play(self._array, len(self._array)):
+        if failed := _library().tandem_team_play(self._array, len(self._array), torch.get_num_threads()):
             raise failure(failed)
 
 
@@ -119,10 +115,15 @@ _here = _Here()
 
 
 def call(kernel: Kernel, args: ctypes.Structure) -> int:
-    """`kernel(&args)`, noted where a tape records."""
+    """As `call_once`, noted where a tape records."""
     if _here.tape is not None:
         _here.tape.note(kernel, args)
-    failed: int = kernel(ctypes.byref(args))
+    return call_once(kernel, args)
+
+
+def call_once(kernel: Kernel, args: ctypes.Structure) -> int:
+    """`kernel(&args)`, by as many threads as torch has; drops the GIL."""
+    failed: int = _library().tandem_team_call(kernel, ctypes.byref(args), torch.get_num_threads())
     return failed
 
 
@@ -136,11 +137,19 @@ def lasting() -> AbstractContextManager[None]:
     return nullcontext() if _here.tape is None else _here.tape.lasting()
 
 
+def _library() -> ctypes.CDLL:
+    library = tape_library()
+    assert library is not None, "a kernel is there, so its team is"
+    return library
+
+
 @cache
 def tape_library() -> ctypes.CDLL | None:
-    """None where there is no compiler (logged)."""
-    library = load_library(SOURCE)
+    """team.c, or None where there is no compiler (logged)."""
+    library = load_library(TEAM, flags=TEAM_FLAGS)
     if library is not None:
-        assert library.tandem_tape_abi() == ABI_VERSION
-        library.tandem_tape_play.argtypes = [ctypes.POINTER(_Call), ctypes.c_int64]
+        assert library.tandem_team_abi() == ABI_VERSION
+        pointer, number = ctypes.c_void_p, ctypes.c_int64
+        library.tandem_team_play.argtypes = [ctypes.POINTER(_Call), number, number]
+        library.tandem_team_call.argtypes = [pointer, pointer, number]
     return library

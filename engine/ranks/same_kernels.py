@@ -10,7 +10,7 @@ from service.flags import ConfigError
 _KERNELS: Mapping[str, Callable[[], object]] = {
     "linear.c": linear_kernel,
     "allreduce.c": allreduce,
-    "tape.c": tape_library,
+    "team.c": tape_library,
 }
 
 
