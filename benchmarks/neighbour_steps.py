@@ -9,6 +9,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 
 from engine.attention.cpu_backend import CpuBackend
 from engine.executor.decode_tapes import DecodeTapes
+from engine.kernels.linear import linear_kernel
 from engine.kv.kv_pool import KVPool
 from engine.kv.step_batch import StepBatch
 from engine.model_files.model_config import load_model_config
@@ -42,11 +44,12 @@ def make_step(model: DenseDecoder, batch: int, *, tokens: int) -> Callable[[], A
         token_pages=table[:, -1].long(),
         token_offsets=positions % PAGE_SIZE,
     )
-    ids, backend, tapes = torch.arange(batch), CpuBackend(pool), DecodeTapes()
+    ids, backend = torch.arange(batch), CpuBackend(pool)
+    forward = partial(DecodeTapes().forward, model) if linear_kernel() is not None else model.forward
 
     def one() -> Any:
         backend.begin(step)
-        logits = model.logits(tapes.forward(model, ids, positions, backend.attend))
+        logits = model.logits(forward(ids, positions, backend.attend))
         assert logits is not None
         return logits.argmax(dim=-1).tolist()
 
