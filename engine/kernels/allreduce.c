@@ -11,7 +11,7 @@
 #include "team.h"
 #include "vectors.h"
 
-#define ABI_VERSION 3
+#define ABI_VERSION 4
 #define MOST_RANKS 64
 #define RANKS_ENDED 2 /* engine/kernels/failures.py */
 #define OUT_OF_STEP 3
@@ -90,7 +90,7 @@ struct sum {
     struct line *lines;   /* [ranks] */
     float *windows;       /* [2, ranks, window], aligned to cache lines; window a multiple of 16 */
     const int64_t *abort;
-    int64_t elements, begin, end, rank, ranks, window, out_is_f32, threads; /* from `begin` to `end` are wanted here */
+    int64_t elements, begin, end, rank, ranks, window, out_is_f32; /* from `begin` to `end` are wanted here */
 };
 
 /* The tree over `ranks`, the same for all counts: neighbours, then neighbours of these. An odd last one waits for its turn. */
@@ -229,7 +229,7 @@ struct take {
     struct line *lines;    /* as of sums, with the rest */
     char *windows;         /* [2, window] bytes, a row at least */
     const int64_t *abort;
-    int64_t row_bytes, total, first, count, wants, rank, ranks, window, threads;
+    int64_t row_bytes, total, first, count, wants, rank, ranks, window;
 };
 
 /* This rank's part of rows at..end. */

@@ -15,7 +15,7 @@ from engine.kernels.build import fields, load_library
 from engine.kernels.failures import failure
 
 SOURCE = Path(__file__).with_suffix(".c")
-ABI_VERSION = 3
+ABI_VERSION = 4
 
 
 class _Wait(ctypes.Structure):
@@ -29,7 +29,7 @@ class _Sum(ctypes.Structure):
 
     _fields_ = fields(
         ("partial", "out", "lines", "windows", "abort"),
-        ("elements", "begin", "end", "rank", "ranks", "window", "out_is_f32", "threads"),
+        ("elements", "begin", "end", "rank", "ranks", "window", "out_is_f32"),
     )
 
 
@@ -46,7 +46,7 @@ class _Take(ctypes.Structure):
 
     _fields_ = fields(
         ("part", "out", "wanted", "lines", "windows", "abort"),
-        ("row_bytes", "total", "first", "count", "wants", "rank", "ranks", "window", "threads"),
+        ("row_bytes", "total", "first", "count", "wants", "rank", "ranks", "window"),
     )
 
 
@@ -113,7 +113,6 @@ class Allreduce:
             ranks=at.ranks,
             window=window,
             out_is_f32=dtype == torch.float32,
-            threads=torch.get_num_threads(),
         )
         if failed := tape.call(self._sum, args):
             raise failure(failed)
@@ -186,7 +185,6 @@ class Allreduce:
             rank=at.rank,
             ranks=at.ranks,
             window=window,
-            threads=torch.get_num_threads(),
         )
         if failed := tape.call_once(self._take, args):
             raise failure(failed)

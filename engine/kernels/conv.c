@@ -4,7 +4,7 @@
 #include "states.h"
 #include "team.h"
 
-#define ABI_VERSION 1
+#define ABI_VERSION 2
 #define PARALLEL_ELEMENTS 32768 /* fewer are not worth waking threads for */
 #define MOST_TAPS 8
 
@@ -16,7 +16,7 @@ struct conv {
     const float *bias;   /* [channels] or NULL */
     void *state;         /* of slot 0: [channels, taps - 1], the newest input last */
     void *out;           /* [rows, channels] dense */
-    int64_t rows, channels, taps, x_stride, slot_stride_bytes, is_bf16, threads;
+    int64_t rows, channels, taps, x_stride, slot_stride_bytes, is_bf16;
 };
 
 /* Channels at .. at + 16 of one request. */

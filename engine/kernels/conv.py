@@ -12,7 +12,7 @@ from engine.kernels.build import fields, load_library
 from engine.kernels.state_rows import StateRows
 
 SOURCE = Path(__file__).with_suffix(".c")
-ABI_VERSION = 1
+ABI_VERSION = 2
 MOST_TAPS = 8
 DTYPES = (torch.bfloat16, torch.float32)
 
@@ -22,7 +22,7 @@ class _Args(ctypes.Structure):
 
     _fields_ = fields(
         ("step", "x", "weight", "bias", "state", "out"),
-        ("rows", "channels", "taps", "x_stride", "slot_stride_bytes", "is_bf16", "threads"),
+        ("rows", "channels", "taps", "x_stride", "slot_stride_bytes", "is_bf16"),
     )
 
 
@@ -58,7 +58,6 @@ class ConvKernel:
             x_stride=x.stride(0),
             slot_stride_bytes=state.stride(0) * state.itemsize,
             is_bf16=x.dtype == torch.bfloat16,
-            threads=torch.get_num_threads(),
         )
         tape.call(self._call, args)
         return out

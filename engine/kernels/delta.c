@@ -7,7 +7,7 @@
 #include "states.h"
 #include "team.h"
 
-#define ABI_VERSION 1
+#define ABI_VERSION 2
 
 /* Mirrored by delta.py. */
 struct delta {
@@ -21,7 +21,7 @@ struct delta {
     void *state;        /* of slot 0: [value heads, keys, values] fp32 */
     float *sums;        /* [rows, value heads * values]: scratch */
     void *out;          /* [rows, value heads * values] dense: norm(o) * silu(z) */
-    int64_t gates_stride, z_stride, slot_stride_bytes, key_heads, value_heads, keys, values, is_bf16, threads;
+    int64_t gates_stride, z_stride, slot_stride_bytes, key_heads, value_heads, keys, values, is_bf16;
     float eps;
 };
 

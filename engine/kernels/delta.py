@@ -14,7 +14,7 @@ from engine.kernels.conv import DTYPES
 from engine.kernels.state_rows import StateRows
 
 SOURCE = Path(__file__).with_suffix(".c")
-ABI_VERSION = 1
+ABI_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,6 @@ class _Args(ctypes.Structure):
             "keys",
             "values",
             "is_bf16",
-            "threads",
         ),
         ("eps",),
     )
@@ -94,7 +93,6 @@ class DeltaKernel:
             keys=keys,
             values=values,
             is_bf16=mixed.dtype == torch.bfloat16,
-            threads=torch.get_num_threads(),
             eps=weights.eps,
         )
         tape.call(self._call, args)

@@ -4,7 +4,7 @@
 #include "rows.h"
 #include "team.h"
 
-#define ABI_VERSION 4
+#define ABI_VERSION 5
 #define PARALLEL_ELEMENTS 32768 /* fewer are not worth waking threads for */
 
 /* A head, in place: rounded after the norm, after its weight, after the cosine and at the end. */
@@ -47,7 +47,7 @@ struct norm {
     bf16 *x;                    /* [rows, width] dense; width a multiple of 16 */
     const bf16 *delta, *weight; /* [rows, width] or NULL; [width] */
     bf16 *out;
-    int64_t rows, width, threads;
+    int64_t rows, width;
     float eps, offset;
 };
 
@@ -89,7 +89,7 @@ struct turn {
     const bf16 *weight;            /* [heads, dim] or NULL */
     const bf16 *cosine, *sine;     /* [dim] of a row; sine has the sign of the half it is added to */
     int64_t x_stride, turn_stride; /* elements from row to row */
-    int64_t rows, heads, dim, threads;
+    int64_t rows, heads, dim;
     float eps, offset; /* offset: added to weight */
 };
 
@@ -105,7 +105,7 @@ int tandem_norm_turn(const struct turn *a) {
 struct gate {
     const bf16 *x; /* [rows, 2 * width] dense; width a multiple of 16 */
     bf16 *out;     /* [rows, width] */
-    int64_t rows, width, threads;
+    int64_t rows, width;
 };
 
 /* out = silu(x[:, :width]) * x[:, width:]. */
@@ -130,7 +130,7 @@ struct sigmoid_gate {
     const bf16 *gates; /* [rows, width], gates_stride apart; width a multiple of 16 */
     const bf16 *x;     /* [rows, width] dense */
     bf16 *out;
-    int64_t gates_stride, rows, width, threads;
+    int64_t gates_stride, rows, width;
 };
 
 /* out = sigmoid(gates) * x. */

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from engine.kernels.triton_elementwise import TritonElementwise
 
 SOURCE = Path(__file__).with_suffix(".c")
-ABI_VERSION = 4
+ABI_VERSION = 5
 LANES = 16  # widths are multiples of it
 
 
 class _Norm(ctypes.Structure):
     """Mirror of `struct norm` in elementwise.c."""
 
-    _fields_ = fields(("x", "delta", "weight", "out"), ("rows", "width", "threads"), ("eps", "offset"))
+    _fields_ = fields(("x", "delta", "weight", "out"), ("rows", "width"), ("eps", "offset"))
 
 
 class _Turn(ctypes.Structure):
@@ -33,7 +33,7 @@ class _Turn(ctypes.Structure):
 
     _fields_ = fields(
         ("x", "weight", "cosine", "sine"),
-        ("x_stride", "turn_stride", "rows", "heads", "dim", "threads"),
+        ("x_stride", "turn_stride", "rows", "heads", "dim"),
         ("eps", "offset"),
     )
 
@@ -41,13 +41,13 @@ class _Turn(ctypes.Structure):
 class _Gate(ctypes.Structure):
     """Mirror of `struct gate`."""
 
-    _fields_ = fields(("x", "out"), ("rows", "width", "threads"))
+    _fields_ = fields(("x", "out"), ("rows", "width"))
 
 
 class _SigmoidGate(ctypes.Structure):
     """Mirror of `struct sigmoid_gate`."""
 
-    _fields_ = fields(("gates", "x", "out"), ("gates_stride", "rows", "width", "threads"))
+    _fields_ = fields(("gates", "x", "out"), ("gates_stride", "rows", "width"))
 
 
 class Elementwise:
@@ -90,7 +90,6 @@ class Elementwise:
             out=out.data_ptr(),
             rows=rows,
             width=width,
-            threads=torch.get_num_threads(),
             eps=eps,
             offset=offset,
         )
@@ -99,16 +98,16 @@ class Elementwise:
 
     def add(self, x: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
         """x [T, width], to which `delta` is added in place."""
-        (rows, width), threads = x.shape, torch.get_num_threads()
+        rows, width = x.shape
         assert delta.shape == x.shape and width % LANES == 0, (x.shape, delta.shape)
-        tape.call(self._add, _Norm(x=_address(x), delta=_address(delta), rows=rows, width=width, threads=threads))
+        tape.call(self._add, _Norm(x=_address(x), delta=_address(delta), rows=rows, width=width))
         return x
 
     def scale(self, x: torch.Tensor, factor: float) -> torch.Tensor:
         """x [T, width], multiplied in place."""
-        (rows, width), threads = x.shape, torch.get_num_threads()
+        rows, width = x.shape
         assert width % LANES == 0, x.shape
-        tape.call(self._scale, _Norm(x=_address(x), rows=rows, width=width, threads=threads, offset=factor))
+        tape.call(self._scale, _Norm(x=_address(x), rows=rows, width=width, offset=factor))
         return x
 
     def norm_turn(
@@ -139,7 +138,6 @@ class Elementwise:
             rows=rows,
             heads=heads,
             dim=dim,
-            threads=torch.get_num_threads(),
             eps=eps,
             offset=offset,
         )
@@ -157,7 +155,7 @@ class Elementwise:
         rows, width = x.shape[0], x.shape[1] // 2
         assert x.shape[1] == 2 * width and width % LANES == 0, x.shape
         out = tape.empty((rows, width), x.dtype)
-        args = _Gate(x=_address(x), out=out.data_ptr(), rows=rows, width=width, threads=torch.get_num_threads())
+        args = _Gate(x=_address(x), out=out.data_ptr(), rows=rows, width=width)
         tape.call(kernel, args)
         return out
 
@@ -174,7 +172,6 @@ class Elementwise:
             gates_stride=gates.stride(0),
             rows=rows,
             width=width,
-            threads=torch.get_num_threads(),
         )
         tape.call(self._sigmoid_mul, args)
         return out

@@ -17,7 +17,7 @@
 #include "attention.h"
 #include "team.h"
 
-#define ABI_VERSION 5
+#define ABI_VERSION 6
 #define BLOCK 64 /* tokens whose scores are held at once */
 #define TILE 16  /* query vectors of a work item, at most */
 #define SUB 4    /* vectors, and tokens, computed together */
@@ -41,7 +41,7 @@ struct args {
     void *cache;             /* address of this layer's latents in page 0; `width` elements each, of which `dim` are read */
     const int32_t *chosen;   /* [rows, chosen_stride] the tokens that a row sees, in order, as many as it has; NULL: all up to its own */
     const struct step *step;
-    int64_t page_stride_bytes, heads, dim, width, rank, page_size, chosen_stride, is_bf16, threads;
+    int64_t page_stride_bytes, heads, dim, width, rank, page_size, chosen_stride, is_bf16;
     float scale;
 };
 
@@ -294,8 +294,9 @@ static void write_token(const struct args *a, int64_t row) {
 /* Vectors of an item: fewer where there would be too few items. Changes no result. */
 static int tile_of(const struct args *a) {
     const int64_t vectors = a->step->starts[a->step->batch] * a->heads;
+    const int64_t threads = team_threads();
     int tile = TILE;
-    while (a->threads > 1 && tile > SUB && vectors < tile * ITEMS * a->threads) tile /= 2;
+    while (threads > 1 && tile > SUB && vectors < tile * ITEMS * threads) tile /= 2;
     return tile;
 }
 
@@ -341,7 +342,7 @@ struct index_scores {
     const char *keys;     /* address of this layer's first key in page 0; keys are row_bytes apart */
     const int32_t *pages; /* of the request */
     float *out;           /* [rows, tokens] */
-    int64_t rows, heads, dim, tokens, page_stride_bytes, row_bytes, page_size, is_bf16, threads;
+    int64_t rows, heads, dim, tokens, page_stride_bytes, row_bytes, page_size, is_bf16;
 };
 
 /* out[r][t] = sum over heads, in their order, of weight * relu(q . key), for tokens from..from + SUB - 1. */

@@ -14,7 +14,7 @@ from engine.kv.kv_pool import KVPool
 from engine.kv.step_batch import StepBatch
 
 SOURCE = Path(__file__).with_suffix(".c")
-ABI_VERSION = 5
+ABI_VERSION = 6
 LANES = 16
 DTYPES = ("bfloat16", "float32")
 
@@ -42,7 +42,6 @@ class _Args(ctypes.Structure):
             "page_size",
             "chosen_stride",
             "is_bf16",
-            "threads",
         ),
         ("scale",),
     )
@@ -53,7 +52,7 @@ class _Scores(ctypes.Structure):
 
     _fields_ = fields(
         ("q", "weights", "keys", "pages", "out"),
-        ("rows", "heads", "dim", "tokens", "page_stride_bytes", "row_bytes", "page_size", "is_bf16", "threads"),
+        ("rows", "heads", "dim", "tokens", "page_stride_bytes", "row_bytes", "page_size", "is_bf16"),
     )
 
 
@@ -87,7 +86,6 @@ class LatentKernel:
         now.page_table, now.kv_lens, now.starts, now.token_pages, now.token_offsets = (x.data_ptr() for x in self._kept)
         now.batch, now.table_width = len(kv_lens), table.stride(0)
         self._paths = fill_paths(now, step, positions=table.shape[1] * self._pool.page_size)
-        self._args.threads = torch.get_num_threads()
 
     def attend(
         self, layer: int, q: torch.Tensor, latents: torch.Tensor, *, scale: float, chosen: torch.Tensor | None = None
@@ -139,7 +137,6 @@ class LatentKernel:
             row_bytes=spec.head_dim * size,
             page_size=self._pool.page_size,
             is_bf16=k.dtype == torch.bfloat16,
-            threads=torch.get_num_threads(),
         )
         tape.call_once(self._scores, args)
         return out

@@ -33,7 +33,7 @@
 #include "team.h"
 #include "tiles.h"
 
-#define ABI_VERSION 7
+#define ABI_VERSION 8
 #define FEW (4 * PANEL)         /* rows up to which a panel is passed over once for every 32 of them */
 #define CHUNK 256               /* rows that share one reading of the weights */
 #define PACKED (2 * CHUNK)      /* rows that lie packed at a time */
@@ -57,7 +57,7 @@ struct args {
     const bf16 *bias; /* [outputs] or NULL */
     void *y;          /* of `form`; gated: bf16 */
     const bf16 *norm, *delta;
-    int64_t rows, inputs, outputs, segments, x_stride, form, interleaved, gated, threads, kind, bits, group, offsets, e2m1;
+    int64_t rows, inputs, outputs, segments, x_stride, form, interleaved, gated, kind, bits, group, offsets, e2m1;
     float eps;
 };
 
@@ -67,6 +67,14 @@ struct each {
     struct args like;
     const int64_t *rows; /* [matrices] */
     int64_t matrices, apart;
+};
+
+/* Mirrored by _Packing in linear.py. weight [outputs, inputs] dense -> `to`, 64-byte aligned: segments * ceil(outputs / 32) *
+ * ceil(inputs / segments / 32) steps. */
+struct packing {
+    const bf16 *weight;
+    char *to;
+    int64_t outputs, inputs, segments, interleaved;
 };
 
 #if defined(HAVE_AVX512)
@@ -572,7 +580,7 @@ static void plan(struct work *w, int64_t first) {
     w->many = a->kind == AMX && w->rows > FEW && !a->bits;
     w->chunk = smaller(w->many ? CHUNK : FEW, ceil_div(w->rows, PANEL) * PANEL);
     w->group = w->rows > PANEL ? GROUP : w->rows <= TILE || a->bits ? 2 : 1;
-    while (w->group > 2 && count_items(w) < ITEMS_A_THREAD * a->threads) w->group /= 2;
+    while (w->group > 2 && count_items(w) < ITEMS_A_THREAD * team_threads()) w->group /= 2;
 }
 
 /* All rows of a group's weights come one behind the other: only the first of them read these from memory. */
@@ -729,18 +737,16 @@ static void pack_whole_tile(const bf16 *weight, int64_t inputs, int64_t output, 
     for (int i = 0; i < TILE; i++) _mm512_store_si512(to + i * LINE_BYTES, _mm512_i32gather_epi32(rows, from + i * 4, 1));
 }
 
-static void pack(const bf16 *weight, int64_t outputs, int64_t inputs, int64_t segments, char *to, int64_t interleaved, int64_t threads) {
-    const struct args like = {.outputs = outputs, .interleaved = interleaved};
-    const int64_t segment = inputs / segments, each = ceil_div(segment, STEP), steps = segments * each, panels = ceil_div(outputs, PANEL);
-#pragma omp parallel for schedule(static) num_threads((int)threads) if (threads > 1)
-    for (int64_t p = 0; p < panels; p++)
-        for (int64_t t = 0; t < 2 * steps; t++) {
-            const int64_t output = column_of(&like, 2 * p + t % 2), end = (t / 2 / each + 1) * segment;
-            const int64_t input = end - segment + t / 2 % each * STEP;
-            char *tile = to + (p * 2 * steps + t) * TILE_BYTES;
-            if (output + TILE <= outputs && input + STEP <= end) pack_whole_tile(weight, inputs, output, input, tile);
-            else pack_tile(weight, outputs, inputs, output, input, end, tile);
-        }
+static void pack_panel(const struct packing *p, int64_t panel) {
+    const struct args like = {.outputs = p->outputs, .interleaved = p->interleaved};
+    const int64_t segment = p->inputs / p->segments, each = ceil_div(segment, STEP), steps = p->segments * each;
+    for (int64_t t = 0; t < 2 * steps; t++) {
+        const int64_t output = column_of(&like, 2 * panel + t % 2), end = (t / 2 / each + 1) * segment;
+        const int64_t input = end - segment + t / 2 % each * STEP;
+        char *tile = p->to + (panel * 2 * steps + t) * TILE_BYTES;
+        if (output + TILE <= p->outputs && input + STEP <= end) pack_whole_tile(p->weight, p->inputs, output, input, tile);
+        else pack_tile(p->weight, p->outputs, p->inputs, output, input, end, tile);
+    }
 }
 #endif
 
@@ -750,11 +756,12 @@ int tandem_linear_abi(void) { return ABI_VERSION; }
 
 int tandem_linear_kind(void) { return best_kind(); }
 
-/* weight [outputs, inputs] dense -> `to`, 64-byte aligned: segments * ceil(outputs / 32) * ceil(inputs / segments / 32) steps. */
-void tandem_linear_pack(const bf16 *weight, int64_t outputs, int64_t inputs, int64_t segments, char *to, int64_t interleaved, int64_t threads) {
+/* Returns 0. */
+int tandem_linear_pack(const struct packing *p) {
 #if defined(HAVE_AVX512)
-    pack(weight, outputs, inputs, segments, to, interleaved, threads);
+    for (struct loop l = team_loop(ceil_div(p->outputs, PANEL), 0); team_next(&l);) pack_panel(p, l.item);
 #endif
+    return 0;
 }
 
 /* Returns 0, or -1 when out of memory or of a kind that this library was not built for. */

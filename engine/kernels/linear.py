@@ -15,13 +15,13 @@ from engine.kernels.packed_memory import PackedMemory
 from engine.quant.integers import Integers, Weight
 
 SOURCE = Path(__file__).with_suffix(".c")
-ABI_VERSION = 7
+ABI_VERSION = 8
 PANEL = 32  # outputs of a panel, and inputs of a step
 AVX512, AMX = 1, 2  # kinds of arithmetic; 0 is none
 LANES = 16  # inputs are a multiple of it where rows are computed before they are multiplied
 
 _POINTERS = ("x", "weight", "bias", "y", "norm", "delta")
-_NUMBERS = ("rows", "inputs", "outputs", "segments", "x_stride", "form", "interleaved", "gated", "threads", "kind")
+_NUMBERS = ("rows", "inputs", "outputs", "segments", "x_stride", "form", "interleaved", "gated", "kind")
 _INTEGERS = ("bits", "group", "offsets", "e2m1")
 
 
@@ -37,6 +37,12 @@ class LinearArgs(ctypes.Structure):
     """Mirror of `struct args` in linear.c."""
 
     _fields_ = fields(_POINTERS, (*_NUMBERS, *_INTEGERS), ("eps",))
+
+
+class _Packing(ctypes.Structure):
+    """Mirror of `struct packing`."""
+
+    _fields_ = fields(("weight", "to"), ("outputs", "inputs", "segments", "interleaved"))
 
 
 class PackedWeights(NamedTuple):
@@ -65,14 +71,16 @@ def pack(kernel: "LinearKernel", matrices: list[Weight], *, segments: int, gates
     if isinstance(first, Integers):
         return _pack_integers(kernel.memory, matrices, segments=segments, gates=gates)
     steps = -(-outputs // PANEL) * segments * -(-(inputs // segments) // PANEL)
-    apart, threads = steps * step_bytes(16), torch.get_num_threads()
+    apart = steps * step_bytes(16)
     memory = kernel.memory.allocate(len(matrices) * apart)
     for index, matrix in enumerate(matrices):
         assert isinstance(matrix, torch.Tensor) and matrix.shape == first.shape, "of one kind"
         dense = matrix.contiguous()
         matrices[index] = dense[:0]
         to = memory.data_ptr() + index * apart
-        kernel.library.tandem_linear_pack(dense.data_ptr(), outputs, inputs, segments, to, gates, threads)
+        tape.call_once(
+            kernel.library.tandem_linear_pack, _Packing(dense.data_ptr(), to, outputs, inputs, segments, gates)
+        )
     return PackedWeights(memory, apart)
 
 
@@ -172,7 +180,6 @@ class PackedMatrix:
         y = tape.empty((x.shape[0], self._shape[0] // 2 if args.gated else self._shape[0]), dtype)
         args.x, args.x_stride, args.rows = x.data_ptr(), x.stride(0), x.shape[0]
         args.y, args.form = y.data_ptr(), form
-        args.threads = torch.get_num_threads()
         if tape.call(self._call, args):
             raise MemoryError("linear: no memory for the rows of one product")
         return y
@@ -184,9 +191,6 @@ class LinearKernel:
     def __init__(self, library: ctypes.CDLL, *, kind: int | None = None) -> None:
         assert library.tandem_linear_abi() == ABI_VERSION
         library.tandem_linear.argtypes = [ctypes.POINTER(LinearArgs)]
-        pointer, number = ctypes.c_void_p, ctypes.c_int64
-        library.tandem_linear_pack.argtypes = [pointer, number, number, number, pointer, number, number]
-        library.tandem_linear_pack.restype = None
         best = library.tandem_linear_kind()
         self.kind = best if kind is None else kind
         if not 0 < self.kind <= best:

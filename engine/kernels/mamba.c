@@ -6,7 +6,7 @@
 #include "states.h"
 #include "team.h"
 
-#define ABI_VERSION 1
+#define ABI_VERSION 2
 
 /* Mirrored by mamba.py. */
 struct mamba {
@@ -21,7 +21,7 @@ struct mamba {
     void *state;        /* of slot 0: [heads, keys, values] fp32 */
     float *sums;        /* [rows, heads * values]: scratch */
     void *out;          /* [rows, heads * values] dense */
-    int64_t time_stride, gate_stride, slot_stride_bytes, rows, heads, groups, keys, values, gate_first, is_bf16, threads;
+    int64_t time_stride, gate_stride, slot_stride_bytes, rows, heads, groups, keys, values, gate_first, is_bf16;
     float eps, shortest, longest; /* time is cut to this range */
 };
 

@@ -14,7 +14,7 @@ from engine.kernels.conv import DTYPES
 from engine.kernels.state_rows import StateRows
 
 SOURCE = Path(__file__).with_suffix(".c")
-ABI_VERSION = 1
+ABI_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,6 @@ class _Args(ctypes.Structure):
             "values",
             "gate_first",
             "is_bf16",
-            "threads",
         ),
         ("eps", "shortest", "longest"),
     )
@@ -108,7 +107,6 @@ class MambaKernel:
             values=values,
             gate_first=weights.gate_first,
             is_bf16=mixed.dtype == torch.bfloat16,
-            threads=torch.get_num_threads(),
             eps=weights.eps,
             shortest=weights.limits[0],
             longest=weights.limits[1],

@@ -60,7 +60,6 @@ class PackedMatrices:
             form=form,
             interleaved=self.gates,
             gated=gated,
-            threads=torch.get_num_threads(),
             kind=self._kind,
         )
         self._weight.fill(like)

@@ -23,7 +23,7 @@
 #include "fp8.h"
 #include "team.h"
 
-#define ABI_VERSION 8
+#define ABI_VERSION 9
 #define BLOCK 64         /* tokens whose scores are held at once */
 #define SUB 8            /* query heads computed together */
 #define ACCUMULATORS 16  /* vectors of output held in registers */
@@ -56,7 +56,7 @@ struct args {
     int64_t page_stride_bytes, unit_stride_bytes;
     int64_t heads, kv_heads, units, dim, page_size; /* each unit of a page holds kv_heads / units */
     int64_t window;                                 /* the last tokens that a query sees, itself included; 0: all */
-    int64_t is_bf16, is_fp8, threads; /* is_fp8: of the cache; is_bf16: of all else, and of the cache unless is_fp8 */
+    int64_t is_bf16, is_fp8; /* is_fp8: of the cache; is_bf16: of all else, and of the cache unless is_fp8 */
     float scale, cap; /* a score s becomes cap * tanh(s / cap); 0: it stays */
 };
 
@@ -402,8 +402,8 @@ static int64_t runs_of(const struct args *a) {
         longest = tokens > longest ? tokens : longest;
         all += tokens;
     }
-    const int64_t least = (a->heads + MOST_HEADS - 1) / MOST_HEADS;
-    int64_t runs = a->threads > 1 ? (ITEMS * a->threads * longest + all - 1) / all : 1;
+    const int64_t least = (a->heads + MOST_HEADS - 1) / MOST_HEADS, threads = team_threads();
+    int64_t runs = threads > 1 ? (ITEMS * threads * longest + all - 1) / all : 1;
     runs = runs < least ? least : runs;
     runs = (runs + a->units - 1) / a->units * a->units;
     return runs < a->kv_heads ? runs : a->kv_heads;

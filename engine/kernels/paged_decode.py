@@ -14,7 +14,7 @@ from engine.kv.kv_pool import KVPool
 from engine.kv.step_batch import StepBatch
 
 SOURCE = Path(__file__).with_suffix(".c")
-ABI_VERSION = 8
+ABI_VERSION = 9
 LANES = 16
 DTYPES = ("bfloat16", "float32")
 QUERIES_OF_FP8 = "bfloat16"
@@ -32,7 +32,7 @@ class _Step(ctypes.Structure):
 class _Args(ctypes.Structure):
     """Mirror of `struct args` in paged_decode.c."""
 
-    _fields_ = fields((*POINTERS, "step"), (*STRIDES, *HEADS, "is_bf16", "is_fp8", "threads"), SCORES)
+    _fields_ = fields((*POINTERS, "step"), (*STRIDES, *HEADS, "is_bf16", "is_fp8"), SCORES)
 
 
 class PagedDecode:
@@ -60,7 +60,6 @@ class PagedDecode:
         )
         now.batch, now.num_requests, now.table_width = len(kv_lens), len(requests) - 1, table.stride(0)
         self._paths = fill_paths(now, step, positions=table.shape[1] * self._pool.page_size)
-        self._args.threads = torch.get_num_threads()
 
     def attend_turned(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax: Softmax

@@ -25,7 +25,7 @@
 #include "tiles.h"
 #include "vectors.h"
 
-#define ABI_VERSION 5
+#define ABI_VERSION 6
 #define KEYS 256           /* keys of a block: S' and P' of 32 queries stay in the L1 cache */
 #define KEY_STEPS (KEYS / STEP)
 #define COLUMNS 1024       /* queries of an item, all heads counted: O' stays in the L2 cache, K and V are tiled once for them */
@@ -45,7 +45,7 @@ struct args {
     int64_t page_stride_bytes, unit_stride_bytes, table_width;
     int64_t tokens, requests, heads, kv_heads, units, dim, page_size; /* each unit of a page holds kv_heads / units */
     int64_t window;                             /* the last tokens that a query sees, itself included; 0: all */
-    int64_t is_fp8, threads, kind;              /* is_fp8: of the cache */
+    int64_t is_fp8, kind;              /* is_fp8: of the cache */
     float scale, cap; /* a score s becomes cap * tanh(s / cap); 0: it stays */
 };
 
@@ -404,9 +404,10 @@ static int64_t count_blocks(const struct args *a, int64_t tokens) {
 
 /* Query tokens of a block: as many as fit, fewer where threads would run out of items. */
 static int64_t tokens_of_blocks(const struct args *a) {
+    const int64_t threads = team_threads();
     int64_t tokens = COLUMNS / (a->heads / a->kv_heads) / TILE * TILE;
     if (tokens < TILE) tokens = TILE;
-    while (a->threads > 1 && tokens >= 4 * TILE && count_blocks(a, tokens) * a->kv_heads < ITEMS_A_THREAD * a->threads) tokens = tokens / 2 / TILE * TILE;
+    while (threads > 1 && tokens >= 4 * TILE && count_blocks(a, tokens) * a->kv_heads < ITEMS_A_THREAD * threads) tokens = tokens / 2 / TILE * TILE;
     return tokens;
 }
 

@@ -13,12 +13,12 @@ from engine.kv.kv_pool import KVPool
 from engine.kv.step_batch import StepBatch
 
 SOURCE = Path(__file__).with_suffix(".c")
-ABI_VERSION = 5
+ABI_VERSION = 6
 LANES = 16
 DTYPE = "bfloat16"
 
 _TABLES = ("page_table", "first_rows", "q_lens", "kv_lens", "token_pages", "token_offsets")
-_NUMBERS = ("tokens", "requests", *HEADS, "is_fp8", "threads", "kind")
+_NUMBERS = ("tokens", "requests", *HEADS, "is_fp8", "kind")
 
 
 class _Args(ctypes.Structure):
@@ -60,7 +60,6 @@ class PagedExtend:
             setattr(args, name, tensor.data_ptr())
         args.table_width = table.shape[1]
         args.tokens, args.requests = len(step.token_pages), len(chosen)
-        args.threads = torch.get_num_threads()
 
     def attend_turned(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax: Softmax

@@ -10,7 +10,7 @@
 #include <math.h>
 #include <stdlib.h>
 
-#define ABI_VERSION 1
+#define ABI_VERSION 2
 #define BINS 2048 /* of gap bits >> 20 */
 #define LARGEST_NOISE 22.9f
 
@@ -195,7 +195,7 @@ struct sample {
     const float *temperature, *top_p, *log_min_p;
     const int64_t *top_k;             /* vocab: off */
     int64_t *tokens;                  /* [count] */
-    int64_t count, vocab, stride, threads;
+    int64_t count, vocab, stride;
 };
 
 /* Returns 0, or 1 without memory for the keys of top_k. */

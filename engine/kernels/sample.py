@@ -13,7 +13,7 @@ from engine.kernels import tape
 from engine.kernels.build import fields, load_library
 
 SOURCE = Path(__file__).with_suffix(".c")
-ABI_VERSION = 1
+ABI_VERSION = 2
 ROUNDED = ("-ffp-contract=off",)  # the noise is the same bits everywhere: no product and sum in one rounding
 MOST_TOKENS = 2**22  # of a vocabulary: the sum of their masses fits in an int64
 
@@ -23,7 +23,7 @@ class _Args(ctypes.Structure):
 
     _fields_ = fields(
         ("logits", "rows", "best", "greedy", "keys", "temperature", "top_p", "log_min_p", "top_k", "tokens"),
-        ("count", "vocab", "stride", "threads"),
+        ("count", "vocab", "stride"),
     )
 
 
@@ -73,7 +73,6 @@ class SampleKernel:
             count=n,
             vocab=vocab_size,
             stride=logits.stride(0),
-            threads=torch.get_num_threads(),
         )
         if tape.call_once(self._library.tandem_sample, args):
             raise MemoryError("sample: no memory for the keys of top_k")

@@ -268,6 +268,8 @@ static void free_blocks(struct block *block) {
     }
 }
 
+static int64_t count_threads(void) { return playing ? playing->team->threads : 1; }
+
 /* ---- a list */
 
 static void go_on(struct member *m) {
@@ -390,7 +392,7 @@ int tandem_team_abi(void) { return ABI_VERSION; }
 
 /* What kernels share their work by. */
 const struct team_calls *tandem_team_calls(void) {
-    static const struct team_calls calls = {begin, next, claims, memory};
+    static const struct team_calls calls = {begin, next, claims, memory, count_threads};
     return &calls;
 }
 

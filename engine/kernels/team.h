@@ -41,6 +41,7 @@ struct team_calls {
     int (*next)(struct loop *l);
     int (*claims)(struct loop *l);
     void *(*memory)(int64_t bytes);
+    int64_t (*threads)(void);
 };
 
 static const struct team_calls *team;
@@ -73,4 +74,7 @@ static inline int team_claims(struct loop *l) { return team->claims(l); }
 
 /* Shared memory of any content, in cache lines of its own, until the thread asks again: then loops that use it must have ended. NULL: there is none. */
 static inline void *team_memory(int64_t bytes) { return team->memory(bytes); }
+
+/* Threads that share this list, for those who cut work into items. No result may depend on it. */
+static inline int64_t team_threads(void) { return team->threads(); }
 #endif

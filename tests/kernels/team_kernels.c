@@ -1,7 +1,10 @@
 /* Kernels of tests/kernels/test_team.py: what they share is seen in memory that the test owns. */
 #include <sched.h>
+#include <time.h>
 
 #include "team.h"
+
+#define MOST_S 20 /* then a test without help fails, rather than never to end */
 
 static int64_t read_word(const int64_t *word) { return __atomic_load_n(word, __ATOMIC_SEQ_CST); }
 static void add(int64_t *word, int64_t value) { __atomic_add_fetch(word, value, __ATOMIC_SEQ_CST); }
@@ -40,15 +43,20 @@ int add_in_turns(const struct count *a) {
 }
 
 struct stuck {
-    int64_t *words; /* begun, released, written, which item's thread returned late */
+    int64_t *words; /* begun, released, written */
     int64_t items;
 };
+
+static void hold(const struct stuck *a) {
+    const time_t end = time(NULL) + MOST_S;
+    while (!read_word(&a->words[1]) && time(NULL) < end) sched_yield();
+}
 
 /* The thread that computes item 0 first is held until `release` has run, as if it had lost its core. */
 int hold_first(const struct stuck *a) {
     for (struct loop l = team_repeats(a->items); team_next(&l);) {
         if (l.item == 0 && __atomic_fetch_add(&a->words[0], 1, __ATOMIC_SEQ_CST) == 0)
-            while (!read_word(&a->words[1])) sched_yield();
+            hold(a);
         if (team_claims(&l)) add(&a->words[2], 1);
     }
     return 0;
