@@ -100,21 +100,19 @@ def plan_cluster(
 def _sharing(workers: Sequence[ProcessSpec], cores: int) -> list[ProcessSpec]:
     """Let workers share `cores`.
 
-    C kernels may use all of them: their threads do not wait for one that lost its core, and a worker that computes while the others rest is
-    as fast as alone. Threads that meet at barriers do: those of torch, for whom cores are divided over the ranks of all workers, and
-    which sleep at once when they wait, instead of after the moment that a lone worker's do (disagg/children.py); and ranks.
+    The C kernels of each may use all: their threads wait for none that lost its core, and a worker that computes while the others rest is
+    as fast as alone. Threads of torch and ranks meet at barriers: cores are divided over the ranks of all workers. And their OpenMP
+    threads sleep at once when they wait, instead of after the moment that a lone worker's do (disagg/children.py).
     """
     total = sum(worker.ranks for worker in workers)
     return [replace(worker, env=WORKER_ENV | _share(worker.ranks, cores, total)) for worker in workers]
 
 
 def _share(ranks: int, cores: int, total: int) -> dict[str, str]:
-    share = str(max(1, cores * ranks // total))
-    return {
-        "OMP_NUM_THREADS": str(cores) if ranks == 1 else share,
-        "OMP_THREAD_LIMIT": share,
-        "GOMP_SPINCOUNT": "0",
-    }
+    """`total`: ranks of all workers. The limit is that of a process, and one for all: they may be forked from one server."""
+    threads = cores if ranks == 1 else max(1, cores * ranks // total)
+    limit = max(1, cores // total)
+    return {"OMP_NUM_THREADS": str(threads), "OMP_THREAD_LIMIT": str(limit), "GOMP_SPINCOUNT": "0"}
 
 
 def shared_gpus(specs: Sequence[ProcessSpec]) -> dict[str, list[str]]:
