@@ -1,7 +1,8 @@
 """Builds a C kernel at first use and keeps it in a per-user cache.
 
-The file name hashes all that decides the machine code (source and headers, compiler, flags, CPU), so a changed source or a
-home directory shared by machines never loads a wrong one. Concurrent builds each rename an equal file into place.
+The file name hashes all that decides the machine code (source and headers, compiler, flags), so a changed source or a home
+directory shared by machines never loads a wrong one. Concurrent builds each rename an equal file into place. The flags are those
+of a kind of CPU (cpu_kind.py), not of this one: bits are the same on all machines of a kind.
 """
 
 import ctypes
@@ -13,14 +14,18 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
+
+from engine.kernels.cpu_kind import KIND_VARIABLE, Kind, flags_of, kinds_to_try
 
 DISABLE_VARIABLE = "TANDEM_NO_C_KERNELS"
 CACHE_VARIABLE = "TANDEM_KERNEL_CACHE"
 COMPILE_TIMEOUT_S = 300  # it takes 20 s without AVX-512 on an idle core
 BASE_FLAGS = ("-O3", "-std=gnu11", "-shared", "-fPIC", "-fno-math-errno", "-Wno-psabi", "-Wno-unknown-pragmas")
-# The first set that compiles is used: some compilers come without an OpenMP runtime, some know no -march=native.
-FLAG_SETS = (("-march=native", "-fopenmp"), ("-march=native",), ())
+# Some compilers come without an OpenMP runtime.
+THREADS = (("-fopenmp",), ())
+CPU_INFO = Path("/proc/cpuinfo")
 
 TEAM = Path(__file__).with_name("team.c")
 TEAM_FLAGS = ("-pthread",)
@@ -36,19 +41,44 @@ class NoCompilerError(BuildError):
     """This machine has no C compiler."""
 
 
-def load_library(source: Path, *, flags: tuple[str, ...] = ()) -> ctypes.CDLL | None:
-    """The library built from `source` for this machine, or None with one log line. `flags`: of this source alone."""
+def load_library(source: Path, *, flags: tuple[str, ...] = (), kind: Kind | None = None) -> ctypes.CDLL | None:
+    """The library built from `source` for this machine, or None with one log line.
+
+    `flags`: of this source alone. `kind`: the best allowed; by default the environment's. Raises CpuKindError.
+    """
     if os.environ.get(DISABLE_VARIABLE) == "1":
         log.info("C kernels are off (%s=1): torch computes instead", DISABLE_VARIABLE)
         return None
     try:
-        library = _load(_built(source, own_flags=flags))
+        library = _load(_built(source, own_flags=flags, kind=kind))
         if hasattr(library, "tandem_use_team"):  # it includes team.h
             _use_team(library)
         return library
     except BuildError as e:
         log.warning("no C kernel from %s, torch computes instead (slower): %s", source.name, e)
         return None
+
+
+@cache
+def cpu_features() -> frozenset[str]:
+    """What all cores of this CPU have, as /proc/cpuinfo names it; nothing where there is no such file."""
+    try:
+        lines = CPU_INFO.read_text().splitlines()
+    except OSError:
+        return frozenset()
+    cores = {line.partition(":")[2] for line in lines if line.startswith(("flags", "Features"))}
+    return frozenset.intersection(*(frozenset(core.split()) for core in cores)) if cores else frozenset()
+
+
+def cpu_kinds(best: Kind | None = None) -> list[Kind]:
+    """The kinds of arithmetic to build for, best first. Raises CpuKindError where the one asked for is not of this CPU."""
+    forced = os.environ.get(KIND_VARIABLE) if best is None else best.label
+    return kinds_to_try(platform.machine(), cpu_features(), forced)
+
+
+def flag_sets(best: Kind | None = None) -> list[tuple[str, ...]]:
+    """The first that compiles is used: a compiler may be older than this CPU. Raises CpuKindError."""
+    return [(*flags_of(kind, cpu_features()), *threads) for kind in cpu_kinds(best) for threads in THREADS]
 
 
 def fields(pointers: Iterable[str], numbers: Iterable[str], floats: Iterable[str] = ()) -> list[tuple[str, type]]:
@@ -77,11 +107,12 @@ def _load(path: Path) -> ctypes.CDLL:
         raise BuildError(f"cannot load {path}: {e}") from e
 
 
-def _built(source: Path, *, own_flags: tuple[str, ...] = ()) -> Path:
+def _built(source: Path, *, own_flags: tuple[str, ...] = (), kind: Kind | None = None) -> Path:
+    sets = flag_sets(kind)
     compiler = _compiler()
     folder = cache_dir()
     errors: list[str] = []
-    for extra in FLAG_SETS:
+    for extra in sets:
         flags = BASE_FLAGS + own_flags + extra
         target = folder / f"{source.stem}-{_key(source, compiler, flags)}.so"
         if target.exists():
@@ -92,7 +123,7 @@ def _built(source: Path, *, own_flags: tuple[str, ...] = ()) -> Path:
             errors.append(str(e))
             continue
         if errors:
-            log.warning("%s was built without %s and may be slow: %s", source.name, FLAG_SETS[0], errors[0])
+            log.warning("%s was built without %s and may be slow: %s", source.name, " ".join(sets[0]), errors[0])
         return target
     raise BuildError(errors[-1])
 
@@ -141,18 +172,8 @@ def _compiler() -> str:
 
 def _key(source: Path, compiler: str, flags: tuple[str, ...]) -> str:
     texts = [path.read_text() for path in (source, *sorted(source.parent.glob("*.h")))]
-    parts = (*texts, compiler, *flags, platform.machine(), _cpu_features())
+    parts = (*texts, compiler, *flags, platform.machine())
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
-
-
-def _cpu_features() -> str:
-    """What -march=native looks at, near enough."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    names = ("flags", "Features", "model name", "CPU part")
-    return "\n".join(dict.fromkeys(line for line in lines if line.startswith(names)))
 
 
 def cache_dir() -> Path:

@@ -2,8 +2,7 @@
  * CHUNK rows. Sums are fp32, the result is rounded once.
  *
  * Layout of packed weights: panels of 32 outputs; in a panel, steps of 32 inputs; in a step, two tiles of 16 outputs; in
- * a tile, 16 lines of 64 bytes: line i holds inputs 2i and 2i + 1 of each of the 16 outputs, pair by pair (what AMX and
- * AVX512-BF16 both multiply by). Outputs and inputs beyond the matrix are zeros. A decode step so reads memory from one
+ * a tile, 16 lines of 64 bytes: line i holds inputs 2i and 2i + 1 of each of the 16 outputs, pair by pair (tiles.h). Outputs and inputs beyond the matrix are zeros. A decode step so reads memory from one
  * end to the other, in the order in which it lies there. Of a gate and what it gates, one above the other in the matrix,
  * a panel has 16 outputs of each, so that one sum can be gated by the other before it is written.
  *
@@ -20,14 +19,15 @@
  * Sources: Intel, "Architecture Instruction Set Extensions Programming Reference" (AMX tiles), and its optimization
  * manual, chapter 20 (2x2 blocks of tiles, operands kept in L1 and L2).
  *
- * Integer weights (`bits`) stay integers in memory, in integer_steps.h's layout, and become bf16 in the L1 cache just before they
- * are multiplied: exactly. A group of inputs has a scale, and may have an offset, for each output: its sum times the scale, plus
+ * Integer weights (`bits`) stay integers in memory, in integer_steps.h's layout, and become bf16 or fp32 just before they are
+ * multiplied: exactly. A group of inputs has a scale, and may have an offset, for each output: its sum times the scale, plus
  * the sum of its inputs times the offset, is added to the sums of the groups before.
  */
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
+#include "blocks.h"
 #include "integer_steps.h"
 #include "rows.h"
 #include "team.h"
@@ -41,8 +41,8 @@
 #define GROUP 8                 /* panels that share one reading of x: their sums stay in the L2 cache */
 #define ITEMS_A_THREAD 2        /* at least, with groups of 2 panels or more */
 #define AHEAD_BYTES 1024        /* few rows: weights are fetched this long before their use; longer is slower */
-#define MOST_FEW 16             /* without AMX: rows up to which integers become bf16 in registers, again for every 8 rows */
-#define SPAN 4                  /* steps of integer weights that become bf16 at a time, in the L1 cache */
+#define MOST_FEW 16             /* without AMX: rows up to which weights become what is multiplied in registers, again for every block */
+#define SPAN 4                  /* steps that become ready at a time, in the L1 cache */
 
 enum form { BF16 = 0, ROUNDED_F32 = 1, F32 = 2 }; /* of y; the second: the values of the first */
 
@@ -77,7 +77,6 @@ struct packing {
     int64_t outputs, inputs, segments, interleaved;
 };
 
-#if defined(HAVE_AVX512)
 /* Which rows are computed together, and how. x: packed rows, zeros beyond the last input: [block of 16 rows][step][row]
  * [32 inputs]; of many rows a block is one of 32, and a step two tiles of 16 rows each. */
 struct work {
@@ -101,31 +100,32 @@ static const bf16 *ready(const struct args *a, int64_t r, bf16 *own) {
     return own;
 }
 
+/* Of integers. */
+INLINE int form_of(const struct args *a) { return a->e2m1 ? IS_E2M1 : (int)a->bits; }
+
 INLINE int64_t groups_of(const struct args *a, int64_t steps) { return a->bits ? ceil_div(steps, a->group) : 0; }
 
 INLINE char *tile_of(const struct work *w, int64_t r) {
     if (w->many) return w->x + r / PANEL * w->steps * STEP_BYTES + r % PANEL / TILE * TILE_BYTES;
-    return w->x + r / TILE * w->steps * TILE_BYTES;
+    return w->x + r / TILE * w->steps * LEFT_TILE_BYTES;
 }
 
 /* Of packed row r, whose line in the first tile of segment s is given. */
 static void sum_groups(const struct work *w, const char *line, int64_t r, int64_t s) {
     const int64_t groups = groups_of(w->a, w->each), group = w->a->group;
     float *to = w->of_x + (r * w->a->segments + s) * groups;
-    for (int64_t g = 0; g < groups; g++) to[g] = sum_of_row(line + g * group * TILE_BYTES, smaller(group, w->each - g * group));
+    for (int64_t g = 0; g < groups; g++) to[g] = sum_of_row(line + g * group * LEFT_TILE_BYTES, smaller(group, w->each - g * group), LEFT_TILE_BYTES);
 }
 
 PART void pack_rows(const struct work *w, int64_t from, int64_t to) {
     const struct args *a = w->a;
-    const int64_t segment = a->inputs / a->segments, whole = segment / STEP, apart = w->many ? STEP_BYTES : TILE_BYTES;
-    const __mmask32 rest = (__mmask32)((1ull << (segment % STEP)) - 1);
+    const int64_t segment = a->inputs / a->segments, apart = w->many ? STEP_BYTES : LEFT_TILE_BYTES;
     bf16 own[a->inputs];
     for (int64_t r = from; r < to; r++) {
         const bf16 *x = ready(a, w->first + r, own);
-        char *line = tile_of(w, r) + r % TILE * LINE_BYTES;
+        char *line = tile_of(w, r) + r % TILE * LEFT_LINE_BYTES;
         for (int64_t s = 0; s < a->segments; s++, x += segment, line += w->each * apart) {
-            for (int64_t k = 0; k < whole; k++) _mm512_store_si512(line + k * apart, _mm512_loadu_si512(x + k * STEP));
-            if (rest) _mm512_store_si512(line + whole * apart, _mm512_maskz_loadu_epi16(rest, x + whole * STEP));
+            for (int64_t k = 0; k < w->each; k++) put_left(line + k * apart, x + k * STEP, smaller(STEP, segment - k * STEP));
             if (a->offsets) sum_groups(w, line, r, s);
         }
     }
@@ -136,51 +136,40 @@ PART void pack_rows(const struct work *w, int64_t from, int64_t to) {
 /* Where the 16 outputs of a half panel belong. */
 INLINE int64_t column_of(const struct args *a, int64_t half) { return a->interleaved ? half % 2 * (a->outputs / 2) + half / 2 * TILE : half * TILE; }
 
-INLINE __mmask16 there(const struct args *a, int64_t column) {
-    const int64_t left = a->outputs - column;
-    return left >= TILE ? 0xffff : left <= 0 ? 0 : (__mmask16)((1u << left) - 1);
-}
+INLINE f16v bias_of(const struct args *a, int64_t column) { return a->bias ? load_some_bf16(a->bias + column, a->outputs - column) : (f16v){0}; }
 
-INLINE __m512 widened(__m256i halves) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16)); }
-
-INLINE __m512 bias_of(const struct args *a, int64_t column) { return a->bias ? widened(_mm256_maskz_loadu_epi16(there(a, column), a->bias + column)) : _mm512_setzero_ps(); }
-
-INLINE void write_half(const struct args *a, __m512 sum, int64_t row, int64_t column) {
-    const __m256i halves = (__m256i)_mm512_cvtneps_pbh(sum);
-    const int64_t at = row * a->outputs + column;
-    if (a->form != BF16) _mm512_mask_storeu_ps((float *)a->y + at, there(a, column), a->form == F32 ? sum : widened(halves));
-    else _mm256_mask_storeu_epi16((bf16 *)a->y + at, there(a, column), halves);
+INLINE void write_half(const struct args *a, f16v sum, int64_t row, int64_t column) {
+    const int64_t at = row * a->outputs + column, left = a->outputs - column;
+    if (a->form != BF16) store_some_f32((float *)a->y + at, a->form == F32 ? sum : round_bf16(sum), left);
+    else store_some_bf16((bf16 *)a->y + at, sum, left);
 }
 
 /* A panel's 32 outputs of a row. `around`: of the caches, for which the line must be aligned. */
-INLINE void write_line(const struct args *a, __m512 low, __m512 high, int64_t row, int64_t panel, const int around) {
+INLINE void write_line(const struct args *a, f16v low, f16v high, int64_t row, int64_t panel, const int around) {
     if (a->gated) {
-        const f16v gate = round_bf16(silu(round_bf16((f16v)low))), up = round_bf16((f16v)high);
+        const f16v gate = round_bf16(silu(round_bf16(low))), up = round_bf16(high);
         store_bf16((bf16 *)a->y + row * (a->outputs / 2) + panel * TILE, gate * up);
     } else if (a->form != BF16 || a->interleaved || a->outputs - panel * PANEL < PANEL) {
         write_half(a, low, row, column_of(a, 2 * panel));
         write_half(a, high, row, column_of(a, 2 * panel + 1));
     } else {
-        const __m512i line = (__m512i)_mm512_cvtne2ps_pbh(high, low);
-        bf16 *to = (bf16 *)a->y + row * a->outputs + panel * PANEL;
-        if (around) _mm512_stream_si512((void *)to, line);
-        else _mm512_storeu_si512(to, line);
+        store_line((bf16 *)a->y + row * a->outputs + panel * PANEL, low, high, around);
     }
 }
 
 /* to += from: `panels` blocks of [chunk, 32] each, of which `count` rows. */
 PART void add_sums(const struct work *w, float *to, const float *from, int64_t panels, int64_t count) {
     for (int64_t p = 0; p < panels; p++)
-        for (int64_t i = p * w->chunk * PANEL; i < (p * w->chunk + count) * PANEL; i += TILE) _mm512_store_ps(to + i, _mm512_add_ps(_mm512_load_ps(to + i), _mm512_load_ps(from + i)));
+        for (int64_t i = p * w->chunk * PANEL; i < (p * w->chunk + count) * PANEL; i += TILE) store_f32(to + i, load_f32(to + i) + load_f32(from + i));
 }
 
 /* sums += bias: the same blocks, those of panels `panel`... */
 static void add_bias(const struct work *w, float *sums, int64_t panels, int64_t panel, int64_t count) {
     for (int64_t p = 0; p < panels; p++)
         for (int64_t half = 0; half < 2; half++) {
-            const __m512 bias = bias_of(w->a, column_of(w->a, 2 * (panel + p) + half));
+            const f16v bias = bias_of(w->a, column_of(w->a, 2 * (panel + p) + half));
             float *to = sums + p * w->chunk * PANEL + half * TILE;
-            for (int64_t r = 0; r < count; r++, to += PANEL) _mm512_store_ps(to, _mm512_add_ps(_mm512_load_ps(to), bias));
+            for (int64_t r = 0; r < count; r++, to += PANEL) store_f32(to, load_f32(to) + bias);
         }
 }
 
@@ -188,16 +177,15 @@ static void add_bias(const struct work *w, float *sums, int64_t panels, int64_t 
 PART void write_rows(const struct work *w, const float *sums, int64_t panels, int64_t panel, int64_t first, int64_t count) {
     const struct args *a = w->a;
     const int around = w->many && a->outputs % PANEL == 0 && (uintptr_t)a->y % LINE_BYTES == 0;
-    __m512 bias[2 * GROUP];
-    for (int64_t h = 0; h < 2 * panels; h++) bias[h] = a->segments == 1 ? bias_of(a, column_of(a, 2 * panel + h)) : _mm512_setzero_ps();
+    f16v bias[2 * GROUP];
+    for (int64_t h = 0; h < 2 * panels; h++) bias[h] = a->segments == 1 ? bias_of(a, column_of(a, 2 * panel + h)) : (f16v){0};
     for (int64_t r = 0; r < count; r++)
         for (int64_t p = 0; p < panels; p++) {
             const float *from = sums + (p * w->chunk + r) * PANEL;
-            write_line(a, _mm512_add_ps(_mm512_load_ps(from), bias[2 * p]), _mm512_add_ps(_mm512_load_ps(from + TILE), bias[2 * p + 1]), first + r, panel + p, around);
+            write_line(a, load_f32(from) + bias[2 * p], load_f32(from + TILE) + bias[2 * p + 1], first + r, panel + p, around);
         }
-    if (around) _mm_sfence();
+    if (around) end_stores_around();
 }
-#endif
 
 /* ---- AMX: sums of a block of at most 32 rows over `steps` steps of a panel */
 
@@ -283,31 +271,37 @@ static void amx_panel(const char *x, int64_t x_block, const char *w, float *sums
 }
 #endif
 
-/* ---- AVX512-BF16: the same sums, 8 rows at a time */
+/* ---- the same sums by vectors, some rows of a tile at a time */
 
-#if defined(HAVE_AVX512)
-/* The number of rows is a constant in each copy, so that the sums stay in registers. */
-#define COPY(rows) \
-    static __attribute__((noinline)) void avx512_block_##rows(const char *x, const char *w, float *sums, int64_t steps) { avx512_block(x, w, sums, steps, rows, 0, w + AHEAD_BYTES, STEP_BYTES); }
-COPY(1) COPY(2) COPY(4) COPY(8)
+#define BLOCK(size, rows) \
+    PART void block_##size(const char *x, const char *w, float *sums, int64_t steps) { product_block(x, w, sums, steps, rows, 0, 0, w + AHEAD_BYTES, STEP_BYTES); }
+BLOCK(0, 1) BLOCK(1, 2) BLOCK(2, FOUR_ROWS) BLOCK(3, MOST_ROWS)
 
-static void avx512_panel(const char *x, int64_t x_block, const char *w, float *sums, int64_t steps, int64_t rows) {
-    for (int64_t r = 0; r < rows;) {
-        const char *block = x + (r / TILE) * x_block + (r % TILE) * LINE_BYTES;
-        float *to = sums + r * PANEL;
-        if (rows - r >= 8) avx512_block_8(block, w, to, steps), r += 8;
-        else if (rows - r >= 4) avx512_block_4(block, w, to, steps), r += 4;
-        else if (rows - r >= 2) avx512_block_2(block, w, to, steps), r += 2;
-        else avx512_block_1(block, w, to, steps), r += 1;
+static void (*const BLOCK_OF[BLOCK_SIZES])(const char *, const char *, float *, int64_t) = {block_0, block_1, block_2, block_3};
+
+/* Many rows of a kind that takes lines apart: some steps at a time, for all rows. */
+PART void ready_panel(const char *x, int64_t x_block, const char *w, float *sums, int64_t steps, int64_t rows) {
+    _Alignas(LINE_BYTES) char ready[SPAN * READY_STEP_BYTES];
+    for (int64_t k = 0, span; k < steps; k += span) {
+        span = smaller(SPAN, steps - k);
+        fetch(w + (k + SPAN) * STEP_BYTES, span * STEP_BYTES);
+        for (int64_t i = 0; i < span * 2 * TILE; i++) store_ready(ready + i * READY_LINE_BYTES, bf16_line(w + k * STEP_BYTES + i * LINE_BYTES), NULL);
+        vector_steps(x + k * LEFT_TILE_BYTES, x_block, ready, sums, span, rows, k > 0);
+    }
+}
+
+static void vector_panel(const char *x, int64_t x_block, const char *w, float *sums, int64_t steps, int64_t rows) {
+    if (READY_LINE_BYTES != LINE_BYTES && rows > MOST_FEW) {
+        ready_panel(x, x_block, w, sums, steps, rows);
+        return;
+    }
+    for (int64_t r = 0, size; r < rows; r += ROWS_OF[size]) {
+        size = size_for(smaller(rows - r, TILE - r % TILE));
+        BLOCK_OF[size](line_at(x, x_block, r), w, sums + r * PANEL, steps);
     }
 }
 
 /* ---- integer weights */
-
-/* sums [rows, 32] over `steps` steps of bf16 tiles, on top of what is there if `begun`. */
-#define MORE(rows) \
-    static __attribute__((noinline)) void avx512_more_##rows(const char *x, const char *w, float *sums, int64_t steps, int begun) { avx512_block(x, w, sums, steps, rows, begun, w, 0); }
-MORE(1) MORE(2) MORE(4) MORE(8)
 
 static void add_steps(const struct args *a, const char *x, int64_t x_block, const char *w, float *sums, int64_t steps, int64_t rows, int begun) {
 #if defined(HAVE_AMX)
@@ -318,17 +312,9 @@ static void add_steps(const struct args *a, const char *x, int64_t x_block, cons
         return;
     }
 #endif
-    for (int64_t r = 0; r < rows;) {
-        const char *block = x + (r / TILE) * x_block + (r % TILE) * LINE_BYTES;
-        float *to = sums + r * PANEL;
-        if (rows - r >= 8) avx512_more_8(block, w, to, steps, begun), r += 8;
-        else if (rows - r >= 4) avx512_more_4(block, w, to, steps, begun), r += 4;
-        else if (rows - r >= 2) avx512_more_2(block, w, to, steps, begun), r += 2;
-        else avx512_more_1(block, w, to, steps, begun), r += 1;
-    }
+    (void)a;
+    vector_steps(x, x_block, w, sums, steps, rows, begun);
 }
-
-INLINE const char *line_of(const char *x, int64_t x_block, int64_t r) { return x + r / TILE * x_block + r % TILE * LINE_BYTES; }
 
 /* Rows and integer weights: `steps` steps of a segment of a panel, or of two that lie in a pair of `paired` panels. of_x: the rows'
  * sums of these groups, `apart` floats from row to row. The panels' sums, [rows, 32] each, lie sums_apart. */
@@ -339,6 +325,10 @@ struct block {
     float *sums;
     int64_t sums_apart, apart, steps, paired;
 };
+
+/* Forms of integers: 4 bits, 8, and floats of 4. */
+enum { FORMS = 3 };
+INLINE int number_of(int form) { return form == 4 ? 0 : form == 8 ? 1 : 2; }
 
 /* Of a group that has `panels` panels; of one panel. */
 INLINE int64_t factor_bytes(const struct args *a, int64_t panels) { return panels * (a->offsets ? 2 : 1) * PANEL * sizeof(float); }
@@ -354,14 +344,14 @@ INLINE void add_group(const struct block *b, int64_t panel, int64_t g, const flo
     float *to = b->sums + panel * b->sums_apart;
     for (int64_t r = 0; r < rows; r++, to += PANEL, part += PANEL)
         for (int64_t h = 0; h < PANEL; h += TILE) {
-            const __m512 before = g ? _mm512_load_ps(to + h) : _mm512_setzero_ps();
-            _mm512_store_ps(to + h, with_group(before, _mm512_load_ps(part + h), scales + h, offsets ? offsets + h : NULL, b->of_x + r * b->apart + g));
+            const struct half before = g ? load_sums(to + h) : no_sums();
+            store_sums(to + h, with_group(before, load_sums(part + h), scales + h, offsets ? offsets + h : NULL, b->of_x + r * b->apart + g));
         }
 }
 
 /* Any number of rows by panel `panel` of the pair. x: tiles of all of them, those of 16 rows x_block bytes apart. */
 PART void integer_tiles(const struct block *b, int64_t x_block, int64_t rows, int64_t panel) {
-    _Alignas(LINE_BYTES) char ready[SPAN * STEP_BYTES];
+    _Alignas(LINE_BYTES) char ready[SPAN * READY_STEP_BYTES];
     _Alignas(LINE_BYTES) float part[FEW * PANEL];
     const int64_t bytes = integer_step_bytes(b->a->bits), apart = b->paired * bytes, group = b->a->group;
     const char *w = b->w;
@@ -369,8 +359,8 @@ PART void integer_tiles(const struct block *b, int64_t x_block, int64_t rows, in
         const int64_t end = smaller(at + group, b->steps);
         for (int64_t k = at, span; k < end; k += span, w += span * apart) {
             span = smaller(SPAN, end - k);
-            expand(w + panel * bytes, apart, ready, span, b->a->bits, b->a->e2m1);
-            add_steps(b->a, b->x + k * TILE_BYTES, x_block, ready, part, span, rows, k > at);
+            expand(w + panel * bytes, apart, ready, span, form_of(b->a));
+            add_steps(b->a, b->x + k * LEFT_TILE_BYTES, x_block, ready, part, span, rows, k > at);
         }
         add_group(b, panel, g, part, w, rows);
     }
@@ -398,12 +388,12 @@ INLINE void add_groups(const struct block *b, int64_t g, const float *part, cons
  * becomes bf16 while the one LAG tiles before is multiplied, and a group is added while the next one is summed: a tile's load
  * waits until stores to where it lies have left the core. It would wait for stores to the same place of any 4 KiB, too, so the
  * ready tiles have no more than that. (A product by fp32 FMA in registers has the same bits, but takes longer.) */
-INLINE void integer_pair(const struct block *b, int64_t rows, const int panels, const int bits) {
+INLINE void integer_pair(const struct block *b, int64_t rows, const int panels, const int form) {
     enum { LAG = 2, READY = 4 };
     _Alignas(LINE_BYTES) char ready[READY * TILE_BYTES];
     _Alignas(LINE_BYTES) float part[2][2 * TILE * PANEL];
-    const struct values values = values_of(bits, b->a->e2m1);
-    const int64_t steps = b->steps, tiles = 2 * panels, bytes = integer_step_bytes(bits) / 2, more = factor_bytes(b->a, panels);
+    const struct values values = values_for(form);
+    const int64_t steps = b->steps, tiles = 2 * panels, bytes = integer_step_bytes(form) / 2, more = factor_bytes(b->a, panels);
     const char *w = b->w, *factors[2] = {NULL, NULL};
     int64_t g = 0;
     begin_sums(NULL, 0, 0);
@@ -413,7 +403,7 @@ INLINE void integer_pair(const struct block *b, int64_t rows, const int panels, 
 #pragma GCC unroll 4
         for (int64_t i = 0; i < tiles; i++) {
             const int64_t of = i < LAG ? k - 1 : k, number = (i - LAG + tiles) % tiles;
-            if (k < steps) expand_tile(w, ready + (k * tiles + i) % READY * TILE_BYTES, values, bits, 1), w += bytes;
+            if (k < steps) expand_tile(w, ready + (k * tiles + i) % READY * TILE_BYTES, &values, form, 1), w += bytes;
             settle();
             if (of < 0 || of == steps) continue;
             if (number == 0) _tile_loadd(4, b->x + of * TILE_BYTES, LINE_BYTES);
@@ -427,91 +417,66 @@ INLINE void integer_pair(const struct block *b, int64_t rows, const int panels, 
     add_groups(b, g - 1, part[(g - 1) % 2], factors[(g - 1) % 2], rows, panels);
 }
 
-#define PAIR(panels, bits) \
-    PART void integer_pair_##panels##_##bits(const struct block *b, int64_t rows) { integer_pair(b, rows, panels, bits); }
-PAIR(1, 4) PAIR(2, 4) PAIR(1, 8) PAIR(2, 8)
+#define PAIR(form) \
+    PART void integer_pair_1_##form(const struct block *b, int64_t rows) { integer_pair(b, rows, 1, form); } \
+    PART void integer_pair_2_##form(const struct block *b, int64_t rows) { integer_pair(b, rows, 2, form); }
+PAIR(4) PAIR(8) PAIR(IS_E2M1)
 
-/* [bits / 8][panels - 1] */
-static void (*const PAIR_OF[2][2])(const struct block *, int64_t) = {{integer_pair_1_4, integer_pair_2_4}, {integer_pair_1_8, integer_pair_2_8}};
+/* [form][panels - 1] */
+static void (*const PAIR_OF[FORMS][2])(const struct block *, int64_t) = {{integer_pair_1_4, integer_pair_2_4}, {integer_pair_1_8, integer_pair_2_8}, {integer_pair_1_IS_E2M1, integer_pair_2_IS_E2M1}};
 #endif
 
-/* The same bits, for some rows of one tile and all panels of the pair. */
-INLINE void integer_few(const struct block *b, const int rows, const int panels, const int bits) {
-    const struct values values = values_of(bits, b->a->e2m1);
-    const char *x = b->x, *w = b->w;
-    __m512 sums[ROWS][4];
-    for (int r = 0; r < rows; r++)
-        for (int h = 0; h < 2 * panels; h++) sums[r][h] = _mm512_setzero_ps();
-    for (int64_t at = 0, g = 0; at < b->steps; at += b->a->group, g++, w += factor_bytes(b->a, panels)) {
-        const int64_t steps = smaller(b->a->group, b->steps - at);
-        __m512 acc[ROWS][4];
-        for (int r = 0; r < rows; r++)
-            for (int h = 0; h < 2 * panels; h++) acc[r][h] = _mm512_setzero_ps();
-        for (int64_t k = 0; k < steps; k++, x += TILE_BYTES, w += panels * integer_step_bytes(bits)) add_step(x, w, acc, values, rows, panels, bits, panels * integer_step_bytes(bits));
-        fetch(w + INTEGERS_AHEAD, factor_bytes(b->a, panels));
-        const float *scales = (const float *)w, *offsets = offsets_of(b, scales);
-        for (int r = 0; r < rows; r++)
-            for (int h = 0; h < 2 * panels; h++) sums[r][h] = with_group(sums[r][h], acc[r][h], scales + h * TILE, offsets ? offsets + h * TILE : NULL, b->of_x + r * b->apart + g);
-    }
-    for (int r = 0; r < rows; r++)
-        for (int h = 0; h < 2 * panels; h++) _mm512_store_ps(b->sums + h / 2 * b->sums_apart + r * PANEL + h % 2 * TILE, sums[r][h]);
-}
-
-/* The same bits, for eight rows of one tile, which fill the registers with one panel of the pair. `fetched`: of each step, from its
- * begin in the first panel, and then its group's factors, too. */
-INLINE void integer_eight(const struct block *b, int64_t panel, const int bits, int64_t fetched) {
-    const struct values values = values_of(bits, b->a->e2m1);
-    const int64_t bytes = integer_step_bytes(bits), apart = b->paired * bytes;
-    float *const sums = b->sums + panel * b->sums_apart;
-    const char *x = b->x, *w = b->w;
-    for (int64_t at = 0, g = 0; at < b->steps; at += b->a->group, g++, w += factor_bytes(b->a, b->paired)) {
-        const int64_t steps = smaller(b->a->group, b->steps - at);
-        __m512 acc[ROWS][4];
-        for (int r = 0; r < ROWS; r++) acc[r][0] = acc[r][1] = _mm512_setzero_ps();
-        for (int64_t k = 0; k < steps; k++, x += TILE_BYTES, w += apart) add_step(x, w + panel * bytes, acc, values, ROWS, 1, bits, fetched);
-        if (fetched) fetch(w + INTEGERS_AHEAD, factor_bytes(b->a, b->paired));
-        const float *scales = (const float *)w + panel * PANEL, *offsets = b->a->offsets ? scales + b->paired * PANEL : NULL;
-        for (int r = 0; r < ROWS; r++)
-            for (int h = 0; h < 2; h++) {
-                float *to = sums + r * PANEL + h * TILE;
-                _mm512_store_ps(to, with_group(at ? _mm512_load_ps(to) : _mm512_setzero_ps(), acc[r][h], scales + h * TILE, offsets ? offsets + h * TILE : NULL, b->of_x + r * b->apart + g));
+/* The same bits, for some rows of one tile: `halves` half panels at a time, whose sums stay in registers. The first pass fetches
+ * for all where `fetched`. */
+INLINE void integer_few(const struct block *b, const int rows, const int panels, const int form, int64_t fetched) {
+    const struct values values = values_for(form);
+    const int halves = rows <= PAIRED_ROWS ? 2 * panels : rows <= WHOLE_ROWS ? 2 : 1;
+    const int64_t bytes = panels * integer_step_bytes(form), more = factor_bytes(b->a, panels);
+    for (int first = 0; first < 2 * panels; first += halves) {
+        const char *x = b->x, *w = b->w;
+        for (int64_t at = 0, g = 0; at < b->steps; at += b->a->group, g++, w += more) {
+            const int64_t steps = smaller(b->a->group, b->steps - at);
+            struct half acc[MOST_ROWS * 4];
+            for (int i = 0; i < rows * halves; i++) acc[i] = no_sums();
+            for (int64_t k = 0; k < steps; k++, x += LEFT_TILE_BYTES, w += bytes) {
+                if (fetched && !first)
+                    for (int64_t i = 0; i < bytes; i += LINE_BYTES) __builtin_prefetch(w + INTEGERS_AHEAD + i, 0, 3);
+                add_step(x, w, acc, &values, rows, first, halves, form);
             }
+            if (fetched && !first) fetch(w + INTEGERS_AHEAD, more);
+            const float *scales = (const float *)w + first * TILE, *offsets = offsets_of(b, scales);
+            for (int r = 0; r < rows; r++)
+                for (int h = 0; h < halves; h++) {
+                    float *to = b->sums + (first + h) / 2 * b->sums_apart + r * PANEL + (first + h) % 2 * TILE;
+                    store_sums(to, with_group(at ? load_sums(to) : no_sums(), acc[r * halves + h], scales + h * TILE, offsets ? offsets + h * TILE : NULL, b->of_x + r * b->apart + g));
+                }
+        }
     }
 }
 
-PART void integer_eight_4(const struct block *b, int64_t panel, int64_t fetched) { integer_eight(b, panel, 4, fetched); }
-PART void integer_eight_8(const struct block *b, int64_t panel, int64_t fetched) { integer_eight(b, panel, 8, fetched); }
+#define FEW_INTEGERS(size, rows, form) \
+    PART void integer_few_##size##_1_##form(const struct block *b, int64_t fetched) { integer_few(b, rows, 1, form, fetched); } \
+    PART void integer_few_##size##_2_##form(const struct block *b, int64_t fetched) { integer_few(b, rows, 2, form, fetched); }
+#define FEW_ROWS(form) FEW_INTEGERS(0, 1, form) FEW_INTEGERS(1, 2, form) FEW_INTEGERS(2, FOUR_ROWS, form) FEW_INTEGERS(3, MOST_ROWS, form)
+FEW_ROWS(4) FEW_ROWS(8) FEW_ROWS(IS_E2M1)
 
-#define FEW_INTEGERS(rows, panels, bits) \
-    PART void integer_few_##rows##_##panels##_##bits(const struct block *b) { integer_few(b, rows, panels, bits); }
-#define FEW_ROWS(panels, bits) FEW_INTEGERS(1, panels, bits) FEW_INTEGERS(2, panels, bits) FEW_INTEGERS(4, panels, bits)
-FEW_ROWS(1, 4) FEW_ROWS(2, 4) FEW_ROWS(1, 8) FEW_ROWS(2, 8)
-
-/* [bits / 8][panels - 1][log2 of rows] */
-static void (*const FEW_OF[2][2][3])(const struct block *) = {
-    {{integer_few_1_1_4, integer_few_2_1_4, integer_few_4_1_4}, {integer_few_1_2_4, integer_few_2_2_4, integer_few_4_2_4}},
-    {{integer_few_1_1_8, integer_few_2_1_8, integer_few_4_1_8}, {integer_few_1_2_8, integer_few_2_2_8, integer_few_4_2_8}},
-};
+/* [form][panels - 1][size of the block] */
+#define FEW_TABLE(form) \
+    { {integer_few_0_1_##form, integer_few_1_1_##form, integer_few_2_1_##form, integer_few_3_1_##form}, {integer_few_0_2_##form, integer_few_1_2_##form, integer_few_2_2_##form, integer_few_3_2_##form} }
+static void (*const FEW_OF[FORMS][2][BLOCK_SIZES])(const struct block *, int64_t) = {FEW_TABLE(4), FEW_TABLE(8), FEW_TABLE(IS_E2M1)};
 
 INLINE struct block rows_of(const struct block *b, int64_t x_block, int64_t r) {
     struct block rows = *b;
-    rows.x = line_of(b->x, x_block, r), rows.of_x = b->of_x + r * b->apart, rows.sums = b->sums + r * PANEL;
+    rows.x = line_at(b->x, x_block, r), rows.of_x = b->of_x + r * b->apart, rows.sums = b->sums + r * PANEL;
     return rows;
 }
 
-/* Up to MOST_FEW rows: eights of them panel by panel, which stays in the L1 cache; the first pass fetches for all. */
+/* Up to MOST_FEW rows; the first block's fetch for all. */
 static void integer_rows(const struct block *b, int64_t x_block, int64_t rows) {
-    const int64_t bits = b->a->bits, eights = rows / ROWS * ROWS;
-    for (int64_t panel = 0; panel < b->paired; panel++)
-        for (int64_t r = 0; r < eights; r += ROWS) {
-            const int64_t fetched = r || panel ? 0 : b->paired * integer_step_bytes(bits);
-            const struct block some = rows_of(b, x_block, r);
-            bits == 4 ? integer_eight_4(&some, panel, fetched) : integer_eight_8(&some, panel, fetched);
-        }
-    for (int64_t r = eights, log; r < rows; r += 1 << log) {
-        log = rows - r >= 4 ? 2 : rows - r >= 2 ? 1 : 0;
+    for (int64_t r = 0, size; r < rows; r += ROWS_OF[size]) {
+        size = size_for(smaller(rows - r, TILE - r % TILE));
         const struct block some = rows_of(b, x_block, r);
-        FEW_OF[bits / 8][b->paired - 1][log](&some);
+        FEW_OF[number_of(form_of(b->a))][b->paired - 1][size](&some, r == 0);
     }
 }
 
@@ -519,7 +484,7 @@ static void integer_rows(const struct block *b, int64_t x_block, int64_t rows) {
 static void sum_pair(const struct block *b, int64_t x_block, int64_t rows) {
 #if defined(HAVE_AMX)
     if (b->a->kind == AMX && rows <= TILE) {
-        PAIR_OF[b->a->bits / 8][b->paired - 1](b, rows);
+        PAIR_OF[number_of(form_of(b->a))][b->paired - 1](b, rows);
         return;
     }
 #endif
@@ -533,12 +498,12 @@ static void sum_integer_panels(const struct work *w, int64_t segment, int64_t ro
     const struct args *a = w->a;
     const int64_t at = segment * w->each, groups = groups_of(a, w->each), all = a->segments * groups, apart = w->chunk * PANEL;
     const int64_t bytes = segment_bytes(a, w->each), panel_bytes = a->segments * bytes;
-    const char *x = tile_of(w, row) + at * TILE_BYTES;
+    const char *x = tile_of(w, row) + at * LEFT_TILE_BYTES;
     const float *of_x = w->of_x + row * all + segment * groups;
     for (int64_t p = from; p < to; p += 2, sums += 2 * apart) {
         const int64_t paired = smaller(2, w->panels - p);
         const struct block b = {a, x, a->weight + p * panel_bytes + segment * paired * bytes, of_x, sums, apart, all, w->each, paired};
-        sum_pair(&b, w->steps * TILE_BYTES, rows);
+        sum_pair(&b, w->steps * LEFT_TILE_BYTES, rows);
     }
 }
 
@@ -546,27 +511,25 @@ static void sum_integer_panels(const struct work *w, int64_t segment, int64_t ro
 
 /* Sums over a segment, of panels from..to-1 and `rows` packed rows, each panel into its own [chunk, 32] of `sums`. */
 static void sum_panels(const struct work *w, int64_t segment, const char *x, int64_t from, int64_t to, float *sums, int64_t rows) {
-    const int64_t first = segment * w->each, x_block = w->steps * TILE_BYTES, panel_bytes = w->steps * STEP_BYTES;
+    const int64_t first = segment * w->each, x_block = w->steps * LEFT_TILE_BYTES, panel_bytes = w->steps * STEP_BYTES;
     const char *weight = w->a->weight + from * panel_bytes + first * STEP_BYTES;
 #if defined(HAVE_AMX)
     if (w->many) {
         amx_group(w, x + first * STEP_BYTES, weight, to - from, sums, rows);
         return;
     }
-    x += first * TILE_BYTES;
     if (w->a->kind == AMX && rows <= TILE && to - from == 2) {
-        amx_pair(x, weight, panel_bytes, sums, sums + w->chunk * PANEL, w->each);
+        amx_pair(x + first * LEFT_TILE_BYTES, weight, panel_bytes, sums, sums + w->chunk * PANEL, w->each);
         return;
     }
-#else
-    x += first * TILE_BYTES;
 #endif
+    x += first * LEFT_TILE_BYTES;
     for (int64_t p = from; p < to; p++, weight += panel_bytes, sums += w->chunk * PANEL) {
 #if defined(HAVE_AMX)
         if (w->a->kind == AMX) amx_panel(x, x_block, weight, sums, w->each, rows);
         else
 #endif
-            avx512_panel(x, x_block, weight, sums, w->each, rows);
+            vector_panel(x, x_block, weight, sums, w->each, rows);
     }
 }
 
@@ -599,7 +562,7 @@ static void compute(const struct work *w, struct loop *l, int64_t item, float *s
 }
 
 /* Bytes of `rows` packed rows, and of their groups' sums behind them. */
-static int64_t packed_bytes(int64_t rows, int64_t steps) { return rows * steps * LINE_BYTES; }
+static int64_t packed_bytes(int64_t rows, int64_t steps) { return rows * steps * LEFT_LINE_BYTES; }
 
 static int64_t sums_bytes(const struct args *a, int64_t rows, int64_t steps) {
     const int64_t groups = a->offsets ? a->segments * groups_of(a, steps / a->segments) : 0;
@@ -731,10 +694,11 @@ static void pack_tile(const bf16 *weight, int64_t outputs, int64_t inputs, int64
 
 /* The same for a tile that is whole: line i gathers pair i of 16 rows. */
 static void pack_whole_tile(const bf16 *weight, int64_t inputs, int64_t output, int64_t input, char *to) {
-    const char *from = (const char *)(weight + output * inputs + input);
-    const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-    const __m512i rows = _mm512_mullo_epi32(lanes, _mm512_set1_epi32((int)inputs * 2));
-    for (int i = 0; i < TILE; i++) _mm512_store_si512(to + i * LINE_BYTES, _mm512_i32gather_epi32(rows, from + i * 4, 1));
+    for (int j = 0; j < TILE; j++) {
+        uint32_t pairs[TILE];
+        memcpy(pairs, weight + (output + j) * inputs + input, sizeof pairs);
+        for (int i = 0; i < TILE; i++) memcpy(to + i * LINE_BYTES + j * sizeof *pairs, &pairs[i], sizeof *pairs);
+    }
 }
 
 static void pack_panel(const struct packing *p, int64_t panel) {
@@ -748,7 +712,6 @@ static void pack_panel(const struct packing *p, int64_t panel) {
         else pack_tile(p->weight, p->outputs, p->inputs, output, input, end, tile);
     }
 }
-#endif
 
 /* ---- the library's face */
 
@@ -758,27 +721,17 @@ int tandem_linear_kind(void) { return best_kind(); }
 
 /* Returns 0. */
 int tandem_linear_pack(const struct packing *p) {
-#if defined(HAVE_AVX512)
     for (struct loop l = team_loop(ceil_div(p->outputs, PANEL), 0); team_next(&l);) pack_panel(p, l.item);
-#endif
     return 0;
 }
 
-/* Returns 0, or -1 when out of memory or of a kind that this library was not built for. */
+/* Returns 0, or -1 when out of memory. */
 int tandem_linear(const struct args *a) {
     if (a->rows == 0) return 0;
-#if defined(HAVE_AVX512)
     return multiply(a);
-#else
-    return -1;
-#endif
 }
 
 /* As tandem_linear, of all matrices of `e`. */
 int tandem_linear_each(const struct each *e) {
-#if defined(HAVE_AVX512)
     return multiply_each(e);
-#else
-    return -1;
-#endif
 }

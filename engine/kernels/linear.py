@@ -10,6 +10,7 @@ import torch
 
 from engine.kernels import tape
 from engine.kernels.build import fields, load_library
+from engine.kernels.cpu_kind import Kind
 from engine.kernels.integer_layout import fits, group_steps, packed_bytes, packed_parts, step_bytes
 from engine.kernels.packed_memory import PackedMemory
 from engine.quant.integers import Integers, Weight
@@ -17,7 +18,6 @@ from engine.quant.integers import Integers, Weight
 SOURCE = Path(__file__).with_suffix(".c")
 ABI_VERSION = 8
 PANEL = 32  # outputs of a panel, and inputs of a step
-AVX512, AMX = 1, 2  # kinds of arithmetic; 0 is none
 LANES = 16  # inputs are a multiple of it where rows are computed before they are multiplied
 
 _POINTERS = ("x", "weight", "bias", "y", "norm", "delta")
@@ -186,15 +186,12 @@ class PackedMatrix:
 
 
 class LinearKernel:
-    """The library and this CPU's arithmetic. Raises OSError where it has neither AMX nor AVX512-BF16."""
+    """The library and its kind of arithmetic."""
 
-    def __init__(self, library: ctypes.CDLL, *, kind: int | None = None) -> None:
+    def __init__(self, library: ctypes.CDLL) -> None:
         assert library.tandem_linear_abi() == ABI_VERSION
         library.tandem_linear.argtypes = [ctypes.POINTER(LinearArgs)]
-        best = library.tandem_linear_kind()
-        self.kind = best if kind is None else kind
-        if not 0 < self.kind <= best:
-            raise OSError(f"linear.c: no arithmetic of kind {self.kind} on this CPU")
+        self.kind = Kind(library.tandem_linear_kind())
         self.library = library
         self.memory = PackedMemory()
 
@@ -207,9 +204,6 @@ class LinearKernel:
 
 @cache
 def linear_kernel() -> LinearKernel | None:
-    """This process's kernel, or None where there is no compiler (logged) or no bf16 arithmetic."""
+    """This process's kernel, or None where none can be built (logged)."""
     library = load_library(SOURCE)
-    try:
-        return None if library is None else LinearKernel(library)
-    except OSError:
-        return None
+    return None if library is None else LinearKernel(library)

@@ -6,7 +6,7 @@
  * that a lane is a query and the softmax needs no sum across lanes:
  *
  *     S' [keys, queries]  = K  [keys, dim]   Q' [dim, queries]      K: copied out of its pages into tiles, once a block
- *     P' = exp(S' - max), rounded to bf16 in the very layout that the next product takes from the right
+ *     P' = exp(S' - max), in the very layout (and rounded to bf16, if so) that the next product takes from the right
  *     O' [dim, queries]  += V' [dim, keys]   P' [keys, queries]     V': transposed on the way, once a block
  *
  * What a query gives depends on its position and on the K and V up to it, to the bit: not on how the prompt was cut into
@@ -20,6 +20,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "blocks.h"
+#include "denormals.h"
 #include "fp8.h"
 #include "team.h"
 #include "tiles.h"
@@ -49,8 +51,6 @@ struct args {
     float scale, cap; /* a score s becomes cap * tanh(s / cap); 0: it stays */
 };
 
-#if defined(HAVE_AVX512)
-
 /* Query tokens first..first+count-1 of a request's chunk; the first one's position is `position`. */
 struct block {
     int64_t request, row, count, position;
@@ -73,47 +73,6 @@ struct work {
 
 /* ---- tiles */
 
-/* 16 lines of 16 dwords, transposed in place. */
-INLINE void transpose(__m512i r[TILE]) {
-    __m512i t[TILE];
-    for (int i = 0; i < TILE; i += 2) t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]), t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
-    for (int i = 0; i < TILE; i += 4)
-        for (int j = 0; j < 2; j++) {
-            r[i + 2 * j] = _mm512_unpacklo_epi64(t[i + j], t[i + j + 2]);
-            r[i + 2 * j + 1] = _mm512_unpackhi_epi64(t[i + j], t[i + j + 2]);
-        }
-    for (int i = 0; i < TILE; i += 8)
-        for (int j = 0; j < 4; j++) {
-            t[i + j] = _mm512_shuffle_i32x4(r[i + j], r[i + j + 4], 0x88);
-            t[i + j + 4] = _mm512_shuffle_i32x4(r[i + j], r[i + j + 4], 0xdd);
-        }
-    for (int j = 0; j < 8; j++) {
-        r[j] = _mm512_shuffle_i32x4(t[j], t[j + 8], 0x88);
-        r[j + 8] = _mm512_shuffle_i32x4(t[j], t[j + 8], 0xdd);
-    }
-}
-
-/* Which of the elements from..from+31 there are. */
-INLINE __mmask32 there(int64_t from, int64_t dim) { return dim - from >= STEP ? 0xffffffffu : (1u << (dim - from)) - 1; }
-
-/* Elements from..from+31 of a row, zeros past its end. */
-INLINE __m512i line_of(const bf16 *row, int64_t from, int64_t dim) { return _mm512_maskz_loadu_epi16(there(from, dim), row + from); }
-
-PART void tile_queries(const struct work *w) {
-    const struct args *a = w->a;
-    for (int64_t tile = 0; tile < 2 * w->pairs; tile++) {
-        const int64_t token = tile / w->group * TILE, left = tile < w->tiles ? w->at.count - token : 0;
-        const bf16 *from = a->q + (w->at.row + token) * a->q_stride + (w->head * w->group + tile % w->group) * a->dim;
-        for (int64_t step = 0; step < w->steps; step++) {
-            char *to = w->q + (tile / 2 * w->steps + step) * STEP_BYTES + tile % 2 * TILE_BYTES;
-            __m512i r[TILE];
-            for (int i = 0; i < TILE; i++) r[i] = i < left ? line_of(from + i * a->q_stride, step * STEP, a->dim) : _mm512_setzero_si512();
-            transpose(r);
-            for (int i = 0; i < TILE; i++) _mm512_store_si512(to + i * LINE_BYTES, r[i]);
-        }
-    }
-}
-
 /* Bytes of a token's row of K or V in a unit: its heads, and behind them, of 8 bits, their exponents. */
 INLINE int64_t bytes_of_token(const struct args *a) { return a->kv_heads / a->units * (a->is_fp8 ? a->dim + 1 : a->dim * (int64_t)sizeof(bf16)); }
 
@@ -130,89 +89,10 @@ static void find_rows(const struct work *w, const char *cache, int64_t from, int
     }
 }
 
-/* How a row of this kv head decodes, of 8 bits. */
-INLINE struct code_row decoder_of(const struct work *w, const char *row) {
+/* The exponent of a row of this kv head, of 8 bits. */
+INLINE int exponent_of(const struct work *w, const char *row) {
     const int64_t heads = w->a->kv_heads / w->a->units, head = w->head % heads;
-    return code_row((uint8_t)row[(heads - head) * w->a->dim + head]);
-}
-
-/* As line_of, of a row of the cache. */
-INLINE __m512i kept_line(const char *row, const struct code_row *how, int64_t from, int64_t dim, const int is_fp8) {
-    return is_fp8 ? words_of(_mm256_maskz_loadu_epi8(there(from, dim), row + from), how) : line_of((const bf16 *)row, from, dim);
-}
-
-/* `count` keys into tiles of K, filled up with zeros to a multiple of 32. */
-INLINE void tile_keys(const struct work *w, int64_t from, int64_t count, const int is_fp8) {
-    const char *rows[KEYS];
-    find_rows(w, w->a->k_cache, from, count, rows);
-    for (int64_t i = 0; i < ceil_div(count, STEP) * STEP; i++) {
-        struct code_row how;
-        if (is_fp8 && i < count) how = decoder_of(w, rows[i]);
-        for (int64_t step = 0; step < w->steps; step++) {
-            char *to = w->k + (i / TILE * w->steps + step) * TILE_BYTES + i % TILE * LINE_BYTES;
-            _mm512_store_si512(to, i < count ? kept_line(rows[i], &how, step * STEP, w->a->dim, is_fp8) : _mm512_setzero_si512());
-        }
-    }
-}
-
-/* The same keys' V, transposed. Two keys' elements of a dim become a dword; unpacking leaves dims 0-3, 8-11, 16-19 and
- * 24-27 of 32 in one line and the rest in another. */
-INLINE void tile_values(const struct work *w, int64_t from, int64_t count, const int is_fp8) {
-    const char *rows[KEYS];
-    struct code_row how[STEP];
-    find_rows(w, w->a->v_cache, from, count, rows);
-    for (int64_t key = 0; key < count; key += STEP) {
-        for (int64_t i = key; is_fp8 && i < smaller(key + STEP, count); i++) how[i - key] = decoder_of(w, rows[i]);
-        for (int64_t step = 0; step < w->steps; step++) {
-            __m512i low[TILE], high[TILE];
-            for (int i = 0; i < TILE; i++) {
-                const int64_t even = key + 2 * i, odd = even + 1;
-                const __m512i x = even < count ? kept_line(rows[even], how + 2 * i, step * STEP, w->a->dim, is_fp8) : _mm512_setzero_si512();
-                const __m512i y = odd < count ? kept_line(rows[odd], how + 2 * i + 1, step * STEP, w->a->dim, is_fp8) : _mm512_setzero_si512();
-                low[i] = _mm512_unpacklo_epi16(x, y);
-                high[i] = _mm512_unpackhi_epi16(x, y);
-            }
-            transpose(low);
-            transpose(high);
-            for (int i = 0; i < TILE; i++) {
-                const int64_t dim = i / 4 * 8 + i % 4; /* of 32 */
-                const int64_t tile = 2 * step + dim / TILE;
-                char *to = w->v + (tile * KEY_STEPS + key / STEP) * TILE_BYTES + dim % TILE * LINE_BYTES;
-                _mm512_store_si512(to, low[i]);
-                _mm512_store_si512(to + 4 * LINE_BYTES, high[i]);
-            }
-        }
-    }
-}
-
-PART void tile_bf16_keys(const struct work *w, int64_t from, int64_t count) { tile_keys(w, from, count, 0); }
-PART void tile_fp8_keys(const struct work *w, int64_t from, int64_t count) { tile_keys(w, from, count, 1); }
-PART void tile_bf16_values(const struct work *w, int64_t from, int64_t count) { tile_values(w, from, count, 0); }
-PART void tile_fp8_values(const struct work *w, int64_t from, int64_t count) { tile_values(w, from, count, 1); }
-
-/* sums [32, 32] = 32 rows of tiles x, x_block bytes from tile to tile, times `steps` steps of `right`. */
-INLINE void product(const struct work *w, const char *x, int64_t x_block, const char *right, float *sums, int64_t steps, const int begun) {
-#if defined(HAVE_AMX)
-    if (w->a->kind == AMX) {
-        amx_block(x, x_block, right, sums, steps, 1, begun, right, 0);
-        return;
-    }
-#endif
-    for (int row = 0; row < 2 * TILE; row += ROWS)
-        avx512_block(x + row / TILE * x_block + row % TILE * LINE_BYTES, right, sums + row * PANEL, steps, ROWS, begun, right, 0);
-}
-
-/* ---- softmax */
-
-/* 2^x for x <= 0 or barely above: a minimax polynomial on [0, 1), relative error 3e-06, next to nothing beside the rounding
- * to bf16 that follows. The exponent is the floor of x; very small results are 0. */
-INLINE __m512 exp2_of(__m512 x) {
-    const __m512 r = _mm512_reduce_ps(x, 0x01 /* x - floor(x) */ | _MM_FROUND_NO_EXC);
-    __m512 y = _mm512_fmadd_ps(r, _mm512_set1_ps(1.34266843e-02f), _mm512_set1_ps(5.22424742e-02f));
-    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(2.41280205e-01f));
-    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(6.93044845e-01f));
-    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(1.0f));
-    return _mm512_scalef_ps(y, x);
+    return (uint8_t)row[(heads - head) * w->a->dim + head];
 }
 
 /* Of a tile's 16 queries and a block's keys. `ahead`: the first query's position less that of the first key. Keys from..to - 1,
@@ -228,64 +108,28 @@ INLINE struct sight sight_of(int64_t ahead, int64_t window, int64_t count) {
     return (struct sight){ahead, window, from, to};
 }
 
-/* Which queries see key `key`. */
-INLINE __mmask16 seeing(const struct sight *at, int64_t key) {
-    const int64_t first = key - at->ahead, end = at->window ? first + at->window : TILE;
-    const unsigned from = first <= 0 ? 0xffffu : first >= TILE ? 0 : 0xffffu << first;
-    const unsigned to = end >= TILE ? 0xffffu : end <= 0 ? 0 : (1u << end) - 1;
-    return (__mmask16)(from & to);
-}
+/* Their tiles, softmax and results: tile_queries, tile_keys, tile_values, weigh, write_tile. */
+#if defined(HAVE_AVX512_BF16)
+#include "extend_avx512.h"
+#else
+#include "extend_native.h"
+#endif
 
-INLINE __m512 maximum(const float *s, int64_t count, const struct sight *at) {
-    const __m512 none = _mm512_set1_ps(-INFINITY);
-    __m512 best[4] = {none, none, none, none};
-    int64_t i = 0;
-    for (; i < at->from; i++) best[0] = _mm512_mask_max_ps(best[0], seeing(at, i), best[0], _mm512_load_ps(s + i * PANEL));
-    for (; i < at->to; i += 4)
-        for (int j = 0; j < 4; j++) best[j] = _mm512_max_ps(best[j], _mm512_load_ps(s + (i + j) * PANEL));
-    for (; i < count; i++) best[0] = _mm512_mask_max_ps(best[0], seeing(at, i), best[0], _mm512_load_ps(s + i * PANEL));
-    return _mm512_max_ps(_mm512_max_ps(best[0], best[1]), _mm512_max_ps(best[2], best[3]));
-}
+PART void tile_bf16_keys(const struct work *w, int64_t from, int64_t count) { tile_keys(w, from, count, 0); }
+PART void tile_fp8_keys(const struct work *w, int64_t from, int64_t count) { tile_keys(w, from, count, 1); }
+PART void tile_bf16_values(const struct work *w, int64_t from, int64_t count) { tile_values(w, from, count, 0); }
+PART void tile_fp8_values(const struct work *w, int64_t from, int64_t count) { tile_values(w, from, count, 1); }
 
-/* Two keys' weights -> their line of P'. */
-INLINE void put_pair(char *p, int64_t key, __m512 even, __m512 odd) {
-    const __m512i interleaved = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-    char *to = p + key / STEP * STEP_BYTES + key % STEP / 2 * LINE_BYTES;
-    _mm512_store_si512(to, _mm512_permutexvar_epi16(interleaved, (__m512i)_mm512_cvtne2ps_pbh(odd, even)));
-}
-
-/* The weights of keys i and i + 1, for the queries that see them. */
-INLINE void add_pair(const float *s, char *p, int64_t i, const __mmask16 first, const __mmask16 second, __m512 times, __m512 offset, __m512 *even, __m512 *odd) {
-    const __m512 x = _mm512_maskz_mov_ps(first, exp2_of(_mm512_fmsub_ps(_mm512_load_ps(s + i * PANEL), times, offset)));
-    const __m512 y = _mm512_maskz_mov_ps(second, exp2_of(_mm512_fmsub_ps(_mm512_load_ps(s + (i + 1) * PANEL), times, offset)));
-    *even = _mm512_add_ps(*even, x);
-    *odd = _mm512_add_ps(*odd, y);
-    put_pair(p, i, x, y);
-}
-
-/* S' of one tile's queries -> P'. `count` keys, a multiple of 32. Returns the factor for what was summed before, 0 at the first
- * block. A query that sees none of the keys keeps its sums: they weigh 0. */
-INLINE __m512 weigh(const float *s, char *p, float *m, float *l, int64_t count, const struct sight *at, float scale) {
-    const __m512 before = _mm512_load_ps(m), now = _mm512_max_ps(before, maximum(s, count, at));
-    const __m512 times = _mm512_set1_ps(scale), offset = _mm512_mul_ps(now, times);
-    __m512 even = _mm512_setzero_ps(), odd = _mm512_setzero_ps();
-    int64_t i = 0;
-    for (; i < at->from; i += 2) add_pair(s, p, i, seeing(at, i), seeing(at, i + 1), times, offset, &even, &odd);
-    for (; i < at->to; i += 2) add_pair(s, p, i, 0xffff, 0xffff, times, offset, &even, &odd);
-    for (; i < count; i += 2) add_pair(s, p, i, seeing(at, i), seeing(at, i + 1), times, offset, &even, &odd);
-    const __mmask16 begun = _mm512_cmp_ps_mask(before, _mm512_set1_ps(-INFINITY), _CMP_NEQ_UQ);
-    const __mmask16 same = _mm512_cmp_ps_mask(before, now, _CMP_EQ_OQ);
-    __m512 factor = _mm512_maskz_mov_ps(begun, exp2_of(_mm512_fmsub_ps(before, times, offset)));
-    factor = _mm512_mask_mov_ps(factor, same, _mm512_set1_ps(1.0f)); /* the residue of a product is no reason to rescale */
-    _mm512_store_ps(m, now);
-    _mm512_store_ps(l, _mm512_fmadd_ps(_mm512_load_ps(l), factor, _mm512_add_ps(even, odd)));
-    return factor;
-}
-
-/* O' of one tile's queries, where any factor is not 1 (times 1 changes no bit). */
-INLINE void rescale(float *o, __m512 factor, int64_t dims) {
-    if (_mm512_cmp_ps_mask(factor, _mm512_set1_ps(1.0f), _CMP_NEQ_UQ) == 0) return;
-    for (int64_t d = 0; d < dims; d++) _mm512_store_ps(o + d * PANEL, _mm512_mul_ps(_mm512_load_ps(o + d * PANEL), factor));
+/* sums [32, 32] = 32 rows of tiles x, x_block bytes from tile to tile, times `steps` steps of `right`. */
+INLINE void product(const struct work *w, const char *x, int64_t x_block, const char *right, float *sums, int64_t steps, const int begun) {
+#if defined(HAVE_AMX)
+    if (w->a->kind == AMX) {
+        amx_block(x, x_block, right, sums, steps, 1, begun, right, 0);
+        return;
+    }
+#endif
+    (void)w;
+    vector_steps(x, x_block, right, sums, steps, 2 * TILE, begun);
 }
 
 /* ---- one work item */
@@ -321,38 +165,18 @@ PART void attend_pair(const struct work *w, int64_t pair, int64_t from) {
     const int64_t dims = w->steps * STEP;
     float *o = w->o + pair * dims * PANEL;
     for (int64_t key = 0; key < count; key += 2 * TILE)
-        product(w, w->k + key / TILE * w->steps * TILE_BYTES, w->steps * TILE_BYTES, w->q + pair * w->steps * STEP_BYTES, w->s + key * PANEL, w->steps, 0);
+        product(w, w->k + key / TILE * w->steps * LEFT_TILE_BYTES, w->steps * LEFT_TILE_BYTES, w->q + pair * w->steps * READY_STEP_BYTES, w->s + key * PANEL, w->steps, 0);
     if (w->a->cap) cap_scores(w->s, count, w->a->scale, w->a->cap);
     const float scale = w->a->scale * 1.44269504088896341f; /* for powers of 2 */
     for (int side = 0; side < 2; side++) {
         const int64_t at = pair * PANEL + side * TILE, ahead = position_of(w, smaller(2 * pair + side, last_tile)) - from;
         const struct sight sight = sight_of(ahead, w->a->window, count);
-        const __m512 factor = weigh(w->s + side * TILE, w->p + side * TILE_BYTES, w->m + at, w->l + at, count, &sight, scale);
-        if (from > first) rescale(o + side * TILE, factor, dims);
+        weigh(w->s + side * TILE, w->p + side * TILE * READY_LINE_BYTES, w->m + at, w->l + at, count, &sight, scale, from > first ? o + side * TILE : NULL, dims);
     }
     for (int64_t d = 0; d < dims; d += 2 * TILE) {
-        const char *v = w->v + d / TILE * KEY_STEPS * TILE_BYTES;
-        if (from > first) product(w, v, KEY_STEPS * TILE_BYTES, w->p, o + d * PANEL, count / STEP, 1);
-        else product(w, v, KEY_STEPS * TILE_BYTES, w->p, o + d * PANEL, count / STEP, 0);
-    }
-}
-
-PART void write_tile(const struct work *w, int64_t tile) {
-    const struct args *a = w->a;
-    const int64_t token = tile / w->group * TILE, rows = smaller(TILE, w->at.count - token), side = tile % 2 * TILE;
-    const float *o = w->o + tile / 2 * w->steps * STEP * PANEL + side;
-    const __m512 inverse = _mm512_div_ps(_mm512_set1_ps(1.0f), _mm512_load_ps(w->l + tile / 2 * PANEL + side));
-    bf16 *out = a->out + ((w->at.row + token) * a->heads + w->head * w->group + tile % w->group) * a->dim;
-    for (int64_t d = 0; d < a->dim; d += STEP) {
-        const __mmask32 kept = there(d, a->dim);
-        __m512i low[TILE], high[TILE];
-        for (int i = 0; i < TILE; i++) {
-            low[i] = (__m512i)_mm512_mul_ps(_mm512_load_ps(o + (d + i) * PANEL), inverse);
-            high[i] = (__m512i)_mm512_mul_ps(_mm512_load_ps(o + (d + TILE + i) * PANEL), inverse);
-        }
-        transpose(low);
-        transpose(high);
-        for (int64_t i = 0; i < rows; i++) _mm512_mask_storeu_epi16(out + i * a->heads * a->dim + d, kept, (__m512i)_mm512_cvtne2ps_pbh((__m512)high[i], (__m512)low[i]));
+        const char *v = w->v + d / TILE * KEY_STEPS * LEFT_TILE_BYTES;
+        if (from > first) product(w, v, KEY_STEPS * LEFT_TILE_BYTES, w->p, o + d * PANEL, count / STEP, 1);
+        else product(w, v, KEY_STEPS * LEFT_TILE_BYTES, w->p, o + d * PANEL, count / STEP, 0);
     }
 }
 
@@ -375,8 +199,8 @@ PART void attend(struct work *w, struct loop *l) {
 
 /* The memory behind a work's pointers, for items of at most `pairs` pairs. NULL when there is none. */
 static char *place(struct work *w, int64_t pairs) {
-    const size_t tile_q = (size_t)(pairs * w->steps * STEP_BYTES), tile_kv = (size_t)(KEYS / TILE * w->steps * TILE_BYTES);
-    const size_t p = (size_t)(KEY_STEPS * STEP_BYTES), s = KEYS * PANEL * sizeof(float), ml = (size_t)(pairs * PANEL) * sizeof(float);
+    const size_t tile_q = (size_t)(pairs * w->steps * READY_STEP_BYTES), tile_kv = (size_t)(KEYS / TILE * w->steps * LEFT_TILE_BYTES);
+    const size_t p = (size_t)(KEY_STEPS * READY_STEP_BYTES), s = KEYS * PANEL * sizeof(float), ml = (size_t)(pairs * PANEL) * sizeof(float);
     char *memory = aligned_alloc(LINE_BYTES, tile_q + 2 * tile_kv + p + s + (size_t)(w->steps * STEP) * ml + 2 * ml);
     if (!memory) return NULL;
     w->q = memory;
@@ -436,15 +260,8 @@ static void write_token(const struct args *a, int64_t t) {
     }
 }
 
-/* Makes zeros of denormals, as the rounding of P' to bf16 does in any case: keys that weigh next to nothing (their
- * scores 87 below the best) would else take six times the rest, as measured where most were so. Returns what is to be set
- * again. */
-INLINE unsigned flush_denormals(void) {
-    const unsigned before = _mm_getcsr();
-    _mm_setcsr(before | _MM_FLUSH_ZERO_ON | _MM_DENORMALS_ZERO_ON);
-    return before;
-}
-
+/* Keys that weigh next to nothing (their scores 87 below the best) would take six times the rest, as measured where most were
+ * so: denormals are zeros here, as bf16 products have it in any case. */
 static int extend(const struct args *a) {
     const int64_t tokens = tokens_of_blocks(a), count = count_blocks(a, tokens), group = a->heads / a->kv_heads;
     struct block *blocks = malloc((size_t)(count + 1) * sizeof *blocks);
@@ -454,7 +271,7 @@ static int extend(const struct args *a) {
     struct work w = {.a = a, .group = group, .steps = ceil_div(a->dim, STEP)};
     char *memory = place(&w, ceil_div(ceil_div(tokens, TILE) * group, 2));
     if (memory) {
-        const unsigned rounding = flush_denormals();
+        const uint64_t rounding = flush_denormals();
         for (struct loop l = team_loop(a->tokens, 0); team_next(&l);) write_token(a, l.item);
 #if defined(HAVE_AMX)
         if (a->kind == AMX) configure(2 * TILE);
@@ -467,13 +284,12 @@ static int extend(const struct args *a) {
 #if defined(HAVE_AMX)
         if (a->kind == AMX) _tile_release();
 #endif
-        _mm_setcsr(rounding);
+        round_as(rounding);
     }
     free(memory);
     free(blocks);
     return memory ? 0 : -1;
 }
-#endif
 
 /* ---- the library's face */
 
@@ -481,12 +297,7 @@ int tandem_paged_extend_abi(void) { return ABI_VERSION; }
 
 int tandem_paged_extend_kind(void) { return best_kind(); }
 
-/* Writes the new tokens' K and V, then attends. Returns 0, or -1 when out of memory or of a kind that this library was
- * not built for. */
+/* Writes the new tokens' K and V, then attends. Returns 0, or -1 when out of memory. */
 int tandem_paged_extend(const struct args *a) {
-#if defined(HAVE_AVX512)
     return extend(a);
-#else
-    return -1;
-#endif
 }

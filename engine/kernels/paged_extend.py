@@ -28,21 +28,14 @@ class _Args(ctypes.Structure):
 
 
 class PagedExtend:
-    """One pool's attention of prompts; drops the GIL. A query's result depends on its position and the KV up to it alone.
+    """One pool's attention of prompts; drops the GIL. A query's result depends on its position and the KV up to it alone."""
 
-    `kind` of arithmetic: by default the best of this CPU. Raises OSError where it lacks that kind.
-    """
-
-    def __init__(self, library: ctypes.CDLL, pool: KVPool, *, kind: int | None = None) -> None:
-        best = library.tandem_paged_extend_kind()
-        kind = best if kind is None else kind
-        if not 0 < kind <= best:
-            raise OSError(f"paged_extend.c: no arithmetic of kind {kind} on this CPU")
+    def __init__(self, library: ctypes.CDLL, pool: KVPool) -> None:
         self._call = library.tandem_paged_extend
         self._call.argtypes = [ctypes.POINTER(_Args)]
         self._pool = pool
         self._layer = LayerCall(pool)
-        self._args = _Args(kind=kind, **layout_of(pool))
+        self._args = _Args(kind=library.tandem_paged_extend_kind(), **layout_of(pool))
         self._kept: tuple[torch.Tensor, ...] = ()  # what the addresses in _args point into
 
     def begin(self, step: StepBatch, *, skip: frozenset[int] = frozenset()) -> None:
@@ -83,14 +76,11 @@ class PagedExtend:
 
 
 def make_paged_extend(pool: KVPool) -> PagedExtend | None:
-    """The C kernel for this pool; None: a layer does not fit, no compiler (logged), or no bf16 arithmetic."""
+    """The C kernel for this pool; None: a layer does not fit, or none can be built (logged)."""
     if not all(spec.head_dim % LANES == 0 and spec.dtype == DTYPE for spec in pool.specs):
         return None
     library = load_library(SOURCE)
     if library is None:
         return None
     assert library.tandem_paged_extend_abi() == ABI_VERSION
-    try:
-        return PagedExtend(library, pool)
-    except OSError:
-        return None
+    return PagedExtend(library, pool)

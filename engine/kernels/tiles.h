@@ -1,21 +1,30 @@
-/* Products of bf16 tiles, summed in fp32: by AMX, or by AVX512-BF16 to the same layout. Knows tiles, not what is in them.
+/* Products of bf16 tiles, summed in fp32, by the kind of arithmetic that this library is compiled for. Knows tiles, not what is in
+ * them.
  *
- * What is multiplied from the left lies in tiles of 16 rows x 32 inputs: a row is a line of 64 bytes. From the right come
- * steps of 32 inputs x 32 outputs, two tiles of 16 outputs each: line i of a tile holds inputs 2i and 2i + 1 of each of
- * its outputs, pair by pair (what AMX and AVX512-BF16 both multiply by). Sums are [rows, 32] fp32, inputs in ascending
- * order: a sum does not depend on which rows and outputs are computed beside it.
+ * From the right come steps of 32 inputs x 32 outputs, two tiles of 16 outputs each: line i of a tile, 64 bytes, holds inputs 2i
+ * and 2i + 1 of each of its outputs, pair by pair (what AMX, AVX512-BF16 and NEON all multiply by; fp32 takes the pairs apart). A
+ * line that is `ready` is in the form that the kind multiplies by.
  *
- * Sources: Intel, "Architecture Instruction Set Extensions Programming Reference" (AMX tiles), and its optimization
- * manual, chapter 20 (2x2 blocks of tiles, operands kept in L1 and L2).
+ * What is multiplied from the left lies in tiles of 16 rows x 32 inputs of type `left`: bf16, or fp32 where the kind multiplies
+ * fp32. Sums are [rows, 32] fp32, inputs in ascending order: a sum does not depend on which rows and outputs are computed beside
+ * it.
+ *
+ * A kind's header (lines_*.h) has `left`, `struct half` (16 sums), `struct line`, `struct values` and `struct lines` (integers),
+ * functions of these, and
+ *
+ *   MOST_ROWS    rows that a block has at most
+ *   WHOLE_ROWS   those up to which the sums of a whole panel stay in registers; else those of one half, and then the other
+ *   PAIRED_ROWS  those up to which two panels do
  */
 #ifndef TANDEM_TILES_H
 #define TANDEM_TILES_H
+#ifndef _GNU_SOURCE
 #define _GNU_SOURCE
+#endif
 #include <stdint.h>
 #include <string.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 
+#include "kind.h"
 #include "vectors.h"
 
 #define TILE 16                     /* rows, or outputs, of a tile */
@@ -27,145 +36,71 @@
 
 #define PART static __attribute__((noinline)) /* of some milliseconds: a profiler tells them apart */
 
-enum kind { NONE = 0, AVX512 = 1, AMX = 2 };
+enum { MOST_LINES = 4, IS_E2M1 = 5 }; /* in 64 bytes of integers; a form beside those of 4 and 8 bits */
 
 INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
-#if defined(__AVX512F__) && defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
-#define HAVE_AVX512 1
-
 /* Memory of later steps. Past its end nothing is read: a prefetch does not fault. */
 INLINE void fetch(const char *from, int64_t bytes) {
-    for (int64_t at = 0; at < bytes; at += LINE_BYTES) _mm_prefetch(from + at, _MM_HINT_T1);
+    for (int64_t at = 0; at < bytes; at += LINE_BYTES) __builtin_prefetch(from + at, 0, 2);
 }
 
-/* ---- AVX512-BF16: at most 8 rows of a tile by two tiles of outputs */
+#if defined(HAVE_AVX512_BF16)
+#include "lines_avx512_bf16.h"
+#elif defined(HAVE_NEON_BF16)
+#include "lines_neon_bf16.h"
+#else
+#include "lines_fp32.h"
+#endif
 
-enum { ROWS = 8 };
+enum { LEFT_LINE_BYTES = STEP * (int)sizeof(left), LEFT_TILE_BYTES = TILE * LEFT_LINE_BYTES, READY_STEP_BYTES = 2 * TILE * READY_LINE_BYTES };
+
+/* `count` inputs of a row -> its line of a tile, zeros behind them. */
+INLINE void put_left(char *line, const bf16 *x, int64_t count) {
+    left own[STEP];
+    bf16 some[STEP] = {0};
+    if (count < STEP) memcpy(some, x, (size_t)count * sizeof *x), x = some;
+    for (int i = 0; i < STEP; i++) own[i] = to_left(x[i]);
+    memcpy(line, own, sizeof own);
+}
 
 /* sums [rows, 32] = x times w over `steps` steps, on top of what is there if `begun`. Step k fetches `ahead_bytes`. */
-INLINE void avx512_block(const char *x, const char *w, float *sums, int64_t steps, const int rows, const int begun, const char *ahead, const int64_t ahead_bytes) {
-    __m512 acc[ROWS][2];
-    for (int r = 0; r < rows; r++)
-        for (int half = 0; half < 2; half++) acc[r][half] = begun ? _mm512_load_ps(sums + r * PANEL + half * TILE) : _mm512_setzero_ps();
-    for (int64_t k = 0; k < steps; k++, x += TILE_BYTES, w += STEP_BYTES) {
-        fetch(ahead + k * ahead_bytes, ahead_bytes);
-        for (int i = 0; i < TILE; i++) {
-            const __m512bh low = (__m512bh)_mm512_load_si512(w + i * LINE_BYTES);
-            const __m512bh high = (__m512bh)_mm512_load_si512(w + TILE_BYTES + i * LINE_BYTES);
-            for (int r = 0; r < rows; r++) {
-                int32_t pair;
-                memcpy(&pair, x + r * LINE_BYTES + i * sizeof pair, sizeof pair);
-                const __m512bh both = (__m512bh)_mm512_set1_epi32(pair);
-                acc[r][0] = _mm512_dpbf16_ps(acc[r][0], both, low);
-                acc[r][1] = _mm512_dpbf16_ps(acc[r][1], both, high);
-            }
+INLINE void product_block(const char *x, const char *w, float *sums, int64_t steps, const int rows, const int begun, const int ready, const char *ahead, const int64_t ahead_bytes) {
+    const int halves = rows <= WHOLE_ROWS ? 2 : 1, line_bytes = ready ? READY_LINE_BYTES : LINE_BYTES;
+    for (int first = 0; first < 2; first += halves) {
+        struct half acc[MOST_ROWS * 2];
+        for (int r = 0; r < rows; r++)
+            for (int h = 0; h < halves; h++) acc[r * halves + h] = begun ? load_sums(sums + r * PANEL + (first + h) * TILE) : no_sums();
+        for (int64_t k = 0; k < steps; k++) {
+            const char *own = x + k * LEFT_TILE_BYTES, *from = w + k * 2 * TILE * line_bytes + first * TILE * line_bytes;
+            if (!first) fetch(ahead + k * ahead_bytes, ahead_bytes);
+            for (int i = 0; i < TILE; i++)
+                for (int h = 0; h < halves; h++) {
+                    const char *at = from + (h * TILE + i) * line_bytes;
+                    add_line(acc + h, halves, own + i * 2 * (int)sizeof(left), rows, ready ? ready_line(at) : bf16_line(at), NULL);
+                }
         }
+        for (int r = 0; r < rows; r++)
+            for (int h = 0; h < halves; h++) store_sums(sums + r * PANEL + (first + h) * TILE, acc[r * halves + h]);
     }
-    for (int r = 0; r < rows; r++)
-        for (int half = 0; half < 2; half++) _mm512_store_ps(sums + r * PANEL + half * TILE, acc[r][half]);
 }
+
+/* Sizes of blocks, in rows, and the one for the next rows, of those that are left of a tile. */
+enum { BLOCK_SIZES = 4, FOUR_ROWS = MOST_ROWS < 4 ? MOST_ROWS : 4 };
+static const int ROWS_OF[BLOCK_SIZES] = {1, 2, FOUR_ROWS, MOST_ROWS};
+INLINE int size_for(int64_t rows) { return rows >= MOST_ROWS ? 3 : rows >= FOUR_ROWS ? 2 : rows >= 2 ? 1 : 0; }
+
+#if defined(HAVE_AMX)
+#include "amx.h"
 #endif
 
-/* ---- AMX: at most 32 rows by two tiles of outputs */
-
-#if defined(HAVE_AVX512) && defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(__linux__) && defined(__x86_64__)
-#define HAVE_AMX 1
-
-/* GCC's tile intrinsics do not say which memory they read. */
-INLINE void settle(void) { __asm__ volatile("" ::: "memory"); }
-
-struct tile_config {
-    uint8_t palette, start_row, reserved[14];
-    uint16_t bytes[16];
-    uint8_t rows[16];
-};
-
-/* Tiles 0 to 3: sums (rows 0-15 x outputs 0-15 and 16-31, then rows 16-31, or rows 0-15 of a second panel). 4, 5: x.
- * 6, 7: weights. */
-INLINE void configure(int64_t rows) {
-    struct tile_config c = {.palette = 1};
-    const int64_t low = smaller(rows, TILE), high = rows > TILE ? rows - TILE : low;
-    const uint8_t of_tile[8] = {(uint8_t)low, (uint8_t)low, (uint8_t)high, (uint8_t)high, (uint8_t)low, (uint8_t)high, TILE, TILE};
-    for (int t = 0; t < 8; t++) c.bytes[t] = LINE_BYTES, c.rows[t] = of_tile[t];
-    settle();
-    _tile_loadconfig(&c);
-}
-
-/* Tiles 0 to 3 become the sums [32, 32] that are there if `begun`, else zeros. Rows 16-31 only if `two`. */
-INLINE void begin_sums(const float *sums, const int two, const int begun) {
-    const float *const below = sums + TILE * PANEL;
-    const int stride = PANEL * sizeof(float);
-    if (begun) {
-        _tile_loadd(0, sums, stride);
-        _tile_loadd(1, sums + TILE, stride);
-        if (two) {
-            _tile_loadd(2, below, stride);
-            _tile_loadd(3, below + TILE, stride);
-        }
-    } else {
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
-    }
-}
-
-INLINE void end_sums(float *sums, const int two) {
-    float *const below = sums + TILE * PANEL;
-    const int stride = PANEL * sizeof(float);
-    _tile_stored(0, sums, stride);
-    _tile_stored(1, sums + TILE, stride);
-    if (two) {
-        _tile_stored(2, below, stride);
-        _tile_stored(3, below + TILE, stride);
-    }
-}
-
-/* Sums `number` (0 to 3) += x, which tile 4 holds, times the tile at `w`. */
-INLINE void add_product(const char *w, const int number) {
-    if (number % 2) _tile_loadd(7, w, LINE_BYTES);
-    else _tile_loadd(6, w, LINE_BYTES);
-    if (number == 0) _tile_dpbf16ps(0, 4, 6);
-    else if (number == 1) _tile_dpbf16ps(1, 4, 7);
-    else if (number == 2) _tile_dpbf16ps(2, 4, 6);
-    else _tile_dpbf16ps(3, 4, 7);
-}
-
-/* As avx512_block; rows 16-31 (if `two`) are those of the tiles x_block bytes behind. */
-INLINE void amx_block(const char *x, int64_t x_block, const char *w, float *sums, int64_t steps, const int two, const int begun, const char *ahead, const int64_t ahead_bytes) {
-    settle();
-    begin_sums(sums, two, begun);
-    for (int64_t k = 0; k < steps; k++, x += TILE_BYTES, w += STEP_BYTES) {
-        fetch(ahead + k * ahead_bytes, ahead_bytes);
-        _tile_loadd(4, x, LINE_BYTES);
-        _tile_loadd(6, w, LINE_BYTES);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_loadd(7, w + TILE_BYTES, LINE_BYTES);
-        _tile_dpbf16ps(1, 4, 7);
-        if (two) {
-            _tile_loadd(5, x + x_block, LINE_BYTES);
-            _tile_dpbf16ps(2, 5, 6);
-            _tile_dpbf16ps(3, 5, 7);
-        }
-    }
-    end_sums(sums, two);
-    settle();
-}
-#endif
-
-/* The best kind this process may use. AMX needs the kernel's leave, once a process: it enlarges signal frames. */
+/* The best kind this process may use. */
 INLINE enum kind best_kind(void) {
 #if defined(HAVE_AMX)
-    enum { ARCH_REQ_XCOMP_PERM = 0x1023, XTILEDATA = 18 };
-    if (syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA) == 0) return AMX;
+    if (amx_allowed()) return AMX;
 #endif
-#if defined(HAVE_AVX512)
-    return AVX512;
-#else
-    return NONE;
-#endif
+    return VECTOR_KIND;
 }
 
 #endif

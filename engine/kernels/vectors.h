@@ -71,6 +71,54 @@ INLINE void store_bf16(bf16 *to, f16v x) {
 }
 #endif
 
+/* 32 numbers -> a line of bf16; `around` the caches, for which it must be aligned. */
+INLINE void store_line(bf16 *to, f16v low, f16v high, const int around) {
+#if defined(__AVX512BF16__) && defined(__AVX512F__)
+    const __m512i line = (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
+    if (around) _mm512_stream_si512((void *)to, line);
+    else _mm512_storeu_si512(to, line);
+#else
+    (void)around;
+    store_bf16(to, low);
+    store_bf16(to + LANES, high);
+#endif
+}
+
+/* Of what went around the caches. */
+INLINE void end_stores_around(void) {
+#if defined(__AVX512F__)
+    _mm_sfence();
+#endif
+}
+
+/* ---- the first `count` of 16 numbers, at most all; behind those that are read are zeros */
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+INLINE __mmask16 first_lanes(int64_t count) { return count >= LANES ? 0xffff : count <= 0 ? 0 : (__mmask16)((1u << count) - 1); }
+INLINE f16v load_some_bf16(const bf16 *x, int64_t count) { return (f16v)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(first_lanes(count), x)), 16); }
+INLINE void store_some_f32(float *to, f16v x, int64_t count) { _mm512_mask_storeu_ps(to, first_lanes(count), (__m512)x); }
+INLINE void store_some_bf16(bf16 *to, f16v x, int64_t count) {
+    h16v h;
+    store_bf16((bf16 *)&h, x);
+    _mm256_mask_storeu_epi16(to, first_lanes(count), (__m256i)h);
+}
+#else
+INLINE size_t first_lanes(int64_t count) { return (size_t)(count >= LANES ? LANES : count <= 0 ? 0 : count); }
+INLINE f16v load_some_bf16(const bf16 *x, int64_t count) {
+    bf16 own[LANES] = {0};
+    memcpy(own, x, first_lanes(count) * sizeof *x);
+    return load_bf16(own);
+}
+INLINE void store_some_f32(float *to, f16v x, int64_t count) { memcpy(to, &x, first_lanes(count) * sizeof *to); }
+INLINE void store_some_bf16(bf16 *to, f16v x, int64_t count) {
+    bf16 own[LANES];
+    store_bf16(own, x);
+    memcpy(to, own, first_lanes(count) * sizeof *to);
+}
+#endif
+
+/* ---- sums and maxima */
+
 INLINE float sum(f16v x) {
 #if defined(__AVX512F__)
     return _mm512_reduce_add_ps((__m512)x);

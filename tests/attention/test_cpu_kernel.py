@@ -175,7 +175,7 @@ def test_a_page_id_out_of_range_never_reaches_c():
 )
 def test_builds_for_lesser_cpus(flags, monkeypatch, tmp_path):
     monkeypatch.setenv(build.CACHE_VARIABLE, str(tmp_path))
-    monkeypatch.setattr(build, "FLAG_SETS", (flags,))
+    monkeypatch.setattr(build, "flag_sets", lambda kind: [flags])
     heads = Heads(q=4, kv=2, dim=48)
     for dtype in ("float32", "bfloat16"):
         sequences = make_sequences(heads, BORDERS, page_size=16, dtype=dtype)

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,8 +9,8 @@ import torch
 from engine.attention.cpu_backend import CpuBackend
 from engine.attention.torch_backend import TorchBackend
 from engine.kernels import build
-from engine.kernels.linear import AVX512
-from engine.kernels.paged_extend import SOURCE, PagedExtend, make_paged_extend
+from engine.kernels.cpu_kind import Kind
+from engine.kernels.paged_extend import SOURCE, PagedExtend
 from engine.kernels.softmax import plain_softmax
 from engine.kv.kv_pool import KVPool
 from tests.attention.attention_cases import (
@@ -37,26 +36,26 @@ STARTS = [0, 0, 0, 255, 31, 511]
 ENDS = [1, 17, 300, 257, 64, 530]
 
 
-@pytest.fixture(params=kinds())
-def kind(request: pytest.FixtureRequest) -> int:
-    return int(request.param)
+@pytest.fixture(params=kinds(), ids=lambda kind: kind.label)
+def kind(request: pytest.FixtureRequest) -> Kind:
+    return Kind(request.param)
 
 
-def kernel_of(kind: int, pool: KVPool) -> PagedExtend:
-    library = build.load_library(SOURCE)
+def kernel_of(kind: Kind, pool: KVPool) -> PagedExtend:
+    library = build.load_library(SOURCE, kind=kind)
     assert library is not None
-    return PagedExtend(library, pool, kind=kind)
+    return PagedExtend(library, pool)
 
 
 def extend(
-    kind: int, heads: Heads, sequences: list[Sequence], starts: list[int], ends: list[int], *, page_size: int = 16
+    kind: Kind, heads: Heads, sequences: list[Sequence], starts: list[int], ends: list[int], *, page_size: int = 16
 ) -> list[torch.Tensor]:
     pool = poisoned_pool(heads, [len(s.q) for s in sequences], page_size=page_size, dtype=BF16)
     fill(pool, sequences, starts)
     return run_step(kernel_of(kind, pool), sequences, starts, ends, page_size=page_size)
 
 
-def in_chunks(kind: int, heads: Heads, sequence: Sequence, cuts: list[int]) -> torch.Tensor:
+def in_chunks(kind: Kind, heads: Heads, sequence: Sequence, cuts: list[int]) -> torch.Tensor:
     """The rows of one prompt that came in chunks [cuts[i], cuts[i + 1]), each read back by those after it."""
     pool = poisoned_pool(heads, [len(sequence.q)], page_size=16, dtype=BF16)
     kernel = kernel_of(kind, pool)
@@ -67,7 +66,7 @@ def in_chunks(kind: int, heads: Heads, sequence: Sequence, cuts: list[int]) -> t
     ("kv", "group", "dim", "page_size"),
     [(2, 2, 128, 16), (2, 1, 64, 1), (1, 3, 96, 64), (3, 5, 16, 8), (1, 7, 48, 16), (1, 9, 80, 16), (1, 2, 256, 16)],
 )
-def test_any_shape_equals_the_reference(kind: int, kv: int, group: int, dim: int, page_size: int) -> None:
+def test_any_shape_equals_the_reference(kind: Kind, kv: int, group: int, dim: int, page_size: int) -> None:
     heads = Heads(q=kv * group, kv=kv, dim=dim)
     sequences = make_sequences(heads, ENDS, page_size=page_size, dtype=BF16)
     outs = extend(kind, heads, sequences, STARTS, ENDS, page_size=page_size)
@@ -78,7 +77,7 @@ def test_any_shape_equals_the_reference(kind: int, kv: int, group: int, dim: int
     "cuts", [[0, 300, 600], [0, 1, 2, 17, 600], [0, 256, 512, 600], [0, 31, 287, 599, 600]], ids=str
 )
 @pytest.mark.parametrize(("kv", "group"), [(2, 2), (1, 3)])
-def test_a_prompt_in_chunks_has_the_bits_of_the_whole(kind: int, cuts: list[int], kv: int, group: int) -> None:
+def test_a_prompt_in_chunks_has_the_bits_of_the_whole(kind: Kind, cuts: list[int], kv: int, group: int) -> None:
     heads = Heads(q=kv * group, kv=kv, dim=64)
     (sequence,) = make_sequences(heads, [600], page_size=16, dtype=BF16)
     assert torch.equal(in_chunks(kind, heads, sequence, cuts), in_chunks(kind, heads, sequence, [0, 600]))
@@ -100,7 +99,7 @@ def test_the_last_token_of_a_prompt_by_itself_has_the_bits_of_the_whole() -> Non
     assert torch.equal(out[:1], whole[0][-1:]) or not backends[1].has_prompt_kernel
 
 
-def test_batch_mates_and_pages_do_not_change_the_bits(kind: int) -> None:
+def test_batch_mates_and_pages_do_not_change_the_bits(kind: Kind) -> None:
     heads = Heads(q=4, kv=2, dim=64)
     sequences = make_sequences(heads, ENDS, page_size=16, dtype=BF16)
     together = extend(kind, heads, sequences, STARTS, ENDS)
@@ -109,7 +108,7 @@ def test_batch_mates_and_pages_do_not_change_the_bits(kind: int) -> None:
         assert torch.equal(extend(kind, heads, [alone], [start], [end])[0], out)
 
 
-def test_threads_do_not_change_the_bits(kind: int) -> None:
+def test_threads_do_not_change_the_bits(kind: Kind) -> None:
     heads = Heads(q=4, kv=2, dim=64)
     sequences = make_sequences(heads, ENDS, page_size=16, dtype=BF16)
     one = extend(kind, heads, sequences, STARTS, ENDS)
@@ -121,7 +120,7 @@ def test_threads_do_not_change_the_bits(kind: int) -> None:
     assert all(torch.equal(a, b) for a, b in zip(one, three, strict=True))
 
 
-def test_writes_the_new_tokens_and_nothing_else(kind: int) -> None:
+def test_writes_the_new_tokens_and_nothing_else(kind: Kind) -> None:
     heads = Heads(q=4, kv=2, dim=32)
     sequences = make_sequences(heads, ENDS, page_size=16, dtype=BF16)
     pools = [filled_pool(heads, sequences, STARTS) for _ in range(2)]
@@ -130,7 +129,7 @@ def test_writes_the_new_tokens_and_nothing_else(kind: int) -> None:
     assert torch.equal(pools[0].buffer, pools[1].buffer)
 
 
-def test_a_request_that_is_skipped_is_written_and_does_not_disturb(kind: int) -> None:
+def test_a_request_that_is_skipped_is_written_and_does_not_disturb(kind: Kind) -> None:
     heads = Heads(q=4, kv=2, dim=32)
     starts, ends = [0, 40, 0], [50, 41, 70]
     sequences = make_sequences(heads, ends, page_size=16, dtype=BF16)
@@ -146,7 +145,7 @@ def test_a_request_that_is_skipped_is_written_and_does_not_disturb(kind: int) ->
     assert torch.equal(pool.v(1)[page, offset], sequences[1].v[40])
 
 
-def test_large_scores_neither_overflow_nor_lose_the_winner(kind: int) -> None:
+def test_large_scores_neither_overflow_nor_lose_the_winner(kind: Kind) -> None:
     heads = Heads(q=2, kv=1, dim=32)
     sequences = make_sequences(heads, [600], page_size=16, dtype=BF16)
     sequences[0].q.mul_(300.0)  # gaps far below where a weight is 0, and maxima that move from block to block
@@ -154,7 +153,7 @@ def test_large_scores_neither_overflow_nor_lose_the_winner(kind: int) -> None:
     assert worst_error(outs, sequences, [0], [600]) < 0.05  # a weight hangs on a score of hundreds, in fp32
 
 
-def test_denormals_are_flushed_inside_and_kept_outside(kind: int) -> None:
+def test_denormals_are_flushed_inside_and_kept_outside(kind: Kind) -> None:
     """Scores 90 apart: a weight would be 1e-39, which takes the CPU a hundred times as long, and is none in bf16."""
     heads = Heads(q=2, kv=1, dim=64)
     (sequence,) = make_sequences(heads, [300], page_size=16, dtype=BF16)
@@ -169,7 +168,7 @@ def test_denormals_are_flushed_inside_and_kept_outside(kind: int) -> None:
 
 
 @pytest.mark.parametrize("side", ["q", "k", "v"])
-def test_a_nan_stays_visible_and_in_its_request(kind: int, side: str) -> None:
+def test_a_nan_stays_visible_and_in_its_request(kind: Kind, side: str) -> None:
     heads = Heads(q=2, kv=1, dim=32)
     sequences = make_sequences(heads, [300, 300], page_size=16, dtype=BF16)
     getattr(sequences[0], side)[270, 0, 0] = torch.nan
@@ -177,7 +176,7 @@ def test_a_nan_stays_visible_and_in_its_request(kind: int, side: str) -> None:
     assert poisoned[270].isnan().any() and not poisoned[:256].isnan().any() and not clean.isnan().any()
 
 
-def test_heads_of_a_merged_qkv_are_read_in_place(kind: int) -> None:
+def test_heads_of_a_merged_qkv_are_read_in_place(kind: Kind) -> None:
     heads = Heads(q=4, kv=2, dim=32)
     (s,) = make_sequences(heads, [70], page_size=16, dtype=BF16)
     pool = poisoned_pool(heads, [70], page_size=16, dtype=BF16)
@@ -206,12 +205,3 @@ def test_other_head_dims_and_dtypes_fall_back_to_torch(dim: int, dtype: str) -> 
     assert not backend.has_prompt_kernel
     outs = run_step(backend, [s], [0], [50], page_size=16)
     assert worst_error(outs, [s], [0], [50]) < TOLERANCE[dtype]
-
-
-def test_a_lesser_cpu_has_no_kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv(build.CACHE_VARIABLE, str(tmp_path))
-    monkeypatch.setattr(build, "FLAG_SETS", (("-O1", "-mavx2"),))
-    pool = make_pool(Heads(q=2, kv=1, dim=32), num_pages=2, page_size=16, dtype=BF16)
-    assert make_paged_extend(pool) is None
-    with pytest.raises(OSError, match="kind"):
-        kernel_of(AVX512, pool)

@@ -9,6 +9,7 @@ import torch
 from engine.attention.backend import make_attention_backend
 from engine.attention.cpu_backend import CpuBackend
 from engine.attention.torch_backend import TorchBackend
+from engine.kernels.cpu_kind import Kind
 from engine.kernels.paged_extend import PagedExtend
 from engine.kernels.softmax import Softmax
 from engine.kv.kv_pool import KVPool
@@ -43,8 +44,8 @@ def test_prompts_and_single_tokens_equal_the_reference(
 
 
 @pytest.mark.parametrize("case", ["cap", "sinks"])
-@pytest.mark.parametrize("kind", kinds())
-def test_a_prompt_in_parts_has_the_bits_of_the_whole(kind: int, case: str) -> None:
+@pytest.mark.parametrize("kind", kinds(), ids=lambda kind: kind.label)
+def test_a_prompt_in_parts_has_the_bits_of_the_whole(kind: Kind, case: str) -> None:
     make: Callable[[KVPool], PagedExtend] = extend_of(kind)
     sequences = make_sequences(HEADS, [570], page_size=PAGE, dtype="bfloat16")
 

@@ -11,6 +11,7 @@ from engine.attention.cpu_backend import CpuBackend
 from engine.attention.torch_backend import TorchBackend
 from engine.attention.triton_backend import TritonBackend
 from engine.kernels import build
+from engine.kernels.cpu_kind import Kind
 from engine.kernels.paged_extend import SOURCE, PagedExtend, make_paged_extend
 from engine.kv.kv_pool import KVPool
 from service.flags import ConfigError
@@ -43,10 +44,10 @@ def pool_of(sequences: list[Sequence], ends: list[int], starts: list[int], *, wi
     return pool
 
 
-def extend_of(kind: int) -> Callable[[KVPool], PagedExtend]:
-    library = build.load_library(SOURCE)
+def extend_of(kind: Kind) -> Callable[[KVPool], PagedExtend]:
+    library = build.load_library(SOURCE, kind=kind)
     assert library is not None
-    return lambda pool: PagedExtend(library, pool, kind=kind)
+    return lambda pool: PagedExtend(library, pool)
 
 
 def error(
@@ -72,8 +73,8 @@ def test_prompts_and_single_tokens_equal_the_reference(make: type, dtype: str, w
 
 
 @pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("kind", kinds())
-def test_a_prompt_in_parts_has_the_bits_of_the_whole(kind: int, window: int) -> None:
+@pytest.mark.parametrize("kind", kinds(), ids=lambda kind: kind.label)
+def test_a_prompt_in_parts_has_the_bits_of_the_whole(kind: Kind, window: int) -> None:
     make, sequences = extend_of(kind), make_sequences(HEADS, [570], page_size=PAGE, dtype="bfloat16")
 
     def computed(start: int, end: int) -> torch.Tensor:

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from engine.kernels.cpu_kind import Kind
 from engine.kernels.linear import PANEL, PackedMatrix
 from engine.kernels.matrices import PackedMatrices
 from engine.layers.linear import silu_mul
@@ -39,14 +40,14 @@ def values(weight: Integers) -> torch.Tensor:
     return each
 
 
-def packed(kind: int, weight: Integers, bias: torch.Tensor | None = None, *, segments: int = 1) -> PackedMatrix:
+def packed(kind: Kind, weight: Integers, bias: torch.Tensor | None = None, *, segments: int = 1) -> PackedMatrix:
     return kernel_of(kind).pack(weight, bias, segments=segments)
 
 
-@pytest.mark.parametrize("kind", kinds())
+@pytest.mark.parametrize("kind", kinds(), ids=lambda kind: kind.label)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("scheme", KINDS)
-def test_any_shape_equals_the_product(kind: int, shape: tuple[int, int], scheme: str) -> None:
+def test_any_shape_equals_the_product(kind: Kind, shape: tuple[int, int], scheme: str) -> None:
     weight, bias = integers(scheme, *shape, seed=1), drawn(shape[0], seed=2)
     matrix, exact = packed(kind, weight, bias), values(weight)
     for rows in ROWS:
@@ -57,8 +58,8 @@ def test_any_shape_equals_the_product(kind: int, shape: tuple[int, int], scheme:
         assert torch.equal(matrix.times(x), matrix.partial(x).bfloat16())
 
 
-@pytest.mark.parametrize("kind", kinds())
-def test_every_integer_is_exact(kind: int) -> None:
+@pytest.mark.parametrize("kind", kinds(), ids=lambda kind: kind.label)
+def test_every_integer_is_exact(kind: Kind) -> None:
     for bits, low, high in ((4, -8, 8), (8, -128, 128)):
         every = torch.arange(low, high).to(torch.int8)
         grid = torch.stack([every.roll(i) for i in range(32)])  # [32, 2 ** bits]
@@ -66,9 +67,9 @@ def test_every_integer_is_exact(kind: int) -> None:
         assert torch.equal(packed(kind, weight).times(torch.eye(grid.shape[1]).bfloat16()), grid.t().bfloat16())
 
 
-@pytest.mark.parametrize("kind", kinds())
+@pytest.mark.parametrize("kind", kinds(), ids=lambda kind: kind.label)
 @pytest.mark.parametrize("scheme", KINDS)
-def test_a_row_has_the_same_bits_in_any_batch_and_on_any_threads(kind: int, scheme: str) -> None:
+def test_a_row_has_the_same_bits_in_any_batch_and_on_any_threads(kind: Kind, scheme: str) -> None:
     matrix, x = packed(kind, integers(scheme, 320, 256, seed=1)), drawn(300, 256, seed=3)
     whole, before = matrix.times(x), torch.get_num_threads()
     for begin, end in ((0, 1), (0, 16), (3, 20), (5, 37), (0, 33), (100, 299), (299, 300)):
@@ -98,13 +99,13 @@ def of_all_sizes(rows: int, inputs: int, *, seed: int) -> torch.Tensor:
     return x.masked_fill_(torch.rand(rows, inputs, generator=random) < 0.1, -0.0)
 
 
-@pytest.mark.parametrize("kind", kinds())
+@pytest.mark.parametrize("kind", kinds(), ids=lambda kind: kind.label)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("group", [32, 96, 4096])
 @pytest.mark.parametrize("offsets", [False, True])
 def test_few_rows_have_the_bits_of_many(
-    kind: int, shape: tuple[int, int], bits: int, group: int, offsets: bool
+    kind: Kind, shape: tuple[int, int], bits: int, group: int, offsets: bool
 ) -> None:
     weight = grouped(bits, group, *shape, offsets=offsets, seed=1)
     matrix, x = packed(kind, weight, drawn(shape[0], seed=2)), of_all_sizes(49, shape[1], seed=3)
@@ -115,9 +116,9 @@ def test_few_rows_have_the_bits_of_many(
             assert torch.equal(few, whole[begin : begin + rows]), (begin, rows)
 
 
-@pytest.mark.parametrize("kind", kinds())
+@pytest.mark.parametrize("kind", kinds(), ids=lambda kind: kind.label)
 @pytest.mark.parametrize("scheme", KINDS)
-def test_segments_are_those_of_ranks(kind: int, scheme: str) -> None:
+def test_segments_are_those_of_ranks(kind: Kind, scheme: str) -> None:
     weight, x = integers(scheme, 100, 512, seed=1), drawn(40, 512, seed=2)
     spans = [slice(at, at + 128) for at in range(0, 512, 128)]
     apart = [columns_of(weight, span) for span in spans]
@@ -128,9 +129,9 @@ def test_segments_are_those_of_ranks(kind: int, scheme: str) -> None:
     assert torch.equal(packed(kind, weight, segments=4).partial(x), expected)
 
 
-@pytest.mark.parametrize("kind", kinds())
+@pytest.mark.parametrize("kind", kinds(), ids=lambda kind: kind.label)
 @pytest.mark.parametrize("scheme", KINDS)
-def test_norm_and_gate_are_those_of_bf16_products(kind: int, scheme: str) -> None:
+def test_norm_and_gate_are_those_of_bf16_products(kind: Kind, scheme: str) -> None:
     matrix, x = kernel_of(kind).pack(integers(scheme, 96, 64, seed=1), None, gates=True), drawn(9, 64, seed=2)
     ones = torch.ones(64).bfloat16()
     normed = matrix.times_normed(x, ones, eps=1e-6)
@@ -139,9 +140,9 @@ def test_norm_and_gate_are_those_of_bf16_products(kind: int, scheme: str) -> Non
     assert torch.equal(matrix.times_normed(x, ones, eps=1e-6, gated=True), silu_mul(normed))
 
 
-@pytest.mark.parametrize("kind", kinds())
+@pytest.mark.parametrize("kind", kinds(), ids=lambda kind: kind.label)
 @pytest.mark.parametrize("scheme", KINDS)
-def test_experts_have_the_bits_of_each_alone(kind: int, scheme: str) -> None:
+def test_experts_have_the_bits_of_each_alone(kind: Kind, scheme: str) -> None:
     kernel, weights = kernel_of(kind), [integers(scheme, 96, 160, seed=i) for i in range(4)]
     alone = [kernel.pack(weight, None, gates=weight.shape[0] % PANEL == 0) for weight in weights]
     together = PackedMatrices(kernel, list(weights), gates=True)
