@@ -6,6 +6,7 @@
 #   python3-venv                    `python3 -m venv` on Debian's own Python
 # With the argument "tests" also what only those need:
 #   chromium                        shows the dashboard to them
+#   gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user   C kernels of other CPUs than this one
 # With "--list" before it the script installs nothing: it prints the packages that are missing, on one line.
 set -euo pipefail
 
@@ -25,7 +26,12 @@ need_library libcurl.so.4 libcurl4
 command -v gcc >/dev/null || command -v cc >/dev/null || missing+=(gcc)
 [ -e /usr/include/stdlib.h ] || missing+=(libc6-dev)
 python3 -c 'import ensurepip' 2>/dev/null || missing+=(python3-venv)
-[ "${1:-}" != tests ] || [ -x /usr/bin/chromium ] || missing+=(chromium)
+if [ "${1:-}" = tests ]; then
+    [ -x /usr/bin/chromium ] || missing+=(chromium)
+    command -v aarch64-linux-gnu-gcc >/dev/null || missing+=(gcc-aarch64-linux-gnu)
+    [ -e /usr/aarch64-linux-gnu/include/stdlib.h ] || missing+=(libc6-dev-arm64-cross)
+    command -v qemu-aarch64 >/dev/null || missing+=(qemu-user)
+fi
 
 [ ${#missing[@]} -eq 0 ] && exit 0
 [ -z "$list" ] || { echo "${missing[*]}"; exit 0; }

@@ -20,6 +20,7 @@ from engine.device.gpu_memory import MemoryGauge, await_share
 from engine.device.graphs import MakeCapture
 from engine.device.host_copies import backup_bytes, backup_room
 from engine.device.kv_memory import held_by, kept_specs, note_memory
+from engine.device.machine import cpu_kind
 from engine.device.measure import measured, own_steps, warm
 from engine.device.memory_plan import (
     kv_pages,
@@ -38,6 +39,7 @@ from engine.flags.resolve import depth, resolve, state_slots
 from engine.flags.speculation import most_drafted, with_drafter
 from engine.hicache.build import build_host_tier
 from engine.hicache.disk import Disk
+from engine.kernels.cpu_kind import CpuKindError
 from engine.kernels.linear import linear_kernel
 from engine.kv.cache_spec import page_bytes_of
 from engine.kv.held import HeldKV
@@ -122,6 +124,7 @@ def build_engine(
     given, config = config, resolve(config, model_config, cuda=torch.cuda.is_available())
     assert config.num_threads is not None and config.mem_fraction_static is not None, "resolved"
     torch.set_num_threads(config.num_threads)
+    _name_kind(config)
     _check_sums(config)
     _check_integers(config)
     stored, model_config = model_config, with_drafter(config, model_config.quantized(config.quantization))
@@ -341,6 +344,16 @@ def _leading(config: EngineConfig, device: Device, group: Group, wakeup: Callabl
     return LeadingExecutor(device.executor, group.followers, attention=wakeup if config.watches_steps else None)
 
 
+def _name_kind(config: EngineConfig) -> None:
+    """Raises ConfigError where the environment asks for arithmetic that this CPU lacks."""
+    if config.device != "cpu":
+        return
+    try:
+        log.info("CPU kernels: %s", cpu_kind(config.dtype))
+    except CpuKindError as error:
+        raise ConfigError(str(error)) from None
+
+
 def _check_sums(config: EngineConfig) -> None:
     """Raises ConfigError where --reduce-units cannot give what it is for: equal bits for every --tp-size."""
     if not config.reduce_units or config.device != "cpu":
@@ -352,8 +365,8 @@ def _check_sums(config: EngineConfig) -> None:
         )
     if linear_kernel() is None:
         raise ConfigError(
-            f"--reduce-units {config.reduce_units}: needs the C kernel of bf16 products, which this machine cannot build or "
-            "whose arithmetic (AVX512-BF16) its CPU lacks; leave it out"
+            f"--reduce-units {config.reduce_units}: needs the C kernel of bf16 products, which this machine cannot build (its "
+            "log says why); install a C compiler, or leave it out"
         )
 
 
@@ -361,6 +374,6 @@ def _check_integers(config: EngineConfig) -> None:
     """Raises ConfigError where --quantization would give the same answers at bf16's cost."""
     if config.quantization and linear_kernel() is None:
         raise ConfigError(
-            f"--quantization {config.quantization}: needs the C kernel of integer products, which this machine cannot build or "
-            "whose arithmetic (AVX512-BF16) its CPU lacks; leave it out"
+            f"--quantization {config.quantization}: needs the C kernel of integer products, which this machine cannot build (its "
+            "log says why); install a C compiler, or leave it out"
         )

@@ -10,7 +10,7 @@ BY_TORCH = "torch computes instead, several times slower"
 
 def shortfalls(infos: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return lines for the summary, from the /get_server_info of each worker of one machine, without repetition."""
-    lines = (line for info in infos for part in (_kernels, _cpu, _huge_pages) for line in part(info))
+    lines = (line for info in infos for part in (_kernels, _huge_pages) for line in part(info))
     return list(dict.fromkeys(lines))
 
 
@@ -23,15 +23,6 @@ def _kernels(info: Mapping[str, Any]) -> list[str]:
     if state == "off":
         return [f"No C kernels: TANDEM_NO_C_KERNELS=1 turns them off; {BY_TORCH}. Mend it: unset TANDEM_NO_C_KERNELS"]
     return []
-
-
-def _cpu(info: Mapping[str, Any]) -> list[str]:
-    if not (lacks := info.get("cpu_lacks")):
-        return []
-    return [
-        f"This CPU lacks {lacks}: torch computes prompts and the products of bf16 weights, slower than the C kernels do"
-        " on a CPU that has it. Nothing to install mends that."
-    ]
 
 
 def _huge_pages(info: Mapping[str, Any]) -> list[str]:

@@ -1,32 +1,39 @@
-"""What a worker can use of its machine: C kernels, the CPU's arithmetic, huge pages."""
+"""What a worker can use of its machine: C kernels, the kind of arithmetic they compute by, huge pages."""
 
 import os
 from pathlib import Path
 
-from engine.kernels.build import DISABLE_VARIABLE, BuildError, NoCompilerError, check_buildable
+from engine.kernels.build import DISABLE_VARIABLE, BuildError, NoCompilerError, check_buildable, cpu_kinds
 from engine.kernels.linear import linear_kernel
 from engine.kernels.paged_decode import SOURCE as PAGED_DECODE
 
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-BF16 = "AVX512-BF16"
+TORCH = "torch"
 
 
 def machine_facts(device: str, dtype: str, *, huge_pages: Path = HUGE_PAGES) -> dict[str, str | None]:
     """Return facts for /server_info; `device`, `dtype`: resolved.
 
     `c_kernels`: "built", "no compiler", "failed", "off" (by the environment), or "unused" (on a GPU).
-    `cpu_lacks`: arithmetic that the kernels need and this CPU lacks. `huge_pages`: "always", "madvise", "never", None: unknown.
+    `cpu_kind`: of the arithmetic (cpu_kind.py), or "torch". `huge_pages`: "always", "madvise", "never", None: unknown.
     """
     if device != "cpu":
-        return {"c_kernels": "unused", "c_kernels_error": None, "cpu_lacks": None, "huge_pages": None}
+        return {"c_kernels": "unused", "c_kernels_error": None, "cpu_kind": None, "huge_pages": None}
     state, error = _c_kernels()
-    lacks = state == "built" and dtype == "bfloat16" and linear_kernel() is None
     return {
         "c_kernels": state,
         "c_kernels_error": error,
-        "cpu_lacks": BF16 if lacks else None,
+        "cpu_kind": cpu_kind(dtype),
         "huge_pages": _chosen(huge_pages),
     }
+
+
+def cpu_kind(dtype: str) -> str:
+    """Return the kind of arithmetic that C kernels compute by here, or "torch". Raises CpuKindError."""
+    if dtype == "bfloat16":
+        kernel = linear_kernel()
+        return TORCH if kernel is None else kernel.kind.label
+    return cpu_kinds()[0].label if _c_kernels()[0] == "built" else TORCH
 
 
 def _c_kernels() -> tuple[str, str | None]:

@@ -8,7 +8,7 @@ from deploy.launcher.shortfalls import shortfalls
 from engine.device.machine import machine_facts
 from engine.kernels import build
 
-GOOD = {"c_kernels": "built", "c_kernels_error": None, "cpu_lacks": None, "huge_pages": "madvise"}
+GOOD = {"c_kernels": "built", "c_kernels_error": None, "cpu_kind": "avx2", "huge_pages": "madvise"}
 WHOLE_CPU = ("cpu", "float32")
 
 
@@ -34,12 +34,6 @@ def test_it_says_what_is_missing_what_it_costs_and_what_mends_it(fact: dict[str,
     assert all(word in line for word in words), line
 
 
-def test_a_cpu_without_bf16_is_no_missing_compiler():
-    (line,) = shortfalls([GOOD | {"cpu_lacks": "AVX512-BF16"}])
-    assert "This CPU lacks AVX512-BF16" in line and "Nothing to install" in line
-    assert "compiler" not in line and "apt-get" not in line
-
-
 def test_facts_of_a_compiler_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     compiler = tmp_path / "cc"
     compiler.write_text("#!/bin/sh\necho 'error: no stdlib.h here' >&2\nexit 1\n")
@@ -48,11 +42,13 @@ def test_facts_of_a_compiler_that_fails(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv(build.CACHE_VARIABLE, str(tmp_path / "cache"))
     facts = machine_facts(*WHOLE_CPU)
     assert facts["c_kernels"] == "failed" and "no stdlib.h here" in str(facts["c_kernels_error"])
+    assert facts["cpu_kind"] == "torch"
 
 
 def test_facts_of_kernels_that_are_off(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(build.DISABLE_VARIABLE, "1")
-    assert machine_facts(*WHOLE_CPU)["c_kernels"] == "off"
+    facts = machine_facts(*WHOLE_CPU)
+    assert (facts["c_kernels"], facts["cpu_kind"]) == ("off", "torch")
 
 
 @pytest.mark.parametrize("word", ["always", "madvise", "never"])

@@ -1,6 +1,6 @@
 """SmolLM2-135M-Instruct, a real model: the same tokens from every way to serve it, those of transformers, and a chat.
 
-fp32 here: without AVX512-BF16 a bf16 product is oneDNN's, whose sum depends on the number of rows, so batches of another
+fp32 here: without a C compiler a bf16 product is oneDNN's, whose sum depends on the number of rows, so batches of another
 composition may round a near tie the other way. fp32 rounds, too, only 65,000 times finer; where two tokens differ all
 the same, their logits must be nearer than the arithmetic's error (`margin`).
 """

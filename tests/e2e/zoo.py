@@ -161,7 +161,7 @@ def _ask(engine: EngineInProcess, *, adapter: int = 0) -> Tokens:
 
 def main() -> None:
     if linear_kernel() is None:
-        sys.exit(f"make model-table: {', '.join(NEED_THE_KERNEL)} need AVX512-BF16 and a compiler")
+        sys.exit(f"make model-table: {', '.join(NEED_THE_KERNEL)} need a C compiler")
     head = [_line(["architecture", *WAYS]), _line(["---"] * (1 + len(WAYS)))]
     with TemporaryDirectory() as folder:
         rows = [_row_of(family, Path(folder) / family) for family in tqdm(sorted(ARCHITECTURES))]

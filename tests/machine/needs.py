@@ -21,12 +21,16 @@ BROWSER = (
     "router/test_home.py",
 )
 MOONCAKE = ("deploy", "e2e", "faults", "machine", "security", "transfer")
+OTHER_CPUS = ("kernels/test_other_cpus.py",)
 # Which tests need a package. A package that is not here is needed by all.
 USERS = {
     "chromium": BROWSER,
     "libibverbs1": MOONCAKE,
     "libnuma1": MOONCAKE,
     "libcurl4": MOONCAKE,
+    "gcc-aarch64-linux-gnu": OTHER_CPUS,
+    "libc6-dev-arm64-cross": OTHER_CPUS,
+    "qemu-user": OTHER_CPUS,
     "python3-venv": (),  # of `make setup`, not of tests
 }
 

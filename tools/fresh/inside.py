@@ -25,7 +25,6 @@ TEST_LIMIT_S = 3 * 3600
 CHAT_LIMIT_S = 300
 SHORT_TESTS = "tests/machine"
 KERNELS = "root/.cache/tandem/kernels"
-BF16_FLAG, CPU_LACKS = "avx512_bf16", "This CPU lacks AVX512-BF16"
 DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 
 
@@ -158,15 +157,11 @@ def _processes() -> list[str]:
 def _kernels_used(root: Path, said: str) -> list[str]:
     """Names of the C kernels that `make run` built in this root.
 
-    Raises CheckFailedError if it built none, or said otherwise, or did not say what this CPU lacks: a CPU without bf16
-    arithmetic builds all that it starts with and computes by torch what it cannot run.
+    Raises CheckFailedError if it built none, or said otherwise.
     """
     built = sorted({path.name.rpartition("-")[0] for path in (root / KERNELS).glob("*.so")})
     if not built or "No C kernels" in said:
         raise CheckFailedError(f"`make run` did not use C kernels built in this root (built: {built})")
-    has_bf16 = BF16_FLAG in Path("/proc/cpuinfo").read_text().split()
-    if has_bf16 == (CPU_LACKS in said):
-        raise CheckFailedError(f"this CPU {'has' if has_bf16 else 'lacks'} {BF16_FLAG}, and the summary says otherwise")
     return built
 
 
