@@ -16,7 +16,9 @@ INLINE bfloat16x8_t load_words(const void *from) { return vreinterpretq_bf16_u16
 
 /* The sum of a row's inputs over some steps; `x`: its line in the first tile. */
 INLINE float sum_of_row(const char *x, int64_t steps, int64_t tile_bytes) {
-    const bfloat16x8_t ones = vreinterpretq_bf16_u16(vdupq_n_u16(0x3f80));
+    uint16_t one = 0x3f80;
+    __asm__("" : "+r"(one)); /* GCC 12 would load the constant by an instruction for fp16 */
+    const bfloat16x8_t ones = vreinterpretq_bf16_u16(vdupq_n_u16(one));
     float32x4_t sum = vdupq_n_f32(0.0f);
     for (int64_t k = 0; k < steps; k++, x += tile_bytes)
         for (int q = 0; q < PARTS; q++) sum = vbfdotq_f32(sum, load_words(x + 16 * q), ones);
