@@ -23,8 +23,6 @@ DISABLE_VARIABLE = "TANDEM_NO_C_KERNELS"
 CACHE_VARIABLE = "TANDEM_KERNEL_CACHE"
 COMPILE_TIMEOUT_S = 300  # it takes 20 s without AVX-512 on an idle core
 BASE_FLAGS = ("-O3", "-std=gnu11", "-shared", "-fPIC", "-fno-math-errno", "-Wno-psabi", "-Wno-unknown-pragmas")
-# Some compilers come without an OpenMP runtime.
-THREADS = (("-fopenmp",), ())
 CPU_INFO = Path("/proc/cpuinfo")
 
 TEAM = Path(__file__).with_name("team.c")
@@ -78,7 +76,7 @@ def cpu_kinds(best: Kind | None = None) -> list[Kind]:
 
 def flag_sets(best: Kind | None = None) -> list[tuple[str, ...]]:
     """The first that compiles is used: a compiler may be older than this CPU. Raises CpuKindError."""
-    return [(*flags_of(kind, cpu_features()), *threads) for kind in cpu_kinds(best) for threads in THREADS]
+    return [flags_of(kind, cpu_features()) for kind in cpu_kinds(best)]
 
 
 def fields(pointers: Iterable[str], numbers: Iterable[str], floats: Iterable[str] = ()) -> list[tuple[str, type]]:

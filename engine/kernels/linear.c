@@ -620,7 +620,9 @@ static int64_t bytes_of(const struct args *a, int64_t steps) {
 }
 
 static void compute_few(const struct work *work, const int64_t *ends, int64_t count, float *sums) {
+#if defined(HAVE_AMX)
     int64_t configured = 0;
+#endif
     for (struct loop l = team_repeats(ends[count - 1]); team_next(&l);) {
         int64_t low = 0, high = count - 1; /* the first product that ends behind the item */
         while (low < high) {

@@ -19,8 +19,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from engine.kernels import build as build_module
+from engine.kernels import tape
+
+KERNELS = Path(build_module.__file__).parent
 DRIVER = Path(__file__).with_suffix(".c")
-BASE_FLAGS = ("-O1", "-std=gnu11", "-static", "-fno-math-errno", "-Wno-psabi", "-Wno-unknown-pragmas")
+BASE_FLAGS = ("-O1", "-std=gnu11", "-static", "-fno-math-errno", "-Wno-psabi", "-pthread", f"-I{KERNELS}")
 LINE, WHOLE_BYTES = 64, 4 << 20  # of a small storage all is carried
 
 
@@ -83,7 +87,13 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Memory]:
         memory.note_structure(structure, address_of(structure))
         return address_of(structure)
 
+    call_once = tape.call_once
+
+    def carried(kernel: Any, args: ctypes.Structure) -> int:
+        return kernel(ctypes.byref(args)) if isinstance(kernel, Function) else call_once(kernel, args)
+
     with monkeypatch.context() as patch:
+        patch.setattr(tape, "call_once", carried)
         patch.setattr(torch.Tensor, "data_ptr", watched_pointer)
         patch.setattr(ctypes, "addressof", watched_address)
         yield memory
@@ -94,7 +104,7 @@ def build(source: Path, target: Target, folder: Path, own_flags: Sequence[str] =
     functions = re.findall(r"^(?:int|void) (tandem_\w+)\(", source.read_text(), re.MULTILINE)
     listed = " ".join(f"F({name})" for name in functions)
     command = [target.compiler, *BASE_FLAGS, *own_flags, *target.flags, f"-DFUNCTIONS={listed}"]
-    texts = [path.read_text() for path in (DRIVER, source, *sorted(source.parent.glob("*.h")))]
+    texts = [path.read_text() for path in (DRIVER, source, KERNELS / "team.c", *sorted(KERNELS.glob("*.h")))]
     program = (
         folder / f"guest-{source.stem}-{hashlib.sha256(chr(0).join([*texts, *command]).encode()).hexdigest()[:20]}"
     )

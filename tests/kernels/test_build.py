@@ -20,7 +20,6 @@ ARM = (Kind.NEON, Kind.NEON_BF16)
 def test_a_kernel_compiles_for_each_kind_of_cpu(source, kind):
     flags = [
         *build.BASE_FLAGS,
-        "-fopenmp",
         *flags_of(kind, {"avx512vbmi"}),
         "-Wall",
         "-Werror=implicit",
