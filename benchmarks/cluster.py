@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,11 +69,19 @@ def _path_with(tree: Path) -> str:
     return os.pathsep.join([str(tree), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
-def pin_tree(root: psutil.Process, core: int) -> None:
-    """Move every thread of a process and its descendants to `core`; new threads inherit it."""
+def pin_tree(root: psutil.Process, *cores: int) -> None:
+    """Move every thread of a process and its descendants to `cores`; new threads inherit it."""
     for process in family(root.pid):
         for thread in process.threads():
-            os.sched_setaffinity(thread.id, {core})
+            os.sched_setaffinity(thread.id, cores)
+
+
+def pin(cluster: Cluster, cores: Mapping[str, Sequence[int]]) -> None:
+    """Pin every worker and its family to the cores of its role, and what else the launcher has started to those of "router"."""
+    (up,) = [psutil.Process(pid) for role, pid in cluster.pids if role == "up"]
+    workers = {pid: role for role, pid in cluster.pids if role != "up"}
+    for child in sorted(up.children(), key=lambda child: child.pid in workers):  # a fork server's children are workers'
+        pin_tree(child, *cores[workers.get(child.pid, "router")])
 
 
 def load(*, url: str, compare: str | None = None, **flags: Any) -> list[Summary]:

@@ -23,9 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import psutil
-
-from benchmarks.cluster import Cluster, pin_tree, tandem_up
+from benchmarks.cluster import pin, tandem_up
 from benchmarks.cpu_use import cpu_use
 from benchmarks.peer_loads import SEED_STEP, Server, interference, warm_up
 from benchmarks.random_model import write_model
@@ -36,18 +34,6 @@ AIM = 1.3
 PREFILL_CORE, DECODE_CORE = 0, 1
 UNIFIED, PD = "unified, two threads", "prefill | decode, a core each"
 Row = dict[str, Any]
-
-
-def pin(cluster: Cluster, cores: dict[str, int]) -> None:
-    """Every thread of each worker's process tree, and of the router's, goes to its role's core; new threads inherit it."""
-    roots = {role: psutil.Process(pid) for role, pid in cluster.pids}
-    workers = {process.pid for role, process in roots.items() if role != "up"}
-    for role, process in roots.items():
-        if role != "up":
-            pin_tree(process, cores[role])
-    for child in roots["up"].children():
-        if child.pid not in workers:
-            pin_tree(child, cores["router"])
 
 
 def rounds_of(name: str, server: Server, *, rounds: int) -> list[Row]:
@@ -74,7 +60,7 @@ def measure(model: Path, *, rounds: int, backend: str, router_core: int, flags: 
     with tandem_up("--unified", "--num-threads", "2", *args) as cluster:
         rows = rounds_of(UNIFIED, Server(url=cluster.url, model=model.name), rounds=rounds)
     with tandem_up("--transfer-backend", backend, *args) as cluster:
-        pin(cluster, {"prefill": PREFILL_CORE, "decode": DECODE_CORE, "router": router_core})
+        pin(cluster, {"prefill": (PREFILL_CORE,), "decode": (DECODE_CORE,), "router": (router_core,)})
         os.sched_setaffinity(0, {router_core})
         try:
             rows += rounds_of(PD, Server(url=cluster.url, model=model.name), rounds=rounds)

@@ -30,7 +30,8 @@ class ClusterCosts:
     """Everything beside the steps. `outside_s`: time of a request in HTTP and tokenizer before it reaches a scheduler.
 
     `control_s`: of a message between workers. `latency_s`: of a transfer, beside its bytes. `cores`: of the host that all
-    workers share (None: each has its own). `host_request_s`, `host_token_s`: CPU seconds of that host per request and per
+    workers share (None: each has its own), `worker_cores` of them belong to each prefill and decode worker (None: all go
+    anywhere). `host_request_s`, `host_token_s`: CPU seconds of that host per request and per
     output token. `policy`: the router's.
     """
 
@@ -38,6 +39,7 @@ class ClusterCosts:
     latency_s: float
     outside_s: float
     cores: float | None = None
+    worker_cores: float | None = None
     host_request_s: float = 0.0
     host_token_s: float = 0.0
     policy: str = "least_load"
@@ -60,7 +62,7 @@ class PlannedCluster:
         self.timeline = Timeline()
         self._specs = workers
         self._costs = costs
-        self._host = Host(costs.cores)
+        self._host = Host(costs.cores, home_cores=costs.worker_cores)
         self.routing = Routing[PlanWorker](costs.policy, layout.is_mixed_pool, costs.wanted)
         self._network = Network(
             self.timeline,

@@ -57,6 +57,11 @@ class PlanConfig(FlagSet):
         None,
         "cores of the one machine that all workers compute on (CPU workers); default: each worker has its own device",
     )
+    worker_cores: int | None = flag(
+        None,
+        "with --host-cores: cores of its own that each prefill and decode worker is bound to; default: all go anywhere",
+        least=1,
+    )
     step_cores: int = flag(1, "with --host-cores: cores that a step uses (a worker's --num-threads)", least=1)
     host_request_time_s: float = _seconds(0.0, "with --host-cores: CPU time of router, HTTP and tokenizers per request")
     host_token_time_s: float = _seconds(0.0, "with --host-cores: CPU time of HTTP and router per output token")
@@ -195,9 +200,18 @@ def check_plan(config: PlanConfig) -> None:
         )
     if config.speculative_accept_rate is not None and config.speculative_algorithm is None:
         raise ConfigError("--speculative-accept-rate: needs --speculative-algorithm; nothing is drafted without it")
+    if config.worker_cores is not None:
+        _check_worker_cores(config.worker_cores, config.host_cores, config.step_cores)
     for name, time_s in (
         ("--host-request-time", config.host_request_time_s),
         ("--host-token-time", config.host_token_time_s),
     ):
         if time_s and config.host_cores is None:
             raise ConfigError(f"{name}: needs --host-cores; nothing is shared without it")
+
+
+def _check_worker_cores(worker: int, host: float | None, step: int) -> None:
+    if host is None or worker > host:
+        raise ConfigError(f"--worker-cores {worker}: needs --host-cores of at least as many")
+    if step > worker:
+        raise ConfigError(f"--step-cores {step}: more than --worker-cores {worker}, the cores of a worker")

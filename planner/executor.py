@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from engine.core.drafts import Guess
 from engine.core.plan import ItemResult, Plan, PlanItem, StepResult
 from planner.drafter import DrafterTime, plan_seconds
-from planner.host import Host
-from planner.step_time import StepTime
+from planner.host import Host, Threads
+from planner.step_time import Beside, StepTime
 
 TOKEN, OTHER = 1, 0
 CONFIDENCE = 0.7  # of a model that drafts; how often it is right is learned
@@ -44,24 +44,29 @@ class TimedExecutor:
         clock: WorkerClock,
         *,
         host: Host,
-        threads: int,
+        threads: Threads,
+        beside: Beside,
         drafter: DrafterTime | None = None,
         is_right: Callable[[], bool] = always_right,
     ) -> None:
-        """`threads`: cores of `host` that a step uses. `drafter`: None: no model drafts. `is_right`: draws whether TOKEN is sampled."""
+        """`threads`: of `host`, that a step uses. `drafter`: None: no model drafts. `is_right`: draws whether TOKEN is sampled."""
         self._step_time = step_time
         self._drafter = drafter
         self._is_right = is_right
         self._clock = clock
         self._host = host
-        self._threads = threads
+        self._threads = {
+            prompts: threads._replace(beside=slower)
+            for prompts, slower in ((True, beside.prefill), (False, beside.decode))
+        }
         self._free_s = 0.0
         self.busy_s = 0.0
 
     def launch(self, plan: Plan) -> TimedLaunch:
         begin_s = max(self._clock.now_s, self._free_s)
         work_s = plan_seconds(plan, self._step_time, self._drafter)
-        self._free_s = self._host.finish(self, at_s=begin_s, work_s=work_s, threads=self._threads)
+        threads = self._threads[any(item.extend for item in plan.items)]
+        self._free_s = self._host.finish(self, at_s=begin_s, work_s=work_s, threads=threads)
         self.busy_s += self._free_s - begin_s
         return TimedLaunch(plan, self._free_s)
 

@@ -59,7 +59,16 @@ class Point:
 
 
 def judged(records: Sequence[RequestRecord]) -> Sequence[RequestRecord]:
-    return records[int(len(records) * JUDGED_FROM) :]
+    return records[first_judged(len(records)) :]
+
+
+def first_judged(count: int) -> int:
+    return int(count * JUDGED_FROM)
+
+
+def most_misses(count: int, share: float) -> int:
+    """Return how many of `count` requests may break their limits: with one more, a run may stop, as its rate is too high."""
+    return int((count - first_judged(count)) * (1 - share) + 1e-9)
 
 
 def point_of(
@@ -94,10 +103,16 @@ def point_of(
 
 @dataclass(slots=True, kw_only=True)
 class Search:
-    """Brackets the highest good rate from `guess`, then halves the bracket (geometrically): points in, rates out."""
+    """Brackets the highest good rate from `guess`, then halves the bracket (geometrically): points in, rates out.
+
+    `stride`: factor between rates until there is a bracket; a small one where the guess is good and runs are dear.
+    """
 
     guess: float
     share: float
+    near: float = NEAR
+    stride: float = 2.0
+    most_steps: int = MOST_STEPS
     points: list[Point] = field(default_factory=list)
 
     def next_rate(self) -> float | None:
@@ -105,10 +120,10 @@ class Search:
             return self.guess
         good, bad = self._best_rate(), self._worst_rate()
         if good is None or bad is None:
-            if len(self.points) > MOST_STEPS:
+            if len(self.points) > self.most_steps:
                 return None
-            return 2 * (good or 0.0) if bad is None else bad / 2
-        return None if bad / good <= NEAR else (good * bad) ** 0.5
+            return self.stride * (good or 0.0) if bad is None else bad / self.stride
+        return None if bad / good <= self.near else (good * bad) ** 0.5
 
     def add(self, point: Point) -> None:
         self.points.append(point)
@@ -116,6 +131,12 @@ class Search:
     @property
     def best(self) -> Point | None:
         return max(self._good(), key=lambda point: point.rate, default=None)
+
+    @property
+    def estimate(self) -> float:
+        """The middle of the bracket; without one the best rate, 0 if there is none."""
+        good, bad = self._best_rate(), self._worst_rate()
+        return (good * bad) ** 0.5 if good is not None and bad is not None else good or 0.0
 
     def _good(self) -> list[Point]:
         """Points below every rate that was not good enough: chance may make a higher rate good again."""

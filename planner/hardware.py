@@ -12,7 +12,7 @@ from planner.fit import HandoverTime
 from planner.gpus import GPUS, Gpu
 from planner.profile import Profile, fit_profile, read_profile, save_profile
 from planner.shape import Shape, shape_of
-from planner.step_time import Efficiency, Fitted, Roofline, StepTime
+from planner.step_time import Beside, Efficiency, Fitted, Roofline, StepTime
 from service.flags import ConfigError
 
 # Assumed if neither a flag nor a profile gives the value.
@@ -42,6 +42,7 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True):
     gpu_flag: str
     text: str
     assumed: str
+    beside: Beside
 
 
 def hardware_of(config: PlanConfig, model: ModelConfig, *, tps: Sequence[int], profile: Profile | None) -> Hardware:
@@ -95,6 +96,7 @@ def hardware_of(config: PlanConfig, model: ModelConfig, *, tps: Sequence[int], p
         gpu_flag=_gpu_flag(config.gpu, config.gpu_memory_gb),
         text=text,
         assumed=", ".join(assumed.notes),
+        beside=profile.beside,
     )
 
 

@@ -1,15 +1,31 @@
 """A machine whose cores are shared by steps on a CPU, transfers (which are copies) and HTTP. Pure.
 
-Shares are fair: while more threads run than there are cores, each thread gets cores / threads of one. The end of a piece of
-work is fixed when it starts, so work that starts later cannot delay it. Instead the earlier owner owes the time that it
-should have lost, and pays with its next piece of work. So no second of a core is used twice, and events keep the order of
-the timeline.
+Shares are fair: while more threads run than there are cores for them, each thread gets cores / threads of one. Workers may be bound
+to cores of their own; what is not bound fills what they leave (max-min fairness). The end of a piece of work is fixed when it starts, so
+work that starts later cannot delay it. Instead the earlier owner owes the time that it should have lost, and pays with its next piece
+of work. So no second of a core is used twice, and events keep the order of the timeline.
 """
 
-from collections.abc import Hashable
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 KEPT_S = 60.0  # older work overlaps with no new work: the workers' clocks differ by less than a step
+
+
+class Threads(NamedTuple):
+    """`num` threads of one owner. `home`: the worker to whose cores they are bound; None: they go anywhere.
+
+    `beside`: how much longer they take while all other cores compute, since memory and caches are shared.
+    """
+
+    num: int = 1
+    home: Hashable = None
+    beside: float = 0.0
+
+
+ONE = Threads()
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,20 +33,25 @@ class _Occupancy:
     owner: Hashable
     begin_s: float
     end_s: float
-    threads: int
+    threads: Threads
 
 
 class Host:
-    """`cores`: None if each worker has a machine of its own."""
+    """`cores`: None if each worker has a machine of its own. `home_cores`: of each worker that is bound to its own."""
 
-    def __init__(self, cores: float | None) -> None:
+    def __init__(self, cores: float | None, *, home_cores: float | None = None) -> None:
         self._cores = cores
+        self._home_cores = home_cores
         self._occupancies: list[_Occupancy] = []
         self._owed_s: dict[Hashable, float] = {}
         self._latest_s = 0.0
 
-    def finish(self, owner: Hashable, *, at_s: float, work_s: float, threads: int = 1) -> float:
-        """Return the end of `work_s` on each of `threads` cores, started at `at_s`. An owner does not slow itself down."""
+    def home(self, worker: Hashable) -> Hashable:
+        """Return what `Threads.home` is for a worker's own work: None where no worker is bound."""
+        return None if self._home_cores is None else worker
+
+    def finish(self, owner: Hashable, *, at_s: float, work_s: float, threads: Threads = ONE) -> float:
+        """Return the end of `work_s` on each of `threads`, started at `at_s`. An owner does not slow itself down."""
         if self._cores is None or work_s <= 0:
             return at_s + work_s
         self._forget(at_s)
@@ -39,26 +60,56 @@ class Host:
         self._occupancies.append(_Occupancy(owner, at_s, end_s, threads))
         return end_s
 
-    def _share(self, others: list[_Occupancy], now_s: float, left_s: float, threads: int) -> float:
+    def _share(self, others: list[_Occupancy], now_s: float, left_s: float, threads: Threads) -> float:
         """Return the end of `left_s` of work, computed span by span between two changes of the other work."""
         for change_s in [*sorted({t for s in others for t in (s.begin_s, s.end_s) if t > now_s}), float("inf")]:
             there = [one for one in others if one.begin_s <= now_s < one.end_s]
-            before = sum(one.threads for one in there)
-            rate = self._rate(before + threads)
+            before = self._speeds([one.threads for one in there])
+            *after, rate = self._speeds([*(one.threads for one in there), threads])
             span_s = min(change_s - now_s, left_s / rate)
-            for one in there:
-                lost_s = span_s * (self._rate(before) - rate)
-                self._owed_s[one.owner] = self._owed_s.get(one.owner, 0.0) + lost_s
+            for one, was, now in zip(there, before, after, strict=True):
+                self._owed_s[one.owner] = self._owed_s.get(one.owner, 0.0) + span_s * (was - now)
             now_s, left_s = now_s + span_s, left_s - span_s * rate
             if left_s <= 1e-12:
                 break
         return now_s
 
-    def _rate(self, threads: int) -> float:
+    def _speeds(self, running: list[Threads]) -> list[float]:
+        """Return the speed of a thread of each, as a part of that of one that is alone on the machine."""
         assert self._cores is not None
-        return min(1.0, self._cores / max(1, threads))
+        shares = core_shares(self._cores, self._home_cores, running)
+        used = sum(one.num * share for one, share in zip(running, shares, strict=True))
+        return [
+            share / (1 + one.beside * (used - one.num * share) / max(1.0, self._cores - one.num))
+            for one, share in zip(running, shares, strict=True)
+        ]
 
     def _forget(self, at_s: float) -> None:
         if at_s > self._latest_s + 1.0:
             self._latest_s = at_s
             self._occupancies = [one for one in self._occupancies if one.end_s > at_s - KEPT_S]
+
+
+def core_shares(cores: float, home_cores: float | None, running: Iterable[Threads]) -> list[float]:
+    """Return the part of a core that a thread of each gets: max-min fair, where some are bound to `home_cores` of their own."""
+    running = list(running)
+    bound = Counter[Hashable]()
+    for one in running:
+        if one.home is not None:
+            bound[one.home] += one.num
+    level, crowded = _water_level(cores, home_cores, bound, sum(one.num for one in running))
+    return [crowded.get(one.home, level) if one.home is not None else level for one in running]
+
+
+def _water_level(
+    cores: float, home_cores: float | None, bound: Mapping[Hashable, int], threads: int
+) -> tuple[float, dict[Hashable, float]]:
+    """Return the share of a thread outside of crowded homes, and that in each crowded one, the most crowded first."""
+    crowded = dict[Hashable, float]()
+    for home, count in sorted(bound.items(), key=lambda item: -item[1]):
+        assert home_cores is not None, "nothing is bound"
+        if home_cores / count >= min(1.0, cores / max(1, threads)):
+            break
+        crowded[home] = home_cores / count
+        cores, threads = cores - home_cores, threads - count
+    return min(1.0, cores / max(1, threads)) if threads else 1.0, crowded

@@ -7,7 +7,7 @@ import msgspec
 
 from planner.fit import HandoverTime, StepTimeFit, fit, fit_handover, read_pair, read_records
 from planner.gpus import Gpu
-from planner.step_time import Fitted
+from planner.step_time import Beside, Fitted
 from service.flags import ConfigError
 
 
@@ -15,7 +15,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Step times of one model on a machine, or the GPU itself, or both (docs/planning.md). None: not measured.
 
     `source`: where the figures come from, for people. `tp_size`: GPUs of the worker whose step times these are. `accept_rate`,
-    `match_rate`: as --speculative-accept-rate and --speculative-match-rate.
+    `match_rate`: as --speculative-accept-rate and --speculative-match-rate. `beside`: on a machine that workers share.
     """
 
     step_time: Fitted | None = None
@@ -30,6 +30,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     all_reduce_us: float | None = None
     accept_rate: float | None = None
     match_rate: float | None = None
+    beside: Beside = Beside()
 
 
 def fit_profile(reports: Sequence[str], *, pair: str | None, tp_size: int) -> Profile:
@@ -69,6 +70,8 @@ def read_profile(path: str) -> Profile:
         raise ConfigError(f"--gpu-profile {path}: is no profile (--save-profile writes one): {error}") from None
     if found.step_time is None and found.gpu is None:
         raise ConfigError(f"--gpu-profile {path}: has neither `step_time` nor `gpu`")
+    if min(found.beside.prefill, found.beside.decode) < 0:
+        raise ConfigError(f"--gpu-profile {path}: beside: a step takes no less time while others run; give 0 or more")
     for name, rate in (("accept_rate", found.accept_rate), ("match_rate", found.match_rate)):
         if rate is not None and not (0 < rate < 1 or (rate == 1 and name == "match_rate")):
             raise ConfigError(f"--gpu-profile {path}: {name} must be between 0 and 1, got {rate}")

@@ -52,6 +52,17 @@ def load_of(plan: Plan) -> StepLoad:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Beside:
+    """How much longer steps take while all other cores of their machine compute: 0.1: a tenth. Memory and caches are shared.
+
+    `prefill`: of steps with prompts, `decode`: of others.
+    """
+
+    prefill: float = 0.0
+    decode: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Efficiency:
     """The shares of a data sheet that are reached, and the overhead of a step (launches, sampling, scheduler).
 

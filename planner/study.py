@@ -114,6 +114,7 @@ def study_of(config: PlanConfig) -> Study:
             latency_s=hardware.latency_s,
             outside_s=hardware.outside_s,
             cores=config.host_cores,
+            worker_cores=config.worker_cores,
             host_request_s=config.host_request_time_s,
             host_token_s=config.host_token_time_s,
             policy=config.policy,
@@ -191,6 +192,7 @@ def planned_cluster(study: Study, layout: ClusterLayout) -> PlannedCluster:
             link_bytes_per_s=layout.tp * study.hardware.link_bytes_per_s,
             step_time=study.hardware.step_times[layout.tp],
             threads=study.config.step_cores,
+            beside=study.hardware.beside,
             speculation=study.speculation[layout.tp],
         )
         for role, engine in engines.items()

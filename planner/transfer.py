@@ -6,11 +6,11 @@ and moves at the speed of the slower one. On a shared host a transfer is a copy,
 
 import ctypes
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 from disagg.metadata import MetadataBuffers
-from planner.host import Host
+from planner.host import Host, Threads
 from planner.timeline import Timeline
 from transfer_backends.contract import Gate, PeerPath, RecomputeRequest, Route, Tail, Work
 from transfer_backends.kvpoll import KVPoll
@@ -26,12 +26,13 @@ class Link:
 
 @dataclass(slots=True, kw_only=True)
 class End:
-    """One worker's side of all its transfers. `now`: the worker's clock. `wake`: schedules a turn of its loop."""
+    """One worker's side of all its transfers. `now`: the worker's clock. `wake`: schedules a turn of its loop. `home`: cores of its own."""
 
     link: Link
     metadata: MetadataBuffers
     now: Callable[[], float]
     wake: Callable[[], None]
+    home: Hashable = None
 
 
 @dataclass(slots=True, eq=False)
@@ -108,14 +109,23 @@ class Network:
 
     def _move_bytes(self, room: PlannedRoom, size_bytes: int, row: int | None) -> None:
         assert room.prefill is not None and room.decode is not None
-        one, other = room.prefill.link, room.decode.link
-        begin_s = max(self._timeline.now_s, one.free_s, other.free_s)
-        taken_s = size_bytes / min(one.bytes_per_s, other.bytes_per_s)
-        end_s = self._host.finish(one, at_s=begin_s, work_s=taken_s, threads=2)
-        for link in (one, other):
-            link.free_s = end_s
+        ends = room.prefill, room.decode
+        begin_s = max(self._timeline.now_s, *(end.link.free_s for end in ends))
+        taken_s = size_bytes / min(end.link.bytes_per_s for end in ends)
+        end_s = self._copied_s(*ends, at_s=begin_s, taken_s=taken_s)
+        for end in ends:
+            end.link.free_s = end_s
         if row is not None:
             self._timeline.at(end_s + self._latency_s, lambda: self._land(room, row))
+
+    def _copied_s(self, source: End, target: End, *, at_s: float, taken_s: float) -> float:
+        """Return the end of a copy, for which each end uses a core: one of its own where it has such."""
+        if source.home is None and target.home is None:
+            return self._host.finish(source.link, at_s=at_s, work_s=taken_s, threads=Threads(2))
+        return max(
+            self._host.finish(end.link, at_s=at_s, work_s=taken_s, threads=Threads(home=end.home))
+            for end in (source, target)
+        )
 
     def _land(self, room: PlannedRoom, row: int) -> None:
         if room.prefill_state is KVPoll.Failed or room.prefill is None or room.decode is None:

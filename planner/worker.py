@@ -4,7 +4,7 @@ A turn is one event and starts at its time. While the turn waits for the device,
 timeline: outputs and messages carry that clock's time, and messages that arrive meanwhile wait for the next turn.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,13 +30,14 @@ from engine.loop.turn_clock import TurnClock
 from engine.messages import StateReply, ToFrontend, TokenBatch, TokenOutput, ToScheduler
 from engine.sampling_params import SamplingParams
 from planner.executor import TimedExecutor, WorkerClock
-from planner.host import Host
+from planner.host import Host, Threads
 from planner.speculation import Speculation
-from planner.step_time import StepTime
+from planner.step_time import Beside, StepTime
 from planner.timeline import Timeline
 from planner.transfer import End, Link, Network, PlannedReceivers, PlannedSenders
 
 OnOutputs = Callable[[list[TokenOutput], float], None]  # (outputs, time in seconds)
+NO_SLOWER = Beside()
 NEVER_S = 1e12  # no timeout of a role applies in a plan: the SLOs judge what is late
 
 
@@ -44,7 +45,8 @@ NEVER_S = 1e12  # no timeout of a role applies in a plan: the SLOs judge what is
 class WorkerSpec:
     """`engine`: resolved. `role`: "unified" | "prefill" | "decode". `num_pages`: of the KV pool.
 
-    `threads`: cores that a step uses on a host that workers share. `speculation`: None: nothing is drafted.
+    `threads`: cores that a step uses on a host that workers share; `beside`: how that slows steps down. `speculation`: None: nothing is
+    drafted.
     """
 
     role: str
@@ -54,6 +56,7 @@ class WorkerSpec:
     link_bytes_per_s: float
     step_time: StepTime
     threads: int = 1
+    beside: Beside = NO_SLOWER
     speculation: Speculation | None = None
 
 
@@ -63,7 +66,8 @@ class PlanWorker:
     ) -> None:
         self.spec = spec
         self.clock = WorkerClock()
-        self.executor = _executor(spec, self.clock, host)
+        home = host.home(self) if spec.role != "unified" else None
+        self.executor = _executor(spec, self.clock, host, home)
         self.scheduler = _scheduler(spec)
         self._timeline = timeline
         self._turning = False
@@ -73,7 +77,7 @@ class PlanWorker:
         most = self.scheduler.limits.max_running_requests
         self._metadata = MetadataBuffers(2 * most if spec.role != "unified" else 1)
         link = Link(bytes_per_s=spec.link_bytes_per_s)
-        self._end = End(link=link, metadata=self._metadata, now=lambda: self.clock.now_s, wake=self._wake)
+        self._end = End(link=link, metadata=self._metadata, now=lambda: self.clock.now_s, wake=self._wake, home=home)
         self.role = self._role(network)
         nothing: Any = None  # no weights are updated, no profile is taken
         self._loop = EngineLoop(
@@ -188,14 +192,16 @@ class _Ports:
         self.wake()
 
 
-def _executor(spec: WorkerSpec, clock: WorkerClock, host: Host) -> TimedExecutor:
+def _executor(spec: WorkerSpec, clock: WorkerClock, host: Host, home: Hashable) -> TimedExecutor:
+    threads = Threads(spec.threads, home)
     if (speculation := spec.speculation) is None:
-        return TimedExecutor(spec.step_time, clock, host=host, threads=spec.threads)
+        return TimedExecutor(spec.step_time, clock, host=host, threads=threads, beside=spec.beside)
     return TimedExecutor(
         spec.step_time,
         clock,
         host=host,
-        threads=spec.threads,
+        threads=threads,
+        beside=spec.beside,
         drafter=speculation.time,
         is_right=speculation.draws(),
     )

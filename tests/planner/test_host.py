@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from planner.host import Host
+from planner.host import Host, Threads
 
 
 def test_enough_cores_or_none_named_slow_nobody_down() -> None:
@@ -24,7 +24,7 @@ def test_two_on_one_core_share_it_and_the_first_pays_later() -> None:
 
 def test_a_copy_takes_a_core_at_each_end() -> None:
     host = Host(2)
-    host.finish("copy", at_s=0.0, work_s=1.0, threads=2)
+    host.finish("copy", at_s=0.0, work_s=1.0, threads=Threads(2))
     assert host.finish("step", at_s=0.0, work_s=1.0) == pytest.approx(
         1 + 1 / 3
     )  # 2 cores for 3 threads, one second long

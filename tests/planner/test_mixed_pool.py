@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.goodput_mixed import KINDS, MEASURED, measured, render, steadiness
+from benchmarks.goodput.virtual import KINDS, MEASURED, measured, render, steadiness
 from deploy.bench.stats import RequestRecord
 from planner.cluster import PlannedCluster
 from planner.step_time import StepLoad
@@ -13,7 +13,7 @@ from planner.workload import Lengths, PlannedRequest, from_lengths
 from tests.planner.planned import assert_at_rest, cluster, request_at
 
 FOREVER = float("inf")
-REPORT = Path("docs/reports/goodput_mixed.json")
+REPORT = Path("docs/reports/goodput_h200.json")
 SHORT, LONG = Lengths(input_len=60, output_len=60, range_ratio=0.5), Lengths(input_len=3000, output_len=20)
 
 

@@ -1,10 +1,11 @@
 """Goodput of pairs, of unified workers and of mixed pools (`tandem router --mixed`) on as many GPUs, for several shapes of requests.
 
-usage: python -m benchmarks.goodput_mixed [--trace PATH] [--workers 3] [--jobs 2] [--report docs/reports/goodput_mixed]
+usage: python -m benchmarks.goodput.virtual [--trace PATH] [--workers 3] [--jobs 2] [--report docs/reports/goodput_h200]
 
 Clusters are those of `tandem plan` (docs/planning.md): real scheduler and roles, and the router's own choice of ways. A step takes
 what it took on an H200 (docs/reports/gpu_check.json: prefills, decode steps and decode attention of Qwen3-8B's shape); the network
-is the data sheet's. Goodput: the highest rate at which 95 % of the requests keep the objectives of their shape.
+is the data sheet's. Goodput: the highest rate at which 95 % of the requests keep the objectives of their shape. `python -m benchmarks.goodput
+--page` then writes the page.
 """
 
 import argparse
@@ -18,6 +19,7 @@ from typing import Any
 
 import msgspec
 
+from benchmarks.goodput.layouts import KINDS
 from benchmarks.gpu.target import QWEN3_8B
 from deploy.bench.environment import describe
 from deploy.bench.report import table
@@ -31,10 +33,10 @@ from planner.step_time import Fitted
 from planner.study import study_of
 
 MEASURED = Path("docs/reports/gpu_check.json")
+NAME = "goodput_h200"  # of its report
 PERCENT = 95.0
 SEED = 11
 CHAT, TALK, LONG = ((300, 2000), (50, 150)), ((100, 800), (150, 350)), ((3000, 12000), (50, 150))  # tokens in, out
-KINDS = ("unified", "pairs", "mixed pool")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,9 +76,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def write(report: Mapping[str, Any], path: Path) -> None:
-    """Write what is measured so far as JSON, page and picture."""
+    """Write what is known so far as JSON and picture."""
     path.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
-    path.with_suffix(".md").write_text(page(report, path.name))
     plot(report["loads"], path.with_suffix(".png"))
 
 
@@ -257,14 +258,14 @@ def on_every_load(loads: Sequence[Mapping[str, Any]]) -> str:
     return "\n\n".join(parts)
 
 
-def page(report: Mapping[str, Any], name: str) -> str:
-    """Write the text of docs/reports/goodput_mixed.md."""
+def section(report: Mapping[str, Any]) -> str:
+    """Write this study's part of docs/reports/goodput.md."""
     env, loads = report["environment"], report["loads"]
-    return f"""# Goodput of mixed pools
+    return f"""## On three simulated GPUs
 
-`python -m benchmarks.goodput_mixed` writes this page. Do not edit it by hand. What it measures: [router.md](../router.md#mixed-pools).
-Simulated: {report["hardware"]}. Requests a second and GPU of which {PERCENT:g} % keep the objectives: time to first token, mean time
-between tokens, and the longest gap of {PERCENT:g} % of a request's. The best layout of each kind:
+What it measures: [router.md](../router.md#mixed-pools). {report["hardware"]}. Requests a second and GPU of which {PERCENT:g} % keep the
+objectives: time to first token, mean time between tokens, and the longest gap of {PERCENT:g} % of a request's. The best layout of each
+kind:
 
 {render(loads)}
 
@@ -272,7 +273,7 @@ One cluster for all loads: each layout's goodput as a share of the best one's on
 
 {on_every_load(loads)}
 
-![Goodput of each layout, by load]({name}.png)
+![Goodput of each layout, by load]({NAME}.png)
 
 Run `{env["command"]}` at commit {env["commit"]}, {env["time"]}; simulated on {env["cpu"]}, {env["cores"]} cores.
 """
@@ -310,7 +311,7 @@ def plot(loads: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.goodput_mixed", description=(__doc__ or "").splitlines()[0]
+        prog="python -m benchmarks.goodput.virtual", description=(__doc__ or "").splitlines()[0]
     )
     parser.add_argument("--trace", help="also a trace: JSON lines, may be gzipped")
     parser.add_argument("--loads", nargs="+", default=[], choices=[load.name for load in LOADS])
@@ -318,7 +319,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--layouts", nargs="+", default=[], type=lambda text: parse_layout(text).name)
     parser.add_argument("--num-requests", type=int, default=400, help="in each run")
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--report", type=Path, help="write this name with .json, .md and .png (needs matplotlib)")
+    parser.add_argument("--report", type=Path, help="write this name with .json and .png (needs matplotlib)")
     return parser.parse_args(argv)
 
 

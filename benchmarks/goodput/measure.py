@@ -1,0 +1,110 @@
+"""Real clusters under a load: one run at one rate, stopped as soon as too many of its requests have broken their objectives."""
+
+import asyncio
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import psutil
+
+from benchmarks.cluster import Cluster, pin, tandem_up
+from benchmarks.goodput.layouts import Pinning
+from deploy.bench.client import Target
+from deploy.bench.config import BenchConfig
+from deploy.bench.load import run_load
+from deploy.bench.run import open_session
+from deploy.bench.stats import RequestRecord
+from deploy.bench.workload import BenchRequest
+from deploy.openai_api import first_model
+from planner.goodput import Point, SloTargets, first_judged, most_misses, point_of
+
+UNFINISHED = "stopped"  # in flight, or not sent yet, when the run was
+WARM_UP = 3
+
+
+@dataclass(slots=True, kw_only=True)
+class Watch:
+    """Counts the requests that broke their objectives, and says when they are too many of `count`."""
+
+    count: int
+    slo: SloTargets
+    misses: int = 0
+
+    def is_lost(self, record: RequestRecord) -> bool:
+        if record.idx >= first_judged(self.count):
+            self.misses += not self.slo.is_met_by(record)
+        return self.misses > most_misses(self.count, self.slo.share)
+
+
+@contextmanager
+def pinned(flags: Sequence[str], where: Pinning) -> Iterator[Cluster]:
+    """A cluster whose workers keep to their cores; its router and this process keep to those of the whole cluster."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, where.cores)
+    try:
+        with tandem_up(*flags) as cluster:
+            pin(cluster, {**where.by_role, "router": where.cores})
+            yield cluster
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def run(
+    url: str, requests: Sequence[BenchRequest], *, rate: float, slo: SloTargets, tell: Callable[[], object]
+) -> Point:
+    """Send `requests` at their times. `tell`: called as each ends."""
+    return asyncio.run(_run(url, requests, rate, slo, tell))
+
+
+async def _run(
+    url: str, requests: Sequence[BenchRequest], rate: float, slo: SloTargets, tell: Callable[[], object]
+) -> Point:
+    config = BenchConfig(url=url, prompt="ids")
+    async with open_session(None) as session:
+        target = Target(url, session=session, config=config, model=await first_model(session, url))
+        await run_load(target.send, _warm_up(requests), concurrency=1)
+        watch, records = Watch(count=len(requests), slo=slo), dict[int, RequestRecord]()
+        lost = asyncio.Event()
+
+        def note(record: RequestRecord) -> None:
+            records[record.idx] = record
+            tell()
+            if watch.is_lost(record):
+                lost.set()
+
+        await _until(lost, run_load(target.send, requests, concurrency=1, on_done=note))
+    return point_of([records.get(one.idx) or _unfinished(one) for one in requests], rate=rate, slo=slo, busy={})
+
+
+async def _until(lost: asyncio.Event, load: object) -> None:
+    """Run `load` to its end, or until `lost` is set: then its requests are ended with their connections."""
+    running, watching = asyncio.ensure_future(load), asyncio.ensure_future(lost.wait())  # type: ignore[call-overload]
+    await asyncio.wait((running, watching), return_when=asyncio.FIRST_COMPLETED)
+    for task in (running, watching):
+        task.cancel()
+    results = await asyncio.gather(running, watching, return_exceptions=True)
+    for error in results:
+        if isinstance(error, Exception):
+            raise error
+
+
+def _unfinished(request: BenchRequest) -> RequestRecord:
+    return RequestRecord(idx=request.idx, sent_s=request.at_s or 0.0, error=UNFINISHED)
+
+
+def _warm_up(requests: Sequence[BenchRequest]) -> list[BenchRequest]:
+    """Short requests, one after another: they open connections, and wait until what a stopped run has left is gone."""
+    return [
+        BenchRequest(idx=-1, prompt=tuple(reversed(one.prompt)), prompt_len=one.prompt_len, output_len=2)
+        for one in requests[:WARM_UP]
+    ]
+
+
+def cpu_s(cluster: Cluster) -> float:
+    """CPU seconds so far of what is beside the workers: this process, and the router if there is one."""
+    (up,) = [psutil.Process(pid) for role, pid in cluster.pids if role == "up"]
+    workers = {pid for role, pid in cluster.pids if role != "up"}
+    trees = [child for child in up.children() if child.pid not in workers]
+    beside = [psutil.Process(), *trees, *(one for tree in trees for one in tree.children(recursive=True))]
+    return sum(sum(one.cpu_times()[:2]) for one in beside)

@@ -1,0 +1,204 @@
+"""The page and pictures of the goodput studies, from their JSON: what was measured on a machine's cores, and simulated GPUs."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from benchmarks.goodput import results, virtual
+from benchmarks.goodput.calibrate import Calibration, alone_of
+from benchmarks.goodput.layouts import LAYOUTS, Layout
+from benchmarks.goodput.loads import RUN_S
+from benchmarks.goodput.results import Cell, Results
+from deploy.bench.report import table
+from planner.goodput import Point
+
+AGREES = 0.10  # a planned goodput this near to the measured one agrees
+COLORS = ("#b8c0c8", "#8a95a1", "#5d6d7e", "#1f77b4", "#56b4e9", "#e07b39")  # of layouts
+MODES = {"": ("white", "#222222"), "-dark": ("#0d1117", "#e6edf3")}  # by file name: ground, ink
+
+
+def write(report: Path) -> None:
+    """Write `report`.md and its pictures, light and dark, from `report`.json and the simulated study beside it."""
+    found, simulated = results.read(report.with_suffix(".json")), report.with_name(virtual.NAME + ".json")
+    other = json.loads(simulated.read_text()) if simulated.exists() else None
+    report.with_suffix(".md").write_text(page(found, report.name, other))
+    for mode, (ground, ink) in MODES.items():
+        plot(found, report.with_name(f"{report.name}{mode}.png"), ground=ground, ink=ink)
+
+
+def page(found: Results, name: str, simulated: dict[str, Any] | None) -> str:
+    """Write the text of docs/reports/goodput.md."""
+    env = found.environment
+    return f"""# Goodput on equal resources
+
+`make goodput` writes this page from its JSON. Do not edit it by hand. Goodput: the highest rate at which 95 % of the requests keep the
+objectives of their load: time to first token, and the gap that 95 % of a request's tokens keep.
+
+## On {found.arguments["cores"]} cores
+
+{about(found)}
+
+{goodput_table(found)}
+
+{verdict(found)}
+
+![Goodput of each layout, by load]({name}.png)
+
+### As planned
+
+`tandem plan` knew what one and six requests at a time take on each kind of worker, and what a hand-over adds
+([planning.md](../planning.md#how-wrong-it-is)); it planned before anything was measured. {agreement(found)}
+
+{plan_table(found)}
+
+Run `{env["command"]}` at commit {env["commit"]}, {env["time"]}; {env["cpu"]}, {env["cores"]} cores.
+
+{virtual.section(simulated) if simulated else ""}"""
+
+
+def about(found: Results) -> str:
+    """Say what was compared."""
+    host = msgspec.convert(found.calibration, Calibration)
+    alone, trace = alone_of(host.half), found.arguments["trace"]
+    lengths = f"Mooncake's {trace} trace" if trace else "lengths as in Mooncake's conversation trace"
+    return (
+        f"Real processes, HTTP and NIXL, each cluster on the same {found.arguments['cores']} cores. Unified: a thread on each core, prompts "
+        "first, or with mixed chunks: of 1024 tokens (the default), or as many as the objective for ITL allows (tuned). Pair: a half of the cores for prefill, "
+        "the other for decode; pages leave whole, or layer by layer. Mixed pool: a pair, and a unified worker that goes where a core rests "
+        f"(`--mixed`). {found.arguments['layers']} layers as wide as Qwen3-0.6B's, random bf16 weights; {lengths}, scaled; "
+        f"runs of {RUN_S:g} s. On half of the cores, alone: {1e6 * alone.prompt_token_s:.0f} us a prompt token, "
+        f"{1e3 * alone.step_s:.0f} ms a step with four answers."
+    )
+
+
+def goodput_table(found: Results) -> str:
+    """A row for each load; of the layouts the best is bold."""
+    layouts = [one for one in LAYOUTS if any(cell.layout == one.name for cell in _done(found))]
+    rows = []
+    for load, entry in found.loads.items():
+        rates = [goodput(found, load, one) for one in layouts]
+        if any(rate is not None for rate in rates):
+            rows.append([load, _tokens(entry), _wanted(entry["objectives"]), *_bold(rates)])
+    return table(["load", "tokens in, out", "TTFT, ITL, ms", *(one.name for one in layouts)], rows)
+
+
+def goodput(found: Results, load: str, layout: Layout) -> float | None:
+    """Return the highest rate that was kept (0: none was); None: not measured."""
+    cell = found.cell(load, layout.name)
+    if cell is None or not cell.done:
+        return None
+    best = cell.search(found.slo(load)).best
+    return best.rate if best else 0.0
+
+
+def verdict(found: Results) -> str:
+    """Say for each load which layout wins, and over the best unified one by how much."""
+    lines = []
+    for load in found.loads:
+        rates = {one: rate for one in LAYOUTS if (rate := goodput(found, load, one)) is not None}
+        unified = max((rate for one, rate in rates.items() if one.is_unified), default=None)
+        others = {one.name: rate for one, rate in rates.items() if not one.is_unified}
+        if unified is not None and others:
+            best = max(others, key=others.__getitem__)
+            ratio = f"{others[best] / unified:.2f} times" if unified else "where none of them keeps any rate,"
+            lines.append(f"- {load}: {best} serves {others[best]:.2g} a second, {ratio} the best unified worker's.")
+    return "\n".join(lines)
+
+
+def agreement(found: Results) -> str:
+    errors = [error for cell in _done(found) if (error := plan_error(found, cell)) is not None]
+    near = sum(abs(error) <= AGREES for error in errors)
+    return f"Its goodput is within {AGREES:.0%} of the measured one for {near} of {len(errors)}."
+
+
+def plan_error(found: Results, cell: Cell) -> float | None:
+    """Return the planned goodput over the measured one, less 1; None: no rate was kept."""
+    measured = cell.search(found.slo(cell.load)).estimate
+    return cell.planned / measured - 1 if measured else None
+
+
+def plan_table(found: Results) -> str:
+    """Measured: the middle between the highest rate that was kept and the lowest that was not. Latencies: at the former, p50 and p95."""
+    rows = []
+    for cell in _done(found):
+        search, error = cell.search(found.slo(cell.load)), plan_error(found, cell)
+        best, there = search.best, cell.planned_there
+        rows.append(
+            [
+                cell.load,
+                cell.layout,
+                f"{search.estimate:.2f}",
+                f"{cell.planned:.2f}",
+                "" if error is None else f"{error:+.0%}",
+                *(_latencies(best, there, name) for name in ("ttft", "tpot")),
+            ]
+        )
+    header = ["load", "layout", "measured, req/s", "planned", "error", "TTFT p50, p95: planned / measured, ms", "TPOT"]
+    return table(header, rows)
+
+
+def plot(found: Results, path: Path, *, ground: str, ink: str) -> None:
+    """A panel for each load: a bar for each layout, and a mark where it was planned."""
+    import matplotlib  # a dev extra; a headless backend before anything else
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    loads = [load for load in found.loads if any(cell.load == load for cell in _done(found))]
+    if not loads:
+        return
+    with plt.rc_context(
+        {"text.color": ink, "axes.labelcolor": ink, "axes.edgecolor": ink, "xtick.color": ink, "ytick.color": ink}
+    ):
+        figure, panels = plt.subplots(1, len(loads), figsize=(3.1 * len(loads), 2.7), squeeze=False, sharey=True)
+        figure.set_facecolor(ground)
+        for panel, load in zip(panels.flat, loads, strict=True):
+            _panel(panel, found, load)
+            panel.set_facecolor(ground)
+        panels.flat[0].invert_yaxis()
+        figure.supxlabel("good requests a second; ◆ as planned", fontsize=9)
+        figure.tight_layout()
+        figure.savefig(path, dpi=110, facecolor=ground)
+        plt.close(figure)
+
+
+def _panel(panel: Any, found: Results, load: str) -> None:
+    shown = [(one, color) for one, color in zip(LAYOUTS, COLORS, strict=True) if goodput(found, load, one) is not None]
+    names = [one.name for one, _ in shown]
+    panel.barh(names, [goodput(found, load, one) for one, _ in shown], color=[color for _, color in shown])
+    cells = [found.cell(load, one.name) for one, _ in shown]
+    panel.plot([cell.planned for cell in cells if cell], names, "D", color="#d62728", markersize=4, linestyle="")
+    objectives = found.loads[load]["objectives"]
+    panel.set_title(
+        f"{load}\nTTFT {1000 * objectives['ttft_s']:g} ms, ITL {1000 * objectives['itl_s']:g} ms", fontsize=9
+    )
+    panel.grid(axis="x", alpha=0.3)
+    panel.tick_params(labelsize=8)
+
+
+def _done(found: Results) -> list[Cell]:
+    return [cell for cell in found.cells if cell.done]
+
+
+def _bold(rates: Sequence[float | None]) -> list[str]:
+    best = max(rate for rate in rates if rate is not None)
+    return ["" if rate is None else f"**{rate:.2f}**" if rate == best else f"{rate:.2f}" for rate in rates]
+
+
+def _tokens(entry: dict[str, Any]) -> str:
+    return f"{entry['prompt_tokens']:.0f}, {entry['answer_tokens']:.0f}"
+
+
+def _wanted(objectives: dict[str, float]) -> str:
+    return ", ".join(f"{1000 * objectives[name]:g}" for name in ("ttft_s", "itl_s"))
+
+
+def _latencies(measured: Point | None, planned: Point | None, name: str) -> str:
+    if measured is None or planned is None:
+        return ""
+    pairs = [(getattr(one, f"{name}_p50_s"), getattr(one, f"{name}_s")) for one in (planned, measured)]
+    shown = [f"{1000 * a:.0f} / {1000 * b:.0f}" for a, b in zip(*pairs, strict=True) if a is not None and b is not None]
+    return ", ".join(shown)
