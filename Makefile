@@ -32,7 +32,7 @@ NODES ?=
 MINUTES ?= 10
 SIM := $(BIN)/python -m tools.simulation $(if $(NODES),--nodes $(NODES)) $(if $(SEED),--seed $(SEED))
 
-.PHONY: help setup run chat test slow-tests fresh-check soak-core mutants sim sim-soak sim-mutants bench fuzz manifests image-pins pins triton-versions house api-table model-table k8s-drill fault-matrix death-notice churn-soak rank-faults rank-shapes rank-soak plan-error gpu-check lint format clean
+.PHONY: help setup run chat test slow-tests fresh-check soak-core mutants sim sim-soak sim-mutants bench fuzz manifests image-pins pins triton-versions house api-table model-table k8s-drill fault-matrix death-notice churn-soak rank-faults rank-shapes rank-soak goodput plan-error gpu-check lint format clean
 
 help:
 	@echo "make run [ARGS=...]    start a cluster on this machine; Ctrl-C ends it"
@@ -46,6 +46,7 @@ help:
 	@echo "make bench [ARGS=...]  benchmarks.md: measure this machine (some minutes)"
 	@echo "make plan-error        plan_error.md: the same requests on real workers and in tandem plan"
 	@echo "make gpu-check [PYTHON=python3]       gpu_check.json: kernels, steps and transfers on a GPU (4 minutes, at most 12)"
+	@echo "make goodput [ARGS='--trace PATH']    goodput.md: requests a second within objectives, by cluster, on all cores (25 minutes)"
 	@echo "make fault-matrix [CELLS=kill:prefill:*] [JOBS=2]  reliability.md: real processes, every fault in every phase"
 	@echo "                       (the rows unplug need root and iproute2: network namespaces)"
 	@echo "make death-notice      reliability.md: how soon the router notices a frozen or cut worker"
@@ -137,6 +138,10 @@ rank-shapes: $(STAMP)
 
 rank-soak: $(STAMP)
 	$(BIN)/python -m tools.faults.ranks.soak --minutes $(MINUTES)
+
+# Run it alone on the machine; an interrupted run goes on.
+goodput: $(STAMP)
+	$(BIN)/python -m benchmarks.goodput $(ARGS)
 
 plan-error: $(STAMP)
 	$(BIN)/python -m benchmarks.plan_error --report docs/reports/plan_error.json $(ARGS)

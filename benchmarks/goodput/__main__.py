@@ -28,7 +28,6 @@ from deploy.bench.environment import describe
 from deploy.bench.trace import read_trace
 from service.flags import ConfigError
 
-REPORT = Path("docs/reports/goodput")
 KV_TOKENS = 24576  # of a worker
 RUNS = 4  # of a search, usually
 
@@ -97,7 +96,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=160, help="at most, of a run")
     parser.add_argument("--layers", type=int, default=8, help="of the random model, as wide as Qwen3-0.6B")
     parser.add_argument(
-        "--report", type=Path, default=REPORT, help="name of JSON, page and pictures, without an ending"
+        "--report", type=Path, default=page.REPORT, help="name of JSON, page and pictures, without an ending"
     )
     parser.add_argument("--anew", action="store_true", help="begin again, whatever the report holds")
     parser.add_argument("--page", action="store_true", help="measure nothing")

@@ -96,7 +96,7 @@ def _unfinished(request: BenchRequest) -> RequestRecord:
 def _warm_up(requests: Sequence[BenchRequest]) -> list[BenchRequest]:
     """Short requests, one after another: they open connections, and wait until what a stopped run has left is gone."""
     return [
-        BenchRequest(idx=-1, prompt=tuple(reversed(one.prompt)), prompt_len=one.prompt_len, output_len=2)
+        BenchRequest(idx=-1, prompt=one.prompt[::-1], prompt_len=one.prompt_len, output_len=2)
         for one in requests[:WARM_UP]
     ]
 

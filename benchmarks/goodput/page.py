@@ -14,30 +14,81 @@ from benchmarks.goodput.loads import RUN_S
 from benchmarks.goodput.results import Cell, Results
 from deploy.bench.report import table
 from planner.goodput import Point
+from service.flags import ConfigError
 
+REPORT, README = Path("docs/reports/goodput"), Path("README.md")
+BEGIN, END = "<!-- goodput: by make goodput -->\n", "<!-- /goodput -->\n"
+HEAD = """# Goodput on equal resources
+
+`make goodput` writes this page from its JSON. Do not edit it by hand. Goodput: the highest rate at which 95 % of the requests keep the
+objectives of their load: time to first token, and the gap that 95 % of a request's tokens keep.
+"""
 AGREES = 0.10  # a planned goodput this near to the measured one agrees
 COLORS = ("#b8c0c8", "#8a95a1", "#5d6d7e", "#1f77b4", "#56b4e9", "#e07b39")  # of layouts
 MODES = {"": ("white", "#222222"), "-dark": ("#0d1117", "#e6edf3")}  # by file name: ground, ink
 
 
 def write(report: Path) -> None:
-    """Write `report`.md and its pictures, light and dark, from `report`.json and the simulated study beside it."""
-    found, simulated = results.read(report.with_suffix(".json")), report.with_name(virtual.NAME + ".json")
-    other = json.loads(simulated.read_text()) if simulated.exists() else None
-    report.with_suffix(".md").write_text(page(found, report.name, other))
+    """Write `report`.md and its pictures, light and dark, from `report`.json and the simulated study beside it; and README's part."""
+    report.with_suffix(".md").write_text(page_of(report))
+    found = measured(report)
+    if found is None:
+        return
+    if report == REPORT:
+        README.write_text(with_block(README.read_text(), readme(found)))
     for mode, (ground, ink) in MODES.items():
         plot(found, report.with_name(f"{report.name}{mode}.png"), ground=ground, ink=ink)
 
 
-def page(found: Results, name: str, simulated: dict[str, Any] | None) -> str:
-    """Write the text of docs/reports/goodput.md."""
+def measured(report: Path) -> Results | None:
+    """What was measured so far; None: nothing was."""
+    path = report.with_suffix(".json")
+    return results.read(path) if path.exists() else None
+
+
+def page_of(report: Path) -> str:
+    """Return the text of the page: a part for each study whose JSON is there."""
+    found, simulated = measured(report), report.with_name(virtual.NAME + ".json")
+    parts = [HEAD]
+    if found is not None:
+        parts.append(section(found, report.name))
+    if simulated.exists():
+        parts.append(virtual.section(json.loads(simulated.read_text())))
+    return "\n".join(parts)
+
+
+def readme(found: Results) -> str:
+    """Return README's part."""
+    name = f"docs/reports/{REPORT.name}"
+    alt = "Goodput of unified workers, pairs and a mixed pool under each load, with the planned one"
+    return f"""
+## Where PD pays
+
+Requests a second that keep their objectives on the same {found.arguments["cores"]} cores, and what `tandem plan` foretold
+([more]({name}.md)):
+
+<picture>
+  <source media="(prefers-color-scheme: dark)" srcset="{name}-dark.png">
+  <img alt="{alt}" src="{name}.png">
+</picture>
+
+{verdict(found)}
+"""
+
+
+def with_block(text: str, block: str) -> str:
+    """Put `block` between the two marks of README."""
+    head, begin, rest = text.partition(BEGIN)
+    _, end, tail = rest.partition(END)
+    if not (begin and end):
+        raise ConfigError(f"README.md: the marks {BEGIN} and {END} are gone; put them where the figures belong")
+    return head + BEGIN + block + END + tail
+
+
+def section(found: Results, name: str) -> str:
+    """Write the part of what was measured on real cores."""
     env = found.environment
-    return f"""# Goodput on equal resources
-
-`make goodput` writes this page from its JSON. Do not edit it by hand. Goodput: the highest rate at which 95 % of the requests keep the
-objectives of their load: time to first token, and the gap that 95 % of a request's tokens keep.
-
-## On {found.arguments["cores"]} cores
+    return f"""## On {found.arguments["cores"]} cores
 
 {about(found)}
 
@@ -55,21 +106,21 @@ objectives of their load: time to first token, and the gap that 95 % of a reques
 {plan_table(found)}
 
 Run `{env["command"]}` at commit {env["commit"]}, {env["time"]}; {env["cpu"]}, {env["cores"]} cores.
-
-{virtual.section(simulated) if simulated else ""}"""
+"""
 
 
 def about(found: Results) -> str:
     """Say what was compared."""
     host = msgspec.convert(found.calibration, Calibration)
     alone, trace = alone_of(host.half), found.arguments["trace"]
+    least = min((run["cores_left"] for cell in found.cells for run in cell.runs), default=host.cores_left)
     lengths = f"Mooncake's {trace} trace" if trace else "lengths as in Mooncake's conversation trace"
     return (
         f"Real processes, HTTP and NIXL, each cluster on the same {found.arguments['cores']} cores. Unified: a thread on each core, prompts "
         "first, or with mixed chunks: of 1024 tokens (the default), or as many as the objective for ITL allows (tuned). Pair: a half of the cores for prefill, "
         "the other for decode; pages leave whole, or layer by layer. Mixed pool: a pair, and a unified worker that goes where a core rests "
         f"(`--mixed`). {found.arguments['layers']} layers as wide as Qwen3-0.6B's, random bf16 weights; {lengths}, scaled; "
-        f"runs of {RUN_S:g} s. On half of the cores, alone: {1e6 * alone.prompt_token_s:.0f} us a prompt token, "
+        f"runs of {RUN_S:g} s; others left {least:.1f} cores or more. On half of the cores, alone: {1e6 * alone.prompt_token_s:.0f} us a prompt token, "
         f"{1e3 * alone.step_s:.0f} ms a step with four answers."
     )
 
@@ -103,8 +154,10 @@ def verdict(found: Results) -> str:
         others = {one.name: rate for one, rate in rates.items() if not one.is_unified}
         if unified is not None and others:
             best = max(others, key=others.__getitem__)
-            ratio = f"{others[best] / unified:.2f} times" if unified else "where none of them keeps any rate,"
-            lines.append(f"- {load}: {best} serves {others[best]:.2g} a second, {ratio} the best unified worker's.")
+            compared = f"{others[best] / unified:.2f} times" if unified else "none of"
+            lines.append(
+                f"- {load}: {best} {others[best]:.3g} a second, {compared} what the best unified worker serves."
+            )
     return "\n".join(lines)
 
 
@@ -185,7 +238,7 @@ def _done(found: Results) -> list[Cell]:
 
 def _bold(rates: Sequence[float | None]) -> list[str]:
     best = max(rate for rate in rates if rate is not None)
-    return ["" if rate is None else f"**{rate:.2f}**" if rate == best else f"{rate:.2f}" for rate in rates]
+    return ["" if rate is None else f"**{rate:.2f}**" if rate == best > 0 else f"{rate:.2f}" for rate in rates]
 
 
 def _tokens(entry: dict[str, Any]) -> str:

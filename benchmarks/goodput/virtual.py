@@ -263,7 +263,7 @@ def section(report: Mapping[str, Any]) -> str:
     env, loads = report["environment"], report["loads"]
     return f"""## On three simulated GPUs
 
-What it measures: [router.md](../router.md#mixed-pools). {report["hardware"]}. Requests a second and GPU of which {PERCENT:g} % keep the
+What it measures: [router.md](../router.md#mixed-pools). With {report["hardware"]}. Requests a second and GPU of which {PERCENT:g} % keep the
 objectives: time to first token, mean time between tokens, and the longest gap of {PERCENT:g} % of a request's. The best layout of each
 kind:
 

@@ -30,6 +30,8 @@ def cluster(
     max_running: int = 64,
     link: float = LINK,
     cores: float | None = None,
+    worker_cores: float | None = None,
+    threads: int = 1,
     host_token_s: float = 0.0,
     policy: str = "least_load",
     speculation: Speculation | None = None,
@@ -54,6 +56,7 @@ def cluster(
             page_bytes=PAGE_BYTES,
             link_bytes_per_s=link,
             step_time=step_time,
+            threads=threads,
             speculation=speculation,
         )
         for role in layout.roles
@@ -63,6 +66,7 @@ def cluster(
         latency_s=LATENCY_S,
         outside_s=OUTSIDE_S,
         cores=cores,
+        worker_cores=worker_cores,
         host_token_s=host_token_s,
         policy=policy,
     )

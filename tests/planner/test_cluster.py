@@ -89,6 +89,16 @@ def test_on_one_core_a_long_prompt_slows_decode_down() -> None:
     assert doubled == pytest.approx(prefill_s(2048) / (2 * decode_s(140)), rel=0.1)
 
 
+def test_a_bound_worker_keeps_to_its_cores_and_a_unified_one_goes_anywhere() -> None:
+    """Steps of two threads on two cores: a bound worker has one of them, so each of its threads has half a core."""
+    slow, fast, whole = (
+        cluster(name, cores=2, worker_cores=bound, threads=2).run([request_at(0, 64, 20)], rate=1, until_s=FOREVER)[0]
+        for name, bound in (("1P1D", 1), ("1P1D", None), ("1U", 1))
+    )
+    assert fast.itl_s[-1] == whole.itl_s[-1] == pytest.approx(decode_s(83))
+    assert slow.itl_s[-1] == pytest.approx(2 * decode_s(83))
+
+
 def test_what_serves_beside_the_steps_takes_its_part_of_the_cores() -> None:
     """A step's token costs as much again in HTTP: on one core the next step has half of it meanwhile."""
     alone, beside = (

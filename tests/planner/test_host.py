@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from planner.host import Host, Threads
+from planner.host import Host, Threads, core_shares
 
 
 def test_enough_cores_or_none_named_slow_nobody_down() -> None:
@@ -41,3 +41,46 @@ def test_in_the_long_run_all_cores_are_used_and_no_more(cores: float, others: in
         free_s[who] = host.finish(who, at_s=free_s[who], work_s=work_s)
         done_s += work_s
     assert done_s / min(free_s) == pytest.approx(cores, rel=0.03)
+
+
+def test_bound_work_has_its_own_cores_and_what_goes_anywhere_fills_the_rest() -> None:
+    """Two workers of a core each: two threads on the first leave the second alone, and a third thread shares with all."""
+    one, other, free = Threads(home="a"), Threads(home="b"), Threads()
+    assert core_shares(2, 1, [one, one, other]) == [0.5, 0.5, 1.0]
+    assert core_shares(2, 1, [one, other, free]) == pytest.approx([2 / 3] * 3)
+    assert core_shares(2, 1, [one, one, one, free]) == pytest.approx([1 / 3] * 3 + [1.0])
+    assert core_shares(4, 2, [Threads(4, "a"), Threads(2, "b")]) == [0.5, 1.0]
+    assert core_shares(2, None, [free, free, free]) == pytest.approx([2 / 3] * 3)
+
+
+def test_a_host_that_binds_no_worker_has_no_homes() -> None:
+    assert Host(2).home("a") is None and Host(2, home_cores=1).home("a") == "a"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_shares_use_no_core_twice_and_leave_none_idle_that_is_wanted(seed: int) -> None:
+    draw = random.Random(seed)
+    homes = ["a", "b", "c"]
+    running = [Threads(draw.randint(1, 3), draw.choice([None, *homes])) for _ in range(draw.randint(1, 7))]
+    shares = core_shares(6, 2, running)
+    used = {home: sum(t.num * s for t, s in zip(running, shares, strict=True) if t.home == home) for home in homes}
+    assert all(part <= 2 + 1e-9 for part in used.values()) and max(shares) <= 1
+    total, wanted = sum(t.num * s for t, s in zip(running, shares, strict=True)), sum(t.num for t in running)
+    full = sum(part > 2 - 1e-9 for part in used.values())
+    assert total <= 6 + 1e-9
+    assert total == pytest.approx(min(6, wanted)) or full  # what is not used, no thread outside of a full home wants
+    assert all(
+        share == 1
+        for t, share in zip(running, shares, strict=True)
+        if total < 6 - 1e-9 and used.get(t.home, 0) < 2 - 1e-9
+    )
+
+
+def test_steps_slow_each_other_down_by_what_was_measured() -> None:
+    """A tenth longer while the other core computes: both, whichever began first; alone nothing changes."""
+    host = Host(2)
+    slower = Threads(beside=0.1)
+    assert host.finish("a", at_s=0.0, work_s=1.0, threads=slower) == pytest.approx(1.0)
+    assert host.finish("b", at_s=0.0, work_s=1.0, threads=slower) == pytest.approx(1.0 + 0.1 * 1.0, rel=0.01)
+    assert host.finish("a", at_s=5.0, work_s=1.0, threads=slower) == pytest.approx(6.0 + 0.0909, rel=0.01)
+    assert host.finish("c", at_s=20.0, work_s=1.0, threads=slower) == pytest.approx(21.0)
