@@ -33,16 +33,16 @@ PROMPT_TOKENS = 512
 
 
 class Calibration(msgspec.Struct, frozen=True, kw_only=True):
-    """`whole`: of a unified worker on all cores; `half`, `by_layers`: of the workers of a pair, by how pages leave.
+    """`whole`: of a worker on all cores, with the hand-over of a pair that shares them; `half`, `by_layers`: of the workers of a pair with
 
-    `host_request_s`, `host_token_s`: CPU time of router and client. `cores_left`: by others, meanwhile.
+    a half each, by how pages leave. `router`, `client`: their CPU seconds of a request, and of a token. `cores_left`: by others, meanwhile.
     """
 
     whole: Profile
     half: Profile
     by_layers: Profile
-    host_request_s: float
-    host_token_s: float
+    router: tuple[float, float]
+    client: tuple[float, float]
     cores_left: float
 
     @property
@@ -88,29 +88,32 @@ def calibrate(flags: Sequence[str], cores: Sequence[int], tell: Callable[[str], 
     """Measure this machine. `flags`: of every cluster."""
     unified, pair = LAYOUTS[0], next(one for one in LAYOUTS if one.kind == "pairs")
     all_cores, split = pinning(unified, cores), pinning(pair, cores)
+    on_all, on_half = ("--num-threads", str(all_cores.threads)), ("--num-threads", str(split.threads))
     with cpu_use() as used:
         tell("a unified worker on all cores")
         with _unified(flags, all_cores) as cluster:
             whole = _profile([_load(cluster, ALONE), _load(cluster, TOGETHER)])
+            tell("a pair that shares all cores")
+            with pinned([*flags, *on_all], all_cores) as pd:
+                whole = msgspec.structs.replace(whole, handover=_handover(cluster, pd))
         half_only = replace(split, by_role={"unified": split.by_role["decode"]})
         with ExitStack() as stack:
             tell("a unified worker on half of them")
             worker = stack.enter_context(_unified(flags, half_only))
             half = _profile([_load(worker, ALONE, seed=1), _load(worker, TOGETHER, seed=1)])
-            found, figures = {}, list[Any]()
+            found = {}
             for way in ("off", "on"):
                 tell(f"a pair, {LAYERWISE} {way}")
-                with pinned([*flags, LAYERWISE, way, "--num-threads", str(split.threads)], split) as pd:
+                with pinned([*flags, LAYERWISE, way, *on_half], split) as pd:
                     found[way] = msgspec.structs.replace(half, handover=_handover(worker, pd))
                     if way == "off":
-                        figures = [beside(pd), host_costs(_counted(pd, PROMPTS), _counted(pd, TOGETHER))]
-    slower, (request_s, token_s) = figures
+                        slower, counted = beside(pd), [_counted(pd, load) for load in (PROMPTS, TOGETHER)]
     return Calibration(
         whole=whole,
         half=msgspec.structs.replace(found["off"], beside=slower),
         by_layers=msgspec.structs.replace(found["on"], beside=slower),
-        host_request_s=request_s,
-        host_token_s=token_s,
+        router=host_costs(*(router for router, _ in counted)),
+        client=host_costs(*(client for _, client in counted)),
         cores_left=used.cores_left,
     )
 
@@ -154,10 +157,13 @@ def _handover(worker: Cluster, pair: Cluster) -> Any:
     return fit_handover(alone.records, handed.records)
 
 
-def _counted(cluster: Cluster, load: dict[str, Any]) -> Counted:
-    before_s = cpu_s(cluster)
+def _counted(cluster: Cluster, load: dict[str, Any]) -> tuple[Counted, Counted]:
+    """Return what the router used, and the client."""
+    before = cpu_s(cluster)
     records = _load(cluster, load, seed=6)
-    return Counted(len(records), sum(one.output_tokens for one in records), cpu_s(cluster) - before_s)
+    after, tokens = cpu_s(cluster), sum(one.output_tokens for one in records)
+    router, client = (Counted(len(records), tokens, b - a) for a, b in zip(before, after, strict=True))
+    return router, client
 
 
 def _gap_s(records: Sequence[RequestRecord]) -> float:

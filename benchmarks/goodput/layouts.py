@@ -1,8 +1,8 @@
 """The clusters that are compared, all on the same cores: which processes, on which of the cores, and what `tandem plan` calls them. Pure.
 
     unified          | one worker, a thread on each core: prompts first, or with mixed chunks (the default on a CPU), whose size may be tuned
-    pair             | prefill on one half of the cores, decode on the other
-    mixed pool       | the same, and a unified worker, with as many threads as one of them, that goes where a core rests
+    pair             | prefill on one half of the cores, decode on the other; or both on all of them, as `tandem up` starts them
+    mixed pool       | a pair and a unified worker, all three on all cores
 
 The router and the load's client go where a core rests, too.
 """
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from planner.goodput import SloTargets
 from service.flags import ConfigError
 
+ROLES = ("prefill", "decode", "unified")
 KINDS = ("unified", "pairs", "mixed pool")
 LAYERWISE = "--disaggregation-layerwise-transfer"
 
@@ -21,7 +22,7 @@ LAYERWISE = "--disaggregation-layerwise-transfer"
 class Layout:
     """`planned`: its name in `tandem plan`. `flags`: of `tandem up`. `layerwise`: pages leave layer by layer. `tuned`: steps with prompts
 
-    are as short as the load's objective for ITL.
+    are as short as the load's objective for ITL. `shared`: workers have no cores of their own.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Layout:
     flags: tuple[str, ...]
     layerwise: bool = False
     tuned: bool = False
+    shared: bool = False
 
     @property
     def is_unified(self) -> bool:
@@ -42,7 +44,8 @@ LAYOUTS = (
     Layout(name="mixed chunk, tuned", kind="unified", planned="1U-mixed", flags=("--unified",), tuned=True),
     Layout(name="pair", kind="pairs", planned="1P1D", flags=(LAYERWISE, "off")),
     Layout(name="pair, by layers", kind="pairs", planned="1P1D", flags=(LAYERWISE, "on"), layerwise=True),
-    Layout(name="mixed pool", kind="mixed pool", planned="1P1D1U-mixed", flags=(LAYERWISE, "off", "--mixed", "1")),
+    Layout(name="pair, cores shared", kind="pairs", planned="1P1D", flags=(), shared=True),
+    Layout(name="mixed pool", kind="mixed pool", planned="1P1D1U-mixed", flags=("--mixed", "1"), shared=True),
 )
 
 
@@ -61,10 +64,9 @@ def pinning(layout: Layout, cores: Sequence[int]) -> Pinning:
     if not half:
         raise ConfigError(f"a pair needs two cores, this process has {len(cores)}: allow it more (taskset -c)")
     used = tuple(sorted(cores)[: 2 * half])
-    if layout.is_unified:
-        return Pinning(cores=used, by_role={"unified": used}, threads=2 * half)
-    by_role = {"prefill": used[:half], "decode": used[half:], "unified": used}
-    return Pinning(cores=used, by_role=by_role, threads=half)
+    if layout.is_unified or layout.shared:
+        return Pinning(cores=used, by_role=dict.fromkeys(ROLES, used), threads=2 * half)
+    return Pinning(cores=used, by_role={"prefill": used[:half], "decode": used[half:]}, threads=half)
 
 
 def flags_of(layout: Layout, slo: SloTargets, *, threads: int, chunk: int) -> tuple[str, ...]:

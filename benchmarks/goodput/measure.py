@@ -18,6 +18,7 @@ from deploy.bench.stats import RequestRecord
 from deploy.bench.workload import BenchRequest
 from deploy.openai_api import first_model
 from planner.goodput import Point, SloTargets, first_judged, most_misses, point_of
+from tools.family import family
 
 UNFINISHED = "stopped"  # in flight, or not sent yet, when the run was
 WARM_UP = 3
@@ -101,10 +102,14 @@ def _warm_up(requests: Sequence[BenchRequest]) -> list[BenchRequest]:
     ]
 
 
-def cpu_s(cluster: Cluster) -> float:
-    """CPU seconds so far of what is beside the workers: this process, and the router if there is one."""
+def cpu_s(cluster: Cluster) -> tuple[float, float]:
+    """CPU seconds so far of the router and of this process, the client."""
     (up,) = [psutil.Process(pid) for role, pid in cluster.pids if role == "up"]
     workers = {pid for role, pid in cluster.pids if role != "up"}
-    trees = [child for child in up.children() if child.pid not in workers]
-    beside = [psutil.Process(), *trees, *(one for tree in trees for one in tree.children(recursive=True))]
-    return sum(sum(one.cpu_times()[:2]) for one in beside)
+    routers = [child for child in up.children() if child.pid not in workers and "router" in child.cmdline()]
+    return sum(_used_s(one) for child in routers for one in family(child.pid)), _used_s(psutil.Process())
+
+
+def _used_s(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)

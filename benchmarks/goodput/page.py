@@ -24,7 +24,7 @@ HEAD = """# Goodput on equal resources
 objectives of their load: time to first token, and the gap that 95 % of a request's tokens keep.
 """
 AGREES = 0.10  # a planned goodput this near to the measured one agrees
-COLORS = ("#b8c0c8", "#8a95a1", "#5d6d7e", "#1f77b4", "#56b4e9", "#e07b39")  # of layouts
+COLORS = ("#b8c0c8", "#8a95a1", "#5d6d7e", "#1f77b4", "#56b4e9", "#17807e", "#e07b39")  # of layouts
 MODES = {"": ("white", "#222222"), "-dark": ("#0d1117", "#e6edf3")}  # by file name: ground, ink
 
 
@@ -60,19 +60,18 @@ def page_of(report: Path) -> str:
 def readme(found: Results) -> str:
     """Return README's part."""
     name = f"docs/reports/{REPORT.name}"
-    alt = "Goodput of unified workers, pairs and a mixed pool under each load, with the planned one"
+    alt = "Goodput of unified workers, pairs and a mixed pool, by load"
     return f"""
 ## Where PD pays
 
-Requests a second that keep their objectives on the same {found.arguments["cores"]} cores, and what `tandem plan` foretold
-([more]({name}.md)):
+Requests a second within objectives, on the same {found.arguments["cores"]} cores, and what `tandem plan` foretold ([more]({name}.md)).
+{winners(found)}
 
 <picture>
   <source media="(prefers-color-scheme: dark)" srcset="{name}-dark.png">
   <img alt="{alt}" src="{name}.png">
 </picture>
 
-{verdict(found)}
 """
 
 
@@ -118,8 +117,8 @@ def about(found: Results) -> str:
     return (
         f"Real processes, HTTP and NIXL, each cluster on the same {found.arguments['cores']} cores. Unified: a thread on each core, prompts "
         "first, or with mixed chunks: of 1024 tokens (the default), or as many as the objective for ITL allows (tuned). Pair: a half of the cores for prefill, "
-        "the other for decode; pages leave whole, or layer by layer. Mixed pool: a pair, and a unified worker that goes where a core rests "
-        f"(`--mixed`). {found.arguments['layers']} layers as wide as Qwen3-0.6B's, random bf16 weights; {lengths}, scaled; "
+        "the other for decode; pages leave whole, or layer by layer; or both workers on all cores, as `tandem up` starts them. Mixed pool: "
+        f"a pair and a unified worker (`--mixed`), all on all cores. {found.arguments['layers']} layers as wide as Qwen3-0.6B's, random bf16 weights; {lengths}, scaled; "
         f"runs of {RUN_S:g} s; others left {least:.1f} cores or more. On half of the cores, alone: {1e6 * alone.prompt_token_s:.0f} us a prompt token, "
         f"{1e3 * alone.step_s:.0f} ms a step with four answers."
     )
@@ -143,6 +142,16 @@ def goodput(found: Results, load: str, layout: Layout) -> float | None:
         return None
     best = cell.search(found.slo(load)).best
     return best.rate if best else 0.0
+
+
+def winners(found: Results) -> str:
+    """Say in a sentence which layout is best under which loads."""
+    best: dict[str, list[str]] = {}
+    for load in found.loads:
+        rates = {one.name: rate for one in LAYOUTS if (rate := goodput(found, load, one)) is not None}
+        if rates and max(rates.values()) > 0:
+            best.setdefault(max(rates, key=rates.__getitem__), []).append(load)
+    return "Best: " + "; ".join(f"{name} under {', '.join(loads)}" for name, loads in best.items()) + "."
 
 
 def verdict(found: Results) -> str:

@@ -51,12 +51,12 @@ class Planner:
         return replace(found, slo=slo, requests=requests, history=(), costs=replace(found.costs, wanted=wanted))
 
     def _profile(self, layout: Layout) -> Profile:
-        if layout.is_unified:
+        if layout.is_unified or layout.shared:
             return self.calibration.whole
         return self.calibration.by_layers if layout.layerwise else self.calibration.half
 
     def _config(self, layout: Layout, where: Pinning, chunk: int) -> PlanConfig:
-        host = self.calibration
+        request_s, token_s = self._beside(layout)
         return PlanConfig(
             model_path=str(self.folder / "model"),
             gpu_profile=str(self.folder / "profile.json"),
@@ -69,11 +69,17 @@ class Planner:
             disable_overlap_schedule=True,  # an inline stream has nothing to overlap
             host_cores=len(where.cores),
             step_cores=where.threads,
-            worker_cores=None if layout.is_unified else where.threads,
-            # a unified worker's steps were measured with the client on the same cores
-            host_request_time_s=0.0 if layout.is_unified else host.host_request_s,
-            host_token_time_s=0.0 if layout.is_unified else host.host_token_s,
+            worker_cores=None if layout.is_unified or layout.shared else where.threads,
+            host_request_time_s=request_s,
+            host_token_time_s=token_s,
         )
+
+    def _beside(self, layout: Layout) -> tuple[float, float]:
+        """CPU seconds of a request and a token that the step times lack: those on all cores were measured with the client there, too."""
+        if layout.is_unified:
+            return 0.0, 0.0
+        router, client = self.calibration.router, self.calibration.client
+        return router if layout.shared else (router[0] + client[0], router[1] + client[1])
 
 
 def planned_point(study: Study, layout: Layout, rate: float) -> Point:

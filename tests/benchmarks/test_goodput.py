@@ -205,12 +205,12 @@ def test_every_cluster_has_the_same_cores(count: int) -> None:
     found = [pinning(layout, cores) for layout in LAYOUTS]
     assert len({one.cores for one in found}) == 1 and len(found[0].cores) == count // 2 * 2
     for layout, one in zip(LAYOUTS, found, strict=True):
-        if layout.is_unified:
-            assert one.by_role["unified"] == one.cores and one.threads == len(one.cores)
+        if layout.is_unified or layout.shared:
+            assert set(one.by_role.values()) == {one.cores} and one.threads == len(one.cores)
         else:
             prefill, decode = one.by_role["prefill"], one.by_role["decode"]
             assert not set(prefill) & set(decode) and {*prefill, *decode} == set(one.cores)
-            assert one.threads == len(prefill) == len(decode) and one.by_role["unified"] == one.cores
+            assert one.threads == len(prefill) == len(decode)
 
 
 def test_one_core_is_too_few_and_the_error_says_what_to_do() -> None:
@@ -271,7 +271,12 @@ def test_the_page_says_who_wins_and_how_near_the_plan_was(tmp_path: Path) -> Non
     assert page.agreement(found) == "Its goodput is within 10% of the measured one for 1 of 2."
     assert found.cells[1].layout == "pair" and page.plan_error(found, found.cells[1]) == pytest.approx(0.301, abs=0.01)
     readme = page.with_block(f"a\n{page.BEGIN}stale\n{page.END}b\n", page.readme(found))
-    assert "stale" not in readme and readme.startswith("a\n") and readme.endswith("b\n") and "1.50 times" in readme
+    assert (
+        "stale" not in readme
+        and readme.startswith("a\n")
+        and readme.endswith("b\n")
+        and "Best: pair under chat." in readme
+    )
     with pytest.raises(ConfigError, match="marks"):
         page.with_block("a\n", "x")
 

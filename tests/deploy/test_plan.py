@@ -48,7 +48,9 @@ def test_two_prefill_one_decode_and_a_router_that_knows_them() -> None:
         "--pd-disaggregation --prefill http://127.0.0.1:1 11 --prefill http://127.0.0.1:2 12"
         " --decode http://127.0.0.1:3 --policy=random"
     )
-    assert specs["decode-0"].env["OMP_NUM_THREADS"] == "7"  # of C kernels, which do not wait for a thread without a core
+    assert (
+        specs["decode-0"].env["OMP_NUM_THREADS"] == "7"
+    )  # of C kernels, which do not wait for a thread without a core
     assert specs["decode-0"].env["OMP_THREAD_LIMIT"] == "2"  # of torch: a third of seven
     assert specs["decode-0"].env["GOMP_SPINCOUNT"] == "0"  # several engines, the same cores
 
