@@ -32,7 +32,7 @@ NODES ?=
 MINUTES ?= 10
 SIM := $(BIN)/python -m tools.simulation $(if $(NODES),--nodes $(NODES)) $(if $(SEED),--seed $(SEED))
 
-.PHONY: help setup run chat test slow-tests fresh-check soak-core mutants sim sim-soak sim-mutants bench fuzz manifests image-pins pins triton-versions house api-table model-table k8s-drill fault-matrix death-notice churn-soak rank-faults rank-shapes rank-soak goodput plan-error gpu-check lint format clean
+.PHONY: help setup run chat test slow-tests fresh-check soak-core mutants sim sim-soak sim-mutants bench bench-peers fuzz manifests image-pins pins triton-versions house api-table model-table k8s-drill fault-matrix death-notice churn-soak rank-faults rank-shapes rank-soak goodput plan-error gpu-check lint format clean
 
 help:
 	@echo "make run [ARGS=...]    start a cluster on this machine; Ctrl-C ends it"
@@ -44,6 +44,7 @@ help:
 	@echo
 	@echo "Checks that write a report into docs/reports:"
 	@echo "make bench [ARGS=...]  benchmarks.md: measure this machine (some minutes)"
+	@echo "make bench-peers [PEERS=DIR]          peers.md: beside vLLM, transformers and llama.cpp on this kind of CPU (an hour; 6 GB)"
 	@echo "make plan-error        plan_error.md: the same requests on real workers and in tandem plan"
 	@echo "make gpu-check [PYTHON=python3]       gpu_check.json: kernels, steps and transfers on a GPU (4 minutes, at most 12)"
 	@echo "make goodput [ARGS='--trace PATH']    goodput.md: requests a second within objectives, by cluster, on all cores (25 minutes)"
@@ -114,6 +115,12 @@ mutants: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.report $(ARGS)
+
+# The peers are installed there if they are not: some gigabytes, and llama.cpp is compiled.
+PEERS ?= .build/peers
+bench-peers: $(STAMP)
+	bash benchmarks/make_peers.sh $(PEERS)
+	$(BIN)/python -m benchmarks.peers --peers $(PEERS) --keep $(ARGS)
 
 # PYTHON: use another interpreter, which has torch with CUDA and what docs/gpu.md names; then no $(VENV) is made.
 gpu-check: $(if $(PYTHON),,$(STAMP))

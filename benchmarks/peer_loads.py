@@ -1,9 +1,9 @@
-"""The four workloads that engines are compared on, sent by `tandem bench`'s own client. Knows loads, not servers.
+"""The workloads that engines are compared on, sent by `tandem bench`'s own client. Knows loads, not servers.
 
 A decode-heavy: 16 at once, 64 in, 128 out. B prefill-heavy: 8 at once, 1024 in, 16 out. C interference: 4 long decodes
 (64 in, 256 out) while a prompt of 1024 (16 out) comes every second. D shared prefix: 32 requests, 8 at a time, 768 of
-their 800 tokens shared, 16 out. Prompts are of words of the shipped tokenizer (one token each, and a BOS), because not
-every server takes token ids; each round has its own, so nothing but D's prefix is in a cache.
+their 800 tokens shared, 16 out. 1 and 8: as many streams, 64 in, 128 out. Prompts are token ids, or words where a server takes
+no ids; each round has its own, so nothing but D's prefix is in a cache.
 """
 
 import asyncio
@@ -23,26 +23,41 @@ SHAPES: dict[str, dict[str, int]] = {
     "A": {"num_requests": 16, "concurrency": 16, "input_len": 64, "output_len": 128},
     "B": {"num_requests": 8, "concurrency": 8, "input_len": 1024, "output_len": 16},
     "D": {"num_requests": 32, "concurrency": 8, "input_len": 800, "output_len": 16, "shared_prefix_len": 768},
+    "1": {"num_requests": 1, "concurrency": 1, "input_len": 64, "output_len": 128},
+    "8": {"num_requests": 8, "concurrency": 8, "input_len": 64, "output_len": 128},
 }
 LONG = {"num_requests": 4, "concurrency": 4, "input_len": 64, "output_len": 256}
 ARRIVALS = {"num_requests": 40, "input_len": 1024, "output_len": 16}
 ARRIVAL_GAP_S = 1.0
-WORKLOADS = ("A", "B", "C", "D")
 WARM = {"num_requests": 2, "concurrency": 2, "input_len": 1024, "output_len": 8}  # first run of every code path
 SEED_STEP = 1000  # between rounds
+IN_TOKENS = ("input_len", "shared_prefix_len")  # of a prompt
+
+
+@dataclass(frozen=True, kw_only=True)
+class Vocabulary:
+    """What prompts of a model are drawn from: token ids of [low, high], or words of so many tokens each."""
+
+    low: int = 16
+    high: int = 500
+    tokens_a_word: float = 1.0
+
+
+SHIPPED = Vocabulary()  # of the shipped model and of random ones
 
 
 @dataclass(frozen=True, kw_only=True)
 class Server:
-    """Where an engine answers. `plain`: it knows no `ignore_eos` and no `skip_special_tokens`."""
+    """Where an engine answers. `plain`: it knows no prompts of ids, no `ignore_eos` and no `skip_special_tokens`."""
 
     url: str
     model: str
     plain: bool = False
+    vocabulary: Vocabulary = SHIPPED
 
 
 async def run_workload(name: str, server: Server, *, seed: int) -> dict[str, float]:
-    """Figures of one round of a workload ("A" to "D"); raises when a request was not answered."""
+    """Figures of one round of a workload; raises when a request was not answered."""
     if name == "C":
         return await interference(server, seed=seed, prompts=True)
     config = _config(server, seed, SHAPES[name])
@@ -99,8 +114,13 @@ def figures(records: Sequence[RequestRecord], duration_s: float) -> dict[str, fl
 
 
 def _config(server: Server, seed: int, shape: dict[str, int]) -> BenchConfig:
-    flags: dict[str, Any] = {"prompt": "words", "ignore_eos": not server.plain, "disable_progress": True}
-    return BenchConfig(url=server.url, seed=seed, **flags, **shape)
+    words, flags = server.vocabulary, dict[str, Any](shape)
+    if server.plain:
+        lengths = {name: round(shape[name] / words.tokens_a_word) for name in IN_TOKENS if name in shape}
+        flags |= {"prompt": "words", "ignore_eos": False, **lengths}
+    else:
+        flags |= {"prompt": "ids", "min_token_id": words.low, "max_token_id": words.high}
+    return BenchConfig(url=server.url, seed=seed, disable_progress=True, **flags)
 
 
 def _target(server: Server, session: Any, config: BenchConfig) -> Target:

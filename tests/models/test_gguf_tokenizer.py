@@ -10,12 +10,12 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
 from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer, get_gguf_tokenizer
 
+from benchmarks.gguf_file import add_tokenizer, write
 from engine.gguf.tokenizer import PRE_TOKENIZERS
 from engine.model_files.source import smollm2_file
 from engine.text.chat_template import load_chat_template
 from engine.text.tokenizer import Tokenizer as OurTokenizer
 from engine.text.tokenizer import load_tokenizer
-from tests.models.tiny_gguf import add_tokenizer, write
 from tests.models.varied_texts import varied_texts
 
 DOCS = Path(__file__).parents[2] / "docs"

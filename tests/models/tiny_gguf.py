@@ -1,26 +1,17 @@
-"""Tiny GGUF files, written by the `gguf` package from a Hugging Face checkpoint, as llama.cpp's converter writes them.
+"""Tiny GGUF files, and beside each a checkpoint with exactly the values that its tensors stand for."""
 
-Beside the file stands a checkpoint with exactly the values that its tensors stand for.
-"""
-
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import gguf
-import numpy as np
-import torch
 from gguf import GGMLQuantizationType as Kind
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
+from benchmarks.gguf_file import Edit, write_gguf
 from tests.models.tiny_checkpoints import make_tiny_checkpoint
 
 # 256 elements are one block of the k-quants.
 SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "head_dim": 64}
-ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
-
-Edit = Callable[[gguf.GGUFWriter], object]
 
 
 def make_tiny_gguf(
@@ -33,158 +24,9 @@ def make_tiny_gguf(
     kinds: Mapping[str, Kind] | None = None,
     **overrides: Any,
 ) -> tuple[Path, Path]:
-    """(model.gguf with matrices of type `kind`, the checkpoint that says the same). `edit` adds metadata or tensors.
-
-    `kinds`: of matrices whose names in the checkpoint contain the key.
-    """
-    checkpoint = folder / "checkpoint"
+    """Return model.gguf with matrices of type `kind`, and the checkpoint that says the same."""
+    checkpoint, path = folder / "checkpoint", folder / "model.gguf"
     make_tiny_checkpoint(checkpoint, family, seed=seed, **SIZES | overrides)
-    config = json.loads((checkpoint / "config.json").read_text())
-    writer = gguf.GGUFWriter(folder / "model.gguf", ARCHITECTURES[family])
-    _add_config(writer, config)
-    add_tokenizer(writer, json.loads((checkpoint / "tokenizer.json").read_text()))
-    weights = checkpoint / "model.safetensors"
-    save_file(
-        _add_tensors(writer, config, load_file(weights), kind, seed, kinds or {}), weights, metadata={"format": "pt"}
-    )
-    if edit is not None:
-        edit(writer)
-    write(writer)
-    return folder / "model.gguf", checkpoint
-
-
-def write(writer: gguf.GGUFWriter) -> None:
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-def add_tokenizer(writer: gguf.GGUFWriter, tokenizer: dict[str, Any], *, pre: str = "gpt-2") -> None:
-    """Byte-level BPE of a tokenizer.json."""
-    ids: dict[str, int] = tokenizer["model"]["vocab"]
-    added = {token["content"]: token for token in tokenizer["added_tokens"]}
-    ids = ids | {name: token["id"] for name, token in added.items()}
-    tokens = sorted(ids, key=lambda token: ids[token])
-    kinds = [1 if t not in added else 3 if added[t]["special"] else 4 for t in tokens]
-    if not tokenizer["model"]["merges"]:  # a file without merges has no tokenizer
-        at = tokens.index("<special_15>")
-        tokens[at], kinds[at] = "!!", 1
-        tokenizer["model"]["merges"] = ["! !"]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre)
-    writer.add_token_list(tokens)
-    writer.add_token_types(kinds)
-    merges = tokenizer["model"]["merges"]
-    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in merges])
-
-
-def _add_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_key_length(config["head_dim"])
-    writer.add_value_length(config["head_dim"])
-    writer.add_rope_dimension_count(config["head_dim"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_freq_base(config["rope_theta"])
-    writer.add_bos_token_id(config["bos_token_id"])
-    writer.add_eos_token_id(config["eos_token_id"])
-    scaling = config.get("rope_scaling")
-    if scaling and scaling["rope_type"] == "llama3":
-        writer.add_tensor(
-            "rope_freqs.weight", _llama3_factors(scaling, theta=config["rope_theta"], dim=config["head_dim"])
-        )
-    elif scaling:
-        writer.add_rope_scaling_type(gguf.RopeScalingType(scaling["rope_type"]))
-        writer.add_rope_scaling_factor(scaling["factor"])
-        if "original_max_position_embeddings" in scaling:
-            writer.add_rope_scaling_orig_ctx_len(scaling["original_max_position_embeddings"])
-
-
-def _llama3_factors(scaling: dict[str, Any], *, theta: float, dim: int) -> "np.ndarray[Any, Any]":
-    """As convert_hf_to_gguf.py computes them."""
-    low, high, factor = scaling["low_freq_factor"], scaling["high_freq_factor"], scaling["factor"]
-    context = scaling["original_max_position_embeddings"]
-    factors = []
-    for frequency in 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim):
-        wavelength = 2 * np.pi / float(frequency)
-        if wavelength < context / high:
-            factors.append(1.0)
-        elif wavelength > context / low:
-            factors.append(factor)
-        else:
-            smooth = (context / wavelength - low) / (high - low)
-            factors.append(1 / ((1 - smooth) / factor + smooth))
-    return np.array(factors, dtype=np.float32)
-
-
-def _add_tensors(
-    writer: gguf.GGUFWriter,
-    config: dict[str, Any],
-    tensors: dict[str, torch.Tensor],
-    kind: str,
-    seed: int,
-    kinds: Mapping[str, Kind],
-) -> dict[str, torch.Tensor]:
-    """The values that were written, by their Hugging Face names."""
-    arch = next(k for k, name in gguf.MODEL_ARCH_NAMES.items() if name == ARCHITECTURES[config["model_type"]])
-    names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
-    rng = np.random.default_rng(seed)
-    written = {}
-    for name, tensor in tensors.items():
-        values = tensor.float().numpy()
-        heads = _heads_to_permute(config, name)
-        if heads:
-            values = _permuted(values, heads)
-        own = next((other for key, other in kinds.items() if key in name), Kind[kind])
-        stored, type_ = _stored(values, own if values.ndim > 1 else Kind.F32, rng)
-        writer.add_tensor(names.get_name(name, try_suffixes=(".weight", ".bias")), stored, raw_dtype=type_)
-        exact = gguf.quants.dequantize(stored.view(np.uint8) if type_ == Kind.BF16 else stored, type_)
-        exact = exact.astype(np.float32).reshape(values.shape)
-        written[name] = torch.from_numpy(_unpermuted(exact, heads) if heads else exact).contiguous()
-    return written
-
-
-def _heads_to_permute(config: dict[str, Any], name: str) -> int:
-    if ARCHITECTURES[config["model_type"]] != "llama":
-        return 0
-    part = name.split(".")[-2]
-    return {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}.get(part, 0)
-
-
-def _permuted(values: "np.ndarray[Any, Any]", heads: int) -> "np.ndarray[Any, Any]":
-    """convert_hf_to_gguf.py: LlamaModel.permute."""
-    return np.ascontiguousarray(
-        values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
-    )
-
-
-def _unpermuted(values: "np.ndarray[Any, Any]", heads: int) -> "np.ndarray[Any, Any]":
-    return np.ascontiguousarray(
-        values.reshape(heads, values.shape[0] // heads // 2, 2, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
-    )
-
-
-def _stored(
-    values: "np.ndarray[Any, Any]", kind: Kind, rng: np.random.Generator
-) -> "tuple[np.ndarray[Any, Any], Kind]":
-    if kind in (Kind.Q4_K, Kind.Q5_K, Kind.Q6_K):
-        return _random_blocks(values.shape, kind, rng), kind
-    return gguf.quants.quantize(values, kind), kind
-
-
-def _random_blocks(shape: tuple[int, ...], kind: Kind, rng: np.random.Generator) -> "np.ndarray[Any, Any]":
-    """`gguf` cannot write k-quants, so any bytes are taken, with scales (f16) that make the values about 0.2 wide."""
-    elements, size = gguf.GGML_QUANT_SIZES[kind]
-    blocks = rng.integers(0, 256, (*shape[:-1], shape[-1] // elements, size), dtype=np.uint8)
-    scale = np.array([0.0001 if kind == Kind.Q6_K else 0.0006], dtype=np.float16).view(np.uint8)
-    if kind == Kind.Q6_K:
-        blocks[..., -2:] = scale
-    else:
-        blocks[..., 0:2] = scale
-        blocks[..., 2:4] = np.array([0.005], dtype=np.float16).view(np.uint8)
-    return blocks.reshape(*shape[:-1], -1)
+    written = write_gguf(checkpoint, path, kind, edit=edit, seed=seed, kinds=kinds)
+    save_file(written, checkpoint / "model.safetensors", metadata={"format": "pt"})
+    return path, checkpoint
