@@ -20,6 +20,8 @@ if [ "$(cat "$dir/llama/version" 2>/dev/null)" != "llama-cpp-python $llama" ]; t
     rm -rf "$dir/llama" && mkdir -p "$dir/llama/source"
     "$dir/hf/bin/pip" download -q --no-deps --no-binary llama-cpp-python -d "$dir/llama" "llama-cpp-python==$llama"
     tar xzf "$dir/llama/llama_cpp_python-$llama.tar.gz" -C "$dir/llama/source" --strip-components 1
+    # GCC 12 takes 8 of the 64 bytes of a tile configuration for used and leaves out the others: SIGILL at the first tile of AMX.
+    sed -i 's/^    _tile_loadconfig(&tc);/    asm volatile("" : : "m"(tc));\n&/' "$dir/llama/source/vendor/llama.cpp/ggml/src/ggml-cpu/amx/mmq.cpp"
     cmake -S "$dir/llama/source/vendor/llama.cpp" -B "$dir/llama" -DCMAKE_BUILD_TYPE=Release -DLLAMA_CURL=OFF -DLLAMA_BUILD_TESTS=OFF \
         -DLLAMA_BUILD_EXAMPLES=OFF >"$dir/llama/log"
     cmake --build "$dir/llama" -j "$(nproc)" --target llama-server llama-quantize >>"$dir/llama/log"
