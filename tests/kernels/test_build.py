@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from engine.kernels import build
+from engine.kernels.ahead import build_all
 from engine.kernels.cpu_kind import Kind, flags_of
 
 SOURCES = sorted(Path(build.__file__).parent.glob("*.c"))
@@ -47,10 +49,13 @@ def test_flags_that_were_wished_for_and_do_not_compile_are_named(source, monkeyp
     assert "-march=no-such-cpu" in record.getMessage() and "one.c" in record.getMessage()
 
 
-def test_three_processes_build_at_once(source, tmp_path):
+def test_of_three_processes_at_once_one_builds(source, tmp_path):
+    compiler, runs = tmp_path / "counting-cc", tmp_path / "runs"
+    compiler.write_text(f'#!/bin/sh\necho run >> {runs}\nexec cc "$@"\n')
+    compiler.chmod(0o700)
     code = f"import pathlib, engine.kernels.build as b; print(b.load_library(pathlib.Path({str(source)!r})).one())"
     cache = tmp_path / "cache"
-    env = {**os.environ, build.CACHE_VARIABLE: str(cache)}
+    env = {**os.environ, build.CACHE_VARIABLE: str(cache), "CC": str(compiler)}
     running = [
         subprocess.Popen(
             [sys.executable, "-c", code], env=env, cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, text=True
@@ -65,6 +70,32 @@ def test_three_processes_build_at_once(source, tmp_path):
             p.communicate()  # closes its pipe
     assert answers == ["1"] * 3
     assert [p.suffix for p in cache.iterdir()] == [".so"]
+    assert runs.read_text() == "run\n"
+
+
+def test_without_a_compiler_of_the_machine_s_that_of_the_package_builds(source, monkeypatch, tmp_path):
+    package = tmp_path / "packages" / "ziglang"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "__main__.py").write_text(
+        f"import os, sys\nassert sys.argv[1] == 'cc'\nos.execv({shutil.which('cc')!r}, ['cc', *sys.argv[2:]])\n"
+    )
+    monkeypatch.setenv(build.CACHE_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(build.shutil, "which", lambda name: None)
+    with pytest.raises(build.NoCompilerError, match="pip install ziglang"):
+        build.check_buildable(source)
+    monkeypatch.syspath_prepend(str(package.parent))
+    monkeypatch.setenv("PYTHONPATH", str(package.parent))
+    assert build.load_library(source).one() == 1
+
+
+def test_all_kernels_of_a_folder_are_built_ahead_and_those_that_fail_are_named(source, monkeypatch, tmp_path):
+    monkeypatch.setenv(build.CACHE_VARIABLE, str(tmp_path / "cache"))
+    (tmp_path / "broken.c").write_text("int one(void) {")
+    (tmp_path / "two.c").write_text("int two(void) { return 2; }")
+    assert build_all(tmp_path) == ["broken.c"]
+    assert {p.name.partition("-")[0] for p in (tmp_path / "cache").iterdir()} == {"one", "two"}
 
 
 def test_a_broken_library_is_removed_and_built_again(source, monkeypatch, tmp_path):

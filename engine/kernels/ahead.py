@@ -1,0 +1,27 @@
+"""Builds every kernel, several at once, before the first start needs them: python -m engine.kernels.ahead"""
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from engine.cores import usable_cores
+from engine.kernels.build import TEAM, TEAM_FLAGS, load_library
+from engine.kernels.sample import ROUNDED
+from engine.kernels.sample import SOURCE as SAMPLE
+
+FLAGS = {SAMPLE.name: ROUNDED, TEAM.name: TEAM_FLAGS}  # of a source alone
+
+
+def build_all(folder: Path = SAMPLE.parent) -> list[str]:
+    """Return the names of those that could not be built; the log says why."""
+    largest_first = sorted(folder.glob("*.c"), key=lambda source: -source.stat().st_size)
+    with ThreadPoolExecutor(usable_cores()) as pool:
+        built = pool.map(_is_built, largest_first)
+        return [source.name for source, there in zip(largest_first, built, strict=True) if not there]
+
+
+def _is_built(source: Path) -> bool:
+    return load_library(source, flags=FLAGS.get(source.name, ())) is not None
+
+
+if __name__ == "__main__":
+    build_all()
