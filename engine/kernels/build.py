@@ -150,7 +150,14 @@ def _compile(source: Path, target: Path, command: list[str]) -> None:
     os.close(handle)
     try:
         done = subprocess.run(
-            [*command, "-o", name, str(source), "-lm"],
+            [
+                *command,
+                "-o",
+                name,
+                str(source),
+                "-lm",
+                "-Wl,-z,defs",
+            ],  # what it lacks is an error here, not at its load
             capture_output=True,
             text=True,
             timeout=COMPILE_TIMEOUT_S,

@@ -1,4 +1,4 @@
-"""Memory of packed matrices: huge pages that neighbours share.
+"""Memory of weights: huge pages, which neighbours share where matrices are packed.
 
 One thread reads huge pages about 1.7 times as fast as pages of 4 KiB (docs/reports/benchmarks.md). A matrix of some MiB alone would end
 in small ones, and integers make many of that size.
@@ -35,12 +35,21 @@ class PackedMemory:
         return piece
 
 
+class HugePages:
+    """`size` bytes of any content, in huge pages where the kernel has some; they become real where they are written."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._memory = mmap.mmap(-1, size + HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._begin = -torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr() % HUGE_BYTES
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with contextlib.suppress(OSError):  # a kernel without huge pages: slower, not wrong
+                self._memory.madvise(mmap.MADV_HUGEPAGE, self._begin, size // HUGE_BYTES * HUGE_BYTES)
+
+    def lend(self) -> memoryview:
+        """Return them; the region lives as long as this view, and as what stands on it."""
+        return memoryview(self._memory)[self._begin : self._begin + self.size]
+
+
 def _mapped(size: int) -> Tensor:
-    """Memory becomes real where it is written."""
-    memory = mmap.mmap(-1, size + HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    all_of_it = torch.frombuffer(memory, dtype=torch.uint8)
-    begin = -all_of_it.data_ptr() % HUGE_BYTES
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without huge pages: slower, not wrong
-            memory.madvise(mmap.MADV_HUGEPAGE, begin, size // HUGE_BYTES * HUGE_BYTES)
-    return all_of_it[begin : begin + size]
+    return torch.frombuffer(HugePages(size).lend(), dtype=torch.uint8)

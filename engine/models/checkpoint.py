@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from tqdm import tqdm  # type: ignore[import-untyped]
 
 from engine.gguf.file import open_gguf
+from engine.kernels.staging import Staging
 from engine.kv.kv_pool import DTYPES
 from engine.layers.linear import kernel_on
 from engine.model_files.stored_weights import StoredWeights
+from engine.models.load_progress import LoadProgress
 from engine.models.packed_gguf import PackedGGUF
 from engine.models.quantized_tensors import QuantizedTensors
 from engine.parallel.layout import Extent, cut_of
@@ -39,7 +40,7 @@ _DERIVED = re.compile(r".*\.rotary_emb\.inv_freq$")
 class Checkpoint:
     """The tensors of `model_path`, each taken once, in `dtype` on `device`. A context manager.
 
-    `progress`: show a bar on a terminal. `stored`: how weights are quantized; None: they are floats. Raises `ConfigError`
+    `progress`: show a bar on a terminal, in place of lines in the log. `stored`: how weights are quantized; None: they are floats. Raises `ConfigError`
     naming tensor and file.
     """
 
@@ -53,9 +54,10 @@ class Checkpoint:
         self.device = torch.device(device)
         packs = kernel_on(self.device, self.dtype) is not None
         self._tensors = _open_tensors(Path(model_path), stored, packs=packs)
+        self._staging = Staging()
         self._opened, self._stamp = (model_path, dtype, device, stored), _stamp(model_path)
         self._left = {name for name in self._tensors.names() if not _DERIVED.match(name)}
-        self._bar = tqdm(total=len(self._left), desc="Loading weights", unit="tensor", disable=not progress)
+        self._progress = LoadProgress(len(self._left), bar=progress)
 
     def __enter__(self) -> "Checkpoint":
         return self
@@ -63,7 +65,8 @@ class Checkpoint:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._bar.close()
+        self._progress.close()
+        self._staging.close()
         self._tensors.close()
 
     def again(self) -> "Checkpoint":
@@ -95,11 +98,11 @@ class Checkpoint:
             for name, of_one in zip(names, cuts, strict=True)
         ]
         counts, sizes = [len(of_one[0]) for of_one in cuts], [len(cut) for cut in cuts[0][1:]]
-        merged = torch.empty([sum(counts), *sizes], dtype=dtype or self.dtype, device=self.device)
+        merged = self._staging.empty([sum(counts), *sizes], dtype=dtype or self.dtype, device=self.device)
         for part, fill in zip(torch.split(merged, counts), fills, strict=True):
             fill(part)
         whole = {name.partition("[")[0] for name in names}
-        self._bar.update(len(self._left & whole))
+        self._progress.update(len(self._left & whole))
         self._left -= whole
         return merged
 
@@ -114,7 +117,7 @@ class Checkpoint:
         taken = torch.empty([len(cut) for cut in cuts], dtype=torch.uint8)
         fill(taken)
         self._left.discard(name)
-        self._bar.update(1)
+        self._progress.update(1)
         return taken
 
     def take_ids(self, name: str, count: int) -> torch.Tensor:
@@ -127,7 +130,7 @@ class Checkpoint:
                 f"must be {count} whole numbers; check that both belong together"
             )
         self._left.discard(name)
-        self._bar.update(1)
+        self._progress.update(1)
         return found.to(torch.int64).to(self.device)
 
     def take_integers(
@@ -146,7 +149,7 @@ class Checkpoint:
             if part is None or (parts and not part.stacks_with(parts[0])):
                 return None
             parts.append(part.times(factor).to(self.device))
-        self._bar.update(len(self._left.intersection(names)))
+        self._progress.update(len(self._left.intersection(names)))
         self._left.difference_update(names)
         return stacked(parts)
 
@@ -154,7 +157,7 @@ class Checkpoint:
         """Leave out tensor `name`; with a dot at its end, all whose names begin so."""
         ignored = {left for left in self._left if left == name or (name.endswith(".") and left.startswith(name))}
         self._left -= ignored
-        self._bar.update(len(ignored))
+        self._progress.update(len(ignored))
 
     def check_all_taken(self) -> None:
         """Raise `ConfigError` if a tensor is left."""
