@@ -21,7 +21,7 @@ from deploy.bench.load import Measured
 from deploy.bench.run import measure
 from deploy.bench.stats import Summary, summarize
 from service.process.start import die_with_parent
-from tools.family import family
+from tools.family import children, family
 
 ROOT = Path(__file__).resolve().parents[1]
 START_S = 300.0
@@ -78,9 +78,9 @@ def pin_tree(root: psutil.Process, *cores: int) -> None:
 
 def pin(cluster: Cluster, cores: Mapping[str, Sequence[int]]) -> None:
     """Pin every worker and its family to the cores of its role, and what else the launcher has started to those of "router"."""
-    (up,) = [psutil.Process(pid) for role, pid in cluster.pids if role == "up"]
+    (up,) = [pid for role, pid in cluster.pids if role == "up"]
     workers = {pid: role for role, pid in cluster.pids if role != "up"}
-    for child in sorted(up.children(), key=lambda child: child.pid in workers):  # a fork server's children are workers'
+    for child in sorted(children(up), key=lambda child: child.pid in workers):  # a fork server's children are workers'
         pin_tree(child, *cores[workers.get(child.pid, "router")])
 
 

@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 from engine.device.gpus import VISIBLE
-from service.process.child_process import ChildProcess, ForkedProcess, forked
+from service.process.child_process import ChildProcess, ForkedProcess, forked, server_in
 from service.process.start import die_with_parent
 
 TERM_S = 3.0  # what a child may take to end before it is killed
@@ -55,9 +55,9 @@ class Children:
             self._hangup_takers.append(name)
             process: ChildProcess = _started(module, args, env, descriptors, _ignoring_hangup(die_with_parent()))
         else:
-            process = forked(module, args, env=env, descriptors=descriptors) or _started(
-                module, args, env, descriptors, die_with_parent()
-            )
+            server = server_in(env)
+            found = forked(server, module, args, env=env, descriptors=descriptors) if server else None
+            process = found or _started(module, args, env, descriptors, die_with_parent())
         self._processes[name] = process
         return process
 
@@ -115,12 +115,13 @@ class Children:
 def openmp_env(num_threads: int, given: Mapping[str, str], *, shares_cores: bool) -> dict[str, str]:
     """Return what libraries of a process with `num_threads` must find. `given`: a user's GOMP_SPINCOUNT counts.
 
-    One thread waits for no other: its spins are those of processes that share cores, so one fork server serves both.
+    One thread waits for no other: it has the same limit and spins wherever it runs, so one fork server serves all such processes.
     """
     threads = str(num_threads)
     spins = NO_SPINS if shares_cores or num_threads == 1 else SPINS
     return {
         "GOMP_SPINCOUNT": given.get("GOMP_SPINCOUNT", spins),
+        **({"OMP_THREAD_LIMIT": "1"} if num_threads == 1 else {}),
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
         "OMP_WAIT_POLICY": "PASSIVE",

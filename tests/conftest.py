@@ -1,6 +1,6 @@
 """What holds for every test: a run stops at once, with one line, where the machine lacks what its tests need; no test of
-hypothesis depends on how fast the machine is; tests that are coroutines run on an event loop of their own; the engines of
-the workers that tests start are forked from one process that has imported torch.
+hypothesis depends on how fast the machine is; tests that are coroutines run on an event loop of their own; workers that
+tests start are forked, from processes that have imported what they need.
 """
 
 import contextlib
@@ -15,9 +15,11 @@ from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
 
 from deploy.launcher.fork_servers import fork_server
+from deploy.launcher.http_server import MODULES as HTTP_MODULES
 from disagg.children import openmp_env
 from disagg.preloaded import MODULES
 from engine.device.gpus import installed_gpus
+from service.process.fork_messages import HTTP_SERVER_VARIABLE
 from tests.machine.needs import complaint
 
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -33,7 +35,7 @@ gc.disable()  # while a million objects are imported and collected, which then l
 
 
 STARTED = ("e2e", "hostile", "security", "deploy")  # folders whose tests start workers
-engines = contextlib.ExitStack()  # their fork server, as long as the run lasts
+fork_servers = contextlib.ExitStack()  # as long as the run lasts
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -46,11 +48,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         and any(item.nodeid.startswith(places) for item in session.items)
     ):
         env = {**os.environ, **openmp_env(1, os.environ, shares_cores=False)}
-        os.environ.update(engines.enter_context(fork_server(MODULES, env=env)))
+        http = fork_server(HTTP_MODULES, env=os.environ, variable=HTTP_SERVER_VARIABLE)
+        servers = [fork_servers.enter_context(server) for server in (fork_server(MODULES, env=env), http)]
+        os.environ.update(servers[0] | servers[1])
 
 
 def pytest_sessionfinish() -> None:
-    engines.close()
+    fork_servers.close()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -15,6 +15,7 @@ from deploy.launcher.config import ClusterConfig
 from deploy.launcher.display import make_display
 from deploy.launcher.engine_server import engine_server
 from deploy.launcher.gpus import chosen_gpus
+from deploy.launcher.http_server import http_fork_server
 from deploy.launcher.mps import mps_for
 from deploy.launcher.plan import ProcessSpec, num_ports, plan_cluster, shared_gpus, with_env
 from deploy.launcher.ports import free_ports
@@ -53,9 +54,11 @@ def run(argv: Sequence[str]) -> int:
         engine_server(
             specs, model=_model_path(args), threads=getattr(args, "num_threads", None), log_dir=log_dir
         ) as server,
+        http_fork_server(log_dir=log_dir) as http_server,
     ):
         specs = with_env(specs, [name for names in shared.values() for name in names], env)
         specs = with_env(specs, [spec.name for spec in specs if spec.ranks], server)
+        specs = with_env(specs, [spec.name for spec in specs], http_server)
         return asyncio.run(_supervise(config, vars(args), specs=specs, front=front, log_dir=log_dir, notes=notes))
 
 

@@ -1,4 +1,4 @@
-"""The fork server of a local cluster: its schedulers and ranks are forked from one process that has imported torch once."""
+"""Starts fork servers (service/process/fork_server.py)."""
 
 import contextlib
 import os
@@ -18,11 +18,11 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # OpenBLAS starts its threads as it is im
 
 @contextlib.contextmanager
 def fork_server(
-    modules: Sequence[str], *, env: Mapping[str, str], log: BinaryIO | None = None
+    modules: Sequence[str], *, env: Mapping[str, str], log: BinaryIO | None = None, variable: str = SERVER_VARIABLE
 ) -> Iterator[dict[str, str]]:
     """Start one, and yield what its clients need in their environment. `env`: all of the server's, as of those it is to fork.
 
-    It imports `modules` and ends with the block, and so do those that it has forked.
+    It imports `modules` and ends with the block, and so do those that it has forked. `variable`: names its kind.
     """
     address = f"tandem-fork-{os.getpid()}-{secrets.token_hex(8)}"
     with new_socket() as listener:
@@ -30,7 +30,7 @@ def fork_server(
         listener.listen(BACKLOG)
         process = _start(listener.fileno(), modules, env, log)
     try:
-        yield {SERVER_VARIABLE: f"{address}/{digest_of(env)}"}
+        yield {variable: f"{address}/{digest_of(env, variable=variable)}"}
     finally:
         process.kill()
         process.wait()
@@ -40,7 +40,7 @@ def _start(
     descriptor: int, modules: Sequence[str], env: Mapping[str, str], log: BinaryIO | None
 ) -> "subprocess.Popen[bytes]":
     return subprocess.Popen(
-        [sys.executable, "-m", "service.process.fork_server", str(descriptor), "-" * ROOM_BYTES, *modules],
+        [sys.executable, "-P", "-m", "service.process.fork_server", str(descriptor), "-" * ROOM_BYTES, *modules],
         env={**env, **ONE_THREAD},
         stdin=subprocess.DEVNULL,
         stdout=log,

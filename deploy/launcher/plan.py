@@ -14,6 +14,7 @@ from engine.device.gpus import VISIBLE
 from service.http.listening import url_of
 
 LOOPBACK = "127.0.0.1"
+TANDEM = (sys.executable, "-P", "-m", "deploy")  # -P: a folder "deploy" in the user's directory is not ours
 NO_FLAGS: Mapping[str, RoleFlags] = {}
 MEM_FRACTION = "--mem-fraction-static"
 
@@ -160,4 +161,4 @@ def _worker(
 
 
 def _tandem(*args: str) -> tuple[str, ...]:
-    return (sys.executable, "-P", "-m", "deploy", *args)  # -P: a folder "deploy" in the user's directory is not ours
+    return (*TANDEM, *args)

@@ -11,12 +11,14 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
 from deploy.launcher import guard
-from deploy.launcher.plan import ProcessSpec
+from deploy.launcher.plan import TANDEM, ProcessSpec
+from service.process.child_process import ChildProcess, forked, server_in
+from service.process.fork_messages import HTTP_SERVER_VARIABLE
 from service.process.start import die_with_parent
 
 LOG_TAIL_BYTES = 16384
@@ -57,7 +59,7 @@ class Guard:
 class Child:
     """A started process. `log_path` has its stdout and stderr."""
 
-    def __init__(self, spec: ProcessSpec, process: "subprocess.Popen[bytes]", log_path: Path, watcher: Guard) -> None:
+    def __init__(self, spec: ProcessSpec, process: ChildProcess, log_path: Path, watcher: Guard) -> None:
         self.spec = spec
         self.log_path = log_path
         self._process = process
@@ -69,15 +71,7 @@ class Child:
         """Start `spec` with the environment `env`; variables of `spec` take precedence."""
         log_path = log_dir / f"{spec.name}.log"
         with log_path.open("wb") as log:
-            process = subprocess.Popen(
-                spec.argv,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                process_group=0,
-                env={"PYTHONUNBUFFERED": "1", **env, **spec.env},
-                preexec_fn=die_with_parent(),
-            )
+            process = _started(spec.argv, {"PYTHONUNBUFFERED": "1", **env, **spec.env}, log.fileno())
         watcher.watch(process.pid)
         return cls(spec, process, log_path, watcher)
 
@@ -134,6 +128,25 @@ class Child:
     def _kill_group(self) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
+
+
+def _started(argv: Sequence[str], env: Mapping[str, str], log: int) -> ChildProcess:
+    """In a group of its own. Forked, where it is Tandem and `env` names a server."""
+    server = server_in(env, HTTP_SERVER_VARIABLE)
+    if server is not None and tuple(argv[: len(TANDEM)]) == TANDEM:
+        args = argv[len(TANDEM) :]
+        found = forked(server, "deploy.cli", args, env=env, output=log, own_group=True, exits_hard=False)
+        if found is not None:
+            return found
+    return subprocess.Popen(
+        argv,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        process_group=0,
+        env=env,
+        preexec_fn=die_with_parent(),
+    )
 
 
 def own_prefix() -> str:

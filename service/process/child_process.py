@@ -106,30 +106,44 @@ class ForkedProcess:
             self._pidfd = None
 
 
-def forked(
-    module: str, args: Sequence[str], *, env: Mapping[str, str], descriptors: Sequence[int] = ()
-) -> ForkedProcess | None:
-    """Fork `python -m module args` from the server that `env` names; None if it names none, or one that cannot play the part.
+def server_in(env: Mapping[str, str], variable: str = SERVER_VARIABLE) -> str | None:
+    """Return the address of the fork server that `env` names; None if there is none that could play a child with `env`."""
+    address, _, digest = env.get(variable, "").rpartition("/")
+    return address if address and digest == digest_of(env, variable=variable) else None
 
-    The child has the caller's stdout, stderr, folder and process group, and `descriptors` by their numbers.
+
+def forked(
+    server: str,
+    module: str,
+    args: Sequence[str],
+    *,
+    env: Mapping[str, str],
+    descriptors: Sequence[int] = (),
+    output: int | None = None,
+    own_group: bool = False,
+    exits_hard: bool = True,
+) -> ForkedProcess | None:
+    """Fork `python -m module args` from the server at that address; None if it has ended.
+
+    The child has the caller's stdout and stderr, or `output` as both, its folder, `descriptors` by their numbers, and its process
+    group or one of its own. `exits_hard`: as of ForkRequest.
     """
-    address, _, digest = env.get(SERVER_VARIABLE, "").rpartition("/")
-    if not address or digest != digest_of(env):
-        return None
     request = ForkRequest(
         module=module,
         argv=list(args),
         env=dict(env),
         folder=os.getcwd(),
-        group=os.getpgrp(),
+        group=0 if own_group else os.getpgrp(),
         descriptors=list(descriptors),
         client=os.getpid(),
+        exits_hard=exits_hard,
     )
+    outputs = (1, 2) if output is None else (output, output)
     connection = new_socket()
     try:
-        connection.connect(f"\0{address}")
+        connection.connect(f"\0{server}")
         if is_own_user(connection):
-            socket.send_fds(connection, [msgspec.json.encode(request)], [1, 2, *descriptors])
+            socket.send_fds(connection, [msgspec.json.encode(request)], [*outputs, *descriptors])
             connection.setblocking(False)
             return ForkedProcess(connection)
     except OSError:  # it has ended, or the request is too long for it

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 
 import msgspec
 
-SERVER_VARIABLE = "TANDEM_FORK_SERVER"  # ADDRESS/DIGEST of a server that children may be forked from
+# ADDRESS/DIGEST of a server from which processes that compute may be forked; of one from which those of HTTP may be.
+SERVER_VARIABLE, HTTP_SERVER_VARIABLE = "TANDEM_FORK_SERVER", "TANDEM_HTTP_FORK_SERVER"
 # Variables that nothing reads while it is imported. In all others the server must be as the child is to be.
 _READ_LATER = frozenset(
     {
@@ -18,6 +19,7 @@ _READ_LATER = frozenset(
     }
 )
 _READ_LATER_PREFIXES = ("TANDEM_", "CUDA_MPS_", "PYTEST_")
+_OPENMP = ("OMP_", "GOMP_")  # read by what computes
 LONGEST_BYTES = 1 << 20
 MOST_DESCRIPTORS = 250  # the kernel takes 253 at once
 _CREDENTIALS = struct.Struct("3i")
@@ -26,7 +28,8 @@ _CREDENTIALS = struct.Struct("3i")
 class ForkRequest(msgspec.Struct, frozen=True, kw_only=True):
     """`module`: has `main(argv)`, which returns the exit status. `env`: all of it. `group`: the process group to join.
 
-    `descriptors`: the numbers that those of the message get. `client`: its process.
+    `group`: 0 is a new one. `descriptors`: the numbers that those of the message get. `client`: its process. `exits_hard`: it ends
+    without waiting for threads, as libraries leave some that never end.
     """
 
     module: str
@@ -36,6 +39,7 @@ class ForkRequest(msgspec.Struct, frozen=True, kw_only=True):
     group: int
     descriptors: list[int]
     client: int
+    exits_hard: bool
 
 
 class ForkReply(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,9 +49,10 @@ class ForkReply(msgspec.Struct, frozen=True, kw_only=True):
     status: int | None = None
 
 
-def digest_of(env: Mapping[str, str]) -> str:
-    """Of what a library may have read of the environment while it was imported."""
-    read = {n: v for n, v in env.items() if n not in _READ_LATER and not n.startswith(_READ_LATER_PREFIXES)}
+def digest_of(env: Mapping[str, str], *, variable: str = SERVER_VARIABLE) -> str:
+    """Of what a library may have read of the environment while it was imported. `variable`: of the kind of server."""
+    later = (*_READ_LATER_PREFIXES, *(_OPENMP if variable == HTTP_SERVER_VARIABLE else ()))
+    read = {n: v for n, v in env.items() if n not in _READ_LATER and not n.startswith(later)}
     return hashlib.sha256(msgspec.json.encode(sorted(read.items()))).hexdigest()[:16]
 
 

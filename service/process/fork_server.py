@@ -119,10 +119,12 @@ def _play(request: ForkRequest, received: Sequence[int]) -> NoReturn:
         status = run(request)
     except BaseException:
         traceback.print_exc()
+    if not request.exits_hard:
+        sys.exit(status)
     with suppress(Exception):
         sys.stdout.flush()
         sys.stderr.flush()
-    os._exit(status)  # transfer libraries keep threads that outlive a normal exit
+    os._exit(status)
 
 
 def main(argv: Sequence[str]) -> NoReturn:

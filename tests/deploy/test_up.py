@@ -10,7 +10,7 @@ import httpx2 as httpx
 import psutil
 import pytest
 
-from service.process.fork_messages import SERVER_VARIABLE
+from service.process.fork_messages import HTTP_SERVER_VARIABLE, SERVER_VARIABLE
 from service.security.keys import bearer
 from tests.e2e.cluster import Cluster, cluster
 
@@ -27,7 +27,8 @@ def end(up: Cluster) -> str:
 def test_a_cluster_answers_right_reports_itself_and_ends_on_ctrl_c(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv(SERVER_VARIABLE, raising=False)  # with a fork server of its own
+    for variable in (SERVER_VARIABLE, HTTP_SERVER_VARIABLE):  # with fork servers of its own
+        monkeypatch.delenv(variable, raising=False)
     flags = ("--max-total-tokens=4096", "--page-size=4", f"--api-key={KEY}", f"--run-dir={tmp_path}")
     with cluster(tmp_path, *flags) as up, httpx.Client(base_url=up.router, headers=bearer(KEY), timeout=60) as http:
         known = http.get("/workers").json()["workers"]  # in the moment it says ready: the router sends to every worker

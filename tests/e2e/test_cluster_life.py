@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from service.process.fork_messages import SERVER_VARIABLE
+from service.process.fork_messages import HTTP_SERVER_VARIABLE, SERVER_VARIABLE
 from tests.e2e.client import session
 from tests.e2e.cluster import SHIPPED, Cluster, child_of, cluster
 from tests.e2e.leftovers import Leftovers
@@ -25,7 +25,8 @@ GONE_S = 60.0
 @contextlib.contextmanager
 def up_in(temp: Path, monkeypatch: pytest.MonkeyPatch, *args: str) -> Iterator[Cluster]:
     monkeypatch.setenv("TMPDIR", str(temp))
-    monkeypatch.delenv(SERVER_VARIABLE, raising=False)  # it has a fork server of its own, which must end with it
+    for variable in (SERVER_VARIABLE, HTTP_SERVER_VARIABLE):  # it has fork servers of its own, which must end with it
+        monkeypatch.delenv(variable, raising=False)
     with cluster(temp / "up", "--run-dir", str(temp / "logs"), *args, *SHIPPED) as c:
         yield c
 

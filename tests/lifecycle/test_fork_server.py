@@ -13,22 +13,25 @@ import psutil
 import pytest
 
 from deploy.launcher.fork_servers import fork_server
-from service.process.child_process import ForkedProcess, forked
+from service.process.child_process import ForkedProcess, forked, server_in
 from service.process.fork_messages import SERVER_VARIABLE
 from tests.e2e.cluster import wait_until
 
 PART = "tests.lifecycle.forked_part"
 WITHIN_S = 30.0
+ENV = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
 
 
 @pytest.fixture(scope="module")
 def env() -> Iterator[dict[str, str]]:
-    with fork_server([PART], env=os.environ) as server:
-        yield {**os.environ, **server}
+    with fork_server([PART], env=ENV) as server:
+        yield {**ENV, **server}
 
 
 def start(env: dict[str, str], *args: str, descriptors: tuple[int, ...] = ()) -> ForkedProcess:
-    child = forked(PART, args, env=env, descriptors=descriptors)
+    server = server_in(env)
+    assert server is not None
+    child = forked(server, PART, args, env=env, descriptors=descriptors)
     assert child is not None
     return child
 
@@ -98,25 +101,27 @@ def test_a_child_ends_with_the_process_that_asked_for_it(env: dict[str, str], tm
 
 
 def test_a_child_ends_with_its_server_and_later_ones_start_anew(tmp_path: Path) -> None:
-    with fork_server([PART], env=os.environ) as server:
-        env = {**os.environ, **server}
+    with fork_server([PART], env=ENV) as server:
+        env = {**ENV, **server}
         child = start(env, "wait", str(tmp_path / "pid"))
         pid = pid_in(tmp_path / "pid")
     ends(pid)
     assert child.wait() == -signal.SIGKILL
-    assert forked(PART, ["exit", "0"], env=env) is None
+    server = server_in(env)
+    assert server is not None and forked(server, PART, ["exit", "0"], env=env) is None
 
 
 def test_a_server_forks_nothing_in_an_environment_that_its_imports_have_not_read(env: dict[str, str]) -> None:
-    assert forked(PART, ["exit", "0"], env={**env, "LD_PRELOAD": "/nowhere.so"}) is None
-    assert forked(PART, ["exit", "0"], env={**env, "GOMP_SPINCOUNT": "7"}) is None
-    assert forked(PART, ["exit", "0"], env={k: v for k, v in env.items() if k != SERVER_VARIABLE}) is None
+    assert server_in({**env, "TANDEM_OWN": "1"}) is not None
+    assert server_in({**env, "LD_PRELOAD": "/nowhere.so"}) is None
+    assert server_in({**env, "GOMP_SPINCOUNT": "7"}) is None
+    assert server_in({k: v for k, v in env.items() if k != SERVER_VARIABLE}) is None
 
 
 def test_a_request_waits_for_the_imports_and_one_given_up_meanwhile_starts_nothing(tmp_path: Path) -> None:
     gate, given_up, waited = (tmp_path / name for name in ("gate", "given up", "waited"))
-    with fork_server([PART], env={**os.environ, "TANDEM_TEST_GATE": str(gate)}) as server:
-        env = {**os.environ, **server}
+    with fork_server([PART], env={**ENV, "TANDEM_TEST_GATE": str(gate)}) as server:
+        env = {**ENV, **server}
         early, late = start(env, "touch", str(given_up)), start(env, "touch", str(waited))
         assert early.poll() is None
         early.terminate()
@@ -127,6 +132,6 @@ def test_a_request_waits_for_the_imports_and_one_given_up_meanwhile_starts_nothi
 
 
 def test_a_module_that_is_missing_is_named_and_keeps_nothing_else_from_being_forked(tmp_path: Path) -> None:
-    with (tmp_path / "log").open("wb") as log, fork_server(["no_such_module", PART], env=os.environ, log=log) as server:
-        assert start({**os.environ, **server}, "exit", "4").wait() == 4
+    with (tmp_path / "log").open("wb") as log, fork_server(["no_such_module", PART], env=ENV, log=log) as server:
+        assert start({**ENV, **server}, "exit", "4").wait() == 4
     assert "no_such_module" in (tmp_path / "log").read_text()
