@@ -52,7 +52,7 @@ class LongestPrefix:
     def choose(self, candidates: WorkerPool, ask: RoutingHints) -> Placement:
         matched = self._index.match(ask.keys)
         best = max(candidates, key=lambda w: matched.depth(w.worker_id))
-        if unbalanced(*candidates.queues.ends(), self._settings):
+        if unbalanced(*candidates.queue_ends(), self._settings):
             best = min(candidates, key=lambda w: w.inflight_requests)
         elif cached_of(matched, best, ask) <= self._settings.cache_threshold * ask.prompt_tokens:
             best = min(candidates, key=lambda w: self._index.num_blocks(w.worker_id))

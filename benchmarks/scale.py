@@ -16,7 +16,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from benchmarks.scale_cluster import Cluster, Stopwatch, repeated
+from benchmarks.scale_cluster import ROLES, Cluster, Stopwatch, repeated
 from benchmarks.scale_idle import measure, one_process_for_all
 from benchmarks.trace_workers import TraceRequest, read_trace
 from bootstrap_server.config import BootstrapConfig
@@ -25,18 +25,24 @@ from bootstrap_server.registry import Registry
 from deploy.bench.environment import describe
 from router.attempts.request import Slo
 from router.config import POLICIES
+from router.pool.states import Check
 from service.process.start import allow_many_files
 
-SIZES = (10, 100, 1000)
+SIZES = (10, 100, 1000, 10_000)
 DEFAULT = "least_load"
 SCAN = ", a look at each"
-OBJECTIVE = "cache_aware, objectives"
-LOOSE = Slo(ttft_s=3600.0)  # kept by all: what it costs to ask is the same
+OBJECTIVE, TIGHT = "cache_aware, objectives", "cache_aware, objectives that few keep"
+RETRY, HEDGE = "least_load, and a retry of each", "least_load, and a hedge of each"
+OBJECTIVES = {OBJECTIVE: Slo(ttft_s=3600.0), TIGHT: Slo(ttft_s=1.0, itl_s=0.5)}
+AGAIN = {RETRY: "retry", HEDGE: "hedge"}
 SLOW_SHARE = 10  # of --each, for those that are known to grow
-PARTS = ("begin", "first token", "end")
+MOST_SCANNED = 1000
+MOST_WATCHED = 1000  # idle workers with sockets
+PARTS = ("begin", "again", "refused", "first token", "end")
 IDLE_S = 5.0
 RENEW_EVERY, ANY_EVERY = 10, 20  # registry calls between two renewals, and two look-ups of any worker
 SEED = 1
+CHANGES = 400
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -46,8 +52,9 @@ def main(argv: list[str] | None = None) -> int:
         "environment": describe(),
         "trace": args.trace[0].name,
         "router": router_rows(read_trace(args.trace[0]), args.workers, requests=args.requests, each=args.each),
+        "changes": [change_row(count) for count in args.workers],
         "registry": [registry_row(count, args.each) for count in args.workers],
-        "idle": idle(min(args.workers), max(args.workers), seconds=args.idle_seconds),
+        "idle": idle(min(args.workers), min(MOST_WATCHED, max(args.workers)), seconds=args.idle_seconds),
     }
     print(render(report))
     if args.output:
@@ -74,14 +81,15 @@ def router_rows(trace: list[TraceRequest], sizes: tuple[int, ...], *, requests: 
     few = max(1, each // SLOW_SHARE)
     plans = [(DEFAULT, max(sizes), requests)]
     plans += [(policy, count, each) for policy in POLICIES for count in sizes]
-    plans += [(name, count, few) for name in (DEFAULT + SCAN, "cache_aware" + SCAN, OBJECTIVE) for count in sizes]
+    plans += [(name, count, each) for name in (RETRY, HEDGE, OBJECTIVE, TIGHT) for count in sizes]
+    plans += [(name + SCAN, count, few) for name in (DEFAULT, "cache_aware") for count in sizes if count <= MOST_SCANNED]
     return [router_row(trace, name, workers=workers, requests=count) for name, workers, count in plans]
 
 
 def router_row(trace: list[TraceRequest], name: str, *, workers: int, requests: int) -> dict[str, Any]:
     """One run of one policy."""
-    slo = LOOSE if name == OBJECTIVE else None
-    cluster = Cluster(name.split(",")[0], workers, slo=slo, scanned=name.endswith(SCAN))
+    policy, slo, again = name.split(",")[0], OBJECTIVES.get(name), AGAIN.get(name, "")
+    cluster = Cluster(policy, workers, slo=slo, scanned=name.endswith(SCAN), again=again)
     begun_s = time.monotonic()
     with tqdm(total=requests, unit="req", desc=f"{name}, {workers} workers", mininterval=1.0) as bar:
         cluster.run(repeated(trace, requests, workers=workers // 2), tell=bar.update)
@@ -92,13 +100,29 @@ def router_row(trace: list[TraceRequest], name: str, *, workers: int, requests: 
         "workers": workers,
         "requests": requests,
         "served": cluster.served,
+        "refused": cluster.refused,
         "reports": watch.count["report"],
         "virtual_s": cluster.now_s,
         "wall_s": time.monotonic() - begun_s,
-        "request_us": sum(watch.us(part) for part in PARTS),
+        "request_us": sum(watch.us(part) * watch.count.get(part, 0) for part in PARTS) / requests,
         "report_us": watch.us("report"),
         "cached": cluster.cached_tokens / (cluster.cached_tokens + cluster.computed),
     }
+
+
+def change_row(workers: int) -> dict[str, Any]:
+    """A worker goes down or comes back, and the next request finds its pool."""
+    cluster, watch = Cluster(DEFAULT, workers), Stopwatch()
+    table = cluster.table
+    for number in range(CHANGES):
+        worker, result = table.workers()[number // 2 % workers], (Check.REFUSED, Check.OK)[number % 2]
+        begun_ns = time.thread_time_ns()
+        table.on_check(worker, result, now_s=0.0)
+        for role in ROLES:
+            table.ready(role, "", now_s=0.0).least_loaded()
+        watch.add("change", begun_ns)
+    table.check()
+    return {"workers": workers, "change_us": watch.us("change")}
 
 
 def registry_row(workers: int, calls: int) -> dict[str, Any]:
@@ -167,8 +191,11 @@ def render(report: dict[str, Any]) -> str:
         "|---|" + "---:|" * len(sizes),
     ]
     for name in dict.fromkeys(row["policy"] for row in rows):
-        cells = [f"{row['request_us']:.0f}" for row in rows if row["policy"] == name]
+        found = {row["workers"]: f"{row['request_us']:.0f}" for row in rows if row["policy"] == name}
+        cells = [found.get(size, "") for size in sizes]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    changes = [f"{row['change_us']:.0f}" for row in report["changes"]]
+    lines.append("| a worker goes down or comes back, and the next choice | " + " | ".join(changes) + " |")
     for key, label in (
         ("room_us", "bootstrap: a room registered and looked up"),
         ("renewal_us", "bootstrap: a lease renewed"),

@@ -17,9 +17,10 @@ from typing import Any
 from benchmarks.trace_workers import REPORT_S, TraceRequest, keys_of
 from router.admission.admission import Admission
 from router.admission.forecast import SentPrompt
-from router.admission.queue import AdmissionQueue, Ticket
+from router.admission.queue import AdmissionQueue, RequestRefused, Ticket
 from router.attempts.pair_attempt import RoomMinter
 from router.attempts.request import RequestContext, Slo
+from router.attempts.upstream_call import CallFailed
 from router.choice.chooser import make_chooser
 from router.choice.policies import RoutingHints, cost_tokens
 from router.choice.prefix_keys import BLOCK_TOKENS
@@ -29,6 +30,7 @@ from router.pool.pool import WorkerPool
 from router.pool.states import Check
 from router.pool.worker import Lease, LoadReport, Role, Worker
 from router.pool.workers import WorkerTable
+from router.requests.hedging import other_pools
 from router.requests.picking import Picker
 
 TOKENS_PER_S = 8000.0  # of a prefill worker
@@ -102,18 +104,25 @@ class ScannedTable(WorkerTable):
 
 
 class Cluster:
-    """`workers` of both roles together behind one router with this policy for prefill and, where that is sensible, decode."""
+    """`workers` of both roles together behind one router with this policy for prefill and, where that is sensible, decode.
 
-    def __init__(self, policy: str, workers: int, *, slo: Slo | None = None, scanned: bool = False) -> None:
+    `again`: each request is sent twice, as a "retry" after its first decode worker has failed it, or as a "hedge" beside it.
+    """
+
+    def __init__(
+        self, policy: str, workers: int, *, slo: Slo | None = None, scanned: bool = False, again: str = ""
+    ) -> None:
         self._table_of = ScannedTable if scanned else WorkerTable
         self.policy = policy
         self.workers = workers
         self.slo = slo
+        self.again = again
         self.watch = Stopwatch()
         self.now_s = 0.0
-        self.served = self.computed = self.cached_tokens = 0
+        self.served = self.refused = self.computed = self.cached_tokens = 0
         self._later: list[tuple[float, int, Callable[[], None]]] = []
         self._order = 0
+        self._reports = True
         self._build()
 
     def _build(self) -> None:
@@ -123,7 +132,7 @@ class Cluster:
         )
         chooser = make_chooser(config, draw=secrets.randbelow)
         self.table = self._table_of(on_gone=chooser.forget)
-        self.admission = Admission(config, chooser=chooser)
+        self.admission = Admission(config)
         self.queue = AdmissionQueue(config)
         self.rooms = RoomMinter()
         self.picker = Picker(
@@ -151,6 +160,7 @@ class Cluster:
             if number % CHURN == 0:
                 self.table.on_check(self._all[number // CHURN % self.workers], Check.REFUSED, now_s=self.now_s)
             tell()
+        self._reports = False  # the rest of the answers ends in time that nothing is measured in
         while self.table.loads.num_leases:
             self._run_until(self._later[0][0])
 
@@ -162,8 +172,17 @@ class Cluster:
         )
         routed = _request(hints, self.slo)
         begun_ns = time.thread_time_ns()
-        running = self._begin(routed)
+        try:
+            running = self._begin(routed)
+        except RequestRefused:
+            self.watch.add("refused", begun_ns)
+            self.refused += 1
+            return
         self.watch.add("begin", begun_ns)
+        if self.again:
+            begun_ns = time.thread_time_ns()
+            self._pick_again(running)
+            self.watch.add("again", begun_ns)
         prefill, decode = running.leases
         self.cached_tokens += request.input_tokens - prefill.tokens
         self._busy_until_s[prefill.worker.worker_id] = done_s = (
@@ -177,12 +196,29 @@ class Cluster:
     def _begin(self, request: RequestContext) -> _Running:
         """What the dispatcher does with a request before it is sent."""
         ticket, _ = self.queue.arrive("", priority=0, now_s=self.now_s)
-        chosen = self.picker.pick(request)
+        try:
+            chosen = self.picker.pick(request)
+        except RequestRefused:
+            self.queue.leave(ticket)
+            raise
         assert chosen is not None
         tokens = [cost_tokens(choice, request.hints) for choice in chosen]
         leases = [self.table.loads.charge(choice.worker, cost) for choice, cost in zip(chosen, tokens, strict=True)]
         prompt = self.admission.forecast.expect(chosen[0].worker, tokens[0], now_s=self.now_s)
         return _Running(request, ticket, leases, prompt, self.rooms.mint(1))
+
+    def _pick_again(self, running: _Running) -> None:
+        """What a retry, or a hedge, asks of the router's core before it is sent; it ends at once."""
+        request, workers = running.request, [lease.worker for lease in running.leases]
+        if self.again == "retry":
+            request.note_failed(CallFailed(workers[1], reason="lost"), workers)
+            chosen = self.picker.pick(request)
+        else:
+            ways = [others for pools in self.picker.pools(request) if (others := other_pools(pools, workers))]
+            chosen = self.picker.choose(request, ways) if ways else None
+        for choice in chosen or ():
+            cost = cost_tokens(choice, request.hints)
+            self.table.loads.release(self.table.loads.charge(choice.worker, cost))
 
     def _begun(self, running: _Running) -> None:
         lease = running.leases[0]
@@ -218,7 +254,8 @@ class Cluster:
             self.table.on_check(worker, Check.OK, now_s=self.now_s)
             self.table.loads.on_report(worker, report)
             self.watch.add("report", begun_ns)
-            self._at(self.now_s + REPORT_S, hear)
+            if self._reports:
+                self._at(self.now_s + REPORT_S, hear)
 
         return hear
 

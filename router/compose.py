@@ -105,7 +105,7 @@ class Router:
         self.prefixes = _prefixes(config, self.chooser, self.secret)
         self.feed = KVEventFeed(chooser=self.chooser, secret=self.secret, enabled=not config.disable_kv_events)
         stack.push_async_callback(self.feed.close)
-        self.admission = Admission(config, peers=peer_load, chooser=self.chooser)
+        self.admission = Admission(config, peers=peer_load)
         self.table = _table(config, peer_load)
         self.table.on_gone = self._on_gone
         self.responses = _responses(config)

@@ -2,19 +2,19 @@
 
 import asyncio
 import math
-from collections.abc import Sequence
 
 from aiohttp import web
 
 from router.admission.forecast import Forecast
+from router.admission.in_time import look_in_time, objectives_of
 from router.admission.queue import AdmissionQueue, RequestRefused, Ticket, TicketStatus
 from router.admission.rate_limit import client_of
 from router.attempts.request import ITL_HEADER, TTFT_HEADER, RequestContext, Slo, milliseconds
 from router.body import BadBody, ParsedBody, named_priority
-from router.choice.chooser import Chooser
+from router.choice.policies import Placement, Policy, RoutingHints
 from router.config import AdmissionFlags
+from router.pool.pool import Pool
 from router.pool.shared_load import SharedLoad
-from router.pool.worker import Worker
 from service.http.guard import CALLER
 from service.waiter import Waiter, loop_time_s
 
@@ -26,12 +26,11 @@ MAX_PRIORITY = 1 << 31
 class Admission:
     """`forecast` learns from the requests that are served."""
 
-    def __init__(self, config: AdmissionFlags, *, chooser: Chooser, peers: SharedLoad | None = None) -> None:
+    def __init__(self, config: AdmissionFlags, *, peers: SharedLoad | None = None) -> None:
         self.forecast = Forecast()
         self.queue = AdmissionQueue(config, peers)
         self._waiters: dict[int, Waiter] = {}
         self._ticker: asyncio.TimerHandle | None = None
-        self._chooser = chooser
         self._by_client = config.max_concurrent_requests_per_client > 0 or config.queue_size > 0
         self._has_slo = config.slo_ttft_s > 0 or config.slo_itl_s > 0
         self._slo = Slo(config.slo_ttft_s or math.inf, config.slo_itl_s or math.inf)
@@ -68,11 +67,10 @@ class Admission:
         ttft_s, itl_s = milliseconds(headers, TTFT_HEADER), milliseconds(headers, ITL_HEADER)
         return Slo(self._slo.ttft_s if ttft_s is None else ttft_s, self._slo.itl_s if itl_s is None else itl_s)
 
-    def in_time(self, pool: Sequence[Worker], request: RequestContext, *, now_s: float) -> Sequence[Worker]:
-        """The workers of `pool` that would keep the request's objectives. `RequestRefused` if there are none."""
-        assert request.slo is not None
-        tokens = self._chooser.uncached_tokens(pool, request.hints)
-        return self.forecast.in_time(pool, request.slo, tokens=tokens, now_s=now_s)
+    def look_in_time(self, policy: Policy, pool: Pool, hints: RoutingHints, slo: Slo, *, now_s: float) -> Placement:
+        """Find the worker that the policy takes of those that would keep the objectives. `RequestRefused` if there are none."""
+        objectives = objectives_of(slo, pool.role, hints, self.forecast)
+        return look_in_time(policy, pool, hints, objectives, now_s=now_s) if objectives else policy.look(pool, hints)
 
     async def _wait(self, ticket: Ticket) -> None:
         waiter = self._waiters[id(ticket)] = Waiter()

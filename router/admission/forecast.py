@@ -8,17 +8,15 @@ forgetting (West 1979, "Updating mean and variance estimates"), never negative; 
 Mooncake (FAST'25), separate objectives for the two pools follow DistServe (OSDI'24).
 """
 
-import math
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
 from dataclasses import dataclass, field
 
 import msgspec
 
-from router.admission.queue import RequestRefused
 from router.attempts.pair_attempt import PairAttempt
-from router.attempts.request import RequestContext, Slo
-from router.pool.worker import Role, Worker
+from router.attempts.request import RequestContext
+from router.pool.pool import Candidates
+from router.pool.worker import LoadLog, Role, Worker
 
 MIN_EVENTS = 4  # of a stream from which ITL is learned
 KEEP = 0.98  # weight of a point relative to the next one: about 50 of them count
@@ -29,8 +27,9 @@ STALE_S = 30.0  # without a measurement for this long a worker is tried once des
 
 @dataclass(slots=True)
 class LineFit:
-    """`news_s`: time of the last measurement or try to get one; 0: never."""
+    """`worker_id`: whose it is. `news_s`: time of the last measurement or try to get one; 0: never."""
 
+    worker_id: int = -1
     news_s: float = 0.0
     num_points: int = 0
     _weight: float = 0.0
@@ -69,9 +68,13 @@ class LineFit:
 class _Known:
     """Measurements of one worker in one incarnation. `pending_tokens`: of prompts whose answers have not begun."""
 
-    ttft: LineFit = field(default_factory=LineFit)
-    itl: LineFit = field(default_factory=LineFit)
+    worker_id: int
+    ttft: LineFit = field(init=False)
+    itl: LineFit = field(init=False)
     pending_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        self.ttft, self.itl = LineFit(self.worker_id), LineFit(self.worker_id)
 
 
 class SentPrompt(msgspec.Struct):
@@ -96,16 +99,21 @@ class ObservedStream(msgspec.Struct):
 
 
 class Forecast:
-    """`answer_events`: of a stream, the mean of those that ended; 0: none has."""
+    """`answer_events`: of a stream, the mean of those that ended; 0: none has. `log`: workers whose lines, or what waits there, changed."""
 
     def __init__(self) -> None:
         self.answer_events = 0.0
-        self._known: defaultdict[int, _Known] = defaultdict(_Known)  # by worker id
+        self.log = LoadLog()
+        self._known: dict[int, _Known] = {}  # by worker id
+        self._with_line: tuple[list[int], list[int]] = ([], [])  # ids of workers whose TTFT, or ITL, is known, sorted
         self._streams: dict[PairAttempt, ObservedStream] = {}
 
     def forget(self, worker: Worker) -> None:
         """The worker left or restarted. Requests that run there no longer count."""
-        self._known.pop(worker.worker_id, None)
+        if self._known.pop(worker.worker_id, None) is not None:
+            self.log.note(worker.worker_id)
+            for ids in self._with_line:
+                _take_out(ids, worker.worker_id)
 
     def on_sent(self, request: RequestContext, attempt: PairAttempt, now_s: float) -> None:
         first = attempt.placements[0]
@@ -139,10 +147,12 @@ class Forecast:
         own = 0 if worker.role is Role.PREFILL else tokens  # a prefill worker's load holds them already
         prompt = SentPrompt(known, tokens, self.waiting_tokens(worker) + own, now_s)
         known.pending_tokens += tokens
+        self._changed(known)
         return prompt
 
     def learn_ttft(self, prompt: SentPrompt, *, now_s: float) -> None:
         prompt.known.ttft.add(prompt.ahead_tokens, now_s - prompt.sent_s, now_s)
+        self._changed(prompt.known)
         self.computed(prompt)
 
     def learn_answer(self, worker: Worker, num_events: int, lasted_s: float, *, requests: float, now_s: float) -> None:
@@ -154,12 +164,14 @@ class Forecast:
         self.answer_events += share * (num_events - self.answer_events)
         if num_events >= MIN_EVENTS:
             known.itl.add(requests, lasted_s / num_events, now_s)
+            self._changed(known)
 
     def computed(self, prompt: SentPrompt) -> None:
         """The prompt waits no longer. Idempotent."""
         if prompt.waiting:
             prompt.waiting = False
             prompt.known.pending_tokens -= prompt.tokens
+            self.log.note(prompt.known.worker_id)
 
     def ttft_s(self, worker: Worker, tokens: int) -> float | None:
         """TTFT of a request with this many uncached tokens; None: unknown."""
@@ -178,39 +190,42 @@ class Forecast:
         """Tokens to be computed first. The load of a unified worker is KV, so only our own requests count."""
         return worker.load_tokens if worker.role is Role.PREFILL else self._of(worker).pending_tokens
 
-    def in_time(self, pool: Sequence[Worker], slo: Slo, *, tokens: Mapping[int, int], now_s: float) -> list[Worker]:
-        """The workers of `pool` (one role) that would keep `slo` or are unknown; else `RequestRefused`. `tokens`: to compute, by worker id."""
-        kept = list(pool)
-        if pool[0].role is not Role.DECODE and slo.ttft_s < math.inf:
-            kept = self._keep("ttft", {w: self.ttft_s(w, tokens[w.worker_id]) for w in kept}, slo.ttft_s, now_s)
-        if pool[0].role is not Role.PREFILL and slo.itl_s < math.inf:
-            kept = self._keep("itl", {w: self.itl_s(w) for w in kept}, slo.itl_s, now_s)
-        return kept
+    def first_known(self, pool: Candidates, which: int) -> LineFit | None:
+        """The line (0: TTFT, 1: ITL) of the first worker of `pool` of which it is known."""
+        found = filter(None, map(pool.member, self._with_line[which]))
+        worker = next(found, None)
+        return None if worker is None else self.fits(worker)[which]
 
-    def _keep(self, what: str, predicted: Mapping[Worker, float | None], wanted_s: float, now_s: float) -> list[Worker]:
-        kept = [w for w, at_s in predicted.items() if at_s is None or at_s <= wanted_s]
-        kept = kept or [w for w in predicted if now_s - self._fit(w, what).news_s >= STALE_S]
-        if not kept:
-            best_s = min(at_s for at_s in predicted.values() if at_s is not None)
-            raise _too_late(what, predicted_s=best_s, wanted_s=wanted_s)
-        for worker in kept:
-            if (at_s := predicted[worker]) is not None and at_s > wanted_s:
-                self._fit(worker, what).news_s = now_s  # one request is enough
-        return kept
+    def note_try(self, fit: LineFit, now_s: float) -> None:
+        """A request goes there, in spite of the line: there will be news of it."""
+        fit.news_s = max(fit.news_s, now_s)
+        self.log.note(fit.worker_id)
 
-    def _fit(self, worker: Worker, what: str) -> LineFit:
-        known = self._of(worker)
-        return known.ttft if what == "ttft" else known.itl
+    def note_line(self, worker: Worker) -> None:
+        """Its lines have changed."""
+        self._changed(self._of(worker))
+
+    def _changed(self, known: _Known) -> None:
+        """Its lines, or what waits there."""
+        self.log.note(known.worker_id)
+        for which, fit in enumerate((known.ttft, known.itl)):
+            if fit.num_points == MIN_POINTS and self._known.get(known.worker_id) is known:
+                _put_in(self._with_line[which], known.worker_id)
 
     def _of(self, worker: Worker) -> _Known:
-        return self._known[worker.worker_id]
+        known = self._known.get(worker.worker_id)
+        if known is None:
+            known = self._known[worker.worker_id] = _Known(worker.worker_id)
+        return known
 
 
-def _too_late(what: str, *, predicted_s: float, wanted_s: float) -> RequestRefused:
-    name = {"ttft": "the first token", "itl": "the time between tokens"}[what]
-    message = (
-        f"{name} would take about {predicted_s * 1000:.0f} ms, more than the {wanted_s * 1000:.0f} ms asked for "
-        f"(--slo-{what}-ms, X-SLO-{what.upper()}-ms); try again later"
-    )
-    retry_after_s = max(1, math.ceil(min(60.0, predicted_s - wanted_s)))
-    return RequestRefused(message, why=f"slo_{what}", retry_after_s=retry_after_s)
+def _put_in(ids: list[int], worker_id: int) -> None:
+    at = bisect_left(ids, worker_id)
+    if ids[at : at + 1] != [worker_id]:
+        ids.insert(at, worker_id)
+
+
+def _take_out(ids: list[int], worker_id: int) -> None:
+    at = bisect_left(ids, worker_id)
+    if ids[at : at + 1] == [worker_id]:
+        del ids[at]

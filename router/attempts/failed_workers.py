@@ -9,11 +9,11 @@ from collections.abc import Sequence
 import msgspec
 
 from router.attempts.upstream_call import CallFailed
-from router.pool.worker import Role, Worker
+from router.pool.pool import Pool
+from router.pool.servers import Server, server_of
+from router.pool.worker import Worker
 
 MAX_JOINS = 2
-
-Server = tuple[str, int | None]
 
 
 class FailedWorkers(msgspec.Struct):
@@ -33,24 +33,14 @@ class FailedWorkers(msgspec.Struct):
         self._failed.add(failure.worker.worker_id)
         if failure.unjoined:
             self._failed.update(w.worker_id for w in workers)
-            for server in filter(None, map(_server_of, workers)):
+            for server in filter(None, map(server_of, workers)):
                 self._unjoined[server] = self._unjoined.get(server, 0) + 1
 
     def has_failed(self, worker: Worker) -> bool:
         return worker.worker_id in self._failed
 
-    def best_of(self, alive: Sequence[Worker]) -> Sequence[Worker]:
+    def best_of(self, alive: Pool) -> Pool:
         """Return those of `alive` (one role) to try next."""
-        left = [w for w in alive if self._num_unjoined(w) < MAX_JOINS]
-        fresh = [w for w in left if w.worker_id not in self._failed]
-        elsewhere = [w for w in fresh if not self._num_unjoined(w)]
-        return elsewhere or fresh or left
-
-    def _num_unjoined(self, worker: Worker) -> int:
-        server = _server_of(worker)
-        return 0 if server is None else self._unjoined.get(server, 0)
-
-
-def _server_of(worker: Worker) -> Server | None:
-    """The bootstrap server by which decode finds a prefill worker."""
-    return (worker.bootstrap_host, worker.bootstrap_port) if worker.role is Role.PREFILL else None
+        left = alive.beside([server for server, count in self._unjoined.items() if count >= MAX_JOINS])
+        fresh = left.without(self._failed)
+        return fresh.beside(self._unjoined) or fresh or left

@@ -10,6 +10,7 @@ there spares memory and a transfer, so its weight is 1. SGLang's thresholds appl
 `cache_threshold` of the prompt is none, and beyond both balance thresholds the load alone decides.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -18,8 +19,8 @@ from router.choice.policies import Placement, Policy, RoutingHints
 from router.choice.prefix_index import PrefixIndex, PrefixMatch
 from router.choice.prefix_keys import BLOCK_TOKENS
 from router.config import ChoiceFlags
-from router.pool.load_order import LoadKey, LoadOrder, load_key
-from router.pool.pool import WorkerPool
+from router.pool.load_order import LoadKey, load_key
+from router.pool.pool import Candidates, NoneInTime
 from router.pool.worker import Role, Worker
 
 RECOMPUTE_WEIGHT = 4
@@ -33,7 +34,7 @@ class CacheAware(Policy):
     index: PrefixIndex
     flags: ChoiceFlags
 
-    def look(self, candidates: WorkerPool, hints: RoutingHints) -> Placement:
+    def look(self, candidates: Candidates, hints: RoutingHints) -> Placement:
         matched = self.index.match(hints.keys)
         worker = self._soonest(candidates, hints, matched)
         return Placement(worker, cached_of(matched, worker, hints))
@@ -42,51 +43,60 @@ class CacheAware(Policy):
         if hints.keys:
             self.index.touch(choice.worker.worker_id, hints.keys)
 
-    def _soonest(self, candidates: WorkerPool, hints: RoutingHints, matched: PrefixMatch) -> Worker:
+    def _soonest(self, candidates: Candidates, hints: RoutingHints, matched: PrefixMatch) -> Worker:
         if not matched.groups:
             return candidates.least_loaded()
-        shortest, longest = candidates.queues.ends()
-        if unbalanced(shortest, longest, self.flags):
-            return candidates.least_loaded()
+        shortest, longest = candidates.queue_ends()
+        if not unbalanced(shortest, longest, self.flags):
+            weight = 1 if candidates.role is Role.DECODE else 1 + RECOMPUTE_WEIGHT * shortest
+            return _least_cost(candidates, self._groups(matched, hints, weight), matched)
+        if candidates.by_cache:
+            return _least_cost(candidates, self._groups(matched, hints, 0), matched)
+        return candidates.least_loaded()
+
+    def _groups(self, matched: PrefixMatch, hints: RoutingHints, weight: int) -> Sequence["_Group"]:
+        """A match that is too short has no worth; without any it cannot decide, unless it decides who belongs to the pool."""
         least = self.flags.cache_threshold * hints.prompt_tokens
-        weight = 1 if candidates[0].role is Role.DECODE else 1 + RECOMPUTE_WEIGHT * shortest
-        groups = [
-            Credit(weight * depth * BLOCK_TOKENS, bits)
-            for depth, bits in matched.groups
-            if depth * BLOCK_TOKENS >= least
-        ]
-        return _least_cost(candidates, groups, matched)
+        groups = []
+        for depth, bits in matched.groups:
+            tokens = depth * BLOCK_TOKENS
+            worth = weight * tokens if tokens >= least else 0
+            groups.append(_Group(worth, max(0, min(tokens, hints.prompt_tokens - 1)), bits))
+        return groups
 
 
-class Credit(NamedTuple):
-    """The worth of a cached prefix, in tokens of wait, and the workers that have it: bits of the index."""
+class _Group(NamedTuple):
+    """Workers with equally much cached. `worth`: of that, in tokens of wait; `bits`: of the index."""
 
-    tokens: int
+    worth: int
+    cached_tokens: int
     bits: int
 
 
-def _least_cost(pool: WorkerPool, groups: Sequence[Credit], matched: PrefixMatch) -> Worker:
-    """The best of the least loaded of all and of each group. Of a large group one comes soon in the order of load."""
-    order = pool.order_by_tokens()
-    best = order.first()
-    best_key = _cost_key(best, 0)
-    for credit in groups:
-        if credit.bits.bit_count() <= SMALL_GROUP:
-            members = map(pool.by_id.get, matched.ids(credit.bits))
-            worker = min(filter(None, members), key=load_key, default=None)
-        else:
-            worker = _first_of(order, credit, matched, best_key[0])
-        if worker is not None and (key := _cost_key(worker, credit.tokens)) < best_key:
-            best, best_key = worker, key
+def _least_cost(pool: Candidates, groups: Sequence[_Group], matched: PrefixMatch) -> Worker:
+    """The best of the least loaded of all and of each group. `NoneInTime`."""
+    best = next(pool.in_order(), None)
+    best_key = None if best is None else _cost_key(best, 0)
+    for group in groups:
+        if not group.worth and not pool.by_cache:
+            continue
+        worker = _first_of(pool, group, matched, math.inf if best_key is None else best_key[0])
+        if worker is not None and (best_key is None or _cost_key(worker, group.worth) < best_key):
+            best, best_key = worker, _cost_key(worker, group.worth)
+    if best is None:
+        raise NoneInTime
     return best
 
 
-def _first_of(order: LoadOrder, credit: Credit, matched: PrefixMatch, best_cost: float) -> Worker | None:
-    """The least loaded of a group; None if it costs more than `best_cost`."""
-    for worker in order.walk():
-        if worker.load_tokens - credit.tokens > best_cost:
+def _first_of(pool: Candidates, group: _Group, matched: PrefixMatch, best_cost: float) -> Worker | None:
+    """The least loaded of a group; None if it costs more than `best_cost`. Of a large group one comes soon in the order of load."""
+    if group.bits.bit_count() <= SMALL_GROUP:
+        members = [pool.member(i, cached_tokens=group.cached_tokens) for i in matched.ids(group.bits)]
+        return min(filter(None, members), key=load_key, default=None)
+    for worker in pool.in_order(cached_tokens=group.cached_tokens):
+        if worker.load_tokens - group.worth > best_cost:
             return None
-        if matched.has(worker.worker_id, credit.bits):
+        if matched.has(worker.worker_id, group.bits):
             return worker
     return None
 

@@ -1,11 +1,11 @@
 """Chooses the workers of a request by one policy per role, and reads what the policies need of the request. Pure."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import msgspec
 
 from router.body import ParsedBody
-from router.choice.cache_aware import CacheAware, cached_of
+from router.choice.cache_aware import CacheAware
 from router.choice.policies import (
     ConsistentHashing,
     LeastLoad,
@@ -44,14 +44,6 @@ class Chooser:
             keys=prompt_keys(parsed) if self.needs_keys else (),
             session=session_of(parsed, headers) if self.needs_session else "",
         )
-
-    def uncached_tokens(self, candidates: Sequence[Worker], hints: RoutingHints) -> dict[int, int]:
-        """The tokens of the prompt that each worker would have to compute, by worker id."""
-        policy = self.policies[candidates[0].role]
-        if not isinstance(policy, CacheAware):
-            return dict.fromkeys((w.worker_id for w in candidates), hints.prompt_tokens)
-        matched = policy.index.match(hints.keys)
-        return {w.worker_id: hints.prompt_tokens - cached_of(matched, w, hints) for w in candidates}
 
     def cache_of(self, role: Role) -> PrefixIndex | None:
         policy = self.policies.get(role)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import msgspec
 
 from router.pool.load_order import key_for
-from router.pool.pool import WorkerPool
-from router.pool.worker import Role, Worker
+from router.pool.pool import Candidates
+from router.pool.worker import Role, Worker, worker_id_of
 
 
 class RoutingHints(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,13 +37,13 @@ def cost_tokens(choice: Placement, hints: RoutingHints) -> int:
 
 class Policy(ABC):
     @abstractmethod
-    def look(self, candidates: WorkerPool, hints: RoutingHints) -> Placement:
+    def look(self, candidates: Candidates, hints: RoutingHints) -> Placement:
         """Find the one of `candidates` (of one role, at least one) to choose. The request may go elsewhere: remember nothing."""
 
     def note(self, choice: Placement, hints: RoutingHints) -> None:  # noqa: B027 (most remember nothing)
         """Remember that the request is sent there, as far as the policy remembers anything."""
 
-    def choose(self, candidates: WorkerPool, hints: RoutingHints) -> Placement:
+    def choose(self, candidates: Candidates, hints: RoutingHints) -> Placement:
         """`look` and `note`."""
         choice = self.look(candidates, hints)
         self.note(choice, hints)
@@ -53,8 +53,8 @@ class Policy(ABC):
 class LeastLoad(Policy):
     """The least load (router/pool/load_order.py)."""
 
-    def look(self, candidates: WorkerPool, hints: RoutingHints) -> Placement:
-        return Placement(candidates[0] if len(candidates) == 1 else candidates.least_loaded())
+    def look(self, candidates: Candidates, hints: RoutingHints) -> Placement:
+        return Placement(candidates.least_loaded())
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class PowerOfTwo(Policy):
 
     draw: Callable[[int], int]
 
-    def look(self, candidates: WorkerPool, hints: RoutingHints) -> Placement:
+    def look(self, candidates: Candidates, hints: RoutingHints) -> Placement:
         if len(candidates) == 1:
             return Placement(candidates[0])
         first, second = self.draw(len(candidates)), self.draw(len(candidates) - 1)
@@ -80,9 +80,9 @@ class RoundRobin(Policy):
     def __init__(self) -> None:
         self._last_id: dict[Role, int] = {}
 
-    def look(self, candidates: WorkerPool, hints: RoutingHints) -> Placement:
-        last = self._last_id.get(candidates[0].role, -1)
-        place = bisect_right(candidates, last, key=lambda worker: worker.worker_id)
+    def look(self, candidates: Candidates, hints: RoutingHints) -> Placement:
+        last = self._last_id.get(candidates.role, -1)
+        place = bisect_right(candidates, last, key=worker_id_of)
         return Placement(candidates[place % len(candidates)])
 
     def note(self, choice: Placement, hints: RoutingHints) -> None:
@@ -95,14 +95,14 @@ class Random(Policy):
 
     draw: Callable[[int], int]
 
-    def look(self, candidates: WorkerPool, hints: RoutingHints) -> Placement:
+    def look(self, candidates: Candidates, hints: RoutingHints) -> Placement:
         return Placement(candidates[self.draw(len(candidates))])
 
 
 class ConsistentHashing(Policy):
     """A session goes to the same worker in every router (router/pool/ring.py); requests without one go by load."""
 
-    def look(self, candidates: WorkerPool, hints: RoutingHints) -> Placement:
+    def look(self, candidates: Candidates, hints: RoutingHints) -> Placement:
         if not hints.session:
             return Placement(candidates.least_loaded())
-        return Placement(candidates.by_id[candidates.ring.owner(hints.session)])
+        return Placement(candidates.owner(hints.session))

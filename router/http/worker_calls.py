@@ -35,7 +35,7 @@ class WorkerCalls:
         headers, body = self.credentials.for_client(authorization_of(request.headers)), await request.read()
         method, path = "POST" if request.method == "POST" else "GET", request.rel_url.raw_path
         for role in reversed(self.roles):
-            for worker in self.table.pool(role, model):
+            for worker in tuple(self.table.pool(role, model)):
                 answer = await call_worker(self.session, method, worker.url + path, headers, body)
                 if answer.status:
                     return web.Response(status=answer.status, body=answer.body, headers=answer.headers)

@@ -49,17 +49,23 @@ TRANSITIONS: dict[tuple[State, Event], tuple[State, str]] = {
 class Circuit:
     """The circuit of one worker. A request sent there calls `send`, and if that returns True `end_trial`, whatever its result.
 
-    `quiet`: closed, with no fault on record, so only a fault changes it: the usual state.
+    `quiet`: closed, with no fault on record, so only a fault changes it: the usual state. `on_trial`: called when a trial begins or ends.
     """
 
     flags: BreakerFlags = field(default_factory=BreakerFlags)
     state: State = State.CLOSED
     quiet: bool = True
     on_open: Callable[[float], None] = lambda until_s: None  # receives the end of the timeout; 0.0: not open
+    on_trial: Callable[[], None] = lambda: None
     _since_s: float = -math.inf  # of this state
     _faults_s: list[float] = field(default_factory=list)  # in a row, within the window
     _num_begun: int = 0  # while half open
     _num_trials: int = 0  # that run
+
+    @property
+    def waits_until_s(self) -> float:
+        """When it may be tried, if it is open; inf: it is not."""
+        return self._since_s + self.flags.cb_timeout_duration_s if self.state is State.OPEN else math.inf
 
     def takes(self, now_s: float) -> bool:
         if self.state is State.CLOSED:
@@ -72,11 +78,14 @@ class Circuit:
         if self._has_waited(now_s):
             self.record(Event.WAITED, now_s)
         trial = self.state is State.HALF_OPEN
-        self._num_trials += trial
+        if trial:
+            self._num_trials += 1
+            self.on_trial()
         return trial
 
     def end_trial(self) -> None:
         self._num_trials -= 1
+        self.on_trial()
         assert self._num_trials >= 0
 
     def _has_waited(self, now_s: float) -> bool:

@@ -115,6 +115,7 @@ class PodWorkers:
     port: int
     problems: dict[str, str] = field(default_factory=dict)  # pod -> why it is no worker though it is ready
     _joined: dict[str, _Joined] = field(default_factory=dict)  # by URL
+    _leaving: dict[str, _Joined] = field(default_factory=dict)  # of them
 
     def update(self, pods: Mapping[Role, Sequence[Pod]], *, now_s: float) -> None:
         """Make the table have exactly the workers of `pods`."""
@@ -128,16 +129,14 @@ class PodWorkers:
 
     def reap(self) -> None:
         """Remove workers that leave, have no request left, and are no last resort."""
-        for joined in list(self._joined.values()):
+        for joined in list(self._leaving.values()):
             worker = joined.worker
-            if worker is None or not worker.leaving or worker.inflight_requests:
-                continue
-            if worker not in self.table.alive(worker.role):
+            if worker is not None and not worker.inflight_requests and not self.table.is_alive(worker):
                 self._drop(joined)
                 log.info("service discovery: %s has left", worker.url)
 
     def counts(self) -> dict[str, int]:
-        leaving = sum(joined.leaving for joined in self._joined.values())
+        leaving = len(self._leaving)
         return {"workers": len(self._joined) - leaving, "leaving": leaving}
 
     def _enter(self, want: Wanted, now_s: float) -> None:
@@ -161,18 +160,23 @@ class PodWorkers:
         gone, as the router may not have checked its successor.
         """
         url, worker = joined.wanted.url, joined.worker
-        if worker is None or worker not in self.table.workers():
-            del self._joined[url]  # named by hand, or taken out by hand
+        if worker is None or worker not in self.table:
+            self._forget(url)  # named by hand, or taken out by hand
         elif not worker.leaving or (worker.last_resort and not ending):
             self.table.retire(url, last_resort=ending)
+            self._leaving[url] = joined
             log.info("service discovery: %s leaves, %d requests run there", url, worker.inflight_requests)
 
     def _drop(self, joined: _Joined) -> None:
         worker = joined.worker
-        if worker is not None and worker in self.table.workers():
+        if worker is not None and worker in self.table:
             self.table.remove(worker.url)
             self.monitor.retire(worker)
-        del self._joined[joined.wanted.url]
+        self._forget(joined.wanted.url)
+
+    def _forget(self, url: str) -> None:
+        del self._joined[url]
+        self._leaving.pop(url, None)
 
     def _wanted(self, pods: Mapping[Role, Sequence[Pod]]) -> dict[str, Wanted]:
         """By URL. Of two pods with one address the first counts; the other is a problem."""

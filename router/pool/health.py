@@ -210,8 +210,7 @@ class HealthMonitor:
 
     def _rebalance(self, worker: Worker) -> None:
         above = self.config.rebalance_above
-        others = [other for other in self.table.others(worker) if other.health is Health.UP]
-        if count := num_to_give(worker, others, above=above):
+        if count := num_to_give(worker, self.table.others(worker), above=above):
             self.move_calls(worker, f"it holds more than {above:g} of its memory (--rebalance-above)", most=count)
 
     def move_calls(self, worker: Worker, why: str, *, answers: bool = True, most: int | None = None) -> int:
@@ -282,7 +281,7 @@ class HealthMonitor:
         host, port = parse_bootstrap(info, url_host=worker.url_host)
         given = worker.given_bootstrap_port
         if given is None:
-            worker.bootstrap_host, worker.bootstrap_port = host, port
+            self.table.on_bootstrap(worker, host, port)
         claim = (worker.incarnation, worker.bootstrap_host, port)
         if given in (None, port) or port is None or claim == watch.proven:
             return ""

@@ -11,7 +11,7 @@ docs/design/routing.md.
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from router.pool.worker import LoadLog, Role, Worker
 
@@ -37,28 +37,45 @@ def key_for(workers: Sequence[Worker]) -> Callable[[Worker], LoadKey]:
     return share_key if by_share else load_key
 
 
-class _LogReader:
-    def __init__(self, workers: Mapping[int, Worker], log: LoadLog) -> None:
+class LogReader:
+    """Reads which workers of a mapping, that others change, have changed. What a subclass keeps of each is right once it has read that.
+
+    `also`: a second log.
+    """
+
+    def __init__(self, workers: Mapping[int, Worker], log: LoadLog, *, also: LoadLog | None = None) -> None:
         self._log = log
         self._read = log.end
+        self._also = None if also is None else LogReader(workers, also)
         self._workers = workers
 
-    def _changed(self) -> Sequence[Worker] | None:
-        """Workers whose load may have changed since the last call, each once; None: any may have."""
+    def _changed(self) -> Collection[int] | None:
+        """Ids of workers that may have come, gone or changed since the last call, each once; None: any may have."""
         place, self._read = self._read, self._log.end
+        more: Collection[int] | None = () if self._also is None else self._also._changed()
         if place == self._read:
-            return ()
+            return more
         ids = self._log.since(place)
-        if ids is None or len(ids) > len(self._workers):
+        if ids is None or more is None or len(ids) > len(self._workers):
             return None
-        return [self._workers[i] for i in set(ids) if i in self._workers]
+        return {*ids, *more}
 
 
-class LoadOrder(_LogReader):
-    def __init__(self, workers: Mapping[int, Worker], log: LoadLog, key: Callable[[Worker], LoadKey]) -> None:
-        super().__init__(workers, log)
+class LoadOrder(LogReader):
+    """`pool`: the workers of the mapping, in the order of ids."""
+
+    def __init__(
+        self,
+        pool: Sequence[Worker],
+        workers: Mapping[int, Worker],
+        log: LoadLog,
+        key: Callable[[Worker], LoadKey],
+        *,
+        also: LoadLog | None = None,
+    ) -> None:
+        super().__init__(workers, log, also=also)
+        self._pool = pool
         self._key = key
-        self._ids = list(workers)
         self._next = 0  # where the sweep goes on
         self._sort()
 
@@ -77,27 +94,33 @@ class LoadOrder(_LogReader):
         if changed is None:
             self._sort()
         else:
-            for worker in changed:
-                self._place(worker)
+            for worker_id in changed:
+                self._place(worker_id)
         if self._log.has_peers:
             self._sweep()
 
     def _sweep(self) -> None:
-        for _ in range(min(SWEEP, len(self._ids))):
-            self._place(self._workers[self._ids[self._next]])
-            self._next = (self._next + 1) % len(self._ids)
-        for _ in self._ids:
-            if not self._place(self.first()):
+        count = len(self._pool)
+        for _ in range(min(SWEEP, count)):
+            self._next = self._next + 1 if self._next + 1 < count else 0
+            self._place(self._pool[self._next].worker_id)
+        for _ in range(count):
+            if not self._place(self._order[0][3]):
                 return
 
-    def _place(self, worker: Worker) -> bool:
+    def _place(self, worker_id: int) -> bool:
         """Move a worker to its place; False: it is there."""
-        old, new = self._keys[worker.worker_id], self._key(worker)
+        worker, old = self._workers.get(worker_id), self._keys.get(worker_id)
+        new = None if worker is None else self._key(worker)
         if old == new:
             return False
-        del self._order[bisect_left(self._order, old)]
-        insort(self._order, new)
-        self._keys[worker.worker_id] = new
+        if old is not None:
+            del self._order[bisect_left(self._order, old)]
+        if new is not None:
+            insort(self._order, new)
+            self._keys[worker_id] = new
+        else:
+            del self._keys[worker_id]
         return True
 
     def _sort(self) -> None:
@@ -110,30 +133,35 @@ class LoadOrder(_LogReader):
         assert all(key[3] == worker_id for worker_id, key in self._keys.items())
 
 
-class QueueLengths(_LogReader):
+class QueueLengths(LogReader):
     """How many workers have each number of this router's requests."""
 
     def __init__(self, workers: Mapping[int, Worker], log: LoadLog) -> None:
         super().__init__(workers, log)
         self._count()
 
-    def ends(self) -> tuple[int, int]:
-        """(the shortest queue, the longest)."""
+    def ends(self, *, but: Sequence[Worker] = ()) -> tuple[int, int]:
+        """(the shortest queue, the longest), of all `but` these."""
         changed = self._changed()
         if changed is None:
             self._count()
         else:
-            for worker in changed:
-                self._move(worker)
-        return min(self._numbers), max(self._numbers)
+            for worker_id in changed:
+                self._move(worker_id)
+        numbers = self._numbers
+        if but:
+            numbers = numbers - Counter([worker.inflight_requests for worker in but])
+        return min(numbers), max(numbers)
 
-    def _move(self, worker: Worker) -> None:
-        old, new = self._lengths[worker.worker_id], worker.inflight_requests
-        self._lengths[worker.worker_id] = new
-        self._numbers[new] += 1
-        self._numbers[old] -= 1
-        if not self._numbers[old]:
-            del self._numbers[old]
+    def _move(self, worker_id: int) -> None:
+        worker, old = self._workers.get(worker_id), self._lengths.pop(worker_id, None)
+        if old is not None:
+            self._numbers[old] -= 1
+            if not self._numbers[old]:
+                del self._numbers[old]
+        if worker is not None:
+            self._lengths[worker_id] = worker.inflight_requests
+            self._numbers[worker.inflight_requests] += 1
 
     def _count(self) -> None:
         self._lengths = {worker_id: worker.inflight_requests for worker_id, worker in self._workers.items()}

@@ -6,8 +6,8 @@ probe. Appleton, O'Reilly, "Multi-probe consistent hashing" (2015). With these n
 """
 
 import struct
-from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from hashlib import blake2b
 
@@ -27,17 +27,38 @@ class HashRing:
         self._owners = {place: w.worker_id for w in workers for place in places_of(w.url)}
         self._places = sorted(self._owners)
 
-    def owner(self, session: str) -> int:
-        places, count, beyond = self._places, len(self._places), self._places[0] + _SIZE
-        best, closest = beyond, _SIZE
+    def add(self, worker: Worker) -> None:
+        for place in places_of(worker.url):
+            if place not in self._owners:
+                insort(self._places, place)
+            self._owners[place] = worker.worker_id
+
+    def remove(self, worker: Worker) -> None:
+        for place in places_of(worker.url):
+            if self._owners.get(place) == worker.worker_id:
+                del self._owners[place]
+                del self._places[bisect_left(self._places, place)]
+
+    def owner(self, session: str, *, takes: Callable[[int], bool] | None = None) -> int:
+        """The id of the worker; of those that `takes` accepts, at least one: of a ring of these alone."""
+        best, closest = 0, _SIZE
         probe, step = _hashes(session, 2)
         for _ in range(PROBES):
-            at = bisect_left(places, probe)
-            place = places[at] if at < count else beyond
+            place = self._after(probe, takes)
             if place - probe < closest:
                 best, closest = place, place - probe
             probe = (probe + step) & _MASK
         return self._owners[best & _MASK]
+
+    def _after(self, probe: int, takes: Callable[[int], bool] | None) -> int:
+        """The next place, beyond the end those from the beginning."""
+        places, count = self._places, len(self._places)
+        at = bisect_left(places, probe)
+        while True:
+            place = places[at] if at < count else places[at - count] + _SIZE
+            if takes is None or takes(self._owners[place & _MASK]):
+                return place
+            at += 1
 
 
 @lru_cache(maxsize=2 * MAX_WORKERS)

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
 
-NUM_SLOTS = 8192  # at most MAX_WORKERS are in one table
+NUM_SLOTS = 32768  # at most MAX_WORKERS are in one table
 REREAD_S = 1.0  # after which the others' circuits are read again though none has changed
 _WORD = 8
 # A row: live requests and how often a circuit has opened or closed; then the slots; then the clients.

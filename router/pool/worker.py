@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from operator import attrgetter
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
@@ -19,7 +20,8 @@ from router.pool.states import Check, Health
 if TYPE_CHECKING:
     from router.pool.active_calls import ActiveCall
 
-MAX_WORKERS = 4096  # of one table
+MAX_WORKERS = 16384  # of one table
+_QUEUES = ("prealloc", "retracted")  # stages of a decode worker in which requests wait for memory
 MAX_LOG = 1 << 14  # changes that are kept; a reader that is further behind reads every worker
 
 
@@ -143,6 +145,17 @@ class Worker:
         """Tokens of KV that fit there; 0: unknown."""
         return self.report.capacity_tokens if self.report is not None else 0
 
+    @property
+    def has_queue(self) -> bool:
+        """Whether requests wait there, by its last report."""
+        report = self.report
+        return report is not None and (
+            report.waiting_reqs > 0 or any([report.stages.get(stage, 0) for stage in _QUEUES])
+        )
+
+
+worker_id_of = attrgetter("worker_id")
+
 
 class Lease(msgspec.Struct, frozen=True, eq=False):
     """`tokens` of work charged to `worker` until released. `trial`: it tries a worker whose circuit is half open."""
@@ -209,11 +222,11 @@ class Loads:
 
     def on_report(self, worker: Worker, report: LoadReport | None) -> None:
         """Take what a worker reports (None: nothing). Load that this router sent itself is not counted twice."""
-        before = (worker.foreign_tokens, worker.capacity_tokens)
+        before = _compared(worker)
         worker.report = report
         reported = 0 if report is None else _reported_tokens(worker.role, report)
         worker.foreign_tokens = max(0, reported - worker.tokens_everywhere)
-        if before != (worker.foreign_tokens, worker.capacity_tokens):
+        if before != _compared(worker):
             self.log.note(worker.worker_id)
 
     def _on_load(self, worker: Worker) -> None:
@@ -230,6 +243,15 @@ class Loads:
             held = [lease.tokens for lease in self._leases.values() if lease.worker is worker]
             assert worker.inflight_requests == len(held), (worker.url, worker.inflight_requests, len(held))
             assert worker.inflight_tokens == sum(held), (worker.url, worker.inflight_tokens, sum(held))
+
+
+def _compared(worker: Worker) -> tuple[object, ...]:
+    """What orders of workers read of its report."""
+    report = worker.report
+    if report is None:
+        return (worker.foreign_tokens,)
+    used, stages = report.used_tokens + report.pending_tokens, report.stages
+    return (worker.foreign_tokens, report.capacity_tokens, used, report.waiting_reqs > 0, stages and worker.has_queue)
 
 
 def _reported_tokens(role: Role, report: LoadReport) -> int:

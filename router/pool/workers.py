@@ -3,20 +3,23 @@
 It receives check results and the time; it opens no socket and reads no clock. Their load belongs to `loads`.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass, field
 from functools import lru_cache
 from urllib.parse import urlsplit
 
 from router.config import BreakerFlags, HealthFlags
-from router.pool.breaker import Circuit, State
-from router.pool.models import Catalogue, serves
-from router.pool.pool import WorkerPool
+from router.pool.breaker import Circuit
+from router.pool.members import Members, is_up
+from router.pool.models import Catalogue
+from router.pool.open_circuits import OpenCircuits
+from router.pool.pool import Pool, WorkerPool
 from router.pool.shared_load import SharedLoad
 from router.pool.states import TRANSITIONS, Check, Health
 from router.pool.worker import MAX_WORKERS, PAIR, UNIFIED, LoadLog, Loads, Role, Way, Worker
 from service.http.errors import ApiError
 
+_NONE: Set[int] = frozenset()
 MAX_FORMER_LIVES = 16  # incarnations of one worker that are remembered
 
 
@@ -39,16 +42,17 @@ class WorkerTable:
     on_change: Callable[[], None] = lambda: None
     breaker: BreakerFlags = field(default_factory=BreakerFlags)
     loads: Loads = field(init=False)
-    _workers: list[Worker] = field(default_factory=list)
+    _workers: dict[int, Worker] = field(default_factory=dict)  # by id
     _by_name: dict[str, Worker] = field(default_factory=dict)  # of `same_url`
     _by_slot: dict[int, Worker] = field(default_factory=dict)  # slots of `peers`; without, all workers have the same
     _next_id: int = 0
-    _pools: dict[tuple[Role, str], WorkerPool] = field(default_factory=dict)  # until a worker comes, goes or changes
-    _models: Catalogue | None = None  # the same
-    _unsettled: dict[int, Worker] = field(default_factory=dict)  # whose circuits are not closed
+    _members: Members = field(init=False)
+    _models: Catalogue | None = None  # until one with models goes, or has others
+    _circuits: OpenCircuits = field(default_factory=OpenCircuits)
 
     def __post_init__(self) -> None:
         self.loads = Loads(LoadLog(has_peers=self.peers is not None))
+        self._members = Members(self._workers, self.loads.log)
 
     def add(
         self, url: str, *, role: Role, bootstrap_port: int | None = None, now_s: float = 0.0, discovered: bool = False
@@ -74,23 +78,25 @@ class WorkerTable:
             circuit=Circuit(self.breaker),
         )
         worker.circuit.on_open = lambda until_s: self._on_circuit(worker, until_s)
+        worker.circuit.on_trial = self._circuits.on_trial
         self._next_id += 1
-        self._workers.append(worker)
+        self._workers[worker.worker_id] = worker
         self._by_name[same_url(url)] = self._by_slot[worker.slot] = worker
-        self._on_change()
+        self._on_change(worker)
         return worker
 
     def remove(self, url: str) -> Worker:
         """Take a worker out; its running requests go on. `WorkerTableError` if unknown."""
         worker = self.find(url)
-        self._workers.remove(worker)
+        del self._workers[worker.worker_id]
         del self._by_name[same_url(url)]
         self._by_slot.pop(worker.slot, None)
-        self._unsettled.pop(worker.worker_id, None)
+        self._circuits.forget(worker)
         if worker.peers is not None:
             worker.peers.give_back(worker.slot)
         worker.peers, worker.slot = None, 0
-        self._on_change()
+        self._models = None if worker.models else self._models
+        self._on_change(worker)
         self.on_gone(worker)
         return worker
 
@@ -101,7 +107,7 @@ class WorkerTable:
         """
         worker = self.find(url)
         worker.leaving, worker.last_resort = True, last_resort
-        self._on_change()
+        self._on_change(worker)
         return worker
 
     def find(self, url: str) -> Worker:
@@ -112,33 +118,31 @@ class WorkerTable:
         return worker
 
     def workers(self, role: Role | None = None) -> list[Worker]:
-        return [w for w in self._workers if role is None or w.role is role]
+        return [w for w in self._workers.values() if role is None or w.role is role]
+
+    def __contains__(self, worker: Worker) -> bool:
+        return self._workers.get(worker.worker_id) is worker
 
     def alive(self, role: Role) -> list[Worker]:
-        up = Health.UP
-        here = [w for w in self._workers if w.role is role and w.health is up and w.switching_to is None]
-        return [w for w in here if not w.leaving] or [w for w in here if w.last_resort]
+        """The workers that are up, silent ones too; those that leave only if they are a last resort, and no other is up."""
+        here = [w for w in self._workers.values() if w.role is role and is_up(w)]
+        return [w for w in here if not w.leaving] or here
+
+    def is_alive(self, worker: Worker) -> bool:
+        """Whether `alive` has it."""
+        return worker in self and is_up(worker) and (not worker.leaving or not self._members.has_regular(worker.role))
 
     def pool(self, role: Role, model: str) -> WorkerPool:
         """The workers of `alive` that serve `model` ("": any). Silence narrows the choice and never empties it."""
-        found = self._pools.get((role, model))
-        if found is None:
-            alive = self.alive(role)
-            serving = [w for w in alive if serves(w.models, model)] if model else alive
-            pool = WorkerPool([w for w in serving if not w.silent] or serving, self.loads.log)
-            found = self._pools[role, model] = pool
-        return found
+        return self._members.pool(role, model)
 
-    def ready(self, role: Role, model: str, *, now_s: float) -> WorkerPool:
+    def ready(self, role: Role, model: str, *, now_s: float) -> Pool:
         """The workers of `pool` whose circuits let requests pass. That narrows the choice and never empties it."""
         pool = self.pool(role, model)
-        if not self._unsettled and self.peers is None:
-            return pool
-        faulty = {w.worker_id for w in list(self._unsettled.values()) if not w.circuit.takes(now_s)}
-        if self.peers is not None:
-            others = self.peers.others_open(now_s)
-            faulty.update(self._by_slot[slot].worker_id for slot in others if slot in self._by_slot)
-        return (pool.without(frozenset(faulty)) or pool) if faulty else pool
+        faulty: Set[int] = self._circuits.shut(now_s) if self._circuits.any else _NONE
+        if self.peers is not None and (others := self.peers.others_open(now_s)):
+            faulty = faulty | {self._by_slot[slot].worker_id for slot in others if slot in self._by_slot}
+        return (pool.without(faulty) or pool) if faulty else pool
 
     def trusts(self, worker: Worker, *, now_s: float) -> bool:
         """Whether its circuit lets requests pass, in all processes of this router."""
@@ -147,16 +151,20 @@ class WorkerTable:
 
     def has_others(self, worker: Worker) -> bool:
         """Whether others that answer could do what `worker` does: one of its role, or of each role of another way."""
-        if any(other.answers for other in self.others(worker)):
+        if self._answers(self.others(worker)):
             return True
         model = worker.models[0] if worker.models else ""
         ways = (way for way in (PAIR, UNIFIED) if worker.role not in way)
-        return any(all(any(w.answers for w in self.pool(role, model)) for role in way) for way in ways)
+        return any(all(self._answers(self.pool(role, model)) for role in way) for way in ways)
 
-    def others(self, worker: Worker) -> list[Worker]:
+    def _answers(self, pool: Pool) -> bool:
+        """Whether one of them does. Where one is silent, all are: others would have been preferred."""
+        return bool(pool) and not pool[0].silent
+
+    def others(self, worker: Worker) -> Pool:
         """Return the workers of its role and model beside it."""
         model = worker.models[0] if worker.models else ""
-        return [other for other in self.pool(worker.role, model) if other is not worker]
+        return self.pool(worker.role, model).without({worker.worker_id})
 
     def on_check(self, worker: Worker, result: Check, *, now_s: float, error: str = "") -> bool:
         """Take the result of a check, or of a request that could not connect. True if the worker's state changed."""
@@ -170,7 +178,7 @@ class WorkerTable:
         if target is worker.health or (threshold and worker.streak < getattr(self.health, threshold)):
             return False
         worker.health, worker.changed_s = target, now_s
-        self._on_change()
+        self._on_change(worker)
         if target is Health.DOWN:
             worker.silent, worker.busy_s = False, None  # worse
             self._forget(worker)
@@ -180,7 +188,7 @@ class WorkerTable:
         if worker.silent is silent:
             return False
         worker.silent = silent
-        self._on_change()
+        self._on_change(worker)
         return True
 
     def on_incarnation(self, worker: Worker, incarnation: str, *, checked_s: float) -> None:
@@ -201,24 +209,30 @@ class WorkerTable:
         """Send nothing new to a worker while it changes its role. None: the change is over, whatever its outcome."""
         assert role is None or (worker.switching_to is None and worker.role is not role), (worker.url, worker.role)
         worker.switching_to = role
-        self._on_change()
+        self._on_change(worker)
 
     def on_role(self, worker: Worker, role: Role) -> None:
         """Note that a worker has another role. What was known of it in the old one, its given port too, is forgotten."""
         worker.role = role
-        self._on_change()
+        self._on_change(worker)
         worker.given_bootstrap_port = None
         self._forget(worker)
 
     def on_models(self, worker: Worker, names: tuple[str, ...]) -> None:
         if names != worker.models:
-            worker.models = names
-            self._on_change()
+            worker.models, self._models = names, None
+            self._on_change(worker)
+
+    def on_bootstrap(self, worker: Worker, host: str, port: int | None) -> None:
+        """Note where decode finds a prefill worker."""
+        if (host, port) != (worker.bootstrap_host, worker.bootstrap_port):
+            worker.bootstrap_host, worker.bootstrap_port = host, port
+            self._on_change(worker)
 
     @property
     def models(self) -> Catalogue:
         if self._models is None:
-            self._models = Catalogue.of(w.models for w in self._workers)
+            self._models = Catalogue.of(w.models for w in self._workers.values())
         return self._models
 
     def _forget(self, worker: Worker) -> None:
@@ -226,27 +240,25 @@ class WorkerTable:
         worker.circuit.reset()
         self.on_gone(worker)
 
-    def _on_change(self) -> None:
-        self._pools.clear()
-        self._models = None
+    def _on_change(self, worker: Worker) -> None:
+        self._members.note(worker)
         self.on_change()
 
     def _on_circuit(self, worker: Worker, until_s: float) -> None:
         if worker.peers is not None:
             worker.peers.publish_open(worker.slot, until_s)
-        if worker.circuit.state is State.CLOSED:
-            self._unsettled.pop(worker.worker_id, None)
-        elif self._by_name.get(same_url(worker.url)) is worker:
-            self._unsettled[worker.worker_id] = worker
+        if worker in self:
+            self._circuits.on_change(worker)
 
     def check(self) -> None:
-        assert len({w.url for w in self._workers}) == len(self._workers)
-        ids = [w.worker_id for w in self._workers]
-        assert ids == sorted(set(ids))
-        assert list(self._by_name.values()) == self._workers
-        assert all(self.find(w.url) is w for w in self._workers)
-        assert sorted(self._unsettled) == [w.worker_id for w in self._workers if w.circuit.state is not State.CLOSED]
-        self.loads.check(self._workers)
+        workers = self.workers()
+        assert len({w.url for w in workers}) == len(workers)
+        assert list(self._workers) == sorted(self._workers) == [w.worker_id for w in workers]
+        assert list(self._by_name.values()) == workers
+        assert all(self.find(w.url) is w for w in workers)
+        self._circuits.check(workers)
+        self._members.check()
+        self.loads.check(workers)
 
 
 @lru_cache(maxsize=2 * MAX_WORKERS)

@@ -13,14 +13,12 @@ from router.admission.admission import Admission
 from router.attempts.pair_attempt import AttemptGroup, AttemptLauncher, PairAttempt
 from router.attempts.request import RequestContext, milliseconds
 from router.metrics import RouterMetrics
-from router.pool.pool import WorkerPool
+from router.pool.pool import EMPTY, Pool
 from router.pool.worker import Worker
 from router.requests.picking import Picker
 
 HEDGE_HEADER = "x-tandem-hedge-after-ms"
 MAX_SAVED = 10.0  # hedges that a quiet time may leave for a bad one
-
-_QUEUES = ("prealloc", "retracted")  # stages of a decode worker in which requests wait for memory
 
 
 @dataclass(slots=True)
@@ -80,22 +78,16 @@ class Hedging:
         return self.launcher.begin(request, headers, self.picker.choose(request, ways), hedge=True)
 
 
-def other_pools(pools: Sequence[Sequence[Worker]], taken: Sequence[Worker]) -> list[WorkerPool] | None:
+def other_pools(pools: Sequence[Pool], taken: Sequence[Worker]) -> list[Pool] | None:
     """From each role's pool those where a hedge may go: without a queue, and others than `taken` (the first attempt's).
 
     The only worker of a role is shared. None: a role has no worker, or all would be the same again.
     """
-    free = [[w for w in pool if not _has_queue(w)] for pool in pools]
-    others = [[w for w in pool if w not in taken] for pool in free]
+    free = [pool.queueless for pool in pools]
+    others = [pool.without({worker.worker_id for worker in taken}) for pool in free]
     if not any(others):
         return None
     found = [
-        WorkerPool(other or (left if len(pool) == 1 else []))
-        for other, left, pool in zip(others, free, pools, strict=True)
+        other or (left if len(pool) == 1 else EMPTY) for other, left, pool in zip(others, free, pools, strict=True)
     ]
     return found if all(found) else None
-
-
-def _has_queue(worker: Worker) -> bool:
-    report = worker.report
-    return report is not None and (report.waiting_reqs > 0 or any(report.stages.get(stage, 0) for stage in _QUEUES))

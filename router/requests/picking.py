@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 
 from router.admission.admission import Admission
 from router.admission.queue import RequestRefused
-from router.attempts.request import RequestContext, time_given
+from router.attempts.request import RequestContext, Slo, time_given
 from router.body import ParsedBody, named_model
 from router.choice.policies import Placement, Policy
-from router.pool.pool import WorkerPool
+from router.pool.pool import Pool, WorkerPool
 from router.pool.probe import ROUNDING_S
 from router.pool.worker import Role, Way, Worker
 from router.pool.workers import WorkerTable, missing_roles, silent_roles
@@ -70,48 +70,58 @@ class Picker:
         if not ways:
             return None  # before a policy remembers a request that is sent nowhere
         if request.slo is not None and request.failed is None:  # an admitted request is not refused later
-            ways = self._in_time(request, ways)
+            return self._pick_in_time(request, request.slo, ways)
         return self.choose(request, ways)
 
     def pick_for_rest(self, request: RequestContext, *, but: Worker) -> Placement | None:
         """Pick the worker with most room that goes on with what `but` has begun; None: there is no other that answers."""
         alike = [pools[-1] for way, pools in zip(request.ways, self.pools(request), strict=True) if way[-1] is but.role]
-        pool = WorkerPool([worker for worker in alike[0] if worker is not but])
+        pool = alike[0].without({but.worker_id})
         if not pool or pool[0].silent:
             return None
         return self.choose(request, [[WorkerPool([pool.least_loaded()])]])[0]
 
     def choose(self, request: RequestContext, ways: Sequence[Pools]) -> Placements:
         """Choose one worker of each pool of a way; the policies remember that the request goes there."""
-        policies, hints = self.policies, request.hints
         if self.ways is not None and len(ways) > 1:
             now_s = self.clock()
-            return self.ways.choose(self._sound(request, ways, now_s), hints, now_s, request.slo)
-        return tuple([policies[pool[0].role].choose(pool, hints) for pool in ways[0]])
+            return self.ways.choose(self._sound(request, ways, now_s), request.hints, now_s, request.slo)
+        policies, hints = self.policies, request.hints
+        return tuple([policies[pool.role].choose(pool, hints) for pool in ways[0]])
 
-    def pools(self, request: RequestContext) -> list[list[WorkerPool]]:
+    def pools(self, request: RequestContext) -> list[list[Pool]]:
         """Of each way, the workers of its roles. Where one of them is silent, all are: others would have been preferred."""
         table, model, now_s, failed = self.table, request.model, self.clock(), request.failed
         ways = [[table.ready(role, model, now_s=now_s) for role in way] for way in request.ways]
-        return ways if failed is None else [[WorkerPool(failed.best_of(pool)) for pool in pools] for pools in ways]
+        return ways if failed is None else [[failed.best_of(pool) for pool in pools] for pools in ways]
 
     def missing(self, request: RequestContext) -> list[Role]:
         table, ways, model = self.table, request.ways, request.model
         return missing_roles(table, ways, model) or silent_roles(table, ways, model)
 
-    def _in_time(self, request: RequestContext, ways: Iterable[Pools]) -> list[Pools]:
-        """The ways that keep the request's objectives, narrowed to the workers that do. `RequestRefused` if there are none."""
-        kept: list[Pools] = []
+    def _pick_in_time(self, request: RequestContext, slo: Slo, ways: Iterable[Pools]) -> Placements:
+        """Pick among the workers that keep the request's objectives. `RequestRefused` if no way has such of each role."""
+        found: list[tuple[Pools, Placements]] = []
         refused: RequestRefused | None = None
         for pools in ways:
             try:
-                now_s = self.clock()
-                kept.append([WorkerPool(self.admission.in_time(pool, request, now_s=now_s)) for pool in pools])
+                found.append((pools, self._look_in_time(request, slo, pools)))
             except RequestRefused as error:
                 refused = refused or error
-        if refused is not None and not kept:
+        if refused is not None and not found:
             raise refused
-        return kept
+        if self.ways is not None and len(found) > 1:
+            now_s = self.clock()
+            sound = self._sound(request, [pools for pools, _ in found], now_s)
+            placements = [way for pools, way in found if any(pools is one for one in sound)]
+            return self.ways.take(sound, placements, request.hints, now_s, slo)
+        for choice in found[0][1]:
+            self.policies[choice.worker.role].note(choice, request.hints)
+        return found[0][1]
+
+    def _look_in_time(self, request: RequestContext, slo: Slo, pools: Pools) -> Placements:
+        look, hints, now_s = self.admission.look_in_time, request.hints, self.clock()
+        return tuple([look(self.policies[pool.role], pool, hints, slo, now_s=now_s) for pool in pools])
 
     def _sound(self, request: RequestContext, ways: Sequence[Pools], now_s: float) -> Sequence[Pools]:
         """The ways without a worker that has failed the request, or whose circuit is open; all, if there are none.

@@ -14,7 +14,7 @@ from router.admission.forecast import STALE_S, Forecast, LineFit
 from router.attempts.request import Slo
 from router.choice.policies import Placement, Policy, RoutingHints
 from router.choice.way_costs import Ask, FittedLine, Objectives, WorkerFigures, pair_strain, unified_strain
-from router.pool.pool import WorkerPool
+from router.pool.pool import Pool
 from router.pool.worker import LoadReport, Role, Worker
 
 STAY = 0.03  # prompts of one length change their way for a strain that is less by this share
@@ -24,7 +24,7 @@ GUESSED_ANSWER = 128.0  # tokens
 _WITH_MEMORY = ("prealloc", "transfer", "retracted")  # stages beside `running` of which a report counts the KV
 
 Placements = tuple[Placement, ...]
-Pools = Sequence[WorkerPool]
+Pools = Sequence[Pool]
 
 
 class _Fits(NamedTuple):
@@ -49,7 +49,13 @@ class WayChooser:
 
         `slo`: the request's own objectives.
         """
-        found = [tuple([self.policies[pool[0].role].look(pool, hints) for pool in pools]) for pools in ways]
+        found = [tuple([self.policies[pool.role].look(pool, hints) for pool in pools]) for pools in ways]
+        return self.take(ways, found, hints, now_s, slo)
+
+    def take(
+        self, ways: Sequence[Pools], found: Sequence[Placements], hints: RoutingHints, now_s: float, slo: Slo | None
+    ) -> Placements:
+        """Choose one of `ways`. `found`: what the policies would take of each; they remember that the request goes there."""
         way = found[0]
         if len(found) > 1:
             wanted = self.wanted if slo is None else _objectives(slo, self.wanted)
@@ -70,16 +76,16 @@ class WayChooser:
         size = hints.prompt_tokens.bit_length()
         place = way_to_take(strains, [way[0].worker.role for way in found], self._last.get(size))
         self._last[size] = found[place][0].worker.role
-        fits[place].ttft.news_s = max(fits[place].ttft.news_s, now_s)  # one try at a time
+        self.forecast.note_try(fits[place].ttft, now_s)  # one at a time
         return found[place]
 
     def _fits(self, pools: Pools, way: Placements) -> _Fits:
         """Of another worker in the pool, until its own are known."""
         return _Fits(self._fit(pools[0], way[0].worker, 0), self._fit(pools[-1], way[-1].worker, 1))
 
-    def _fit(self, pool: WorkerPool, worker: Worker, which: int) -> LineFit:
+    def _fit(self, pool: Pool, worker: Worker, which: int) -> LineFit:
         own = self.forecast.fits(worker)[which]
-        return own if own.is_known else _known([own, *(self.forecast.fits(other)[which] for other in pool)])
+        return own if own.is_known else self.forecast.first_known(pool, which) or own
 
     def _strain(
         self, way: Placements, lines: tuple[FittedLine, FittedLine], hints: RoutingHints, wanted: Objectives

@@ -156,7 +156,7 @@ def objection(table: WorkerTable, worker: Worker, role: Role, *, force: bool = F
     """Why `worker` may not become a `role` worker; "": it may. `force`: even if that empties the pool of a model or adapter."""
     if Role.UNIFIED in (worker.role, role):
         return "only prefill and decode workers change their role"
-    if worker not in table.workers():
+    if worker not in table:
         return "it is not in the table"
     if worker.switching_to is not None:
         return f"it is becoming a {worker.switching_to} worker already"
@@ -171,7 +171,7 @@ def objection(table: WorkerTable, worker: Worker, role: Role, *, force: bool = F
 
 def progress(table: WorkerTable, worker: Worker, role: Role, *, was: str) -> SwitchProgress:
     """Return how far a worker is on its way to `role`. `was`: its incarnation before the change."""
-    if worker not in table.workers():
+    if worker not in table:
         return SwitchProgress.REMOVED
     if worker.health is Health.DOWN and worker.last_check is Check.REFUSED:
         return SwitchProgress.ENDED  # a worker that changes its role keeps its port

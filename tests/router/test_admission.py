@@ -11,13 +11,15 @@ from aiohttp import web
 
 from router.admission.admission import Admission
 from router.admission.forecast import MIN_POINTS, STALE_S, Forecast, LineFit
+from router.admission.in_time import InTime, look_in_time, objectives_of
 from router.admission.queue import AdmissionQueue, RequestRefused, TicketStatus
 from router.attempts.events import Events
 from router.attempts.request import Slo
-from router.choice.chooser import make_chooser
+from router.choice.policies import LeastLoad, RoutingHints
 from router.config import AdmissionFlags, RouterConfig
 from router.metrics import RouterMetrics
 from router.pool.breaker import Event
+from router.pool.pool import WorkerPool
 from router.pool.shared_load import SharedLoad
 from router.pool.worker import Role, Worker
 from router.pool.workers import WorkerTable
@@ -157,6 +159,13 @@ def teach(forecast: Forecast, table: WorkerTable, worker: Worker, *, speed: floa
         table.loads.release(ahead)
 
 
+def taken(forecast: Forecast, workers: list[Worker], slo: Slo, *, tokens: int = 0, now_s: float) -> Worker:
+    """The least loaded of those that keep `slo` with a prompt of so many tokens. `RequestRefused`."""
+    hints = RoutingHints(prompt_tokens=tokens)
+    objectives = objectives_of(slo, workers[0].role, hints, forecast)
+    return look_in_time(LeastLoad(), WorkerPool(workers), hints, objectives, now_s=now_s).worker
+
+
 def test_the_law_is_learnt_and_what_breaks_the_slo_is_refused_and_nothing_else() -> None:
     table, [worker] = pool(1, Role.PREFILL)
     forecast = Forecast()
@@ -167,7 +176,7 @@ def test_the_law_is_learnt_and_what_breaks_the_slo_is_refused_and_nothing_else()
         for own in (10, 1000, 8000):
             late = law(queued + own) > 2.0
             try:
-                forecast.in_time([worker], Slo(ttft_s=2.0), tokens={worker.worker_id: own}, now_s=61.0)
+                taken(forecast, [worker], Slo(ttft_s=2.0), tokens=own, now_s=61.0)
                 wrong += late
             except RequestRefused as err:
                 wrong += not late
@@ -181,10 +190,11 @@ def test_only_workers_that_are_in_time_are_left_and_the_unknown_may_be() -> None
     forecast = Forecast()
     teach(forecast, table, fast)
     teach(forecast, table, slow, speed=0.1)
-    tokens = {w.worker_id: 5000 for w in (fast, slow, new)}
-    assert forecast.in_time([fast, slow, new], Slo(ttft_s=2.0), tokens=tokens, now_s=61.0) == [fast, new]
+    hints = RoutingHints(prompt_tokens=5000)
+    kept = InTime(WorkerPool([fast, slow, new]), objectives_of(Slo(ttft_s=2.0), Role.PREFILL, hints, forecast))
+    assert [*kept] == [fast, new] and slow not in kept
     forecast.forget(slow)  # another process now
-    assert forecast.in_time([slow], Slo(ttft_s=2.0), tokens=tokens, now_s=61.0) == [slow]
+    assert taken(forecast, [slow], Slo(ttft_s=2.0), tokens=5000, now_s=61.0) is slow
 
 
 def test_one_request_tries_a_worker_of_which_nothing_was_heard_for_long() -> None:
@@ -192,13 +202,13 @@ def test_one_request_tries_a_worker_of_which_nothing_was_heard_for_long() -> Non
     table, [slow] = pool(1, Role.PREFILL)
     forecast = Forecast()
     teach(forecast, table, slow, speed=0.01)
-    ask: dict[str, Any] = {"slo": Slo(ttft_s=1.0), "tokens": {slow.worker_id: 100}}
+    ask: dict[str, Any] = {"slo": Slo(ttft_s=1.0), "tokens": 100}
     with pytest.raises(RequestRefused):
-        forecast.in_time([slow], now_s=80.0, **ask)
+        taken(forecast, [slow], now_s=80.0, **ask)
     later_s = 1000.0 + STALE_S
-    assert forecast.in_time([slow], now_s=later_s, **ask) == [slow]
+    assert taken(forecast, [slow], now_s=later_s, **ask) is slow
     with pytest.raises(RequestRefused):
-        forecast.in_time([slow], now_s=later_s + 1, **ask)
+        taken(forecast, [slow], now_s=later_s + 1, **ask)
 
 
 def test_requests_of_a_former_incarnation_teach_nothing() -> None:
@@ -229,10 +239,10 @@ def test_time_between_tokens_is_foretold_by_the_requests_at_the_worker() -> None
             table.loads.release(lease)
     slo = Slo(itl_s=0.0305)  # ten requests
     leases = [table.loads.charge(worker, 1) for _ in range(9)]
-    assert forecast.in_time([worker], slo, tokens={}, now_s=3.0) == [worker]
+    assert taken(forecast, [worker], slo, now_s=3.0) is worker
     leases.append(table.loads.charge(worker, 1))
     with pytest.raises(RequestRefused, match="time between tokens would take about 32 ms, more than the 30 ms"):
-        forecast.in_time([worker], slo, tokens={}, now_s=3.0)
+        taken(forecast, [worker], slo, now_s=3.0)
 
 
 # ---- in a router
@@ -331,7 +341,7 @@ def test_metrics_show_circuits_what_is_foretold_and_who_waits() -> None:
     table = WorkerTable()
     known, unknown = (table.add(f"http://{name}:1", role=Role.PREFILL) for name in "ab")
     config = RouterConfig(max_concurrent_requests=1, queue_size=3)
-    admission = Admission(config, chooser=make_chooser(config, draw=lambda n: 0))
+    admission = Admission(config)
     metrics = RouterMetrics(table, admission=admission)
     ttft, itl = admission.forecast.fits(known)
     for i in range(MIN_POINTS):

@@ -43,18 +43,18 @@ def test_only_the_worker_that_failed_is_avoided_and_only_while_there_is_another(
     table = WorkerTable()
     first, second = pair_of(table, 0), pair_of(table, 1)
     tried = failed_by(CallFailed(first[1], reason="lost"), first)
-    assert names(tried.best_of(table.alive(Role.PREFILL))) == ["p0", "p1"]
-    assert names(tried.best_of(table.alive(Role.DECODE))) == ["d1"]
+    assert names(tried.best_of(table.pool(Role.PREFILL, ""))) == ["p0", "p1"]
+    assert names(tried.best_of(table.pool(Role.DECODE, ""))) == ["d1"]
     tried.note(CallFailed(second[1], reason="lost"), second)
-    assert names(tried.best_of(table.alive(Role.DECODE))) == ["d0", "d1"]
+    assert names(tried.best_of(table.pool(Role.DECODE, ""))) == ["d0", "d1"]
 
 
 def test_a_pair_that_could_not_be_joined_is_avoided_as_a_whole() -> None:
     table = WorkerTable()
     first, _ = pair_of(table, 0), pair_of(table, 1)
     tried = failed_by(unjoined(first[1]), first)
-    assert names(tried.best_of(table.alive(Role.PREFILL))) == ["p1"]
-    assert names(tried.best_of(table.alive(Role.DECODE))) == ["d1"]
+    assert names(tried.best_of(table.pool(Role.PREFILL, ""))) == ["p1"]
+    assert names(tried.best_of(table.pool(Role.DECODE, ""))) == ["d1"]
     assert not CallFailed(first[0], reason="status", status=502).unjoined  # prefill's 502 is its own
 
 
@@ -63,14 +63,14 @@ def test_another_bootstrap_server_comes_first_and_one_gets_two_tries() -> None:
     same = [pair_of(table, i, server=1) for i in range(3)]
     other = pair_of(table, 3, server=2)
     tried = failed_by(unjoined(same[0][1]), same[0])
-    assert names(tried.best_of(table.alive(Role.PREFILL))) == ["p3"]
+    assert names(tried.best_of(table.pool(Role.PREFILL, ""))) == ["p3"]
     tried.note(CallFailed(other[0], reason="lost"), other)
-    assert names(tried.best_of(table.alive(Role.PREFILL))) == ["p1", "p2"]
+    assert names(tried.best_of(table.pool(Role.PREFILL, ""))) == ["p1", "p2"]
     tried.note(unjoined(same[1][1]), same[1])
-    assert names(tried.best_of(table.alive(Role.PREFILL))) == ["p3"]
+    assert names(tried.best_of(table.pool(Role.PREFILL, ""))) == ["p3"]
     tried.note(unjoined(other[1]), other)
     tried.note(unjoined(other[1]), other)
-    assert tried.best_of(table.alive(Role.PREFILL)) == []
+    assert not tried.best_of(table.pool(Role.PREFILL, ""))
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from router.metrics import RouterMetrics
 from router.pool.breaker import State
+from router.pool.pool import WorkerPool
 from router.pool.worker import LoadReport, Role, Worker
 from router.pool.workers import WorkerTable
 from router.requests.hedging import MAX_SAVED, Budget, Hedging, other_pools
@@ -225,24 +226,31 @@ BUSY = LoadReport(waiting_reqs=1)
 FULL = LoadReport(stages={"prealloc": 1})
 
 
+def others_of(pools: list[list[Worker]], taken: list[Worker]) -> list[list[Worker]] | None:
+    found = other_pools([WorkerPool(pool) for pool in pools], taken)
+    return None if found is None else [[*pool] for pool in found]
+
+
 def test_a_hedge_goes_to_others_where_there_are_any_and_to_nobody_with_a_queue() -> None:
     p0, p1, p2 = prefills = pool(Role.PREFILL, None, BUSY, LoadReport(running_reqs=9))
     d0, d1 = decodes = pool(Role.DECODE, None, None)
-    assert other_pools([prefills, decodes], [p0, d0]) == [[p2], [d1]]
-    assert other_pools([[p0], decodes], [p0, d0]) == [[p0], [d1]]  # there is no other one: shared
-    assert other_pools([[p0, p1], decodes], [p0, d0]) is None  # there is, but it has a queue
-    assert other_pools([[p0], [d0]], [p0, d0]) is None
-    assert other_pools([[p1], decodes], [p1, d0]) is None  # the only one has a queue itself
-    assert other_pools([[], decodes], [p0, d0]) is None
+    assert others_of([prefills, decodes], [p0, d0]) == [[p2], [d1]]
+    assert others_of([[p0], decodes], [p0, d0]) == [[p0], [d1]]  # there is no other one: shared
+    assert others_of([[p0, p1], decodes], [p0, d0]) is None  # there is, but it has a queue
+    assert others_of([[p0], [d0]], [p0, d0]) is None
+    assert others_of([[p1], decodes], [p1, d0]) is None  # the only one has a queue itself
+    assert others_of([[], decodes], [p0, d0]) is None
     (full,) = pool(Role.DECODE, FULL)
-    assert other_pools([prefills, [d0, full]], [p0, d0]) is None
+    assert others_of([prefills, [d0, full]], [p0, d0]) is None
 
 
 async def test_why_a_hedge_is_withheld_and_that_only_a_made_one_costs() -> None:
     d0, d1 = pool(Role.DECODE, None, None)
     metrics = RouterMetrics(WorkerTable())
     parts: Any = {
-        "picker": SimpleNamespace(pools=lambda request: request.pools, choose=lambda request, ways: ways[0]),
+        "picker": SimpleNamespace(
+            pools=lambda request: request.pools, choose=lambda request, ways: [[*pool] for pool in ways[0]]
+        ),
         "launcher": SimpleNamespace(begin=lambda request, headers, placements, hedge: placements, clock=lambda: 0.0),
         "admission": SimpleNamespace(queue=SimpleNamespace(num_waiting=0)),
     }
@@ -251,7 +259,7 @@ async def test_why_a_hedge_is_withheld_and_that_only_a_made_one_costs() -> None:
     async def hedged(*workers: Worker, num_waiting: int = 0) -> Any:
         begun = asyncio.get_running_loop().create_future()
         parts["admission"].queue.num_waiting = num_waiting
-        request: Any = SimpleNamespace(pools=[[workers]], hedge_after_s=0.0, headers_at=lambda now_s: {})
+        request: Any = SimpleNamespace(pools=[[WorkerPool(workers)]], hedge_after_s=0.0, headers_at=lambda now_s: {})
         first = SimpleNamespace(workers=(d0,))
         group: Any = SimpleNamespace(running=[first], begin_hedge=lambda begin: begun.set_result(begin()))
         hedging.arm(request, group)

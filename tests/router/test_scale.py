@@ -42,9 +42,12 @@ def test_a_repeated_trace_goes_on_in_time_with_new_prompts(trace: list[TraceRequ
 
 def test_rows_tell_what_was_run_and_are_drawn(trace: list[TraceRequest], tmp_path: Path) -> None:
     rows = scale.router_rows(trace, (4, 8), requests=60, each=40)
-    assert {row["served"] for row in rows} == {60, 40, 4} and all(row["served"] == row["requests"] for row in rows)
+    assert all(row["served"] + row["refused"] == row["requests"] for row in rows)
+    assert {row["served"] for row in rows if not row["refused"]} == {60, 40, 4}
+    assert {row["policy"] for row in rows} >= {scale.RETRY, scale.HEDGE, scale.OBJECTIVE, scale.TIGHT}
     registry = [scale.registry_row(count, 100) for count in (4, 8)]
-    report: dict[str, Any] = {"trace": "small", "router": rows, "registry": registry}
+    changes = [scale.change_row(count) for count in (4, 8)]
+    report: dict[str, Any] = {"trace": "small", "router": rows, "changes": changes, "registry": registry}
     report["idle"] = {"workers": 8, "bytes": 18_000.0, "check_us_per_s": 300.0}
     text = scale.render(report)
     assert "60 requests of `small` on 8 workers" in text and "| cache_aware, a look at each |" in text

@@ -102,9 +102,9 @@ def _(original, table, worker, *, now_s):
     return True
 
 
-@WAYS.bug("one refused way refuses the request", Picker._in_time, "The other would keep its objectives.")
-def _(original, picker, request, found):
-    return original(picker, request, list(found)[:1])
+@WAYS.bug("one refused way refuses the request", Picker._pick_in_time, "The other would keep its objectives.")
+def _(original, picker, request, slo, found):
+    return original(picker, request, slo, list(found)[:1])
 
 
 @WAYS.bug(

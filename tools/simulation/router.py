@@ -97,7 +97,7 @@ class Router:
             upstream=self._upstream if options.heartbeats else None,
             let_go=self.moves.let_go,
         )
-        admission, recorder = Admission(config, chooser=chooser), Recorder(self.aio.time)
+        admission, recorder = Admission(config), Recorder(self.aio.time)
         traces = RequestTraces(Tracer(ring_size=0), recorder)
         forecast = admission.forecast
         launcher = AttemptLauncher(

@@ -1,0 +1,47 @@
+"""Which workers' circuits keep requests away, worked out again only when a circuit changes, or one has waited. Pure."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from router.pool.breaker import State
+from router.pool.worker import Worker
+
+
+@dataclass(slots=True)
+class OpenCircuits:
+    """Of the workers of one table."""
+
+    _unsettled: dict[int, Worker] = field(default_factory=dict)  # whose circuits are not closed
+    _shut: frozenset[int] = frozenset()
+    _due_s: float = -math.inf  # when `_shut` is to be worked out again
+
+    @property
+    def any(self) -> bool:
+        return bool(self._unsettled)
+
+    def shut(self, now_s: float) -> frozenset[int]:
+        """The ids of the workers whose circuits let no request pass now."""
+        if now_s >= self._due_s:
+            workers = list(self._unsettled.values())
+            self._shut = frozenset([w.worker_id for w in workers if not w.circuit.takes(now_s)])
+            self._due_s = min((w.circuit.waits_until_s for w in workers if w.worker_id in self._shut), default=math.inf)
+        return self._shut
+
+    def on_change(self, worker: Worker) -> None:
+        if worker.circuit.state is State.CLOSED:
+            self._unsettled.pop(worker.worker_id, None)
+        else:
+            self._unsettled[worker.worker_id] = worker
+        self.on_trial()
+
+    def on_trial(self) -> None:
+        """A trial began or ended."""
+        self._due_s = -math.inf
+
+    def forget(self, worker: Worker) -> None:
+        self._unsettled.pop(worker.worker_id, None)
+        self.on_trial()
+
+    def check(self, workers: Iterable[Worker]) -> None:
+        assert sorted(self._unsettled) == [w.worker_id for w in workers if w.circuit.state is not State.CLOSED]
