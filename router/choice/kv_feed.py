@@ -1,10 +1,14 @@
-"""Receives the workers' KV events (ZMQ) for the prefix index of a cache-aware policy: one task per worker that publishes.
+"""Receives the workers' KV events (ZMQ) for the prefix index of a cache-aware policy.
 
-Missed events, at the start as well, are requested at the worker's replay address; without one the known prefixes are dropped.
+Missed events, at the start as well, are requested at the worker's replay address, of a few workers at a time; without one the known prefixes
+are dropped. Sockets are read in the event loop, in turns (`_Turns`), so that requests come between them; what a router cannot read in time
+waits in the sockets, up to `RECEIVE_HWM` messages of each worker, and is then lost, seen as a gap, and requested.
 """
 
 import asyncio
 import logging
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,15 +18,30 @@ import zmq.asyncio
 from router.choice.chooser import Chooser
 from router.choice.kv_view import WorkerCacheView
 from router.pool.reports import EventSource, parse_event_source
-from router.pool.worker import Worker
-from service.kv_events import END_SEQ, MAX_MESSAGE_BYTES, BadEvent, decode_events, read_message, read_seq, seq_bytes
+from router.pool.worker import MAX_WORKERS, Worker
+from service.kv_events import (
+    END_SEQ,
+    MAX_MESSAGE_BYTES,
+    BadEvent,
+    KVEvent,
+    decode_events,
+    read_message,
+    read_seq,
+    seq_bytes,
+)
 from service.security.curve import guard_connector
-from service.waiter import end_tasks
+from service.waiter import Waiter, end_tasks
 
 log = logging.getLogger(__name__)
 
 REPLAY_TIMEOUT_S = 5.0
-RECEIVE_HWM = 10_000  # messages that wait here; more are lost, and the gap is seen
+RECEIVE_HWM = 256  # messages of a worker that wait here
+TURN_S = 0.002  # of the event loop, in a row
+MOST_REPLAYS = 32  # at a time
+SOCKETS_EACH = 4  # a worker has one, and one more while it replays; one that is gone may close later
+
+
+Message = tuple[int, list[KVEvent]]  # number, events
 
 
 @dataclass(eq=False, kw_only=True)
@@ -33,6 +52,8 @@ class KVEventFeed:
     secret: bytes | None
     enabled: bool = True
     _context: zmq.asyncio.Context | None = None
+    _replays: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MOST_REPLAYS))
+    _turns: "_Turns" = field(default_factory=lambda: _Turns())
     _followers: dict[int, "_Follower"] = field(default_factory=dict)
 
     def on_info(self, worker: Worker, info: object) -> None:
@@ -50,8 +71,13 @@ class KVEventFeed:
             return
         if self._context is None:
             self._context = zmq.asyncio.Context()
+            self._context.set(
+                zmq.MAX_SOCKETS, SOCKETS_EACH * MAX_WORKERS
+            )  # by default a thousand, then opening one fails
         view, secret = WorkerCacheView(index, worker.worker_id), self.secret if source.curve else None
-        follower = self._followers[worker.worker_id] = _Follower(self._context, source, view, secret)
+        follower = self._followers[worker.worker_id] = _Follower(
+            self._context, source, view, secret, self._replays, self._turns
+        )
         follower.task = asyncio.create_task(follower.run(), name=f"kv events {worker.url}")
 
     def on_gone(self, worker: Worker) -> None:
@@ -86,34 +112,44 @@ class _Follower:
     source: EventSource
     view: WorkerCacheView
     secret: bytes | None
+    replays: asyncio.Semaphore
+    turns: "_Turns"
     task: "asyncio.Task[None] | None" = None
 
     async def run(self) -> None:
-        with self._socket(zmq.SUB, self.source.endpoint) as sub:
+        """Until it is cancelled. Messages wait in the socket while older ones are replayed."""
+        with self._socket(zmq.SUB, self.source.endpoint, _plain_socket) as sub:
             sub.subscribe(self.source.topic.encode())
             await self._catch_up(0)
-            while True:
-                await self._read(await sub.recv_multipart())
-                await asyncio.sleep(0)  # messages that have arrived come without a pause: let other tasks run
+            reader = _Reader(sub, self._read, self.turns)
+            try:
+                while True:
+                    seq, events = await reader.gap()
+                    await self._catch_up(self.view.next)
+                    self.view.skip_to(seq)
+                    self.view.on_message(seq, events)
+            finally:
+                reader.close()
 
-    async def _read(self, frames: list[bytes]) -> None:
+    def _read(self, frames: list[bytes]) -> "Message | None":
+        """Take a message; returned if older ones are missing."""
         try:
             seq, events = read_message(frames)
         except BadEvent as error:
             log.warning("KV events of %s: %s; what is known of it is dropped", self.source.endpoint, error)
             self.view.lose()
-            return
-        missing = self.view.on_message(seq, events)
-        if missing is not None:
-            await self._catch_up(missing)
-            self.view.skip_to(seq)
-            self.view.on_message(seq, events)
+            return None
+        return None if self.view.on_message(seq, events) is None else (seq, events)
 
     async def _catch_up(self, start: int) -> None:
         """Read messages from `start` on, as far as the worker still has them."""
         if self.source.replay_endpoint is None:
             return
-        with self._socket(zmq.DEALER, self.source.replay_endpoint) as dealer:
+        async with self.replays:
+            await self._replay(start, self.source.replay_endpoint)
+
+    async def _replay(self, start: int, endpoint: str) -> None:
+        with self._socket(zmq.DEALER, endpoint, None) as dealer:
             try:
                 async with asyncio.timeout(REPLAY_TIMEOUT_S):
                     await dealer.send_multipart([b"", seq_bytes(start)])
@@ -121,10 +157,10 @@ class _Follower:
                         self.view.on_replay(read_seq(frames[1]), decode_events(frames[2]))
                         await asyncio.sleep(0)
             except (TimeoutError, BadEvent, IndexError) as error:
-                log.warning("KV events of %s: no replay (%s)", self.source.replay_endpoint, str(error) or "too slow")
+                log.warning("KV events of %s: no replay (%s)", endpoint, str(error) or "too slow")
 
-    def _socket(self, kind: int, endpoint: str) -> Any:
-        sock: Any = self.context.socket(kind)
+    def _socket(self, kind: int, endpoint: str, made_by: Callable[..., Any] | None) -> Any:
+        sock: Any = self.context.socket(kind, socket_class=made_by)
         sock.setsockopt(zmq.LINGER, 0)
         sock.setsockopt(zmq.RCVHWM, RECEIVE_HWM)
         sock.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
@@ -133,3 +169,79 @@ class _Follower:
             guard_connector(sock, self.secret)
         sock.connect(endpoint)
         return sock
+
+
+def _plain_socket(context: zmq.Context[Any], kind: int) -> zmq.Socket[Any]:
+    """One without tasks and futures, which cost more than most messages do."""
+    return zmq.Socket(context, kind)
+
+
+class _Reader:
+    """Reads a socket in the event loop: `take` receives each message, until it returns one before which others are missing (`gap`)."""
+
+    def __init__(self, sock: Any, take: Callable[[list[bytes]], Message | None], turns: "_Turns") -> None:
+        self._sock, self._take, self._turns = sock, take, turns
+        self._loop = asyncio.get_running_loop()
+        self._waiter = Waiter()
+        self._gap: Message | None = None
+        self._reads = False
+        self._file = sock.getsockopt(zmq.FD)
+
+    async def gap(self) -> Message:
+        """Go on reading, until there is a gap."""
+        self._reads = True
+        self._loop.add_reader(self._file, self._turns.add, self)
+        self._turns.add(self)  # the descriptor tells only of what comes from now on
+        while self._gap is None:
+            await self._waiter.wait()
+        found, self._gap = self._gap, None
+        return found
+
+    def close(self) -> None:
+        if self._reads:
+            self._reads = False
+            self._loop.remove_reader(self._file)
+
+    def read_one(self) -> bool:
+        """Whether there may be more."""
+        if not self._reads:
+            return False
+        try:
+            frames = self._sock.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        self._gap = self._take(frames)
+        if self._gap is not None:
+            self.close()
+            self._waiter.wake()
+        return self._gap is None
+
+
+class _Turns:
+    """The readers that may have messages. Each reads one, then the next; after `TURN_S` all rest as long, so that at most a half of the
+    loop's time goes there.
+    """
+
+    def __init__(self) -> None:
+        self._ready: dict[_Reader, None] = {}
+        self._waits = False
+
+    def add(self, reader: _Reader) -> None:
+        self._ready[reader] = None
+        if not self._waits:
+            self._waits = True
+            asyncio.get_running_loop().call_soon(self._read)
+
+    def _read(self) -> None:
+        self._waits = False
+        begun_s = time.monotonic()
+        while self._ready:
+            reader = next(iter(self._ready))
+            del self._ready[reader]
+            if reader.read_one():
+                self._ready[reader] = None
+            if time.monotonic() - begun_s >= TURN_S:
+                break
+        if self._ready:
+            self._waits = True
+            asyncio.get_running_loop().call_later(time.monotonic() - begun_s, self._read)

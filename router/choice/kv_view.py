@@ -1,17 +1,19 @@
 """One worker's prefix cache by its KV events, entered into the prefix index. Pure.
 
 Workers name blocks of their page size by hashes of their own; the index has a key of ours for each BLOCK_TOKENS tokens. So each block
-is kept with the hash over its prompt up to there (router/choice/prefix_keys.py) and the tokens that have not filled a block of ours.
+is kept as a place in the run of blocks that came with it, and the run with the hashes over its prompt (router/choice/prefix_keys.py).
 
 Messages are numbered. `on_message` returns from where on they are missing; the reader of the sockets requests them (`on_replay`)
 or drops the view (`lose`).
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import repeat
 from typing import TYPE_CHECKING
 
 from router.choice.prefix_index import PrefixIndex
-from router.choice.prefix_keys import BLOCK_BYTES, BLOCK_TOKENS, open_chain, token_bytes, token_seed
+from router.choice.prefix_keys import BLOCK_BYTES, BLOCK_TOKENS, TOKEN_BYTES, open_chain, token_bytes, token_seed
 from service.kv_events import AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, KVEvent
 
 if TYPE_CHECKING:
@@ -20,17 +22,54 @@ if TYPE_CHECKING:
 MAX_BLOCKS = 1 << 20  # of one worker; more are not believed
 
 
-@dataclass(frozen=True, slots=True)
-class _Block:
-    """`running`: the hash over all whole blocks of ours so far; None: the start of the prompt is unknown.
+@dataclass(frozen=True, slots=True, eq=False)
+class _Run:
+    """Blocks of `size` tokens that came in one event. `states`: the hash over the prompt at each end of a block of ours, from the last
+    one before the run on; empty: the start of the prompt is unknown.
 
-    `rest`: token bytes behind them; `keys`: those that this block completed.
+        data    the token bytes from `states[0]` on: `first` of them are those before the run
+        keys    of the blocks of ours that end in the run
     """
 
     size: int
-    running: "_Hash | None" = None
-    rest: bytes = b""
-    keys: tuple[bytes, ...] = ()
+    first: int = 0
+    data: bytes = b""
+    states: Sequence["_Hash"] = ()
+    keys: Sequence[bytes] = ()
+    step: int = field(init=False)  # bytes of a block
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "step", self.size * TOKEN_BYTES)
+
+    def keys_of(self, place: int) -> Sequence[bytes]:
+        """Those that the block at `place` has completed."""
+        if not self.keys:
+            return ()
+        end = self.first + (place + 1) * self.step
+        return self.keys[(end - self.step) // BLOCK_BYTES : end // BLOCK_BYTES]
+
+    def followed_by(self, place: int, size: int, tokens: list[int]) -> "_Run":
+        """The run behind the block at `place`; -1: at the beginning of this one."""
+        if not self.states:
+            return _Run(size)
+        end = self.first + (place + 1) * self.step
+        whole = end // BLOCK_BYTES
+        rest = self.data[whole * BLOCK_BYTES : end]
+        try:
+            data = rest + token_bytes(tokens)
+        except OverflowError:
+            return _Run(size)
+        running, states, keys = self.states[whole], [self.states[whole]], []
+        for at in range(0, len(data) - BLOCK_BYTES + 1, BLOCK_BYTES):
+            running = running.copy()
+            running.update(data[at : at + BLOCK_BYTES])
+            states.append(running)
+            keys.append(running.digest())
+        return _Run(size, len(rest), data, states, keys)
+
+
+_Block = tuple[_Run, int]  # and its place there
+_UNKNOWN: _Block = (_Run(0), -1)
 
 
 class WorkerCacheView:
@@ -40,36 +79,37 @@ class WorkerCacheView:
         self._index = index
         self._worker_id = worker_id
         self._blocks: dict[BlockHash, _Block] = {}
-        self._next = 0  # number of the first message that is not known
+        self.next = 0  # number of the first message that is not known
         self._last_live = -1
         self.num_tokens = 0
         self.whole = True
         self.num_gaps = 0
+        self.num_messages = 0  # applied
 
     def on_message(self, seq: int, events: list[KVEvent]) -> int | None:
         """Take a published message. Returns the number from which on messages are missing, this one included; None: none are."""
         if seq <= self._last_live:  # numbers only grow: the worker has restarted
             self._clear()
-            self._next, self._last_live, self.whole = 0, -1, True
-        if seq > self._next:
-            return self._next
+            self.next, self._last_live, self.whole = 0, -1, True
+        if seq > self.next:
+            return self.next
         self._last_live = seq
-        if seq == self._next:
+        if seq == self.next:
             self._apply(seq, events)
         return None
 
     def on_replay(self, seq: int, events: list[KVEvent]) -> None:
         """Take a message that was requested; unknown older ones are lost."""
-        if seq > self._next:
+        if seq > self.next:
             self.lose()
-        if seq >= self._next:
+        if seq >= self.next:
             self._apply(seq, events)
 
     def skip_to(self, seq: int) -> None:
         """Messages before `seq` cannot be had: drop everything and expect `seq`."""
-        if seq > self._next:
+        if seq > self.next:
             self.lose()
-            self._next = seq
+            self.next = seq
 
     def lose(self) -> None:
         self._clear()
@@ -82,7 +122,8 @@ class WorkerCacheView:
         self.num_tokens = 0
 
     def _apply(self, seq: int, events: list[KVEvent]) -> None:
-        self._next = seq + 1
+        self.next = seq + 1
+        self.num_messages += 1
         removed = False
         for event in events:
             match event:
@@ -90,8 +131,7 @@ class WorkerCacheView:
                     self._store(event)
                 case BlockRemoved(block_hashes=hashes):
                     removed = True
-                    for block_hash in hashes:
-                        self._remove(block_hash)
+                    self._remove(hashes)
                 case AllBlocksCleared():
                     self._clear()
                     self.whole = True
@@ -102,33 +142,52 @@ class WorkerCacheView:
         size = event.block_size
         if size < 1 or len(event.token_ids) != size * len(event.block_hashes):
             return
-        before = self._before(event)
-        for i, block_hash in enumerate(event.block_hashes):
-            if len(self._blocks) >= MAX_BLOCKS:
-                return
-            known = self._blocks.get(block_hash)
+        hashes = event.block_hashes[: MAX_BLOCKS - len(self._blocks)]
+        before, place, is_new = self._before(event), 0, self._are_new(hashes)
+        while place < len(hashes):
+            known = None if is_new else self._blocks.get(hashes[place])
             if known is None:
-                before = self._blocks[block_hash] = _next(before, event.token_ids[i * size : (i + 1) * size])
-                self.num_tokens += size
+                end = len(hashes) if is_new else place + 1
+                before = self._add(before, event, hashes[place:end], place)
+                place = end
             else:
                 before = known
-            for key in before.keys:
-                self._index.store(self._worker_id, key)
+                self._index.store_all(self._worker_id, known[0].keys_of(known[1]))
+                place += 1
+
+    def _are_new(self, hashes: list[BlockHash]) -> bool:
+        """Whether each is new, and comes once: nearly always."""
+        return self._blocks.keys().isdisjoint(hashes) and len(set(hashes)) == len(hashes)
+
+    def _add(self, before: _Block, event: BlockStored, hashes: list[BlockHash], place: int) -> _Block:
+        """Take new blocks of an event, from the one at `place` on. Returns the last."""
+        size, count = event.block_size, len(hashes)
+        run = before[0].followed_by(before[1], size, event.token_ids[place * size : (place + count) * size])
+        self._blocks.update(zip(hashes, zip(repeat(run), range(count)), strict=True))
+        self.num_tokens += size * count
+        self._index.store_all(self._worker_id, run.keys)
+        return run, count - 1
 
     def _before(self, event: BlockStored) -> _Block:
         """The block that the event continues; an unknown one for KV of an adapter: requests may name it otherwise."""
         if event.lora_id is not None or event.lora_name is not None:
-            return _Block(0)
+            return _UNKNOWN
         if event.parent_block_hash is None:
-            return _Block(0, open_chain(token_seed(namespace=_namespace(event))))
-        return self._blocks.get(event.parent_block_hash) or _Block(0)
+            return _Run(0, states=(open_chain(token_seed(namespace=_namespace(event))),)), -1
+        return self._blocks.get(event.parent_block_hash) or _UNKNOWN
 
-    def _remove(self, block_hash: BlockHash) -> None:
-        block = self._blocks.pop(block_hash, None)
-        if block is not None:
-            self.num_tokens -= block.size
-            for key in block.keys:
-                self._index.remove(self._worker_id, key)
+    def _remove(self, hashes: Sequence[BlockHash]) -> None:
+        """Most blocks have completed no key: that costs least."""
+        pop, index, tokens = self._blocks.pop, self._index, 0
+        for block_hash in hashes:
+            block = pop(block_hash, None)
+            if block is None:
+                continue
+            run, place = block
+            tokens += run.size
+            if (run.first + (place + 1) * run.step) % BLOCK_BYTES < run.step:
+                index.remove_all(self._worker_id, run.keys_of(place))
+        self.num_tokens -= tokens
 
 
 def _namespace(event: BlockStored) -> list[str]:
@@ -136,19 +195,3 @@ def _namespace(event: BlockStored) -> list[str]:
     keys = event.extra_keys
     first = keys[0] if isinstance(keys, list) and keys else None
     return [str(key) for key in first] if isinstance(first, list) else []
-
-
-def _next(before: _Block, tokens: list[int]) -> _Block:
-    running, keys = before.running, []
-    if running is None:
-        return _Block(len(tokens))
-    try:
-        rest = before.rest + token_bytes(tokens)
-    except OverflowError:
-        return _Block(len(tokens))
-    while len(rest) >= BLOCK_BYTES:
-        running = running.copy()
-        running.update(rest[:BLOCK_BYTES])
-        keys.append(running.digest())
-        rest = rest[BLOCK_BYTES:]
-    return _Block(len(tokens), running, rest, tuple(keys))

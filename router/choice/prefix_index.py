@@ -95,11 +95,15 @@ class PrefixIndex:
 
     def store(self, worker_id: int, key: bytes) -> None:
         """Record a prefix that the worker reports; no more than `max_blocks` of them."""
-        part = self._part(worker_id)
-        if len(part.reported) < self._max_blocks:
-            part.guessed.pop(key, None)
-            part.reported.add(key)
-            self._holders[key] = self._holders.get(key, 0) | part.bit
+        self.store_all(worker_id, (key,))
+
+    def store_all(self, worker_id: int, keys: Sequence[bytes]) -> None:
+        part, holders = self._part(worker_id), self._holders
+        reported, guessed, bit = part.reported, part.guessed, part.bit
+        for key in keys[: self._max_blocks - len(reported)]:
+            guessed.pop(key, None)
+            reported.add(key)
+            holders[key] = holders.get(key, 0) | bit
 
     def remove(self, worker_id: int, key: bytes) -> None:
         """The worker reports that a prefix is gone."""
@@ -110,6 +114,10 @@ class PrefixIndex:
         elif key in part.guessed:
             del part.guessed[key]
             self._clear(key, part.bit)
+
+    def remove_all(self, worker_id: int, keys: Sequence[bytes]) -> None:
+        for key in keys:
+            self.remove(worker_id, key)
 
     def shrink(self, worker_id: int, num_blocks: int) -> None:
         """Drop the oldest guesses beyond `num_blocks`, the size of the worker's cache."""

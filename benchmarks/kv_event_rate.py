@@ -1,0 +1,227 @@
+"""The KV events of many workers through one router process: at which rate what breaks.
+
+usage: python -m benchmarks.kv_event_rate [--workers N] [--rates R ...] [--tokens N] [--seconds S] [--output FILE]
+
+Publishers in a few processes speak the real wire (service/kv_events.py over ZMQ): each worker has its own address of 127.0.0.0/8, its PUB
+and its replay socket. A message stores the pages of one prompt, and removes those of an older one, as at a worker whose cache is full:
+so a rate of messages is a rate of requests. The router's own feed and prefix index read them, in a process of their own, while a timer of
+the same event loop notices how late it is called. "behind": what was sent and not applied at the end, in seconds of the rate.
+"""
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import uvloop
+import zmq
+
+from benchmarks.scale_idle import address
+from deploy.bench.environment import describe
+from deploy.launcher.ports import free_ports
+from router.choice.chooser import make_chooser
+from router.choice.kv_feed import KVEventFeed
+from router.config import ChoiceFlags
+from router.pool.states import Check
+from router.pool.worker import Role, Worker
+from router.pool.workers import WorkerTable
+from service.kv_events import END_SEQ, BlockRemoved, BlockStored, KVEventBatch, encode_batch, seq_bytes
+from service.process.start import allow_many_files
+
+WORKERS = 1000
+RATES = (500, 1000, 2000, 4000, 8000)
+PAGE = 16  # tokens
+PROMPTS = 32  # that repeat; each is there for half of them
+PUBLISHERS = 2
+LAG_S = 0.01  # between two looks at the loop's lag
+SETTLE_S = 30.0
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def messages(tokens: int) -> list[bytes]:
+    """The cycle of batches that every worker publishes, from the second round on: what is removed was stored before."""
+    pages = tokens // PAGE
+    hashes = [[prompt * pages + page + 1 for page in range(pages)] for prompt in range(PROMPTS)]
+    batches = []
+    for prompt in range(PROMPTS):
+        ids = [(prompt * 7919 + i) % 128_000 for i in range(pages * PAGE)]
+        stored = BlockStored(hashes[prompt], None, ids, PAGE, None)
+        gone = BlockRemoved(hashes[(prompt - PROMPTS // 2) % PROMPTS])
+        batches.append(encode_batch(KVEventBatch(0.0, [gone, stored])))
+    return batches
+
+
+def publish(workers: Sequence[int], ports: tuple[int, int], tokens: int, commands: Any, sent: Any) -> None:
+    """Publish for these workers at the rates that come by `commands`: (messages a second of all, seconds)."""
+    allow_many_files()
+    context = zmq.Context()
+    context.set(zmq.MAX_SOCKETS, 65536)
+    pubs, replays = [], zmq.Poller()
+    for worker in workers:
+        pub, replay = context.socket(zmq.PUB), context.socket(zmq.ROUTER)
+        pub.setsockopt(zmq.SNDHWM, 100_000)
+        pub.bind(f"tcp://{address(worker)}:{ports[0]}")
+        replay.bind(f"tcp://{address(worker)}:{ports[1]}")
+        replays.register(replay, zmq.POLLIN)
+        pubs.append(pub)
+    cycle, number = messages(tokens), 0
+    sent.put(0)
+    while True:
+        if not commands.poll(0.0):
+            for replay, _ in replays.poll(20):  # nothing is kept: what is missing is lost
+                client = replay.recv_multipart()[0]
+                replay.send_multipart([client, b"", END_SEQ, b""])
+            continue
+        rate, seconds = commands.recv()
+        if not rate:
+            return
+        begun_s, count = time.monotonic(), 0
+        while (elapsed_s := time.monotonic() - begun_s) < seconds:
+            while count < elapsed_s * rate:
+                turn, place = divmod(number, len(pubs))
+                pubs[place].send_multipart([b"", seq_bytes(turn), cycle[turn % PROMPTS]])
+                number += 1
+                count += 1
+            time.sleep(0.001)
+        sent.put(count)
+
+
+async def read(workers: int, ports: tuple[int, int], rates: Sequence[int], seconds: float, lines: Any) -> None:
+    """The router's side. Says "ready", then for each "go" from stdin what came in `seconds`, and how long the rest took."""
+    chooser = make_chooser(ChoiceFlags(policy="cache_aware"), draw=lambda n: 0)
+    table, feed = WorkerTable(), KVEventFeed(chooser=chooser, secret=None)
+    for number in range(workers):
+        worker = table.add(f"http://{address(number)}:1", role=Role.PREFILL)
+        table.on_check(worker, Check.OK, now_s=0.0)
+        endpoints = {"endpoint": f"tcp://*:{ports[0]}", "replay_endpoint": f"tcp://*:{ports[1]}", "topic": ""}
+        feed.on_info(worker, {"kv_events_config": endpoints})
+    known = table.workers()
+    await asyncio.sleep(3.0)  # connected, nothing to replay
+    print("ready", flush=True)
+    for _ in rates:
+        await asyncio.to_thread(lines.readline)
+        print(json.dumps(await _measure(feed, known, seconds)), flush=True)
+    await feed.close()
+
+
+async def _measure(feed: KVEventFeed, workers: list[Worker], seconds: float) -> dict[str, float]:
+    lags: list[float] = []
+    ticker = asyncio.create_task(_lags(lags))
+    before, cpu_s, begun_s = _applied(feed, workers), time.process_time(), time.monotonic()
+    await asyncio.sleep(seconds)
+    wall_s = time.monotonic() - begun_s
+    applied, used_s = _applied(feed, workers) - before, time.process_time() - cpu_s
+    ticker.cancel()
+    last, now = -1, applied
+    while now != last:  # until nothing comes any more
+        await asyncio.sleep(2.0)
+        last, now = now, _applied(feed, workers) - before
+    views = [feed.view_of(worker) for worker in workers]
+    return {
+        "applied": applied,
+        "applied_in_the_end": now,
+        "applied_per_s": applied / wall_s,
+        "cores": used_s / wall_s,
+        "us_per_message": 1e6 * used_s / max(1, applied),
+        "lag_p50_ms": 1e3 * statistics.median(lags),
+        "lag_p99_ms": 1e3 * sorted(lags)[int(0.99 * (len(lags) - 1))],
+        "gaps": sum(view.num_gaps for view in views if view is not None),
+        "max_rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+    }
+
+
+def _applied(feed: KVEventFeed, workers: list[Worker]) -> int:
+    views = [feed.view_of(worker) for worker in workers]
+    return sum(view.num_messages for view in views if view is not None)
+
+
+async def _lags(lags: list[float]) -> None:
+    while True:
+        due_s = time.monotonic() + LAG_S
+        await asyncio.sleep(LAG_S)
+        lags.append(max(0.0, time.monotonic() - due_s))
+
+
+def measure(workers: int, rates: Sequence[int], *, tokens: int, seconds: float) -> list[dict[str, Any]]:
+    """A row for each rate."""
+    ports = tuple(free_ports(2))
+    context, rows = multiprocessing.get_context("spawn"), []
+    counts, pipes, processes = context.Queue(), [], []
+    for place in range(PUBLISHERS):
+        mine, theirs = context.Pipe()
+        arguments = (range(place, workers, PUBLISHERS), ports, tokens, theirs, counts)
+        processes.append(context.Process(target=publish, args=arguments, daemon=True))
+        processes[-1].start()
+        pipes.append(mine)
+    argv = [sys.executable, "-m", "benchmarks.kv_event_rate", "--read", str(ports[0]), str(ports[1])]
+    argv += ["--workers", str(workers), "--seconds", str(seconds), "--rates", *map(str, rates)]
+    router = subprocess.Popen(argv, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert router.stdin is not None and router.stdout is not None
+    try:
+        for _ in pipes:
+            counts.get(timeout=SETTLE_S)
+        assert router.stdout.readline() == "ready\n", "the router's side did not start"
+        for rate in rates:
+            for pipe in pipes:
+                pipe.send((rate / PUBLISHERS, seconds))
+            router.stdin.write("go\n")
+            router.stdin.flush()
+            found = json.loads(router.stdout.readline())
+            sent = sum(counts.get(timeout=SETTLE_S) for _ in pipes)
+            behind_s = max(0.0, (sent - found["applied"]) / rate)
+            lost = sent - found["applied_in_the_end"]
+            rows.append({"rate": rate, "sent": sent, "behind_s": behind_s, "lost": lost, **found})
+            print(rows[-1], file=sys.stderr)
+    finally:
+        router.kill()
+        router.wait()
+        for process in processes:
+            process.kill()
+            process.join()
+    return rows
+
+
+def render(result: dict[str, Any]) -> str:
+    """Write the table of docs/reports/benchmarks.md."""
+    lines = [
+        "| messages/s | applied/s | behind after the run, s | lost | cores | CPU us each | loop's lag p99, ms | MiB |",
+        "|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for row in result["rows"]:
+        lines.append(
+            f"| {row['rate']:,} | {row['applied_per_s']:,.0f} | {row['behind_s']:.1f} | {row['lost']:,} | {row['cores']:.2f} | "
+            f"{row['us_per_message']:.0f} | {row['lag_p99_ms']:.0f} | {row['max_rss_mib']:.0f} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, default=WORKERS)
+    parser.add_argument("--rates", type=int, nargs="+", default=RATES, help="messages a second of all workers together")
+    parser.add_argument("--tokens", type=int, default=2048, help="of a prompt that no cache has")
+    parser.add_argument("--seconds", type=float, default=5.0)
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--read", type=int, nargs=2, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    allow_many_files()
+    if args.read:
+        uvloop.run(read(args.workers, tuple(args.read), args.rates, args.seconds, sys.stdin))
+        return
+    rows = measure(args.workers, args.rates, tokens=args.tokens, seconds=args.seconds)
+    result = {"environment": describe(), "workers": args.workers, "tokens": args.tokens, "rows": rows}
+    print(render(result))
+    if args.output:
+        args.output.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
