@@ -32,7 +32,7 @@ NODES ?=
 MINUTES ?= 10
 SIM := $(BIN)/python -m tools.simulation $(if $(NODES),--nodes $(NODES)) $(if $(SEED),--seed $(SEED))
 
-.PHONY: help setup run chat test slow-tests fresh-check soak-core mutants sim sim-soak sim-mutants bench bench-peers fuzz manifests image-pins pins triton-versions house api-table model-table k8s-drill fault-matrix death-notice churn-soak rank-faults rank-shapes rank-soak goodput plan-error gpu-check lint format clean
+.PHONY: help setup run chat test slow-tests fresh-check soak-core mutants sim sim-soak sim-mutants scale-fleet bench bench-peers fuzz manifests image-pins pins triton-versions house api-table model-table k8s-drill fault-matrix death-notice churn-soak rank-faults rank-shapes rank-soak goodput plan-error gpu-check lint format clean
 
 help:
 	@echo "make run [ARGS=...]    start a cluster on this machine; Ctrl-C ends it"
@@ -112,6 +112,10 @@ mutants: $(STAMP)
 	$(BIN)/python -m tools.mutants rewinds --report docs/reports/rewind_mutants.json
 	$(BIN)/python -m tools.mutants ways --report docs/reports/way_mutants.json
 	$(BIN)/python -m tools.mutants prefixes --report docs/reports/prefix_mutants.json
+
+# A fleet of ten thousand workers in virtual time: about a minute.
+scale-fleet: $(STAMP)
+	$(BIN)/python -m benchmarks.scale_fleet $(ARGS)
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.report $(ARGS)

@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import json
 import multiprocessing
+import os
 import resource
 import statistics
 import subprocess
@@ -134,6 +135,7 @@ async def _measure(feed: KVEventFeed, workers: list[Worker], seconds: float) -> 
         "lag_p50_ms": 1e3 * statistics.median(lags),
         "lag_p99_ms": 1e3 * sorted(lags)[int(0.99 * (len(lags) - 1))],
         "gaps": sum(view.num_gaps for view in views if view is not None),
+        "files": len(os.listdir("/proc/self/fd")),
         "max_rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
     }
 
@@ -192,13 +194,13 @@ def measure(workers: int, rates: Sequence[int], *, tokens: int, seconds: float) 
 def render(result: dict[str, Any]) -> str:
     """Write the table of docs/reports/benchmarks.md."""
     lines = [
-        "| messages/s | applied/s | behind after the run, s | lost | cores | CPU us each | loop's lag p99, ms | MiB |",
-        "|---:|---:|---:|---:|---:|---:|---:|---:|",
+        "| messages/s | applied/s | behind after the run, s | lost | cores | CPU us each | loop's lag p99, ms | open files | MiB |",
+        "|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for row in result["rows"]:
         lines.append(
             f"| {row['rate']:,} | {row['applied_per_s']:,.0f} | {row['behind_s']:.1f} | {row['lost']:,} | {row['cores']:.2f} | "
-            f"{row['us_per_message']:.0f} | {row['lag_p99_ms']:.0f} | {row['max_rss_mib']:.0f} |"
+            f"{row['us_per_message']:.0f} | {row['lag_p99_ms']:.0f} | {row['files']:,} | {row['max_rss_mib']:.0f} |"
         )
     return "\n".join(lines)
 

@@ -82,7 +82,9 @@ def router_rows(trace: list[TraceRequest], sizes: tuple[int, ...], *, requests: 
     plans = [(DEFAULT, max(sizes), requests)]
     plans += [(policy, count, each) for policy in POLICIES for count in sizes]
     plans += [(name, count, each) for name in (RETRY, HEDGE, OBJECTIVE, TIGHT) for count in sizes]
-    plans += [(name + SCAN, count, few) for name in (DEFAULT, "cache_aware") for count in sizes if count <= MOST_SCANNED]
+    plans += [
+        (name + SCAN, count, few) for name in (DEFAULT, "cache_aware") for count in sizes if count <= MOST_SCANNED
+    ]
     return [router_row(trace, name, workers=workers, requests=count) for name, workers, count in plans]
 
 

@@ -34,6 +34,9 @@ class Beat:
     busy_s: float | None = None
 
 
+_RESTS = [Beat(fine=True, rests=True)]
+
+
 def first_line(every_s: float) -> bytes:
     return _EVERY + f"{every_s:g}\n".encode()
 
@@ -51,6 +54,8 @@ class HeartbeatReader:
 
     def read(self, data: bytes) -> list[Beat]:
         """Return the lines that `data` completes, but for the first. Raises NoHeartbeats."""
+        if data == IDLE and self.every_s and not self._rest:  # of most workers, most of the time
+            return _RESTS
         *lines, self._rest = (self._rest + data).split(b"\n")
         if len(self._rest) > _MOST_BYTES or len(lines) > _MOST_BYTES:
             raise NoHeartbeats("a line does not end")

@@ -1,5 +1,6 @@
 """KV events from an engine's cache to the router's prefix index: the schema, what the router makes of it, real sockets."""
 
+import asyncio
 import queue
 import random
 from collections.abc import AsyncIterator, Callable
@@ -18,7 +19,7 @@ from engine.core.radix_node import TRUNK, Branch
 from engine.flags.kv_events_config import KVEventsConfig, parse_kv_events_config
 from engine.loop.kv_events import ZmqPublisher
 from router.choice.chooser import make_chooser
-from router.choice.kv_feed import KVEventFeed
+from router.choice.kv_feed import KVEventFeed, _Turns
 from router.choice.kv_view import WorkerCacheView
 from router.choice.prefix_index import PrefixIndex
 from router.choice.prefix_keys import BLOCK_TOKENS, chain, token_bytes, token_seed
@@ -33,11 +34,13 @@ from service.kv_events import (
     BlockRemoved,
     BlockStored,
     KVEventBatch,
+    _decode_leniently,
     decode_events,
     encode_batch,
     read_message,
     seq_bytes,
 )
+from service.process.start import allow_many_files
 from tests.router.dummies import depths, until
 
 STORED = BlockStored([1, 2], None, [7] * 32, 16, None, "GPU")
@@ -357,6 +360,48 @@ async def test_strangers_learn_nothing_and_junk_on_the_replay_socket_changes_not
         async with feed() as (outsider, _, at):
             outsider.on_info(at, info_of(source))
             assert outsider.view_of(at) is None
+
+
+async def test_more_workers_are_followed_than_zmq_has_sockets_by_default() -> None:
+    allow_many_files()
+    with closing(publisher()) as source:
+        source.publish([stored(PROMPT)])
+        async with feed() as (events, _, _):
+            table = WorkerTable()
+            workers = [table.add(f"http://127.0.0.1:{number}", role=Role.PREFILL) for number in range(1, 1101)]
+            for worker in workers:
+                events.on_info(worker, info_of(source))
+            views = [view for worker in workers if (view := events.view_of(worker)) is not None]
+            await until(lambda: all(view.num_tokens for view in views))
+            assert len(views) == 1100
+
+
+async def test_a_flood_of_events_leaves_the_event_loop_time_for_others() -> None:
+    """Each reader has its turn, and other callbacks come in between."""
+    turns, reads = _Turns(), dict.fromkeys(range(50), 0)
+
+    class Endless:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def read_one(self) -> bool:
+            reads[self.number] += 1
+            return not over
+
+    over, others = False, 0
+    for number in reads:
+        turns.add(Endless(number))  # type: ignore[arg-type]
+    while min(reads.values()) < 100:
+        await asyncio.sleep(0)
+        others += 1
+    over = True
+    assert others > 1 and max(reads.values()) - min(reads.values()) <= 1
+    await until(lambda: not turns._ready)
+
+
+def test_a_batch_is_read_alike_by_its_types_and_leniently() -> None:
+    batch = KVEventBatch(1.0, [stored(PROMPT), BlockRemoved([1, b"2"]), AllBlocksCleared()])
+    assert decode_events(encode_batch(batch)) == _decode_leniently(encode_batch(batch)) == batch.events
 
 
 def test_a_full_queue_drops_batches_and_their_numbers(caplog: pytest.LogCaptureFixture) -> None:

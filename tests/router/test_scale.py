@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import pytest
 
-from benchmarks import scale
+from benchmarks import scale, scale_fleet
 from benchmarks.scale_cluster import repeated
 from benchmarks.scale_idle import one_process_for_all, watch
 from benchmarks.trace_workers import TraceRequest, read_trace
@@ -106,3 +106,11 @@ def test_a_process_may_open_as_many_files_as_the_system_lets_it() -> None:
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_fleet_that_dies_comes_back_and_drains_leaves_nothing_behind(seed: int) -> None:
+    """`make scale-fleet` plays ten thousand workers."""
+    found = scale_fleet.measure(120, seconds=12.0, rate=60.0, seed=seed)
+    assert found["counts"]["answered"] > 300
+    assert all(found["counts"][what] for what in ("die", "drain", "move", "retried"))
