@@ -14,7 +14,7 @@ class BootstrapConfig(FlagSet):
         15.0, "time for which a prefill worker stays listed without renewing its lease", unit="s", above=0
     )
     room_ttl_s: float = flag(120.0, "time for which the owner of a room is remembered", unit="s", above=0)
-    max_workers: int = flag(1024, "most prefill workers that may be registered", least=1)
+    max_workers: int = flag(16384, "most prefill workers that may be registered", least=1)
     allow_insecure: bool = flag(
         False, "listen beyond loopback without --cluster-secret-file: anyone may register a worker"
     )

@@ -68,7 +68,7 @@ class HealthApi:
         return f"{num_late} other processes of this router do not know every worker as healthy yet" if num_late else ""
 
     async def get_metrics(self, request: web.BaseRequest) -> web.Response:
-        body = self.metrics.exposition()
+        body = await self.metrics.scrape()
         if not self.peers.is_peer(request) and (others := await self.peers.request("GET", "/metrics")):
             body = merge_expositions([body, *others], summed=SUMMED_GAUGES)
         return web.Response(body=body, headers={"Content-Type": "text/plain; version=0.0.4"})

@@ -16,6 +16,7 @@ from benchmarks.scale_idle import one_process_for_all, watch
 from benchmarks.trace_workers import TraceRequest, read_trace
 from router.client.credentials import Credentials
 from router.config import RouterConfig
+from router.metrics import RouterMetrics
 from router.pool.health import BETWEEN_S, HealthMonitor, _Watch
 from service.process.start import allow_many_files
 from service.security.keys import open_gate
@@ -114,3 +115,12 @@ def test_a_fleet_that_dies_comes_back_and_drains_leaves_nothing_behind(seed: int
     found = scale_fleet.measure(120, seconds=12.0, rate=60.0, seed=seed)
     assert found["counts"]["answered"] > 300
     assert all(found["counts"][what] for what in ("die", "drain", "move", "retried"))
+
+
+async def test_a_scrape_says_all_and_lets_other_tasks_run_meanwhile() -> None:
+    metrics, others = RouterMetrics(table_of(50)), 0
+    scrape = asyncio.create_task(metrics.scrape())
+    while not scrape.done():
+        await asyncio.sleep(0)
+        others += 1
+    assert await scrape == metrics.exposition() and others > 10
