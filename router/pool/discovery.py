@@ -6,6 +6,7 @@ checks notice death without it.
 
 import asyncio
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +23,7 @@ from service.waiter import end_tasks, loop_time_s
 log = logging.getLogger(__name__)
 
 REAP_S = 0.1  # between two looks at whether leaving workers have anything left to do
+GATHER_S = 0.1  # changes of pods that come so soon after others are looked at together: each look is at all pods
 MAX_PROBLEMS = 64
 
 
@@ -41,6 +43,8 @@ class Discovery:
         ]
         self._workers = PodWorkers(table, monitor, port=flags.service_discovery_port)
         self._logged: dict[str, str] = {}
+        self._looked_s = -math.inf
+        self._later: asyncio.TimerHandle | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
@@ -48,6 +52,8 @@ class Discovery:
         self._tasks += [asyncio.create_task(watch.run(), name="discovery") for watch in self._watches]
 
     async def close(self) -> None:
+        if self._later is not None:
+            self._later.cancel()
         await end_tasks(self._tasks)
         await self._api.close()
 
@@ -56,7 +62,17 @@ class Discovery:
         return {"roles": roles, **self._workers.counts(), "problems": dict(self._workers.problems)}
 
     def _on_change(self) -> None:
+        """Look at the pods now, or soon with the changes that come until then."""
+        if self._later is None:
+            wait_s = self._looked_s + GATHER_S - loop_time_s()
+            if wait_s > 0:
+                self._later = asyncio.get_running_loop().call_later(wait_s, self._look)
+            else:
+                self._look()
+
+    def _look(self) -> None:
         """Apply the pods of all watches, once each has been listed: until then workers would seem to be gone."""
+        self._later, self._looked_s = None, loop_time_s()
         if all(watch.listed for watch in self._watches):
             self._workers.update({watch.role: watch.pods.pods() for watch in self._watches}, now_s=loop_time_s())
             self._log_problems()

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-MAX_PODS = 4096  # of one role
+MAX_PODS = 16384  # of one role
 _ENDED = ("Failed", "Succeeded")
 
 

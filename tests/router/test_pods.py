@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.config import label_query
-from router.pool.discovery import PodWorkers
+from router.config import DiscoveryFlags, label_query
+from router.pool.discovery import GATHER_S, Discovery, PodWorkers
 from router.pool.pod_watch import backoff_s
 from router.pool.pods import MAX_PODS, Pod, PodError, PodSet, read_pod
 from router.pool.worker import Role
 from router.pool.workers import WorkerTable
+from tests.router.dummies import until
 
 ANNOTATION = "sglang.ai/bootstrap-port"
 
@@ -217,3 +218,16 @@ def test_pauses_grow_up_to_a_bound() -> None:
 def test_selectors_are_written_as_in_sglang() -> None:
     assert label_query(("app=x", "role=prefill")) == label_query(("app=x role=prefill",)) == "app=x,role=prefill"
     assert label_query(()) == ""
+
+
+async def test_changes_that_come_together_are_looked_at_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first at once, the others once: each look is at all pods."""
+    looks: list[float] = []
+    monkeypatch.setattr(PodWorkers, "update", lambda self, pods, *, now_s: looks.append(now_s))
+    absent: Any = None
+    discovery = Discovery(DiscoveryFlags(), table=WorkerTable(), monitor=absent, api=absent)
+    for _ in range(100):
+        discovery._on_change()
+    assert len(looks) == 1
+    await until(lambda: len(looks) == 2)
+    assert looks[1] - looks[0] >= 0.9 * GATHER_S
