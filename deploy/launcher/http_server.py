@@ -8,7 +8,7 @@ from pathlib import Path
 from deploy.launcher.fork_servers import fork_server
 from service.process.fork_messages import HTTP_SERVER_VARIABLE
 
-MODULES = ("deploy.commands.serve", "disagg.worker", "deploy.commands.router", "router.server")
+MODULES = ("deploy.cli", "deploy.commands.serve", "disagg.worker", "deploy.commands.router", "router.server")
 
 
 @contextlib.contextmanager

@@ -10,7 +10,8 @@ one writes there. The server only imports: before a fork there must be no thread
       | --- end of file -------------------------> |   the client has ended: SIGKILL to the child
 
 A child ends with its client, and with this server; the server ends with the process that started it. Requests wait until the
-imports are done. The address is an abstract socket, which leaves no file; only processes of the same user are served.
+imports are done. The address is an abstract socket, which leaves no file. Only processes of the same user are served, and a child is
+one of the modules that the server was started with, whatever a request names.
 
 usage: python -m service.process.fork_server DESCRIPTOR ROOM MODULE...   ROOM: any word, as long as a child's command line may be
 """
@@ -37,10 +38,10 @@ from service.process.title import set_command_line
 
 
 class ForkServer:
-    """`listener`: where clients connect. One thread; it waits for nothing but its sockets and children."""
+    """`listener`: where clients connect. `modules`: what a child may be. One thread; it waits for its sockets and children alone."""
 
-    def __init__(self, listener: socket.socket) -> None:
-        self._listener = listener
+    def __init__(self, listener: socket.socket, modules: Sequence[str]) -> None:
+        self._listener, self._modules = listener, frozenset(modules)
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
         self._children: dict[socket.socket, tuple[int, int]] = {}  # by client: pid and pidfd
@@ -61,8 +62,9 @@ class ForkServer:
     def _hear(self, client: socket.socket) -> None:
         """A request, or the end of the client."""
         data, received = receive(client)
-        if data and client not in self._children and not _is_gone(client):
-            self._fork(client, msgspec.json.decode(data, type=ForkRequest), received)
+        request = msgspec.json.decode(data, type=ForkRequest) if data and client not in self._children else None
+        if request is not None and request.module in self._modules and not _is_gone(client):
+            self._fork(client, request, received)
         else:
             self._drop(client)
         for descriptor in received:
@@ -141,7 +143,7 @@ def main(argv: Sequence[str]) -> NoReturn:
                 print(f"fork server: {name}: {error}; who needs it will say more", file=sys.stderr, flush=True)
     gc.disable()  # no child finds garbage of the server, and no collection writes into the memory of all
     gc.freeze()
-    ForkServer(listener).serve()
+    ForkServer(listener, argv[2:]).serve()
 
 
 if __name__ == "__main__":

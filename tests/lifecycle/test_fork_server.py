@@ -131,6 +131,14 @@ def test_a_request_waits_for_the_imports_and_one_given_up_meanwhile_starts_nothi
     assert waited.exists() and not given_up.exists()
 
 
+def test_a_child_is_one_of_the_modules_that_the_server_was_started_with(env: dict[str, str], tmp_path: Path) -> None:
+    server = server_in(env)
+    assert server is not None
+    other = forked(server, "json.tool", ["--help"], env=env)
+    assert other is not None and other.wait() == -signal.SIGKILL and other.pid == 0
+    assert start(env, "exit", "5").wait() == 5
+
+
 def test_a_module_that_is_missing_is_named_and_keeps_nothing_else_from_being_forked(tmp_path: Path) -> None:
     with (tmp_path / "log").open("wb") as log, fork_server(["no_such_module", PART], env=ENV, log=log) as server:
         assert start({**ENV, **server}, "exit", "4").wait() == 4
