@@ -118,6 +118,23 @@ def held_for_long(matrix: PackedMatrix, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
+def test_the_number_of_threads_may_change_from_step_to_step(kernel: LinearKernel, plays: list[Tape]) -> None:
+    weight = torch.randn(32, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
+    model: Any = TwoProducts(kernel.pack(weight, None), nothing)
+    tapes, nobody, before = DecodeTapes(), None, torch.get_num_threads()
+    try:
+        for n, threads in enumerate((1, 1, 3, 2, 1, 4)):
+            torch.set_num_threads(threads)
+            ids, positions = torch.tensor([n, 2 * n]), torch.tensor([n, n])
+            found = tapes.forward(model, ids, positions, nobody)  # type: ignore[arg-type]
+            torch.set_num_threads(1)
+            assert torch.equal(found, model.layers(model.begin(ids, positions), nobody)), n
+    finally:
+        torch.set_num_threads(before)
+    assert len(plays) == 5
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize(("between", "expected_plays"), [(nothing, 4), (by_torch, 1), (held_for_long, 1)])
 def test_what_a_tape_does_not_know_is_found_out(
     kernel: LinearKernel,

@@ -43,7 +43,7 @@ int add_in_turns(const struct count *a) {
 }
 
 struct stuck {
-    int64_t *words; /* begun, released, written */
+    int64_t *words; /* begun, released, written, loops to come, items of these */
     int64_t items;
 };
 
@@ -59,6 +59,20 @@ int hold_first(const struct stuck *a) {
             hold(a);
         if (team_claims(&l)) add(&a->words[2], 1);
     }
+    return 0;
+}
+
+/* The same, and then as many loops as a word says, which a call behind this one overwrites. */
+int hold_and_go_on(const struct stuck *a) {
+    const int code = hold_first(a);
+    const int64_t loops = read_word(&a->words[3]);
+    for (int64_t i = 0; i < loops; i++)
+        for (struct loop l = team_single(); team_next(&l);) add(&a->words[4], 1);
+    return code;
+}
+
+int overwrite(const struct stuck *a) {
+    for (struct loop l = team_single(); team_next(&l);) __atomic_store_n(&a->words[3], 1 << 20, __ATOMIC_SEQ_CST);
     return 0;
 }
 

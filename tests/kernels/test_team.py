@@ -92,6 +92,17 @@ def test_a_thread_that_lost_its_core_holds_up_neither_its_loop_nor_the_calls_beh
             assert begun >= 2 and released == 1 and written == 5, (plays, words)
 
 
+def test_a_late_thread_that_reads_what_later_calls_wrote_takes_part_in_none_of_them(kernels: ctypes.CDLL) -> None:
+    words, written = torch.zeros(5, dtype=torch.int64), torch.zeros(3, dtype=torch.int64)
+    args, recorded = Stuck(words=words.data_ptr(), items=5), Tape(Workspace(1))
+    for name in ("hold_and_go_on", "overwrite", "release"):
+        recorded.note(getattr(kernels, name), args)
+    recorded.note(kernels.count_exclusive, Count(written=written.data_ptr(), items=3, at_once=1, repeats=5000))
+    with threads(2):
+        recorded.play()
+    assert written.tolist() == [5000] * 3 and words[4] == 0
+
+
 @pytest.mark.parametrize("count", THREADS)
 def test_a_failure_ends_the_work_of_all_threads_and_the_next_call_is_whole(kernels: ctypes.CDLL, count: int) -> None:
     words, written = torch.zeros(1, dtype=torch.int64), torch.zeros(50, dtype=torch.int64)
