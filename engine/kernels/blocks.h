@@ -7,7 +7,7 @@ INLINE const char *line_at(const char *x, int64_t x_block, int64_t r) { return x
 
 /* The number of rows is a constant in each copy, so that the sums stay in registers. */
 #define MORE(size, rows) \
-    PART void more_##size(const char *x, const char *w, float *sums, int64_t steps, int begun) { product_block(x, w, sums, steps, rows, begun, 1, w, 0); }
+    PART void more_##size(const char *x, const char *w, float *sums, int64_t steps, int begun) { product_block(x, w, sums, steps, rows, begun, 1, 0); }
 MORE(0, 1) MORE(1, 2) MORE(2, FOUR_ROWS) MORE(3, MOST_ROWS)
 
 static void (*const MORE_OF[BLOCK_SIZES])(const char *, const char *, float *, int64_t, int) = {more_0, more_1, more_2, more_3};

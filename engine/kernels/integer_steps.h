@@ -53,14 +53,17 @@ INLINE void expand(const char *from, int64_t apart, char *to, int64_t steps, int
     else expand_steps(from, apart, to, steps, IS_E2M1);
 }
 
-/* acc [row][half panel] += a step of `halves` half panels from number `first` on of a pair, without a way through memory. */
-INLINE void add_step(const char *x, const char *w, struct half *acc, const struct values *values, const int rows, int first, const int halves, const int form) {
+/* acc [row][half panel] += a step of `halves` half panels from number `first` on of a pair, without a way through memory. Of the
+ * first `fetched` half panels later lines are fetched. */
+INLINE void add_step(const char *x, const char *w, struct half *acc, const struct values *values, const int rows, int first, const int halves, const int form, int fetched) {
     const int64_t bytes = integer_step_bytes(form) / 2;
-    for (int i = 0; i < TILE; i += lines_of(form))
+    for (int i = 0; i < TILE; i += lines_of(form)) {
+        for (int h = 0; h < fetched; h++) fetch(w + h * bytes + i / lines_of(form) * LINE_BYTES + INTEGERS_AHEAD, LINE_BYTES);
         for (int h = 0; h < halves; h++) {
             const struct lines all = lines_at(w + (first + h) * bytes + i / lines_of(form) * LINE_BYTES, form, values);
             for (int j = 0; j < lines_of(form); j++) add_line(acc + h, halves, x + (i + j) * 2 * (int)sizeof(left), rows, line_in(&all, j, form), values);
         }
+    }
 }
 
 #endif

@@ -40,7 +40,8 @@
 #define DEPTH 16                /* steps of a panel that stay in the L1 cache while the rows of a chunk pass */
 #define GROUP 8                 /* panels that share one reading of x: their sums stay in the L2 cache */
 #define ITEMS_A_THREAD 2        /* at least, with groups of 2 panels or more */
-#define AHEAD_BYTES 1024        /* few rows: weights are fetched this long before their use; longer is slower */
+#define AHEAD_BYTES 1024        /* few rows, AMX: weights are fetched this long before their use; longer is slower */
+#define LINES_AHEAD 6144        /* the same by vectors, line by line; measured from 1024 to 16384 */
 #define MOST_FEW 16             /* without AMX: rows up to which weights become what is multiplied in registers, again for every block */
 #define SPAN 4                  /* steps that become ready at a time, in the L1 cache */
 
@@ -274,7 +275,7 @@ static void amx_panel(const char *x, int64_t x_block, const char *w, float *sums
 /* ---- the same sums by vectors, some rows of a tile at a time */
 
 #define BLOCK(size, rows) \
-    PART void block_##size(const char *x, const char *w, float *sums, int64_t steps) { product_block(x, w, sums, steps, rows, 0, 0, w + AHEAD_BYTES, STEP_BYTES); }
+    PART void block_##size(const char *x, const char *w, float *sums, int64_t steps) { product_block(x, w, sums, steps, rows, 0, 0, LINES_AHEAD); }
 BLOCK(0, 1) BLOCK(1, 2) BLOCK(2, FOUR_ROWS) BLOCK(3, MOST_ROWS)
 
 static void (*const BLOCK_OF[BLOCK_SIZES])(const char *, const char *, float *, int64_t) = {block_0, block_1, block_2, block_3};
@@ -439,9 +440,7 @@ INLINE void integer_few(const struct block *b, const int rows, const int panels,
             struct half acc[MOST_ROWS * 4];
             for (int i = 0; i < rows * halves; i++) acc[i] = no_sums();
             for (int64_t k = 0; k < steps; k++, x += LEFT_TILE_BYTES, w += bytes) {
-                if (fetched && !first)
-                    for (int64_t i = 0; i < bytes; i += LINE_BYTES) __builtin_prefetch(w + INTEGERS_AHEAD + i, 0, 3);
-                add_step(x, w, acc, &values, rows, first, halves, form);
+                add_step(x, w, acc, &values, rows, first, halves, form, fetched && !first ? 2 * panels : 0);
             }
             if (fetched && !first) fetch(w + INTEGERS_AHEAD, more);
             const float *scales = (const float *)w + first * TILE, *offsets = offsets_of(b, scales);

@@ -65,8 +65,9 @@ INLINE void put_left(char *line, const bf16 *x, int64_t count) {
     memcpy(line, own, sizeof own);
 }
 
-/* sums [rows, 32] = x times w over `steps` steps, on top of what is there if `begun`. Step k fetches `ahead_bytes`. */
-INLINE void product_block(const char *x, const char *w, float *sums, int64_t steps, const int rows, const int begun, const int ready, const char *ahead, const int64_t ahead_bytes) {
+/* sums [rows, 32] = x times w over `steps` steps, on top of what is there if `begun`. Each line is fetched `ahead` bytes before its
+ * use (0: it is not): one by one, since many fetches at once hold up the loads between them. */
+INLINE void product_block(const char *x, const char *w, float *sums, int64_t steps, const int rows, const int begun, const int ready, const int64_t ahead) {
     const int halves = rows <= WHOLE_ROWS ? 2 : 1, line_bytes = ready ? READY_LINE_BYTES : LINE_BYTES;
     for (int first = 0; first < 2; first += halves) {
         struct half acc[MOST_ROWS * 2];
@@ -74,12 +75,13 @@ INLINE void product_block(const char *x, const char *w, float *sums, int64_t ste
             for (int h = 0; h < halves; h++) acc[r * halves + h] = begun ? load_sums(sums + r * PANEL + (first + h) * TILE) : no_sums();
         for (int64_t k = 0; k < steps; k++) {
             const char *own = x + k * LEFT_TILE_BYTES, *from = w + k * 2 * TILE * line_bytes + first * TILE * line_bytes;
-            if (!first) fetch(ahead + k * ahead_bytes, ahead_bytes);
-            for (int i = 0; i < TILE; i++)
+            for (int i = 0; i < TILE; i++) {
+                for (int h = 0; h < 2 && ahead && !first; h++) fetch(from + (h * TILE + i) * line_bytes + ahead, LINE_BYTES);
                 for (int h = 0; h < halves; h++) {
                     const char *at = from + (h * TILE + i) * line_bytes;
                     add_line(acc + h, halves, own + i * 2 * (int)sizeof(left), rows, ready ? ready_line(at) : bf16_line(at), NULL);
                 }
+            }
         }
         for (int r = 0; r < rows; r++)
             for (int h = 0; h < halves; h++) store_sums(sums + r * PANEL + (first + h) * TILE, acc[r * halves + h]);
