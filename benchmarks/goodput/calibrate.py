@@ -23,7 +23,7 @@ from planner.fit import fit, fit_handover
 from planner.profile import Profile, describe
 from planner.step_time import Beside, Fitted
 
-ALONE = {"concurrency": 1, "num_requests": 24, "input_len": 1024, "random_range_ratio": 0.06, "output_len": 12}
+ALONE = {"concurrency": 1, "num_requests": 32, "input_len": 1024, "random_range_ratio": 0.06, "output_len": 12}
 TOGETHER = {"concurrency": 6, "num_requests": 24, "input_len": 320, "random_range_ratio": 0.2, "output_len": 48}
 ANSWERS = {"concurrency": 4, "num_requests": 4, "input_len": 64, "output_len": 256}
 PROMPTS = {"concurrency": 2, "num_requests": 24, "input_len": 768, "output_len": 1}

@@ -19,6 +19,7 @@ from planner.workload import PlannedRequest
 from router.choice.way_costs import Objectives
 
 NEAR = 1.03  # of a planned search: runs are cheap
+COPY_GB_S = 5.0  # of a transfer within a machine, where it was too fast to be seen
 CHUNK = 1024  # --chunked-prefill-size of CPU workers
 
 
@@ -65,7 +66,7 @@ class Planner:
             chunked_prefill_size=CHUNK,
             mixed_chunk_size=chunk,
             max_running_requests=64,
-            transfer_gb_s=1.0 if layout.is_unified else None,  # nothing is transferred
+            transfer_gb_s=_unseen_gb_s(self._profile(layout)),
             disable_overlap_schedule=True,  # an inline stream has nothing to overlap
             host_cores=len(where.cores),
             step_cores=where.threads,
@@ -87,6 +88,11 @@ def planned_point(study: Study, layout: Layout, rate: float) -> Point:
     cluster = planned_cluster(study, parse_layout(layout.planned))
     records = run_study(study, cluster, rate)
     return point_of(records, rate=rate, slo=study.slo, busy={}, step_tokens=cluster.step_tokens)
+
+
+def _unseen_gb_s(profile: Profile) -> float | None:
+    """Return what to plan with where a hand-over did not grow with its prompt, or was not measured; None: it was seen."""
+    return None if profile.handover is not None and profile.handover.token_s else COPY_GB_S
 
 
 @lru_cache(maxsize=8)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.goodput import page, results
-from benchmarks.goodput.calibrate import Counted, chunk_of, host_costs
+from benchmarks.goodput.calibrate import Calibration, Counted, chunk_of, host_costs
 from benchmarks.goodput.layouts import LAYOUTS, Layout, flags_of, pinning
 from benchmarks.goodput.loads import (
     ANSWERS,
@@ -27,12 +27,15 @@ from benchmarks.goodput.loads import (
     to_send,
 )
 from benchmarks.goodput.measure import Watch
+from benchmarks.goodput.planned import Planner, planned_point
 from benchmarks.goodput.results import NEAR, STRIDE, Cell, Results
 from deploy.bench.stats import RequestRecord
 from deploy.bench.trace import TraceEntry
+from engine.model_files.model_config import DEFAULT_MODEL_PATH
+from planner.fit import HandoverTime
 from planner.goodput import Point, SloTargets, most_misses
 from planner.profile import Profile
-from planner.step_time import Fitted, StepLoad
+from planner.step_time import Beside, Fitted, StepLoad
 from planner.workload import PlannedRequest
 from service.flags import ConfigError
 
@@ -248,6 +251,32 @@ def test_two_loads_tell_what_a_request_and_a_token_cost() -> None:
     loads = [Counted(n, tokens, n * 0.003 + tokens * 0.0004) for n, tokens in ((24, 24), (24, 1152))]
     assert host_costs(*loads) == pytest.approx((0.003, 0.0004))
     assert host_costs(Counted(10, 10, 1.0), Counted(10, 1000, 0.5)) == pytest.approx((0.1, 0.0))
+
+
+@pytest.mark.parametrize("token_s", [0.0, 3e-5])
+def test_every_layout_can_be_planned_however_fast_a_hand_over_was(token_s: float, tmp_path: Path) -> None:
+    """At a rate that every cluster keeps."""
+    planner = Planner(folder=tmp_path, calibration=calibration(token_s), kv_tokens=8192)
+    (tmp_path / "model").symlink_to(DEFAULT_MODEL_PATH)
+    requests = [request((i, 64), output_len=4, at=float(i)) for i in range(12)]
+    for layout in LAYOUTS:
+        study = planner.study(layout, pinning(layout, [0, 1]), requests, SLO, chunk=128)
+        assert planned_point(study, layout, 0.5).good_share == 1.0, layout.name
+
+
+def calibration(token_s: float) -> Calibration:
+    def profile(speed: float) -> Profile:
+        time = Fitted(
+            prefill_step_s=0.01 / speed, prefill_token_s=3e-4 / speed, prefill_pair_s=0.0, decode_step_s=0.01 / speed,
+            decode_request_s=1e-3, decode_context_s=0.0,
+        )  # fmt: skip
+        handover = HandoverTime(request_s=0.005, token_s=token_s)
+        return Profile(step_time=time, outside_s=0.002, handover=handover, beside=Beside(prefill=0.05, decode=0.1))
+
+    return Calibration(
+        whole=profile(2.0), half=profile(1.0), by_layers=profile(1.0), router=(1e-3, 1e-4), client=(1e-3, 1e-4),
+        cores_left=2.0,
+    )  # fmt: skip
 
 
 # ---- the page
