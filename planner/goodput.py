@@ -11,6 +11,7 @@ from deploy.bench.stats import RequestRecord, percentile, tpot_s
 
 JUDGED_FROM = 0.1  # the first requests find an idle cluster: they load it and are not judged
 NEAR = 1.08  # the search ends when the best rate is known within this factor
+MOST_STRIDE = 2.0
 MOST_STEPS = 8  # doublings or halvings on the way to the first bracket
 
 
@@ -105,13 +106,14 @@ def point_of(
 class Search:
     """Brackets the highest good rate from `guess`, then halves the bracket (geometrically): points in, rates out.
 
-    `stride`: factor between rates until there is a bracket; a small one where the guess is good and runs are dear.
+    `stride`: factor between the first rates, until there is a bracket: a small one where the guess is good and runs are dear. It grows to
+    `MOST_STRIDE` where the guess was far off.
     """
 
     guess: float
     share: float
     near: float = NEAR
-    stride: float = 2.0
+    stride: float = MOST_STRIDE
     most_steps: int = MOST_STEPS
     points: list[Point] = field(default_factory=list)
 
@@ -122,7 +124,8 @@ class Search:
         if good is None or bad is None:
             if len(self.points) > self.most_steps:
                 return None
-            return self.stride * (good or 0.0) if bad is None else bad / self.stride
+            stride = min(MOST_STRIDE, self.stride**2 ** max(0, len(self.points) - 2))
+            return stride * (good or 0.0) if bad is None else bad / stride
         return None if bad / good <= self.near else (good * bad) ** 0.5
 
     def add(self, point: Point) -> None:

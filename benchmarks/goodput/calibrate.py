@@ -152,7 +152,7 @@ def _profile(reports: list[list[RequestRecord]]) -> Profile:
 
 
 def _handover(worker: Cluster, pair: Cluster) -> Any:
-    load = {**ALONE, "output_len": 2}
+    load = {**ALONE, "num_requests": 24, "output_len": 2}
     alone, handed = load_records(url=worker.url, compare=pair.url, rounds=TURNS, prompt="ids", seed=2, **load)
     return fit_handover(alone.records, handed.records)
 

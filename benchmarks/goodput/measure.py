@@ -21,7 +21,7 @@ from planner.goodput import Point, SloTargets, first_judged, most_misses, point_
 from tools.family import family
 
 UNFINISHED = "stopped"  # in flight, or not sent yet, when the run was
-WARM_UP = 3
+WARM_UP, AT_ONCE = 8, 4
 
 
 @dataclass(slots=True, kw_only=True)
@@ -64,7 +64,7 @@ async def _run(
     config = BenchConfig(url=url, prompt="ids")
     async with open_session(None) as session:
         target = Target(url, session=session, config=config, model=await first_model(session, url))
-        await run_load(target.send, _warm_up(requests), concurrency=1)
+        await run_load(target.send, _warm_up(requests), concurrency=AT_ONCE)
         watch, records = Watch(count=len(requests), slo=slo), dict[int, RequestRecord]()
         lost = asyncio.Event()
 
@@ -95,7 +95,7 @@ def _unfinished(request: BenchRequest) -> RequestRecord:
 
 
 def _warm_up(requests: Sequence[BenchRequest]) -> list[BenchRequest]:
-    """Short requests, one after another: they open connections, and wait until what a stopped run has left is gone."""
+    """Short requests: they open connections, make the first of each batch, and wait until what a stopped run has left is gone."""
     return [
         BenchRequest(idx=-1, prompt=one.prompt[::-1], prompt_len=one.prompt_len, output_len=2)
         for one in requests[:WARM_UP]
