@@ -4,6 +4,7 @@
 #define TANDEM_ATTENTION_H
 #include <math.h>
 
+#include "native.h"
 #include "vectors.h"
 
 /* Sums of 16 vectors, each in the order of sum(). */
@@ -17,7 +18,11 @@ INLINE f16v sums(f16v *x) {
     return (f16v)_mm512_permutexvar_ps(_mm512_setr_epi32(0, 2, 1, 3, 8, 10, 9, 11, 4, 6, 5, 7, 12, 14, 13, 15), all);
 #else
     f16v r;
-    for (int i = 0; i < LANES; i++) r[i] = sum(x[i]);
+    for (int i = 0; i < LANES; i++) {
+        struct half h;
+        memcpy(&h, x + i, sizeof h);
+        r[i] = sum_of_half(h);
+    }
     return r;
 #endif
 }

@@ -21,6 +21,13 @@
 #define BLOCK 64 /* tokens whose scores are held at once */
 #define TILE 16  /* query vectors of a work item, at most */
 #define SUB 4    /* vectors, and tokens, computed together */
+#if defined(HAVE_AVX512)
+#define SIDE 4   /* of them, whose sums stay in registers */
+#define WIDE 4   /* vectors of 16 elements as well, beside SIDE */
+#else
+#define SIDE 2
+#define WIDE 2
+#endif
 #define ITEMS 4  /* work items for each thread, at least, so that threads end together */
 #define LINE_BYTES 64
 
@@ -84,17 +91,20 @@ INLINE void multiply(f16v *parts, const char *const *q, const char *const *rows,
         return;
     }
 #endif
-    f16v acc[SUB * SUB];
-    for (int i = 0; i < SUB * SUB; i++) acc[i] = (f16v){0};
-    for (int64_t at = 0; at < dim; at += LANES) {
-        f16v k[SUB];
-        for (int t = 0; t < SUB; t++) k[t] = load(rows[t], (int)at, is_bf16);
-        for (int v = 0; v < SUB; v++) {
-            const f16v x = load(q[v], (int)at, is_bf16);
-            for (int t = 0; t < SUB; t++) acc[v * SUB + t] += x * k[t];
+    for (int i = 0; i < SUB; i += SIDE)
+        for (int j = 0; j < SUB; j += SIDE) {
+            struct half acc[SIDE * SIDE];
+            for (int n = 0; n < SIDE * SIDE; n++) acc[n] = no_sums();
+            for (int64_t at = 0; at < dim; at += LANES) {
+                struct half k[SIDE];
+                for (int t = 0; t < SIDE; t++) k[t] = load_half(rows[j + t], at, is_bf16);
+                for (int v = 0; v < SIDE; v++) {
+                    const struct half x = load_half(q[i + v], at, is_bf16);
+                    for (int t = 0; t < SIDE; t++) acc[v * SIDE + t] = half_plus(acc[v * SIDE + t], x, k[t]);
+                }
+            }
+            for (int n = 0; n < SIDE * SIDE; n++) memcpy(parts + (i + n / SIDE) * SUB + j + n % SIDE, acc + n, sizeof *acc);
         }
-    }
-    for (int i = 0; i < SUB * SUB; i++) parts[i] = acc[i];
 }
 
 INLINE void fetch(const char *row, int64_t bytes) {
@@ -167,16 +177,18 @@ INLINE void add_values(struct item *it, int v, int64_t at, const int wide, const
     const int64_t rank = it->a->rank;
     float *o = it->o + v * rank + at;
     const float *p = it->p + v * BLOCK;
-    f16v acc[SUB * SUB], row[SUB];
-    for (int i = 0; i < SUB; i++)
-        for (int w = 0; w < wide; w++) acc[i * SUB + w] = load_f32(o + i * rank + w * LANES) * it->factor[v + i];
-    for (int t = 0; t < it->count; t++) {
-        load_values(row, it->rows[t], at, wide, is_bf16);
-        for (int i = 0; i < SUB; i++)
-            for (int w = 0; w < wide; w++) acc[i * SUB + w] += row[w] * p[i * BLOCK + t];
+    for (int from = 0; from < SUB; from += SIDE) {
+        struct half acc[SIDE * SUB], row[SUB];
+        for (int i = 0; i < SIDE; i++)
+            for (int w = 0; w < wide; w++) acc[i * SUB + w] = half_times(load_sums(o + (from + i) * rank + w * LANES), it->factor + v + from + i);
+        for (int t = 0; t < it->count; t++) {
+            load_halves(row, it->rows[t], at, wide, is_bf16);
+            for (int i = 0; i < SIDE; i++)
+                for (int w = 0; w < wide; w++) acc[i * SUB + w] = half_plus_all(acc[i * SUB + w], row[w], p + (from + i) * BLOCK + t);
+        }
+        for (int i = 0; i < SIDE; i++)
+            for (int w = 0; w < wide; w++) store_sums(o + (from + i) * rank + w * LANES, acc[i * SUB + w]);
     }
-    for (int i = 0; i < SUB; i++)
-        for (int w = 0; w < wide; w++) store_f32(o + i * rank + w * LANES, acc[i * SUB + w]);
 }
 
 /* `pairs`: by products of pairs of tokens, of bf16 in a rank that is a multiple of 32. */
@@ -186,10 +198,10 @@ INLINE void values(struct item *it, const int is_bf16, const int pairs) {
         for (int v = 0; v < it->vectors; v++) round_weights(it->p + v * BLOCK, it->count);
     for (int64_t at = 0, step; at < rank; at += step) {
         const int64_t left = (rank - at) / LANES;
-        step = (left >= SUB ? SUB : left >= 2 ? 2 : 1) * LANES;
+        step = (left >= WIDE ? WIDE : left >= 2 ? 2 : 1) * LANES;
         for (int v = 0; v < it->vectors; v += SUB) {
-            if (left >= SUB && pairs) add_pairs(it, v, at, SUB);
-            else if (left >= SUB) add_values(it, v, at, SUB, is_bf16);
+            if (left >= WIDE && pairs) add_pairs(it, v, at, WIDE);
+            else if (left >= WIDE) add_values(it, v, at, WIDE, is_bf16);
             else if (left >= 2 && pairs) add_pairs(it, v, at, 2);
             else if (left >= 2) add_values(it, v, at, 2, is_bf16);
             else add_values(it, v, at, 1, is_bf16);

@@ -74,6 +74,71 @@ INLINE void store_sums(float *to, struct half h) {
     for (int q = 0; q < PARTS; q++) store_vec(to + q * WIDTH, h.v[q]);
 }
 
+INLINE struct half half_of(f16v x) {
+    struct half h;
+    memcpy(&h, &x, sizeof h);
+    return h;
+}
+
+/* 16 elements of a row from element `at` on. */
+INLINE struct half load_half(const void *row, int64_t at, const int is_bf16) {
+    typedef uint16_t words __attribute__((vector_size(2 * WIDTH)));
+    struct half h;
+    for (int q = 0; q < PARTS; q++) {
+        if (is_bf16) {
+            words own;
+            memcpy(&own, (const bf16 *)row + at + q * WIDTH, sizeof own);
+            h.v[q] = (vec)(__builtin_convertvector(own, uvec) << 16);
+        } else {
+            h.v[q] = load_vec((const float *)row + at + q * WIDTH);
+        }
+    }
+    return h;
+}
+
+/* As load_values of attention.h. */
+INLINE void load_halves(struct half *to, const char *row, int64_t at, const int vectors, const int is_bf16) {
+    for (int w = 0; w < vectors; w += 2) {
+        if (!is_bf16 || vectors == 1) {
+            to[w] = load_half(row, at + w * LANES, is_bf16);
+            if (vectors > 1) to[w + 1] = load_half(row, at + (w + 1) * LANES, is_bf16);
+        } else {
+            for (int q = 0; q < PARTS; q++) {
+                const uvec pairs = (uvec)load_vec(row + (at + w * LANES) * 2 + q * (int)sizeof(vec));
+                to[w].v[q] = (vec)(pairs << 16);
+                to[w + 1].v[q] = (vec)(pairs & 0xffff0000u);
+            }
+        }
+    }
+}
+
+/* sum + x * y, and sum + x * *y. */
+INLINE struct half half_plus(struct half sum, struct half x, struct half y) {
+    for (int q = 0; q < PARTS; q++) sum.v[q] = times_plus(x.v[q], y.v[q], sum.v[q]);
+    return sum;
+}
+
+INLINE struct half half_plus_all(struct half sum, struct half x, const float *y) {
+    for (int q = 0; q < PARTS; q++) sum.v[q] = times_plus(x.v[q], all_of(y), sum.v[q]);
+    return sum;
+}
+
+INLINE struct half half_times(struct half x, const float *y) {
+    for (int q = 0; q < PARTS; q++) x.v[q] *= all_of(y);
+    return x;
+}
+
+/* Of 16 numbers, in the order of sum() of vectors.h. */
+INLINE float sum_of_half(struct half x) {
+    float lanes[WIDTH];
+    for (int step = PARTS / 2; step; step /= 2)
+        for (int q = 0; q < step; q++) x.v[q] += x.v[q + step];
+    store_vec(lanes, x.v[0]);
+    for (int step = WIDTH / 2; step; step /= 2)
+        for (int i = 0; i < step; i++) lanes[i] += lanes[i + step];
+    return lanes[0];
+}
+
 /* sums + part * scales (+ *of_x * offsets, if there are some). */
 INLINE struct half with_group(struct half sums, struct half part, const float *scales, const float *offsets, const float *of_x) {
     for (int q = 0; q < PARTS; q++) {

@@ -25,8 +25,13 @@
 
 #define ABI_VERSION 9
 #define BLOCK 64         /* tokens whose scores are held at once */
+#if defined(HAVE_AVX512)
 #define SUB 8            /* query heads computed together */
 #define ACCUMULATORS 16  /* vectors of output held in registers */
+#else
+#define SUB 2            /* registers hold fewer */
+#define ACCUMULATORS 4
+#endif
 #define MAX_VECTORS 8
 #define DOTS LANES     /* tokens whose dot products are summed at once */
 #define TOGETHER 4       /* tokens whose values are added while output is in registers */
@@ -115,13 +120,13 @@ INLINE void multiply_row(f16v *parts, const char *q, const char *k, int exponent
         return;
     }
 #endif
-    f16v acc[SUB];
-    for (int g = 0; g < heads; g++) acc[g] = (f16v){0};
+    struct half acc[SUB];
+    for (int g = 0; g < heads; g++) acc[g] = no_sums();
     for (int at = 0; at < dim; at += LANES) {
-        f16v kv = is_fp8 ? load_codes(k + at, exponent) : load(k, at, is_bf16);
-        for (int g = 0; g < heads; g++) acc[g] += load(q + g * q_row, at, is_bf16) * kv;
+        const struct half kv = is_fp8 ? half_of(load_codes(k + at, exponent)) : load_half(k, at, is_bf16);
+        for (int g = 0; g < heads; g++) acc[g] = half_plus(acc[g], load_half(q + g * q_row, at, is_bf16), kv);
     }
-    for (int g = 0; g < heads; g++) parts[g * LANES] = acc[g];
+    for (int g = 0; g < heads; g++) memcpy(parts + g * LANES, acc + g, sizeof *acc);
 }
 
 /* p[r][from + t] = scale * q[r] . k[from + t] for t < n <= DOTS, of each kv head `heads` query heads from `first` on. */
@@ -151,20 +156,25 @@ static void weigh(struct item *it, int64_t g) {
 /* o[g] += sum over t < n of p[g][t] * v[t], for `vectors` vectors of each row from element `at` on; o[g] is first multiplied
  * by factor[g] where there is one. exponents[t]: of v[t], if is_fp8. */
 INLINE void add_values(float *o, const float *p, const float *factor, const char *const *v, const int *exponents, int n, const int heads, int64_t at, const int vectors, const int is_bf16, const int is_fp8, const int64_t dim) {
-    f16v acc[ACCUMULATORS], row[MAX_VECTORS];
+    struct half acc[ACCUMULATORS], row[MAX_VECTORS];
     for (int g = 0; g < heads; g++)
         for (int w = 0; w < vectors; w++) {
-            acc[g * vectors + w] = load_f32(o + g * dim + at + w * LANES);
-            if (factor) acc[g * vectors + w] *= factor[g];
+            acc[g * vectors + w] = load_sums(o + g * dim + at + w * LANES);
+            if (factor) acc[g * vectors + w] = half_times(acc[g * vectors + w], factor + g);
         }
     for (int t = 0; t < n; t++) {
-        if (is_fp8) load_code_values(row, v[t], at, vectors, exponents[t]);
-        else load_values(row, v[t], at, vectors, is_bf16);
+        if (is_fp8) {
+            f16v codes[MAX_VECTORS];
+            load_code_values(codes, v[t], at, vectors, exponents[t]);
+            for (int w = 0; w < vectors; w++) row[w] = half_of(codes[w]);
+        } else {
+            load_halves(row, v[t], at, vectors, is_bf16);
+        }
         for (int g = 0; g < heads; g++)
-            for (int w = 0; w < vectors; w++) acc[g * vectors + w] += row[w] * p[g * BLOCK + t];
+            for (int w = 0; w < vectors; w++) acc[g * vectors + w] = half_plus_all(acc[g * vectors + w], row[w], p + g * BLOCK + t);
     }
     for (int g = 0; g < heads; g++)
-        for (int w = 0; w < vectors; w++) store_f32(o + g * dim + at + w * LANES, acc[g * vectors + w]);
+        for (int w = 0; w < vectors; w++) store_sums(o + g * dim + at + w * LANES, acc[g * vectors + w]);
 }
 
 /* The same for tokens from..from + n - 1 of the block (n <= TOGETHER) and of each kv head `heads` query heads from `first` on. */
@@ -189,19 +199,24 @@ INLINE void values(struct item *it, int first, int from, int n, const int heads,
 }
 
 /* The number of heads is a constant in each copy, so that accumulators stay in registers; so is the usual size of a head. */
-enum kind { FP32, BF16, BF16_OF_128, FP8, FP8_OF_128, KINDS };
+enum cached { FP32, BF16, BF16_OF_128, FP8, FP8_OF_128, KINDS };
 typedef void (*tokens_fn)(struct item *, int first, int from, int n);
 #define COPY(what, kind, heads, is_bf16, is_fp8, dim) \
     static __attribute__((noinline)) void what##_##kind##_##heads(struct item *it, int first, int from, int n) { what(it, first, from, n, heads, is_bf16, is_fp8, dim); }
+#if SUB == 8
 #define COPIES(what, kind, is_bf16, is_fp8, dim) \
     COPY(what, kind, 1, is_bf16, is_fp8, dim) COPY(what, kind, 2, is_bf16, is_fp8, dim) COPY(what, kind, 3, is_bf16, is_fp8, dim) COPY(what, kind, 4, is_bf16, is_fp8, dim) \
     COPY(what, kind, 5, is_bf16, is_fp8, dim) COPY(what, kind, 6, is_bf16, is_fp8, dim) COPY(what, kind, 7, is_bf16, is_fp8, dim) COPY(what, kind, 8, is_bf16, is_fp8, dim)
+#define NAMES(what, kind) \
+    {0, what##_##kind##_1, what##_##kind##_2, what##_##kind##_3, what##_##kind##_4, what##_##kind##_5, what##_##kind##_6, what##_##kind##_7, what##_##kind##_8}
+#else
+#define COPIES(what, kind, is_bf16, is_fp8, dim) COPY(what, kind, 1, is_bf16, is_fp8, dim) COPY(what, kind, 2, is_bf16, is_fp8, dim)
+#define NAMES(what, kind) {0, what##_##kind##_1, what##_##kind##_2}
+#endif
 #define KINDS_OF(what) \
     COPIES(what, FP32, 0, 0, 0) COPIES(what, BF16, 1, 0, 0) COPIES(what, BF16_OF_128, 1, 0, 128) COPIES(what, FP8, 1, 1, 0) COPIES(what, FP8_OF_128, 1, 1, 128)
 KINDS_OF(scores)
 KINDS_OF(values)
-#define NAMES(what, kind) \
-    {0, what##_##kind##_1, what##_##kind##_2, what##_##kind##_3, what##_##kind##_4, what##_##kind##_5, what##_##kind##_6, what##_##kind##_7, what##_##kind##_8}
 static const tokens_fn SCORES[KINDS][SUB + 1] = {NAMES(scores, FP32), NAMES(scores, BF16), NAMES(scores, BF16_OF_128), NAMES(scores, FP8), NAMES(scores, FP8_OF_128)};
 static const tokens_fn VALUES[KINDS][SUB + 1] = {NAMES(values, FP32), NAMES(values, BF16), NAMES(values, BF16_OF_128), NAMES(values, FP8), NAMES(values, FP8_OF_128)};
 
@@ -280,7 +295,7 @@ static void line_up(struct item *it, const struct block *now, int count, const s
 
 static void add_block(struct item *it) {
     const int is_128 = it->a->dim == 128;
-    const enum kind kind = it->a->is_fp8 ? (is_128 ? FP8_OF_128 : FP8) : !it->a->is_bf16 ? FP32 : is_128 ? BF16_OF_128 : BF16;
+    const enum cached kind = it->a->is_fp8 ? (is_128 ? FP8_OF_128 : FP8) : !it->a->is_bf16 ? FP32 : is_128 ? BF16_OF_128 : BF16;
     const int group = (int)it->group, count = it->count;
     for (int from = 0; from < count; from += DOTS)
         for (int g = 0; g < group; g += SUB) SCORES[kind][group - g < SUB ? group - g : SUB](it, g, from, count - from < DOTS ? count - from : DOTS);
