@@ -139,7 +139,7 @@ def test_experts_norms_and_gates_are_those_of_plain_products(library: Open) -> N
 
 @pytest.mark.parametrize("fp8", [False, True])
 def test_attention_of_prompts(library: Open, fp8: bool) -> None:
-    heads, starts, ends = Heads(q=4, kv=2, dim=48), [0, 0, 31], [1, 70, 64]
+    heads, starts, ends = Heads(q=4, kv=2, dim=48), [0, 0, 290], [1, 70, 300]  # two blocks of keys
     sequences = make_sequences(heads, ends, page_size=16, dtype="bfloat16")
     pool = make_pool(heads, num_pages=pages_needed(ends, 16), page_size=16, dtype="bfloat16", fp8=fp8)
     fill(pool, sequences, starts)
