@@ -32,7 +32,7 @@ from engine.loop.decode_skipper import TurnWeights
 from engine.loop.heartbeat import HeartbeatResponder
 from engine.loop.kv_events import ZmqPublisher
 from engine.loop.loop import EngineLoop, LoopServices, LoopSettings
-from engine.loop.ports import ZmqPorts
+from engine.loop.ports import SocketPorts
 from engine.loop.turn_clock import TurnClock
 from engine.loop.watchdog import Watchdog, dump_of_others, end_with_stacks
 from engine.lora.names import named_paths
@@ -92,7 +92,7 @@ def _serve(
 
     started_s = time.monotonic()
     tokenizer = None if spec.engine.skip_tokenizer_init else load_tokenizer(spec.engine.model_path)
-    ports = ZmqPorts(
+    ports = SocketPorts(
         IpcPaths(spec.ipc_dir, spec.dp_rank),
         num_frontends=spec.num_frontends,
         attention=None if spec.joint is None else spec.joint.wakes[spec.dp_rank],
@@ -197,7 +197,7 @@ def _has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def _load_adapters(parts: "EngineParts", ports: ZmqPorts) -> AdapterControl:
+def _load_adapters(parts: "EngineParts", ports: SocketPorts) -> AdapterControl:
     """Load the adapters that flags name. Raises ConfigError."""
     adapters = AdapterControl(
         store=parts.adapters,
@@ -383,7 +383,7 @@ def _end_with_late_ranks(group: "Group", stalled_s: float) -> None:
     end_with_stacks(stalled_s, found=f"waits for {group.late_text(late)}" if late else "")
 
 
-def _await_sigterm(loop: EngineLoop, ports: ZmqPorts) -> None:
+def _await_sigterm(loop: EngineLoop, ports: SocketPorts) -> None:
     """With DP attention: another rank has ended, and the parent ends this one, too; it names the one that ended first."""
     deadline_s = time.monotonic() + NAMED_WITHIN_S
     while not loop.stopped and (left_s := deadline_s - time.monotonic()) > 0:

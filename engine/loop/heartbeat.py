@@ -6,15 +6,16 @@ that the process is frozen or dead.
 
 import logging
 import os
+import select
 import threading
 import time
 from collections.abc import Callable
 
-import zmq
-
-from engine.ipc import IpcPaths, PeerStalled, PullSocket, PushSocket
+from engine.ipc import IpcPaths
 from engine.loop.turn_clock import TurnClock
 from engine.messages import GetStep
+from engine.pull_socket import PullSocket
+from engine.push_socket import PeerStalled, PushSocket
 from engine.stamps import Stamp
 from service.http.heartbeats import EVERY_S
 
@@ -47,10 +48,10 @@ class HeartbeatResponder:
         os.close(self._closed)
 
     def _run(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._inbox.socket, zmq.POLLIN)
-        poller.register(self._closed, zmq.POLLIN)
-        while not any(source == self._closed for source, _ in poller.poll(round(1000 * EVERY_S))):
+        poll = select.poll()
+        poll.register(self._inbox.fd, select.POLLIN)
+        poll.register(self._closed, select.POLLIN)
+        while not any(source == self._closed for source, _ in poll.poll(round(1000 * EVERY_S))):
             self._turns.stamp(self._stamp, self._clock())
             for request in self._inbox.recv_all_nowait():
                 self._answer(request)

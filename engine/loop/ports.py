@@ -1,37 +1,38 @@
-"""The loop's sockets: ZMQ to the other processes of the worker, and a pipe by which threads call for attention.
+"""The loop's sockets: those to the other processes of the worker, and a pipe by which threads call for attention.
 
 Of several frontends each receives the outputs of its own requests. The main one receives all replies: others make no calls.
 """
 
 import os
+import select
 from collections import defaultdict
 from contextlib import suppress
 
-import zmq
-
-from engine.ipc import MAIN_FRONTEND, IpcPaths, PullSocket, PushSocket, row_of
+from engine.ipc import MAIN_FRONTEND, IpcPaths, row_of
 from engine.messages import SchedulerReady, ToFrontend, TokenBatch, TokenOutput, ToScheduler
+from engine.pull_socket import PullSocket
+from engine.push_socket import PushSocket
 
 EVENTFD_ONE = 1
 CLOSED = -1
 
 
-class ZmqPorts:
+class SocketPorts:
     def __init__(self, ipc: IpcPaths, *, num_frontends: int = 1, attention: int | None = None) -> None:
         """`attention`: an eventfd that other processes write, too, to call for attention; closed with the ports."""
         self._inbox: PullSocket[ToScheduler] = PullSocket(ipc.to_scheduler, ToScheduler)
         self._frontends = [PushSocket(ipc.to_frontend_of(row)) for row in range(num_frontends)]
         self._main = self._frontends[MAIN_FRONTEND]
         self._attention = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) if attention is None else attention
-        self._poller = zmq.Poller()
-        self._poller.register(self._inbox.socket, zmq.POLLIN)
-        self._poller.register(self._attention, zmq.POLLIN)
+        self._poll = select.poll()
+        self._poll.register(self._inbox.fd, select.POLLIN)
+        self._poll.register(self._attention, select.POLLIN)
 
     def receive(self) -> list[ToScheduler]:
         return self._inbox.recv_all_nowait()
 
     def wait(self, timeout_s: float) -> None:
-        for source, _ in self._poller.poll(int(timeout_s * 1000)):
+        for source, _ in self._poll.poll(int(timeout_s * 1000)):
             if source == self._attention:
                 os.eventfd_read(self._attention)
 

@@ -26,12 +26,12 @@ class ChannelFull(Exception):
 
 
 class MessageStream:
-    """One end. Owns the socket. `put` comes from any thread, `get` and `arrived` from one.
+    """One end. Owns the socket. `put` comes from any thread, `get` and `arrived` from one. `most_unsent_bytes`: by default MOST_UNSENT_BYTES.
 
     No byte is read ahead: while the socket has nothing to read, no message waits here.
     """
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, *, most_unsent_bytes: int | None = None) -> None:
         connection.setblocking(True)
         if connection.family == socket.AF_UNIX:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
@@ -40,6 +40,9 @@ class MessageStream:
         self._connection = connection
         self._lock = threading.Lock()
         self._unsent = bytearray()
+        self._most_unsent_bytes = MOST_UNSENT_BYTES if most_unsent_bytes is None else most_unsent_bytes
+        self._sender: threading.Thread | None = None  # of what waits
+        self._broken = ""  # why it has ended early
         self._expect_length()
 
     def fileno(self) -> int:
@@ -49,14 +52,22 @@ class MessageStream:
         """Send a message, now or soon; never blocks. Raises ChannelFull and ChannelClosed."""
         message = LENGTH.pack(len(data)) + data
         with self._lock:
+            if self._broken:
+                raise ChannelClosed(self._broken)
             if self._unsent:
-                if len(self._unsent) + len(message) > MOST_UNSENT_BYTES:
+                if len(self._unsent) + len(message) > self._most_unsent_bytes:
                     raise ChannelFull("its messages pile up")
                 self._unsent += message
                 return
             self._unsent += message[self._send(message) :]
             if self._unsent:
-                threading.Thread(target=self._send_rest, name="unsent", daemon=True).start()
+                self._sender = threading.Thread(target=self._send_rest, name="unsent", daemon=True)
+                self._sender.start()
+
+    def flush(self, within_s: float) -> None:
+        """Wait until nothing waits here, for so long at most."""
+        if self._sender is not None:
+            self._sender.join(within_s)
 
     def get(self, *, within_s: float | None = None) -> bytes:
         """Wait for the next message. Raises ChannelClosed, also when not all of it has come `within_s` of its last byte."""
@@ -109,8 +120,12 @@ class MessageStream:
                     del self._unsent[: self._send(self._unsent)]
                     if not self._unsent:
                         return
-        except (ChannelClosed, OSError, ValueError):  # the thread that receives finds the end
-            return
+        except (
+            ChannelClosed,
+            OSError,
+            ValueError,
+        ) as error:  # the thread that receives finds the end, or the next `put`
+            self._broken = str(error) or "closed"
 
     def _expect_length(self) -> None:
         self._expect(LENGTH.size)

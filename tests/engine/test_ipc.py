@@ -2,19 +2,24 @@
 
 import asyncio
 import os
+import socket
 import stat
 import subprocess
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 import pytest
-import zmq
 
-from engine import ipc
-from engine.ipc import IPC_PREFIX, IpcPaths, PeerStalled, PullSocket, PushSocket
-from engine.messages import AbortRequest, FlushCache, GetState, ToScheduler
+from engine import pull_socket, push_socket
+from engine.ipc import IPC_PREFIX, IpcPaths
+from engine.messages import AbortRequest, FlushCache, GenerateRequest, GetState, ToScheduler
+from engine.pull_socket import PullSocket
+from engine.push_socket import PeerStalled, PushSocket
+from engine.sampling_params import SamplingParams
+from service.process.message_stream import LENGTH
 from tests.hostile.table import FRAMES
 
 HOSTILE = [*FRAMES.values(), [msgspec.msgpack.encode(["AbortRequest", 7])]]
@@ -39,14 +44,15 @@ def test_messages_arrive_in_order_and_foreign_bytes_are_dropped(paths: IpcPaths)
     push.send(sent[0])  # before the receiver exists
     pull: PullSocket[ToScheduler] = PullSocket(paths.to_scheduler, ToScheduler)
     try:
-        for frames in HOSTILE:
-            push.socket.send_multipart(frames)
+        with stranger(paths.to_scheduler) as other:
+            for frames in HOSTILE:
+                other.sendall(b"".join(LENGTH.pack(len(frame)) + frame for frame in frames))
         for m in sent[1:]:
             push.send(m)
         got: list[ToScheduler] = []
-        while len(got) < len(sent):
-            batch = pull.recv(5)
-            assert batch or pull.rejected
+        while len(got) < len(sent) or pull.rejected < sum(map(len, HOSTILE)):
+            batch, before = pull.recv(5), pull.rejected
+            assert batch or pull.rejected > before or got == sent
             got += batch
         assert got == sent
         assert pull.rejected == sum(map(len, HOSTILE))
@@ -85,16 +91,85 @@ def _send_many(endpoint: str) -> None:
 
 
 def test_a_stalled_peer_is_an_error_and_not_a_wait(paths: IpcPaths, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ipc, "MAX_QUEUED_MESSAGES", 5)
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    push = PushSocket(paths.to_scheduler, context=context)
-    try:
+    """A receiver that never comes, and one that comes and reads nothing."""
+    monkeypatch.setattr(push_socket, "MAX_QUEUED_BYTES", 1000)
+    monkeypatch.setattr(push_socket, "LINGER_S", 0.0)
+    for has_receiver in (False, True):
+        receivers = [PullSocket[ToScheduler](paths.to_scheduler, ToScheduler)] if has_receiver else []
+        push = PushSocket(paths.to_scheduler)
         with pytest.raises(PeerStalled, match="scheduler"):
-            for i in range(100):
+            for i in range(100_000):
                 push.send(AbortRequest(rid=str(i)))
+        push.close()
+        for receiver in receivers:
+            receiver.close()
+
+
+def test_what_the_receiver_has_not_taken_waits_and_a_closing_sender_waits_for_it(
+    paths: IpcPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Far more than a socket holds, in small and in large messages."""
+    monkeypatch.setattr(push_socket, "LINGER_S", 60.0)
+    pull: PullSocket[ToScheduler] = PullSocket(paths.to_scheduler, ToScheduler)
+    sent: list[ToScheduler] = [
+        GenerateRequest(rid=str(i), input_ids=list(range(i * 200)), sampling=SamplingParams()) for i in range(100)
+    ]
+    push = PushSocket(paths.to_scheduler)
+    for message in sent:
+        push.send(message)
+    closing = threading.Thread(target=push.close)
+    closing.start()
+    got: list[ToScheduler] = []
+    while len(got) < len(sent) and (batch := pull.recv(5)):
+        got += batch
+    closing.join()
+    pull.close()
+    assert got == sent
+
+
+def test_a_sender_finds_the_next_receiver_once_the_first_has_gone(paths: IpcPaths) -> None:
+    first: PullSocket[ToScheduler] = PullSocket(paths.to_scheduler, ToScheduler)
+    push = PushSocket(paths.to_scheduler)
+    push.send(GetState(call_id="1"))
+    assert first.recv(5) == [GetState(call_id="1")]
+    first.close()
+    push.send(GetState(call_id="2"))
+    second: PullSocket[ToScheduler] = PullSocket(paths.to_scheduler, ToScheduler)
+    push.send(GetState(call_id="3"))
+    got: list[ToScheduler] = []
+    while len(got) < 2 and (batch := second.recv(5)):
+        got += batch
+    push.close()
+    second.close()
+    assert got == [GetState(call_id="2"), GetState(call_id="3")]
+
+
+def test_a_sender_that_announces_too_much_is_cut_off_and_the_others_are_not(
+    paths: IpcPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pull_socket, "MAX_MESSAGE_BYTES", 1000)
+    pull: PullSocket[ToScheduler] = PullSocket(paths.to_scheduler, ToScheduler)
+    push = PushSocket(paths.to_scheduler)
+    try:
+        with stranger(paths.to_scheduler) as other:
+            other.sendall(LENGTH.pack(1001))
+            while True:
+                assert pull.recv(0.0) == []
+                other.settimeout(0.01)
+                with suppress(TimeoutError):
+                    assert other.recv(1) == b""
+                    break
+        push.send(GetState(call_id="1"))
+        assert pull.recv(5) == [GetState(call_id="1")]
     finally:
-        push.socket.close(0)
-        context.term()
+        push.close()
+        pull.close()
+
+
+def stranger(endpoint: str) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(endpoint)
+    return connection
 
 
 def test_directories_of_killed_owners_are_swept(tmp_path: Path) -> None:

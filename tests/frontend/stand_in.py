@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from engine.ipc import IpcPaths, PullSocket, PushSocket
+from engine.ipc import IpcPaths
 from engine.messages import (
     MOVED,
     AbortRequest,
@@ -34,6 +34,8 @@ from engine.messages import (
     TokenOutput,
     ToScheduler,
 )
+from engine.pull_socket import PullSocket
+from engine.push_socket import PushSocket
 from engine.stamps import Stamp
 from engine.text.incremental import tail_texts
 from engine.text.tokenizer import Tokenizer

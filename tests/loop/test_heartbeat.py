@@ -6,10 +6,12 @@ from typing import Any
 import pytest
 
 from engine.core.plan import Plan, PlanItem
-from engine.ipc import IpcPaths, PullSocket, PushSocket
+from engine.ipc import IpcPaths
 from engine.loop.heartbeat import HeartbeatResponder
 from engine.loop.turn_clock import TurnClock
 from engine.messages import GenerateRequest, GetStep, StepInfo, StepReply, ToFrontend
+from engine.pull_socket import PullSocket
+from engine.push_socket import PushSocket
 from engine.sampling_params import SamplingParams
 from engine.stamps import Stamp, Stamped, Stamps, stamping
 from tests.core.engine_in_a_test import plan_item

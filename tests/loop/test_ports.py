@@ -4,14 +4,15 @@ import os
 
 import pytest
 
-from engine.ipc import IpcPaths, PullSocket, addressed, row_of
-from engine.loop.ports import ZmqPorts
+from engine.ipc import IpcPaths, addressed, row_of
+from engine.loop.ports import SocketPorts
 from engine.messages import ControlReply, SchedulerReady, ToFrontend, TokenBatch, TokenOutput
+from engine.pull_socket import PullSocket
 
 
 def test_a_late_call_for_attention_is_no_error_and_writes_to_no_reused_descriptor() -> None:
     ipc = IpcPaths.create()
-    ports = ZmqPorts(ipc)
+    ports = SocketPorts(ipc)
     ports.call_attention()
     ports.wait(60.0)  # ended by the call
 
@@ -37,7 +38,7 @@ def test_the_name_on_the_wire_says_where_answers_go_whatever_the_client_called_i
 def test_each_frontend_receives_its_own_outputs_and_the_main_one_all_replies() -> None:
     ipc = IpcPaths.create()
     pulls: list[PullSocket[ToFrontend]] = [PullSocket(ipc.to_frontend_of(row), ToFrontend) for row in range(3)]
-    ports = ZmqPorts(ipc, num_frontends=3)
+    ports = SocketPorts(ipc, num_frontends=3)
     try:
         ports.to_frontend(SchedulerReady({}))
         outputs = [TokenOutput(rid=addressed(f"x:{i}", row), new_ids=[i]) for i, row in enumerate((2, 0, 2))]

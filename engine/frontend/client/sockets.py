@@ -3,8 +3,10 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-from engine.ipc import MAIN_FRONTEND, IpcPaths, PeerStalled, PullSocket, PushSocket
+from engine.ipc import MAIN_FRONTEND, IpcPaths
 from engine.messages import GetStep, Shutdown, ToFrontend, ToScheduler
+from engine.pull_socket import PullSocket
+from engine.push_socket import PeerStalled, PushSocket
 from service.http.errors import ApiError
 
 Send = Callable[[ToScheduler | GetStep], None]
