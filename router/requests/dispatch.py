@@ -293,7 +293,7 @@ class Dispatcher:
         try:
             if answer is not None:
                 answer.follow(attempt)
-            failure = await relay_stream(out, attempt.answering, splitter=splitter, on_more=on_more)
+            failure = await relay_stream(request.http, out, attempt.answering, splitter=splitter, on_more=on_more)
             while answer is not None and (lost := failure or answer.failure(attempt)) and not request.handed_back:
                 failure, rest = lost, await answer.take_over(attempt, lost, merger)
                 if rest is None:
@@ -301,7 +301,7 @@ class Dispatcher:
                 attempt = rest
                 request.cut = attempt.answering.reply.close
                 splitter.restart()
-                failure = await relay_stream(out, attempt.answering, splitter=splitter, on_more=on_more)
+                failure = await relay_stream(request.http, out, attempt.answering, splitter=splitter, on_more=on_more)
             said = b"" if answer is None or not answer.record.failed else answer.record.last_event
             return await self._end(request, attempt, out, failure, said=said)
         finally:

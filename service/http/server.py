@@ -187,6 +187,11 @@ class TimedConnection(web.RequestHandler):
         response.force_close()
         return response
 
+    @property
+    def is_full(self) -> bool:
+        """Whether what is written waits for the client to read."""
+        return bool(self._paused)
+
     def on_head(self) -> None:
         self._has_request = True
         self._first_head.set()
