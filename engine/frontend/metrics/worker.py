@@ -6,7 +6,6 @@ from typing import Any, TypeVar
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
-from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import Collector
 
 from engine.frontend.metrics.names import (
@@ -18,6 +17,7 @@ from engine.frontend.metrics.names import (
     gauge_of,
     num_waiting,
 )
+from engine.frontend.metrics.plain import PlainCounter, PlainHistogram
 from engine.messages import StateReply, StepReply
 from engine.text.sample import TextOutput
 from service.http.reconnect import StreamLogs
@@ -42,7 +42,9 @@ class Metrics:
         self._schedulers = _SchedulersCollector(self._label_values)
         self.registry.register(self._schedulers)
         self._prompt_tokens = self._one(Counter, "sglang:prompt_tokens", "prompt tokens of accepted requests")
-        self._generation_tokens = self._one(Counter, "sglang:generation_tokens", "generated tokens")
+        labels = dict(zip(LABELS, self._label_values, strict=True))
+        self._generation_tokens = PlainCounter("sglang:generation_tokens", "generated tokens", labels)
+        self._show(self._generation_tokens, "sglang:generation_tokens")
         self._cached_tokens = self._one(Counter, "sglang:cached_tokens", "prompt tokens whose KV was reused")
         self._requests = self._one(Counter, "sglang:num_requests", "accepted requests")
         self._aborted = self._one(Counter, "sglang:num_aborted_requests", "requests that were aborted or failed")
@@ -55,7 +57,9 @@ class Metrics:
         self._http_responses = self._family(Counter, "sglang:http_responses", help, "endpoint", "method", "status_code")
         self._http_active = self._one(Gauge, "sglang:http_requests_active", "HTTP requests in progress")
         self._ttft = self._one(Histogram, "sglang:time_to_first_token_seconds", "time to the first token", TTFT_S)
-        self._itl = self._one(Histogram, "sglang:inter_token_latency_seconds", "time between tokens", ITL_S)
+        name = "sglang:inter_token_latency_seconds"
+        self._itl = PlainHistogram(name, "time between tokens", labels, ITL_S)
+        self._show(self._itl, name)
         help = "time between arrival and first step"
         self._queue = self._one(Histogram, "sglang:queue_time_seconds", help, E2E_S)
         name = "sglang:per_stage_req_latency_seconds"
@@ -81,12 +85,11 @@ class Metrics:
         self._rejected.inc()
 
     def on_tokens(self, *, num_tokens: int, gap_s: float, first: bool) -> None:
-        self._generation_tokens.inc(num_tokens)
+        self._generation_tokens.value += num_tokens
         if first:
             self._ttft.observe(gap_s)
         else:
-            for _ in range(num_tokens):
-                self._itl.observe(gap_s / num_tokens)
+            self._itl.observe(gap_s / num_tokens, num_tokens)
 
     def on_end(self, output: TextOutput | None, *, elapsed_s: float) -> None:
         """`output`: the one with the finish, None when the client went away."""
@@ -128,9 +131,16 @@ class Metrics:
     def _one(self, kind: type[M], name: str, help: str, buckets: tuple[float, ...] | None = None) -> M:
         """A metric without labels of its own, also under vLLM's name if it has one."""
         family = self._family(kind, name, help, **({} if buckets is None else {"buckets": buckets}))
+        self._alias(family, name)
+        return family.labels(*self._label_values)
+
+    def _show(self, family: Collector, name: str) -> None:
+        self.registry.register(family)
+        self._alias(family, name)
+
+    def _alias(self, family: Collector, name: str) -> None:
         if name in VLLM_NAMES:
             self.registry.register(_Alias(family, VLLM_NAMES[name]))
-        return family.labels(*self._label_values)
 
 
 class _Alias(Collector):
@@ -139,7 +149,7 @@ class _Alias(Collector):
     It copies at each scrape, so counting costs nothing more.
     """
 
-    def __init__(self, family: MetricWrapperBase, name: str, *, stage: str | None = None) -> None:
+    def __init__(self, family: Collector, name: str, *, stage: str | None = None) -> None:
         self._family = family
         self._name = name
         self._stage = stage
