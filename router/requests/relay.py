@@ -1,7 +1,4 @@
-"""Passes a worker's answer to the client, a stream chunk by chunk as it comes.
-
-An event is passed on by the callback that receives it: to wake the request's task, sixteen calls deep, costs as much as all the rest.
-"""
+"""Passes a worker's answer to the client, a stream chunk by chunk as it comes."""
 
 from collections.abc import Callable, Mapping
 
@@ -10,11 +7,10 @@ from aiohttp import web
 from router.attempts.upstream_call import MOVED, CallFailed, UpstreamCall, broken_stream
 from router.client.upstream import HttpReply, UpstreamError
 from router.pool.worker import Worker
+from service.http.direct_writes import DirectWrites
 from service.http.keep_alive import KeepAlive
 from service.http.resume import FrameRecord
-from service.http.server import TimedConnection
-from service.http.stream import EVENTS_TYPE, LINES_TYPE, open_stream, write_now
-from service.waiter import Waiter
+from service.http.stream import EVENTS_TYPE, LINES_TYPE, open_stream
 
 MAX_EVENT_BYTES = 16 << 20  # an event longer than this is passed on in pieces
 
@@ -93,67 +89,27 @@ async def relay_stream(
     reply = call.reply
     if events := splitter.feed(reply.take()):
         await out.write(events)
-    relay = _Relay(http, out, reply, splitter, on_more)
-    reply.listener = relay.on_change
+
+    def take() -> bytes:
+        chunk = reply.take()
+        if chunk:
+            on_more(chunk)
+        return splitter.feed(chunk)
+
+    direct = DirectWrites(http, out, take=take, is_over=lambda: call.ended)
+    reply.listener = direct.on_change
     try:
-        while True:
-            if chunk := reply.take():
-                on_more(chunk)
-                if events := splitter.feed(chunk):
-                    await out.write(events)
-            elif reply.error is not None:
-                return broken_stream(call.worker, reply.error)
-            elif reply.complete:
-                break
-            else:
-                await relay.until_stopped()
+        while not call.ended or reply.num_buffered:
+            events = take() if reply.num_buffered else await direct.wait()
+            if events:
+                await out.write(events)
     finally:
         reply.listener = _nothing
+    if reply.error is not None:
+        return broken_stream(call.worker, reply.error)
     if rest := splitter.rest():
         await out.write(rest)
     return None
-
-
-class _Relay:
-    """Passes pieces on while the request's task waits for the end, or for its turn: a client that reads too slowly."""
-
-    def __init__(
-        self,
-        http: web.BaseRequest,
-        out: web.StreamResponse,
-        reply: HttpReply,
-        splitter: StreamSplitter,
-        on_more: Callable[[bytes], None],
-    ) -> None:
-        assert isinstance(http.protocol, TimedConnection)
-        self._connection = http.protocol
-        self._out = out
-        self._reply = reply
-        self._splitter = splitter
-        self._on_more = on_more
-        self._stopped = Waiter()
-        self._error: Exception | None = None
-
-    async def until_stopped(self) -> None:
-        """Raises what a callback raised."""
-        await self._stopped.wait()
-        if self._error is not None:
-            raise self._error
-
-    def on_change(self) -> None:
-        reply = self._reply
-        if not self._stopped.is_waiting:
-            return
-        if reply.complete or reply.error is not None or self._connection.is_full:
-            return self._stopped.wake()
-        try:
-            if chunk := reply.take():
-                self._on_more(chunk)
-                if events := self._splitter.feed(chunk):
-                    write_now(self._out, events)
-        except Exception as error:  # the client's connection, mostly
-            self._error = error
-            self._stopped.wake()
 
 
 def _nothing() -> None:

@@ -36,17 +36,6 @@ async def open_stream(request: web.BaseRequest, *, headers: Mapping[str, str], s
     return out
 
 
-def write_now(out: web.StreamResponse, data: bytes) -> None:
-    """Write from a callback, for a client that reads: `out.write` waits only while a connection is full (`TimedConnection.is_full`)."""
-    writing = out.write(data)
-    try:
-        writing.send(None)
-    except StopIteration:
-        return
-    writing.close()
-    raise AssertionError("the connection is full")
-
-
 def json_response(value: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
     return web.Response(body=_encode(value), status=status, content_type="application/json", headers=headers)
 

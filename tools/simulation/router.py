@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -201,6 +202,7 @@ class _IncomingRequest(dict[Any, Any]):
     version = HttpVersion11
     keep_alive = True
     body_exists = True
+    protocol = SimpleNamespace(is_full=False)
 
     def __init__(self, loop: VirtualLoop, request: Request, reply: Reply, request_id: str) -> None:
         super().__init__()

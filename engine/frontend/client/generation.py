@@ -1,6 +1,8 @@
 """The samples of one HTTP request while they run: `feed` adds their outputs, a handler takes them."""
 
-from collections.abc import Callable, Collection, Sequence
+import asyncio
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol
@@ -66,6 +68,8 @@ class Generation:
         self._pending: dict[int, TextOutput] = {}
         self._error: ApiError | None = None
         self._changed = Waiter()
+        self._follower: Callable[[], None] | None = None
+        self._is_due = False  # a call of the follower
         self._start_s = now_s()
 
     @property
@@ -84,10 +88,32 @@ class Generation:
         """Wait for new outputs: one (index, output) per sample at most. Raises ApiError when one failed."""
         while not self._pending and self._error is None:
             await self._changed.wait()
+        return self.take()
+
+    def take(self) -> list[tuple[int, TextOutput]]:
+        """Return the new outputs, as `next`, of which there may be none."""
         if self._error is not None:
             raise self._error
         pending, self._pending = self._pending, {}
         return list(pending.items())
+
+    @property
+    def has_news(self) -> bool:
+        return bool(self._pending)
+
+    @property
+    def ends(self) -> bool:
+        """Whether no output follows those that `take` returns now."""
+        return not self._unfinished or self._error is not None
+
+    @contextmanager
+    def followed(self, on_change: Callable[[], None]) -> Iterator[None]:
+        """Call it soon after changes, once for those that come together. Nothing may wait in `next` meanwhile."""
+        self._follower = on_change
+        try:
+            yield
+        finally:
+            self._follower = None
 
     async def collect(self) -> list[TextOutput]:
         answers = dict(self.resumed)
@@ -121,12 +147,23 @@ class Generation:
         elif finish is not None and finish.kind == "abort" and finish.status:
             return self.fail(from_finish(finish))
         add(self._pending, index, without_tokens(output) if sample.is_empty else output)
-        self._changed.wake()
+        self._wake()
 
     def fail(self, error: ApiError) -> None:
         """`next` raises `error` from now on; the first error stays."""
         self._error = self._error or error
+        self._wake()
+
+    def _wake(self) -> None:
         self._changed.wake()
+        if self._follower is not None and not self._is_due:
+            self._is_due = True
+            asyncio.get_running_loop().call_soon(self._follow)
+
+    def _follow(self) -> None:
+        self._is_due = False
+        if self._follower is not None:
+            self._follower()
 
     def _observe(self, sample: Sample, num_tokens: int, now_s: float) -> None:
         if num_tokens == 0:

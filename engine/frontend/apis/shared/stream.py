@@ -12,6 +12,7 @@ from engine.frontend.apis.shared.whole import answer_framed
 from engine.frontend.client.generation import Generation
 from engine.frontend.services import SERVICES
 from engine.text.sample import TextOutput
+from service.http.direct_writes import DirectWrites
 from service.http.errors import ApiError
 from service.http.keep_alive import NO_BEATS_HEADER, KeepAlive
 from service.http.resume import Begun, failed_frame
@@ -105,11 +106,17 @@ async def _stream(
     try:
         news = [] if generation.done else await generation.next()
         response = await alive.open(headers=framing.headers)
-        while True:
-            await _write(response, b"".join([_shown(view, framing, index, output, frames) for index, output in news]))
-            if generation.done:
-                break
-            news = await generation.next()
+
+        def show(outputs: list[tuple[int, TextOutput]]) -> bytes:
+            return b"".join([_shown(view, framing, index, output, frames) for index, output in outputs])
+
+        await _write(response, show(news))
+        direct = DirectWrites(request, response, take=lambda: show(generation.take()), is_over=lambda: generation.ends)
+        with generation.followed(direct.on_change):
+            while not generation.ends:
+                events = show(generation.take()) if generation.has_news else await direct.wait()
+                await _write(response, events)
+        await _write(response, show(generation.take()))
         if frames is not None and generation.moved:
             await response.write(frames.leave(generation.moved))
         else:
