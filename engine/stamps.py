@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from service.http.heartbeats import EVERY_S
+from service.http.heartbeats import EVERY_S, STAMPS, wait_s
 
 _PREFIX = "stamp."
 _WORDS = 3
@@ -69,7 +69,7 @@ def stamping(folder: str, name: str) -> Iterator[None]:
     stamp, ended = Stamp(folder, name), threading.Event()
 
     def run() -> None:
-        while not ended.wait(EVERY_S):
+        while not ended.wait(wait_s(time.monotonic(), EVERY_S, phase=STAMPS)):
             stamp.write(time.monotonic())
 
     thread = threading.Thread(target=run, name="stamp", daemon=True)

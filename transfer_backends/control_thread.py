@@ -16,7 +16,7 @@ from transfer_backends.rooms import RoomTable
 from transfer_backends.wire import MalformedFrame, Message, decode, encode
 
 TICK_S = 0.02
-REST_S = 0.5  # longest pause while nothing but heartbeats is due
+REST_S = 5.0  # longest pause while nothing but heartbeats is due
 LOG_EVERY_S = 5.0
 CLOSE_S = 5.0  # for each part of an end
 

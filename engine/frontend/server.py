@@ -164,6 +164,7 @@ async def _follow(
     s: Services, end: _SessionEnd, news: asyncio.Event, starting: "asyncio.Task[None]", *, on_ready: Callable[[], None]
 ) -> None:
     """Look at each news until the end. Raises WorkerDied."""
+    watch_s = WATCH_INTERVAL_S if s.others is not None or s.leaders.num_ranks > 1 else None
     while not end.is_requested:
         news.clear()
         if (reason := s.dead()) is not None:
@@ -177,7 +178,7 @@ async def _follow(
             s.warm.set()
             on_ready()
         with suppress(TimeoutError):
-            await asyncio.wait_for(news.wait(), WATCH_INTERVAL_S)
+            await asyncio.wait_for(news.wait(), watch_s)
 
 
 async def _warm_up(s: Services) -> None:

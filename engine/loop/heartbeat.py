@@ -17,7 +17,7 @@ from engine.messages import GetStep
 from engine.pull_socket import PullSocket
 from engine.push_socket import PeerStalled, PushSocket
 from engine.stamps import Stamp
-from service.http.heartbeats import EVERY_S
+from service.http.heartbeats import EVERY_S, STAMPS, wait_s
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class HeartbeatResponder:
         poll = select.poll()
         poll.register(self._inbox.fd, select.POLLIN)
         poll.register(self._closed, select.POLLIN)
-        while not any(source == self._closed for source, _ in poll.poll(round(1000 * EVERY_S))):
+        while not any(source == self._closed for source, _ in poll.poll(_pause_ms())):
             self._turns.stamp(self._stamp, self._clock())
             for request in self._inbox.recv_all_nowait():
                 self._answer(request)
@@ -64,3 +64,7 @@ class HeartbeatResponder:
             self._frontend.send(reply)
         except PeerStalled as error:
             log.error("heartbeat: %s", error)
+
+
+def _pause_ms() -> int:
+    return round(1000 * wait_s(time.monotonic(), EVERY_S, phase=STAMPS))

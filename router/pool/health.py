@@ -132,7 +132,7 @@ class HealthMonitor:
                 self._give_up(watch.worker)
                 watch.checked_s = loop_time_s()
                 watch.checked.set()
-                await self._wait(watch, loop_time_s() + watch.next_wait_s(self.config.health_check_interval_s))
+                await self._wait(watch, watch.next_s(self.config.health_check_interval_s))
         finally:
             if watch.heartbeats is not None:
                 watch.heartbeats.close()
@@ -179,7 +179,8 @@ class HealthMonitor:
     async def _check(self, watch: "_Watch") -> None:
         """One round: health, then what else is due. A worker comes up with its bootstrap address known.
 
-        One whose heartbeats are fine is asked for its health when its `/server_info` is due, and for its load while something runs there.
+        One whose heartbeats are fine is asked for its health when its `/server_info` is due, and for its load while something runs there:
+        at rest it is asked for nothing between.
         """
         worker, heartbeats = watch.worker, watch.heartbeats
         known, result, error = worker.incarnation, Check.OK, ""
@@ -348,6 +349,11 @@ class _Watch:
     def is_late(self) -> bool:
         """Whether a heartbeat is missing."""
         return self.heartbeats is not None and self.heartbeats.is_late
+
+    def next_s(self, interval_s: float) -> float:
+        """When the next check is due: of a worker that rests, once its `/server_info` is."""
+        due_s = loop_time_s() + self.next_wait_s(interval_s)
+        return max(due_s, self.info_due_s) if self.heartbeats is not None and self.heartbeats.rests else due_s
 
     def next_wait_s(self, interval_s: float) -> float:
         """Until the next check. The first wait is shorter for most, so that workers that came together are not checked together."""

@@ -28,8 +28,8 @@ OPEN_S = 86400.0  # then it is opened again
 class Heartbeats:
     """`silence_s`: the limit, unless the worker beats too seldom for it. `every_s()`: how often it is to beat.
 
-    `on_silence(worker, silent)` is called repeatedly; `ask` when a check is due now: a beat is late, says that something is the matter, or comes
-    from a worker that was silent; or the stream has ended.
+    `on_silence(worker, silent)` is called repeatedly; `ask` when a check is due now: a beat is late, says that something is the matter, comes
+    from a worker that was silent, or says that one that `took_rest` runs again; or the stream has ended.
     """
 
     worker: Worker
@@ -47,6 +47,7 @@ class Heartbeats:
     _beat_s: float = -math.inf  # when it came
     _in_a_row: int = 0
     _ran: bool = True
+    rests: bool = False  # at the last `took_rest`, and since
     _unknown: bool = False  # to the process that answers
     _late: SilenceTimer | None = None
     _silence: SilenceTimer | None = None  # while it is late
@@ -64,7 +65,8 @@ class Heartbeats:
     def took_rest(self) -> bool:
         """Whether nothing has run at the worker since the last call."""
         ran, self._ran = self._ran, False
-        return self.fine and not ran
+        self.rests = self.fine and not ran
+        return self.rests
 
     def open(self, *, is_new: bool) -> None:
         """Open the stream unless it is open. `is_new`: another process may answer."""
@@ -82,7 +84,7 @@ class Heartbeats:
         if self._late is not None:
             self._late.close()
         self._end_silence()
-        self._late, self.is_late, self._beat, self.worker.beats = None, False, None, False
+        self._late, self.is_late, self._beat, self.worker.beats, self.rests = None, False, None, False, False
         if reply is not None:
             reply.listener = _nothing
             reply.close()
@@ -134,7 +136,8 @@ class Heartbeats:
         if was_late:
             self._end_silence()
             self.on_silence(self.worker, False)
-        if was_late or (before is not None and before.fine and not beat.fine):
+        runs_again, self.rests = self.rests and self._ran, self.rests and not self._ran
+        if was_late or runs_again or (before is not None and before.fine and not beat.fine):
             self.ask()
 
     def _trust(self) -> None:

@@ -7,6 +7,9 @@
                        ask               /health says what is the matter
 
 A line says that each process of the worker has run since the line before: while one is frozen none comes. A step may last.
+
+All processes of a machine wake at the same times of its clock (`wait_s`), and a router reads the lines of all workers at once: what a
+rest costs is wake-ups.
 """
 
 from dataclasses import dataclass
@@ -19,6 +22,9 @@ IDLE, ASK = b"idle\n", b"ask\n"
 SHOWN_S = 1.0  # a shorter step is not named
 _EVERY, _LIVE = b"every ", b"live"
 _MOST_BYTES = 4096  # of lines that came together
+
+
+STAMPS, LINES = 0.0, 0.5  # phases: what a line reports is half a period old
 
 
 class NoHeartbeats(ValueError):
@@ -35,6 +41,12 @@ class Beat:
 
 
 _RESTS = [Beat(fine=True, rests=True)]
+
+
+def wait_s(now_s: float, every_s: float, *, phase: float) -> float:
+    """Return the time to the next turn of what happens every `every_s` of the machine's clock, but for one that is just due."""
+    left_s = (phase - now_s / every_s) % 1.0 * every_s
+    return left_s if left_s > every_s / 2 else left_s + every_s
 
 
 def first_line(every_s: float) -> bytes:

@@ -7,8 +7,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ from service.flags import ConfigError
 from service.http.listening import ListeningPort, open_port
 from service.process.stop_signals import StopSignals
 from service.security.addresses import AllowedAddresses
+
+LOOK_S = 0.02
 
 
 async def serve(args: dict[str, Any], port: ListeningPort, signals: StopSignals) -> None:
@@ -67,8 +69,18 @@ class _Processes:
     def dead(self) -> str | None:
         return "the scheduler process died" if (self._folder / "dead").exists() else None
 
-    def watched(self, on_end: Callable[[], None]) -> AbstractContextManager[None]:
-        return nullcontext()
+    @contextmanager
+    def watched(self, on_end: Callable[[], None]) -> Iterator[None]:
+        async def look() -> None:
+            while self.dead() is None:
+                await asyncio.sleep(LOOK_S)
+            on_end()
+
+        looking = asyncio.get_running_loop().create_task(look())
+        try:
+            yield
+        finally:
+            looking.cancel()
 
     def end(self) -> None: ...
 

@@ -71,6 +71,22 @@ async def test_a_worker_whose_heartbeats_are_fine_is_asked_nothing_while_it_rest
         await until(lambda: idle.num_loads >= loads + 5)
 
 
+async def test_a_worker_that_rests_is_not_even_looked_at_until_something_runs_there() -> None:
+    """Every look costs a wake-up, so an idle cluster makes few."""
+    async with cluster(**OFTEN, load_poll_interval_s=0.02) as c:
+        idle, live = c.decodes[0], c.prefills[0]
+        idle.loads, live.loads, live.beat = LOADS, LOADS, live_line(0.0)
+        await trusted(c)
+        watches = {watch.worker.url: watch for watch in c.router.monitor._watches.values()}
+        watch = watches[c.state(idle).url]
+        await until(lambda: watch.heartbeats.rests)
+        looks, polls = watch.checked_s, live.num_loads
+        await until(lambda: live.num_loads >= polls + 10)
+        assert watch.checked_s == looks
+        idle.beat = live_line(0.0)
+        await until(lambda: watch.checked_s > looks and not watch.heartbeats.rests)
+
+
 async def test_a_worker_that_says_that_something_is_the_matter_is_checked_at_once() -> None:
     async with cluster(decode=2, **BEATING) as c:
         await trusted(c)

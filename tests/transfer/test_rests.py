@@ -19,7 +19,7 @@ def test_a_pair_that_rests_turns_for_pings_and_hands_over_as_before(pairs: Any) 
     pair = pairs(heartbeat_interval_s=PING_S)
     pair.works(1)
     until(lambda: pair.prefill.core.rests and pair.decode.core.rests)
-    (peer,) = pair.decode.core.peers
+    (peer,), (other,) = pair.decode.core.peers, pair.prefill.core.peers
     turns, poll = [0], pair.decode.control.port.poll
 
     def counted(timeout_s: float) -> Any:
@@ -27,10 +27,10 @@ def test_a_pair_that_rests_turns_for_pings_and_hands_over_as_before(pairs: Any) 
         return poll(timeout_s)
 
     pair.decode.control.port.poll = counted
-    first = peer.heartbeat.seq
-    until(lambda: peer.heartbeat.seq >= first + 3)
+    first = peer.heartbeat.seq + other.heartbeat.seq  # the pings of one side are signs of life to the other
+    until(lambda: peer.heartbeat.seq + other.heartbeat.seq >= first + 3)
     assert turns[0] < 0.6 * 2 * PING_S / TICK_S, "it ticks though nothing waits"
-    assert peer.live and not peer.heartbeat.silent
+    assert peer.live and not peer.heartbeat.silent and not other.heartbeat.silent
     pair.works(2)
 
 
@@ -60,7 +60,7 @@ def test_a_pause_ends_when_something_is_to_be_done(woken: bool) -> None:
     port: Any = SimpleNamespace(wake=lambda: wakes.append(True))
     control = ControlThread(core, port, name="test", clock=lambda: 7.0)
     assert control._wait_s() == pytest.approx(0.2)
-    core.peers.next_ping_s = 9.0
+    core.peers.next_ping_s = 9.0 + REST_S
     assert control._wait_s() == REST_S
     with control.locked():
         core.rests = not woken

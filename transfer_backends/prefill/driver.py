@@ -18,7 +18,7 @@ FIRST_NAP_S = 0.0001
 LONG_NAP_S = 0.002  # while only layers of a step are awaited
 STALE_NAP_S = 0.02  # when nothing has moved for a while: a peer hangs
 STALE_AFTER_NAPS = 500
-IDLE_S = 0.5
+IDLE_S = 5.0  # all that there is to do wakes it
 
 log = logging.getLogger(__name__)
 

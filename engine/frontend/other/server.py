@@ -20,7 +20,7 @@ from engine.frontend.services import FrontendSpec, Services
 from engine.frontend.setup import FrontendSlot, limits_of, make_services
 from engine.ipc import MAIN_FRONTEND, IpcPaths
 from engine.stamps import Stamp
-from service.http.heartbeats import EVERY_S
+from service.http.heartbeats import EVERY_S, STAMPS, wait_s
 from service.http.listening import ListeningPort
 from service.http.routes import Handler, Routes
 from service.http.server import serving, serving_unix
@@ -80,4 +80,4 @@ async def _stamp(stamp: Stamp) -> None:
     """While the loop turns: the main frontend speaks for all of the worker (engine/stamps.py)."""
     while True:
         stamp.write(time.monotonic())
-        await asyncio.sleep(EVERY_S)
+        await asyncio.sleep(wait_s(time.monotonic(), EVERY_S, phase=STAMPS))

@@ -9,7 +9,7 @@ from engine.frontend.errors import not_ready
 from engine.frontend.services import SERVICES, Services
 from engine.stamps import Stamped
 from service.http.errors import ApiError, bad_field
-from service.http.heartbeats import ASK, EVERY_S, IDLE, LONGEST_S, TYPE, first_line, live_line
+from service.http.heartbeats import ASK, EVERY_S, IDLE, LINES, LONGEST_S, TYPE, first_line, live_line, wait_s
 from service.http.stream import open_stream
 
 MOST_STREAMS = 256  # routers' processes
@@ -27,7 +27,7 @@ async def heartbeats(request: web.BaseRequest) -> web.StreamResponse:
         out = await open_stream(request, headers=_HEADERS)
         await out.write(first_line(every_s))
         lines = HeartbeatLines()
-        while await pause(every_s):
+        while await pause(wait_s(time.monotonic(), every_s, phase=LINES)):
             if line := lines.next(
                 s.stamps.read(), now_s=time.monotonic(), num_live=s.client.num_live, fine=_is_fine(s)
             ):
