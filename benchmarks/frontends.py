@@ -34,7 +34,7 @@ from engine.config import EngineConfig, ServerConfig
 from engine.frontend.server import run_frontend
 from engine.frontend.setup import open_worker_gate
 from engine.ipc import IpcPaths
-from engine.loop.ports import ZmqPorts
+from engine.loop.ports import SocketPorts
 from engine.messages import (
     FinishReason,
     GenerateRequest,
@@ -65,7 +65,7 @@ START_S = 60.0
 
 def stand_in(folder: str, num_frontends: int) -> None:
     """Answer requests of the frontends until `Shutdown`."""
-    ports = ZmqPorts(IpcPaths(folder), num_frontends=num_frontends)
+    ports = SocketPorts(IpcPaths(folder), num_frontends=num_frontends)
     ports.to_frontend(SchedulerReady({"max_total_num_tokens": 1 << 20}))
     while True:
         outputs: list[TokenOutput] = []
