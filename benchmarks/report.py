@@ -23,6 +23,7 @@ from benchmarks import (
     kv_quality,
     layerwise,
     moe_step,
+    neighbour,
     pd_overhead,
     prefix_fetch,
     quantized_step,
@@ -52,6 +53,7 @@ QUICK: dict[str, list[str]] = {
     "kv_quality": ["--most", "600"],
     "kv_dtype": ["--layers", "2", "--contexts", "1024"],
     "tapes": ["--layers", "4", "--steps", "4"],
+    "neighbour": ["--layers", "2", "--rounds", "1", "--seconds", "0.2"],
     "quantized_step": ["--layers", "4", "--steps", "6"],
     "step_gap": ["--layers", "2", "--batches", "1", "8", "--steps", "8"],
     "layerwise": ["--layers", "2", "--hidden", "256", "--requests", "2", "--prompt-len", "2048"],
@@ -112,6 +114,13 @@ SECTIONS = {
         "the same kernel calls recorded and repeated by one call from C (`engine/kernels/tape.py`). The bits are the "
         "same.",
         tapes.render,
+    ),
+    "neighbour": (
+        "A busy neighbour",
+        "Decode steps with one thread and with two while other processes take a share of the cores, in turns within one run: what a way keeps "
+        "of its steps without a neighbour, and how fast it is over the first row's. The kernel divides cores fairly: two threads beside two "
+        "neighbours that want a core each have half of both. The aim beside half a core of two: 70 % kept.",
+        neighbour.render,
     ),
     "moe_step": (
         "A mixture of experts",
