@@ -33,6 +33,7 @@ from tqdm import tqdm
 from deploy.bench import environment
 from deploy.bench.report import table
 from tests.e2e.cluster import POLL_S, Started, several, tandem
+from tools.family import family
 
 FLAGS = ("--port", "0", "--max-total-tokens", "131072", "--num-threads", "1", "--log-level", "warning")
 MODE = "--disaggregation-mode"
@@ -130,7 +131,7 @@ async def _moved_by(http: aiohttp.ClientSession, worker: Started, number: int) -
     if number == signal.SIGTERM:
         leader.send_signal(number)
         return at
-    for process in (*leader.children(recursive=True), leader):
+    for process in reversed(family(leader.pid)):
         with suppress(psutil.NoSuchProcess):
             process.send_signal(number)
     return at
@@ -229,7 +230,7 @@ async def _has_begun(http: aiohttp.ClientSession, url: str, worker: Started, str
 
 def _thaw(worker: Started) -> None:
     leader = psutil.Process(worker.process.pid)
-    for process in (leader, *leader.children(recursive=True)):
+    for process in family(leader.pid):
         process.send_signal(signal.SIGCONT)
 
 

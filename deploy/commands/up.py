@@ -54,7 +54,7 @@ def run(argv: Sequence[str]) -> int:
         engine_server(
             specs, model=_model_path(args), threads=getattr(args, "num_threads", None), log_dir=log_dir
         ) as server,
-        http_fork_server(log_dir=log_dir) as http_server,
+        http_fork_server(count=len(specs), log_dir=log_dir) as http_server,
     ):
         specs = with_env(specs, [name for names in shared.values() for name in names], env)
         specs = with_env(specs, [spec.name for spec in specs if spec.ranks], server)

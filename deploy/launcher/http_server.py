@@ -12,9 +12,9 @@ MODULES = ("deploy.cli", "deploy.commands.serve", "disagg.worker", "deploy.comma
 
 
 @contextlib.contextmanager
-def http_fork_server(*, log_dir: Path) -> Iterator[dict[str, str]]:
-    """Yield the environment of what is forked; that of this process, where one above it has a server."""
-    if HTTP_SERVER_VARIABLE in os.environ:
+def http_fork_server(*, count: int, log_dir: Path) -> Iterator[dict[str, str]]:
+    """Yield the environment of `count` processes to fork; {}: one alone starts as fast anew, or a server above this process serves them."""
+    if count == 1 or HTTP_SERVER_VARIABLE in os.environ:
         yield {}
         return
     log = (log_dir / "http-fork-server.log").open("wb")
