@@ -4,6 +4,7 @@ Goodput per GPU, and the search for the rate that keeps a share of requests with
 al., OSDI'24).
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -124,7 +125,8 @@ class Search:
         if good is None or bad is None:
             if len(self.points) > self.most_steps:
                 return None
-            stride = min(MOST_STRIDE, self.stride**2 ** max(0, len(self.points) - 2))
+            power = 1 << max(0, len(self.points) - 2)
+            stride = min(MOST_STRIDE, math.pow(self.stride, power))
             return stride * (good or 0.0) if bad is None else bad / stride
         return None if bad / good <= self.near else (good * bad) ** 0.5
 
