@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from benchmarks.scale_cluster import Stopwatch
@@ -41,7 +42,7 @@ HOP_S = 0.002  # a message between two processes
 ANSWER_S = 2.0  # mean
 MOST_TRIES = 4
 DOWN_S, DRAIN_S = 20.0, 3.0
-CHANGES = ("die", "die", "drain", "move")
+CHANGES = ("die", "die", "die for good", "drain", "move")
 
 
 @dataclass(eq=False)
@@ -129,9 +130,9 @@ class Fleet:
         assert self.counts["arrived"] == self.counts["answered"] + self.counts["failed"] + self.counts["no worker"]
         assert not any(node.sent for node in self.nodes.values())
         registered = set(self.registry._workers)
-        assert registered == {n.incarnation for n in self.nodes.values() if n.worker.role is Role.PREFILL}, (
-            "registrations of the dead have not expired, or one of the living has"
-        )
+        assert registered == {
+            n.incarnation for n in self.nodes.values() if n.alive and n.worker.role is Role.PREFILL
+        }, "registrations of the dead have not expired, or one of the living has"
         self.registry.expire(self.now_s + self.registry._config.room_ttl_s)
         assert self.registry.num_rooms == 0
 
@@ -174,14 +175,15 @@ class Fleet:
         node, what = self._rng.choice([*self.nodes.values()]), self._rng.choice(CHANGES)
         if node.alive and not node.draining:
             self.counts[what] += 1
-            {"die": self._die, "drain": self._drain, "move": self._move}[what](node)
+            {"drain": self._drain, "move": self._move}.get(what, partial(self._die, for_good=what != "die"))(node)
         self._at(self.now_s + self._rng.expovariate(max(4.0, len(self.nodes) / 500)), self._strike)
 
-    def _die(self, node: Node) -> None:
+    def _die(self, node: Node, *, for_good: bool = False) -> None:
         node.alive = False
         for sent in list(node.sent):
             self._at(self.now_s + HOP_S, lambda sent=sent: self._fail(sent, node))  # type: ignore[misc]
-        self._at(self.now_s + self._rng.uniform(0.1, DOWN_S), lambda: self._come_back(node))
+        if not for_good:
+            self._at(self.now_s + self._rng.uniform(0.1, DOWN_S), lambda: self._come_back(node))
 
     def _come_back(self, node: Node) -> None:
         node.alive, node.draining, node.lives = True, False, node.lives + 1

@@ -51,8 +51,8 @@ class HeadroomOrder(LogReader):
             self._sweep()
 
     def walk(self, size: float) -> Iterator[Worker]:
-        """Yield the workers whose headroom is at least `size`, or nearly, in the order of `key`."""
-        slack = 1e-6 * (1.0 + abs(size))  # what floats are off by: who calls asks the line itself
+        """Yield the workers whose headroom is at least `size`, and those of their last block, in the order of `key`: ask the line of each."""
+        slack = 1e-6 * (1.0 + abs(size))  # what floats are off by
         end = bisect_right(self._begins, (slack - size, math.inf))
         return (self._pool.by_id[key[3]] for key in heapq.merge(*self._blocks[:end]))
 

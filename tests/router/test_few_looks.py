@@ -9,6 +9,7 @@ import pytest
 
 from router.admission import in_time
 from router.admission.forecast import MIN_POINTS, STALE_S, Forecast
+from router.admission.headroom import BLOCK
 from router.admission.in_time import InTime, Objective, look_in_time, objectives_of
 from router.admission.queue import RequestRefused
 from router.attempts.failed_workers import MAX_JOINS, FailedWorkers
@@ -266,6 +267,23 @@ def test_a_request_with_objectives_goes_where_a_look_at_each_would_send_it(role:
     assert refused > 2 and (tried or role is not Role.PREFILL), (refused, tried)
 
 
+def test_the_order_by_headroom_holds_when_its_first_workers_lose_all_of_it() -> None:
+    story = Timed(random.Random(1), Role.PREFILL, workers=200)
+    (objective,) = objectives_of(Slo(ttft_s=1.0), Role.PREFILL, RoutingHints(prompt_tokens=100), story.forecast)
+    pool = story.table.pool(Role.PREFILL, "")
+    leases = []
+    for worker in sorted(pool, key=objective.headroom, reverse=True):
+        leases.append(story.table.loads.charge(worker, 10**7))
+        if len(leases) == 150:  # and one has it again
+            story.table.loads.release(leases[0])
+        order = objective.order(pool, load_key)
+        order.check()
+        found = [*order.walk(100)]
+        kept = [w for w in found if objective.headroom(w) >= 100]
+        assert kept == [w for w in sorted(pool, key=load_key) if objective.headroom(w) >= 100]
+        assert len(found) - len(kept) <= 2 * BLOCK
+
+
 def test_those_in_time_are_drawn_from_evenly() -> None:
     """A draw that is late is drawn again: that favours nobody."""
     rng = random.Random(5)
@@ -378,4 +396,4 @@ def test_a_request_with_objectives_looks_at_few_workers_though_half_of_all_are_l
         table.loads.charge(worker, 10)
 
     assert isinstance(ask(), RequestRefused if wanted_s < 0.05 else Placement)
-    assert most_looks(looks, ask, change) < 4 * in_time.TRIES + 3 * 64
+    assert most_looks(looks, ask, change) < 4 * in_time.TRIES + 3 * BLOCK

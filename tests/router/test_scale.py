@@ -114,7 +114,7 @@ def test_a_fleet_that_dies_comes_back_and_drains_leaves_nothing_behind(seed: int
     """`make scale-fleet` plays ten thousand workers."""
     found = scale_fleet.measure(120, seconds=12.0, rate=60.0, seed=seed)
     assert found["counts"]["answered"] > 300
-    assert all(found["counts"][what] for what in ("die", "drain", "move", "retried"))
+    assert all(found["counts"][what] for what in ("die", "die for good", "drain", "move", "retried"))
 
 
 async def test_a_scrape_says_all_and_lets_other_tasks_run_meanwhile() -> None:
