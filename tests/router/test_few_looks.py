@@ -171,7 +171,8 @@ def test_workers_of_one_bootstrap_server_are_left_out_together() -> None:
 class Timed:
     """Workers of which some are known, each with a line of its own."""
 
-    def __init__(self, rng: random.Random, role: Role, *, workers: int) -> None:
+    def __init__(self, rng: random.Random, role: Role, *, workers: int, flat: float = 0.1) -> None:
+        self.flat = flat  # share of the lines that do not rise
         self.rng, self.forecast, self.table = rng, Forecast(), table_of(workers, role=role)
         self.now_s = 0.0
         self.unknown: list[Worker] = []
@@ -181,7 +182,7 @@ class Timed:
     def learn(self, worker: Worker) -> None:
         ttft, itl = self.forecast.fits(worker)
         slow = self.rng.choice((1.0, 1.0, 1.1, 20.0))
-        flat = self.rng.random() < 0.1
+        flat = self.rng.random() < self.flat
         for i in range(MIN_POINTS):
             x = 7 if flat else i
             ttft.add(500.0 * x, slow * (0.05 + 0.05 * x), self.now_s)
@@ -268,7 +269,7 @@ def test_a_request_with_objectives_goes_where_a_look_at_each_would_send_it(role:
 
 
 def test_the_order_by_headroom_holds_when_its_first_workers_lose_all_of_it() -> None:
-    story = Timed(random.Random(1), Role.PREFILL, workers=200)
+    story = Timed(random.Random(1), Role.PREFILL, workers=200, flat=0.0)
     (objective,) = objectives_of(Slo(ttft_s=1.0), Role.PREFILL, RoutingHints(prompt_tokens=100), story.forecast)
     pool = story.table.pool(Role.PREFILL, "")
     leases = []
