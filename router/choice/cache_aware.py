@@ -13,6 +13,7 @@ there spares memory and a transfer, so its weight is 1. SGLang's thresholds appl
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple
 
 from router.choice.policies import Placement, Policy, RoutingHints
@@ -89,16 +90,19 @@ def _least_cost(pool: Candidates, groups: Sequence[_Group], matched: PrefixMatch
 
 
 def _first_of(pool: Candidates, group: _Group, matched: PrefixMatch, best_cost: float) -> Worker | None:
-    """The least loaded of a group; None if it costs more than `best_cost`. Of a large group one comes soon in the order of load."""
-    if group.bits.bit_count() <= SMALL_GROUP:
-        members = [pool.member(i, cached_tokens=group.cached_tokens) for i in matched.ids(group.bits)]
-        return min(filter(None, members), key=load_key, default=None)
-    for worker in pool.in_order(cached_tokens=group.cached_tokens):
-        if worker.load_tokens - group.worth > best_cost:
-            return None
-        if matched.has(worker.worker_id, group.bits):
-            return worker
-    return None
+    """The least loaded of a group; None if it costs more than `best_cost`.
+
+    Of a large group one comes soon in the order of load, unless its workers are the busy ones: no more are walked past than it has.
+    """
+    cached_tokens, size = group.cached_tokens, group.bits.bit_count()
+    if size > SMALL_GROUP:
+        for worker in islice(pool.in_order(cached_tokens=cached_tokens), size):
+            if worker.load_tokens - group.worth > best_cost:
+                return None
+            if matched.has(worker.worker_id, group.bits):
+                return worker
+    members = [pool.member(worker_id, cached_tokens=cached_tokens) for worker_id in matched.ids(group.bits)]
+    return min(filter(None, members), key=load_key, default=None)
 
 
 def _cost_key(worker: Worker, credit: int) -> LoadKey:

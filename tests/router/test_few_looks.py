@@ -398,3 +398,19 @@ def test_a_request_with_objectives_looks_at_few_workers_though_half_of_all_are_l
 
     assert isinstance(ask(), RequestRefused if wanted_s < 0.05 else Placement)
     assert most_looks(looks, ask, change) < 4 * in_time.TRIES + 3 * BLOCK
+
+
+def test_a_prompt_that_busy_workers_know_is_not_sought_among_all_idle_ones(looks: set[int]) -> None:
+    table, index = WorkerTable(), PrefixIndex(max_blocks=64)
+    for number in range(MANY):
+        table.on_check(table.add(f"http://h{number}:1", role=Role.PREFILL), Check.OK, now_s=0.0)
+    hints, group = RoutingHints(prompt_tokens=4 * BLOCK_TOKENS, keys=[b"a", b"b"]), table.workers()[:40]
+    for worker in group:
+        index.touch(worker.worker_id, hints.keys)
+        table.loads.charge(worker, 10)
+    policy, pool = CacheAware(index, ChoiceFlags()), table.pool(Role.PREFILL, "")
+    rng, idle = random.Random(1), table.workers()[40:]
+    choice = policy.look(pool, hints)
+    assert choice.worker is group[0] and choice.cached_tokens == 2 * BLOCK_TOKENS
+    change = lambda: table.loads.release(table.loads.charge(rng.choice(idle), 10))  # noqa: E731
+    assert most_looks(looks, lambda: policy.look(pool, hints), change) < 2 * len(group) + 20
