@@ -38,7 +38,7 @@ from service.kv_events import END_SEQ, BlockRemoved, BlockStored, KVEventBatch, 
 from service.process.start import allow_many_files
 
 WORKERS = 1000
-RATES = (500, 1000, 2000, 4000, 8000)
+RATES = (500, 1000, 2000, 4000)
 PAGE = 16  # tokens
 PROMPTS = 32  # that repeat; each is there for half of them
 PUBLISHERS = 2

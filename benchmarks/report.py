@@ -20,6 +20,7 @@ from benchmarks import (
     gpu_check,
     interference,
     kv_dtype,
+    kv_event_rate,
     kv_quality,
     layerwise,
     moe_step,
@@ -45,6 +46,7 @@ KEPT = ROOT / "docs" / "reports"
 PAGE = KEPT / "benchmarks.md"
 
 QUICK: dict[str, list[str]] = {
+    "kv_event_rate": ["--workers", "50", "--rates", "200", "--seconds", "1"],
     "interference": ["--rounds", "1"],
     "pd_overhead": ["--requests", "10"],
     "prefix_fetch": ["--rounds", "1", "--tokens", "512"],
@@ -212,10 +214,17 @@ SECTIONS = {
         "The router's core at work for many workers, and the bootstrap server's registry: production code in virtual "
         "time, fed by a trace that repeats with new prompts, at a rate that suits the workers. Every 1,000 requests "
         "one worker goes down and comes back, so pools are made anew. Sockets and bodies are not included; their cost"
-        " does not depend on the number of workers. What still grows is cache misses. Rows with a comma are for "
-        "comparison: a look at each worker for each request, and requests with an objective (`--slo-ttft`), for "
-        "which the forecast looks at each worker. [Plot](scale.png).",
+        " does not depend on the number of workers. What still grows is cache misses. Each request of the rows with `and` is chosen "
+        "twice; objectives (`--slo-ttft`, `--slo-itl`) ask the forecast. The last rows with a comma are for comparison: a look at "
+        "each worker for each request. [Plot](scale.png).",
         scale.render,
+    ),
+    "kv_event_rate": (
+        "KV events of 1,000 workers",
+        "Each message stores the pages of a prompt of 2,048 tokens and removes as many: one a request, at a full cache. All go through one "
+        "router process, whose event loop gives them half its time at most; the rest waits in the sockets, 256 messages of each worker, "
+        "and is lost beyond. So the router's CPU is what ends first, requests go on, and each further router process has all events again.",
+        kv_event_rate.render,
     ),
 }
 ARGUMENTS = {

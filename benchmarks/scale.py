@@ -116,6 +116,8 @@ def change_row(workers: int) -> dict[str, Any]:
     """A worker goes down or comes back, and the next request finds its pool."""
     cluster, watch = Cluster(DEFAULT, workers), Stopwatch()
     table = cluster.table
+    for role in ROLES:
+        table.ready(role, "", now_s=0.0).least_loaded()
     for number in range(CHANGES):
         worker, result = table.workers()[number // 2 % workers], (Check.REFUSED, Check.OK)[number % 2]
         begun_ns = time.thread_time_ns()
