@@ -117,5 +117,6 @@ class HeadroomOrder(LogReader):
         assert len(self._begins) == len(self._blocks) and self._begins == sorted(self._begins)
         for at, block in enumerate(self._blocks):
             assert block == sorted(block) and len(block) <= 2 * BLOCK
-            assert all(self._block_of(self._of[key[3]][0]) == at and self._of[key[3]][1] == key for key in block)
-        assert sum(map(len, self._blocks)) == len(self._of)
+            homes = {self._block_of(self._of[key[3]][0]) for key in block}
+            assert homes <= {at} and all(self._of[key[3]][1] == key for key in block)
+        assert sum(len(block) for block in self._blocks) == len(self._of)
