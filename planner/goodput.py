@@ -108,7 +108,7 @@ class Search:
     """Brackets the highest good rate from `guess`, then halves the bracket (geometrically): points in, rates out.
 
     `stride`: factor between the first rates, until there is a bracket: a small one where the guess is good and runs are dear. It grows to
-    `MOST_STRIDE` where the guess was far off.
+    `MOST_STRIDE` where the guess was far off. `lowest`: part of the guess below which no rate is tried.
     """
 
     guess: float
@@ -116,9 +116,14 @@ class Search:
     near: float = NEAR
     stride: float = MOST_STRIDE
     most_steps: int = MOST_STEPS
+    lowest: float = 0.0
     points: list[Point] = field(default_factory=list)
 
     def next_rate(self) -> float | None:
+        rate = self._next_rate()
+        return None if rate is None or rate < self.lowest * self.guess else rate
+
+    def _next_rate(self) -> float | None:
         if not self.points:
             return self.guess
         good, bad = self._best_rate(), self._worst_rate()

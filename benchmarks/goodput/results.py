@@ -12,6 +12,7 @@ from planner.goodput import Point, Search, SloTargets
 from service.flags import ConfigError
 
 NEAR, STRIDE, MOST_STEPS = 1.08, 1.16, 6  # of a search that begins at the planned goodput
+LOWEST = 0.4  # of the planned rate: below it a run takes many minutes, and says no more than that the plan was wrong
 
 
 @dataclass(slots=True, kw_only=True)
@@ -34,7 +35,13 @@ class Cell:
     def search(self, slo: SloTargets) -> Search:
         """The search as it stands."""
         return Search(
-            guess=self.guess, share=slo.share, near=NEAR, stride=STRIDE, most_steps=MOST_STEPS, points=self.points
+            guess=self.guess,
+            share=slo.share,
+            near=NEAR,
+            stride=STRIDE,
+            most_steps=MOST_STEPS,
+            lowest=LOWEST,
+            points=self.points,
         )
 
 
