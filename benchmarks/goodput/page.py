@@ -194,7 +194,7 @@ def plan_table(found: Results) -> str:
             [
                 cell.load,
                 cell.layout,
-                f"{search.estimate:.2f}",
+                f"{search.estimate:.2f}" if best else f"below {min(point.rate for point in search.points):.2f}",
                 f"{cell.planned:.2f}",
                 "" if error is None else f"{error:+.0%}",
                 *(_latencies(best, there, name) for name in ("ttft", "tpot")),
