@@ -113,13 +113,14 @@ def about(found: Results) -> str:
     host = msgspec.convert(found.calibration, Calibration)
     alone, trace = alone_of(host.half), found.arguments["trace"]
     least = min((run["cores_left"] for cell in found.cells for run in cell.runs), default=host.cores_left)
+    while_alone = "" if host.cores_left >= least else f" ({host.cores_left:.1f} while latencies alone were measured)"
     lengths = f"Mooncake's {trace} trace" if trace else "lengths as in Mooncake's conversation trace"
     return (
         f"Real processes, HTTP and NIXL, each cluster on the same {found.arguments['cores']} cores. Unified: a thread on each core, prompts "
         "first, or with mixed chunks: of 1024 tokens (the default), or as many as the objective for ITL allows (tuned). Pair: a half of the cores for prefill, "
         "the other for decode; pages leave whole, or layer by layer; or both workers on all cores, as `tandem up` starts them. Mixed pool: "
         f"a pair and a unified worker (`--mixed`), all on all cores. {found.arguments['layers']} layers as wide as Qwen3-0.6B's, random bf16 weights; {lengths}, scaled; "
-        f"runs of {RUN_S:g} s; others left {least:.1f} cores or more. On half of the cores, alone: {1e6 * alone.prompt_token_s:.0f} us a prompt token, "
+        f"runs of {RUN_S:g} s; others left {least:.1f} cores or more{while_alone}. On half of the cores, alone: {1e6 * alone.prompt_token_s:.0f} us a prompt token, "
         f"{1e3 * alone.step_s:.0f} ms a step with four answers."
     )
 
