@@ -93,7 +93,7 @@ def n_gram_starters(peers: Path, *, drafts: int, matches: tuple[int, int]) -> di
 def _tandem(model: PeerModel, flags: tuple[str, ...], weights: str = BF16) -> Iterator[Server]:
     path = model.folder if weights == BF16 else model.gguf[weights]
     with tandem_up("--unified", "--model-path", str(path), *flags) as cluster:
-        yield Server(url=cluster.url, model=path.stem, vocabulary=model.vocabulary)
+        yield Server(url=cluster.url, model=path.name.removesuffix(".gguf"), vocabulary=model.vocabulary)
 
 
 @contextmanager
