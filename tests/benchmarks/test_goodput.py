@@ -62,7 +62,7 @@ def request(*blocks: tuple[int, int], output_len: int = 10, at: float = 0.0) -> 
 # ---- the search
 
 
-@pytest.mark.parametrize("wrong", [0.2, 0.5, 0.9, 1.0, 1.12, 1.8, 5.0])
+@pytest.mark.parametrize("wrong", [0.2, 0.5, 0.9, 1.0, 1.12, 1.8, 2.2])
 def test_a_search_from_a_near_guess_ends_after_few_runs(wrong: float) -> None:
     cell = Cell(load="l", layout="x", planned=5.0, guess=5.0 * wrong, planned_best=None)
     search = cell.search(SLO)
@@ -71,6 +71,15 @@ def test_a_search_from_a_near_guess_ends_after_few_runs(wrong: float) -> None:
     assert search.best is not None and 5.0 / NEAR <= search.best.rate <= 5.0
     assert search.estimate == pytest.approx(5.0, rel=NEAR - 1)
     assert len(cell.points) <= (4 if abs(wrong - 1) < STRIDE - 1 else 10)
+
+
+def test_a_plan_that_is_far_too_high_costs_few_runs() -> None:
+    """A run at a tenth of the rate takes ten times as long."""
+    cell = Cell(load="l", layout="x", planned=50.0, guess=50.0, planned_best=None)
+    search = cell.search(SLO)
+    while (rate := search.next_rate()) is not None:
+        search.add(point(rate, 1.0 if rate <= 5.0 else 0.5))
+    assert search.best is None and len(cell.points) <= 5
 
 
 def test_a_search_goes_on_where_it_was_interrupted(tmp_path: Path) -> None:
