@@ -120,8 +120,10 @@ class Search:
     points: list[Point] = field(default_factory=list)
 
     def next_rate(self) -> float | None:
-        rate = self._next_rate()
-        return None if rate is None or rate < self.lowest * self.guess else rate
+        rate, lowest, bad = self._next_rate(), self.lowest * self.guess, self._worst_rate()
+        if rate is None or rate >= lowest:
+            return rate
+        return lowest if bad is None or bad > lowest else None
 
     def _next_rate(self) -> float | None:
         if not self.points:

@@ -228,7 +228,7 @@ def test_a_search_gives_up_below_a_part_of_its_guess() -> None:
     search = Search(guess=2.0, share=0.9, lowest=0.4)
     while (rate := search.next_rate()) is not None:
         search.add(point(rate, 0.0))
-    assert [point.rate for point in search.points] == [2.0, 1.0]
+    assert [point.rate for point in search.points] == [2.0, 1.0, 0.8]
 
 
 def test_a_good_rate_above_a_bad_one_is_chance() -> None:
