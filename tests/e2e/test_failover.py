@@ -22,7 +22,7 @@ from tools.family import family
 
 SLOW = ("--stream", "threaded", "--stream-delay", "0.02", "--log-level", "warning", "--device", "cpu")
 KV = ("--max-total-tokens", "4096", "--page-size", "8", "--num-threads", "1", "--enable-return-hidden-states")
-NEW = 130  # the last half takes longer than a busy machine does to find and tell a worker
+NEW = 130
 FAULT_AFTER = 60  # events: an answer that is not streamed has told the router of its first tokens
 
 

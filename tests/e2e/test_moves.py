@@ -12,11 +12,12 @@ import pytest
 
 from tests.e2e.client import session
 from tests.e2e.cluster import Started, tandem
-from tests.e2e.test_failover import BODIES, FAULT_AFTER, KV, SLOW, busy, filled_in, shown, streams
+from tests.e2e.test_failover import BODIES, KV, SLOW, busy, filled_in, shown, streams
 
 # Hidden states of all tokens are shown at every event: prefill computes them again.
 MOVING = {name: (path, body) for name, (path, body) in BODIES.items() if not body.get("return_hidden_states")}
 PROMPTS = "sglang:prompt_tokens_total"
+MOVE_AFTER = 20  # events; a busy machine reads them late, and the rest must outlast the request to move
 
 
 @dataclass
@@ -101,7 +102,7 @@ async def test_streams_move_with_their_kv(fleet: Fleet) -> None:
         counts = [0] * len(MOVING)
         before, moved = await metric(fleet.prefill.url, PROMPTS), await moves(fleet)
         load = asyncio.ensure_future(asyncio.gather(streams(fleet.router, counts, MOVING), filled_in(fleet.router)))
-        while min(counts) < FAULT_AFTER and not load.done():
+        while min(counts) < MOVE_AFTER and not load.done():
             await asyncio.sleep(0.005)
         left = busy(fleet)
         await move(fleet, left)
