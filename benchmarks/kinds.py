@@ -2,8 +2,8 @@
 
 usage: python -m benchmarks.kinds [--kinds avx2 amx ...] [--forms bf16 int8wo int4wo-128] [--mib 96] [--rounds 7] [--threads 1] [--output FILE]
 
-The four matrices of a layer of Qwen3-0.6B. GB/s: of weights, as they lie in memory, for 1, 2 and 8 rows; each kind has so many
-layers that they take at least --mib in bf16, which caches should not hold. GFLOP/s: of one layer for 256 rows. Beside it, torch's own
+The four matrices of a layer of Qwen3-0.6B. GB/s: of weights, as they lie in memory, for 1, 2 and 8 rows; each kind has as
+many layers as take --mib in bf16, which caches should not hold. GFLOP/s: of one layer for 256 rows. Beside it, torch's own
 product of bf16. Medians; of one thread its own seconds count, which others on the machine disturb less.
 """
 

@@ -22,19 +22,16 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from benchmarks.neighbour_steps import decode_batch
 from benchmarks.random_model import HEAD_DIM, KV_HEADS, SPECIAL_TOKENS, Experts, write_model
 from benchmarks.step_time import read_rate
 from deploy.bench import environment
 from deploy.bench.report import table
-from engine.attention.cpu_backend import CpuBackend
-from engine.kv.kv_pool import KVPool
-from engine.kv.step_batch import StepBatch
 from engine.model_files.model_config import load_model_config
 from engine.models.decoder import DenseDecoder
 from engine.models.load import load_model
 
 BATCHES = (1, 4, 16)
-PAGE_SIZE = 16
 PANEL = 32  # widths are multiples of it, as those of published models
 WARM_UP = 3
 BF16_BYTES = 2
@@ -44,23 +41,10 @@ class Steps:
     """The same decode step of `model` again and again: `batch` requests with `tokens` in the cache."""
 
     def __init__(self, model: DenseDecoder, vocab: int, batch: int, *, tokens: int) -> None:
-        pages = -(-tokens // PAGE_SIZE)
-        pool = KVPool(model.cache_specs(), num_pages=batch * pages, page_size=PAGE_SIZE, device="cpu")
-        pool.buffer.zero_()  # memory that was never written is no memory yet
-        table = (torch.arange(batch * pages) + 1).int().reshape(batch, pages)
-        self._positions = torch.full((batch,), tokens - 1)
-        self._step = StepBatch(
-            extend=False,
-            q_lens=[1] * batch,
-            kv_lens=[tokens] * batch,
-            page_table=table,
-            slots=torch.arange(batch),
-            token_pages=table[:, -1].long(),
-            token_offsets=self._positions % PAGE_SIZE,
-        )
+        self._backend, self._step, self._positions = decode_batch(model, batch, tokens=tokens, order=torch.arange)
         draw = torch.Generator().manual_seed(batch)
         self._ids = SPECIAL_TOKENS + torch.randperm(vocab - SPECIAL_TOKENS, generator=draw)[:batch]
-        self._backend, self._model = CpuBackend(pool), model
+        self._model = model
 
     def run(self) -> float:
         """Seconds of a step: of one thread those that it computes, which others on the machine disturb less."""

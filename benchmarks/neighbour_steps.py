@@ -1,4 +1,4 @@
-"""Decode steps of a random model in a process of their own, for benchmarks/neighbour.py: so many seconds at each word on stdin.
+"""Decode steps of a random model in a process of their own, for benchmarks/neighbour.py: each line of stdin asks for some seconds.
 
 usage: python -P benchmarks/neighbour_steps.py FOLDER THREADS TOKENS   (run by its path: PYTHONPATH names the checkout that is measured)
 
@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,12 +28,22 @@ PAGE_SIZE = 16
 WARM_UP = 3  # a tape is recorded beside the first step and checked beside the second
 
 
-def make_step(model: DenseDecoder, batch: int, *, tokens: int) -> Callable[[], Any]:
-    """A decode step of `batch` requests with `tokens` in the cache, to its tokens."""
+class DecodeBatch(NamedTuple):
+    """A decode step of requests whose KV is there. `positions` [batch]: of the tokens that it computes."""
+
+    backend: CpuBackend
+    step: StepBatch
+    positions: torch.Tensor
+
+
+def decode_batch(
+    model: DenseDecoder, batch: int, *, tokens: int, order: Callable[[int], torch.Tensor] = torch.randperm
+) -> DecodeBatch:
+    """`batch` requests with `tokens` in the cache. `order`: of their pages in memory."""
     pages = -(-tokens // PAGE_SIZE)
     pool = KVPool(model.cache_specs(), num_pages=batch * pages, page_size=PAGE_SIZE, device="cpu")
-    pool.buffer.zero_()
-    table = (torch.randperm(batch * pages) + 1).int().reshape(batch, pages)
+    pool.buffer.zero_()  # memory that was never written is no memory yet
+    table = (order(batch * pages) + 1).int().reshape(batch, pages)
     positions = torch.full((batch,), tokens - 1)
     step = StepBatch(
         extend=False,
@@ -44,7 +54,13 @@ def make_step(model: DenseDecoder, batch: int, *, tokens: int) -> Callable[[], A
         token_pages=table[:, -1].long(),
         token_offsets=positions % PAGE_SIZE,
     )
-    ids, backend = torch.arange(batch), CpuBackend(pool)
+    return DecodeBatch(CpuBackend(pool), step, positions)
+
+
+def make_step(model: DenseDecoder, batch: int, *, tokens: int) -> Callable[[], Any]:
+    """A decode step of `batch` requests with `tokens` in the cache, to its tokens."""
+    backend, step, positions = decode_batch(model, batch, tokens=tokens)
+    ids = torch.arange(batch)
     forward = partial(DecodeTapes().forward, model) if linear_kernel() is not None else model.forward
 
     def one() -> Any:

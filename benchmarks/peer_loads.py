@@ -36,7 +36,7 @@ IN_TOKENS = ("input_len", "shared_prefix_len")  # of a prompt
 
 @dataclass(frozen=True, kw_only=True)
 class Vocabulary:
-    """What prompts of a model are drawn from: token ids of [low, high], or words of so many tokens each."""
+    """What prompts of a model are drawn from: token ids of [low, high], or words of `tokens_a_word` tokens each."""
 
     low: int = 16
     high: int = 500

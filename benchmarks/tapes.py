@@ -19,39 +19,23 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from benchmarks.neighbour_steps import decode_batch
 from benchmarks.random_model import write_model
 from deploy.bench import environment
 from deploy.bench.report import table
-from engine.attention.cpu_backend import CpuBackend
 from engine.executor.decode_tapes import DecodeTapes
-from engine.kv.kv_pool import KVPool
-from engine.kv.step_batch import StepBatch
 from engine.model_files.model_config import load_model_config
 from engine.models.decoder import DenseDecoder
 from engine.models.load import load_model
 
 BATCHES = (1, 8, 32)
-PAGE_SIZE = 16
 WARM_UP = 2  # a tape is recorded beside the first step and checked beside the second
 
 
 def measure(model: DenseDecoder, batch: int, *, tokens: int, steps: int, bar: "tqdm[Any]") -> dict[str, float]:
     """Medians of `steps` forwards each way, of `batch` requests with `tokens` in the cache."""
-    pages = -(-tokens // PAGE_SIZE)
-    pool = KVPool(model.cache_specs(), num_pages=batch * pages, page_size=PAGE_SIZE, device="cpu")
-    pool.buffer.zero_()  # memory that was never written is no memory yet
-    table = (torch.randperm(batch * pages) + 1).int().reshape(batch, pages)
-    positions = torch.full((batch,), tokens - 1)
-    step = StepBatch(
-        extend=False,
-        q_lens=[1] * batch,
-        kv_lens=[tokens] * batch,
-        page_table=table,
-        slots=torch.arange(batch),
-        token_pages=table[:, -1].long(),
-        token_offsets=positions % PAGE_SIZE,
-    )
-    ids, backend, tapes = torch.arange(batch), CpuBackend(pool), DecodeTapes()
+    backend, step, positions = decode_batch(model, batch, tokens=tokens)
+    ids, tapes = torch.arange(batch), DecodeTapes()
     assert tapes is not None, "no C kernels here"
     plain_s, taped_s = [], []
     for _ in range(steps + WARM_UP):

@@ -52,13 +52,13 @@ def measure(args: argparse.Namespace, path: Path) -> None:
     cores = sorted(os.sched_getaffinity(0))
     pinning(layouts[-1], cores)  # says what it needs before anything starts
     source = from_entries(read_trace(args.trace), args.requests) if args.trace else like_conversations(args.requests)
-    told = {
+    arguments = {
         "trace": Path(args.trace).name.partition("_")[0] if args.trace else None,
         "requests": args.requests,
         "layers": args.layers,
         "cores": len(cores),
     }
-    found = results.begin(path, describe(), told, anew=args.anew)
+    found = results.begin(path, describe(), arguments, anew=args.anew)
     with tempfile.TemporaryDirectory(prefix="tandem-goodput-") as name, tqdm(unit="run") as bar:
         folder = Path(name)
         write_model(folder / "model", layers=args.layers)

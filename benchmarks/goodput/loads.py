@@ -18,7 +18,7 @@ SHARE = 0.95
 LONGEST = 1536  # tokens of a scaled prompt
 LOWEST_ID, HIGHEST_ID = 16, 500  # tokens of prompts
 SEED = 11
-RUN_S, LEAST = 14.0, 36  # of a run: the requests that come within this time, and at least so many
+RUN_S, LEAST = 14.0, 36  # of a run: the requests that come within RUN_S, LEAST at least
 # Tokens of prompts and answers below which 0, 5, 10, ... 100 % of the conversation trace's requests lie.
 PROMPTS = (
     *(891, 901, 964, 1261, 1662, 2306, 3263, 4250, 4993, 5870, 6909),

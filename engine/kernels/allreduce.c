@@ -10,6 +10,7 @@
 
 #include "team.h"
 #include "vectors.h"
+#include "waiting.h"
 
 #define ABI_VERSION 4
 #define MOST_RANKS 64
@@ -34,20 +35,6 @@ struct line {
 INLINE int64_t read_word(const int64_t *word) { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
 
 INLINE void write_word(int64_t *word, int64_t value) { __atomic_store_n(word, value, __ATOMIC_RELEASE); }
-
-INLINE void pause_core(void) {
-#if defined(__x86_64__) || defined(__i386__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    __asm__ volatile("yield");
-#endif
-}
-
-static int64_t now_ns(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
-}
 
 /* 0 once *word >= value, or RANKS_ENDED once *abort is not 0. */
 static int wait_for(const int64_t *word, int64_t value, const int64_t *abort) {
@@ -139,7 +126,7 @@ static int64_t strip(int64_t numbers, int64_t begin) { return numbers - begin < 
 
 static struct loop strips_of(int64_t numbers) { return team_loop((numbers + STRIP - 1) / STRIP, numbers > 2 * STRIP ? 0 : 2); }
 
-/* Waits until all ranks have written their window number `count`, of so many numbers. */
+/* Waits until all ranks have written their window number `count`, of `numbers` numbers. */
 static int await_all(const struct line *lines, int64_t ranks, int64_t count, int64_t numbers, const int64_t *abort) {
     for (int64_t r = 0; r < ranks; r++) {
         const int failed = wait_for(&lines[r].written, count + 1, abort);

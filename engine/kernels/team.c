@@ -12,6 +12,7 @@
  */
 #define _GNU_SOURCE
 #include "team.h"
+#include "waiting.h"
 
 #include <linux/futex.h>
 #include <pthread.h>
@@ -83,20 +84,6 @@ static __thread struct team *own;        /* of this thread, as a leader */
 static __thread struct member *playing; /* this thread, inside a list */
 static pthread_key_t leaders;
 static pthread_once_t once = PTHREAD_ONCE_INIT;
-
-static void pause_core(void) {
-#if defined(__x86_64__) || defined(__i386__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    __asm__ volatile("yield");
-#endif
-}
-
-static int64_t now_ns(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
-}
 
 #define READ(word) __atomic_load_n(&(word), __ATOMIC_SEQ_CST)
 #define WRITE(word, value) __atomic_store_n(&(word), value, __ATOMIC_SEQ_CST)

@@ -16,7 +16,7 @@ from router.pool.worker import LoadLog, Role, Worker, worker_id_of
 
 MAX_NARROWED = 4  # narrower pools kept with each: a circuit that is tried opens and closes for some requests
 MAX_DERIVED = 16  # orders of other packages kept with each
-MAX_GAPS = 16  # up to so many workers are passed over one by one; of more the pool is made without them
+MAX_GAPS = 16  # workers that are passed over one by one; where there are more, a pool is made without them
 
 T = TypeVar("T")
 
