@@ -1,0 +1,98 @@
+"""Images of a prompt, as the processes of a worker exchange them: pixels, and the tokens that stand for them. Pure, never torch.
+
+Three things follow from an image and its place. Its *key ids* stand for its tokens wherever prefixes are compared, so that equal images
+share KV and others never do. Its *RoPE positions* have three dimensions (M-RoPE, Qwen2-VL, arXiv:2409.12191). Its *features* replace the
+embeddings of its tokens; a vision tower computes them from the pixels.
+"""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+KEY_BYTES = 32
+
+RopePositions = tuple[list[int], list[int], list[int]]  # time, row and column of each token
+
+
+class ImageInput(msgspec.Struct, frozen=True, array_like=True):
+    """An image of a prompt, or some frames of a video. Its tokens are input_ids[start : start + num_tokens].
+
+    key:    SHA-256 of its source and of everything else that decides its features (`KEY_BYTES`)
+    grid:   (time, rows, columns) of its patches, before the tower merges them
+    merge:  patches that a token stands for, in rows and in columns
+    size:   (frames, height, width) of `pixels`
+    pixels: uint8 [frames, height, width, 3], resized as the model wants them; b"" where another process computes the features
+    time_step: RoPE positions in time from one step of `grid`'s time to the next
+    """
+
+    start: int
+    num_tokens: int
+    key: bytes
+    grid: tuple[int, int, int]
+    merge: int
+    size: tuple[int, int, int]
+    pixels: bytes = b""
+    time_step: int = 1
+
+    @property
+    def end(self) -> int:
+        return self.start + self.num_tokens
+
+    @property
+    def span(self) -> int:
+        """Count the RoPE positions that it takes."""
+        time, rows, columns = self._merged
+        return max((time - 1) * self.time_step + 1, rows, columns)
+
+    @property
+    def _merged(self) -> tuple[int, int, int]:
+        time, rows, columns = self.grid
+        return time, rows // self.merge, columns // self.merge
+
+    def rope_positions(self, base: int) -> Iterator[tuple[int, int, int]]:
+        """Yield those of its tokens in order, from `base` on."""
+        time, rows, columns = self._merged
+        for t in range(time):
+            for row in range(rows):
+                for column in range(columns):
+                    yield base + t * self.time_step, base + row, base + column
+
+
+def key_ids(images: Sequence[ImageInput], tokens: list[int], start: int) -> list[int]:
+    """Return `tokens`, which begin at position `start`, with 256 bits in place of each that stands for a part of an image."""
+    found, end = list(tokens), start + len(tokens)
+    for image in images:
+        first, last = max(start, image.start), min(end, image.end)
+        if first < last:
+            found[first - start : last - start] = _ids_of(image)[first - image.start : last - image.start]
+    return found
+
+
+def rope_delta(images: Sequence[ImageInput]) -> int:
+    """Return RoPE position minus position of the tokens behind all `images`: a constant of the request, 0 or less."""
+    return sum(image.span - image.num_tokens for image in images)
+
+
+def rope_positions(images: Sequence[ImageInput], start: int, end: int) -> RopePositions:
+    """Return those of tokens `start`..`end` - 1. `images`: of the whole prompt, in order."""
+    found: list[tuple[int, int, int]] = []
+    at = delta = 0
+    for image in images:
+        found += _plain(max(at, start), min(image.start, end), delta)
+        if image.end > start and image.start < end:
+            inside = list(image.rope_positions(image.start + delta))
+            found += inside[max(0, start - image.start) : end - image.start]
+        at, delta = image.end, delta + image.span - image.num_tokens
+    found += _plain(max(at, start), end, delta)
+    return [t for t, _, _ in found], [row for _, row, _ in found], [column for _, _, column in found]
+
+
+def _plain(start: int, end: int, delta: int) -> list[tuple[int, int, int]]:
+    return [(position + delta,) * 3 for position in range(start, end)]
+
+
+def _ids_of(image: ImageInput) -> list[int]:
+    """A number of 256 bits for each token, which no token id is."""
+    stream = hashlib.shake_256(image.key).digest(KEY_BYTES * image.num_tokens)
+    return [int.from_bytes(stream[at : at + KEY_BYTES], "little") | 1 << 255 for at in range(0, len(stream), KEY_BYTES)]
