@@ -6,6 +6,7 @@ scheduler                         --ToFrontend-->   frontend
 
 import msgspec
 
+from engine.images import ImageInput
 from engine.sampling_params import SamplingParams
 
 MAX_ASKED_TOKEN_IDS = 128  # of LogprobOptions.token_ids: what a metadata row holds
@@ -90,6 +91,7 @@ class GenerateRequest(_Message, frozen=True):
         None  # where the KV of all these tokens but the last is; None: a prefill worker computes it
     )
     prefix_source: PrefixSource | None = None  # for a prefill worker; None: no router knows of one
+    images: list[ImageInput] = []  # of the prompt, in order of their tokens
 
 
 class GenerateBatch(_Message, frozen=True):
