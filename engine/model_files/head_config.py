@@ -6,14 +6,9 @@ from pathlib import Path
 from engine.model_files.families import FAMILIES, Family
 from engine.model_files.fields import Fields
 from engine.model_files.sentence_config import read_pooling
+from engine.model_files.vision_families import VISION_FAMILIES
 
 TOKENS, LABELS, NOTHING = "tokens", "labels", "nothing"
-_TEXT_PARTS = {  # the architectures of their text models
-    "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
-    "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
-    "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",
-}
-_OUTSIDE = ("tie_word_embeddings", "dtype", "torch_dtype", "quantization_config", "bos_token_id", "eos_token_id")
 _KINDS = {"ForCausalLM": TOKENS, "ForSequenceClassification": LABELS, "Model": NOTHING}
 
 
@@ -33,25 +28,13 @@ class HeadConfig:
 TOKEN_HEAD = HeadConfig()
 
 
-def text_part(fields: Fields) -> Fields:
-    """The fields of the text model in those of a model that sees images, too; any other's as they are."""
-    names = fields.get("architectures")
-    family = _TEXT_PARTS.get(names[0]) if isinstance(names, list) and names and isinstance(names[0], str) else None
-    if family is None:
-        return fields
-    if not isinstance(fields.get("text_config"), dict):
-        raise fields.error("text_config", f"{names[0]} needs the fields of its text model there")
-    outside = {name: fields.get(name) for name in _OUTSIDE if fields.get(name) is not None}
-    return fields.inside("text_config").with_defaults(outside).with_values(architectures=[family])
-
-
 def read_family(fields: Fields) -> tuple[str, Family, str]:
     """(architecture, its family, kind of head). Raises ConfigError.
 
     A family of dense decoders is also there with the head of a classifier, and without one.
     """
     names = fields.get("architectures")
-    known = ", ".join(sorted(FAMILIES))
+    known = ", ".join(sorted([*FAMILIES, *VISION_FAMILIES]))
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
         raise fields.error("architectures", f"must name the model class; supported: {known}")
     for name in names:

@@ -14,12 +14,14 @@ from engine.gguf.file import open_gguf
 from engine.model_files.arithmetic import PLAIN, Arithmetic
 from engine.model_files.experts_config import ExpertsConfig
 from engine.model_files.fields import Fields, read_fields
-from engine.model_files.head_config import TOKEN_HEAD, TOKENS, HeadConfig, read_family, read_head, text_part
+from engine.model_files.head_config import TOKEN_HEAD, TOKENS, HeadConfig, read_family, read_head
 from engine.model_files.latent_config import LatentConfig, read_latent, rope_dim
 from engine.model_files.layer_kinds import read_kinds, read_ropes, read_windows
 from engine.model_files.recurrent_config import RecurrentConfig
 from engine.model_files.rope_config import RopeConfig
 from engine.model_files.stored_weights import StoredWeights, read_stored_weights
+from engine.model_files.text_part import text_part
+from engine.model_files.vision_config import VisionConfig, read_vision
 from service.flags import ConfigError
 
 if TYPE_CHECKING:
@@ -46,6 +48,7 @@ class ModelConfig:
     `windows`: the last tokens that a query of each layer sees, 0 for all; (): no layer has a window below the context.
     `nextn_layers`: layers of the checkpoint beside those of the model, which predict the token after the next.
     `drafter`: what drafts for it (`--speculative-algorithm`); None: no model does.
+    `vision`: what sees images for it; None: it takes text alone.
     """
 
     architecture: str
@@ -82,6 +85,7 @@ class ModelConfig:
     stored: StoredWeights | None = None
     nextn_layers: int = 0
     drafter: "DrafterConfig | None" = None
+    vision: VisionConfig | None = None
 
     @property
     def generates(self) -> bool:
@@ -181,6 +185,8 @@ class ModelConfig:
             "nextn_layers",
             "drafter",
         }
+        if self.vision is None:
+            silent.add("vision")
         fields = {name: value for name, value in asdict(replace(self, drafter=None)).items() if name not in silent}
         digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:12]
         return (
@@ -212,7 +218,7 @@ def load_model_config(model_path: str, *, architecture: str = "") -> ModelConfig
 
 
 def _model_config(fields: Fields, generation: Fields, *, folder: Path) -> ModelConfig:
-    fields = text_part(fields)
+    whole, fields = fields, text_part(fields)
     name, family, kind = read_family(fields)
     fields = fields.with_defaults(family.defaults)
     _refuse_unsupported(fields)
@@ -264,6 +270,7 @@ def _model_config(fields: Fields, generation: Fields, *, folder: Path) -> ModelC
         max_position_embeddings=context,
         windows=read_windows(fields, kinds, family=family, context=context),
         nextn_layers=_nextn_layers(fields, default=family.nextn.default),
+        vision=read_vision(whole, fields, rope=rope, num_layers=num_layers, folder=folder),
         dtype=_dtype(fields),
         bos_token_id=next(iter(_token_ids(fields, "bos_token_id", vocab=vocab)), None),
         eos_token_ids=tuple(

@@ -109,7 +109,7 @@ def _rotary_dim(fields: Fields, inner: Fields, *, head_dim: int, default_share: 
 def _scaling(fields: Fields, name: str, inner: Fields, *, theta: float, dim: int, context: int) -> Scaling | None:
     kind = inner.text("rope_type", default=inner.text("type", default="default"))
     match kind:
-        case "default":
+        case "default" | "mrope":  # older files of Qwen2.5-VL name what `mrope_section` says
             return None
         case "factors":  # of GGUF files
             return FrequencyFactors(inner.positive_numbers("factors", count=dim // 2))

@@ -24,10 +24,10 @@ def logits_of(path: str) -> torch.Tensor:
 
 
 def published(folder: Path, **fields: Any) -> str:
-    """A tiny Qwen3.5 MoE with vision and a drafter beside it."""
+    """A tiny Qwen3.5 MoE with a drafter beside it, and a tensor of a tower that its config.json does not describe."""
     path = make_tiny_checkpoint(folder, "qwen3_5_moe_text", **fields)
     config = json.loads((folder / "config.json").read_text())
-    outside = {"tie_word_embeddings": config.pop("tie_word_embeddings"), "vision_config": {"depth": 1}}
+    outside = {"tie_word_embeddings": config.pop("tie_word_embeddings")}
     write_json(
         folder / "config.json",
         {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "text_config": config, **outside},

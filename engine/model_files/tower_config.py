@@ -1,0 +1,217 @@
+"""The vision transformers that see for a decoder, from config.json, checked. Never torch.
+
+WindowTower     Qwen2.5-VL (arXiv:2502.13923): most layers attend inside windows; images of any size
+LearnedTower    Qwen3-VL, Qwen3.5: learned positions, interpolated; layers inside of it give rows, too (deepstack, arXiv:2406.04334)
+ClipTower       LLaVA 1.5 (arXiv:2310.03744): CLIP's, images of one size
+"""
+
+import math
+from dataclasses import dataclass
+
+from engine.model_files.fields import Fields
+
+ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "quick_gelu", "silu")
+CHANNELS = 3
+VISION = "vision_config"
+MOST_LAYERS = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TowerConfig:
+    """`depth` layers. A patch is `patch` x `patch` pixels of `temporal_patch` frames; a token stands for `merge` x `merge` patches."""
+
+    depth: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    patch: int
+    merge: int = 1
+    temporal_patch: int = 1
+    activation: str
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads
+
+    @property
+    def patch_size(self) -> int:
+        """Count the values of a patch."""
+        return CHANNELS * self.temporal_patch * self.patch**2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowTower(TowerConfig):
+    """Layers but the `full_layers` attend inside windows of `window` x `window` tokens. Positions are turned by `rope_theta` alone."""
+
+    rope_theta: float
+    window: int
+    full_layers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnedTower(TowerConfig):
+    """`side` x `side` learned positions. What comes out of each of `deepstack_layers` is merged, too: a level of a token's features."""
+
+    rope_theta: float
+    side: int
+    deepstack_layers: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClipTower(TowerConfig):
+    """Images have `side` x `side` patches, and a class token before them, which stays if `keeps_class`.
+
+    `taken`: which layers' inputs the projector gets beside one another, of 0..depth (that: the last one's output). `projector`: its
+    activation; `projector_bias`: its matrices have one.
+    """
+
+    side: int
+    taken: tuple[int, ...]
+    keeps_class: bool
+    eps: float
+    projector: str
+    projector_bias: bool
+
+    @property
+    def num_tokens(self) -> int:
+        """Of an image."""
+        return self.side**2 + self.keeps_class
+
+
+Tower = WindowTower | LearnedTower | ClipTower
+
+
+def read_windows(fields: Fields, *, hidden: int) -> WindowTower:
+    """Of Qwen2.5-VL. `hidden`: of the text model."""
+    vision = fields.inside(VISION)
+    depth = vision.count("depth", default=32, most=MOST_LAYERS)
+    patch, merge = vision.count("patch_size", default=14), vision.count("spatial_merge_size", default=2)
+    window = vision.count("window_size", default=112)
+    if window % (patch * merge):
+        raise vision.error("window_size", f"{window} pixels are no multiple of {patch * merge}, those of a token")
+    return WindowTower(
+        depth=depth,
+        hidden_size=_hidden(vision, default=3584),
+        intermediate_size=vision.count("intermediate_size", default=3420),
+        num_heads=_heads(vision),
+        patch=patch,
+        merge=merge,
+        temporal_patch=_temporal(vision, hidden=hidden),
+        activation=_activation(vision, default="silu", known=("silu",)),
+        rope_theta=_theta(vision),
+        window=window // (patch * merge),
+        full_layers=_layers(vision, "fullatt_block_indexes", default=(7, 15, 23, 31), depth=depth),
+    )
+
+
+def read_learned(fields: Fields, *, hidden: int, deepstack: bool) -> LearnedTower:
+    """Of Qwen3-VL, and without `deepstack` of Qwen3.5. `hidden`: of the text model."""
+    vision = fields.inside(VISION)
+    depth = vision.count("depth", default=27, most=MOST_LAYERS)
+    positions = vision.count("num_position_embeddings", default=2304)
+    if (side := math.isqrt(positions)) ** 2 != positions:
+        raise vision.error("num_position_embeddings", f"{positions} is no square")
+    levels: tuple[int, ...] = ()
+    if deepstack:
+        levels = _layers(vision, "deepstack_visual_indexes", default=(8, 16, 24), depth=depth)
+    elif vision.get("deepstack_visual_indexes"):
+        raise vision.error("deepstack_visual_indexes", "this architecture has none; must be empty")
+    return LearnedTower(
+        depth=depth,
+        hidden_size=_hidden(vision, default=1152),
+        intermediate_size=vision.count("intermediate_size", default=4304),
+        num_heads=_heads(vision),
+        patch=vision.count("patch_size", default=16),
+        merge=vision.count("spatial_merge_size", default=2),
+        temporal_patch=_temporal(vision, hidden=hidden),
+        activation=_activation(vision, default="gelu_pytorch_tanh"),
+        rope_theta=_theta(vision),
+        side=side,
+        deepstack_layers=levels,
+    )
+
+
+def read_clip(fields: Fields) -> ClipTower:
+    """Of LLaVA 1.5."""
+    vision = fields.inside(VISION)
+    if (kind := vision.text("model_type", default="clip_vision_model")) != "clip_vision_model":
+        raise fields.error(VISION, f"model_type {kind} is not supported in LlavaForConditionalGeneration; CLIP's is")
+    hidden, heads = vision.count("hidden_size", default=1024), vision.count("num_attention_heads", default=16)
+    if hidden % heads:
+        raise vision.error("num_attention_heads", f"{heads} does not divide hidden_size {hidden}")
+    depth = vision.count("num_hidden_layers", default=24, most=MOST_LAYERS)
+    patch, image = vision.count("patch_size", default=14), vision.count("image_size", default=336)
+    if vision.count("num_channels", default=CHANNELS) != CHANNELS:
+        raise vision.error("num_channels", f"must be {CHANNELS}, red, green and blue")
+    if (strategy := fields.text("vision_feature_select_strategy", default="default")) not in ("default", "full"):
+        raise fields.error("vision_feature_select_strategy", f"{strategy} is not supported; default and full are")
+    return ClipTower(
+        depth=depth,
+        hidden_size=hidden,
+        intermediate_size=vision.count("intermediate_size", default=4096),
+        num_heads=heads,
+        patch=patch,
+        activation=_activation(vision, default="quick_gelu"),
+        side=image // patch,
+        taken=_taken(fields, depth=depth),
+        keeps_class=strategy == "full",
+        eps=vision.number("layer_norm_eps", default=1e-5),
+        projector=_activation(fields, name="projector_hidden_act", default="gelu"),
+        projector_bias=fields.flag("multimodal_projector_bias", default=True),
+    )
+
+
+def _hidden(vision: Fields, *, default: int) -> int:
+    """Whose heads are turned by rows and by columns: two halves of pairs."""
+    hidden, heads = vision.count("hidden_size", default=default), _heads(vision)
+    if hidden % heads or hidden // heads % 4:
+        raise vision.error("num_heads", f"{heads} heads of hidden_size {hidden}; a head's size must be a multiple of 4")
+    return hidden
+
+
+def _heads(vision: Fields) -> int:
+    return vision.count("num_heads", default=16)
+
+
+def _temporal(vision: Fields, *, hidden: int) -> int:
+    """`temporal_patch_size`, once the output is known to be the text model's hidden size."""
+    if vision.count("out_hidden_size", default=hidden) != hidden:
+        raise vision.error(
+            "out_hidden_size", f"{vision.get('out_hidden_size')}; must be the text model's hidden_size {hidden}"
+        )
+    if vision.count("in_channels", default=vision.count("in_chans", default=CHANNELS)) != CHANNELS:
+        raise vision.error("in_channels", f"must be {CHANNELS}, red, green and blue")
+    return vision.count("temporal_patch_size", default=2)
+
+
+def _theta(vision: Fields) -> float:
+    theta = vision.inside("rope_parameters").number("rope_theta", default=10000.0)
+    if theta <= 1:
+        raise vision.error("rope_theta", f"must be above 1, got {theta:g}")
+    return theta
+
+
+def _activation(fields: Fields, *, name: str = "hidden_act", default: str, known: tuple[str, ...] = ACTIVATIONS) -> str:
+    value = fields.text(name, default=default)
+    if value not in known:
+        raise fields.error(name, f"{value} is not supported; supported: {', '.join(known)}")
+    return value
+
+
+def _layers(vision: Fields, name: str, *, default: tuple[int, ...], depth: int) -> tuple[int, ...]:
+    """In ascending order, of 0..depth - 1."""
+    layers = list(default) if vision.get(name) is None else vision.get(name)
+    whole = isinstance(layers, list) and all(isinstance(layer, int) and 0 <= layer < depth for layer in layers)
+    if not whole or sorted(set(layers)) != layers:
+        raise vision.error(name, f"must name layers of the tower's {depth}, in order, got {layers!r}")
+    return tuple(layers)
+
+
+def _taken(fields: Fields, *, depth: int) -> tuple[int, ...]:
+    """`vision_feature_layer`: numbers of states, the first before all layers; negative ones count from the last."""
+    named = fields.get("vision_feature_layer", -2)
+    layers = named if isinstance(named, list) else [named]
+    found = [layer + depth + 1 if isinstance(layer, int) and layer < 0 else layer for layer in layers]
+    if not found or not all(isinstance(layer, int) and 0 <= layer <= depth for layer in found):
+        raise fields.error("vision_feature_layer", f"must name states of the tower's {depth} layers, got {named!r}")
+    return tuple(found)
