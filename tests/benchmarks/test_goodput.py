@@ -264,7 +264,7 @@ def test_two_loads_tell_what_a_request_and_a_token_cost() -> None:
 
 def test_a_hand_over_is_between_the_fastest_of_the_turns() -> None:
     """A machine that is half as fast at times hides it otherwise: the prompts differ by more than it takes."""
-    lengths, slow = [100, 300, 500, 900], [(1, 2, 1, 2), (2, 1, 2, 1)]
+    lengths, slow, slower = [100, 300, 500, 900], [(1, 2, 1, 2), (2, 1, 2, 1)], [(3, 1, 3, 1), (1, 3, 1, 3)]
 
     def turn(factors: tuple[int, ...], hand_over_s: float) -> list[RequestRecord]:
         return [
@@ -272,7 +272,7 @@ def test_a_hand_over_is_between_the_fastest_of_the_turns() -> None:
             for i, (n, factor) in enumerate(zip(lengths, factors, strict=True))
         ]
 
-    turns = [[turn(one, 0.0), turn(other, 0.004)] for one, other in (slow, reversed(slow))]
+    turns = [[turn(one, 0.0), turn(other, 0.004)] for one, other in zip(slow, slower, strict=True)]
     assert fastest_handover(turns).request_s == pytest.approx(0.004)
     assert fastest_handover(turns).token_s == pytest.approx(0.0, abs=1e-9)
     assert fastest_handover(turns[:1]) != fastest_handover(turns), "one turn would say something else"
