@@ -40,6 +40,12 @@ class Rope:
         rows = self._table.index_select(0, positions)
         return rows[:, 0], rows[:, 1]
 
+    def of_dimensions(self, positions: torch.Tensor, dimensions: torch.Tensor) -> Turn:
+        """As `at`, for `positions` [3, T] i64: dim d of a head turns by those in row `dimensions`[d] (M-RoPE)."""
+        rows = self._table[positions]
+        picked = rows.gather(0, dimensions.expand(1, *rows.shape[1:])).squeeze(0)
+        return picked[:, 0], picked[:, 1]
+
 
 class NormedRope:
     """Norm and turn of q and k in one tensor: x [T, H, D] -> the same shape; may change x.

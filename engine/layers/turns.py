@@ -19,6 +19,9 @@ class _NoRope:
         shape = (len(positions), -1, -1)
         return self._one.expand(shape).contiguous(), self._zero.expand(shape).contiguous()
 
+    def of_dimensions(self, positions: torch.Tensor, dimensions: torch.Tensor) -> Turn:
+        return self.at(positions[0])
+
 
 class LayerTurns:
     """`layers`: of the stage. Each way has one table. `way_of[n]`: that of the stage's layer n."""
@@ -33,7 +36,22 @@ class LayerTurns:
             else Rope(replace(config, rope=rope), dtype=dtype, device=device)
             for rope in ways
         ]
+        self._dimensions = _dimensions(config).to(device)
 
     def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """(cos, signed sin) of each way, one after the other, as `Rope.at` of `positions` [T] i64."""
+        """(cos, signed sin) of each way, one after the other, as `Rope.at` of `positions` [T] i64.
+
+        Or of [3, T], by time, row and column; by time alone where the model has no M-RoPE.
+        """
+        if positions.dim() == 2:
+            return tuple(x for way in self._ways for x in way.of_dimensions(positions, self._dimensions))
         return tuple(x for way in self._ways for x in way.at(positions))
+
+
+def _dimensions(config: ModelConfig) -> torch.Tensor:
+    """[head_dim] i64: 0, 1, 2 where a dim of a head, in the order of `head_order`, turns by time, row, column."""
+    half = torch.zeros(config.head_dim // 2, dtype=torch.int64)
+    if config.vision is not None and config.vision.mrope is not None:
+        pairs = torch.tensor(config.vision.mrope.dimensions())
+        half[: len(pairs)] = pairs
+    return torch.cat((half, half))

@@ -10,7 +10,7 @@ class ExpertNames:
     """Names in the checkpoint, behind a layer's prefix. `router`, `experts`: their places; `gate`, `up`, `down`: an expert's matrices.
 
     `shared_gate`: what the sigmoid that weighs the shared expert comes from; "": its weight is 1. `shared_gate_up`: its gate and up
-    in one matrix; "": there are two. `choice_bias`: what is added to scores for the choice; "": it lies in the router. `stacks`: tensors of all experts, [experts, gate and up, hidden] and [experts, hidden, size],
+    in one matrix; "": there are two. `choice_bias`: what is added to scores for the choice; "": it lies in the router. `stacks`: tensors of all experts (engine/models/stacked_experts.py),
     which count where the checkpoint has them.
     """
 
@@ -28,11 +28,13 @@ class ExpertNames:
 
 
 PLAIN_NAMES = ExpertNames()
+_STACKS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+QWEN_NAMES = ExpertNames(stacks=_STACKS)  # of Qwen3-VL; text models have a tensor for each expert
 GPT_OSS_NAMES = ExpertNames(router="mlp.router")
 QWEN_SHARED_NAMES = ExpertNames(
     shared="mlp.shared_expert",
     shared_gate="mlp.shared_expert_gate",
-    stacks=("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
+    stacks=_STACKS,
 )
 GRANITE_NAMES = ExpertNames(
     router="block_sparse_moe.router.layer",

@@ -21,6 +21,7 @@ from engine.model_files.experts_config import (
     MINIMAX_NAMES,
     MIXTRAL_NAMES,
     PLAIN_NAMES,
+    QWEN_NAMES,
     QWEN_SHARED_NAMES,
     ExpertNames,
     ExpertsConfig,
@@ -270,7 +271,9 @@ FAMILIES: dict[str, Family] = {
     ),
     "Qwen2ForCausalLM": Family(qkv_bias=True, gated_window=True),
     "Qwen3ForCausalLM": Family(out_bias=True, qk_norm="head", gated_window=True),
-    "Qwen3MoeForCausalLM": Family(out_bias=True, qk_norm="head", gated_window=True, experts=read_qwen3),
+    "Qwen3MoeForCausalLM": Family(
+        out_bias=True, qk_norm="head", gated_window=True, experts=read_qwen3, expert_names=QWEN_NAMES
+    ),
     "Qwen3NextForCausalLM": replace(
         _QWEN_HYBRID, recurrent=read_delta_by_key_head, experts=read_qwen3_next, expert_names=QWEN_SHARED_NAMES
     ),

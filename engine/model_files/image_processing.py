@@ -102,8 +102,11 @@ def _crop(fields: Fields, default: CenterCrop) -> CenterCrop:
     """A size is a number, or names the shortest edge, or both sides."""
     size = _sides(fields, "size")
     if not fields.flag("do_center_crop", default=True):
-        height, width = (size.count(name, default=getattr(default, name)) for name in ("height", "width"))
-        return _of_tower(fields, "size", CenterCrop(0, height, width), default)
+        if size.get("height") is None:
+            raise fields.error(
+                "do_center_crop", "false needs height and width in size: the tower takes images of one size"
+            )
+        return _of_tower(fields, "size", CenterCrop(0, size.count("height"), size.count("width")), default)
     if size.get("shortest_edge") is None and size.get("height") is not None:
         raise fields.error("size", "height and width before a crop are not supported; give shortest_edge")
     crop = _sides(fields, "crop_size")

@@ -30,8 +30,19 @@ if TYPE_CHECKING:
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-# Of a model that sees images, too, in files of transformers 5 and 4: what computes those is left out.
+# Of a model that sees images, too, in files of transformers 5 and 4.
 TEXT_PARTS = ("model.language_model.", "language_model.model.")
+VISUAL, CLIP, PROJECTOR = "visual.", "vision_tower.", "multi_modal_projector."  # our names of what sees
+SEEING_PARTS = {
+    "model.visual.": VISUAL,
+    "visual.": VISUAL,
+    "model.vision_tower.vision_model.": CLIP,
+    "model.vision_tower.": CLIP,
+    "vision_tower.vision_model.": CLIP,
+    "vision_tower.": CLIP,
+    "model.multi_modal_projector.": PROJECTOR,
+    "multi_modal_projector.": PROJECTOR,
+}
 
 # Buffers that old exporters wrote beside the weights; they follow from the config.
 _DERIVED = re.compile(r".*\.rotary_emb\.inv_freq$")
@@ -109,6 +120,11 @@ class Checkpoint:
     def has(self, name: str) -> bool:
         """Whether tensor `name` is there and not taken yet."""
         return name in self._left
+
+    def shape_of(self, name: str) -> list[int]:
+        """Of tensor `name`, which the safetensors have."""
+        assert isinstance(self._tensors, _Safetensors | QuantizedTensors), "a GGUF file"
+        return self._tensors.shape_of(name)
 
     def take_bytes(self, name: str, shape: Sequence[Extent]) -> torch.Tensor:
         """As `take`, of a tensor of packed bytes (uint8), on the host."""
@@ -215,6 +231,10 @@ class _Safetensors:
         source = source[tuple(slice(part.start, part.stop) for part in taken)]
         return lambda out: out.copy_(source)  # a view of the mapped file: pages of other parts stay on the disk
 
+    def shape_of(self, name: str) -> list[int]:
+        shape: list[int] = self._files[self._file_of[name]].get_slice(self._name_in_file[name]).get_shape()
+        return shape
+
     def close(self) -> None:
         self._files.clear()
 
@@ -260,8 +280,19 @@ def _names(stored: Collection[str]) -> dict[str, str]:
         if f"{part}embed_tokens.weight" in stored:
             text = {name.replace(part, "model.", 1): name for name in stored if name.startswith(part)}
             heads = {name.removeprefix("language_model."): name for name in stored}
-            return text | {name: there for name, there in heads.items() if name.startswith(("lm_head.", "mtp."))}
+            heads = {name: there for name, there in heads.items() if name.startswith(("lm_head.", "mtp."))}
+            return text | heads | _seeing_names(stored)
     return {name: name for name in stored}
+
+
+def _seeing_names(stored: Collection[str]) -> dict[str, str]:
+    """Our names of the tensors of a tower, with those in the files."""
+    found = {}
+    for name in stored:
+        part = next((part for part in SEEING_PARTS if name.startswith(part)), None)
+        if part is not None:
+            found[name.replace(part, SEEING_PARTS[part], 1)] = name
+    return found
 
 
 def _tensor_files(folder: Path, files: dict[Path, Any]) -> dict[str, Path]:

@@ -20,8 +20,10 @@ from engine.models.attention import Attend
 from engine.models.draft_model import DraftModel
 from engine.models.expert_balance import ExpertBalance
 from engine.models.heads import NoHead, label_matrix
+from engine.models.image_rows import ImageRows
 from engine.models.layer import Layer, Mixture
 from engine.models.part import EMBEDDING, ModelPart
+from engine.models.vision.load import load_tower
 from engine.parallel.collectives import Collectives
 
 Begun = tuple[torch.Tensor, ...]  # what the layers start from: a row for each token
@@ -62,6 +64,8 @@ class DenseDecoder:
         self.drafter: DraftModel | None = None
         self._watched: tuple[int, ...] = ()
         self._seen_inside: dict[int, torch.Tensor] = {}
+        self.vision = load_tower(part)
+        self._deepstack_levels = 0 if config.vision is None else config.vision.deepstack_levels
         part.leave_the_rest()
         self._turns = LayerTurns(config, share.layers, dtype=part.checkpoint.dtype, device=part.checkpoint.device)
 
@@ -128,18 +132,24 @@ class DenseDecoder:
         found = zip(self._share.layers, (layer.mixture for layer in self._layers), strict=True)
         return {index: mixture for index, mixture in found if mixture is not None}
 
-    def forward(self, inputs: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """[T, hidden] after the stage: of the last one after the final norm. `inputs`: as in `begin`."""
-        return self.layers(self.begin(inputs, positions), attend)
+    def forward(
+        self, inputs: torch.Tensor, positions: torch.Tensor, attend: Attend, images: ImageRows | None = None
+    ) -> torch.Tensor:
+        """[T, hidden] after the stage: of the last one after the final norm. `inputs`, `positions`, `images`: as in `begin`."""
+        return self.layers(self.begin(inputs, positions, images), attend, images)
 
-    def begin(self, inputs: torch.Tensor, positions: torch.Tensor) -> Begun:
-        """Hidden states [T, hidden], and what `LayerTurns.at` gives for `positions` [T] i64.
+    def begin(self, inputs: torch.Tensor, positions: torch.Tensor, images: ImageRows | None = None) -> Begun:
+        """Hidden states [T, hidden], and what `LayerTurns.at` gives for `positions` [T] i64, or [3, T] (M-RoPE).
 
-        `inputs`: token ids [T] i64, or on a later stage the [T, hidden] that the one before has computed.
+        `inputs`: token ids [T] i64, or on a later stage the [T, hidden] that the one before has computed. `images`: what stands in for
+        embeddings, on the first stage.
         """
         if self._states is not None:
             self._states.begin()
         hidden = inputs if self._embedding is None else self.embedded(inputs)
+        if images is not None:
+            assert self.vision is not None, "the first stage of a model that sees has images"
+            hidden = images.embedded(hidden)
         return hidden, *self._turns.at(positions)
 
     def embedded(self, ids: torch.Tensor) -> torch.Tensor:
@@ -179,14 +189,16 @@ class DenseDecoder:
         """Between `begin` and `layers`: what is returned undoes what `layers` makes of recurrent states."""
         return (lambda: None) if self._states is None else self._states.keep()
 
-    def layers(self, begun: Begun, attend: Attend) -> torch.Tensor:
-        """The rest of `forward`; may change `begun` in place, and return a part of it."""
+    def layers(self, begun: Begun, attend: Attend, images: ImageRows | None = None) -> torch.Tensor:
+        """The rest of `forward`; may change `begun` in place, and return a part of it. `images`: those of `begin`."""
         x, *turns = begun
         delta = None
         for index, (layer, way) in enumerate(zip(self._layers, self._turns.way_of, strict=True)):
             if index in self._watched:
                 self._seen_inside[index] = x.clone() if delta is None else x + delta
             delta = layer(x, delta, (turns[2 * way], turns[2 * way + 1]), attend)
+            if images is not None and index < self._deepstack_levels:
+                delta = images.deepened(delta, index)
         if self._norm is not None:
             return self._norm.of_sum(x, delta)
         assert delta is not None, "a stage has a layer"

@@ -19,6 +19,7 @@ from engine.layers.row_linear import summed
 from engine.model_files.experts_config import ExpertNames, ExpertsConfig
 from engine.models.fused_experts import load_fused_experts
 from engine.models.part import ModelPart, in_one
+from engine.models.stacked_experts import load_stacks
 from engine.parallel.collectives import tree_sum
 from engine.parallel.layout import Cut
 from engine.quant.integers import columns_of
@@ -108,14 +109,11 @@ def load_experts(
     if config.clamped is not None:
         place = f"{prefix}{names.experts}."
         return load_fused_experts(part, place, config.clamped, experts, count=config.count, cut=cut, segments=segments)
-    hidden = part.config.hidden_size
-    gate_up, down = [], []
     if names.stacks is not None and part.checkpoint.has(prefix + names.stacks[0]):
         both, last = (prefix + name for name in names.stacks)
-        for index in experts:
-            gate_up.append(part.matrix([f"{both}[{index}]"] * 2, in_one([cut, cut]), hidden))
-            down.append(part.matrix([f"{last}[{index}]"], [hidden], cut, segments=segments))
-        return Experts(gate_up, down, segments=segments)
+        return Experts(*load_stacks(part, (both, last), experts, cut=cut, segments=segments), segments=segments)
+    hidden = part.config.hidden_size
+    gate_up, down = [], []
     for index in experts:
         of_one = f"{prefix}{names.experts}.{index}."
         both = [f"{of_one}{name}.weight" for name in (names.gate, names.up)]

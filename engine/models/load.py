@@ -69,7 +69,8 @@ def load_model(
         own = {"dtype": dtype, "device": device, "progress": progress}
         shared = {"place": place, "collectives": collectives, "reduce_units": reduce_units}
         if drafter.kind == STANDALONE:
-            other = load_model(drafter.path, drafter.layers, context_length=positions, **own, **shared)
+            layers = replace(drafter.layers, vision=None)  # it drafts text
+            other = load_model(drafter.path, layers, context_length=positions, **own, **shared)
             model.drafter = StandaloneModel(other, num_heads=len(share_of(drafter.layers, place).heads))
         else:
             model.drafter = _eagle(drafter, model, positions, own, shared)

@@ -14,7 +14,7 @@ from engine.layers.row_linear import RowLinear
 from engine.model_files.head_config import family_of
 from engine.model_files.model_config import ModelConfig
 from engine.models.cache_specs import layer_spec
-from engine.models.checkpoint import Checkpoint
+from engine.models.checkpoint import CLIP, PROJECTOR, VISUAL, Checkpoint
 from engine.models.expert_balance import ExpertBalance
 from engine.parallel.collectives import Collectives
 from engine.parallel.expert_placement import IN_ORDER, ExpertPlan
@@ -240,7 +240,7 @@ class ModelPart:
         return RowLinear(weight, own_bias, collectives=self.collectives, segments=self._segments), shape
 
     def leave_the_rest(self) -> None:
-        """Ignore what other stages have, and the copy of a tied head that some exporters write."""
+        """Ignore what other stages have, what sees images for a model of text alone, and the copy of a tied head that some exporters write."""
         config, place = self.config, self.place
         for index in range(config.num_layers):
             if index not in self.share.layers:
@@ -253,6 +253,9 @@ class ModelPart:
             self.checkpoint.ignore("mtp.")  # the same of hybrids
         if not place.is_first_stage:
             self.checkpoint.ignore(EMBEDDING)
+        if config.vision is None or not place.is_first_stage:
+            for tower in (VISUAL, CLIP, PROJECTOR):
+                self.checkpoint.ignore(tower)
         if not place.is_last_stage:
             self.checkpoint.ignore(f"{self._final_norm}.")
             self.checkpoint.ignore("score.weight")

@@ -25,6 +25,8 @@ class Files(Protocol):
 
     def stored(self, name: str) -> Tensor: ...
 
+    def shape_of(self, name: str) -> list[int]: ...
+
     def close(self) -> None: ...
 
 
@@ -58,6 +60,9 @@ class QuantizedTensors:
             return None
         weight = self._read(name, shape, taken, dtype)
         return weight if isinstance(weight, Integers) else None
+
+    def shape_of(self, name: str) -> list[int]:
+        return self._files.shape_of(name)
 
     def close(self) -> None:
         self._files.close()

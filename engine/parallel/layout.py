@@ -173,6 +173,7 @@ def check_layout(
         raise ConfigError(f"--tp-size {tp_size}{others}: {problem}; {remedy}")
     _check_stages(config, pp_size, partition)
     _check_attention(config, pp_size, partition)
+    _check_images(config, pp_size, partition)
     if kv_units is not None:
         _check_units(config, tp_size, dp_size, kv_units)
     if reduce_units:
@@ -248,6 +249,18 @@ def _check_attention(config: ModelConfig, pp_size: int, partition: Sequence[int]
                 f"--pp-size {pp_size}: stage {number} has the layers {stage.start} to {stage.stop - 1}, {lacks}: choose fewer "
                 f"stages, or {last}"
             )
+
+
+def _check_images(config: ModelConfig, pp_size: int, partition: Sequence[int]) -> None:
+    """The first stage sees, and has the layers to whose states images add."""
+    levels = 0 if config.vision is None else config.vision.deepstack_levels
+    first = len(stage_layers(config, pp_size=pp_size, partition=partition)[0])
+    if first < levels:
+        flag = f"--pp-layer-partition {','.join(map(str, partition))}" if partition else f"--pp-size {pp_size}"
+        raise ConfigError(
+            f"{flag}: the first stage has {first} layers, and images add to the states behind {levels}; give it {levels} by "
+            "--pp-layer-partition"
+        )
 
 
 def _check_units(config: ModelConfig, tp_size: int, dp_size: int, kv_units: int) -> None:

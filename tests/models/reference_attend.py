@@ -8,6 +8,7 @@ from engine.kv.step_batch import StepBatch
 from engine.layers.latents import NewLatents, TokenChooser
 from engine.layers.rope import Unturned
 from engine.models.decoder import DenseDecoder
+from engine.models.image_rows import ImageRows
 
 
 class Sequence:
@@ -22,17 +23,22 @@ class Sequence:
             self._states = StatePool(specs, num_slots=2, device="cpu")
             model.use_states(self._states)
 
-    def extend(self, ids: list[int]) -> torch.Tensor:
-        """Run `ids` behind what came before; logits [len(ids), vocab]."""
+    def extend(
+        self, ids: list[int], *, positions: torch.Tensor | None = None, images: ImageRows | None = None
+    ) -> torch.Tensor:
+        """Run `ids` behind what came before; logits [len(ids), vocab]. `positions`: of RoPE, where they are not those of the tokens."""
         with torch.inference_mode():
-            return self._model.logits(self.hidden(ids))
+            return self._model.logits(self.hidden(ids, positions=positions, images=images))
 
-    def hidden(self, ids: list[int]) -> torch.Tensor:
+    def hidden(
+        self, ids: list[int], *, positions: torch.Tensor | None = None, images: ImageRows | None = None
+    ) -> torch.Tensor:
         """As `extend`; the model's hidden states [len(ids), H]."""
-        positions = torch.arange(self._length, self._length + len(ids))
+        if positions is None:
+            positions = torch.arange(self._length, self._length + len(ids))
         if self._states is not None:
             self._states.step = self._step(len(ids))
-        hidden = self._model.forward(torch.tensor(ids), positions, self._attend)
+        hidden = self._model.forward(torch.tensor(ids), positions, self._attend, images)
         self._length += len(ids)
         return hidden
 

@@ -249,7 +249,7 @@ def make_tiny_checkpoint(
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "config.json", config)
     write_json(folder / "generation_config.json", {"eos_token_id": config["eos_token_id"]})
-    _write_tokenizer(folder)
+    write_tokenizer(folder)
     write_tensors(folder, make_tensors(config, seed=seed), shards=shards)
     return str(folder)
 
@@ -534,7 +534,7 @@ def _config(family: str, dtype: str) -> dict[str, Any]:
     return config
 
 
-def _write_tokenizer(folder: Path) -> None:
+def write_tokenizer(folder: Path) -> None:
     alphabet = sorted(ByteLevel.alphabet())
     ids = {token: i for i, token in enumerate([*SPECIALS, *alphabet])}
     tokenizer = Tokenizer(BPE(vocab=ids, merges=[]))
