@@ -1,0 +1,64 @@
+"""Where JSON bodies hold images: in parts of messages, items and blocks, or in lists. Pure. Field names: of OpenAI, Anthropic, Ollama, SGLang."""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+_PARTS = ("image_url", "input_image")  # types of parts with an `image_url`
+_INSIDE = ("content", "output")  # fields of messages, items and blocks that hold parts
+
+
+class NamedImage(NamedTuple):
+    """An image, a URL or base64, at the path `field` of a body. `put` puts another one in its place."""
+
+    field: str
+    url: str
+    put: Callable[[str], None]
+
+
+def images_in(value: Any, path: str) -> Iterator[NamedImage]:
+    """The images of decoded messages, items, blocks, or a list of them; of what is wrong, none: a worker refuses it."""
+    if isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from images_in(item, f"{path}[{index}]")
+    elif isinstance(value, dict):
+        yield from _part(value, path)
+        yield from urls_in(value, "images", f"{path}.images")
+        for name in _INSIDE:
+            if isinstance(value.get(name), list):
+                yield from images_in(value[name], f"{path}.{name}")
+
+
+def urls_in(holder: dict[str, Any], name: str, path: str) -> Iterator[NamedImage]:
+    """The images of a field that is a URL, or a list of URLs and lists."""
+    return _urls(holder, name, path) if name in holder else iter(())
+
+
+def _urls(holder: Any, key: str | int, path: str) -> Iterator[NamedImage]:
+    value = holder[key]
+    if isinstance(value, str):
+        yield NamedImage(path, value, _put(holder, key))
+    for index in range(len(value)) if isinstance(value, list) else ():
+        yield from _urls(value, index, f"{path}[{index}]")
+
+
+def _part(part: dict[str, Any], path: str) -> Iterator[NamedImage]:
+    kind, source = part.get("type"), part.get("source")
+    if kind in _PARTS:
+        yield from _url_of(part, "image_url", f"{path}.image_url")
+    elif kind == "image" and isinstance(source, dict):
+        yield from _url_of(source, "url" if source.get("type") == "url" else "data", f"{path}.source")
+
+
+def _url_of(part: dict[str, Any], name: str, path: str) -> Iterator[NamedImage]:
+    value = part.get(name)
+    if isinstance(value, str):
+        yield NamedImage(path, value, _put(part, name))
+    elif isinstance(value, dict):
+        yield from _url_of(value, "url", path)
+
+
+def _put(holder: Any, key: str | int) -> Callable[[str], None]:
+    def put(url: str) -> None:
+        holder[key] = url
+
+    return put

@@ -1,0 +1,25 @@
+"""What requests may make a server fetch: the same flags at workers and routers."""
+
+from dataclasses import dataclass
+
+from service.flags import FlagSet, flag
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageFlags(FlagSet):
+    disable_image_fetch: bool = flag(
+        False, "fetch no images that requests name by http(s) URL: they bring data URLs or base64"
+    )
+    allowed_media_domains: tuple[str, ...] = flag(
+        (),
+        "hosts that images may be fetched from: HOST, *.DOMAIN, or HOST:PORT; default: any, at ports 80 and 443",
+    )
+    allowed_media_networks: tuple[str, ...] = flag(
+        (),
+        "addresses that images may be fetched from although they are not public, at any port or one: 10.0.0.0/8, 10.1.2.3:9000",
+    )
+    image_fetch_timeout_s: float = flag(
+        5.0, "longest time to fetch an image, with its redirects", unit="s", above=0, most=600
+    )
+    max_image_bytes: int = flag(32 << 20, "longest image file", unit="bytes", least=1)
+    max_images_per_request: int = flag(64, "most images and frames of videos of a request", least=1, most=4096)
