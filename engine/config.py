@@ -12,6 +12,7 @@ from engine.core.policy import POLICIES
 from engine.text.call_formats import CALL_FORMATS
 from engine.text.reasoning import REASONING_FORMATS
 from service.flags import FlagSet, flag
+from service.images.flags import ImageFlags
 from service.telemetry.logs import FORMATS as LOG_FORMATS
 
 GRAMMAR_BACKENDS = ("llguidance", "xgrammar", "none")
@@ -26,6 +27,7 @@ MAX_TOPK = 16  # a pass has so many rows of each request
 MAX_PAGE_SIZE = 1024
 MAX_PORT = 65535
 MAX_NODES = 64
+MAX_IMAGE_PIXELS = 178_956_970  # Pillow opens no larger file
 FP8 = "fp8_e4m3"  # of --kv-cache-dtype
 MEM_FRACTION_OF = {"cpu": 0.2, "cuda": 0.9}  # of what weights and steps leave, of the GPU's memory
 MAX_PREFILL_TOKENS = 16384  # SGLang's default
@@ -497,7 +499,7 @@ class EngineConfig(FlagSet):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerConfig(FlagSet):
+class ServerConfig(ImageFlags):
     """The HTTP side of one worker."""
 
     host: str = flag("127.0.0.1", "address to listen on")
@@ -540,6 +542,12 @@ class ServerConfig(FlagSet):
         unit="s",
         least=0,
         special={0.0: "none"},
+    )
+    max_image_pixels: int = flag(
+        1 << 25,
+        "most pixels of an image file, which its header says; a picture of as many takes four bytes each while it is decoded",
+        least=1,
+        most=MAX_IMAGE_PIXELS,
     )
     max_stored_responses: int = flag(
         1000, "most answers of /v1/responses kept for previous_response_id", least=0, special={0: "none"}
