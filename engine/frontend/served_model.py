@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from engine.config import EngineConfig
+from engine.frontend.images.marks import NO_MARKS, Marks
 from engine.lora.names import lora_enabled
 from engine.model_files.head_config import NOTHING, TOKENS, HeadConfig
 from engine.model_files.model_config import DEFAULT_MODEL_PATH, load_model_config
+from engine.model_files.vision_config import VisionConfig
 from engine.sampling_params import InvalidParam, SamplingParams, check_sampling_params
 from engine.text.chat_template import ChatTemplate, load_chat_template
 from engine.text.tokenizer import Tokenizer, load_tokenizer, read_json
@@ -22,7 +24,10 @@ ANY_MODEL = ("", "default", "unknown")  # "unknown" is what sglang-router writes
 
 @dataclass(frozen=True, kw_only=True)
 class ServedModel:
-    """`loaded_tokenizer`: None with --skip-tokenizer-init. `info`: what /model_info shows. `lora`: requests may name adapters."""
+    """`loaded_tokenizer`: None with --skip-tokenizer-init. `info`: what /model_info shows. `lora`: requests may name adapters.
+
+    `vision`: None: the model reads text alone. `marks`: texts of its tokens for images.
+    """
 
     path: str
     served_name: str
@@ -34,6 +39,8 @@ class ServedModel:
     sampling_defaults: Mapping[str, float | int]
     info: Mapping[str, Any]
     lora: bool
+    vision: VisionConfig | None = None
+    marks: Marks = NO_MARKS
 
     @property
     def has_text(self) -> bool:
@@ -78,13 +85,21 @@ def load_served_model(engine: EngineConfig, *, mode: str) -> ServedModel:
             "served_model_name": served_name,
             "tokenizer_path": path,
             "is_generation": head.kind == TOKENS,
+            "has_image_understanding": config.vision is not None,
             "model_type": config.model_type,
             "architectures": [config.architecture],
             "weight_version": engine.weight_version,
             "disaggregation_mode": mode,
         },
         lora=lora_enabled(engine.enable_lora, engine.lora_paths),
+        vision=config.vision,
+        marks=NO_MARKS if config.vision is None or tokenizer is None else _marks(config.vision, tokenizer),
     )
+
+
+def _marks(vision: VisionConfig, tokenizer: Tokenizer) -> Marks:
+    ids = (vision.image_token_id, vision.video_token_id, vision.start_token_id, vision.end_token_id)
+    return Marks(*("" if id is None else tokenizer.token_text(id) for id in ids))
 
 
 def _template(path: str, tokenizer: Tokenizer) -> ChatTemplate | None:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from aiohttp import web
@@ -33,6 +33,9 @@ from service.security.keys import KeyGate
 from service.security.secret import VOUCHER_HEADER
 from service.telemetry.tracer import Tracer
 from service.waiter import Pauses
+
+if TYPE_CHECKING:
+    from engine.frontend.images.loader import ImageLoader
 
 HEALTH_TIMEOUT_S = 20.0
 DEFAULT_BOOTSTRAP_PORT = 8998
@@ -63,7 +66,7 @@ class Services:
     """`server_info`: flat, no secrets. `dead`: why the engine cannot serve, or None. `responses`: None: it stores none.
 
     `others`: the frontends beside this one, if there are any and this is the main one. `stamps`: of the worker's processes; the main one's, too.
-    `beating`: streams of heartbeats, which end with the session.
+    `beating`: streams of heartbeats, which end with the session. `images`: None: the model reads text alone.
     """
 
     spec: FrontendSpec
@@ -77,6 +80,7 @@ class Services:
     browser: BrowserRule
     prng: random.Random
     responses: LocalBook | None
+    images: "ImageLoader | None" = None
     others: OtherFrontends | None = None
     stamps: Stamps | None = None
     beating: Pauses = field(default_factory=Pauses)

@@ -4,7 +4,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engine.config import ServerConfig
 from engine.frontend.client.dp_policy import RankPolicy, Rule, rule_of
@@ -19,6 +19,7 @@ from engine.frontend.services import FrontendSpec, Services
 from engine.ipc import MAIN_FRONTEND
 from engine.lora.names import named_paths
 from engine.messages import GenerateRequest
+from engine.model_files.vision_config import VisionConfig
 from engine.stamps import Stamps
 from engine.text.sample import SampleIds, SampleText
 from engine.text.tokenizer import Tokenizer
@@ -31,6 +32,9 @@ from service.security.browser import BrowserRule
 from service.security.keys import KeyGate, open_gate
 from service.telemetry.otlp import open_exporter
 from service.telemetry.tracer import Tracer
+
+if TYPE_CHECKING:
+    from engine.frontend.images.loader import ImageLoader
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,10 +96,20 @@ def make_services(
         ),
         prng=random.Random(engine.random_seed if slot.row == MAIN_FRONTEND else f"{engine.random_seed}/{slot.row}"),
         responses=_responses(spec) if slot.row == MAIN_FRONTEND else None,
+        images=None if model.vision is None else _images(spec.server, model.vision),
         others=slot.others,
         stamps=slot.stamps,
         kept=kept,
     )
+
+
+def _images(server: ServerConfig, vision: VisionConfig) -> "ImageLoader":
+    """Pillow is imported for models that see images alone."""
+    from engine.frontend.images.loader import ImageLoader
+    from engine.frontend.images.pixels import PixelMaker
+
+    maker = PixelMaker(vision, max_pixels=server.max_image_pixels)
+    return ImageLoader(maker, server, most_bytes=server.max_body_bytes)
 
 
 def _open_text(tokenizer: Tokenizer | None) -> Callable[[GenerateRequest], TextReader]:

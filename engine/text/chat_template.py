@@ -40,6 +40,11 @@ class ChatTemplate:
         self._template = environment.from_string(source)
         self._special_tokens = special_tokens or {}
 
+    @property
+    def knows_images(self) -> bool:
+        """Whether it reads messages whose content is a list of parts, images among them."""
+        return "image" in self.source
+
     def render(
         self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True, extra: dict[str, Any] | None = None
     ) -> str:

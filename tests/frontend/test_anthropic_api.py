@@ -357,13 +357,13 @@ def test_choices_thinking_and_formats() -> None:
     assert shaped.reasoning_effort == "low" and shaped.response_format.json_schema.schema == {"type": "object"}
 
 
-IMAGE = {"type": "image", "source": {"type": "url", "url": "x"}}
+IMAGE = {"type": "image", "source": {"type": "file", "file_id": "x"}}
 
 
 @pytest.mark.parametrize(
     ("more", "field"),
     [
-        ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0].type"),
+        ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0].source.type"),
         ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
         ({"messages": [{"role": "robot", "content": "a"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
@@ -373,7 +373,7 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "x"}}
                     {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": [IMAGE]}]}
                 ]
             },
-            "messages[0].content[0].content[0].type",
+            "messages[0].content[0].content[0].source.type",
         ),
         ({"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]}, "messages[0].content[0].type"),
         (

@@ -208,7 +208,7 @@ def test_messages_become_those_of_a_chat() -> None:
     ("more", "field"),
     [
         ({"messages": [{"role": "robot"}]}, "messages[0].role"),
-        ({"messages": [{"role": "user", "content": "a", "images": ["x"]}]}, "messages[0].images"),
+        ({"messages": [{"role": "user", "content": "a", "images": [5]}]}, "messages[0].images[0]"),
         ({"format": "xml"}, "format"),
         ({"think": "hard"}, "think"),
         ({"options": {"mirostat": 2}}, "options.mirostat"),
@@ -226,7 +226,7 @@ def test_what_cannot_be_translated_is_named(more: dict[str, Any], field: str) ->
     assert (refused.value.status, refused.value.field) == (400, field) and field in refused.value.message
 
 
-@pytest.mark.parametrize("more", [{"suffix": "b"}, {"images": ["x"]}, {"template": "t"}, {"context": [1]}])
+@pytest.mark.parametrize("more", [{"suffix": "b"}, {"template": "t"}, {"context": [1]}])
 def test_what_a_prompt_cannot_have_is_named(more: dict[str, Any]) -> None:
     with pytest.raises(ApiError) as refused:
         GENERATE.decode(json.dumps({"model": "m", "prompt": "a", **more}).encode())

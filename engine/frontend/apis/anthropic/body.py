@@ -9,6 +9,15 @@ from engine.frontend.apis.shared.body_reader import BodyReader, Unserved
 from engine.frontend.apis.shared.other_apis import OwnFields, missing_in
 
 
+class ImageSource(msgspec.Struct, kw_only=True):
+    """`type`: "base64" (with `data`) or "url"."""
+
+    type: str
+    media_type: str | None = None
+    data: str | None = None
+    url: str | None = None
+
+
 class Block(msgspec.Struct, kw_only=True):
     """A part of a message. `translate.py` says which fields a type needs; others (cache_control, citations) say nothing to a model."""
 
@@ -19,7 +28,16 @@ class Block(msgspec.Struct, kw_only=True):
     name: str | None = None
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
+    source: ImageSource | None = None
     content: "str | list[Block] | None" = None
+
+
+class PlacedImage(Block, kw_only=True):
+    """An image whose `url` is a URL, or base64; at `field` of the body."""
+
+    url: str
+    is_base64: bool
+    field: str
 
 
 class Message(msgspec.Struct, kw_only=True):

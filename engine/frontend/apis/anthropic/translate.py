@@ -5,15 +5,17 @@ from typing import Any
 
 from engine.frontend.apis.anthropic.body import (
     Block,
+    ImageSource,
     Message,
     MessagesBody,
     MessageToolChoice,
     OutputConfig,
+    PlacedImage,
     PromptFields,
     Thinking,
     ToolDefinition,
 )
-from engine.frontend.apis.chat.body import ChatBody, ChatMessage, ContentPart
+from engine.frontend.apis.chat.body import ChatBody, ChatMessage, ContentPart, PlacedPart
 from engine.frontend.apis.chat.plan import TOGGLES
 from engine.frontend.apis.chat.tools import ChosenFunction, Tool, ToolChoice, ToolFunction
 from engine.frontend.apis.shared.constraints import JsonSchemaFormat, ResponseFormat
@@ -21,10 +23,13 @@ from engine.frontend.apis.shared.other_apis import own_fields
 from service.http.errors import ApiError, bad_field
 
 ROLES = ("user", "assistant", "system")
+RESULT = "tool_result"
 # type -> the fields that it needs. What Anthropic has encrypted (redacted_thinking) says nothing to another model.
 _TEXT: dict[str, tuple[str, ...]] = {"text": ("text",)}
+_SEEN: dict[str, tuple[str, ...]] = {**_TEXT, "image": ("source",)}
 _BLOCKS: dict[str, dict[str, tuple[str, ...]]] = {
-    "user": {**_TEXT, "tool_result": ("tool_use_id",)},
+    "user": {**_SEEN, "tool_result": ("tool_use_id",)},
+    RESULT: _SEEN,
     "assistant": {**_TEXT, "thinking": ("thinking",), "redacted_thinking": (), "tool_use": ("id", "name", "input")},
     "system": _TEXT,
 }
@@ -72,7 +77,7 @@ def sampled_chat_of(body: MessagesBody, *, reasons: bool) -> ChatBody:
 def _system(system: str | list[Block] | None) -> list[ChatMessage]:
     if not system:
         return []
-    return [ChatMessage(role="system", content=_texts(_blocks(system, "system", of="system")))]
+    return [ChatMessage(role="system", content=_parts(_blocks(system, "system", of="system")))]
 
 
 def _messages(messages: list[Message]) -> Iterator[ChatMessage]:
@@ -88,18 +93,18 @@ def _messages(messages: list[Message]) -> Iterator[ChatMessage]:
 
 
 def _user_turn(blocks: list[Block]) -> Iterator[ChatMessage]:
-    """Results of tools are messages of their own; the texts between them keep their place."""
-    texts: list[Block] = []
+    """Results of tools are messages of their own; texts and images between them keep their place."""
+    said: list[Block] = []
     for block in blocks:
-        if block.type == "text":
-            texts.append(block)
+        if block.type != RESULT:
+            said.append(block)
             continue
-        yield from _said("user", texts)
-        texts = []
+        yield from _said("user", said)
+        said = []
         result = block.content or ""
-        content = result if isinstance(result, str) else _texts(result)
+        content = result if isinstance(result, str) else _parts(result)
         yield ChatMessage(role="tool", tool_call_id=block.tool_use_id, content=content)
-    yield from _said("user", texts)
+    yield from _said("user", said)
 
 
 def _assistant_turn(blocks: list[Block]) -> Iterator[ChatMessage]:
@@ -121,15 +126,21 @@ def _system_turn(blocks: list[Block]) -> Iterator[ChatMessage]:
 _TURNS = {"user": _user_turn, "assistant": _assistant_turn, "system": _system_turn}
 
 
-def _said(role: str, texts: list[Block]) -> Iterator[ChatMessage]:
-    if texts:
-        yield ChatMessage(role=role, content=_texts(texts))
+def _said(role: str, blocks: list[Block]) -> Iterator[ChatMessage]:
+    if blocks:
+        yield ChatMessage(role=role, content=_parts(blocks))
 
 
-def _texts(blocks: list[Block]) -> str | list[ContentPart]:
-    if len(blocks) == 1:
+def _parts(blocks: list[Block]) -> str | list[ContentPart]:
+    if len(blocks) == 1 and not isinstance(blocks[0], PlacedImage):
         return blocks[0].text or ""
-    return [ContentPart(type="text", text=block.text) for block in blocks]
+    return [_part(block) for block in blocks]
+
+
+def _part(block: Block) -> ContentPart:
+    if isinstance(block, PlacedImage):
+        return PlacedPart(type="image_url", image_url=block.url, is_base64=block.is_base64, field=block.field)
+    return ContentPart(type="text", text=block.text)
 
 
 def _call(block: Block) -> dict[str, Any]:
@@ -142,16 +153,28 @@ def _blocks(content: str | list[Block], field: str, *, of: str) -> list[Block]:
         return [Block(type="text", text=content)]
     if not content:
         raise bad_field(field, "must not be empty")
-    known = _BLOCKS[of]
+    known, found = _BLOCKS[of], []
     for i, block in enumerate(content):
         if block.type not in known:
             raise _unknown(f"{field}[{i}].type", f"{block.type!r} is not supported here, only {', '.join(known)}")
         for name in known[block.type]:
             if getattr(block, name) is None:
                 raise bad_field(f"{field}[{i}].{name}", f"is missing in a block of type {block.type}")
-        if block.content and isinstance(block.content, list):
-            _blocks(block.content, f"{field}[{i}].content", of="system")
-    return content
+        if block.source is not None:
+            block = _image(block.source, f"{field}[{i}].source")
+        elif block.content and isinstance(block.content, list):
+            block.content = _blocks(block.content, f"{field}[{i}].content", of=RESULT)
+        found.append(block)
+    return found
+
+
+def _image(source: ImageSource, field: str) -> PlacedImage:
+    if source.type not in ("base64", "url"):
+        raise _unknown(f"{field}.type", f"{source.type[:100]!r} is not supported, only base64 and url")
+    url = source.url if source.type == "url" else source.data
+    if url is None:
+        raise bad_field(f"{field}.{'url' if source.type == 'url' else 'data'}", "is missing")
+    return PlacedImage(type="image", url=url, is_base64=source.type == "base64", field=field)
 
 
 def _continues(messages: list[Message]) -> bool:

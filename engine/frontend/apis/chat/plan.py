@@ -1,14 +1,14 @@
 """What a chat asks of the engine, and how its answer is read: a plan, made once, for any API that shows it."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
 from aiohttp import web
 
-from engine.frontend.apis.chat.body import ChatBody, check_chat, template_messages
+from engine.frontend.apis.chat.body import ChatBody, check_chat, sources_of, template_messages
 from engine.frontend.apis.chat.reading import Reading, reading_of
 from engine.frontend.apis.chat.tools import (
     forced,
@@ -21,11 +21,15 @@ from engine.frontend.apis.chat.tools import (
 )
 from engine.frontend.apis.shared.constraints import Constraint, only_one
 from engine.frontend.apis.shared.fields import prompt_ids
+from engine.frontend.apis.shared.media import Prompt, load_media, media_prompt
 from engine.frontend.apis.shared.models import Chosen, choose_model
 from engine.frontend.apis.shared.reasoning import check_budget, gate_of, reasoning_format
 from engine.frontend.apis.shared.samples import answer_samples, body_constraint, sampling_of
 from engine.frontend.apis.shared.stream import EVENTS, Framing, View
+from engine.frontend.images.loaded import LoadedMedia
+from engine.frontend.images.source import MediaSource
 from engine.frontend.services import Services
+from engine.images import ImageInput
 from engine.messages import LogprobOptions
 from engine.sampling_params import ReasoningGate, SamplingParams
 from engine.text.call_formats import CallFormat
@@ -45,10 +49,11 @@ TOGGLES = ("enable_thinking", "thinking")  # what templates call the switch of t
 class ChatPlan:
     """`sampling.n` samples of one prompt. `reader`: makes the reader of a sample's parts; None: its text is the answer.
 
-    `count_reasoning`: makes the counter of a sample's reasoning; None: it has none.
+    `count_reasoning`: makes the counter of a sample's reasoning; None: it has none. `images`: in their places in `input_ids`.
     """
 
     input_ids: list[int]
+    images: list[ImageInput]
     sampling: SamplingParams
     constraint: Constraint | None
     logprobs: LogprobOptions | None
@@ -57,8 +62,10 @@ class ChatPlan:
     count_reasoning: Callable[[], ReasoningTokens] | None
 
 
-async def plan_chat(s: Services, body: ChatBody) -> ChatPlan:
-    """Raises ApiError."""
+async def plan_chat(
+    s: Services, body: ChatBody, known: MutableMapping[MediaSource, LoadedMedia] | None = None
+) -> ChatPlan:
+    """`known`: images of the request, for one that plans several times. Raises ApiError."""
     model = choose_model(s, body.model, body.lora_path)
     check_chat(body)
     reasoning = reasoning_format(s)
@@ -70,8 +77,11 @@ async def plan_chat(s: Services, body: ChatBody) -> ChatPlan:
     constraint = chat_constraint(body, reading.calls, in_channels=reading.calls_in_channels)
     if body.skip_special_tokens is None and any(map(s.model.tokenizer.is_special, reading.markers)):
         body.skip_special_tokens = False  # the reader must see its markers
+    sources = sources_of(body.messages)
+    loaded = await load_media(s, sources, known) if sources else []
     prompt, prefix = render_chat(s, body)
     opening = Opening.CLOSED if reasoning is None else opening_of(reasoning, prompt, prefix=prefix)
+    input_ids, images = await _prompt(s, prompt + prefix, loaded)
     return ChatPlan(
         sampling=sampling_of(
             s,
@@ -81,13 +91,20 @@ async def plan_chat(s: Services, body: ChatBody) -> ChatPlan:
             constraint=constraint,
             reasoning=_gate(body, reasoning, opening, constraint),
         ),
-        input_ids=await prompt_ids(s, prompt + prefix, field="messages", add_special_tokens=False),
+        input_ids=input_ids,
+        images=images,
         constraint=constraint,
         logprobs=LogprobOptions(top_num=body.top_logprobs or 0) if body.logprobs else None,
         model=model,
         reader=reading.reader(opening),
         count_reasoning=None if reasoning is None else partial(_counter, reading, opening, s.model.tokenizer),
     )
+
+
+async def _prompt(s: Services, text: str, loaded: list[LoadedMedia]) -> Prompt:
+    if loaded:
+        return await media_prompt(s, text, loaded, field="messages", add_special_tokens=False)
+    return Prompt(await prompt_ids(s, text, field="messages", add_special_tokens=False), [])
 
 
 def check_calls(body: ChatBody, reading: Reading) -> None:
@@ -141,6 +158,7 @@ async def answer_chat(
         body,
         id_prefix=id_prefix,
         prompts=[plan.input_ids],
+        images=[plan.images],
         params=plan.sampling,
         logprobs=plan.logprobs,
         constraint=plan.constraint,
@@ -157,8 +175,10 @@ def render_chat(s: Services, body: ChatBody) -> tuple[str, str]:
     """The prompt's text, and the beginning of the answer that follows it (`continue_final_message`)."""
     if s.model.template is None:
         raise bad_field("messages", "this model has no chat template; use /v1/completions")
-    messages = template_messages(body.messages)
+    messages = template_messages(body.messages, _places(s))
     prefix = messages.pop()["content"] if body.continue_final_message and messages[-1]["role"] == "assistant" else ""
+    if not isinstance(prefix, str):
+        raise bad_field(f"messages[{len(messages)}].content", "the answer continues it: it must be text alone")
     extra = {
         "tools": template_tools([] if body.tool_choice == "none" else body.tools or []),
         **_effort(body.reasoning_effort),
@@ -170,7 +190,14 @@ def render_chat(s: Services, body: ChatBody) -> tuple[str, str]:
         )
     except TemplateRefused as e:
         raise bad_field("messages", str(e)) from None
-    return prompt, str(prefix)
+    return prompt, prefix
+
+
+def _places(s: Services) -> Mapping[str, Any]:
+    """What the template gets for images and videos: parts, if it knows of images, else the tokens that stand for them."""
+    if s.model.template is not None and s.model.template.knows_images:
+        return {"image_url": {"type": "image"}, "video_url": {"type": "video"}}
+    return {"image_url": s.model.marks.image, "video_url": s.model.marks.video}
 
 
 def _effort(effort: str | None) -> dict[str, Any]:

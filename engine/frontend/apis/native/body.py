@@ -12,10 +12,13 @@ from engine.frontend.apis.shared.fields import SamplingFields, check_token_ids, 
 from engine.frontend.apis.shared.namespaces import PerPrompt
 from engine.frontend.apis.shared.refused import GENERATE, SAMPLING
 from engine.frontend.bootstraps import Host, Port, Room
+from engine.frontend.images.source import MediaSource
 from engine.messages import MAX_ASKED_TOKEN_IDS, LogprobOptions
 from service.http.errors import bad_field
 
 MAX_TOP_LOGPROBS = 100
+
+MediaData = str | list[str | list[str] | None] | None
 
 
 class SamplingBody(SamplingFields, kw_only=True):
@@ -27,6 +30,8 @@ class SamplingBody(SamplingFields, kw_only=True):
 class GenerateBody(msgspec.Struct, kw_only=True):
     text: str | list[str] | None = None
     input_ids: list[int | list[int]] | None = None
+    image_data: MediaData = None
+    video_data: MediaData = None
     sampling_params: SamplingBody | list[SamplingBody] | None = None
     rid: str | list[str] | None = None
     stream: bool | None = None
@@ -54,6 +59,30 @@ READER = BodyReader(
     refused=GENERATE,
     inside=Inside(field="sampling_params", type=SamplingBody, refused=SAMPLING),
 )
+
+
+def media_sources(body: GenerateBody, num_prompts: int, *, single: bool) -> list[list[MediaSource]]:
+    """The images and then the videos of each prompt. Raises ApiError(400)."""
+    images = _media_of("image_data", body.image_data, num_prompts, single=single)
+    videos = _media_of("video_data", body.video_data, num_prompts, single=single)
+    return [[*of_images, *of_videos] for of_images, of_videos in zip(images, videos, strict=True)]
+
+
+def _media_of(field: str, value: MediaData, num_prompts: int, *, single: bool) -> list[list[MediaSource]]:
+    """Of one prompt: one, or a list; of several: one for all, or a list with one, a list or null for each."""
+    is_video = field == "video_data"
+    if not isinstance(value, list):
+        return [_sources(field, value, is_video)] * num_prompts
+    if single and not any(isinstance(entry, list) for entry in value):
+        return [_sources(field, value, is_video)]
+    entries = each(field, value, num_prompts)
+    return [_sources(f"{field}[{i}]", entry, is_video) for i, entry in enumerate(entries)]
+
+
+def _sources(field: str, value: Any, is_video: bool) -> list[MediaSource]:
+    if isinstance(value, list):
+        return [one for i, entry in enumerate(value) for one in _sources(f"{field}[{i}]", entry, is_video)]
+    return [] if value is None else [MediaSource(field=field, url=value, is_base64=True, is_video=is_video)]
 
 
 def logprob_options(body: GenerateBody, prompts: list[list[int]], *, vocab_size: int) -> list[LogprobOptions | None]:

@@ -1,9 +1,11 @@
 """SGLang's native POST /generate: text or token ids, one or many, cumulative streaming."""
 
+from collections.abc import Sequence
+
 import msgspec
 from aiohttp import web
 
-from engine.frontend.apis.native.body import READER, GenerateBody, SamplingBody, logprob_options
+from engine.frontend.apis.native.body import READER, GenerateBody, SamplingBody, logprob_options, media_sources
 from engine.frontend.apis.native.view import NativeView
 from engine.frontend.apis.shared.constraints import plain_constraint
 from engine.frontend.apis.shared.fields import (
@@ -17,6 +19,7 @@ from engine.frontend.apis.shared.fields import (
     id_lists,
     prompt_ids,
 )
+from engine.frontend.apis.shared.media import Prompt, load_media, media_prompt
 from engine.frontend.apis.shared.models import check_lora_path
 from engine.frontend.apis.shared.namespaces import namespaces_of
 from engine.frontend.apis.shared.prefix_sources import with_prefix_source
@@ -24,7 +27,9 @@ from engine.frontend.apis.shared.reasoning import check_budget, gate_of, needed_
 from engine.frontend.apis.shared.resumable import begun_of, earlier_of, going_on, resume_of
 from engine.frontend.apis.shared.routed import routed_rank
 from engine.frontend.apis.shared.stream import answer
+from engine.frontend.images.source import MediaSource
 from engine.frontend.services import SERVICES, Services
+from engine.images import ImageInput
 from engine.messages import GenerateRequest
 from engine.sampling_params import SamplingParams
 from engine.text.reasoning import Opening, opening_of
@@ -39,7 +44,7 @@ async def generate(request: web.BaseRequest) -> web.StreamResponse:
     s = request[SERVICES]
     timeout_s = s.timeout_of(request)
     body = await READER.read(request)
-    prompts, single = await _prompts(s, body)
+    prompts, images, single = await _prompts(s, body)
     given = [p or SamplingBody() for p in each("sampling_params", body.sampling_params, len(prompts))]
     params = [_params(s, one) for one in given]
     n = params[0].n
@@ -58,7 +63,7 @@ async def generate(request: web.BaseRequest) -> web.StreamResponse:
     ]
     if body.require_reasoning or body.max_thinking_tokens is not None:
         fitted = [_after_reasoning(s, body, p, ids) for p, ids in zip(fitted, prompts, strict=True)]
-    requests, groups = _requests(request, body, prompts=prompts, given=given, params=fitted, n=n)
+    requests, groups = _requests(request, body, prompts=prompts, images=images, given=given, params=fitted, n=n)
     resume = resume_of(request)
     requests = with_prefix_source(request, going_on(resume, requests))
     generation = s.client.generate(
@@ -80,16 +85,32 @@ async def generate(request: web.BaseRequest) -> web.StreamResponse:
     return await answer(request, generation, view=view, stream=bool(body.stream), begun=begun, repeats=True)
 
 
-async def _prompts(s: Services, body: GenerateBody) -> tuple[list[list[int]], bool]:
+async def _prompts(s: Services, body: GenerateBody) -> tuple[list[list[int]], list[list[ImageInput]], bool]:
+    """Ids and images of each prompt, and whether there is one alone."""
     if (body.text is None) == (body.input_ids is None):
         raise bad_field("text", "give either text or input_ids")
-    if body.text is not None:
-        texts = [body.text] if isinstance(body.text, str) else body.text
-        if not texts or not all(texts):
-            raise bad_field("text", "must not be empty")
-        return [await prompt_ids(s, t, field="text") for t in texts], isinstance(body.text, str)
-    prompts, single = id_lists(body.input_ids or [], field="input_ids")
-    return [await prompt_ids(s, ids, field="input_ids") for ids in prompts], single
+    field = "input_ids" if body.text is None else "text"
+    given, single = _given(body)
+    if body.image_data or body.video_data:
+        sources = media_sources(body, len(given), single=single)
+        found = [await _prompt(s, one, own, field=field) for one, own in zip(given, sources, strict=True)]
+        return [prompt.ids for prompt in found], [prompt.images for prompt in found], single
+    return [await prompt_ids(s, one, field=field) for one in given], [], single
+
+
+def _given(body: GenerateBody) -> tuple[Sequence[str | list[int]], bool]:
+    if body.text is None:
+        return id_lists(body.input_ids or [], field="input_ids")
+    texts = [body.text] if isinstance(body.text, str) else body.text
+    if not texts or not all(texts):
+        raise bad_field("text", "must not be empty")
+    return texts, isinstance(body.text, str)
+
+
+async def _prompt(s: Services, given: str | list[int], sources: list[MediaSource], *, field: str) -> Prompt:
+    if not sources:
+        return Prompt(await prompt_ids(s, given, field=field), [])
+    return await media_prompt(s, given, await load_media(s, sources), field=field)
 
 
 def _params(s: Services, p: SamplingBody) -> SamplingParams:
@@ -122,6 +143,7 @@ def _requests(
     body: GenerateBody,
     *,
     prompts: list[list[int]],
+    images: list[list[ImageInput]],
     given: list[SamplingBody],
     params: list[SamplingParams],
     n: int,
@@ -155,6 +177,7 @@ def _requests(
                     lora=loras[i],
                     namespace=namespaces[i],
                     grammar_field="" if sampling.grammar is None else INSIDE + sampling.grammar.kind,
+                    images=images[i] if images else [],
                 )
             )
     return requests, [rids[i // n] for i in range(len(requests))]

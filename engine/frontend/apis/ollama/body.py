@@ -65,7 +65,7 @@ class OllamaMessage(msgspec.Struct, kw_only=True):
     role: str
     content: str | None = None
     thinking: str | None = None
-    images: list[Any] | None = None
+    images: list[str] | None = None
     tool_calls: list[dict[str, Any]] | None = None
     tool_name: str | None = None
     tool_call_id: str | None = None
@@ -80,6 +80,7 @@ class OllamaGenerateBody(OllamaFields, kw_only=True):
     """`raw`: the prompt is text for the model, not a message of the user."""
 
     prompt: str | None = None
+    images: list[str] | None = None
     system: str | None = None
     raw: bool | None = None
 
@@ -100,7 +101,6 @@ GENERATE = BodyReader(
     refused={
         **missing_in(OllamaGenerateBody, CHAT, "ask /api/chat"),
         "context": Unserved("send the conversation to /api/chat"),
-        "images": Unserved("leave it out; this server takes text"),
         "suffix": Unserved("leave it out; this server completes at the end alone"),
         "template": Unserved("render the prompt yourself and send it raw"),
     },

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from engine.frontend.apis.chat.body import ChatBody, ChatMessage
+from engine.frontend.apis.chat.body import ChatBody, ChatMessage, ContentPart, PlacedPart
 from engine.frontend.apis.chat.plan import TOGGLES
 from engine.frontend.apis.ollama.body import (
     OllamaChatBody,
@@ -12,7 +12,6 @@ from engine.frontend.apis.ollama.body import (
     Options,
 )
 from engine.frontend.apis.shared.constraints import JsonSchemaFormat, ResponseFormat
-from engine.frontend.apis.shared.fields import refuse
 from engine.frontend.apis.shared.other_apis import own_fields
 from engine.frontend.apis.shared.request import RequestFields
 from service.http.errors import bad_field
@@ -49,11 +48,13 @@ def chat_of(body: OllamaChatBody) -> ChatBody:
 def prompted_chat_of(body: OllamaGenerateBody) -> ChatBody:
     """A prompt that the chat template writes."""
     system = [ChatMessage(role="system", content=body.system)] if body.system else []
-    messages = [*system, ChatMessage(role="user", content=body.prompt)]
+    messages = [*system, ChatMessage(role="user", content=_content(body.prompt, body.images, "images"))]
     return ChatBody(messages=messages, **_thinking(body.think), **_shared(body))
 
 
 def completion_of(body: OllamaGenerateBody) -> RequestFields:
+    if body.images:
+        raise bad_field("images", "needs a chat template; this prompt has none (raw, or the model has no template)")
     if body.system:
         raise bad_field("system", "needs a chat template; this prompt has none (raw, or the model has no template)")
     return RequestFields(**_shared(body))
@@ -108,12 +109,22 @@ def _thinking(think: bool | str | None) -> dict[str, Any]:
 def _message(message: OllamaMessage, field: str) -> ChatMessage:
     if message.role not in ROLES:
         raise bad_field(f"{field}.role", f"{message.role!r} is not one of {', '.join(ROLES)}")
-    refuse(message, ("images",), inside=f"{field}.")
     return ChatMessage(
         role=message.role,
-        content=message.content,
+        content=_content(message.content, message.images, f"{field}.images"),
         reasoning_content=message.thinking or None,
         tool_calls=[{"type": "function", **call} for call in message.tool_calls or []] or None,
         name=message.tool_name,
         tool_call_id=message.tool_call_id,
     )
+
+
+def _content(text: str | None, images: list[str] | None, field: str) -> str | list[ContentPart] | None:
+    """The images, base64, come before the text."""
+    if not images:
+        return text
+    parts: list[ContentPart] = [
+        PlacedPart(type="image_url", image_url=image, is_base64=True, field=f"{field}[{i}]")
+        for i, image in enumerate(images)
+    ]
+    return [*parts, ContentPart(type="text", text=text)] if text else parts

@@ -16,6 +16,8 @@ from engine.frontend.apis.responses.view import ResponseView
 from engine.frontend.apis.shared.other_apis import in_words_of
 from engine.frontend.apis.shared.resumable import ids_of, resume_of
 from engine.frontend.apis.shared.stream import Framing
+from engine.frontend.images.loaded import LoadedMedia
+from engine.frontend.images.source import MediaSource
 from engine.frontend.services import SERVICES, Services
 from service.http.errors import bad_field, decode_body
 from service.http.stream import typed_event
@@ -104,9 +106,11 @@ async def _answer(
 
 
 async def _truncated(s: Services, chat: ChatBody) -> ChatPlan:
+    known: dict[MediaSource, LoadedMedia] = {}
+
     async def plan(messages: list[ChatMessage]) -> ChatPlan:
         chat.messages = messages
-        return await plan_chat(s, chat)
+        return await plan_chat(s, chat, known)
 
     return await truncated(turns_of(chat.messages), plan, room=s.context_length - (chat.max_completion_tokens or 1))
 

@@ -6,11 +6,12 @@ An assistant's turn is several items (reasoning, text, calls) and one message, a
 from collections.abc import Iterable
 from typing import Any
 
-from engine.frontend.apis.chat.body import ChatMessage, ContentPart
+from engine.frontend.apis.chat.body import ChatMessage, ContentPart, PlacedPart
 from engine.frontend.apis.responses.body import Item, Part
 from service.http.errors import ApiError, bad_field
 
 ROLES = ("user", "assistant", "system", "developer")
+IMAGE = "input_image"
 TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 
 
@@ -99,20 +100,29 @@ def _content(content: str | list[Part] | None, field: str) -> str | list[Content
         raise bad_field(field, "is missing")
     if isinstance(content, str):
         return content
-    return [ContentPart(type="text", text=_part(part, f"{field}[{i}]")) for i, part in enumerate(content)]
+    return [_part(part, f"{field}[{i}]") for i, part in enumerate(content)]
 
 
-def _part(part: Part, field: str) -> str:
+def _part(part: Part, field: str) -> ContentPart:
+    if part.type != IMAGE:
+        return ContentPart(type="text", text=_text(part, field))
+    if part.file_id is not None:
+        raise bad_field(f"{field}.file_id", "no files are stored here; send image_url", code="unsupported_parameter")
+    url = _text_of(part.image_url, f"{field}.image_url")
+    return PlacedPart(type="image_url", image_url=url, field=f"{field}.image_url")
+
+
+def _text(part: Part, field: str) -> str:
     text = part.refusal if part.type == "refusal" else part.text
     if part.type not in (*TEXTS, "refusal"):
-        raise _only_text(field, part.type)
+        raise _unknown_part(field, part.type)
     return _text_of(text, f"{field}.{'refusal' if part.type == 'refusal' else 'text'}")
 
 
-def _only_text(field: str, type: str) -> ApiError:
+def _unknown_part(field: str, type: str) -> ApiError:
     return bad_field(
         f"{field}.type",
-        f"{type[:100]!r} is not supported: this model reads text (input_text, output_text)",
+        f"{type[:100]!r} is not supported: parts are texts (input_text, output_text) and images ({IMAGE})",
         code="unsupported_parameter",
     )
 

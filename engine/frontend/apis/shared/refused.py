@@ -67,10 +67,8 @@ CHAT = {
 GENERATE = {
     "audio_data": Unserved(TEXT_ONLY),
     "custom_logit_processor": Unserved(SHAPE),
-    "image_data": Unserved(TEXT_ONLY),
     "input_embeds": Unserved(TEXT_ONLY),
     "session_params": Unserved(SESSIONS),
-    "video_data": Unserved(TEXT_ONLY),
     "watermark": Unserved(SHAPE),
 }
 EMBEDDING = {

@@ -1,7 +1,7 @@
 """The samples of a request: what is asked of the engine, and the answer."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from aiohttp import web
 
@@ -23,6 +23,7 @@ from engine.frontend.apis.shared.stream import EVENTS, Framing, View, answer
 from engine.frontend.apis.shared.structured_outputs import structured_constraint
 from engine.frontend.apis.shared.usage import Usage
 from engine.frontend.services import SERVICES, Services
+from engine.images import ImageInput
 from engine.messages import GenerateRequest, LogprobOptions
 from engine.sampling_params import ReasoningGate, SamplingParams
 from engine.text.reasoning import ReasoningTokens
@@ -66,6 +67,7 @@ async def answer_samples(
     model: Chosen,
     field: str,
     view: Callable[..., View],
+    images: Sequence[list[ImageInput]] = (),
     cut: bool = False,
     framing: Framing = EVENTS,
     count_reasoning: Callable[[], ReasoningTokens] | None = None,
@@ -73,7 +75,7 @@ async def answer_samples(
     """Run `params.n` samples of each prompt, prompt-major, and show them. Raises ApiError.
 
     `field`: of the prompts; errors name it. `cut`: shorten the answer to what fits the context. `view`: takes id, model,
-    created, usage. `count_reasoning`: makes the counter of a sample's reasoning; None: it has none.
+    created, usage. `images`: of each prompt; empty: there are none. `count_reasoning`: makes the counter of a sample's reasoning; None: it has none.
     """
     s, n = request[SERVICES], params.n
     resume = resume_of(request)
@@ -103,6 +105,7 @@ async def answer_samples(
             lora=model.lora,
             namespace=namespaces[i // n],
             return_hidden_states=hidden_states,
+            images=images[i // n] if images else [],
         )
         for i, sampling in enumerate(samplings)
     ]

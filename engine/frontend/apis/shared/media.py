@@ -1,0 +1,58 @@
+"""Images and videos of a request, whatever its API: from the parts that name them to the prompt that holds them."""
+
+from collections.abc import MutableMapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from engine.frontend.apis.shared.fields import prompt_ids
+from engine.frontend.images.loaded import LoadedMedia
+from engine.frontend.images.placeholders import expanded, with_times
+from engine.frontend.images.source import MediaSource
+from engine.frontend.services import Services
+from engine.images import ImageInput
+from service.http.errors import bad_field
+
+if TYPE_CHECKING:
+    from engine.frontend.images.loader import ImageLoader
+
+TEXT_ALONE = "this model reads text alone; leave it out, or serve a model that sees images (docs/models.md)"
+
+MOST_TOKENS = 1 << 20  # of the images of a conversation that is cut to fit
+
+
+class Prompt(NamedTuple):
+    """`images`: in their places in `ids`."""
+
+    ids: list[int]
+    images: list[ImageInput]
+
+
+def loader_for(s: Services, sources: Sequence[MediaSource]) -> "ImageLoader":
+    """Raises ApiError(400) for a model without vision, which names the first of `sources`."""
+    if s.images is None:
+        raise bad_field(sources[0].field, TEXT_ALONE, code="unsupported_parameter")
+    return s.images
+
+
+async def load_media(
+    s: Services, sources: Sequence[MediaSource], known: MutableMapping[MediaSource, LoadedMedia] | None = None
+) -> list[LoadedMedia]:
+    """`known`: those that the request has loaded before, in another try of its prompt. Raises ApiError(400) that names the part."""
+    loader = loader_for(s, sources)
+    if known is None:
+        return await loader.load(sources, most_tokens=s.context_length)
+    if any(one not in known for one in sources):
+        loaded = await loader.load(sources, most_tokens=MOST_TOKENS)
+        known.update(zip(sources, loaded, strict=True))
+    return [known[one] for one in sources]
+
+
+async def media_prompt(
+    s: Services, prompt: str | list[int], loaded: Sequence[LoadedMedia], *, field: str, add_special_tokens: bool = True
+) -> Prompt:
+    """Put what was loaded into its places. Raises ApiError(400) where their number differs."""
+    assert s.images is not None, "nothing was loaded without it"
+    marks = s.model.marks
+    if isinstance(prompt, str):
+        prompt = with_times(prompt, loaded, marks)
+    ids = await prompt_ids(s, prompt, field=field, add_special_tokens=add_special_tokens)
+    return Prompt(*expanded(ids, loaded, s.images.vision, marks=marks, field=field))
