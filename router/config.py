@@ -6,6 +6,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from service.flags import ConfigError, FlagSet, flag
+from service.images.flags import ImageFlags
+from service.images.hosts import AllowedHosts
 from service.telemetry.logs import FORMATS as LOG_FORMATS
 
 POLICIES = ("least_load", "cache_aware", "power_of_two", "round_robin", "random", "consistent_hashing")
@@ -175,7 +177,15 @@ class KeyFlags(FlagSet):
 # Dataclasses take the fields of their bases from the last base to the first: --help shows WorkerFlags first.
 @dataclass(frozen=True, kw_only=True)
 class RouterConfig(
-    KeyFlags, DiscoveryFlags, AutoRolesFlags, AdmissionFlags, BreakerFlags, HealthFlags, ChoiceFlags, WorkerFlags
+    ImageFlags,
+    KeyFlags,
+    DiscoveryFlags,
+    AutoRolesFlags,
+    AdmissionFlags,
+    BreakerFlags,
+    HealthFlags,
+    ChoiceFlags,
+    WorkerFlags,
 ):
     retry_max: int = flag(3, "most retries while nothing was sent to the client", least=0, special={0: "none"})
     retry_backoff_s: float = _seconds(0.05, "pause before the second retry, doubled for each further one")
@@ -242,6 +252,7 @@ def check_config(config: RouterConfig) -> None:
     _check_discovery(config)
     _check_auto_roles(config)
     _check_prefix_fetch(config)
+    AllowedHosts(domains=config.allowed_media_domains, networks=config.allowed_media_networks)  # reads the rules
 
 
 def _check_prefix_fetch(config: RouterConfig) -> None:

@@ -27,6 +27,7 @@ from router.pool.worker import PAIR, UNIFIED, Way
 from router.requests.dispatch import Dispatcher
 from router.requests.failover import Failover
 from router.requests.hedging import Budget, Hedging
+from router.requests.images import BodyImages
 from router.requests.live import LiveRequests
 from router.requests.picking import Picker
 from router.requests.reconnect import Reconnect
@@ -132,4 +133,5 @@ def make_dispatcher(
         hedging=hedging,
         failover=failover,
         reconnect=reconnect,
+        images=BodyImages(config, most_bytes=config.max_body_bytes),
     )

@@ -15,7 +15,7 @@ from router.admission.queue import RequestRefused
 from router.attempts.pair_attempt import AttemptGroup, AttemptLauncher, PairAttempt
 from router.attempts.request import ITL_HEADER, TTFT_HEADER, RequestContext, time_given
 from router.attempts.upstream_call import CallFailed
-from router.body import ALONE, Api, named_dp_rank, parse_body
+from router.body import ALONE, Api, ParsedBody, named_dp_rank, parse_body
 from router.choice.chooser import Chooser
 from router.choice.policies import RoutingHints
 from router.client.credentials import Credentials
@@ -23,6 +23,7 @@ from router.pool.models import UnknownModel
 from router.pool.worker import Way
 from router.requests.failover import Failover
 from router.requests.hedging import Hedging
+from router.requests.images import BodyImages, holds_images
 from router.requests.kept_alive import serve_kept_alive
 from router.requests.live import LiveRequests
 from router.requests.merge import Merger, SseMerger
@@ -79,6 +80,7 @@ class Dispatcher:
     hedging: Hedging | None
     failover: Failover | None
     reconnect: Reconnect | None
+    images: BodyImages
 
     async def invoke(self, http: web.BaseRequest) -> web.StreamResponse:
         """Answer POST /invocations: the body says which API it is for."""
@@ -147,10 +149,11 @@ class Dispatcher:
             parsed = request.parsed
         request.ways = tuple([way[:1] for way in self.ways]) if parsed.api in ALONE else self.ways
         request.model = self.picker.model_of(parsed, request.ways)
+        shown = await self._take_images(request) if holds_images(request.body, parsed) else parsed
         if self.chooser is not None:
-            request.hints = self.chooser.hints_of(parsed, http.headers)
+            request.hints = self.chooser.hints_of(shown, http.headers)
         else:
-            request.hints = RoutingHints(prompt_tokens=parsed.prompt_tokens, output_tokens=parsed.output_tokens)
+            request.hints = RoutingHints(prompt_tokens=shown.prompt_tokens, output_tokens=shown.output_tokens)
         named = rank_in(http.headers)
         request.dp_rank = named_dp_rank(parsed) if named is None else named
         request.slo = self.admission.slo_of(http)
@@ -162,6 +165,12 @@ class Dispatcher:
         if self.reconnect is not None:
             request.headers = {**request.headers, **self.reconnect.headers(request)}
             await self.reconnect.go_on(request)
+
+    async def _take_images(self, request: RequestContext) -> ParsedBody:
+        """What the request is to those that balance and route."""
+        taken = await self.images.take(request.parsed)
+        request.parsed = taken.body
+        return taken.shown
 
     def _headers(self, request: RequestContext) -> dict[str, str]:
         given = request.http.headers

@@ -1,0 +1,104 @@
+"""Images in bodies: both workers of a pair, and those that take over, get the same bytes. The router fetches what a URL names, once.
+
+A body without images costs a search of its bytes. Of one with images, load and cache-aware routing see a digest in place of each.
+"""
+
+import asyncio
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from router.body import HISTORY_FIELD, Api, ParsedBody, with_fields
+from service.http.errors import bad_field
+from service.http.json_depth import decode_or_none
+from service.images.bad_image import BadImage, with_field
+from service.images.bodies import NamedImage, images_in, urls_in
+from service.images.data_urls import data_url, is_data_url
+from service.images.fetch import ImageFetcher
+from service.images.flags import ImageFlags
+
+TOKENS_PER_IMAGE = 1024  # a guess good enough to balance by
+_FIELDS = {
+    Api.CHAT: ("messages",),
+    Api.MESSAGES: ("messages",),
+    Api.RESPONSES: (HISTORY_FIELD, "input"),
+    Api.GENERATE: ("image_data",),
+    Api.OLLAMA_CHAT: ("messages",),
+    Api.OLLAMA_GENERATE: ("images",),
+}
+_LISTS = ("image_data", "images")  # of images alone
+_MARK = b'"image'  # with which a field of every image begins
+
+_encode = msgspec.json.Encoder().encode
+
+
+def holds_images(body: bytes, parsed: ParsedBody) -> bool:
+    """Whether a request, or the conversation that it continues, may hold images. True for some that do not."""
+    return _MARK in body or (parsed.api is Api.RESPONSES and _MARK in bytes(parsed.fields.get(HISTORY_FIELD, b"")))
+
+
+@dataclass(frozen=True, slots=True)
+class WithImages:
+    """`body`: for workers. `shown`: to what balances and routes: with digests, and an estimate of tokens."""
+
+    body: ParsedBody
+    shown: ParsedBody
+
+
+class BodyImages:
+    """`most_bytes`: of a body for a worker."""
+
+    def __init__(self, flags: ImageFlags, *, most_bytes: int) -> None:
+        self._flags = flags
+        self._most_bytes = most_bytes
+        self._fetcher = ImageFetcher(flags)
+
+    async def take(self, parsed: ParsedBody) -> WithImages:
+        """Raises ApiError(400) that names the part."""
+        names = [name for name in _FIELDS.get(parsed.api, ()) if name in parsed.fields]
+        values = {name: decode_or_none(parsed.fields[name]) for name in names}
+        images, body = list(_images(values)), parsed
+        if not images:
+            return WithImages(parsed, parsed)
+        if remote := [image for image in images if _is_remote(image.url)]:
+            await self._fetch(remote, parsed)
+            body = with_fields(parsed, {name: _encode(value) for name, value in values.items()})
+            images = list(_images(values))
+        digests = await asyncio.to_thread(lambda: [_digest(image.url) for image in images])
+        for image, digest in zip(images, digests, strict=True):
+            image.put(digest)
+        shown = with_fields(parsed, {name: _encode(value) for name, value in values.items()})
+        num_tokens = shown.prompt_tokens + TOKENS_PER_IMAGE * len(images)
+        shown = msgspec.structs.replace(shown, prompt_tokens=num_tokens)
+        return WithImages(msgspec.structs.replace(body, prompt_tokens=num_tokens), shown)
+
+    async def _fetch(self, remote: list[NamedImage], parsed: ParsedBody) -> None:
+        """Put a data URL in place of each."""
+        if len(remote) > self._flags.max_images_per_request:
+            text = (
+                f"is more than the {self._flags.max_images_per_request} images of a request (--max-images-per-request)"
+            )
+            raise bad_field(remote[self._flags.max_images_per_request].field, f"{text}; send fewer")
+        room = (self._most_bytes - sum(map(len, parsed.fields.values()))) * 3 // 4  # base64
+        fetched = await self._fetcher.fetch_all([image.url for image in remote], most_bytes=room)
+        for image in remote:
+            answer = fetched[image.url]
+            if isinstance(answer, BadImage):
+                raise with_field(answer, image.field)
+            image.put(data_url(answer))
+
+
+def _images(values: dict[str, Any]) -> Iterator[NamedImage]:
+    for name, value in values.items():
+        yield from urls_in(values, name, name) if name in _LISTS else images_in(value, name)
+
+
+def _is_remote(url: str) -> bool:
+    return not is_data_url(url) and "://" in url[:16]
+
+
+def _digest(url: str) -> str:
+    return "sha256:" + hashlib.sha256(url.encode(errors="surrogatepass")).hexdigest()
