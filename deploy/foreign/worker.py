@@ -6,7 +6,7 @@ ONE, MANY = Values.ONE, Values.MANY
 ONE_RANK = "a worker has the ranks of --tp-size, --pp-size and --dp-size; start more workers behind the router"
 NO_GROUP = "the ranks of a worker find one another by themselves"
 SPEED_ALONE = "it changes speed alone, and this engine has no such choice"
-NO_VLM = "models of this server take text"
+NO_VLM = "images are encoded in one way, by the first ranks of the model"
 ONE_WAY = "experts are computed and exchanged in one way, which the device decides"
 NO_BALANCE = "experts move by DeepSeek's algorithm, by the loads of all steps since the last time"
 OTHER_DRAFTS = "drafts are chains of --speculative-num-steps tokens: see --speculative-algorithm and --speculative-draft-model-path"
@@ -108,6 +108,7 @@ _IGNORED: dict[str, Entry] = {
     "--optimization-level": Ignored(SPEED_ALONE, ONE),
     "--performance-mode": Ignored(SPEED_ALONE, ONE),
     "--sampling-backend": Ignored(SPEED_ALONE, ONE),
+    "--enable-multimodal": Ignored("a model that sees takes images"),
     "--sleep-on-idle": Ignored("an idle scheduler always sleeps"),
     "--max-parallel-loading-workers": Ignored(SPEED_ALONE, ONE),
     "--detokenizer-worker-num": Ignored(SPEED_ALONE, ONE),
@@ -190,8 +191,9 @@ _MISSING: dict[str, Entry] = {
     "--trust-request-chat-template": Missing("requests bring no templates; they may render chats themselves"),
     "--download-dir": Missing("set HF_HOME"),
     "--hf-token": Missing("set HF_TOKEN"),
-    "--enable-multimodal": Missing(NO_VLM),
-    "--limit-mm-per-prompt": Missing(NO_VLM),
+    "--limit-mm-per-prompt": Missing("give --max-images-per-request"),
+    "--limit-mm-data-per-request": Missing("give --max-images-per-request"),
+    "--allowed-local-media-path": Missing("files of the server are not read; send data URLs"),
     "--language-model-only": Missing(NO_VLM),
     "--allow-auto-truncate": Missing("a prompt that is too long is refused; cut it before you send it"),
     "--enable-custom-logit-processor": Missing(

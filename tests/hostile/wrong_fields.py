@@ -88,7 +88,7 @@ WRONG_FIELDS: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"messages": [{"role": 1, "content": "x"}]}, "messages[0].role"),
     (CHAT, {"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
     (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
-    (CHAT, {"messages": [{"role": "user", "content": IMAGE}]}, "messages[0].content[0]"),
+    (CHAT, {"messages": [{"role": "user", "content": IMAGE}]}, "messages[0].content[0].image_url"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0]"),
     (CHAT, {"messages": USER, "max_tokens": 600}, "messages"),
     (CHAT, {"messages": USER, "max_tokens": 10**30}, "messages"),

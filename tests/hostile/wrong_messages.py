@@ -15,7 +15,7 @@ _OF_A_PROMPT: list[tuple[str, Any, str]] = [
     ("messages", [{"role": "user"}], "messages[0].content"),
     ("messages", [{"role": "tool", "content": "x"}], "messages[0].role"),
     ("messages", [{"role": "user", "content": [5]}], "messages[0].content[0]"),
-    ("messages", [{"role": "user", "content": [IMAGE]}], "messages[0].content[0].type"),
+    ("messages", [{"role": "user", "content": [IMAGE]}], "messages[0].content[0].source"),
     ("messages", [{"role": "user", "content": [{"type": "text", "text": 5}]}], "messages[0].content[0].text"),
     ("messages", [*USER, {"role": "assistant", "content": [{"type": "tool_use"}]}], "messages[1].content[0].id"),
     ("messages", [{"role": "user", "content": [{"type": "tool_result"}]}], "messages[0].content[0].tool_use_id"),

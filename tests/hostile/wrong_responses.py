@@ -10,7 +10,7 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("input", {"input": 5}),
     ("input[0].role", {"input": [{"content": "x"}]}),
     ("input[0].content", {"input": [{"role": "user"}]}),
-    ("input[0].content[0].type", {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}),
+    ("input[0].content[0].image_url", {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}),
     ("input[0].type", {"input": [{"type": "web_search_call"}]}),
     ("input", {"input": [CALL_OUTPUT]}),
     ("input[0].id", {"input": [{"type": "item_reference", "id": "msg_0_0"}]}),
