@@ -1,8 +1,8 @@
 """Routes about workers: list, add, remove, switch roles; settings; the document of all routes."""
 
 import time
-from dataclasses import asdict, dataclass
-from typing import Annotated, Any
+from dataclasses import dataclass
+from typing import Annotated
 
 import msgspec
 from aiohttp import web
@@ -12,9 +12,10 @@ from router.config import RouterConfig, check_worker_url
 from router.fleet.peer_processes import PeerProcesses
 from router.http.openapi import make_document
 from router.http.worker_calls import WorkerCalls
+from router.http.worker_list import describe, describe_all
 from router.pool.discovery import Discovery
 from router.pool.health import HealthMonitor
-from router.pool.worker import Role, Worker
+from router.pool.worker import Role
 from router.roles.switch import Switch
 from service.flags import ConfigError
 from service.http.errors import ApiError, bad_field, decode_body
@@ -73,8 +74,8 @@ class WorkersApi:
         ]
 
     async def list_workers(self, request: web.BaseRequest) -> web.Response:
-        workers = [describe(w) for w in self.calls.table.workers()]
-        return json_response({"workers": workers, "total": len(workers)})
+        workers = self.calls.table.workers()
+        return json_response({"workers": await describe_all(workers), "total": len(workers)})
 
     async def add_worker(self, request: web.BaseRequest) -> web.Response:
         """The worker gets requests after its first good check."""
@@ -116,7 +117,7 @@ class WorkersApi:
         return json_response({**describe(worker), "moved": moved})
 
     async def get_loads(self, request: web.BaseRequest) -> web.Response:
-        return json_response({"workers": [describe(w) for w in self.calls.table.workers()]})
+        return json_response({"workers": await describe_all(self.calls.table.workers())})
 
     async def server_info(self, request: web.BaseRequest) -> web.Response:
         return json_response(
@@ -126,7 +127,7 @@ class WorkersApi:
                 "mixed": self.config.mixed,
                 "policy": self.config.policy,
                 "service_discovery": None if self.discovery is None else self.discovery.status(),
-                "workers": [describe(w) for w in self.calls.table.workers()],
+                "workers": await describe_all(self.calls.table.workers()),
             }
         )
 
@@ -147,29 +148,3 @@ class WorkersApi:
         if named not in [role.value for role in roles]:
             raise bad_field("role", f"must be one of {', '.join(roles)}, got {word!r}")
         return Role(named)
-
-
-def describe(worker: Worker) -> dict[str, Any]:
-    return {
-        "id": worker.worker_id,
-        "url": worker.url,
-        "role": worker.role.value,
-        "is_healthy": worker.answers,
-        "health": worker.health.value,
-        "silent": worker.silent,
-        "heartbeats": worker.beats,
-        "busy_s": worker.busy_s,
-        "leaving": worker.leaving,
-        "switching_to": None if worker.switching_to is None else worker.switching_to.value,
-        "circuit": worker.circuit.state.value,
-        "models": worker.models,
-        "discovered": worker.discovered,
-        "last_error": worker.last_error,
-        "bootstrap_host": worker.bootstrap_host if worker.role is Role.PREFILL else None,
-        "bootstrap_port": worker.bootstrap_port,
-        "load": worker.load_tokens,
-        "inflight_requests": worker.inflight_requests,
-        "inflight_tokens": worker.inflight_tokens,
-        "assigned_total": worker.assigned_total,
-        "report": None if worker.report is None else asdict(worker.report),
-    }

@@ -15,7 +15,7 @@ import pytest
 from router.compose import Router
 from router.config import RouterConfig
 from router.fleet.peer_processes import PeerProcesses
-from router.http.workers_api import describe
+from router.http.worker_list import describe
 from router.pool.worker import Role
 from router.pool.workers import WorkerTable
 from router.server import start_router
