@@ -4,8 +4,9 @@ usage: python -m benchmarks.kv_event_rate [--workers N] [--rates R ...] [--token
 
 Publishers in a few processes speak the real wire (service/kv_events.py over ZMQ): each worker has its own address of 127.0.0.0/8, its PUB
 and its replay socket. A message stores the pages of one prompt, and removes those of an older one, as at a worker whose cache is full:
-so a rate of messages is a rate of requests. The router's own feed and prefix index read them, in a process of their own, while a timer of
-the same event loop notices how late it is called. "behind": what was sent and not applied at the end, in seconds of the rate.
+so a rate of messages is a rate of requests. Prompts are of one worker alone. Blocks are named as our workers name them, or by hashes of
+another engine, which the router has to read the tokens for. The router's own feed and prefix index read them, in a process of their own,
+while a timer of the same event loop notices how late it is called. "behind": what was sent and not applied at the end, in seconds of the rate.
 """
 
 import argparse
@@ -19,6 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,52 +36,69 @@ from router.config import ChoiceFlags
 from router.pool.states import Check
 from router.pool.worker import Role, Worker
 from router.pool.workers import WorkerTable
-from service.kv_events import END_SEQ, BlockRemoved, BlockStored, KVEventBatch, encode_batch, seq_bytes
+from service.kv_events import END_SEQ, BlockHash, BlockRemoved, BlockStored, KVEventBatch, encode_batch, seq_bytes
+from service.prefix_chain import VERSION, open_chain, page_names, token_seed
 from service.process.start import allow_many_files
 
 WORKERS = 1000
-RATES = (500, 1000, 2000, 4000)
+RATES = (500, 1000, 2000, 4000, 8000, 10_000)
 PAGE = 16  # tokens
 PROMPTS = 32  # that repeat; each is there for half of them
 PUBLISHERS = 2
 LAG_S = 0.01  # between two looks at the loop's lag
-SETTLE_S = 30.0
+SETTLE_S = 60.0
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def messages(tokens: int) -> list[bytes]:
-    """The cycle of batches that every worker publishes, from the second round on: what is removed was stored before."""
-    pages = tokens // PAGE
-    hashes = [[prompt * pages + page + 1 for page in range(pages)] for prompt in range(PROMPTS)]
+@dataclass(frozen=True)
+class Cycles:
+    """What workers publish. `tokens`: of a prompt. `named`: blocks have our names."""
+
+    tokens: int
+    named: bool
+
+
+def messages(worker: int, tokens: int, *, named: bool) -> list[bytes]:
+    """The cycle of batches that a worker publishes, from the second round on: what is removed was stored before."""
+    prompts = [_prompt(worker * PROMPTS + number, tokens) for number in range(PROMPTS)]
+    link = open_chain(token_seed())
+    if named:
+        hashes = [[name for name, _ in page_names(link, (), ids, PAGE)] for ids in prompts]
+    else:
+        hashes = [[hash((worker, number, at)) for at in range(0, len(ids), PAGE)] for number, ids in enumerate(prompts)]
     batches = []
-    for prompt in range(PROMPTS):
-        ids = [(prompt * 7919 + i) % 128_000 for i in range(pages * PAGE)]
-        stored = BlockStored(hashes[prompt], None, ids, PAGE, None)
-        gone = BlockRemoved(hashes[(prompt - PROMPTS // 2) % PROMPTS])
+    for number, ids in enumerate(prompts):
+        stored = BlockStored(list[BlockHash](hashes[number]), None, ids, PAGE, None)
+        gone = BlockRemoved(list[BlockHash](hashes[(number - PROMPTS // 2) % PROMPTS]))
         batches.append(encode_batch(KVEventBatch(0.0, [gone, stored])))
     return batches
 
 
-def publish(workers: Sequence[int], ports: tuple[int, int], tokens: int, commands: Any, sent: Any) -> None:
+def _prompt(number: int, tokens: int) -> list[int]:
+    return [(number * 7919 + i * 31) % 128_000 for i in range(tokens // PAGE * PAGE)]
+
+
+def publish(workers: Sequence[int], ports: tuple[int, int], cycles: Cycles, commands: Any, sent: Any) -> None:
     """Publish for these workers at the rates that come by `commands`: (messages a second of all, seconds)."""
     allow_many_files()
+    own = [messages(worker, cycles.tokens, named=cycles.named) for worker in workers]
     context = zmq.Context()
     context.set(zmq.MAX_SOCKETS, 65536)
-    pubs, replays = [], zmq.Poller()
+    pubs, readable = [], zmq.Poller()
     for worker in workers:
-        pub, replay = context.socket(zmq.PUB), context.socket(zmq.ROUTER)
+        pub, replay = context.socket(zmq.XPUB), context.socket(zmq.ROUTER)  # an XPUB socket tells who subscribes
         pub.setsockopt(zmq.SNDHWM, 100_000)
         pub.bind(f"tcp://{address(worker)}:{ports[0]}")
         replay.bind(f"tcp://{address(worker)}:{ports[1]}")
-        replays.register(replay, zmq.POLLIN)
+        for one in (pub, replay):
+            readable.register(one, zmq.POLLIN)
         pubs.append(pub)
-    cycle, number = messages(tokens), 0
+    number = len(pubs)  # of the next message; the first of each worker answers its subscriber
     sent.put(0)
     while True:
         if not commands.poll(0.0):
-            for replay, _ in replays.poll(20):  # nothing is kept: what is missing is lost
-                client = replay.recv_multipart()[0]
-                replay.send_multipart([client, b"", END_SEQ, b""])
+            for one, _ in readable.poll(20):
+                _answer(one)
             continue
         rate, seconds = commands.recv()
         if not rate:
@@ -88,24 +107,37 @@ def publish(workers: Sequence[int], ports: tuple[int, int], tokens: int, command
         while (elapsed_s := time.monotonic() - begun_s) < seconds:
             while count < elapsed_s * rate:
                 turn, place = divmod(number, len(pubs))
-                pubs[place].send_multipart([b"", seq_bytes(turn), cycle[turn % PROMPTS]])
+                pubs[place].send_multipart([b"", seq_bytes(turn), own[place][turn % PROMPTS]])
                 number += 1
                 count += 1
             time.sleep(0.001)
         sent.put(count)
 
 
-async def read(workers: int, ports: tuple[int, int], rates: Sequence[int], seconds: float, lines: Any) -> None:
+def _answer(one: Any) -> None:
+    """Greet a subscriber with an empty batch. To replay there is nothing: what is missing is lost."""
+    if one.getsockopt(zmq.TYPE) == zmq.XPUB:
+        one.recv()
+        one.send_multipart([b"", seq_bytes(0), encode_batch(KVEventBatch(0.0, []))])
+    else:
+        client = one.recv_multipart()[0]
+        one.send_multipart([client, b"", END_SEQ, b""])
+
+
+async def read(
+    workers: int, ports: tuple[int, int], cycles: Cycles, rates: Sequence[int], seconds: float, lines: Any
+) -> None:
     """The router's side. Says "ready", then for each "go" from stdin what came in `seconds`, and how long the rest took."""
     chooser = make_chooser(ChoiceFlags(policy="cache_aware"), draw=lambda n: 0)
     table, feed = WorkerTable(), KVEventFeed(chooser=chooser, secret=None)
+    endpoints = {"endpoint": f"tcp://*:{ports[0]}", "replay_endpoint": f"tcp://*:{ports[1]}", "topic": ""}
     for number in range(workers):
         worker = table.add(f"http://{address(number)}:1", role=Role.PREFILL)
         table.on_check(worker, Check.OK, now_s=0.0)
-        endpoints = {"endpoint": f"tcp://*:{ports[0]}", "replay_endpoint": f"tcp://*:{ports[1]}", "topic": ""}
-        feed.on_info(worker, {"kv_events_config": endpoints})
+        feed.on_info(worker, {"kv_events_config": {**endpoints, "prefix_names": VERSION if cycles.named else None}})
     known = table.workers()
-    await asyncio.sleep(3.0)  # connected, nothing to replay
+    while _applied(feed, known) < workers:  # each has greeted
+        await asyncio.sleep(0.05)
     print("ready", flush=True)
     for _ in rates:
         await asyncio.to_thread(lines.readline)
@@ -152,19 +184,20 @@ async def _lags(lags: list[float]) -> None:
         lags.append(max(0.0, time.monotonic() - due_s))
 
 
-def measure(workers: int, rates: Sequence[int], *, tokens: int, seconds: float) -> list[dict[str, Any]]:
+def measure(workers: int, rates: Sequence[int], cycles: Cycles, *, seconds: float) -> list[dict[str, Any]]:
     """A row for each rate."""
     ports = tuple(free_ports(2))
     context, rows = multiprocessing.get_context("spawn"), []
     counts, pipes, processes = context.Queue(), [], []
     for place in range(PUBLISHERS):
         mine, theirs = context.Pipe()
-        arguments = (range(place, workers, PUBLISHERS), ports, tokens, theirs, counts)
+        arguments = (range(place, workers, PUBLISHERS), ports, cycles, theirs, counts)
         processes.append(context.Process(target=publish, args=arguments, daemon=True))
         processes[-1].start()
         pipes.append(mine)
     argv = [sys.executable, "-m", "benchmarks.kv_event_rate", "--read", str(ports[0]), str(ports[1])]
     argv += ["--workers", str(workers), "--seconds", str(seconds), "--rates", *map(str, rates)]
+    argv += [] if cycles.named else ["--foreign"]
     router = subprocess.Popen(argv, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert router.stdin is not None and router.stdout is not None
     try:
@@ -180,7 +213,9 @@ def measure(workers: int, rates: Sequence[int], *, tokens: int, seconds: float) 
             sent = sum(counts.get(timeout=SETTLE_S) for _ in pipes)
             behind_s = max(0.0, (sent - found["applied"]) / rate)
             lost = sent - found["applied_in_the_end"]
-            rows.append({"rate": rate, "sent": sent, "behind_s": behind_s, "lost": lost, **found})
+            rows.append(
+                {"named": cycles.named, "rate": rate, "sent": sent, "behind_s": behind_s, "lost": lost, **found}
+            )
             print(rows[-1], file=sys.stderr)
     finally:
         router.kill()
@@ -194,12 +229,12 @@ def measure(workers: int, rates: Sequence[int], *, tokens: int, seconds: float) 
 def render(result: dict[str, Any]) -> str:
     """Write the table of docs/reports/benchmarks.md."""
     lines = [
-        "| messages/s | applied/s | behind after the run, s | lost | cores | CPU us each | loop's lag p99, ms | open files | MiB |",
-        "|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+        "| blocks named by | messages/s | applied/s | behind after the run, s | lost | cores | CPU us each | loop's lag p99, ms | open files | MiB |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for row in result["rows"]:
         lines.append(
-            f"| {row['rate']:,} | {row['applied_per_s']:,.0f} | {row['behind_s']:.1f} | {row['lost']:,} | {row['cores']:.2f} | "
+            f"| {'our workers' if row['named'] else 'other engines'} | {row['rate']:,} | {row['applied_per_s']:,.0f} | {row['behind_s']:.1f} | {row['lost']:,} | {row['cores']:.2f} | "
             f"{row['us_per_message']:.0f} | {row['lag_p99_ms']:.0f} | {row['files']:,} | {row['max_rss_mib']:.0f} |"
         )
     return "\n".join(lines)
@@ -213,12 +248,16 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--output", type=Path)
     parser.add_argument("--read", type=int, nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--foreign", action="store_true", help="only blocks that another engine names")
     args = parser.parse_args()
     allow_many_files()
     if args.read:
-        uvloop.run(read(args.workers, tuple(args.read), args.rates, args.seconds, sys.stdin))
+        cycles = Cycles(args.tokens, named=not args.foreign)
+        uvloop.run(read(args.workers, tuple(args.read), cycles, args.rates, args.seconds, sys.stdin))
         return
-    rows = measure(args.workers, args.rates, tokens=args.tokens, seconds=args.seconds)
+    rows = []
+    for named in (False,) if args.foreign else (True, False):
+        rows += measure(args.workers, args.rates, Cycles(args.tokens, named), seconds=args.seconds)
     result = {"environment": describe(), "workers": args.workers, "tokens": args.tokens, "rows": rows}
     print(render(result))
     if args.output:

@@ -23,7 +23,6 @@ from router.attempts.request import RequestContext, Slo
 from router.attempts.upstream_call import CallFailed
 from router.choice.chooser import make_chooser
 from router.choice.policies import RoutingHints, cost_tokens
-from router.choice.prefix_keys import BLOCK_TOKENS
 from router.config import RouterConfig
 from router.pool.models import serves
 from router.pool.pool import WorkerPool
@@ -32,6 +31,7 @@ from router.pool.worker import Lease, LoadReport, Role, Worker
 from router.pool.workers import WorkerTable
 from router.requests.hedging import other_pools
 from router.requests.picking import Picker
+from service.prefix_chain import BLOCK_TOKENS
 
 TOKENS_PER_S = 8000.0  # of a prefill worker
 ITL_S = 0.03

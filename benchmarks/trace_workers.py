@@ -19,11 +19,11 @@ from pathlib import Path
 
 from router.choice.policies import Placement, Policy, RoutingHints, cost_tokens
 from router.choice.prefix_index import PrefixIndex
-from router.choice.prefix_keys import BLOCK_TOKENS
 from router.pool.pool import WorkerPool
 from router.pool.states import Check
 from router.pool.worker import Lease, LoadReport, Role, Worker
 from router.pool.workers import WorkerTable
+from service.prefix_chain import BLOCK_TOKENS
 
 TRACE_BLOCK_TOKENS = 512
 REPORT_S = 1.0  # between a worker's reports to the router

@@ -13,7 +13,6 @@ from planner.workload import PlannedRequest
 from router.admission.forecast import Forecast, SentPrompt
 from router.choice.chooser import make_chooser
 from router.choice.policies import RoutingHints, cost_tokens
-from router.choice.prefix_keys import BLOCK_TOKENS
 from router.choice.way_costs import Objectives
 from router.config import RouterConfig
 from router.pool.pool import WorkerPool
@@ -21,6 +20,7 @@ from router.pool.states import Check
 from router.pool.worker import Lease, LoadReport, Role, Worker
 from router.pool.workers import WorkerTable
 from router.requests.ways import WayChooser
+from service.prefix_chain import BLOCK_TOKENS
 
 SEED = 1
 WANTED = Objectives(RouterConfig.mixed_ttft_s, RouterConfig.mixed_itl_s)
@@ -118,7 +118,7 @@ class Routing(Generic[T]):
             self.workers[one] = worker
         return self.workers[one]
 
-    def _keys(self, request: PlannedRequest) -> Sequence[bytes]:
+    def _keys(self, request: PlannedRequest) -> Sequence[Hashable]:
         """A block's number also identifies all blocks before it, so (number, part) is a key of the prefix."""
         if self.policy != "cache_aware":
             return ()

@@ -8,8 +8,8 @@ A gap in the numbers means lost events. Structs and frames are those of vllm/dis
 sglang/srt/disaggregation/kv_events.py; reading is lenient, and their oldest versions read what we write.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
 
 import msgspec
 
@@ -49,12 +49,40 @@ class AllBlocksCleared(msgspec.Struct, array_like=True, tag=True, frozen=True):
 KVEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
+class NamesStored(msgspec.Struct, array_like=True, tag="BlockStored", frozen=True):
+    """A `BlockStored` as far as a reader needs it that knows the names (service/prefix_chain.py): 2,048 tokens are not read in a tenth of the
+    time.
+    """
+
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: msgspec.Raw
+    block_size: Annotated[int, msgspec.Meta(ge=1)]
+    lora_id: int | None
+    medium: str | None = None
+    lora_name: str | None = None
+
+
+class NamesRemoved(msgspec.Struct, array_like=True, tag="BlockRemoved", frozen=True):
+    block_hashes: list[int]
+
+
+NameEvent = NamesStored | NamesRemoved | AllBlocksCleared
+AnyEvent = KVEvent | NameEvent
+Decode = Callable[[bytes], Sequence[AnyEvent]]  # raises `BadEvent`
+
+
 class KVEventBatch(msgspec.Struct, array_like=True, frozen=True):
     """`ts`: Unix time in seconds."""
 
     ts: float
     events: list[KVEvent]
     data_parallel_rank: int | None = None
+
+
+class _NamesBatch(msgspec.Struct, array_like=True, frozen=True):
+    ts: float
+    events: list[NameEvent]
 
 
 def namespace_of(cache_salt: str | None, extra_key: str | None) -> tuple[str, ...]:
@@ -69,6 +97,7 @@ class BadEvent(ValueError):
 _TYPES: dict[str, type[KVEvent]] = {cls.__name__: cls for cls in (BlockStored, BlockRemoved, AllBlocksCleared)}
 _decoder = msgspec.msgpack.Decoder()
 _usual_decoder = msgspec.msgpack.Decoder(KVEventBatch)
+_names_decoder = msgspec.msgpack.Decoder(_NamesBatch)
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -82,6 +111,14 @@ def decode_events(payload: bytes) -> list[KVEvent]:
         return _usual_decoder.decode(payload).events  # a third of the time
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return _decode_leniently(payload)
+
+
+def decode_names(payload: bytes) -> list[NameEvent]:
+    """The events of a batch of a worker that says its hashes are names. Raises `BadEvent` for any other message."""
+    try:
+        return _names_decoder.decode(payload).events
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise BadEvent(f"no batch of named blocks: {error}") from None
 
 
 def _decode_leniently(payload: bytes) -> list[KVEvent]:
@@ -113,8 +150,8 @@ def read_seq(frame: bytes) -> int:
     return int.from_bytes(frame, "big")
 
 
-def read_message(frames: Sequence[bytes]) -> tuple[int, list[KVEvent]]:
+def read_message(frames: Sequence[bytes], decode: Decode = decode_events) -> tuple[int, Sequence[AnyEvent]]:
     """(number, events) of [topic, number, batch]. Raises `BadEvent`."""
     if len(frames) != 3:
         raise BadEvent(f"a message has 3 frames, not {len(frames)}")
-    return read_seq(frames[1]), decode_events(frames[2])
+    return read_seq(frames[1]), decode(frames[2])

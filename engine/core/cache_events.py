@@ -1,17 +1,13 @@
 """KV events: changes of the prefix cache, collected until the next `take`.
 
-Pages get names that hold outside: a chained hash of all tokens up to the page's end. A split of a node changes no name.
+Pages get names that hold outside (service/prefix_chain.py), by all tokens up to the page's end. A split of a node changes no name.
 """
 
-import hashlib
+from collections.abc import Iterator
 
-import msgspec
-
-from engine.core.page_keys import next_keys
 from engine.core.radix_node import TRUNK, Branch, Node
 from service.kv_events import MEDIUM, AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, KVEvent
-
-HASH_BYTES = 8
+from service.prefix_chain import BLOCK_TOKENS, open_chain, page_names, pages_make_blocks, token_seed
 
 
 class CacheEvents:
@@ -19,8 +15,15 @@ class CacheEvents:
 
     def __init__(self, *, page_size: int) -> None:
         self._page_size = page_size
-        self._keys: dict[int, bytes] = {}  # of cached pages
+        self._block_size = BLOCK_TOKENS if pages_make_blocks(page_size) else page_size
+        self._names: dict[int, int] = {}  # of cached pages
+        self._links: dict[int, bytes] = {}  # of those that end a block
         self._events: list[KVEvent] = []
+
+    @property
+    def named(self) -> bool:
+        """Whether routers know its names."""
+        return pages_make_blocks(self._page_size)
 
     # ---- the tree of a model to which pages are all: what is in the tree can be used
 
@@ -41,23 +44,26 @@ class CacheEvents:
 
     def enter(self, node: Node) -> None:
         """Name the pages of a new leaf."""
-        above = self._above(node)
-        keys = next_keys(_seed(_branch(node)) if above is None else above, node.key, self._page_size)
-        self._keys.update(zip(node.pages, keys, strict=True))
+        link, before = self._before(node)
+        names = page_names(link, before, node.key, self._page_size)
+        for page, (name, link) in zip(node.pages, names, strict=True):
+            self._names[page] = name
+            if link:
+                self._links[page] = link
 
     def leave(self, node: Node) -> None:
         """Forget the names of a leaf that goes."""
         for page in node.pages:
-            del self._keys[page]
+            del self._names[page]
+            self._links.pop(page, None)
 
     def announce(self, node: Node, start: int, end: int) -> None:
         """Say that pages `start`..`end` - 1 of `node` can be used, as those before them."""
-        above = self._keys[node.pages[start - 1]] if start else self._above(node)
         branch, hashes = _branch(node), self._hashes(node, start, end)
         self._events.append(
             BlockStored(
                 hashes,
-                None if above is None else _short(above),
+                self._names[node.pages[start - 1]] if start else self._parent(node),
                 list(node.key[start * self._page_size : end * self._page_size]),
                 self._page_size,
                 branch.adapter or None,
@@ -71,17 +77,29 @@ class CacheEvents:
         if end > start:
             self._events.append(BlockRemoved(self._hashes(node, start, end), MEDIUM))
 
-    def _above(self, node: Node) -> bytes | None:
-        """Return the key of the page before `node`; None: a prompt begins with it."""
-        parent = node.parent
-        assert parent is not None
-        return self._keys[parent.pages[-1]] if parent.pages else None
+    def _parent(self, node: Node) -> int | None:
+        """Return the name of the page before `node`; None: a prompt begins with it."""
+        above = next(_above(node), None)
+        return None if above is None else self._names[above.pages[-1]]
+
+    def _before(self, node: Node) -> tuple[bytes, tuple[int, ...]]:
+        """Return the link of the last block before `node`, and the tokens between."""
+        missing = sum(len(above.key) for above in _above(node)) % self._block_size
+        tokens: tuple[int, ...] = ()
+        for above in _above(node):
+            if missing < len(above.key):
+                page = above.pages[-1 - missing // self._page_size]
+                return self._links[page], above.key[len(above.key) - missing :] + tokens
+            tokens = above.key + tokens
+            missing -= len(above.key)
+        return open_chain(_seed(_branch(node))), tokens
 
     def _hashes(self, node: Node, start: int, end: int) -> list[BlockHash]:
-        return [_short(self._keys[page]) for page in node.pages[start:end]]
+        return [self._names[page] for page in node.pages[start:end]]
 
     def on_cleared(self) -> None:
-        self._keys.clear()
+        self._names.clear()
+        self._links.clear()
         self._events.append(AllBlocksCleared())
 
     def take(self) -> list[KVEvent]:
@@ -90,12 +108,17 @@ class CacheEvents:
         return taken
 
 
-def _short(key: bytes) -> int:
-    return int.from_bytes(key[:HASH_BYTES])
-
-
 def _seed(branch: Branch) -> bytes:
-    return hashlib.sha256(msgspec.msgpack.encode(branch)).digest()
+    """The seed that routers have for requests without an adapter; of an adapter, whose number means nothing outside, one of its own."""
+    return token_seed(b"#%d" % branch.adapter if branch.adapter else b"", branch.namespace)
+
+
+def _above(node: Node) -> Iterator[Node]:
+    """Yield the nodes with pages above `node`, the nearest first."""
+    parent = node.parent
+    while parent is not None and parent.pages:
+        yield parent
+        parent = parent.parent
 
 
 def _branch(node: Node) -> Branch:

@@ -35,6 +35,10 @@ class UsablePrefixes:
         if windows is not None:
             windows.on_change = self._on_window
 
+    @property
+    def named(self) -> bool:
+        return self._events.named
+
     # ---- the tree
 
     def on_stored(self, node: Node) -> None:

@@ -18,6 +18,7 @@ from engine.core.usable_prefixes import PrefixEvents
 from engine.flags.kv_events_config import FLAG, KVEventsConfig
 from service.flags import ConfigError
 from service.kv_events import END_SEQ, KVEvent, KVEventBatch, encode_batch, seq_bytes
+from service.prefix_chain import VERSION
 from service.security.curve import ZapAuthenticator, guard_listener
 
 log = logging.getLogger(__name__)
@@ -62,7 +63,7 @@ class ZmqPublisher:
         self._thread.start()
 
     def describe(self) -> str:
-        """Return JSON for /server_info: the ports in use, and whether subscribers need the secret."""
+        """Return JSON for /server_info: the ports in use, whether subscribers need the secret, and how blocks are named."""
         assert self._pub is not None
         shown = {
             "publisher": self._config.publisher,
@@ -70,6 +71,7 @@ class ZmqPublisher:
             "replay_endpoint": None if self._replay is None else _endpoint(self._replay),
             "topic": self._config.topic,
             "curve": self._authenticator is not None,
+            "prefix_names": VERSION if self._events is not None and self._events.named else None,
         }
         return json.dumps(shown)
 

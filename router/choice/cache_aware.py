@@ -18,11 +18,11 @@ from typing import NamedTuple
 
 from router.choice.policies import Placement, Policy, RoutingHints
 from router.choice.prefix_index import PrefixIndex, PrefixMatch
-from router.choice.prefix_keys import BLOCK_TOKENS
 from router.config import ChoiceFlags
 from router.pool.load_order import LoadKey, load_key
 from router.pool.pool import Candidates, NoneInTime
 from router.pool.worker import Role, Worker
+from service.prefix_chain import BLOCK_TOKENS
 
 RECOMPUTE_WEIGHT = 4
 SMALL_GROUP = 16  # workers with equally much cached: up to this many are compared one by one

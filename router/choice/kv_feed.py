@@ -8,7 +8,7 @@ waits in the sockets, up to `RECEIVE_HWM` messages of each worker, and is then l
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,9 +22,11 @@ from router.pool.worker import MAX_WORKERS, Worker
 from service.kv_events import (
     END_SEQ,
     MAX_MESSAGE_BYTES,
+    AnyEvent,
     BadEvent,
-    KVEvent,
+    Decode,
     decode_events,
+    decode_names,
     read_message,
     read_seq,
     seq_bytes,
@@ -41,7 +43,7 @@ MOST_REPLAYS = 32  # at a time
 SOCKETS_EACH = 4  # a worker has one, and one more while it replays; one that is gone may close later
 
 
-Message = tuple[int, list[KVEvent]]  # number, events
+Message = tuple[int, Sequence[AnyEvent]]  # number, events
 
 
 @dataclass(eq=False, kw_only=True)
@@ -74,10 +76,11 @@ class KVEventFeed:
             self._context.set(
                 zmq.MAX_SOCKETS, SOCKETS_EACH * MAX_WORKERS
             )  # by default a thousand, then opening one fails
-        view, secret = WorkerCacheView(index, worker.worker_id), self.secret if source.curve else None
-        follower = self._followers[worker.worker_id] = _Follower(
-            self._context, source, view, secret, self._replays, self._turns
-        )
+        view = WorkerCacheView(index, worker.worker_id, named=source.named)
+        secret = self.secret if source.curve else None
+        decode = decode_names if source.named else decode_events
+        follower = _Follower(self._context, source, view, secret, self._replays, self._turns, decode)
+        self._followers[worker.worker_id] = follower
         follower.task = asyncio.create_task(follower.run(), name=f"kv events {worker.url}")
 
     def on_gone(self, worker: Worker) -> None:
@@ -114,6 +117,7 @@ class _Follower:
     secret: bytes | None
     replays: asyncio.Semaphore
     turns: "_Turns"
+    decode: Decode
     task: "asyncio.Task[None] | None" = None
 
     async def run(self) -> None:
@@ -134,7 +138,7 @@ class _Follower:
     def _read(self, frames: list[bytes]) -> "Message | None":
         """Take a message; returned if older ones are missing."""
         try:
-            seq, events = read_message(frames)
+            seq, events = read_message(frames, self.decode)
         except BadEvent as error:
             log.warning("KV events of %s: %s; what is known of it is dropped", self.source.endpoint, error)
             self.view.lose()
@@ -154,7 +158,7 @@ class _Follower:
                 async with asyncio.timeout(REPLAY_TIMEOUT_S):
                     await dealer.send_multipart([b"", seq_bytes(start)])
                     while (frames := await dealer.recv_multipart())[1] != END_SEQ:
-                        self.view.on_replay(read_seq(frames[1]), decode_events(frames[2]))
+                        self.view.on_replay(read_seq(frames[1]), self.decode(frames[2]))
                         await asyncio.sleep(0)
             except (TimeoutError, BadEvent, IndexError) as error:
                 log.warning("KV events of %s: no replay (%s)", endpoint, str(error) or "too slow")

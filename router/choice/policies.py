@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -17,7 +17,7 @@ class RoutingHints(msgspec.Struct, frozen=True, kw_only=True):
 
     prompt_tokens: int = 0
     output_tokens: int = 0
-    keys: Sequence[bytes] = ()
+    keys: Sequence[Hashable] = ()
     session: str = ""
 
 

@@ -10,7 +10,7 @@ A worker that leaves is ignored at once; its entries go a few with each later re
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 Group = tuple[int, int]
@@ -23,8 +23,8 @@ class _Part:
     """The prefixes of one worker: the keys whose entry has `bit`."""
 
     bit: int
-    guessed: OrderedDict[bytes, None] = field(default_factory=OrderedDict)  # least recently used first
-    reported: set[bytes] = field(default_factory=set)
+    guessed: OrderedDict[Hashable, None] = field(default_factory=OrderedDict)  # least recently used first
+    reported: set[Hashable] = field(default_factory=set)
 
 
 @dataclass(slots=True)
@@ -56,7 +56,7 @@ class PrefixIndex:
     def __init__(self, *, max_blocks: int) -> None:
         assert max_blocks >= 1
         self._max_blocks = max_blocks
-        self._holders: dict[bytes, int] = {}
+        self._holders: dict[Hashable, int] = {}
         self._parts: dict[int, _Part] = {}
         self._owner: dict[int, int] = {}  # bit position -> worker id, of live workers
         self._live = 0  # their bits
@@ -64,7 +64,7 @@ class PrefixIndex:
         self._num_bits = 0
         self._leaving: list[_Part] = []
 
-    def match(self, keys: Sequence[bytes]) -> PrefixMatch:
+    def match(self, keys: Sequence[Hashable]) -> PrefixMatch:
         """Which workers have how many of `keys`, from the first."""
         groups: list[Group] = []
         holders, with_all = self._holders, self._live
@@ -80,7 +80,7 @@ class PrefixIndex:
             groups.append((len(keys), with_all))
         return PrefixMatch(groups, self._owner, self._parts)
 
-    def touch(self, worker_id: int, keys: Sequence[bytes]) -> None:
+    def touch(self, worker_id: int, keys: Sequence[Hashable]) -> None:
         """Record that a request with these prefixes goes to this worker. The longest will be forgotten first."""
         part = self._part(worker_id)
         guessed, reported, holders, bit = part.guessed, part.reported, self._holders, part.bit
@@ -93,11 +93,11 @@ class PrefixIndex:
         self._trim(part, self._max_blocks)
         self._sweep()
 
-    def store(self, worker_id: int, key: bytes) -> None:
+    def store(self, worker_id: int, key: Hashable) -> None:
         """Record a prefix that the worker reports; no more than `max_blocks` of them."""
         self.store_all(worker_id, (key,))
 
-    def store_all(self, worker_id: int, keys: Sequence[bytes]) -> None:
+    def store_all(self, worker_id: int, keys: Sequence[Hashable]) -> None:
         part, holders = self._part(worker_id), self._holders
         reported, guessed, bit = part.reported, part.guessed, part.bit
         for key in keys[: self._max_blocks - len(reported)]:
@@ -105,19 +105,20 @@ class PrefixIndex:
             reported.add(key)
             holders[key] = holders.get(key, 0) | bit
 
-    def remove(self, worker_id: int, key: bytes) -> None:
+    def remove(self, worker_id: int, key: Hashable) -> None:
         """The worker reports that a prefix is gone."""
-        part = self._part(worker_id)
-        if key in part.reported:
-            part.reported.discard(key)
-            self._clear(key, part.bit)
-        elif key in part.guessed:
-            del part.guessed[key]
-            self._clear(key, part.bit)
+        self.remove_all(worker_id, (key,))
 
-    def remove_all(self, worker_id: int, keys: Sequence[bytes]) -> None:
+    def remove_all(self, worker_id: int, keys: Sequence[Hashable]) -> None:
+        part = self._part(worker_id)
+        reported, guessed = part.reported, part.guessed
         for key in keys:
-            self.remove(worker_id, key)
+            if key in reported:
+                reported.discard(key)
+                self._clear(key, part.bit)
+            elif key in guessed:
+                del guessed[key]
+                self._clear(key, part.bit)
 
     def shrink(self, worker_id: int, num_blocks: int) -> None:
         """Drop the oldest guesses beyond `num_blocks`, the size of the worker's cache."""
@@ -155,8 +156,8 @@ class PrefixIndex:
         while len(part.guessed) > limit:
             self._clear(part.guessed.popitem(last=False)[0], part.bit)
 
-    def _clear(self, key: bytes, bit: int) -> None:
-        left = self._holders[key] & ~bit
+    def _clear(self, key: Hashable, bit: int) -> None:
+        left = self._holders[key] ^ bit  # which it has
         if left:
             self._holders[key] = left
         else:
@@ -176,7 +177,7 @@ class PrefixIndex:
                 self._free.append(part.bit.bit_length() - 1)
 
     def check(self) -> None:
-        expected: dict[bytes, int] = {}
+        expected: dict[Hashable, int] = {}
         for part in self._all_parts():
             assert not part.reported & part.guessed.keys()
             assert len(part.guessed) <= self._max_blocks and len(part.reported) <= self._max_blocks

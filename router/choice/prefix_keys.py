@@ -1,71 +1,44 @@
-"""Keys of prompt prefixes, for the cache-aware policy and the workers' KV events. Pure.
+"""Keys of prompt prefixes, for the cache-aware policy and the workers' KV events: names by service/prefix_chain.py. Pure.
 
-    key[i] = SHA-1(seed, bytes 0 .. (i + 1) * BLOCK_BYTES of the prompt)
-
-The bytes are the prompt's JSON text as the client wrote it, or its token ids, four bytes each. A router has no tokenizer, so text
-matches text, and ids match ids and the events of workers. A block is about 128 tokens: 32 hashes (20 us) for a prompt of 16 kB. A shorter
-prompt has no key: to compute it again costs less than any detour. SHA-1 is the fastest of hashlib; a client that makes two prompts collide
-misroutes one of its own requests.
+The bytes are the prompt's JSON text as the client wrote it, or its token ids. A router has no tokenizer, so text matches text, and ids
+match ids and the events of workers. A block is about 128 tokens: 32 hashes (30 us) for a prompt of 16 kB. A shorter prompt has no key: to
+compute it again costs less than any detour.
 """
-
-import hashlib
-from array import array
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from router.body import CHATS, ParsedBody, prompt_of
 from service.http.json_depth import JSON_ERRORS, decode_or_none
 from service.kv_events import namespace_of
+from service.prefix_chain import BLOCK_BYTES, name_of, named, next_link, open_chain, token_bytes, token_seed
 
-if TYPE_CHECKING:
-    from hashlib import _Hash
-
-BLOCK_BYTES = 512
-TOKEN_BYTES = 4
-BLOCK_TOKENS = BLOCK_BYTES // TOKEN_BYTES
 MAX_KEYS = 4096  # of one prompt: 2 MiB of text
 
 _ids_decoder = msgspec.json.Decoder(list[int])
 _batch_decoder = msgspec.json.Decoder(list[list[int]])
 
 
-def open_chain(seed: bytes) -> "_Hash":
-    return hashlib.sha1(seed, usedforsecurity=False)
-
-
-def chain(seed: bytes, data: bytes | memoryview) -> list[bytes]:
+def chain(seed: bytes, data: bytes | memoryview) -> list[int]:
     """Keys of the whole blocks of `data`, at most `MAX_KEYS`."""
-    running = open_chain(seed)
+    link = open_chain(seed)
     keys = []
     for end in range(BLOCK_BYTES, min(len(data), MAX_KEYS * BLOCK_BYTES) + 1, BLOCK_BYTES):
-        running.update(data[end - BLOCK_BYTES : end])
-        keys.append(running.digest())
+        link = next_link(link, data[end - BLOCK_BYTES : end])
+        keys.append(name_of(link))
     return keys
 
 
-def token_bytes(tokens: Sequence[int]) -> bytes:
-    """`tokens` as keys hash them. OverflowError for what is no token id."""
-    return array("I", tokens).tobytes()
-
-
-def token_seed(adapter: bytes = b"", namespace: Sequence[str] = ()) -> bytes:
-    """The seed for token ids. `adapter`: JSON text of the LoRA adapter's name."""
-    return b"ids\0" + adapter + _named(namespace)
-
-
-def prompt_keys(parsed: ParsedBody) -> list[bytes]:
+def prompt_keys(parsed: ParsedBody) -> list[int]:
     """Keys of a request's prompt; of a batch of ids its first prompt, of a batch of texts all of them in a row."""
     fields, prompt = parsed.fields, memoryview(prompt_of(parsed.api, parsed.fields))
     if parsed.api in CHATS:
         seed = b"\0".join((_text(fields, "model"), _text(fields, "lora_path"), _text(fields, "tools")))
-        seed += _named(_namespace(fields))
+        seed += named(_namespace(fields))
         return chain(parsed.api.encode() + b"\0" + seed, prompt)
     return _plain_keys(fields, prompt)
 
 
-def _plain_keys(fields: dict[str, msgspec.Raw], prompt: memoryview) -> list[bytes]:
+def _plain_keys(fields: dict[str, msgspec.Raw], prompt: memoryview) -> list[int]:
     """Keys of text (it begins with a quote) or ids (with a digit), alone or in brackets: a batch."""
     start = bytes(prompt[:64]).lstrip(b"[ \t\r\n")
     adapter, namespace = _text(fields, "lora_path"), _namespace(fields)
@@ -74,7 +47,7 @@ def _plain_keys(fields: dict[str, msgspec.Raw], prompt: memoryview) -> list[byte
     if start[:1] != b'"':
         return []
     skipped = min(len(prompt), 64) - len(start)
-    return chain(b"text\0" + _text(fields, "model") + b"\0" + adapter + _named(namespace), prompt[skipped:])
+    return chain(b"text\0" + _text(fields, "model") + b"\0" + adapter + named(namespace), prompt[skipped:])
 
 
 def _first_ids(prompt: memoryview) -> bytes:
@@ -100,10 +73,6 @@ def _first_string(raw: msgspec.Raw | None) -> str | None:
     value = None if raw is None else decode_or_none(raw)
     first = value[0] if isinstance(value, list) and value else value
     return first if isinstance(first, str) else None
-
-
-def _named(namespace: Sequence[str]) -> bytes:
-    return b"\0" + msgspec.json.encode(namespace) if namespace else b""
 
 
 def _text(fields: dict[str, msgspec.Raw], name: str) -> bytes:

@@ -5,11 +5,11 @@ from typing import NamedTuple
 
 from router.choice.policies import Placement, RoutingHints
 from router.choice.prefix_index import PrefixIndex
-from router.choice.prefix_keys import BLOCK_TOKENS
 from router.pool.load_order import load_key
 from router.pool.reports import PrefixHolder, parse_prefix_holder
 from router.pool.worker import Worker
 from service.http.prefix_source import PrefixSourceHeader
+from service.prefix_chain import BLOCK_TOKENS
 
 
 class Holder(NamedTuple):

@@ -6,6 +6,7 @@ the account, and the next one waits until it is paid.
 """
 
 from collections import OrderedDict
+from collections.abc import Hashable
 
 HOT_HITS = 6.0
 HALF_LIFE_S = 30.0
@@ -17,14 +18,14 @@ MOST_KEPT = 4096  # prefixes whose hits are counted
 class Replication:
     def __init__(self, *, bytes_a_s: float) -> None:
         self._bytes_a_s = bytes_a_s
-        self._hits: OrderedDict[bytes, tuple[float, float]] = OrderedDict()  # (hits, when), the least recent first
-        self._last_s: dict[bytes, float] = {}  # of copies that run or ran lately, their beginning
+        self._hits: OrderedDict[Hashable, tuple[float, float]] = OrderedDict()  # (hits, when), the least recent first
+        self._last_s: dict[Hashable, float] = {}  # of copies that run or ran lately, their beginning
         self._account = 0.0
         self._paid_s = 0.0
         self.num_running = 0
         self.num_copied = self.num_failed = 0
 
-    def note(self, key: bytes, now_s: float) -> bool:
+    def note(self, key: Hashable, now_s: float) -> bool:
         """Count a request with this prefix; return whether it is hot."""
         hits, at_s = self._hits.pop(key, (0.0, now_s))
         hits = hits * 0.5 ** ((now_s - at_s) / HALF_LIFE_S) + 1.0
@@ -33,7 +34,7 @@ class Replication:
             self._hits.popitem(last=False)
         return bool(hits >= HOT_HITS)
 
-    def begin(self, key: bytes, size_bytes: int, now_s: float) -> bool:
+    def begin(self, key: Hashable, size_bytes: int, now_s: float) -> bool:
         """Whether it may be copied now. If so it is charged, and `end` follows."""
         self._account = min(0.0, self._account + (now_s - self._paid_s) * self._bytes_a_s)
         self._paid_s = now_s

@@ -6,6 +6,7 @@ from typing import Any
 from router.pool.worker import LoadReport, RankSizes
 from service.http.errors import DRAINING
 from service.http.json_depth import decode_or_none, object_of
+from service.prefix_chain import VERSION
 
 MAX_INCARNATION_CHARS = 128
 MAX_BUSY_S = 1e9
@@ -155,12 +156,15 @@ def parse_ranks(info: object) -> RankSizes:
 
 @dataclass(frozen=True, slots=True)
 class EventSource:
-    """Where a worker publishes KV events: ZMQ addresses. `curve`: the cluster's secret is needed."""
+    """Where a worker publishes KV events: ZMQ addresses. `curve`: the cluster's secret is needed. `named`: its hashes are names
+    (service/prefix_chain.py).
+    """
 
     endpoint: str
     replay_endpoint: str | None
     topic: str
     curve: bool
+    named: bool = False
 
 
 def parse_event_source(info: object, *, url_host: str) -> EventSource | None:
@@ -177,7 +181,13 @@ def parse_event_source(info: object, *, url_host: str) -> EventSource | None:
     topic = config.get("topic", "")
     if endpoint is None or not isinstance(topic, str):
         return None
-    return EventSource(endpoint, _dialled(config.get("replay_endpoint"), url_host), topic, config.get("curve") is True)
+    return EventSource(
+        endpoint,
+        _dialled(config.get("replay_endpoint"), url_host),
+        topic,
+        curve=config.get("curve") is True,
+        named=config.get("prefix_names") == VERSION,
+    )
 
 
 @dataclass(frozen=True, slots=True)

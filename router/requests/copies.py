@@ -12,11 +12,11 @@ from router.attempts.prefix_headers import PrefixHeaders
 from router.attempts.request import RequestContext
 from router.body import write_bodies
 from router.choice.policies import RoutingHints
-from router.choice.prefix_keys import BLOCK_TOKENS
 from router.choice.prefix_sources import Holder
 from router.choice.replication import Replication
 from router.client.upstream import HttpReply
 from router.pool.worker import Role, Worker
+from service.prefix_chain import BLOCK_TOKENS
 
 
 @dataclass(eq=False, kw_only=True)

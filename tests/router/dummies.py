@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -316,7 +316,7 @@ def events_of(body: bytes) -> list[Any]:
     return ["[DONE]" if line == b"data: [DONE]" else json.loads(line[6:]) for line in lines]
 
 
-def depths(index: PrefixIndex, keys: Sequence[bytes]) -> dict[int, int]:
+def depths(index: PrefixIndex, keys: Sequence[Hashable]) -> dict[int, int]:
     """Worker id -> how many of `keys` it has, of those that have any."""
     matched = index.match(keys)
     return {worker_id: depth for depth, bits in matched.groups for worker_id in matched.ids(bits)}

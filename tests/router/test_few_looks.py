@@ -27,7 +27,6 @@ from router.choice.policies import (
     RoutingHints,
 )
 from router.choice.prefix_index import PrefixIndex
-from router.choice.prefix_keys import BLOCK_TOKENS
 from router.config import ChoiceFlags
 from router.pool import workers as table_module
 from router.pool.load_order import load_key
@@ -37,6 +36,7 @@ from router.pool.states import Check
 from router.pool.worker import LoadReport, Role, Worker
 from router.pool.workers import WorkerTable
 from router.requests.hedging import other_pools
+from service.prefix_chain import BLOCK_TOKENS
 from tests.router.dummies import table_of
 from tests.router.test_pools import ROLES, Story, plain_least, plain_soonest, queue_ends
 

@@ -1,6 +1,7 @@
 """KV events from an engine's cache to the router's prefix index: the schema, what the router makes of it, real sockets."""
 
 import asyncio
+import itertools
 import queue
 import random
 from collections.abc import AsyncIterator, Callable
@@ -21,8 +22,10 @@ from engine.loop.kv_events import ZmqPublisher
 from router.choice.chooser import make_chooser
 from router.choice.kv_feed import KVEventFeed, _Turns
 from router.choice.kv_view import WorkerCacheView
+from router.choice.named_blocks import NamedBlocks
 from router.choice.prefix_index import PrefixIndex
-from router.choice.prefix_keys import BLOCK_TOKENS, chain, token_bytes, token_seed
+from router.choice.prefix_keys import chain
+from router.choice.token_blocks import TokenBlocks
 from router.config import RouterConfig
 from router.pool.reports import EventSource, parse_event_source
 from router.pool.worker import Role, Worker
@@ -34,12 +37,16 @@ from service.kv_events import (
     BlockRemoved,
     BlockStored,
     KVEventBatch,
+    NamesRemoved,
+    NamesStored,
     _decode_leniently,
     decode_events,
+    decode_names,
     encode_batch,
     read_message,
     seq_bytes,
 )
+from service.prefix_chain import BLOCK_TOKENS, VERSION, open_chain, page_names, token_bytes, token_seed
 from service.process.start import allow_many_files
 from tests.router.dummies import depths, until
 
@@ -47,7 +54,7 @@ STORED = BlockStored([1, 2], None, [7] * 32, 16, None, "GPU")
 PROMPT = list(range(4 * BLOCK_TOKENS))
 
 
-def keys_of(tokens: list[int], namespace: tuple[str, ...] = ()) -> list[bytes]:
+def keys_of(tokens: list[int], namespace: tuple[str, ...] = ()) -> list[int]:
     return chain(token_seed(namespace=namespace), token_bytes(tokens))
 
 
@@ -104,8 +111,9 @@ def test_other_dialects_are_read() -> None:
     ],
 )
 def test_junk_is_no_batch(payload: bytes) -> None:
-    with pytest.raises(BadEvent):
-        decode_events(payload)
+    for decode in (decode_events, decode_names):
+        with pytest.raises(BadEvent):
+            decode(payload)
     with pytest.raises(BadEvent):
         read_message([b"", payload, payload])
     with pytest.raises(BadEvent):
@@ -156,6 +164,8 @@ def test_configs_that_switch_it_off() -> None:
         ("{", None),
         (None, None),
         ([], None),
+        ({"endpoint": "tcp://*:1", "prefix_names": VERSION}, EventSource("tcp://w:1", None, "", False, named=True)),
+        ({"endpoint": "tcp://*:1", "prefix_names": VERSION + 1}, EventSource("tcp://w:1", None, "", False)),
     ],
 )
 def test_where_a_worker_publishes_its_host_is_its_own(config: object, expected: EventSource | None) -> None:
@@ -165,9 +175,9 @@ def test_where_a_worker_publishes_its_host_is_its_own(config: object, expected: 
 # ---- what the router makes of them
 
 
-def view(max_blocks: int = 100) -> tuple[WorkerCacheView, PrefixIndex]:
+def view(max_blocks: int = 100, *, named: bool = False) -> tuple[WorkerCacheView, PrefixIndex]:
     index = PrefixIndex(max_blocks=max_blocks)
-    return WorkerCacheView(index, 0), index
+    return WorkerCacheView(index, 0, named=named), index
 
 
 @pytest.mark.parametrize("size", [1, 16, 48, 64, 128, 200, 512])
@@ -195,6 +205,24 @@ def test_adapters_unknown_parents_and_nonsense_are_nobodys_prefix() -> None:
     told.on_message(4, [msgspec.structs.replace(good, lora_name="x", extra_keys="s", block_hashes=[21, 22, 23, 24])])
     assert depths(index, keys_of(PROMPT)) == {} and len(index) == 0
     assert told.num_tokens == 13 * BLOCK_TOKENS
+
+
+def test_named_blocks_need_neither_their_parents_nor_pages_inside_a_block() -> None:
+    told, index = view(named=True)
+    names = [name for name, _ in page_names(open_chain(token_seed()), (), PROMPT, 16)]
+    whole = NamesStored(names, None, msgspec.Raw(), 16, None)
+    told.on_message(0, [msgspec.structs.replace(whole, block_hashes=names[16:], parent_block_hash=names[15])])
+    assert depths(index, keys_of(PROMPT)) == {} and told.num_tokens == 2 * BLOCK_TOKENS
+    told.on_message(1, [msgspec.structs.replace(whole, block_hashes=names[:16])])
+    assert depths(index, keys_of(PROMPT)) == {0: 4} and len(index) == 4
+    told.on_message(2, [NamesRemoved(names[30:])])
+    assert depths(index, keys_of(PROMPT)) == {0: 3} and told.num_tokens == 4 * BLOCK_TOKENS - 32
+    told.on_message(3, [AllBlocksCleared()])
+    told.on_message(4, [msgspec.structs.replace(whole, lora_id=1), msgspec.structs.replace(whole, lora_name="x")])
+    assert depths(index, keys_of(PROMPT)) == {} and index.num_blocks(0) == 0 and told.num_tokens == 8 * BLOCK_TOKENS
+    told.on_message(5, [NamesRemoved(names), NamesRemoved(names), NamesRemoved(names)])  # more than there are
+    assert told.num_tokens == 0
+    index.check()
 
 
 def test_text_is_guessed_no_further_than_the_worker_has_room() -> None:
@@ -242,12 +270,12 @@ def test_a_replay_that_does_not_reach_back_far_enough() -> None:
 @settings(max_examples=15)
 @given(st.integers(0, 2**32), st.sampled_from([1, 16, 32]))
 def test_the_index_agrees_with_the_engines_tree_after_any_story(seed: int, page_size: int) -> None:
-    """Inserts, splits, evictions, adapters and flushes of a real radix cache, through the wire's bytes."""
+    """Inserts, splits, evictions, adapters and flushes of a real radix cache, through the wire's bytes: by tokens, and by names."""
     rng = random.Random(seed)
     allocator = PageAllocator(num_pages=60 * 16 // page_size, page_size=page_size)
     events = CacheEvents(page_size=page_size)
     cache = RadixCache(allocator, listener=events)
-    told, index = view(10_000)
+    views = [view(10_000), view(10_000, named=True)]
     prompts: list[list[int]] = []
     for seq in range(12):
         base = rng.choice(prompts)[: rng.randrange(700)] if prompts and rng.random() < 0.6 else []
@@ -268,23 +296,25 @@ def test_the_index_agrees_with_the_engines_tree_after_any_story(seed: int, page_
         if rng.random() < 0.7:
             cache.evict(rng.randrange(1 + num_pages))
         batch = KVEventBatch(0.0, events.take())
-        assert told.on_message(seq, decode_events(encode_batch(batch))) is None
         cache.check()
-        assert told.num_tokens == cache.num_pages * page_size
-        for prompt in prompts:
-            for namespace in ((), ("a",), ("a", "b"), ("ab",)):
+        for (told, index), decode in zip(views, (decode_events, decode_names), strict=False):
+            assert told.on_message(seq, decode(encode_batch(batch))) is None
+            assert told.num_tokens == cache.num_pages * page_size
+            for prompt, namespace in itertools.product(prompts, ((), ("a",), ("a", "b"), ("ab",))):
                 cached = len(cache.match(prompt, branch=Branch(0, namespace)).pages) * page_size
                 assert depths(index, keys_of(prompt, namespace)).get(0, 0) == cached // BLOCK_TOKENS
-    index.check()
+            index.check()
 
 
 # ---- sockets
 
 
-def publisher(*, replay: bool = True, secret: bytes | None = None, **settings: Any) -> ZmqPublisher:
+def publisher(
+    *, replay: bool = True, secret: bytes | None = None, events: CacheEvents | None = None, **settings: Any
+) -> ZmqPublisher:
     replay_endpoint = "tcp://127.0.0.1:*" if replay else None
     config = KVEventsConfig(endpoint="tcp://127.0.0.1:*", replay_endpoint=replay_endpoint, **settings)
-    return ZmqPublisher(config, secret=secret)
+    return ZmqPublisher(config, secret=secret, events=events)
 
 
 @asynccontextmanager
@@ -330,6 +360,21 @@ async def test_a_late_subscriber_learns_all_and_a_second_life_is_noticed(secret:
             await until(lambda: depths(index, keys_of(PROMPT)) == {0: 2})
     finally:
         source.close()
+
+
+@pytest.mark.parametrize(("page_size", "blocks"), [(16, NamedBlocks), (48, TokenBlocks)])
+async def test_a_worker_says_whether_the_router_knows_its_names(page_size: int, blocks: type) -> None:
+    told = CacheEvents(page_size=page_size)
+    allocator = PageAllocator(num_pages=64, page_size=page_size)
+    cache = RadixCache(allocator, listener=told)
+    cache.insert(PROMPT[: 3 * BLOCK_TOKENS], allocator.allocate(3 * BLOCK_TOKENS // page_size))
+    with closing(publisher(events=told)) as source:
+        source.turn()
+        async with feed() as (events, index, worker):
+            events.on_info(worker, info_of(source))
+            await until(lambda: depths(index, keys_of(PROMPT)) == {0: 3})
+            view = events.view_of(worker)
+            assert view is not None and type(view._blocks) is blocks
 
 
 async def test_without_replay_a_gap_drops_what_was_known() -> None:

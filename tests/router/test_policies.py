@@ -22,11 +22,12 @@ from router.choice.policies import (
     cost_tokens,
 )
 from router.choice.prefix_index import PrefixIndex
-from router.choice.prefix_keys import BLOCK_BYTES, BLOCK_TOKENS, chain
+from router.choice.prefix_keys import chain
 from router.config import POLICIES, ChoiceFlags, RouterConfig
 from router.pool.pool import WorkerPool
 from router.pool.states import Check
 from router.pool.worker import LoadReport, Role
+from service.prefix_chain import BLOCK_BYTES, BLOCK_TOKENS
 from tests.router.dummies import depths, table_of
 
 ANY = RoutingHints()
@@ -156,11 +157,11 @@ def test_where_the_session_is_read(headers: dict[str, str], fields: dict[str, An
 # ---- cache-aware
 
 
-def keys_of(text: str, blocks: int) -> list[bytes]:
+def keys_of(text: str, blocks: int) -> list[int]:
     return chain(b"", text.encode().ljust(blocks * BLOCK_BYTES, b"."))
 
 
-def ask_of(keys: list[bytes], *, tokens: int | None = None) -> RoutingHints:
+def ask_of(keys: list[int], *, tokens: int | None = None) -> RoutingHints:
     return RoutingHints(prompt_tokens=len(keys) * BLOCK_TOKENS + 1 if tokens is None else tokens, keys=keys)
 
 

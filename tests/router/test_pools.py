@@ -9,7 +9,6 @@ import pytest
 from router.choice.cache_aware import SMALL_GROUP, CacheAware, unbalanced
 from router.choice.policies import RoutingHints
 from router.choice.prefix_index import PrefixIndex
-from router.choice.prefix_keys import BLOCK_TOKENS
 from router.config import BreakerFlags, ChoiceFlags
 from router.pool.breaker import Event
 from router.pool.load_order import SWEEP, key_for, load_key
@@ -19,6 +18,7 @@ from router.pool.shared_load import SharedLoad
 from router.pool.states import Check, Health
 from router.pool.worker import MAX_LOG, Lease, LoadLog, LoadReport, Role, Worker
 from router.pool.workers import WorkerTable
+from service.prefix_chain import BLOCK_TOKENS
 
 ROLES = (Role.PREFILL, Role.DECODE)
 MODELS = ("m", "n", "")

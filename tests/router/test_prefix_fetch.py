@@ -9,7 +9,6 @@ import pytest
 from router.attempts.prefix_headers import PrefixHeaders
 from router.choice.policies import Placement, RoutingHints
 from router.choice.prefix_index import PrefixIndex
-from router.choice.prefix_keys import BLOCK_TOKENS
 from router.choice.prefix_sources import PrefixSources
 from router.choice.replication import HALF_LIFE_S, HOT_HITS, MOST_AT_ONCE, MOST_KEPT, PAUSE_S, Replication
 from router.config import RouterConfig, check_config
@@ -19,6 +18,7 @@ from router.pool.worker import Role
 from router.requests.copies import PrefixCopies
 from service.flags import ConfigError
 from service.http.prefix_source import PREFIX_HEADER, PrefixSourceHeader, read_header, write_header
+from service.prefix_chain import BLOCK_TOKENS
 from tests.router.attempts import Launched, ScriptedUpstream, make_request
 
 SECRET = b"only this cluster knows it"

@@ -11,15 +11,16 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from router.body import Api, parse_body
 from router.choice.prefix_index import SWEEP, PrefixIndex
-from router.choice.prefix_keys import BLOCK_BYTES, BLOCK_TOKENS, MAX_KEYS, chain, prompt_keys, token_bytes, token_seed
+from router.choice.prefix_keys import MAX_KEYS, chain, prompt_keys
+from service.prefix_chain import BLOCK_BYTES, BLOCK_TOKENS, token_bytes, token_seed
 from tests.router.dummies import depths
 
 
-def keys(api: Api, **fields: Any) -> list[bytes]:
+def keys(api: Api, **fields: Any) -> list[int]:
     return prompt_keys(parse_body(api, json.dumps(fields).encode()))
 
 
-def chat(*texts: str, **fields: Any) -> list[bytes]:
+def chat(*texts: str, **fields: Any) -> list[int]:
     messages = [{"role": "user" if i % 2 == 0 else "assistant", "content": text} for i, text in enumerate(texts)]
     return keys(Api.CHAT, messages=messages, **fields)
 

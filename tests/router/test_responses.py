@@ -255,7 +255,7 @@ async def cancelled(f: Fleet, id: str) -> Any:
 # ---- pure
 
 
-def keys_of(body: dict[str, Any]) -> list[bytes]:
+def keys_of(body: dict[str, Any]) -> list[int]:
     return prompt_keys(parse_body(Api.RESPONSES, json.dumps(body).encode()))
 
 
