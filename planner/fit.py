@@ -138,6 +138,11 @@ def fit_handover(unified: Sequence[RequestRecord], pair: Sequence[RequestRecord]
             "more are needed; make it with `tandem bench --url UNIFIED --compare ROUTER --concurrency 1 --rounds 40 "
             "--random-range-ratio 0.1`"
         )
+    return handover_of(more)
+
+
+def handover_of(more: Sequence[tuple[int, float]]) -> HandoverTime:
+    """Fit it to (prompt tokens, seconds more than without a hand-over) of prompts of several lengths."""
     token_s = max(0.0, median((b - a) / (n - m) for (m, a), (n, b) in combinations(more, 2) if m != n))
     return HandoverTime(request_s=max(0.0, median(s - token_s * tokens for tokens, s in more)), token_s=token_s)
 

@@ -22,7 +22,7 @@ from planner.goodput import Point, SloTargets
 from planner.workload import PlannedRequest
 
 OTHERS_CORES = 0.25  # a run beside which others took more is taken again, once
-TUNED = 0.9  # of the objective for ITL: what a step of a tuned layout may take
+TUNED = 0.6  # of the objective for ITL: what a step of a tuned layout may take on average; a shared core is 1.6 times slower at times
 LEAST_RATE = 1.0  # requests a second: the first one tried where none is planned to be kept
 
 

@@ -18,7 +18,7 @@ from deploy.bench.stats import RequestRecord
 from deploy.bench.workload import BenchRequest
 from deploy.openai_api import first_model
 from planner.goodput import Point, SloTargets, first_judged, most_misses, point_of
-from tools.family import family
+from tools.family import children, family
 
 UNFINISHED = "stopped"  # in flight, or not sent yet, when the run was
 WARM_UP, AT_ONCE = 8, 4
@@ -104,9 +104,10 @@ def _warm_up(requests: Sequence[BenchRequest]) -> list[BenchRequest]:
 
 def cpu_s(cluster: Cluster) -> tuple[float, float]:
     """CPU seconds so far of the router and of this process, the client."""
-    (up,) = [psutil.Process(pid) for role, pid in cluster.pids if role == "up"]
+    (up,) = [pid for role, pid in cluster.pids if role == "up"]
     workers = {pid for role, pid in cluster.pids if role != "up"}
-    routers = [child for child in up.children() if child.pid not in workers and "router" in child.cmdline()]
+    routers = [child for child in children(up) if child.pid not in workers and "router" in child.cmdline()]
+    assert routers, "the launcher has started a router"
     return sum(_used_s(one) for child in routers for one in family(child.pid)), _used_s(psutil.Process())
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.goodput import page, results
-from benchmarks.goodput.calibrate import Calibration, Counted, chunk_of, host_costs
+from benchmarks.goodput.calibrate import Calibration, Counted, chunk_of, fastest_handover, host_costs
 from benchmarks.goodput.layouts import LAYOUTS, Layout, flags_of, pinning
 from benchmarks.goodput.loads import (
     ANSWERS,
@@ -260,6 +260,22 @@ def test_two_loads_tell_what_a_request_and_a_token_cost() -> None:
     loads = [Counted(n, tokens, n * 0.003 + tokens * 0.0004) for n, tokens in ((24, 24), (24, 1152))]
     assert host_costs(*loads) == pytest.approx((0.003, 0.0004))
     assert host_costs(Counted(10, 10, 1.0), Counted(10, 1000, 0.5)) == pytest.approx((0.1, 0.0))
+
+
+def test_a_hand_over_is_between_the_fastest_of_the_turns() -> None:
+    """A machine that is half as fast at times hides it otherwise: the prompts differ by more than it takes."""
+    lengths, slow, slower = [100, 300, 500, 900], [(1, 2, 1, 2), (2, 1, 2, 1)], [(3, 1, 3, 1), (1, 3, 1, 3)]
+
+    def turn(factors: tuple[int, ...], hand_over_s: float) -> list[RequestRecord]:
+        return [
+            RequestRecord(idx=i, sent_s=0.0, prompt_tokens=n, ttft_s=factor * n * 1e-3 + hand_over_s + n * 1e-6)
+            for i, (n, factor) in enumerate(zip(lengths, factors, strict=True))
+        ]
+
+    turns = [[turn(one, 0.0), turn(other, 0.004)] for one, other in zip(slow, slower, strict=True)]
+    assert fastest_handover(turns).request_s == pytest.approx(0.004)
+    assert fastest_handover(turns).token_s == pytest.approx(0.0, abs=1e-9)
+    assert fastest_handover(turns[:1]) != fastest_handover(turns), "one turn would say something else"
 
 
 @pytest.mark.parametrize("token_s", [0.0, 3e-5])
