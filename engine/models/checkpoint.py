@@ -35,7 +35,6 @@ TEXT_PARTS = ("model.language_model.", "language_model.model.")
 VISUAL, CLIP, PROJECTOR = "visual.", "vision_tower.", "multi_modal_projector."  # our names of what sees
 SEEING_PARTS = {
     "model.visual.": VISUAL,
-    "visual.": VISUAL,
     "model.vision_tower.vision_model.": CLIP,
     "model.vision_tower.": CLIP,
     "vision_tower.vision_model.": CLIP,

@@ -110,8 +110,8 @@ def load_experts(
         place = f"{prefix}{names.experts}."
         return load_fused_experts(part, place, config.clamped, experts, count=config.count, cut=cut, segments=segments)
     if names.stacks is not None and part.checkpoint.has(prefix + names.stacks[0]):
-        both, last = (prefix + name for name in names.stacks)
-        return Experts(*load_stacks(part, (both, last), experts, cut=cut, segments=segments), segments=segments)
+        first, last = (prefix + name for name in names.stacks)
+        return Experts(*load_stacks(part, (first, last), experts, cut=cut, segments=segments), segments=segments)
     hidden = part.config.hidden_size
     gate_up, down = [], []
     for index in experts:

@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 import torch
 from msgspec.structs import replace
+from PIL import Image
 from transformers import AutoModelForImageTextToText, PreTrainedModel
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from engine.model_files.model_config import load_model_config
 from engine.models.decoder import DenseDecoder
@@ -17,7 +19,6 @@ from tests.models.test_parity import random_ids
 from tests.models.tiny_checkpoints import edit_tensors
 from tests.models.tiny_seeing import (
     FAMILIES,
-    QWEN,
     Prompt,
     PromptMaker,
     features_of,
@@ -29,7 +30,7 @@ from tests.models.tiny_seeing import (
 )
 
 ANSWER = random_ids(16, seed=9)
-Opened = tuple[str, DenseDecoder, PreTrainedModel]
+Opened = tuple[str, DenseDecoder, PreTrainedModel, str]
 
 
 def ours_of(path: str, *, dtype: str = "float32", **given: Any) -> DenseDecoder:
@@ -43,7 +44,7 @@ def theirs_of(path: str, *, dtype: torch.dtype = torch.float32) -> PreTrainedMod
 @pytest.fixture(scope="module", params=FAMILIES)
 def opened(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Opened:
     path = make_seeing_checkpoint(tmp_path_factory.mktemp("seeing") / request.param, request.param)
-    return request.param, ours_of(path), theirs_of(path)
+    return request.param, ours_of(path), theirs_of(path), path
 
 
 def pixels_of(family: str, prompt: Prompt) -> dict[str, torch.Tensor]:
@@ -81,14 +82,14 @@ def close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
 
 
 def test_features_are_those_of_transformers(opened: Opened) -> None:
-    family, ours, theirs = opened
+    family, ours, theirs, _ = opened
     prompt = two_images(family)
     close(torch.cat(features_of(ours, prompt)), their_features(family, theirs, pixels_of(family, prompt)))
 
 
 def test_logits_are_those_of_transformers_wherever_a_prompt_is_cut(opened: Opened) -> None:
     """Before, in and behind images; then an answer token by token."""
-    family, ours, theirs = opened
+    family, ours, theirs, _ = opened
     prompt = two_images(family)
     wanted = their_logits(family, theirs, prompt, pixels_of(family, prompt), ANSWER)
     for cuts in ([], [3, 9, 14, 30], [11, 12, 27]):
@@ -96,13 +97,13 @@ def test_logits_are_those_of_transformers_wherever_a_prompt_is_cut(opened: Opene
 
 
 def test_text_alone_is_as_without_a_tower(opened: Opened) -> None:
-    family, ours, theirs = opened
+    family, ours, theirs, _ = opened
     prompt = PromptMaker().text(20).done()
     close(logits_of(ours, prompt, ANSWER, cuts=[7]), their_logits(family, theirs, prompt, {}, ANSWER))
 
 
 def test_the_features_of_an_image_do_not_depend_on_others(opened: Opened) -> None:
-    family, ours, _ = opened
+    family, ours, _, _ = opened
     prompt = two_images(family)
     alone = features_of(ours, prompt._replace(images=prompt.images[1:], frames=prompt.frames[1:]))
     assert torch.equal(alone[0], features_of(ours, prompt)[1])
@@ -124,25 +125,34 @@ def video_of(family: str) -> tuple[Prompt, Prompt]:
     return prompt, prompt._replace(images=whole, frames=[prompt.frames[0], torch.cat(prompt.frames[1:])])
 
 
-@pytest.mark.parametrize("family", QWEN)
-def test_a_video_is_seen_as_transformers_does(family: str, tmp_path: Path) -> None:
-    path = make_seeing_checkpoint(tmp_path, family)
-    ours, theirs = ours_of(path), theirs_of(path)
+def test_a_video_is_seen_as_transformers_does(opened: Opened) -> None:
+    family, ours, theirs, path = opened
+    if family == "llava":
+        vision = load_model_config(path).vision
+        assert vision is not None and vision.video_token_id is None, "it takes none"
+        return
     prompt, whole = video_of(family)
     wanted = their_logits(family, theirs, prompt, pixels_of(family, whole), ANSWER)
     close(logits_of(ours, prompt, ANSWER, cuts=[8, 15]), wanted)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_bf16_is_as_near_to_fp32_as_transformers(family: str, tmp_path: Path) -> None:
-    path = make_seeing_checkpoint(tmp_path, family)
+def test_bf16_is_as_near_to_fp32_as_transformers(opened: Opened) -> None:
+    family, _, exact, path = opened
     prompt = two_images(family)
     pixels = pixels_of(family, prompt)
-    exact = their_features(family, theirs_of(path), pixels)
+    wanted = their_features(family, exact, pixels)
     theirs = their_features(family, theirs_of(path, dtype=torch.bfloat16), pixels)
     ours = torch.cat(features_of(ours_of(path, dtype="bfloat16"), prompt))
     assert ours.dtype == torch.bfloat16
-    assert (ours.float() - exact).norm() <= 1.5 * (theirs.float() - exact).norm()
+    assert (ours.float() - wanted).norm() <= 1.5 * (theirs.float() - wanted).norm()
+
+
+def test_patches_are_those_of_transformers_processor(tmp_path: Path) -> None:
+    """So the other tests' own patches are, too."""
+    processor = Qwen2VLImageProcessorPil.from_pretrained(make_seeing_checkpoint(tmp_path, "qwen2_5_vl"))
+    for frames in two_images("qwen2_5_vl").frames:
+        theirs = processor(images=[Image.fromarray(frames[0].numpy())], return_tensors="pt")["pixel_values"]
+        assert torch.equal(their_patches(frames), theirs)
 
 
 OLD_NAMES = {  # of transformers 5, and 4

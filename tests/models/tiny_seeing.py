@@ -104,8 +104,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
         },
     },
 }
-QWEN = [name for name in FAMILIES if name != "llava"]
-
 MEAN, STD = [0.4, 0.5, 0.6], [0.3, 0.25, 0.2]
 PROCESSING: dict[str, Any] = {"image_mean": MEAN, "image_std": STD}
 SMART = {

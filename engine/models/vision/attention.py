@@ -9,14 +9,16 @@ from torch.nn import functional
 
 from engine.layers.linear import Linear
 from engine.layers.norm import Norm
-from engine.layers.rope import Turn, apply_rope
+from engine.layers.rope import Turn
+
+ELEMENTS_AT_ONCE = 16 << 10  # of fp32 on a CPU: what is turned stays in a cache, and in memory that is there
 
 
 class Spans(NamedTuple):
-    """Of each frame, from patch `first` on: `count` runs of `length` patches."""
+    """Of each frame, from patch `first` on: `runs` of `length` patches."""
 
     first: int
-    count: int
+    runs: int
     length: int
 
 
@@ -39,23 +41,35 @@ class VisionAttention:
         """Attention of norm(x + delta), which x becomes before the norm."""
         frames = layout.frames
         qkv = self._qkv.of_norm(norm, x, delta).view(frames, len(x) // frames, 3, self._heads, -1)
-        q, k, v = qkv.unbind(2)
         if layout.turn is not None:
-            q, k = _turned(q, layout.turn), _turned(k, layout.turn)
+            _turn(qkv[:, :, :2].flatten(2, 3), layout.turn)
+        q, k, v = qkv.unbind(2)
         return self._out(attend(q, k, v, spans).flatten(0, 1))
 
 
-def _turned(x: Tensor, turn: Turn) -> Tensor:
-    return apply_rope(x.float(), *turn).to(x.dtype)
+def _turn(heads: Tensor, turn: Turn) -> None:
+    """Turn `heads` [frames, patches, heads, head_dim] in place, computed in fp32, as `apply_rope` does."""
+    patches, count, dim = heads.shape[1:]
+    rows = max(1, ELEMENTS_AT_ONCE // (count * dim)) if heads.device.type == "cpu" else patches
+    for frame in heads:
+        for part, cos, sin in zip(frame.split(rows), *(of.split(rows) for of in turn), strict=True):
+            left, right = (half.to(torch.float32, copy=True) for half in part.chunk(2, -1))
+            half = dim // 2
+            part[..., :half] = (left * cos[..., :half]).addcmul_(right, sin[..., :half])
+            part[..., half:] = right.mul_(cos[..., half:]).addcmul_(left, sin[..., half:])
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, spans: Sequence[Spans]) -> Tensor:
-    """[frames, patches, heads * head_dim] for q, k and v [frames, patches, heads, head_dim]; `spans` cover a frame."""
-    frames, patches, heads, dim = q.shape
-    out = torch.empty(frames, patches, heads * dim, dtype=q.dtype, device=q.device)
-    for first, count, length in spans:
-        own = slice(first, first + count * length)
-        runs = [x[:, own].reshape(frames * count, length, heads, dim).transpose(1, 2) for x in (q, k, v)]
-        seen = functional.scaled_dot_product_attention(*runs)
-        out[:, own] = seen.transpose(1, 2).reshape(frames, count * length, heads * dim)
-    return out
+    """[frames, patches, heads * head_dim] for q, k and v [frames, patches, heads, head_dim]; `spans` cover a frame, in order."""
+    return (
+        torch.cat([_attend_in(span, q, k, v) for span in spans], 1) if len(spans) > 1 else _attend_in(spans[0], q, k, v)
+    )
+
+
+def _attend_in(span: Spans, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    frames, _, heads, dim = q.shape
+    first, runs, length = span
+    own = slice(first, first + runs * length)
+    parts = (x[:, own].reshape(frames * runs, length, heads, dim).transpose(1, 2) for x in (q, k, v))
+    seen = functional.scaled_dot_product_attention(*parts)
+    return seen.transpose(1, 2).reshape(frames, runs * length, heads * dim)

@@ -41,7 +41,7 @@ class WindowedTower:
         patches = (order.unsqueeze(1) * unit + torch.arange(unit)).flatten()
         turn = self._rope.at(*(at[patches] for at in places(rows, columns, merge=config.merge)))
         x = _framed(self._embed(self._patches(image)), patches.to(self._device), frames=time)
-        spans = [Spans(first * unit, count, length * unit) for first, count, length in windows]
+        spans = [Spans(first * unit, runs, length * unit) for first, runs, length in windows]
         x = self._through_blocks(x, FrameLayout(time, turn), spans, [Spans(0, 1, rows * columns)])
         return _framed(self._merger(x), order.argsort().to(self._device), frames=time)
 
