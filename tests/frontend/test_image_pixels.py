@@ -7,16 +7,24 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image, ImageOps
-from transformers import CLIPImageProcessorPil, LlavaImageProcessorPil, Qwen2VLImageProcessorPil
+from transformers import (
+    CLIPImageProcessorPil,
+    LlavaImageProcessorPil,
+    LlavaProcessor,
+    PreTrainedTokenizerFast,
+    Qwen2VLImageProcessorPil,
+)
 
 from engine.frontend.images.loaded import LoadedMedia
+from engine.frontend.images.marks import NO_MARKS
 from engine.frontend.images.pixels import PixelMaker
+from engine.frontend.images.placeholders import expanded
 from engine.frontend.images.sizes import video_size
 from engine.images import ImageInput
 from engine.model_files.image_processing import PixelRange
 from engine.model_files.model_config import load_model_config
 from service.images.bad_image import BadImage
-from tests.frontend.vision import PROCESSORS, file_of, picture, write_vision_checkpoint
+from tests.frontend.vision import NAMES, PROCESSORS, file_of, picture, tokenizer, write_vision_checkpoint
 
 SIZES = [(1, 1), (28, 28), (30, 57), (97, 64), (64, 640), (33, 6600), (640, 480), (225, 224), (3, 500)]  # width, height
 EXIF_ORIENTATION = 0x0112
@@ -126,6 +134,25 @@ def test_keys_are_of_all_that_decides_the_pixels(makers: dict[str, PixelMaker]) 
     keys += [qwen.video_key([one, other], 2.0), qwen.video_key([other, one], 2.0), qwen.video_key([one], 1.0)]
     assert len(set(keys)) == len(keys) and all(len(key) == 32 for key in keys)
     assert qwen.image_key(one) == made(qwen, one).key == made(qwen, one).key
+
+
+def test_places_grow_as_those_of_the_processor_of_llava(makers: dict[str, PixelMaker]) -> None:
+    """By its tokens: the processors of Qwen need torchvision."""
+    files = [file_of(picture(90, 61)), file_of(picture(56, 200))]
+    processor = LlavaProcessor(
+        LlavaImageProcessorPil(**PROCESSORS["llava"]),
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer(), additional_special_tokens=list(NAMES)),
+        patch_size=14,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        image_token=NAMES[3],
+    )
+    text = f"a{NAMES[3]}b{NAMES[3]}c"
+    wanted = processor(images=[reopened(data) for data in files], text=text)["input_ids"]
+    maker = makers["llava"]
+    loaded = [maker.image(data, maker.image_key(data)) for data in files]
+    ids, images = expanded(tokenizer().encode(text).ids, loaded, maker.vision, marks=NO_MARKS, field="text")
+    assert [ids] == wanted and [image.start for image in images] == [1, 18]
 
 
 # ---- videos

@@ -14,6 +14,7 @@ import pytest
 
 from engine.images import ImageInput
 from engine.messages import GenerateRequest
+from service.flags import ConfigError
 from tests.frontend.conftest import CONTEXT, ROOT, Worker, start_worker
 from tests.frontend.vision import (
     END,
@@ -152,6 +153,7 @@ def test_ollama(seeing: Worker) -> None:
         assert last(seeing)[0] == wanted
         client.generate("tiny", "ab", images=[FOUR, SIX], options={"num_predict": 1})
         assert last(seeing)[0] == wanted
+        assert client.show("tiny").capabilities == ["completion", "vision"]
 
 
 @pytest.mark.parametrize("of", [url_of, base64_of])
@@ -260,7 +262,25 @@ def test_a_template_that_knows_no_images_gets_the_tokens(tmp_path: Path) -> None
         assert w.http.get("/model_info").json()["has_image_understanding"] is True
 
 
+def test_a_worker_without_a_tokenizer_takes_images_with_ids(tmp_path: Path) -> None:
+    write_vision_checkpoint(tmp_path / "tiny")
+    with start_worker(tmp_path, engine={"skip_tokenizer_init": True}) as w:
+        w.post(GENERATE, {"input_ids": [65, IMAGE], "image_data": url_of(FOUR), **ONE_TOKEN}).raise_for_status()
+        assert w.scheduler.seen[-1].input_ids == [65, *[IMAGE] * 4]
+        named, message = error_of(w, GENERATE, {"input_ids": [65], "image_data": url_of(FOUR)})
+        assert (
+            named == "input_ids" and f"0 places for images, and 1 came with it; each needs one token {IMAGE}" in message
+        )
+
+
 # ---- what is wrong
+
+
+def test_a_wrong_rule_ends_the_start(tmp_path: Path) -> None:
+    write_vision_checkpoint(tmp_path / "tiny")
+    wrong = start_worker(tmp_path, server={"allowed_media_domains": ("http://a.org",)})
+    with pytest.raises(ConfigError, match="--allowed-media-domains"), wrong:
+        pass
 
 
 def error_of(worker: Worker, path: str, body: dict[str, Any]) -> tuple[str, str]:

@@ -88,6 +88,8 @@ def _details(s: Services) -> dict[str, Any]:
 
 def _capabilities(s: Services) -> Iterator[str]:
     yield "completion"
+    if s.model.vision is not None:
+        yield "vision"
     if s.spec.engine.tool_call_parser:
         yield "tools"
     if s.spec.engine.reasoning_parser:
