@@ -35,9 +35,9 @@ _MARK = b'"image'  # with which a field of every image begins
 _encode = msgspec.json.Encoder().encode
 
 
-def holds_images(body: bytes, parsed: ParsedBody) -> bool:
-    """Whether a request, or the conversation that it continues, may hold images. True for some that do not."""
-    return _MARK in body or (parsed.api is Api.RESPONSES and _MARK in bytes(parsed.fields.get(HISTORY_FIELD, b"")))
+def holds_images(body: bytes) -> bool:
+    """Whether a body, with the conversation that it continues, may hold images. True for some that do not."""
+    return _MARK in body
 
 
 @dataclass(frozen=True, slots=True)

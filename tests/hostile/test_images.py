@@ -13,7 +13,7 @@ import pytest
 from tests.frontend.conftest import Worker, start_worker
 from tests.frontend.vision import base64_of, file_of, picture, write_vision_checkpoint
 from tests.hostile.means import our_traceback
-from tests.hostile.wrong_images import FORMATS, bomb, hostile_images
+from tests.hostile.wrong_images import BOMBS, FORMATS, bomb, hostile_images
 
 PATH, FIELD = "/v1/chat/completions", "messages[0].content[1].image_url"
 AT_A_TIME = 8
@@ -84,8 +84,9 @@ def good_all_the_while(url: str, over: threading.Event) -> int:
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_bombs_are_refused_by_their_headers(seeing: Worker, format: str) -> None:
-    answer = seeing.http.post(PATH, content=body_of(bomb(format)), headers=JSON)
-    assert answer.status_code == 400 and "has more than 33554432 pixels (--max-image-pixels)" in answer.text
+    for side in BOMBS:
+        answer = seeing.http.post(PATH, content=body_of(bomb(format, side)), headers=JSON)
+        assert answer.status_code == 400 and "has more than 33554432 pixels (--max-image-pixels)" in answer.text
 
 
 def test_no_url_leads_inside(seeing: Worker) -> None:

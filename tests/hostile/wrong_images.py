@@ -9,7 +9,7 @@ from tests.frontend.vision import file_of, picture
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 CUTS, FLIPS = 60, 120  # of each format
-BOMB = 10_000  # pixels of a side
+BOMBS = (6_000, 10_000, 16_000)  # pixels of a side
 MEGABYTES = 2
 
 
@@ -20,7 +20,7 @@ def hostile_images() -> Iterator[tuple[str, bytes]]:
         yield from _cut(format, data)
         yield from _flipped(format, data)
         yield from _shuffled(format, data)
-        yield f"{format} bomb", bomb(format)
+        yield from ((f"{format} bomb of {side}", bomb(format, side)) for side in BOMBS)
     yield from _other_kinds()
     yield from _headers()
 
@@ -45,25 +45,25 @@ def _shuffled(format: str, data: bytes) -> Iterator[tuple[str, bytes]]:
         yield f"{format} noise {i}", data[:16] + rng.randbytes(200 * i)
 
 
-def bomb(format: str) -> bytes:
-    """A file of some bytes that says it has BOMB x BOMB pixels."""
+def bomb(format: str, side: int) -> bytes:
+    """A file of some bytes that says it has side x side pixels."""
     if format == "PNG":
-        header = b"IHDR" + struct.pack(">IIBBBBB", BOMB, BOMB, 8, 2, 0, 0, 0)
+        header = b"IHDR" + struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
         return _png(header, b"IDAT" + zlib.compress(bytes(30_000), 9))
     if format == "GIF":
-        return b"GIF89a" + struct.pack("<HH", BOMB, BOMB) + file_of(picture(8, 8), "GIF")[10:]
+        return b"GIF89a" + struct.pack("<HH", side, side) + file_of(picture(8, 8), "GIF")[10:]
     if format == "BMP":
         data = bytearray(file_of(picture(8, 8), "BMP"))
-        data[18:26] = struct.pack("<ii", BOMB, BOMB)
+        data[18:26] = struct.pack("<ii", side, side)
         return bytes(data)
     if format == "JPEG":
         data = bytearray(file_of(picture(8, 8), "JPEG"))
         at = data.index(b"\xff\xc0") + 5
-        data[at : at + 4] = struct.pack(">HH", BOMB, BOMB)
+        data[at : at + 4] = struct.pack(">HH", side, side)
         return bytes(data)
     data = bytearray(file_of(picture(8, 8), "WEBP"))
     at = data.index(b"\x9d\x01\x2a") + 3
-    data[at : at + 4] = struct.pack("<HH", BOMB, BOMB)
+    data[at : at + 4] = struct.pack("<HH", side, side)
     return bytes(data)
 
 
