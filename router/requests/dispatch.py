@@ -149,7 +149,7 @@ class Dispatcher:
             parsed = request.parsed
         request.ways = tuple([way[:1] for way in self.ways]) if parsed.api in ALONE else self.ways
         request.model = self.picker.model_of(parsed, request.ways)
-        shown = await self._take_images(request) if holds_images(request.body) else parsed
+        shown = await self._take_images(request) if holds_images(request.body, parsed) else parsed
         if self.chooser is not None:
             request.hints = self.chooser.hints_of(shown, http.headers)
         else:

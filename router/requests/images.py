@@ -1,6 +1,6 @@
 """Images in bodies: both workers of a pair, and those that take over, get the same bytes. The router fetches what a URL names, once.
 
-A body without images costs a search of its bytes. Of one with images, load and cache-aware routing see a digest in place of each.
+A chat without images costs a search of its bytes, other bodies nothing. Of one with images, load and cache-aware routing see a digest in place of each.
 """
 
 import asyncio
@@ -35,9 +35,10 @@ _MARK = b'"image'  # with which a field of every image begins
 _encode = msgspec.json.Encoder().encode
 
 
-def holds_images(body: bytes) -> bool:
+def holds_images(body: bytes, parsed: ParsedBody) -> bool:
     """Whether a body, with the conversation that it continues, may hold images. True for some that do not."""
-    return _MARK in body
+    names = _FIELDS.get(parsed.api, ())
+    return any(name in parsed.fields for name in names) and (names[0] in _LISTS or _MARK in body)
 
 
 @dataclass(frozen=True, slots=True)

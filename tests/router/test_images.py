@@ -164,12 +164,17 @@ async def test_routing_sees_digests() -> None:
 
 
 def test_bodies_without_images_enter_nothing() -> None:
-    for body in ({"messages": [{"role": "user", "content": "an image http://a.org"}]}, {"text": "an image_url"}):
+    chat = {"messages": [{"role": "user", "content": "an image http://a.org"}]}
+    for api, body in (
+        (Api.CHAT, chat),
+        (Api.GENERATE, {"text": '"image_url"'}),
+        (Api.COMPLETIONS, {"prompt": '"image'}),
+    ):
         data = json.dumps(body).encode()
-        assert not holds_images(data)
+        assert not holds_images(data, parse_body(api, data))
     for path in PATHS:
         data = json.dumps(body_of(path, "http://a.org")).encode()
-        assert holds_images(data)
+        assert holds_images(data, parse_body(Api(path), data))
 
 
 async def test_wrong_shapes_are_left_to_workers() -> None:
