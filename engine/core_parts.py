@@ -8,6 +8,7 @@ from engine.core.backups import CopySize
 from engine.core.finish import TailTexts
 from engine.core.growth import MeasuredGrowth
 from engine.core.host_cache import HostCache
+from engine.core.image_cache import ImageCache
 from engine.core.memory import Memory
 from engine.core.new_token_ratio import NewTokenRatio
 from engine.core.page_allocator import PageAllocator
@@ -32,6 +33,7 @@ def build_memory(
     host: HostCache | None,
     states: StateSlots | None,
     windows: WindowPages | None,
+    images: ImageCache | None = None,
 ) -> tuple[Memory, PrefixEvents | None]:
     """Return the bookkeeping of all memory, and the events of its prefix cache if they are published. `config` is resolved."""
     published = parse_kv_events_config(config.kv_events_config) is not None and not config.disable_radix_cache
@@ -46,9 +48,11 @@ def build_memory(
         states=states,
         windows=windows,
     )
-    return Memory(
-        allocator=allocator, cache=cache, host=host, states=states, windows=windows, rank=priorities(config).rank
-    ), events
+    rank = priorities(config).rank
+    memory = Memory(
+        allocator=allocator, cache=cache, host=host, states=states, windows=windows, images=images, rank=rank
+    )
+    return memory, events
 
 
 def build_scheduler(

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 KEY_BYTES = 32
+FIRST_KEY_ID = 1 << 8 * KEY_BYTES - 1  # key ids are at least this, token ids far below
 
 RopePositions = tuple[list[int], list[int], list[int]]  # time, row and column of each token
 
@@ -95,4 +96,6 @@ def _plain(start: int, end: int, delta: int) -> list[tuple[int, int, int]]:
 def _ids_of(image: ImageInput) -> list[int]:
     """A number of 256 bits for each token, which no token id is."""
     stream = hashlib.shake_256(image.key).digest(KEY_BYTES * image.num_tokens)
-    return [int.from_bytes(stream[at : at + KEY_BYTES], "little") | 1 << 255 for at in range(0, len(stream), KEY_BYTES)]
+    return [
+        int.from_bytes(stream[at : at + KEY_BYTES], "little") | FIRST_KEY_ID for at in range(0, len(stream), KEY_BYTES)
+    ]

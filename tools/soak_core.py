@@ -27,6 +27,7 @@ from tests.core.proof.story import (
     stories_with_adapters,
     stories_with_drafts,
     stories_with_groups,
+    stories_with_images,
     stories_with_states_and_drafts,
 )
 from tests.disagg.moving_stories import moving_stories
@@ -46,6 +47,7 @@ def drive_round(number: int, *, shrink: bool = True) -> Counter[str]:
     """The stories of seed `number`, of one engine, of two roles and of ranks; raises what a wrong one raises."""
     seen = _drive(number, stories(), lambda story: play(story).tally(), shrink=shrink)
     seen += _drive(number, rushes(), lambda story: play(story).tally(), shrink=shrink)
+    seen += _drive(number, stories_with_images(), lambda story: play(story).tally(), shrink=shrink)
     seen += _drive(number, stories_with_drafts(), lambda story: play(story).tally(), shrink=shrink)
     seen += _drive(number, stories_with_a_drafter(), lambda story: play(story).tally(), shrink=shrink)
     seen += _drive(number, stories_with_states_and_drafts(), lambda story: play(story).tally(), shrink=shrink)

@@ -1,13 +1,19 @@
 """KV events: changes of the prefix cache, collected until the next `take`.
 
 Pages get names that hold outside (service/prefix_chain.py), by all tokens up to the page's end. A split of a node changes no name.
+
+A token of an image has an id of its own there: 31 bits of its key id behind the highest bit, which no token id has. So a reader finds text
+before the first image as ever, and nothing behind it by ids that requests bring.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from engine.core.radix_node import TRUNK, Branch, Node
+from engine.images import FIRST_KEY_ID
 from service.kv_events import MEDIUM, AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, KVEvent
 from service.prefix_chain import BLOCK_TOKENS, open_chain, page_names, pages_make_blocks, token_seed
+
+SEEN = 1 << 31  # in ids of tokens of images; ids have 32 bits in names
 
 
 class CacheEvents:
@@ -45,7 +51,7 @@ class CacheEvents:
     def enter(self, node: Node) -> None:
         """Name the pages of a new leaf."""
         link, before = self._before(node)
-        names = page_names(link, before, node.key, self._page_size)
+        names = page_names(link, _shown(before), _shown(node.key), self._page_size)
         for page, (name, link) in zip(node.pages, names, strict=True):
             self._names[page] = name
             if link:
@@ -64,7 +70,7 @@ class CacheEvents:
             BlockStored(
                 hashes,
                 self._names[node.pages[start - 1]] if start else self._parent(node),
-                list(node.key[start * self._page_size : end * self._page_size]),
+                list(_shown(node.key[start * self._page_size : end * self._page_size])),
                 self._page_size,
                 branch.adapter or None,
                 medium=MEDIUM,
@@ -106,6 +112,13 @@ class CacheEvents:
         """Take the changes since the last call, in order."""
         taken, self._events = self._events, []
         return taken
+
+
+def _shown(tokens: Sequence[int]) -> Sequence[int]:
+    """Return the ids that events have for `tokens`."""
+    if not tokens or max(tokens) < FIRST_KEY_ID:
+        return tokens
+    return [token if token < FIRST_KEY_ID else SEEN | token % SEEN for token in tokens]
 
 
 def _seed(branch: Branch) -> bytes:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from engine.core.hidden import unseen_from
 from engine.core.host_cache import HostCache
+from engine.core.image_cache import ImageCache
 from engine.core.page_allocator import PageAllocator
 from engine.core.radix_cache import Match, RadixCache
 from engine.core.request import Request
@@ -27,7 +28,7 @@ class Detached:
 
 class Memory:
     """`host`: the tier below `cache`, or None. `states`: of a model with recurrent layers. `windows`: of layers with a window.
-    `rank`: the priority of a request, higher is more.
+    `images`: whose features are on the device, of a model that sees them. `rank`: the priority of a request, higher is more.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class Memory:
         host: HostCache | None = None,
         states: StateSlots | None = None,
         windows: WindowPages | None = None,
+        images: ImageCache | None = None,
         rank: Callable[[Request], int] = lambda request: 0,
     ) -> None:
         self.allocator = allocator
@@ -45,6 +47,7 @@ class Memory:
         self.host = host
         self.states = states
         self.windows = windows
+        self.images = images
         self._rank = rank
 
     @property
@@ -154,7 +157,10 @@ class Memory:
         assert self.host is not None
         pages, num_pages = self._take(len(host_pages)), len(cached) + len(host_pages)
         self.host.load_ahead(request, pages, host_pages, start=len(cached))
-        tokens, keys = request.tokens(0, num_pages * self.allocator.page_size), self.host.keys.of(request, num_pages)
+        tokens, keys = (
+            request.key_tokens(0, num_pages * self.allocator.page_size),
+            self.host.keys.of(request, num_pages),
+        )
         self.cache.insert(tokens, cached + pages, keys, branch=request.branch, priority=self._rank(request))
 
     def awaits(self, request: Request, now_s: float) -> bool:
@@ -163,10 +169,12 @@ class Memory:
         return disk is not None and disk.awaits(request, now_s)
 
     def forget_prefixes(self, *, files: bool) -> None:
-        """Forget all prefixes; `files`: on disk, too. Nothing may be locked, and no step in flight."""
+        """Forget all prefixes (`files`: on disk, too) and all features of images. Nothing may be locked, and no step in flight."""
         self.cache.flush()
         if self.host is not None:
             self.host.forget(files=files)
+        if self.images is not None:
+            self.images.forget_all()
 
     def match_prefix(self, request: Request) -> Match:
         """Find the cached prefix that `request` may use, and mark it as used."""
@@ -175,7 +183,7 @@ class Memory:
             find = self.cache.match_state
         elif self.windows is not None:
             find = self.cache.match_window
-        return find(request.tokens(0, match_limit(request)), branch=request.branch)
+        return find(request.key_tokens(0, match_limit(request)), branch=request.branch)
 
     def needs_page(self, request: Request) -> bool:
         """Whether the next token starts a page that the request does not have."""
@@ -204,7 +212,7 @@ class Memory:
         whole = min(request.computed_len, request.num_tokens) // self.allocator.page_size
         if whole <= request.shared_pages or not self.cache.enabled or not request.keep_kv:
             return
-        tokens = request.tokens(0, whole * self.allocator.page_size)
+        tokens = request.key_tokens(0, whole * self.allocator.page_size)
         keys = self.host.keys.of(request, whole) if self.host is not None else ()
         inserted = self.cache.insert(
             tokens, request.pages[:whole], keys, branch=request.branch, priority=self._rank(request)
@@ -284,11 +292,13 @@ class Memory:
         self.allocator.free(request.own_pages())
         if self.states is not None:
             self.states.free(request)
+        if self.images is not None:
+            self.images.leave(request)
         _forget(request)
 
     def lend(self, request: Request) -> int:
         """Lock what is cached of the tokens of a request that computes nothing; return how many pages it has of them now."""
-        match = self.cache.match(request.tokens(0, request.num_tokens), branch=request.branch)
+        match = self.cache.match(request.key_tokens(0, request.num_tokens), branch=request.branch)
         self.cache.lock(match.node)
         request.lock, request.pages, request.shared_pages = match.node, list(match.pages), len(match.pages)
         request.launched_len = request.computed_len = len(match.pages) * self.allocator.page_size
@@ -332,7 +342,8 @@ class Memory:
     def checks(self) -> dict[str, Callable[[], None]]:
         host = {} if self.host is None else {"host cache": self.host.check}
         states = {} if self.states is None else {"state slots": self.states.check}
-        return {"page allocator": self.allocator.check, "radix cache": self.cache.check, **host, **states}
+        images = {} if self.images is None else {"image cache": self.images.check}
+        return {"page allocator": self.allocator.check, "radix cache": self.cache.check, **host, **states, **images}
 
 
 def _forget(request: Request) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import msgspec
 
 from engine.core.request import Request
+from engine.images import KEY_BYTES
 
 
 class KVIdentity(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,9 +39,17 @@ def next_keys(before: bytes, tokens: Sequence[int], page_size: int) -> list[byte
     assert len(tokens) % page_size == 0
     keys = []
     for at in range(0, len(tokens), page_size):
-        before = hashlib.sha256(before + array("q", tokens[at : at + page_size]).tobytes()).digest()
+        before = hashlib.sha256(before + _packed(tokens[at : at + page_size])).digest()
         keys.append(before)
     return keys
+
+
+def _packed(tokens: Sequence[int]) -> bytes:
+    """Return bytes that no other page of as many tokens has: ids of images take more bytes, and so do all beside them."""
+    try:
+        return array("q", tokens).tobytes()
+    except OverflowError:
+        return b"".join([token.to_bytes(KEY_BYTES + 1, "little", signed=True) for token in tokens])
 
 
 class RequestKeys:
@@ -62,6 +71,6 @@ class RequestKeys:
             known.keys, known.seed = [], seed
         keys = known.keys
         if len(keys) < num_pages:
-            tokens = request.tokens(len(keys) * size, num_pages * size)
+            tokens = request.key_tokens(len(keys) * size, num_pages * size)
             keys += next_keys(keys[-1] if keys else seed, tokens, size)
         return keys[:num_pages]

@@ -9,6 +9,7 @@ import msgspec
 
 from engine.core.dp_step import AgreedStep
 from engine.core.drafts import Guess
+from engine.images import ImageInput, RopePositions
 from engine.messages import LogprobOptions, TokenLogprob
 from engine.sampling_params import SamplingParams
 
@@ -28,6 +29,15 @@ class SlotOpen:
     eos_ids: tuple[int, ...]
     adapter: int = 0
     state: int = 0
+
+
+class FeatureRows(msgspec.Struct, frozen=True, array_like=True):
+    """Rows of an item whose embeddings are features of image `key`: rows `at`..`at + count - 1` are its tokens from `first` on."""
+
+    at: int
+    key: bytes
+    first: int
+    count: int
 
 
 class PlanItem(msgspec.Struct, frozen=True):
@@ -50,6 +60,8 @@ class PlanItem(msgspec.Struct, frozen=True):
     to_draft:     passes of the executor's drafter behind the item's token, which nothing else computes in this step: each drafts
                   the next token, or with trees the next ones
     topk:         tokens that such a pass guesses for each place, and paths that the next one goes on from; the same of all items
+    features:     rows that are parts of images
+    rope:         RoPE positions of its tokens, where they are not one behind the other; else they begin at `start + rope_delta`
     """
 
     rid: str
@@ -72,6 +84,9 @@ class PlanItem(msgspec.Struct, frozen=True):
     place: int = -1
     to_draft: int = 0
     topk: int = 1
+    features: tuple[FeatureRows, ...] = ()
+    rope: RopePositions | None = None
+    rope_delta: int = 0
 
     @property
     def draft(self) -> bool:
@@ -147,9 +162,10 @@ class Plan:
 
     `states`: what requests with recurrent state begin from; `snapshots`: copies of states as the step leaves them. Each in order.
     `rewinds`: states behind drafts that an earlier step verified, which no step has read since.
+    `encodes`: images whose features the step computes first; `forgets`: keys of those whose features go before that.
 
     Order that the executor owes: `rewinds`, `to_host`, `from_host`, `drops` (copies to forget), `loads`, `saves`, `closes`, `opens`, `states`,
-    page rows of `items`, forward, `snapshots`, sampling.
+    page rows of `items`, `forgets`, `encodes`, forward, `snapshots`, sampling.
     """
 
     seq: int
@@ -167,6 +183,8 @@ class Plan:
     states: list[StateCopy] = field(default_factory=list)
     snapshots: list[StateCopy] = field(default_factory=list)
     rewinds: list[StateRewind] = field(default_factory=list)
+    encodes: list[ImageInput] = field(default_factory=list)
+    forgets: list[bytes] = field(default_factory=list)
     sample_deferred: bool = False
     agreed: AgreedStep | None = None
 

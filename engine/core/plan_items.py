@@ -4,6 +4,7 @@ from engine.core.draft_rows import rows_of
 from engine.core.drafts import Draft
 from engine.core.futures import check_reads
 from engine.core.hidden import note_launch
+from engine.core.image_items import with_images
 from engine.core.outputs import input_logprob_part
 from engine.core.plan import PlanItem, SlotOpen
 from engine.core.request import Request
@@ -40,7 +41,7 @@ def plan_item(request: Request, start: int, end: int, *, sample: bool, extend: b
     request.launched_len = end
     request.inflight += 1
     request.pending += sample
-    return item
+    return with_images(item, request) if request.images else item
 
 
 def draft_items(request: Request, draft: Draft) -> list[PlanItem]:
@@ -71,7 +72,7 @@ def draft_items(request: Request, draft: Draft) -> list[PlanItem]:
     request.pending += len(items)
     request.drafts.rows += len(items)
     request.drafts.drafted += len(items)
-    return items
+    return [with_images(item, request) for item in items] if request.images else items
 
 
 def ask_drafter(request: Request, passes: int, *, topk: int) -> PlanItem:
@@ -94,7 +95,7 @@ def ask_drafter(request: Request, passes: int, *, topk: int) -> PlanItem:
     request.num_synced_pages = len(request.pages)
     request.inflight += 1
     request.drafts.asked_at, request.drafts.is_asked = request.num_tokens, True
-    return item
+    return with_images(item, request) if request.images else item
 
 
 def open_slot(request: Request, table: RequestTable) -> SlotOpen:

@@ -113,7 +113,7 @@ def _shares_with_an_earlier_one(requests: list[Request], matches: list[Match], s
     seen: set[tuple[Branch, tuple[int, ...]]] = set()
     later = []
     for request, match in zip(requests, matches, strict=True):
-        prefix = (request.branch, tuple(request.input_ids[:shared_tokens]))
+        prefix = (request.branch, tuple(request.key_tokens(0, min(shared_tokens, len(request.input_ids)))))
         uncached = not match.pages and len(request.input_ids) >= shared_tokens
         later.append(uncached and prefix in seen)
         seen.add(prefix)

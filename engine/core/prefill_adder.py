@@ -4,6 +4,7 @@ input budget   max_prefill_tokens of the step (the first prompt may overdraw it)
 chunk budget   chunked_prefill_size of the step; a longer prompt is cut at a whole page (`Limits.grid`), but its end may
                be a 16th too long
 work budget    what ends within --max-step-time (engine/core/step_budget.py), cut in the same way
+               of each, an image that the step encodes takes as many as it has tokens
 memory         free + evictable pages, less the expected growth of running requests, less what this step took
 """
 
@@ -59,11 +60,18 @@ class PrefillAdder:
         """Admit `request` if it fits. CONTINUE: it has its pages, and `take` may be called."""
         if self._no_budget(request):
             return AddResult.OTHER
+        if request.images and request.saved_len == 0 and self._images_wait(request):
+            return AddResult.OTHER
         reserved, lands = self.reserve_for(request, without=()), request.saved_len > 0
         if not self._memory.admit(request, reserved_pages=reserved, lands=lands):
             return AddResult.NO_TOKEN
         self._reserved_pages += self._pages(self._ratio.new_growth(request))
         return AddResult.CONTINUE
+
+    def _images_wait(self, request: Request) -> bool:
+        """Whether features that steps in flight need leave no room for those of `request`."""
+        images = self._memory.images
+        return images is not None and not images.has_room(request, self._limits.part_tokens)
 
     def reserve_for(self, request: Request, *, without: Sequence[Request]) -> int:
         """Return the pages that `add` needs beside the known tokens of `request`, once `without` have left."""
@@ -92,15 +100,37 @@ class PrefillAdder:
         """Use up budgets, and return how far the step computes the prompt: a page further at least."""
         start, total = request.launched_len, request.num_tokens
         left, tail = self._room(start)
+        most = total
+        if request.images:
+            most, left = self._before_images(request, start, left)
         end = total if total - start <= left + tail else self._whole(start + int(left))
+        if end > most:
+            end = self._whole(most)
         end = self._memory.end_of_step(request, start, end)
         assert end > start
+        if request.images:
+            self._encode(request, start, end)
         if self._budget is not None:
             self._work_left -= self._budget.work_of(start, end - start)
         self._input_left -= end - start
         self._chunk_left -= end - start
         self.num_requests += 1
         return end
+
+    def _before_images(self, request: Request, start: int, left: float) -> tuple[int, float]:
+        """Return how far images let the step compute, and what encoding them leaves of `left`: a part at least."""
+        assert self._memory.images is not None, f"{request.rid}: images, and a model without a tower"
+        part = self._limits.part_tokens
+        budget = min(left, max(self._input_left, part))
+        most, rest = self._memory.images.reach(request, start, part=part, budget=budget)
+        return most, max(left - (budget - rest), part)
+
+    def _encode(self, request: Request, start: int, end: int) -> None:
+        assert self._memory.images is not None
+        tokens = self._memory.images.use(request, start, end)
+        self._input_left -= tokens
+        self._chunk_left -= tokens
+        self._work_left -= tokens
 
     def _room(self, start: int) -> tuple[float, int]:
         """Return (tokens, a part at least, that fit from `start`; tokens by which a prompt's end may exceed them)."""

@@ -2,7 +2,7 @@
 
 The chunked request goes on first, then waiting ones in the policy's order while the budgets of the step last
 (prefill_adder.py). A request is passed over while its prefix is read from disk or comes from another worker, its adapter has no
-place, or another request computes its beginning (shared_work.py).
+place, or another request computes its beginning (shared_work.py). With images it waits while those of steps in flight leave them no room.
 """
 
 from collections.abc import Iterable
@@ -53,6 +53,8 @@ class PrefillPlanner:
         shared = SharedWork(self._memory, computing, min_tokens=self._limits.min_shared_tokens)
         if stages.chunked is not None:
             chunked = stages.chunked
+            if chunked.images and self._awaits_room(chunked):
+                return items, opens
             items.append(self._extend(chunked, adder))
             shared.add(chunked)
         for request in self._in_order(adapters, now_s):
@@ -73,6 +75,11 @@ class PrefillPlanner:
             items.append(self._restore(request) if request.saved_len > 0 else self._extend(request, adder))
             shared.add(request)
         return items, opens
+
+    def _awaits_room(self, request: Request) -> bool:
+        """Whether features that steps in flight need leave no room for those of its next part."""
+        images = self._memory.images
+        return images is not None and not images.may_go_on(request, self._limits.part_tokens)
 
     def in_order(self, now_s: float) -> list[Request]:
         """Return the waiting requests in the order in which the next step would consider them."""

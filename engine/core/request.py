@@ -15,6 +15,7 @@ from engine.core.drafts import Drafts
 from engine.core.hooks import Grammar, StopPattern
 from engine.core.radix_node import TRUNK, Branch, Node
 from engine.core.times import Times
+from engine.images import ImageInput, key_ids
 from engine.messages import Bootstrap, FinishReason, KVSource, LogprobOptions, PrefixSource, TokenLogprob
 from engine.sampling_params import SamplingParams
 
@@ -85,6 +86,8 @@ class Request:
     num_resumed: int = 0  # of `output_ids`, how many another worker generated before
     source: KVSource | None = None  # that worker, if it sends the KV of all tokens but the last
     prefix_source: PrefixSource | None = None  # a prefill worker that has the KV of its beginning
+    images: tuple[ImageInput, ...] = ()  # of its prompt, in order
+    rope_delta: int = 0  # RoPE position minus position of the tokens behind them
 
     # Results: what it has generated, and how it ends
     output_ids: list[int] = field(default_factory=list)
@@ -120,6 +123,8 @@ class Request:
     drafts: Drafts = field(default_factory=Drafts)
     admitted: bool = False
     saved_len: int = 0  # Backups: tokens whose KV is copied to the host, or on its way there
+    num_seen_images: int = 0  # ImageCache: of `images`, the first ones whose features it no longer needs
+    _key_ids: list[int] | None = field(default=None, init=False)  # of a prompt with images, once they are needed
 
     # What has happened to it, for its outputs
     cached_tokens: int = 0
@@ -178,6 +183,16 @@ class Request:
         if start >= prompt:
             return self.output_ids[start - prompt : end - prompt]
         return self.input_ids[start:] + self.output_ids[: end - prompt]
+
+    def key_tokens(self, start: int, end: int) -> list[int]:
+        """Return what stands for these tokens wherever prefixes are compared: in an image ids of its own (engine/images.py)."""
+        found = self.tokens(start, end)
+        if self.images:
+            if self._key_ids is None:
+                self._key_ids = key_ids(self.images, self.input_ids, 0)
+            prompt = self._key_ids[start:end]
+            found[: len(prompt)] = prompt
+        return found
 
     def own_pages(self) -> list[int]:
         return self.dup_pages + self.pages[self.shared_pages :]

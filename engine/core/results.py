@@ -33,6 +33,8 @@ class Results:
             host.on_collected(plan)
         if memory.states is not None:
             memory.states.on_collected(plan)
+        if result.failure and memory.images is not None:
+            memory.images.on_failed(plan)
         for i, (item, item_result) in enumerate(zip(plan.items, result.items, strict=True)):
             request = live[item.rid]
             request.inflight -= 1
@@ -85,6 +87,8 @@ class Results:
             take_hidden(request, item, result.hidden)
         if item.extend:
             self._state.memory.share(request)
+            if request.images:
+                self._release_images(request)
             effects.progressed.append(request)
         if not item.sample:
             return
@@ -98,6 +102,10 @@ class Results:
             effects.outputs[-1] = joined(effects.outputs[-1], output)
         else:
             effects.outputs.append(output)
+
+    def _release_images(self, request: Request) -> None:
+        assert self._state.memory.images is not None
+        self._state.memory.images.release(request)
 
     def commit_sample(self, request: Request, result: ItemResult) -> TokenOutput:
         """Append the sampled token and run the finish checks; return what is new."""

@@ -76,13 +76,13 @@ class Scheduler:
 
     def schedule(self, now_s: float = 0.0, *, admits: bool = True) -> Plan | None:
         """Plan the next step; None: there is nothing to do before a collect, or at all. `admits`: waiting prompts may enter."""
-        counters, backups, host = self.counters, self.backups, self.memory.host
+        counters, backups, host, images = self.counters, self.backups, self.memory.host, self.memory.images
         retractions = counters.retractions
         items, opens = self._draft(now_s, admits=admits)
         if not items and counters.retractions > retractions:  # their memory is free now
             items, opens = self._draft(now_s, admits=admits)
         self._ahead.plan(now_s)
-        if not items and not backups.asks_for_a_step and (host is None or not host.asks_for_a_step):
+        if not items and not any(owner is not None and owner.asks_for_a_step for owner in (backups, host, images)):
             return None
         extend = any(item.extend for item in items)
         wait, self._last_was_extend = extend and self._last_was_extend and self.limits.wait_between_prefills, extend
@@ -111,6 +111,8 @@ class Scheduler:
             host.attach(plan)
         if self.memory.states is not None:
             self.memory.states.attach(plan)
+        if images is not None:
+            images.attach(plan)
         return plan
 
     def join(self) -> Plan:

@@ -47,18 +47,18 @@ class SharedWork:
         shared = max(self._common(request, other, min(limit, other.launched_len)) for other in others)
         if shared < self._min_tokens:
             return False
-        cached = self._memory.cache.num_cached(request.tokens(0, limit), branch=request.branch) * self._page_size
+        cached = self._memory.cache.num_cached(request.key_tokens(0, limit), branch=request.branch) * self._page_size
         waits = shared - cached >= self._min_tokens
         self.num_passed_over += waits
         return waits
 
     def _first_page(self, request: Request) -> tuple[Branch, tuple[int, ...]]:
-        return request.branch, tuple(request.tokens(0, min(self._page_size, request.num_tokens)))
+        return request.branch, tuple(request.key_tokens(0, min(self._page_size, request.num_tokens)))
 
     def _common(self, request: Request, other: Request, limit: int) -> int:
         """Count the tokens of the whole pages, up to `limit`, in which both begin alike."""
         size = self._page_size
-        ours, theirs = request.tokens(0, limit), other.tokens(0, min(limit, other.num_tokens))
+        ours, theirs = request.key_tokens(0, limit), other.key_tokens(0, min(limit, other.num_tokens))
         low, high = 0, len(theirs) // size
         while low < high:
             middle = (low + high + 1) // 2

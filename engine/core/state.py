@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from engine.core.backups import NOTHING, Backups, CopySize
 from engine.core.growth import MeasuredGrowth
+from engine.core.image_cache import MEGABYTE
 from engine.core.limits import Limits
 from engine.core.memory import Memory
 from engine.core.micro_batches import MicroBatches
@@ -12,6 +13,7 @@ from engine.core.outputs import refusal
 from engine.core.request import Request
 from engine.core.request_table import RequestTable
 from engine.core.stages import Stages
+from engine.images import rope_delta
 from engine.messages import FinishReason
 
 
@@ -71,6 +73,8 @@ class SchedulerState:
     def register(self, request: Request) -> None:
         self.counters.requests += 1
         self.counters.prompt_tokens += len(request.input_ids)
+        if request.images:
+            request.rope_delta = rope_delta(request.images)
         self.stages.register(request, serial=self.counters.requests)
 
     def refusal(self, request: Request) -> FinishReason | None:
@@ -96,6 +100,19 @@ class SchedulerState:
                 f"{windows.allocator.num_pages * allocator.page_size} tokens that layers with a window have room for",
                 status=400,
             )
+        return self._refusal_of_images(request) if request.images else None
+
+    def _refusal_of_images(self, request: Request) -> FinishReason | None:
+        images = self.memory.images
+        if images is None:
+            return refusal("images: the model of this worker sees none; send text alone", status=400)
+        most = images.most_at_once(request, self.limits.part_tokens)
+        if most > images.max_bytes:
+            return refusal(
+                f"images: {self.limits.part_tokens} tokens of the prompt need features of {_megabytes(most)} at once, and there is room "
+                f"for {_megabytes(images.max_bytes)} (--vlm-cache-size-mb of the worker); send smaller images",
+                status=400,
+            )
         return None
 
     def check(self) -> None:
@@ -111,8 +128,14 @@ class SchedulerState:
             )
         if self.memory.windows is not None:
             self.memory.windows.check(requests)
+        if self.memory.images is not None:
+            self.memory.images.check(requests)
         self.micro_batches.check(idle=not self.stages.live)
         adapters = {r.adapter for r in self.stages.growing()} - {0}
         assert len(adapters) <= self.limits.max_loras_per_batch, "more adapters run than a batch may hold"
         for r in requests:
             assert r.launched_len <= len(r.pages) * allocator.page_size, f"{r.rid} has fewer pages than tokens in them"
+
+
+def _megabytes(num_bytes: int) -> str:
+    return f"{num_bytes / MEGABYTE:.1f} MB"

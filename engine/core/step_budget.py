@@ -1,7 +1,7 @@
 """How many prompt tokens a step may hold so that it ends in time, learned from the durations of steps.
 
 *Work* measures a step: a token is one unit for the layers' products, and one more for each `attention_tokens` tokens before
-it, which its attention reads. The next step may hold
+it, which its attention reads. To encode an image is counted as many units as it has tokens. The next step may hold
 
     work = allowed seconds / rate,   rate = seconds of the last steps / their work
 
@@ -53,8 +53,9 @@ class StepBudget:
         """Learn from a step with prompts that took `taken_s`."""
         if not plan.extend or taken_s <= 0:
             return
-        work = sum(self.work_of(item.start, item.q_len) for item in plan.items)
-        self._note_small(sum(item.q_len for item in plan.items), taken_s)
+        encoded = sum(image.num_tokens for image in plan.encodes)
+        work = sum(self.work_of(item.start, item.q_len) for item in plan.items) + encoded
+        self._note_small(sum(item.q_len for item in plan.items) + encoded, taken_s)
         if work >= INFORMATIVE_SHARE * self._usual or taken_s > self._allowed_s:
             self._rates.append(taken_s / work)
             self._rate = _lower_median(self._rates)

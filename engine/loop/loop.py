@@ -415,6 +415,7 @@ class EngineLoop:
             request_id=message.request_id,
             stop_patterns=compile_all(sampling.stop_regex),
             input_logprobs_sent=bool(message.output_ids),
+            images=tuple(message.images),
         )
         for listener in self._listeners:
             listener.on_added(request, now_s)

@@ -53,6 +53,7 @@ class Reporter:
         scheduler, allocator = self._scheduler, self._scheduler.memory.allocator
         windows = scheduler.memory.windows
         counts, host, states = allocator.counts(), scheduler.memory.host, scheduler.memory.states
+        images = scheduler.memory.images
         peered = self._peered
         unanswered_or_with_memory = self._requests.rids() | scheduler.stages.live.keys()
         return StateReply(
@@ -73,6 +74,7 @@ class Reporter:
                 "late_compiles": float(self._late_compiles()),
                 **self._grammars.counters(),
                 **({} if host is None else {k: float(v) for k, v in host.counters.items()}),
+                **({} if images is None else images.counters()),
                 **({} if peered is None else peered.counters()),
             },
             gauges={
@@ -89,6 +91,7 @@ class Reporter:
                 **({} if host is None else host.gauges()),
                 **({} if states is None else states.gauges()),
                 **({} if windows is None else windows.gauges()),
+                **({} if images is None else images.gauges()),
                 **({} if peered is None else peered.gauges()),
             },
             problems=self._problems,

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from engine.core.memory import Memory
 from engine.core.radix_node import TRUNK, Branch, Node
+from engine.images import FIRST_KEY_ID
 from service.kv_events import AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, KVEvent
 
 Prefix = tuple[Branch, tuple[int, ...]]  # tokens from the prompt's start
@@ -51,12 +52,17 @@ def usable_prefixes(memory: Memory) -> set[Prefix]:
     tops = [(TRUNK, memory.cache.root), *memory.cache._tops.items()]
     for branch, top in tops:
         for path in _paths(top):
-            tokens = tuple(token for node in path for token in node.key)
+            tokens = tuple(_shown(token) for node in path for token in node.key)
             window = [page for node in path for page in node.window]
             ends = _ends(memory, path)
             usable = [end for end in ends if _window_is_there(memory, window, end)]
             found |= {(branch, tokens[: i * size]) for i in range(1, 1 + max(usable, default=0))}
     return found
+
+
+def _shown(token: int) -> int:
+    """What events say of it: of a token of an image 31 bits of its key id."""
+    return token if token < FIRST_KEY_ID else 1 << 31 | token & (1 << 31) - 1
 
 
 def _paths(top: Node) -> list[list[Node]]:

@@ -6,6 +6,7 @@ from collections import deque
 from engine.core.backups import CopySize
 from engine.core.growth import MeasuredGrowth
 from engine.core.host_cache import HostCache
+from engine.core.image_cache import ImageCache
 from engine.core.limits import TAIL_SHARE, Limits
 from engine.core.memory import Memory
 from engine.core.new_token_ratio import NewTokenRatio, RatioRule
@@ -20,6 +21,7 @@ from engine.core.state_slots import StateSlots
 from engine.core.step_budget import StepBudget
 from engine.core.usable_prefixes import events_of_tree
 from engine.core.window_pages import WindowPages
+from engine.images import ImageInput
 from engine.messages import FinishReason, TokenOutput
 from engine.sampling_params import SamplingParams
 from tests.core.guesses import drafting
@@ -36,6 +38,7 @@ def request_of(
     priority: int = 0,
     adapter: int = 0,
     namespace: tuple[str, ...] = (),
+    images: tuple[ImageInput, ...] = (),
     **sampling: object,
 ) -> Request:
     """A request outside an engine, with `generated` output tokens."""
@@ -49,6 +52,7 @@ def request_of(
         priority=priority,
         adapter=adapter,
         namespace=namespace,
+        images=images,
     )
 
 
@@ -60,6 +64,8 @@ class EngineInATest:
     """`lag`: a launched step runs when it is collected, as late as a stream may; otherwise at once. `drafts`: as in tests/core/guesses.py.
 
     `shadows`: of how many requests with states a step may verify drafts; None: of all. `window`: of some layers, whose pool has `more_window_pages` than the least.
+
+    `image_room`: tokens of images whose features there is room for; 0: the model sees none.
 
     `clip`: the most tokens by which a request is expected to grow (0: none grows, so memory runs out).
     """
@@ -89,10 +95,12 @@ class EngineInATest:
         drafts: str = "",
         most_drafts: int = 0,
         shadows: int | None = None,
+        image_room: int = 0,
         **limits: object,
     ) -> None:
         self.model = HashModel(page_size=page_size)
         self.model.window = window
+        self.model.image_room = image_room
         self.model.shadows = (max_running if shadows is None else shadows) if drafts else 0
         allocator = PageAllocator(num_pages=num_pages, page_size=page_size)
         states = None
@@ -132,7 +140,8 @@ class EngineInATest:
         )
         self.events = events_of_tree(page_size, states=states, windows=windows)
         cache = RadixCache(allocator, enabled=radix, below=host, listener=self.events, states=states, windows=windows)
-        memory = Memory(allocator=allocator, cache=cache, host=host, states=states, windows=windows)
+        images = ImageCache(max_bytes=image_room, token_bytes=1) if image_room else None
+        memory = Memory(allocator=allocator, cache=cache, host=host, states=states, windows=windows, images=images)
         self.scheduler = Scheduler(
             SchedulerState(
                 limits=bounds,

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from engine.core.plan import ItemResult, Plan, PlanItem, StateCopy, StepResult
+from engine.images import ImageInput, key_ids
 from engine.messages import TokenLogprob
 
 if TYPE_CHECKING:
@@ -98,8 +99,8 @@ class Copy:
 class HashModel:
     """Executes plans in the order of the stream, like the model runner: page rows, FutureMap, KV by (page, offset).
 
-    `weights`: other weights, other KV. `gives_nan`: some prefixes do. `fails`: whether a step finds no memory; then it and
-    those in flight behind it write rubbish for its requests, which no other may find.
+    `weights`: other weights, other KV. What it reads of a token of an image is its key id. `gives_nan`: some prefixes do. `fails`: whether a step
+    finds no memory; then it and those in flight behind it write rubbish for its requests, which no other may find.
     """
 
     def __init__(self, *, page_size: int) -> None:
@@ -125,6 +126,9 @@ class HashModel:
         ] = {}  # row -> the states by length that its run passed, in the last step with drafts
         self.last_seq = -1  # of the steps that were run
         self.drafter: DrafterModel | None = None  # in the executor
+        self.features: dict[bytes, list[int]] = {}  # of images, by key
+        self.encoded_by: dict[bytes, int] = {}  # the weights that they are of
+        self.image_room = 0  # tokens whose features there is room for
 
     def run(self, plan: Plan) -> StepResult:
         self.last_seq = plan.seq
@@ -143,13 +147,16 @@ class HashModel:
         self._copy_states(plan.states)
         if any(item.draft for item in plan.items):
             self._begin_runs(plan)
+        for key in plan.forgets:
+            self.features.pop(key, None)
         if self.fails(plan) and plan.only_drafts:
             for item in plan.items:
                 self.rows[item.slot] += item.new_pages
             return StepResult(plan.seq, [ItemResult(None) for _ in plan.items], failure=NO_MEMORY)
-        if self.fails(plan):
+        if self.fails(plan) or self._lacks_features(plan):
             self.lost |= {item.slot for item in plan.items}
             return StepResult(plan.seq, [self._rubbish(item) for item in plan.items], failure=NO_MEMORY)
+        self._encode(plan)
         paths = _paths(plan.items)
         results = [self._forward(item, plan.masks.get(i), paths[i]) for i, item in enumerate(plan.items)]
         self._copy_states(plan.snapshots)
@@ -188,6 +195,20 @@ class HashModel:
                 runs.append((self.rows[item.slot], self.weights + self.adapters[item.slot], [item], [result]))
         return runs
 
+    def _encode(self, plan: Plan) -> None:
+        for image in plan.encodes:
+            assert image.key not in self.features, "an image is encoded twice"
+            self.features[image.key] = _features_of(image)
+            self.encoded_by[image.key] = self.weights
+        assert sum(map(len, self.features.values())) <= self.image_room, "more features than there is room for"
+
+    def _lacks_features(self, plan: Plan) -> bool:
+        """Whether a step before it that has failed was to encode an image of its own."""
+        there = {*self.features, *(image.key for image in plan.encodes)}
+        lacking = {part.key for item in plan.items for part in item.features} - there
+        assert not lacking or self.lost, "features of an image are gone that a step has still to read"
+        return bool(lacking)
+
     def _begin_runs(self, plan: Plan) -> None:
         self.passed = {item.slot: {} for item in plan.items if item.draft and self.state_of[item.slot]}
         assert len(self.passed) <= self.shadows, f"drafts of {len(self.passed)} requests, and shadows of {self.shadows}"
@@ -219,7 +240,11 @@ class HashModel:
             self.read(row, item.start, adapter=self.adapters[item.slot])
             seed = self.weights + self.adapters[item.slot]
             return ItemResult(None, drafted=self.drafter.draft(item, row, seed))
-        tokens = [t if t >= 0 else self.last[-t - 1] for t in item.tokens]
+        given = [t if t >= 0 else self.last[-t - 1] for t in item.tokens]
+        tokens = list(given)
+        for part in item.features:
+            assert self.encoded_by[part.key] == self.weights, "features of other weights"
+            tokens[part.at : part.at + part.count] = self.features[part.key][part.first : part.first + part.count]
         values = [self.read(row, item.start, adapter=self.adapters[item.slot], path=path)]
         if state_slot := self.state_of[item.slot]:
             before = State(item.start, values[0] if item.start else None)
@@ -235,7 +260,7 @@ class HashModel:
             self.states[state_slot] = State(item.kv_len, values[-1])
             if item.slot in self.passed:
                 self.passed[item.slot][item.kv_len] = self.states[state_slot]
-        result = ItemResult(None, input_logprobs=_input_logprobs(item, tokens, values), hidden=_hidden(item, values))
+        result = ItemResult(None, input_logprobs=_input_logprobs(item, given, values), hidden=_hidden(item, values))
         if item.sample:
             result.token = self.last[item.slot] = next_token(values[-1], mask)
             result.bad = self.gives_nan and is_bad(values[-1])
@@ -342,6 +367,11 @@ class HashModel:
         """Every slot of `pages` holds the prefix hash of `tokens`."""
         found = self.read(pages, len(tokens), adapter=adapter)
         assert found == prefix_hash(tokens, self.weights + adapter), "the KV of another prompt"
+
+
+def _features_of(image: ImageInput) -> list[int]:
+    """As `key_ids` of its tokens, wherever it stands."""
+    return key_ids([image], [0] * image.num_tokens, image.start)
 
 
 def _paths(items: list[PlanItem]) -> list[list[int]]:

@@ -18,6 +18,7 @@ from engine.core.page_allocator import PageAllocator
 from engine.core.radix_cache import RadixCache
 from engine.core.radix_node import TRUNK, Branch
 from engine.flags.kv_events_config import KVEventsConfig, parse_kv_events_config
+from engine.images import key_ids
 from engine.loop.kv_events import ZmqPublisher
 from router.choice.chooser import make_chooser
 from router.choice.kv_feed import KVEventFeed, _Turns
@@ -48,6 +49,7 @@ from service.kv_events import (
 )
 from service.prefix_chain import BLOCK_TOKENS, VERSION, open_chain, page_names, token_bytes, token_seed
 from service.process.start import allow_many_files
+from tests.core.images import image
 from tests.router.dummies import depths, until
 
 STORED = BlockStored([1, 2], None, [7] * 32, 16, None, "GPU")
@@ -466,3 +468,38 @@ def test_a_port_that_is_taken_is_named() -> None:
         taken = msgspec.json.decode(source.describe())["endpoint"]
         with pytest.raises(ConfigError, match="--kv-events-config: cannot listen at "):
             ZmqPublisher(KVEventsConfig(endpoint=taken))
+
+
+# ---- images
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_router_finds_text_before_the_first_image_and_counts_what_follows(named: bool) -> None:
+    """No request brings ids of an image, so none is found behind its first token, and none by its placeholders."""
+    allocator = PageAllocator(num_pages=40, page_size=16)
+    events = CacheEvents(page_size=16)
+    cache = RadixCache(allocator, listener=events)
+    text = PROMPT[: 2 * BLOCK_TOKENS]
+    tokens = [*text, *[5] * BLOCK_TOKENS, *range(BLOCK_TOKENS)]
+    for number in (1, 2):
+        shown = image(number, at=2 * BLOCK_TOKENS, rows=8, columns=16)
+        keyed = key_ids([shown], tokens, 0)
+        held = allocator.allocate(len(tokens) // 16)
+        allocator.free(held[: cache.insert(keyed, held).existing])
+    seen, index = view(named=named)
+    payload = encode_batch(KVEventBatch(0.0, events.take()))
+    seen.on_message(0, decode_names(payload) if named else decode_events(payload))
+    assert seen.num_tokens == 2 * len(tokens) - len(text) and seen.whole
+    assert [depths(index, keys_of(prompt)).get(0, 0) for prompt in (text, tokens)] == [2, 2]
+
+
+def test_a_prompt_that_begins_with_an_image_is_found_by_no_ids() -> None:
+    events = CacheEvents(page_size=16)
+    allocator = PageAllocator(num_pages=40, page_size=16)
+    cache = RadixCache(allocator, listener=events)
+    shown = image(1, at=0, rows=8, columns=16)
+    tokens = [5] * shown.num_tokens
+    cache.insert(key_ids([shown], tokens, 0), allocator.allocate(len(tokens) // 16))
+    seen, index = view()
+    seen.on_message(0, events.take())
+    assert seen.num_tokens == len(tokens) and depths(index, keys_of(tokens)).get(0, 0) == 0

@@ -24,13 +24,14 @@ from tools.mutants import drafters, experts, prefixes, rewinds, states, ways
 from tools.mutants.cluster import CLUSTER
 from tools.mutants.core import CORE
 from tools.mutants.drafts import DRAFTS
+from tools.mutants.images import IMAGES
 from tools.mutants.planting import BROKEN
 from tools.mutants.ranks import RANKS
 from tools.simulation.__main__ import first_failure
 from tools.soak_core import drive_round
 
 TABLES = {
-    "core": {**CORE, **DRAFTS},
+    "core": {**CORE, **DRAFTS, **IMAGES},
     "cluster": {**CLUSTER, **RANKS},
     "drafters": drafters.DRAFTERS,
     "experts": experts.EXPERTS,

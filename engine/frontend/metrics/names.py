@@ -42,6 +42,7 @@ GAUGES = {
     "memory_kv_pages_bytes": Figure("tandem_memory_kv_pages_bytes", "memory of KV pages"),
     "memory_window_pages_bytes": Figure("tandem_memory_window_pages_bytes", "memory of pages of layers with a window"),
     "memory_states_bytes": Figure("tandem_memory_states_bytes", "memory of recurrent states"),
+    "memory_image_features_bytes": Figure("tandem_memory_image_features_bytes", "memory of features of images"),
     "memory_host_copies_bytes": Figure("tandem_memory_host_copies_bytes", "host memory of cached and retracted KV"),
     "memory_rest_bytes": Figure("tandem_memory_rest_bytes", "memory that was free at start and has no use"),
     "gen_throughput": Figure("sglang:gen_throughput", "generated tokens per second"),
@@ -64,6 +65,9 @@ GAUGES = {
     "swa_token_usage": Figure("sglang:swa_token_usage", "used share of the KV of layers with a window (1: all)"),
     "mamba_usage": Figure("sglang:mamba_usage", "used share of the slots of recurrent states (1: all)"),
     "mamba_cached_slots": Figure("tandem_mamba_cached_slots", "slots that keep the recurrent state of a prefix"),
+    "mm_cache_used_bytes": Figure("tandem_mm_cache_used_bytes", "features of images that are on the device"),
+    "mm_cache_total_bytes": Figure("tandem_mm_cache_total_bytes", "those that there is room for"),
+    "mm_cache_hit_rate": Figure("tandem_mm_cache_hit_rate", "share of needed images whose features were there"),
     "expert_imbalance": Figure("tandem_expert_imbalance", "most tokens of an expert / mean, mean of the layers"),
     "expert_rank_imbalance": Figure(
         "tandem_expert_rank_imbalance", "most tokens of a rank's experts / mean, since experts moved last"
@@ -159,6 +163,11 @@ COUNTERS = {
     "recomputed_tokens": Figure(
         "tandem_recomputed_tokens", "tokens that were computed for them, cached ones not counted"
     ),
+    "mm_cache_queries": Figure("vllm:mm_cache_queries", "images whose features prompts needed"),
+    "mm_cache_hits": Figure("vllm:mm_cache_hits", "of them, those whose features were on the device"),
+    "mm_cache_evictions": Figure("tandem_mm_cache_evictions", "images whose features made room for others"),
+    "mm_encoded_images": Figure("tandem_num_encoded_images", "images that the vision tower encoded"),
+    "mm_encoded_tokens": Figure("tandem_num_encoded_image_tokens", "tokens that these images have"),
     "hicache_device_hit_tokens": Figure("tandem_hicache_device_hit_tokens", "prompt tokens found on the device"),
     "hicache_host_hit_tokens": Figure("tandem_hicache_host_hit_tokens", "prompt tokens that came from host memory"),
     "hicache_disk_hit_tokens": Figure("tandem_hicache_disk_hit_tokens", "prompt tokens that came from files"),

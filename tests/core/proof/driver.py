@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from engine.core.memory import Detached
 from engine.core.outputs import StepEffects, output_of
-from engine.core.plan import ItemResult, Plan
+from engine.core.plan import FeatureRows, ItemResult, Plan
 from engine.core.radix_node import TRUNK, Branch, Node
 from engine.core.request import Request
 from engine.core.scheduler import ABORTED
@@ -19,8 +19,8 @@ from tests.core.announced import Announced
 from tests.core.engine_in_a_test import EngineInATest
 from tests.core.hash_model import Slot, State, is_bad, logprob_of, next_token, prefix_hash
 from tests.core.proof.cycle_grammar import CycleGrammar
-from tests.core.proof.oracle import Wishes, wishes_of
-from tests.core.proof.story import Ask, Event, Setup, Story
+from tests.core.proof.oracle import Wishes, turns_of, wishes_of
+from tests.core.proof.story import SIZES, Ask, Event, Setup, Story
 from tests.core.proof.verdict import judge
 
 MAX_TURNS_TO_REST = 3000
@@ -65,6 +65,7 @@ class Driver(EngineInATest):
         self.announced = Announced()
         self.overlapped = 0  # steps launched before the last was collected
         self.piped = 0  # steps with decodes, planned while all other stages had theirs
+        self.encoded = 0  # images, each time
 
     def tell(self, event: Ask | Event) -> None:
         if isinstance(event, Ask):
@@ -142,6 +143,7 @@ class Driver(EngineInATest):
             keep_kv=ask.keep_kv and not pooling,
             adapter=ask.adapter,
             namespace=ask.namespace,
+            images=ask.images,
         )
         life = self.lives[request.rid] = Life(ask, wishes, request, weights=[self.model.weights + ask.adapter])
         full = len(self.scheduler.stages.live) >= self.setup.max_queued + self.setup.max_running
@@ -167,8 +169,18 @@ class Driver(EngineInATest):
             assert status == 400
         elif full:
             assert status in (400, 503)
+        elif self._needs_at_once(life.ask) > self.setup.image_room:
+            assert status == 400
         else:
             assert status == 0, f"refused without need: {self.finish[life.request.rid]}"
+
+    def _needs_at_once(self, ask: Ask) -> int:
+        """Tokens of the images that the smallest part of its prompt may have, wherever it begins."""
+        part, most = self.scheduler.limits.part_tokens, 0
+        for start in range(ask.length):
+            touched = {i.key: i.num_tokens for i in ask.images if i.start < start + part and i.end > start}
+            most = max(most, sum(touched.values()))
+        return most
 
     def _abort(self, life: Life) -> None:
         request = life.request
@@ -202,7 +214,7 @@ class Driver(EngineInATest):
         elif life.stage == "transfer":
             self.model.write(
                 request.pages,
-                request.input_ids,
+                life.ask.read,
                 state=request.state,
                 window=request.window,
                 adapter=request.adapter,
@@ -210,7 +222,7 @@ class Driver(EngineInATest):
             self._note_owners()
             life.stage = "landed"
         elif life.stage == "landed":
-            self.model.verify(request.pages, request.input_ids, adapter=request.adapter)
+            self.model.verify(request.pages, life.ask.read, adapter=request.adapter)
             life.stage = ""
             self.say(self.scheduler.held.start_decoding(request, self._first_token(life), cached_tokens=0))
         elif life.stage == "quarantined":
@@ -218,9 +230,9 @@ class Driver(EngineInATest):
             self.scheduler.held.end_quarantine(life.quarantined)
             life.stage = ""
         elif life.stage in ("computed", "reading"):
-            self.model.verify(request.pages, request.input_ids[: request.computed_len], adapter=request.adapter)
+            self.model.verify(request.pages, life.ask.read[: request.computed_len], adapter=request.adapter)
             if request.state and life.stage == "computed":
-                self.model.verify_state(request.state, request.input_ids, adapter=request.adapter)
+                self.model.verify_state(request.state, life.ask.read, adapter=request.adapter)
             if life.answer is not None and life.stage == "computed":
                 self.say([life.answer])
             self.scheduler.held.release(request)
@@ -257,7 +269,7 @@ class Driver(EngineInATest):
 
     def _first_token(self, life: Life) -> ItemResult:
         request = life.request
-        value = prefix_hash(request.input_ids, self.model.weights + request.adapter)
+        value = prefix_hash(life.ask.read, self.model.weights + request.adapter)
         token = next_token(value, request.grammar.bitmask() if request.grammar is not None else None)
         said = TokenLogprob(logprob_of(value, token), token) if request.logprobs is not None else None
         return ItemResult(token, logprob=said, bad=self.setup.gives_nan and is_bad(value))
@@ -267,7 +279,7 @@ class Driver(EngineInATest):
         page_size = self.setup.page_size
         for request in effects.progressed:
             whole = request.computed_len // page_size
-            tokens = request.tokens(0, whole * page_size)
+            tokens = [*self.lives[request.rid].ask.read, *request.output_ids][: whole * page_size]
             self.model.verify(request.pages[:whole], tokens, adapter=request.adapter)
         for request, output, _ in effects.prefilled:
             self.lives[request.rid].answer, self.lives[request.rid].stage = output, "computed"
@@ -337,7 +349,8 @@ class Driver(EngineInATest):
         """Pipeline stages: each has its part of the decodes, no request is in two plans, chunks follow one another at once."""
         num = self.scheduler.limits.micro_batches
         if plan is None:
-            assert self.scheduler.stages.chunked is None, "a chunk waits for the one before it"
+            chunked = self.scheduler.stages.chunked
+            assert chunked is None or chunked.images, "a chunk waits for the one before it"
         elif num > 1:
             sampling = {item.rid for launched, _ in self.launched for item in launched.items if item.sample}
             assert not sampling & {item.rid for item in plan.items}, "a request is planned twice in flight"
@@ -382,6 +395,7 @@ class Driver(EngineInATest):
         if limits.chunked_prefill_size is not None and extends:
             tokens = sum(item.q_len for item in extends)
             assert tokens <= limits.chunked_prefill_size + limits.tail_tokens, f"a step of {tokens} tokens"
+        self._check_images(plan)
         self._note_owners()
         adapters = {request.adapter for item in items if (request := self.lives[item.rid].request).adapter}
         assert len(adapters) <= limits.max_loras_per_batch, f"{len(adapters)} adapters in a step"
@@ -397,6 +411,24 @@ class Driver(EngineInATest):
             assert not item.sample or item.output_len < max(1, request.max_new_tokens), "a step past the length"
             assert set(written) <= set(request.pages[request.shared_pages :]), "a step writes into shared pages"
 
+    def _check_images(self, plan: Plan) -> None:
+        """Items have the RoPE positions of their tokens; a step encodes what the first part of each needs, and more if its chunk has room."""
+        if not self.setup.image_room:
+            return
+        needed = dict[bytes, int]()
+        for item in plan.items:
+            ask = self.lives[item.rid].ask
+            turns = turns_of(ask, item.kv_len)[item.start :]
+            plain = range(item.start + item.rope_delta, item.kv_len + item.rope_delta)
+            said = [(at, at, at) for at in plain] if item.rope is None else list(zip(*item.rope, strict=True))
+            assert said == turns, f"{item.rid}: RoPE positions {said}, not {turns}"
+            first = item.start + self.scheduler.limits.part_tokens
+            needed |= {i.key: i.num_tokens for i in ask.images if i.end > item.start and i.start < first}
+        chunk = self.scheduler.limits.chunked_prefill_size
+        encoded = sum(image.num_tokens for image in plan.encodes if image.key not in needed)
+        assert chunk is None or encoded <= chunk, f"a step encodes {encoded} tokens more than it needs"
+        self.encoded += len(plan.encodes)
+
     def _note_owners(self) -> None:
         for request in self.scheduler.stages.all():
             self.branch_of.update(dict.fromkeys(request.own_pages(), self._branch(request)))
@@ -405,6 +437,11 @@ class Driver(EngineInATest):
         """By what was asked, whatever the core makes of it."""
         ask = self.lives[request.rid].ask
         return Branch(ask.adapter, ask.namespace)
+
+    def _size(self, part: FeatureRows) -> int:
+        """Count the tokens of its image."""
+        rows, columns = SIZES[part.key[0]]
+        return rows * columns
 
     def tally(self) -> Counter[str]:
         """What has happened, for those who count."""
@@ -439,6 +476,12 @@ class Driver(EngineInATest):
             snapshots=sum(len(plan.snapshots) for plan in plans),
             begun_from_snapshots=sum(copy.src is not None for plan in plans for copy in plan.states),
             rewinds=sum(len(plan.rewinds) for plan in plans),
+            encoded=self.encoded,
+            feature_hits=0 if self.scheduler.memory.images is None else self.scheduler.memory.images.num_hits,
+            feature_evictions=0 if self.scheduler.memory.images is None else self.scheduler.memory.images.num_evicted,
+            cut_images=sum(
+                part.first + part.count < self._size(part) for p in plans for i in p.items for part in i.features
+            ),
         )
 
     def check_cache(self) -> None:
@@ -472,6 +515,8 @@ def play(story: Story) -> Driver:
         assert left["held"] == left["quarantined"] == 0, f"states are left: {left}"
     if (windows := driver.scheduler.memory.windows) is not None:
         assert windows.num_available == windows.allocator.num_pages, "window pages are left"
+    if (images := driver.scheduler.memory.images) is not None:
+        images.check([])
     assert driver.model.copies == {}, "a copy of an ended request is left"
     for life in driver.lives.values():
         judge(

@@ -66,7 +66,7 @@ def answer_of(wishes: Wishes, since: list[int], weights: list[int]) -> Answer:
     value = 0
     while not answer.why:
         used = weights[bisect_right(since, len(answer.tokens)) - 1]
-        value = prefix_hash([*ask.prompt, *answer.tokens], used) if used != now else step_hash(value, answer.tokens[-1])
+        value = prefix_hash([*ask.read, *answer.tokens], used) if used != now else step_hash(value, answer.tokens[-1])
         now = used
         token = next_token(value, grammar.bitmask() if grammar is not None else None)
         answer.tokens.append(token)
@@ -98,7 +98,7 @@ def input_logprobs_of(ask: Ask, weights: int) -> list[tuple[int, float | None]]:
     if ask.logprob_from is None or ask.logprob_from < 0:
         return []
     return [
-        (ask.prompt[i], logprob_of(prefix_hash(ask.prompt[:i], weights), ask.prompt[i]) if i else None)
+        (ask.prompt[i], logprob_of(prefix_hash(ask.read[:i], weights), ask.prompt[i]) if i else None)
         for i in range(ask.logprob_from, ask.length)
     ]
 
@@ -117,3 +117,18 @@ def pooled_of(prompt: list[int], pooling: str, weights: int) -> list[float]:
     vector = rows[-1] if pooling == "last" else [sum(column) for column in zip(*rows, strict=True)]
     norm = math.sqrt(sum(x * x for x in vector)) or 1.0
     return [x / norm for x in vector]
+
+
+def turns_of(ask: Ask, num_tokens: int) -> list[tuple[int, int, int]]:
+    """RoPE positions of the first tokens: an image begins behind what is before it, and what follows goes on behind its longer side."""
+    turns, following = list[tuple[int, int, int]](), 0
+    images = {image.start: image for image in ask.images}
+    while len(turns) < num_tokens:
+        if (image := images.get(len(turns))) is None:
+            turns.append((following,) * 3)
+            following += 1
+            continue
+        _, rows, columns = (side // 2 for side in image.grid)
+        turns += [(following, following + row, following + column) for row in range(rows) for column in range(columns)]
+        following += max(rows, columns)
+    return turns[:num_tokens]

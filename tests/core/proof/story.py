@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from engine.core.policy import NO_PRIORITIES, POLICIES, Priorities
 from engine.core.radix_node import Branch
+from engine.images import KEY_BYTES, ImageInput, key_ids
 from tests.core.guesses import KINDS as GUESSES
 from tests.core.guesses import MODELED, TREES
 
@@ -27,6 +28,7 @@ class Setup:
     stages are so much deeper. `state_slots`: of a model with recurrent states; 0: it has none. `grid`: where its prompts may be cut.
     `window`: tokens that queries of some layers see; 0: all layers see all. `drafts`: how requests are drafted (tests/core/guesses.py), by up
     to `most_drafts` tokens; "": not at all; with states of at most `shadows` requests in a step. `max_loras_per_batch`: adapters in a step.
+    `image_room`: tokens of images whose features there is room for; 0: the model sees none.
     """
 
     role: str
@@ -59,6 +61,11 @@ class Setup:
     most_drafts: int = 0
     shadows: int = 0
     max_loras_per_batch: int = 0
+    image_room: int = 0
+
+
+PLACEHOLDER = 49  # stands for a part of an image
+SIZES = ((1, 1), (1, 2), (2, 2), (2, 3), (3, 3), (2, 1))  # of images by number: rows and columns of tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +73,7 @@ class Ask:
     """One request: a prompt of `length` tokens of one of few families (so that prefixes are shared), and its wishes.
 
     `stop`: "" | "eos" | "ids" | "string"; `stop_at`: which of the expected tokens it is. `logprob_from`: -1 output only. `adapter`: number
-    of its load; 0: the model alone.
+    of its load; 0: the model alone. `sights`: images, each by its number behind so many tokens of text; what does not fit is left out.
     """
 
     family: int
@@ -84,10 +91,30 @@ class Ask:
     fill: bool  # `new` is as much as the whole memory holds
     adapter: int = 0
     namespace: tuple[str, ...] = ()
+    sights: tuple[tuple[int, int], ...] = ()
 
     @property
     def prompt(self) -> list[int]:
-        return [(self.family * 7 + k) % 50 for k in range(self.length)]
+        found = [(self.family * 7 + k) % 50 for k in range(self.length)]
+        for image in self.images:
+            found[image.start : image.end] = [PLACEHOLDER] * image.num_tokens
+        return found
+
+    @property
+    def images(self) -> tuple[ImageInput, ...]:
+        found, at = list[ImageInput](), 0
+        for text, number in self.sights:
+            rows, columns = SIZES[number]
+            begin, at = at + text, at + text + rows * columns
+            if at <= self.length:
+                grid = (1, rows * 2, columns * 2)
+                found.append(ImageInput(begin, rows * columns, bytes([number] * KEY_BYTES), grid, 2, grid))
+        return tuple(found)
+
+    @property
+    def read(self) -> list[int]:
+        """What the model reads of its tokens."""
+        return key_ids(self.images, self.prompt, 0)
 
 
 @dataclass(frozen=True)
@@ -201,6 +228,26 @@ def stories_with_groups(*, states: bool = False, windows: bool = False) -> st.Se
         )
     event = st.one_of(asks(), _events(), asks(), _events(), _events())
     return st.builds(Story, _setups(**drawn).map(_on_the_grid), st.lists(event, min_size=25, max_size=60).map(tuple))
+
+
+def stories_with_images() -> st.SearchStrategy[Story]:
+    """Requests with few images in turn, and without, and room for the features of as few."""
+
+    def shown(story: Story, sights: list[tuple[tuple[int, int], ...]]) -> Story:
+        drawn = itertools.cycle(sights)
+        events = (replace(e, sights=next(drawn)) if isinstance(e, Ask) else e for e in story.events)
+        return Story(story.setup, tuple(events))
+
+    setup = _setups(
+        image_room=st.sampled_from([5, 9, 10, 13, 20, 100]),
+        state_slots=st.sampled_from([0, 0, 0, 5, 12]),
+        grid=st.sampled_from([4, 8]),
+    )
+    event = st.one_of(asks(), _events(), asks(), _events(), _events())
+    told = st.builds(Story, setup.map(_on_the_grid), st.lists(event, min_size=25, max_size=60).map(tuple))
+    sight = st.tuples(st.sampled_from([0, 0, 1, 2, 3, 5]), st.sampled_from(range(len(SIZES))))
+    some = st.lists(st.lists(sight, max_size=5).map(tuple), min_size=4, max_size=12)
+    return st.builds(shown, told, some)
 
 
 def stories_with_adapters(*, states: bool = False, windows: bool = False) -> st.SearchStrategy[Story]:

@@ -15,6 +15,7 @@ from tests.core.proof.story import (
     stories_with_adapters,
     stories_with_drafts,
     stories_with_groups,
+    stories_with_images,
     stories_with_states_and_drafts,
 )
 from tools.mutants.__main__ import find
@@ -131,6 +132,12 @@ def test_10_000_steps_with_adapters_in_namespaces() -> None:
     """No request reads KV of another adapter or namespace, with states and windows, and no step has more adapters than there is room for."""
     seen = seen_in(stories_with_adapters(states=True, windows=True), examples=EXAMPLES)
     must_show(seen, {**OF_GROUPS, "adapters_together": 300, "in_namespaces": 500, "cached_tokens": 100})
+
+
+def test_10_000_steps_with_images() -> None:
+    """Whatever is cut, cached, retracted or forgotten: each token of an image is computed from its features, at its RoPE position."""
+    seen = seen_in(stories_with_images(), examples=EXAMPLES)
+    must_show(seen, {"encoded": 500, "feature_hits": 100, "feature_evictions": 100, "cut_images": 100, **OF_GROUPS})
 
 
 @pytest.mark.parametrize("name", PLANTED)

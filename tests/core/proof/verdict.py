@@ -40,7 +40,7 @@ def judge(
     assert (ends[0].kind, ends[0].matched) == (right.why, right.matched)
     _logprobs(request, ask, said, right.logprobs, weights[1])
     if right.why != "abort":
-        _hidden(request, said, tokens, weights[1], landed=landed)
+        _hidden(request, ask, said, tokens, weights[1], landed=landed)
 
 
 def _in_order(said: list[TokenOutput]) -> None:
@@ -64,21 +64,21 @@ def _logprobs(request: Request, ask: Ask, said: list[TokenOutput], right: list[f
         assert [entry.logprob for entry in prompt] == [logprob for _, logprob in wanted]
 
 
-def _hidden(request: Request, said: list[TokenOutput], tokens: list[int], weights: list[int], *, landed: bool) -> None:
+def _hidden(
+    request: Request, ask: Ask, said: list[TokenOutput], tokens: list[int], weights: list[int], *, landed: bool
+) -> None:
     prompt, rows = b"".join(output.input_hidden for output in said), [row for output in said for row in output.hidden]
     if request.pooling:
         assert prompt == b"" and len(rows) == 1
         if len(weights) == 1:
-            assert list(array.array("f", rows[0])) == pytest.approx(
-                pooled_of(request.input_ids, request.pooling, weights[0])
-            )
+            assert list(array.array("f", rows[0])) == pytest.approx(pooled_of(ask.read, request.pooling, weights[0]))
         return
     if not request.return_hidden_states:
         assert prompt == b"" and rows == []
         return
-    right = hidden_rows_of([*request.input_ids, *tokens[:-1]], weights[0])
+    right = hidden_rows_of([*ask.read, *tokens[:-1]], weights[0])
     if landed:
-        right = right[len(request.input_ids) * ROW_BYTES :]
+        right = right[ask.length * ROW_BYTES :]
     got = prompt + b"".join(rows)
     assert len(got) == len(right), "a hidden state is lost or told twice"
     assert len(weights) > 1 or got == right

@@ -1,0 +1,225 @@
+"""Which images have their features on the device: what steps encode for prompts, and what they forget.
+
+    needed by a step --encodes--> used --its last token computed--> unused, kept --room for others--> forgotten
+                                    ^___________ needed again, here or by another request ____/
+
+Features are needed where a step computes tokens of their image: the image whole, even where a chunk cuts it. They count against a bound in
+bytes, used and unused together; the unused go first that were needed longest ago. An image twice in a batch, or in a prompt, is encoded once.
+
+A prompt ends its step before an image for which others in use leave no room, or that the step has no budget left to encode. So that it goes
+on at all, what one part of a prompt needs at once must fit: other requests are refused.
+
+After SGLang's and vLLM's caches of embeddings.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+from engine.core.plan import Plan
+from engine.core.request import Request
+from engine.images import ImageInput
+
+MEGABYTE = 1 << 20
+
+Use = tuple[int, int]  # serial of a request, and which of its images
+
+
+@dataclass(slots=True, eq=False)
+class _Features:
+    """Of one image. `uses`: by requests that have tokens of it to compute."""
+
+    size_bytes: int
+    uses: set[Use] = field(default_factory=set)
+
+
+class ImageCache:
+    """`max_bytes`: of all features. `token_bytes`: of those of a token."""
+
+    def __init__(self, *, max_bytes: int, token_bytes: int) -> None:
+        assert max_bytes > 0 and token_bytes > 0
+        self.max_bytes = max_bytes
+        self.token_bytes = token_bytes
+        self._features: dict[bytes, _Features] = {}  # by key; of the unused, those needed longest ago first
+        self._encodes: list[ImageInput] = []  # since the last plan
+        self._forgets: list[bytes] = []
+        self._num_bytes = self._used_bytes = 0
+        self.num_needed = self.num_hits = self.num_evicted = self.num_encoded = self.num_encoded_tokens = 0
+
+    # ---- what fits
+
+    def most_at_once(self, request: Request, part: int) -> int:
+        """Return the bytes that `part` tokens of the prompt, wherever they begin, may need at once."""
+        images = request.images
+        return max((self._bytes_of(_from(images, first, image.end - 1 + part)) for first, image in enumerate(images)))
+
+    def has_room(self, request: Request, part: int) -> bool:
+        """Whether `part` tokens of the prompt have room beside what others use now, wherever they begin."""
+        return self.most_at_once(request, part) <= self.max_bytes - self._used_bytes
+
+    def may_go_on(self, request: Request, part: int) -> bool:
+        """The same of the next `part` tokens."""
+        start = request.launched_len
+        return self._bytes_of(self._unused(_touched(request, start, start + part))) <= self._room
+
+    def reach(self, request: Request, start: int, *, part: int, budget: float) -> tuple[int, float]:
+        """Return how far a step may compute from `start`, and what is left of its `budget` of tokens.
+
+        To encode an image costs as many as it has. The images of the first `part` tokens are encoded whatever that costs.
+        """
+        room, seen = self._room, set[bytes]()
+        for image in _touched(request, start, request.num_tokens):
+            if image.key in seen:
+                continue
+            features = self._features.get(image.key)
+            size = 0 if features is not None and features.uses else image.num_tokens * self.token_bytes
+            cost = 0 if features is not None else image.num_tokens
+            if image.start >= start + part and (size > room or cost > budget - (image.start - start)):
+                return image.start, budget
+            seen.add(image.key)
+            room, budget = room - size, budget - cost
+        return request.num_tokens, budget
+
+    @property
+    def _room(self) -> int:
+        return self.max_bytes - self._used_bytes
+
+    def _unused(self, images: Iterable[ImageInput]) -> Iterator[ImageInput]:
+        for image in images:
+            features = self._features.get(image.key)
+            if features is None or not features.uses:
+                yield image
+
+    def _bytes_of(self, images: Iterable[ImageInput]) -> int:
+        return sum({image.key: image.num_tokens for image in images}.values()) * self.token_bytes
+
+    # ---- uses
+
+    def use(self, request: Request, start: int, end: int) -> int:
+        """Have a step that computes tokens `start`..`end` - 1 find their features; return how many tokens it encodes for that."""
+        before = self.num_encoded_tokens
+        for number, image in enumerate(request.images):
+            if image.end > start and image.start < end:
+                self._use(image, (request.serial, number))
+        self._make_room()
+        return self.num_encoded_tokens - before
+
+    def _use(self, image: ImageInput, use: Use) -> None:
+        features = self._features.pop(image.key, None)
+        if features is None or use not in features.uses:  # else an earlier chunk needed it, too
+            self.num_needed += 1
+            self.num_hits += features is not None
+        features = features or self._encode(image)
+        self._features[image.key] = features  # as the last one
+        self._used_bytes += 0 if features.uses else features.size_bytes
+        features.uses.add(use)
+
+    def _encode(self, image: ImageInput) -> _Features:
+        self._encodes.append(image)
+        self.num_encoded += 1
+        self.num_encoded_tokens += image.num_tokens
+        features = _Features(image.num_tokens * self.token_bytes)
+        self._num_bytes += features.size_bytes
+        return features
+
+    def _make_room(self) -> None:
+        while self._num_bytes > self.max_bytes:
+            key = next(key for key, features in self._features.items() if not features.uses)
+            self._forget(key)
+            self.num_evicted += 1
+
+    def release(self, request: Request) -> None:
+        """End its uses of images all of whose tokens have been computed."""
+        for image in islice(request.images, request.num_seen_images, None):
+            if image.end > request.computed_len:
+                return
+            self._end_use(request, request.num_seen_images)
+            request.num_seen_images += 1
+
+    def leave(self, request: Request) -> None:
+        """End all its uses. No step of it may be in flight."""
+        for number in range(request.num_seen_images, len(request.images)):
+            self._end_use(request, number)
+        request.num_seen_images = 0
+
+    def _end_use(self, request: Request, number: int) -> None:
+        features = self._features.get(request.images[number].key)
+        if features is not None and (request.serial, number) in features.uses:
+            features.uses.remove((request.serial, number))
+            self._used_bytes -= 0 if features.uses else features.size_bytes
+
+    def _forget(self, key: bytes) -> None:
+        features = self._features.pop(key)
+        self._num_bytes -= features.size_bytes
+        self._used_bytes -= features.size_bytes if features.uses else 0
+        self._forgets.append(key)
+
+    def forget_all(self) -> None:
+        """Forget the features of all images: those of other weights. None may be in use."""
+        for key in list(self._features):
+            assert not self._features[key].uses, "features are forgotten that a request has still to read"
+            self._forget(key)
+
+    # ---- steps
+
+    @property
+    def asks_for_a_step(self) -> bool:
+        return bool(self._forgets)
+
+    def attach(self, plan: Plan) -> None:
+        """Put what steps encode and forget since the last plan into this one."""
+        plan.encodes, self._encodes = self._encodes, []
+        plan.forgets, self._forgets = self._forgets, []
+
+    def on_failed(self, plan: Plan) -> None:
+        """A step found no memory, perhaps before it had encoded its images: whatever needs these next encodes them again."""
+        for image in plan.encodes:
+            if image.key in self._features:
+                self._forget(image.key)
+
+    # ---- reports
+
+    def counters(self) -> dict[str, float]:
+        return {
+            "mm_cache_queries": float(self.num_needed),
+            "mm_encoded_images": float(self.num_encoded),
+            "mm_encoded_tokens": float(self.num_encoded_tokens),
+            "mm_cache_hits": float(self.num_hits),
+            "mm_cache_evictions": float(self.num_evicted),
+        }
+
+    def gauges(self) -> dict[str, float]:
+        return {
+            "mm_cache_used_bytes": float(self._num_bytes),
+            "mm_cache_total_bytes": float(self.max_bytes),
+            "mm_cache_hit_rate": self.num_hits / self.num_needed if self.num_needed else 0.0,
+        }
+
+    def check(self, requests: Sequence[Request] | None = None) -> None:
+        """`requests`: the live ones, whose uses are all that there are; None: not compared."""
+        sizes = [features.size_bytes for features in self._features.values()]
+        used = [features.size_bytes for features in self._features.values() if features.uses]
+        assert (sum(sizes), sum(used)) == (self._num_bytes, self._used_bytes), "bytes of features are miscounted"
+        assert self._num_bytes <= self.max_bytes, f"{self._num_bytes} bytes of features, room for {self.max_bytes}"
+        assert not self._encodes, "an image to encode without a plan"
+        if requests is not None:
+            serials = {request.serial for request in requests}
+            left = [use for features in self._features.values() for use in features.uses if use[0] not in serials]
+            assert not left, f"features are used by requests that have ended: {left}"
+
+
+def _touched(request: Request, start: int, end: int) -> Iterator[ImageInput]:
+    """The images that have tokens among `start`..`end` - 1."""
+    for image in islice(request.images, request.num_seen_images, None):
+        if image.start >= end:
+            return
+        if image.end > start:
+            yield image
+
+
+def _from(images: Sequence[ImageInput], first: int, end: int) -> Iterator[ImageInput]:
+    """Image number `first`, and those behind it that begin before `end`."""
+    for image in islice(images, first, None):
+        if image.start >= end:
+            return
+        yield image
