@@ -241,7 +241,8 @@ def _layer_groups(spec: SchedulerSpec, args: KVArgs) -> tuple[LayerGroup, ...]:
 
 def _bounds(parts: EngineParts) -> Bounds:
     assert parts.config.context_length is not None, "resolved"
-    return Bounds(vocab_size=parts.model.vocab_size, context_length=parts.config.context_length)
+    model = parts.model
+    return Bounds(vocab_size=model.vocab_size, context_length=parts.config.context_length, vision=model.vision)
 
 
 def _checksum(spec: SchedulerSpec, parts: EngineParts, wakeup: Callable[[], None]) -> Checksum | None:

@@ -13,12 +13,14 @@ from disagg.handover import HandoverStage, PrefillHandover, Purpose, Senders
 from disagg.outgoing import Outgoing
 from disagg.page_sender import PageSender
 from disagg.prefix_exchange import OFF, PrefixExchange
-from disagg.recompute import Bounds, request_for, why_not
+from disagg.recompute import Bounds, images_of, request_for, why_not
 from engine.core.outputs import StepEffects, refusal, refused
 from engine.core.plan import Plan
 from engine.core.request import Request
 from engine.core.scheduler import ABORTED, Scheduler
+from engine.images import ImageInput
 from engine.messages import FAKE_BOOTSTRAP_HOST, FinishReason, KVSource, TokenOutput, TransferPath
+from transfer_backends.contract import Work
 from transfer_backends.kvpoll import RoomInUse
 
 
@@ -135,17 +137,25 @@ class PrefillRole:
             if self._prefixes is not None and wanted.work.cached:
                 self._prefixes.take(wanted, now_s, refused=self._closed_to_peers)
                 continue
-            request = request_for(wanted, now_s)
+            images, unseen = self._images_of(wanted.work)
+            request = request_for(wanted, now_s, images)
             sender = self._manager.sender(wanted.room, room_attempt=wanted.room_attempt)
             handover = PrefillHandover(request, wanted.room, moves_bytes=True, sender=sender, purpose=Purpose.RECOMPUTE)
             self._outgoing.open(handover)
             unfit = self._scheduler.refusal(request)
-            error = self._closed_to_peers or why_not(wanted.work, self._bounds) or (unfit and unfit.message)
+            error = self._closed_to_peers or unseen or why_not(wanted.work, self._bounds) or (unfit and unfit.message)
             if wanted.work.cached:
                 error = OFF
             if error:
                 self._counters["recompute_refused"] += 1
                 self._outgoing.refuse(handover, error)
+
+    def _images_of(self, work: Work) -> tuple[tuple[ImageInput, ...], str]:
+        """Return its images, and what is wrong with them."""
+        try:
+            return images_of(work, self._bounds), ""
+        except ValueError as error:
+            return (), str(error)
 
     def _compute(self, handover: PrefillHandover, now_s: float) -> list[TokenOutput]:
         handover.request.times.queued_s = now_s

@@ -6,7 +6,8 @@
                 pages that the source may still write: quarantined until the receiver is drained
 
 A *carrier*, a request without a client, has the pages meanwhile: of all whole pages of the prompt, as the source may have more than
-the router knows. Requests with the same beginning wait for one fetch. The engine computes others meanwhile.
+the router knows. Requests with the same beginning wait for one fetch. The engine computes others meanwhile. Of a prompt with images the
+text before the first comes.
 
 The room is that of the request whose router named the source, under an attempt that no other transfer of the room has.
 """
@@ -126,12 +127,13 @@ class PrefixFetches:
         for fetch in self._fetches.values():
             carrier = fetch.request
             known = carrier.input_ids[: fetch.num_known]
-            if request.branch == carrier.branch and request.input_ids[: len(known)] == known:
+            text = _text_before_images(request)
+            if request.branch == carrier.branch and len(known) <= text and request.tokens(0, len(known)) == known:
                 return fetch
         return None
 
     def _open(self, request: Request, room: int, source: PrefixSource, now_s: float) -> None:
-        num_pages = match_limit(request) // self._page_size
+        num_pages = min(match_limit(request), _text_before_images(request)) // self._page_size
         if source.copy:
             num_pages = min(num_pages, source.num_tokens // self._page_size)
         tokens = request.tokens(0, num_pages * self._page_size)
@@ -264,6 +266,11 @@ class PrefixFetches:
 
     def close(self) -> None:
         self._manager.close()
+
+
+def _text_before_images(request: Request) -> int:
+    """Count the tokens before its first image: workers name these alone to one another."""
+    return request.images[0].start if request.images else request.num_tokens
 
 
 def carrier_of(tokens: list[int], namespace: tuple[str, ...], *, rid: str, now_s: float) -> Request:

@@ -1,20 +1,81 @@
 """A recompute request of a decode worker (disagg/resumption.py), as a request of the prefill worker's engine. Pure."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
+
+import msgspec
 
 from engine.core.request import Request
+from engine.images import KEY_BYTES, ImageInput
+from engine.model_files.tower_config import ClipTower
+from engine.model_files.vision_config import VisionConfig
 from engine.sampling_params import SamplingParams
 from transfer_backends.contract import RecomputeRequest, Work
+from transfer_backends.wire import MAX_IMAGE_BYTES
 
 NOTHING = SamplingParams(temperature=0.0, max_new_tokens=0)
+CHANNELS = 3
+DESCRIPTION_BYTES = 256  # of an image beside its pixels, at most
+
+_images = msgspec.msgpack.Decoder(tuple[ImageInput, ...])
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Token ids are below `vocab_size`, and a sequence has at most `context_length` of them."""
+    """Token ids are below `vocab_size`, and a sequence has at most `context_length` of them. `vision`: None: the model sees no images."""
 
     vocab_size: int
     context_length: int
+    vision: VisionConfig | None = None
+
+
+def fits(images: Sequence[ImageInput]) -> bool:
+    """Whether a message has room for them."""
+    return sum(len(image.pixels) + DESCRIPTION_BYTES for image in images) <= MAX_IMAGE_BYTES
+
+
+def packed(images: Sequence[ImageInput]) -> bytes:
+    """Return `Work.images`."""
+    return msgspec.msgpack.encode(images) if images else b""
+
+
+def images_of(work: Work, bounds: Bounds) -> tuple[ImageInput, ...]:
+    """Return the images of its tokens. Raises ValueError, where they are none that the model sees."""
+    if not work.images:
+        return ()
+    if bounds.vision is None:
+        raise ValueError("images, and this model sees none")
+    try:
+        images = _images.decode(work.images)
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"images: {error}") from None
+    last = 0
+    for image in images:
+        if not (last <= image.start < image.end <= len(work.tokens)):
+            raise ValueError(f"images: one at {image.start}..{image.end} of {len(work.tokens)} tokens, behind {last}")
+        if not _is_whole(image, bounds.vision):
+            raise ValueError(f"images: the one at {image.start} has other sizes than its tokens")
+        last = image.end
+    return images
+
+
+def _is_whole(image: ImageInput, vision: VisionConfig) -> bool:
+    """Whether tokens, patches and pixels are of one size."""
+    sizes = (*image.grid, *image.size, image.merge, image.time_step)
+    if min(sizes) < 1 or len(image.key) != KEY_BYTES or len(image.pixels) != prod(image.size) * CHANNELS:
+        return False
+    tower, frames = vision.tower, image.size[0]
+    if isinstance(tower, ClipTower):
+        side = tower.side * tower.patch
+        return image.num_tokens == tower.num_tokens and image.size == (1, side, side)
+    time, rows, columns = image.grid
+    in_patches = -(-frames // tower.temporal_patch) == time and image.size[1:] == (
+        rows * tower.patch,
+        columns * tower.patch,
+    )
+    in_tokens = rows % tower.merge == columns % tower.merge == 0 and image.merge == tower.merge
+    return in_patches and in_tokens and image.num_tokens == vision.num_tokens(image.grid)
 
 
 def why_not(work: Work, bounds: Bounds) -> str | None:
@@ -26,7 +87,7 @@ def why_not(work: Work, bounds: Bounds) -> str | None:
     return None
 
 
-def request_for(wanted: RecomputeRequest, now_s: float) -> Request:
+def request_for(wanted: RecomputeRequest, now_s: float, images: tuple[ImageInput, ...] = ()) -> Request:
     """The request ends when its KV is computed; the sample of its last step is dropped."""
     return Request(
         rid=f"recompute-{wanted.room}-{wanted.room_attempt}",
@@ -38,4 +99,5 @@ def request_for(wanted: RecomputeRequest, now_s: float) -> Request:
         priority=wanted.work.priority,
         keep_kv=wanted.work.share,
         namespace=wanted.work.namespace,
+        images=images,
     )

@@ -4,7 +4,8 @@
                     \\__ Failed, a bad row, no worker, almost all still cached: computed by this engine instead __/
 
 Prefill computes the KV of every known token but the last and samples nothing: a usual step here samples the next token, so
-seeds, penalties, grammar and logprobs go on. Pages that are still cached here are neither computed nor sent.
+seeds, penalties, grammar and logprobs go on. Pages that are still cached here are neither computed nor sent. Images go along with
+their tokens; where a message has no room for them this engine computes.
 
 The room is the request's own, the room attempt its number of retractions (the router's is 0).
 """
@@ -16,6 +17,7 @@ from collections import Counter
 from disagg.handover import DecodeHandover, HandoverStage, Receivers
 from disagg.metadata import Checksum, KVCorrupt, MetadataBuffers, MetadataCorrupt
 from disagg.quarantine import Quarantine
+from disagg.recompute import fits, packed
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
 from engine.messages import FAKE_BOOTSTRAP_HOST, FinishReason, TokenOutput
@@ -64,7 +66,7 @@ class Resumption:
 
     def _open(self, request: Request) -> KVReceiver | None:
         at = request.bootstrap
-        if at is None or at.host == FAKE_BOOTSTRAP_HOST:
+        if at is None or at.host == FAKE_BOOTSTRAP_HOST or not fits(request.images):
             return None
         try:
             return self._manager.receiver(at.room, bootstrap=f"{at.host}:{at.port}", room_attempt=request.retractions)
@@ -110,7 +112,13 @@ class Resumption:
         handover.stage = HandoverStage.TRANSFER
         known = request.tokens(0, request.num_tokens - 1)
         given = self._requested_pages(request)
-        work = Work(tokens=known, priority=request.priority, share=request.keep_kv, namespace=request.namespace)
+        work = Work(
+            tokens=known,
+            priority=request.priority,
+            share=request.keep_kv,
+            namespace=request.namespace,
+            images=packed(request.images),
+        )
         handover.tail = self._scheduler.memory.tail(request, len(known))
         handover.receiver.provide(given, row, skip_pages=request.shared_pages, work=work, tail=handover.tail)
         return True

@@ -284,6 +284,7 @@ class Work:
     """KV of `tokens` that prefill computes without sampling. `share`: with other requests of `namespace`.
 
     `cached`: nothing is computed. What is cached of them is sent, which may be fewer pages than were given.
+    `images`: parts of the tokens, as a frontend of the other side has made them (`ImageInput` in msgpack); b"": there are none.
     """
 
     tokens: Sequence[int]
@@ -291,6 +292,7 @@ class Work:
     share: bool = True
     namespace: tuple[str, ...] = ()
     cached: bool = False
+    images: bytes = b""
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,9 @@ from service.kv_events import MAX_NAMESPACE_CHARS
 from transfer_backends.contract import MAX_POOLS, Count, KVArgs, RankMemory, Region
 from transfer_backends.liveness import ProcessMark
 
-PROTOCOL_VERSION = 13
-MAX_FRAME_BYTES = 8 << 20
+PROTOCOL_VERSION = 14
+MAX_IMAGE_BYTES = 24 << 20  # of a Recompute
+MAX_FRAME_BYTES = (8 << 20) + MAX_IMAGE_BYTES
 MAX_PAGES = 1 << 20  # of one transfer
 MAX_ROW_BYTES = 64 << 10
 MAX_RANKS = 1024
@@ -133,6 +134,7 @@ class Recompute(_Message, frozen=True):
 
     `share`: other requests of `namespace` may reuse the KV. `attempt` is above 0, so no room of the router has the same key.
     `cached`: compute nothing, and write what is cached of them, in as many of the pages as that fills.
+    `images`: those of the tokens, as in `Work`.
     """
 
     room: Room
@@ -146,6 +148,7 @@ class Recompute(_Message, frozen=True):
     namespace: Namespace = ()
     tail: TailBytes = ()
     cached: bool = False
+    images: Annotated[bytes, msgspec.Meta(max_length=MAX_IMAGE_BYTES)] = b""
 
 
 class Status(_Message, frozen=True):

@@ -104,7 +104,7 @@ class DecodeRooms(RoomTable[DecodeRoom]):
         else:
             tokens = pack_ids(np.asarray(work.tokens, dtype=np.int64))
             about = (skip_pages, work.priority, work.share, work.namespace)
-            wanted = Recompute(*where, tokens, *about, packed, work.cached)
+            wanted = Recompute(*where, tokens, *about, packed, work.cached, work.images)
             self._peers.send(room.peer, wanted)
 
     def abort(self, room: DecodeRoom, reason: str, now_s: float) -> None:

@@ -137,5 +137,6 @@ def _request_of(message: Recompute) -> RecomputeRequest:
         share=message.share,
         namespace=message.namespace,
         cached=message.cached,
+        images=message.images,
     )
     return RecomputeRequest(message.room, message.attempt, work)
