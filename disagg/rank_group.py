@@ -62,7 +62,9 @@ def started_group(spec: SchedulerSpec, model: ModelConfig, *, mooncake_protocol:
         undo.callback(region.close)
         undo.callback(children.end)
         undo.callback(region.abort)
-        yield _start(spec, config, region, joint, children, mooncake_protocol, met, store, undo)
+        yield _start(
+            spec, config, model.vision is not None, region, joint, children, mooncake_protocol, met, store, undo
+        )
         if met is not None:
             _say_bye(met)
 
@@ -70,6 +72,7 @@ def started_group(spec: SchedulerSpec, model: ModelConfig, *, mooncake_protocol:
 def _start(
     spec: SchedulerSpec,
     config: EngineConfig,
+    sees: bool,
     region: SharedRegion,
     joint: Joint | None,
     children: Children,
@@ -78,7 +81,7 @@ def _start(
     store: int | None,
     undo: ExitStack,
 ) -> Group:
-    """`store`: where ranks on GPUs meet. `undo`: closes the followers, before anything else ends them."""
+    """`sees`: the model sees images. `store`: where ranks on GPUs meet. `undo`: closes the followers, before anything else ends them."""
     assert region.descriptor is not None
     leader, first = leader_of(config), 0 if joint is None else joint.dp_rank * config.num_ranks
     members: dict[int, Member] = {}
@@ -104,18 +107,22 @@ def _start(
                 store=store,
             )
             process = start_rank(children, rank_spec)
-        members[rank] = (leader_end(own), _RankProcess(process, rank_spec.name))
+        members[rank] = (leader_end(own, sees=sees), _RankProcess(process, rank_spec.name))
         pids[first + rank] = process.pid
     if met is not None:
         for rank in sorted(set(range(config.num_ranks)) - set(ranks_of(0, config))):
             node = node_of(rank, config)
             member = _RemoteRank(rank, config.num_ranks, node, met.controls[node].peer)
-            members[rank] = (leader_end(met.plan_of(rank)), member)
+            members[rank] = (leader_end(met.plan_of(rank), sees=sees), member)
             if spec.disagg.disaggregation_mode != "null":
                 transfers[rank] = met.engine_of(rank)
     # Before the leader meets its followers: one that ends meanwhile is reported.
     followers = Followers(
-        members, on_end=_end_worker, limit_s=config.watchdog_timeout_s, copies_beside=config.device == "cuda"
+        members,
+        on_end=_end_worker,
+        limit_s=config.watchdog_timeout_s,
+        copies_beside=config.device == "cuda",
+        num_first=config.attention_tp_size,
     )
     undo.callback(followers.close)  # first: from then on the end of a follower is no news
     groups, late = None, partial(_late, region, config)

@@ -35,6 +35,7 @@ from engine.executor.executor import Executor
 from engine.executor.model_runner import DeviceOutOfMemory
 from engine.executor.warm_up import StepExecutor, by_executor
 from engine.executor.weights import WeightUpdater
+from engine.flags.images import cache_bytes, image_cache
 from engine.flags.resolve import depth, resolve, state_slots
 from engine.flags.speculation import most_drafted, with_drafter
 from engine.hicache.build import build_host_tier
@@ -162,6 +163,7 @@ def build_engine(
         place=place,
     )
     if found is not None:
+        found = replace(found, features=cache_bytes(config) if model.vision is not None else 0)
         config, found = with_fitting_prompts(given, config, found, recurrent=recurrent)
     slot_bytes = slots = shadows = 0
     if recurrent:
@@ -248,6 +250,8 @@ def build_engine(
         host=tier.cache if tier else None,
         states=states,
         windows=pools.window_pages(),
+        images=image_cache(config, model_config),
+        image_token=0 if model_config.vision is None else model_config.vision.image_token_id,
     )
     tier_bytes = tier.pool.num_pages * tier.pool.page_bytes if tier else 0
     memory = note_memory(

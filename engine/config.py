@@ -355,6 +355,13 @@ class EngineConfig(FlagSet):
     cuda_graph_max_prefill_tokens: int | None = flag(
         None, "most new tokens of a prompt step that runs as a CUDA graph; 0: none; default: 512", least=0
     )
+    vlm_cache_size_mb: int | None = flag(
+        None,
+        "memory for what the vision tower makes of images, in units of 2^20 bytes: images that come again are not encoded again; "
+        "default: 100, or what the largest image needs",
+        unit="MB",
+        least=1,
+    )
     enable_lora: bool = flag(False, "requests may name LoRA adapters; --lora-paths implies it")
     lora_paths: tuple[str, ...] = flag(
         (),

@@ -21,6 +21,7 @@ from engine.executor.draft_pass import DraftPass, PagedPool
 from engine.executor.executor import Executor
 from engine.executor.forward_pass import ForwardPass
 from engine.executor.future_map import FutureMap
+from engine.executor.image_pass import ImagePass
 from engine.executor.joint_steps import JointSteps
 from engine.executor.layer_marks import LayerMarks
 from engine.executor.model_runner import ModelRunner
@@ -71,6 +72,7 @@ class ForwardParts:
     """What computes the first half of steps. `tapes`: of decode steps on a CPU. `joint`: with DP attention.
 
     `states`: of a model with recurrent layers. `window_table`: of layers with a window that have a pool of their own.
+    `sees`, `images`: as of ForwardPass.
     """
 
     backend: AttentionBackend
@@ -81,6 +83,8 @@ class ForwardParts:
     joint: JointSteps | None
     states: States | None
     window_table: PageTable | None
+    sees: bool = False
+    images: ImagePass | None = None
 
     def pools(self, pool: KVPool, windows: KVPool | None) -> list[PagedPool]:
         """Return the pools of all layers, each with where requests' pages in it are; the drafter's is the first."""
@@ -108,6 +112,8 @@ class ForwardParts:
             states=self.states,
             window_table=self.window_table,
             drafts=drafts,
+            sees=self.sees,
+            images=self.images,
         )
 
 
@@ -122,11 +128,13 @@ def build_forward(
     exchange: RowExchange | None = None,
     windows: KVPool | None = None,
     shadows: int = 0,
+    sees: bool = False,
 ) -> ForwardParts:
     """`config` is resolved. `num_heads`: query heads of `model`. `tapes`: decode steps are recorded where they can be.
 
     `max_pages`: of a request; None: as many as the pool has and the context needs. `windows`: pool of the layers that have one.
-    `shadows`: of how many requests with recurrent states a step may verify drafts. Raises ConfigError.
+    `shadows`: of how many requests with recurrent states a step may verify drafts. `sees`: tokens may be those of images.
+    Raises ConfigError.
     """
     assert config.max_running_requests is not None, "resolved"
     make = partial(make_attention_backend, config.attention_backend, num_heads=num_heads, needs=model.attention_needs)
@@ -156,6 +164,8 @@ def build_forward(
         joint=None if exchange is None else JointSteps(exchange, tapes=recorded, scratch_slot=scratch),
         states=_states(config, model, pool.device, shadows=shadows),
         window_table=window_table,
+        sees=sees,
+        images=ImagePass(pool.device) if model.vision is not None else None,
     )
 
 
@@ -198,6 +208,7 @@ def build_device(
         exchange=exchange,
         windows=windows,
         shadows=shadows,
+        sees=model_config.vision is not None,
     )
     in_graphs = isinstance(parts.backend, CapturableBackend)
     future_map = future_map or FutureMap.on(device, num_slots=num_slots)
@@ -214,6 +225,7 @@ def build_device(
         adapters=parts.adapters,
         has_states=parts.states is not None,
         is_watched=model.is_watched,
+        sees=parts.sees,
         progress=progress,
     )
     drafts = make_draft_pass(config, model, parts.pools(pool, windows), sampler=sampler)

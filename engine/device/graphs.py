@@ -34,12 +34,13 @@ def make_graphs(
     adapters: AdapterBank | None,
     has_states: bool,
     is_watched: bool = False,
+    sees: bool = False,
     progress: bool,
 ) -> tuple[DecodeGraphs | None, PrefillGraphs | None]:
     """Return the graphs of decode steps and of short prompts, still to be recorded. `capture` takes the place of CUDA's.
 
     `config` is resolved. `decodes`, `prefills`: whether the worker has such steps. `end`: of decode steps; None: they cannot be
-    recorded. `is_watched`: as of DenseDecoder.
+    recorded. `is_watched`: as of DenseDecoder. `sees`: as of ForwardPass.
     """
     if capture is None and page_table.device.type == "cuda":
         capture = partial(CudaCapture, page_table.device)
@@ -66,6 +67,7 @@ def make_graphs(
             device=page_table.device,
             adapters=adapters if adapters is not None and adapters.records else None,
             depth=passes_of(config) if topk_of(config) > 1 else 0,
+            sees=sees,
             progress=progress,
         )
     if prefills and (prefill_sizes := _prefill_sizes(config)):

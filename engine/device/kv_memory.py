@@ -80,6 +80,8 @@ def note_memory(
     """
     assert config.context_length is not None, "resolved"
     measured = {} if found is None else {"weights": found.weights, "steps": found.steps, "graphs": found.graphs}
+    if found is not None and found.features:
+        measured["image_features"] = found.features
     parts = {**measured, **pools, "host_copies": copies}
     if found is not None:
         parts["rest"] = max(

@@ -21,10 +21,13 @@ from engine.executor.future_map import FutureMap
 from engine.executor.model_runner import DeviceOutOfMemory
 from engine.executor.step_inputs import StepInputs
 from engine.executor.warm_up import WarmUp, by_executor, warm_up
-from engine.flags.resolve import largest_prompt_step, profiled_tokens
+from engine.flags.images import blank_image, most_image_tokens, token_flops
+from engine.flags.resolve import FIRST_FLOPS, PROFILE_S, largest_prompt_step, profiled_tokens
+from engine.images import ImageInput
 from engine.kv.host_memory import HostMemory
 from engine.kv.kv_pool import KVPool
 from engine.model_files.model_config import ModelConfig
+from engine.model_files.vision_config import VisionConfig
 from engine.models.decoder import DenseDecoder
 from engine.parallel.layout import ALONE, Place
 from engine.parallel.row_exchange import RowExchange
@@ -148,7 +151,7 @@ def measure_on_cpu(
 ) -> MeasuredMemory:
     """Run the largest steps over a pool of scratch. `free`: of the machine's memory, for this rank, its `weights` included.
 
-    Where a prompt step would take a slow machine too long, two shorter ones say what each further token takes. The rest as in `measure`.
+    Where a prompt step would take a slow machine too long, two shorter ones say what each further token takes, and an image what a larger one does. The rest as in `measure`.
     """
     assert config.context_length is not None, "resolved"
     units = len(held_by(config, model_config, place).units)
@@ -156,7 +159,9 @@ def measure_on_cpu(
     pool = KVPool(specs, num_pages=1, page_size=config.page_size, device=config.device, units=units)
     tokens = profiled_tokens(config, model_config)
     steps = replace(
-        _steps(config, model_config, positions=config.context_length, decodes=decodes), prompt_tokens=tokens
+        _steps(config, model_config, positions=config.context_length, decodes=decodes),
+        prompt_tokens=tokens,
+        image=_profiled_image(config, model_config),
     )
     first, *largest, end = [_agreed(plan, config) for plan in steps.largest()]
     peaks = []
@@ -167,7 +172,7 @@ def measure_on_cpu(
             run(plan)
             peaks.append(max(0, host.peak() - before))
         run(end)
-    half, prompt, samples = peaks
+    half, prompt, samples, *images = peaks
     by_token = max(0, prompt - half) / max(1, tokens - tokens // 2)
     return MeasuredMemory(
         memory=free,
@@ -175,10 +180,30 @@ def measure_on_cpu(
         weights=weights,
         prompts=int(prompt + by_token * (largest_prompt_step(config) - tokens)),
         token_bytes=by_token,
-        samples=samples,
+        samples=max([samples, *(_of_largest_image(peak, steps, model_config, config) for peak in images)]),
         graphs=0,
         on_gpu=False,
     )
+
+
+def _profiled_image(config: EngineConfig, model: ModelConfig) -> ImageInput | None:
+    """One that a slow machine, too, encodes soon."""
+    if model.vision is None:
+        return None
+    assert config.num_threads is not None, "resolved"
+    tokens = int(PROFILE_S * FIRST_FLOPS["cpu"] * config.num_threads / token_flops(model.vision))
+    return blank_image(model.vision, min(_largest_image(config, model.vision), max(1, tokens)))
+
+
+def _largest_image(config: EngineConfig, vision: VisionConfig) -> int:
+    assert config.context_length is not None, "resolved"
+    return min(config.context_length, most_image_tokens(vision))
+
+
+def _of_largest_image(peak: int, steps: WarmUp, model: ModelConfig, config: EngineConfig) -> int:
+    """The peak of the largest image: each token takes as much as one of the image of `steps`, whose `peak` was measured."""
+    assert steps.image is not None and model.vision is not None
+    return peak * max(1, _largest_image(config, model.vision) // steps.image.num_tokens)
 
 
 def _agreed(plan: Plan, config: EngineConfig) -> Plan:
@@ -243,6 +268,7 @@ def warm(
 
 def _steps(config: EngineConfig, model_config: ModelConfig, *, positions: int, decodes: bool) -> WarmUp:
     assert config.max_running_requests is not None, "resolved"
+    vision = model_config.vision
     return WarmUp(
         prompt_tokens=largest_prompt_step(config),
         rows=config.max_running_requests,
@@ -252,4 +278,5 @@ def _steps(config: EngineConfig, model_config: ModelConfig, *, positions: int, d
         decodes=decodes,
         mixed=bool(config.enable_mixed_chunk),
         drafts=model_config.drafter is not None,
+        image=None if vision is None else blank_image(vision, _largest_image(config, vision)),
     )

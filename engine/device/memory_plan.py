@@ -1,7 +1,7 @@
 """How the memory of a rank is shared out, on a GPU and on a CPU. Pure: what it shares out is measured elsewhere.
 
     memory (of the GPU; of a machine: what is free when the rank starts)
-    |-- static (--mem-fraction-static): weights | KV pages, window pages, recurrent states --|-- steps, graphs, the rest --|
+    |-- static (--mem-fraction-static): weights | features of images | KV pages, window pages, recurrent states --|-- steps, graphs, the rest --|
 
 The fraction means what SGLang's means. Where it is unset it follows from the figures, so that the largest steps fit beside it.
 After vLLM's profiled forward. `given`: the flags before `resolve`, which fills in what is unset.
@@ -27,7 +27,7 @@ class MeasuredMemory:
     """In bytes, of one rank. `memory`: as drawn above. `free`: of it, for this rank, its weights included.
 
     `weights`: on a GPU with CUDA's context. `prompts`: the peak of the largest prompt step, `token_bytes` of it for each token;
-    `samples`: of the largest other step. `graphs`: recorded steps.
+    `samples`: of the largest other step. `graphs`: recorded steps. `features`: room for those of images, which is not measured.
     """
 
     memory: int
@@ -46,8 +46,8 @@ class MeasuredMemory:
 
     @property
     def beside_weights(self) -> int:
-        """What weights and graphs leave."""
-        return self.free - self.weights - self.graphs
+        """What weights, features of images and graphs leave."""
+        return self.free - self.kept - self.graphs
 
     @property
     def most(self) -> int:
@@ -65,6 +65,7 @@ class MeasuredMemory:
 
     def __str__(self) -> str:
         parts = f"weights {sized(self.weights)}, steps {sized(self.steps)}, graphs {sized(self.graphs)}"
+        parts += f", features of images {sized(self.features)}" if self.features else ""
         return f"{sized(self.free)} free, {parts}"
 
 
@@ -85,7 +86,7 @@ def static_left(given: EngineConfig, found: MeasuredMemory) -> int:
     fraction = given.mem_fraction_static
     if fraction is None:
         if found.on_gpu:
-            return min(int(MEM_FRACTION_OF["cuda"] * found.memory) - found.weights, found.most)
+            return min(int(MEM_FRACTION_OF["cuda"] * found.memory) - found.kept, found.most)
         return min(int(MEM_FRACTION_OF["cpu"] * found.most), MAX_CPU_BYTES)
     static, beside = int(fraction * found.memory), found.steps + found.graphs
     if static > found.free - beside:
@@ -94,7 +95,7 @@ def static_left(given: EngineConfig, found: MeasuredMemory) -> int:
             f"--mem-fraction-static {fraction:g}: weights and KV cache may take {sized(static)}, and the largest steps need "
             f"{sized(beside)} beside them ({found}); give at most {fits:g}, or {_smaller_steps(given)}"
         )
-    return static - found.weights
+    return static - found.kept
 
 
 def kv_pages(

@@ -2,7 +2,7 @@
 
 A batch takes the graph of the next size. Its padded rows are token 0 at position 0 of the page table's scratch row, write to page
 0 and are not sampled. A graph reads and writes the same memory every time: its input (token ids, positions, slots, output
-lengths), page table, what requests ask of the sampler, future map, KV pool and weights. Lengths follow from the positions, on the
+lengths; where images may have made RoPE positions others than places, these, too), page table, what requests ask of the sampler, future map, KV pool and weights. Lengths follow from the positions, on the
 device. A step with grammar masks replays the same graph with no row to sample, and is sampled behind it. Where drafts may be trees, a graph
 reads places and paths, too; those of other rows say that all lies at its own place.
 
@@ -76,7 +76,7 @@ class CudaCapture:
 class DecodeGraphs:
     """`sizes`: batch sizes to record, ascending. `adapters`: each size is recorded once more, computing with them.
 
-    `depth`: drafts on a path of a tree, at most; 0: drafts are chains.
+    `depth`: drafts on a path of a tree, at most; 0: drafts are chains. `sees`: as of ForwardPass.
     """
 
     def __init__(
@@ -91,6 +91,7 @@ class DecodeGraphs:
         device: torch.device,
         adapters: AdapterBank | None = None,
         depth: int = 0,
+        sees: bool = False,
         progress: bool = False,
     ) -> None:
         assert sizes and list(sizes) == sorted(set(sizes)) and sizes[0] >= 1, sizes
@@ -101,8 +102,10 @@ class DecodeGraphs:
         self._step_inputs = inputs
         self._end = end
         self._adapters = adapters
+        self._sees = sees
         self._progress = progress
-        padding = torch.tensor([[0], [0], [page_table.scratch_slot], [NOT_SAMPLED]], device=device)
+        rows = [0, 0, page_table.scratch_slot, NOT_SAMPLED, *([0] if sees else [])]
+        padding = torch.tensor(rows, device=device)[:, None]
         self._inputs = {size: padding.repeat(1, size) for size in sizes}
         no_tree = torch.tensor([[0, 1] + [0] * depth], dtype=torch.int32, device=device)
         self._trees = {size: no_tree.repeat(size, 1) for size in sizes} if depth else {}
@@ -151,17 +154,18 @@ class DecodeGraphs:
         return (self._adapted if adapted else self._graphs)[size]().rows(len(plan.items), sampled=samples)
 
     def _rows(self, items: list[PlanItem], size: int, *, samples: bool) -> Tensor:
-        """[4, size] int64 on the host: token ids or placeholders, positions, slots, output lengths."""
+        """[4, size] int64 on the host: token ids or placeholders, positions, slots, output lengths; and where the model sees RoPE positions."""
         assert all(item.sample for item in items), "a decode step samples every request"
         more = size - len(items)
         ids = [item.tokens[0] for item in items] + [0] * more
         positions = [item.start for item in items] + [0] * more
         slots = [item.slot for item in items] + [self._page_table.scratch_slot] * more
         lens = [item.output_len if samples else NOT_SAMPLED for item in items] + [NOT_SAMPLED] * more
-        return torch.tensor([ids, positions, slots, lens])
+        turns = [[item.start + item.rope_delta for item in items] + [0] * more] if self._sees else []
+        return torch.tensor([ids, positions, slots, lens, *turns])
 
     def _work(self, model: DenseDecoder, size: int) -> Callable[[], Forward]:
-        ids, positions, slots, output_lens = self._inputs[size]
+        ids, positions, slots, output_lens, *turns = self._inputs[size]
         trees = self._trees.get(size)
 
         def work() -> Forward:
@@ -178,7 +182,9 @@ class DecodeGraphs:
                 else TreePaths(starts=trees[:, 1].contiguous(), places=trees[:, 2:].contiguous()),
             )
             self._backend.begin_on_device(step)
-            hidden = model.forward(self._step_inputs.recorded(ids), positions, self._backend.attend)
+            hidden = model.forward(
+                self._step_inputs.recorded(ids), turns[0] if turns else positions, self._backend.attend
+            )
             return self._end.run(model, hidden, slots, output_lens)
 
         return work

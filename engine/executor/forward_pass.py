@@ -11,9 +11,11 @@ from engine.executor.decode_graphs import DecodeGraphs
 from engine.executor.decode_tapes import DecodeTapes
 from engine.executor.draft_pass import DraftPass
 from engine.executor.forward import Forward
+from engine.executor.image_pass import ImagePass
 from engine.executor.joint_steps import JointSteps
 from engine.executor.layer_marks import LayerMarks
 from engine.executor.prefill_graphs import PrefillGraphs
+from engine.executor.rope_positions import rope_positions
 from engine.executor.states import States
 from engine.executor.step_inputs import StepInputs
 from engine.executor.tree_paths import has_trees, paths_of, places_of
@@ -31,7 +33,8 @@ class ForwardPass:
     """`graphs` and `tapes` are recorded decode steps, `prefill_graphs` short prompts; `adapters` change the model's layers.
 
     `joint`: with DP attention, what a step needs to know of the other DP ranks. `states`: of a model with recurrent layers.
-    `window_table`: of layers with a window, where they have a pool of their own. `drafts`: of a model with a drafter.
+    `window_table`: of layers with a window, where they have a pool of their own. `drafts`: of a model with a drafter. `sees`: its tokens may be
+    those of images, whose features the first stage has in `images`.
     """
 
     def __init__(
@@ -49,6 +52,8 @@ class ForwardPass:
         states: States | None = None,
         window_table: PageTable | None = None,
         drafts: DraftPass | None = None,
+        sees: bool = False,
+        images: ImagePass | None = None,
     ) -> None:
         self._backend = backend
         self._page_table = page_table
@@ -62,11 +67,14 @@ class ForwardPass:
         self._states = states
         self._window_table = window_table
         self._drafts = drafts
+        self._sees = sees
+        self._images = images
 
     def attach(self, model: DenseDecoder) -> None:
-        """Forget the tapes of another model, and attach the adapters to this one."""
+        """Forget the tapes and features of another model, and attach the adapters to this one."""
         if self._tapes is not None:
             self._tapes.forget()
+        self._forget_images()
         if self._adapters is not None:
             self._adapters.attach(model.linear_sites())
         if self._states is not None:
@@ -74,9 +82,14 @@ class ForwardPass:
 
     def detach(self) -> None:
         """Forget the model and its recorded steps."""
+        self._forget_images()
         for recorded in (self._tapes, self._graphs, self._prefill_graphs):
             if recorded is not None:
                 recorded.forget()
+
+    def _forget_images(self) -> None:
+        if self._images is not None:
+            self._images.forget_all()
 
     def record(self, model: DenseDecoder) -> None:
         """Record the graphs, if any. Raises torch.OutOfMemoryError."""
@@ -104,6 +117,11 @@ class ForwardPass:
         """Take states back, before anything of the step reads them."""
         assert self._states is not None, "the model has no states"
         self._states.rewind(model, plan.rewinds)
+
+    def see(self, model: DenseDecoder, plan: Plan) -> None:
+        """On the first stage, forget and encode the images that `plan` names. Raises torch.OutOfMemoryError."""
+        if self._images is not None:
+            self._images.run(model, plan)
 
     def run(self, model: DenseDecoder, plan: Plan, arrival: Arrival) -> Forward:
         """Compute the hidden states [T, hidden] of all new tokens, item after item; a graph of a decode step samples, too.
@@ -175,10 +193,13 @@ class ForwardPass:
         inputs = self._inputs.resolve(flat)
         if (tapes := self._tapes_for(plan)) is not None:
             arrival.hold_all()
-            hidden = tapes.forward(model, inputs, positions, self._backend.attend, drafts=step.drafts)
+            hidden = tapes.forward(
+                model, inputs, self._turns(items, positions), self._backend.attend, drafts=step.drafts
+            )
         else:
             attend = self._layers.attend(plan.seq, self._backend.attend, arrival)
-            hidden = model.forward(inputs, positions, attend)
+            images = None if self._images is None else self._images.rows(items)
+            hidden = model.forward(inputs, self._turns(items, positions), attend, images)
         if self._states is not None:
             self._states.end(plan)
         if self._drafts is not None:
@@ -197,7 +218,7 @@ class ForwardPass:
         hidden: Tensor,
     ) -> None:
         assert self._drafts is not None
-        self._drafts.follow(model, items, step, inputs, positions, hidden)
+        self._drafts.follow(model, items, step, inputs, self._turns(items, positions), hidden)
         self._layers.all_written(plan.seq)
 
     def _batch(self, plan: Plan, items: list[PlanItem]) -> tuple[StepBatch, Tensor, Tensor]:
@@ -226,6 +247,10 @@ class ForwardPass:
             paths=paths_of(items, self._page_table.device) if trees else None,
         )
         return step, positions, flat
+
+    def _turns(self, items: list[PlanItem], positions: Tensor) -> Tensor:
+        """The RoPE positions of rows at `positions`."""
+        return rope_positions(items, positions) if self._sees else positions
 
     def _window_rows(self, token_slots: Tensor, places: Tensor) -> WindowRows | None:
         if self._window_table is None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from engine.attention.backend import AttentionBackend
 from engine.core.plan import PlanItem
 from engine.executor.drafted import Drafted
+from engine.executor.rope_positions import rope_positions
 from engine.executor.tails import Tails
 from engine.kv.page_table import PageTable
 from engine.kv.step_batch import StepBatch, TreePaths
@@ -26,14 +27,15 @@ from engine.sampler.make import TokenSampler
 class _Paths:
     """What a pass goes on from: paths of drafts, of each item as many. Rows of a pass: item after item, path after path.
 
-    `of`: numbers of `items` in the step; `slots`, `starts` [n] int64: theirs. `ids` [n, paths] int64 and `hidden` [n * paths, size]: of each
-    path's newest token; `scores` [n, paths]: log of the confidence in all of it; `places` [n, paths, drafts] int64: of its drafts' entries.
+    `of`: numbers of `items` in the step; `slots`, `starts`, `turns` [n] int64: theirs, and RoPE positions of their known tokens. `ids` [n, paths] int64 and
+    `hidden` [n * paths, size]: of each path's newest token; `scores` [n, paths]: log of the confidence in all of it; `places` [n, paths, drafts] int64: of its drafts' entries.
     """
 
     of: list[int]
     items: list[PlanItem]
     slots: Tensor
     starts: Tensor
+    turns: Tensor
     ids: Tensor
     hidden: Tensor | None
     scores: Tensor
@@ -51,11 +53,11 @@ class _Paths:
     def only(self, chosen: list[int], at: Tensor) -> "_Paths":
         """Return those of the items `chosen`; `at`: the same on the device."""
         hidden = None if self.hidden is None else self.hidden.unflatten(0, (-1, self.width))[at].flatten(0, 1)
-        slots, starts, ids, scores, places = (
-            x[at] for x in (self.slots, self.starts, self.ids, self.scores, self.places)
+        slots, starts, turns, ids, scores, places = (
+            x[at] for x in (self.slots, self.starts, self.turns, self.ids, self.scores, self.places)
         )
         of, items = [self.of[n] for n in chosen], [self.items[n] for n in chosen]
-        return _Paths(of, items, slots, starts, ids, hidden, scores, places)
+        return _Paths(of, items, slots, starts, turns, ids, hidden, scores, places)
 
     def extended(self, drafted: Drafted, out: Tensor, *, scores: Tensor, places: Tensor) -> "_Paths":
         """Return the paths that `drafted` chooses, and their `scores`. `out` [n * paths, size], `places` [n, paths, drafts]: of its pass."""
@@ -115,6 +117,7 @@ class GuessPass:
             items=list(items),
             slots=slots,
             starts=starts,
+            turns=rope_positions(items, starts),
             ids=self._ids([item.tokens[0] for item in items])[:, None],
             hidden=None if self._tails is None else self._tails.before(slots, starts),
             scores=torch.zeros(len(items), 1, device=self._device),
@@ -125,7 +128,7 @@ class GuessPass:
         """Compute the newest token of each path; return what follows, and the paths of the next pass."""
         own = self._own_places(paths, number)
         places = paths.places if number == 0 else torch.cat((paths.places, own[:, :, None]), 2)
-        positions = (paths.starts + number).repeat_interleave(paths.width)
+        positions = (paths.turns + number).repeat_interleave(paths.width)
         self._backend.begin(self._step(paths, own, places, number))
         out = drafter.forward(paths.ids.flatten(), paths.hidden, positions, self._backend.attend)
         tokens, confidences = self._guesses(drafter, out, paths, number)

@@ -73,6 +73,8 @@ class ModelRunner:
         for opened in plan.opens:
             self._sample_pass.sampler.open(opened)
             self._forward_pass.open(opened)
+        if plan.forgets or plan.encodes:
+            _compute(lambda: self._forward_pass.see(self.running.model, plan))
         if not plan.items:
             _compute(lambda: self._forward_pass.join(self.running.model, plan, arrival))
             return None

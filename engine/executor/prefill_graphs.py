@@ -2,7 +2,7 @@
 
 Launching the kernels of a forward one by one takes the host longer than a GPU takes to compute a few hundred tokens. A step takes
 the graph of the next size: its padded tokens belong to no request and write to page 0, its padded requests have no tokens.
-Long prefixes are left to kernels that the host cuts by their length.
+Long prefixes are left to kernels that the host cuts by their length, and so are prompts with images from the first one on.
 """
 
 from bisect import bisect_left
@@ -68,6 +68,8 @@ class PrefillGraphs:
         if not self._graphs or not plan.extend or len(items) > MOST_REQUESTS:
             return False
         is_short = all(item.kv_len <= MOST_WHOLE for item in items)
+        if any(item.rope is not None or item.rope_delta or item.features for item in items):
+            return False
         return is_short and sum(item.q_len for item in items) <= self.sizes[-1]
 
     def run(self, items: list[PlanItem]) -> Tensor:

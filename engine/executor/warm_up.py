@@ -13,8 +13,9 @@ from typing import Any, Protocol
 from msgspec.structs import replace
 from tqdm import tqdm
 
-from engine.core.plan import Plan, PlanItem, SlotOpen, StepResult
+from engine.core.plan import FeatureRows, Plan, PlanItem, SlotOpen, StepResult
 from engine.executor.model_runner import DeviceOutOfMemory
+from engine.images import ImageInput
 from engine.messages import LogprobOptions
 from engine.sampling_params import SamplingParams
 
@@ -39,6 +40,7 @@ class WarmUp:
     """What an engine may be given: `prompt_tokens` and `rows` in a step, `positions` of a request.
 
     `decodes`: False: it only computes prompts. `mixed`: decodes ride along in prompt steps. `drafts`: a drafter of the executor does.
+    `image`: the largest one that a vision tower encodes; None: the model sees none.
     """
 
     prompt_tokens: int
@@ -49,17 +51,28 @@ class WarmUp:
     decodes: bool
     mixed: bool
     drafts: bool = False
+    image: ImageInput | None = None
 
     def plans(self) -> list[Plan]:
         """Return the steps; slots are closed by the next step, the last ones by a step of their own."""
-        return _closing([*self._prompts(), *self._samples(), *(self._decodes() if self.decodes else ())])
+        decodes = self._decodes() if self.decodes else ()
+        return _closing([*self._prompts(), *self._samples(), *decodes, *self._images()])
 
     def largest(self) -> list[Plan]:
-        """A step of one token, which reads the weights; half of the largest prompt, all of it; the most samples; their end."""
+        """A step of one token, which reads the weights; half of the largest prompt, all of it; the most samples; an image, if any; their end."""
         half = max(1, self.prompt_tokens // 2)
         prompts = [self._step([(n, 0) for n in self._parts(tokens)]) for tokens in (half, self.prompt_tokens)]
         samples = self._step([(1, 0)] * self.rows, list(KINDS.values()), extend=not self.decodes)
-        return _closing([self._step([(1, 0)]), *prompts, samples])
+        return _closing([self._step([(1, 0)]), *prompts, samples, *self._images()])
+
+    def _images(self) -> Iterator[Plan]:
+        """An image, and a token of it."""
+        if self.image is not None:
+            plan = self._step([(1, 0)])
+            rows = FeatureRows(0, self.image.key, 0, 1)
+            plan.items = [replace(item, features=(rows,), rope=([0], [0], [0])) for item in plan.items]
+            plan.encodes = [self.image]
+            yield plan
 
     def _prompts(self) -> Iterator[Plan]:
         """Prompts of every class of length, one behind a long prefix, with logprobs, pooled, and one that a decode rides."""
@@ -139,11 +152,12 @@ class WarmUp:
 
 
 def _closing(plans: list[Plan]) -> list[Plan]:
-    """Let each step close the slots of the one before, and a further step the last ones."""
+    """Let each step close the slots of the one before and forget its images, and a further step the last ones."""
     opened = [[opened.slot for opened in plan.opens] for plan in plans]
+    encoded = [[image.key for image in plan.encodes] for plan in plans]
     plans.append(Plan(seq=0, extend=False, items=[]))
-    for plan, closes in zip(plans[1:], opened, strict=True):
-        plan.closes = closes
+    for plan, closes, forgets in zip(plans[1:], opened, encoded, strict=True):
+        plan.closes, plan.forgets = closes, forgets
     return plans
 
 

@@ -9,6 +9,7 @@ from engine.core.new_token_ratio import RatioRule
 from engine.core.policy import NO_PRIORITIES, Priorities
 from engine.core.prefill_gate import PrefillDelayer, PrefillPolicy, ScheduleEnhancer
 from engine.core.step_budget import StepBudget
+from engine.flags.images import vlm_cache_size_mb
 from engine.flags.kv_dtype import kv_dtype
 from engine.flags.rank_rules import check_sizes
 from engine.flags.speculation import check_speculation
@@ -53,6 +54,7 @@ def resolve(config: EngineConfig, model: ModelConfig, *, cuda: bool) -> EngineCo
     check_lora(config.lora_paths, max_loaded=config.max_loaded_loras)
     check_sizes(config, model)
     check_speculation(config, model)
+    context = _context_length(config.context_length, model.max_position_embeddings)
     return replace(
         config,
         enable_lora=lora_enabled(config.enable_lora, config.lora_paths),
@@ -65,7 +67,8 @@ def resolve(config: EngineConfig, model: ModelConfig, *, cuda: bool) -> EngineCo
         dtype=dtype,
         kv_cache_dtype=kv_dtype(config, model, device=device, dtype=dtype),
         stream=_stream(config.stream, device, watched=config.watches_steps),
-        context_length=_context_length(config.context_length, model.max_position_embeddings),
+        context_length=context,
+        vlm_cache_size_mb=vlm_cache_size_mb(config, model, dtype=dtype, context=context),
         chunked_prefill_size=_chunk(config.chunked_prefill_size, config.page_size, device),
         max_prefill_tokens=config.max_prefill_tokens or MAX_PREFILL_TOKENS,
         max_step_time_s=_max_step_time_s(config.max_step_time_s, device, chunked=config.chunked_prefill_size != -1),

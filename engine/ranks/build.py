@@ -22,6 +22,7 @@ from engine.device.memory_plan import kv_pages, with_fitting_prompts, with_state
 from engine.device.pools import build_pools
 from engine.executor.cuda_gauge import CudaGauge
 from engine.executor.profiler import TorchProfiler
+from engine.flags.images import cache_bytes
 from engine.flags.rank_rules import check_device
 from engine.flags.resolve import resolve, state_slots
 from engine.flags.speculation import most_drafted, with_drafter
@@ -110,6 +111,7 @@ def build_follower(
     )
     recurrent = bool(model.state_specs())
     if found is not None:
+        found = replace(found, features=cache_bytes(config) if model.vision is not None else 0)
         config, found = with_fitting_prompts(given, config, found, recurrent=recurrent)
     units = len(held.units)
     page_bytes = page_bytes_of(specs, config.page_size, units=units)

@@ -6,16 +6,16 @@ from typing import Generic, TypeVar
 import msgspec
 
 from engine.ranks.messages import ToFollower, ToLeader
-from service.process.message_stream import MessageStream
+from service.process.message_stream import LONGEST_BYTES, MessageStream
 
 M = TypeVar("M")
 
 
 class Channel(Generic[M]):
-    """Sends come from any thread, `receive` from one. `receives`: the type of the messages that arrive."""
+    """Sends come from any thread, `receive` from one. `receives`: the type of the messages that arrive. `most_unsent_bytes`: as of MessageStream."""
 
-    def __init__(self, end: socket.socket, receives: type[M]) -> None:
-        self._end = MessageStream(end)
+    def __init__(self, end: socket.socket, receives: type[M], *, most_unsent_bytes: int | None = None) -> None:
+        self._end = MessageStream(end, most_unsent_bytes=most_unsent_bytes)
         self._decoder = msgspec.msgpack.Decoder(receives)
 
     def fileno(self) -> int:
@@ -37,8 +37,10 @@ class Channel(Generic[M]):
         self._end.close()
 
 
-def leader_end(end: socket.socket) -> Channel[ToLeader]:
-    return Channel(end, ToLeader)  # type: ignore[arg-type]
+def leader_end(end: socket.socket, *, sees: bool = False) -> Channel[ToLeader]:
+    """`sees`: steps may bring pixels of images, and others may follow before these are sent."""
+    most = LONGEST_BYTES if sees else None
+    return Channel(end, ToLeader, most_unsent_bytes=most)  # type: ignore[arg-type]
 
 
 def follower_end(descriptor: int) -> Channel[ToFollower]:

@@ -22,6 +22,7 @@ from engine.ranks.messages import (
     Prepare,
     Ready,
     Serving,
+    Step,
     ToFollower,
     ToLeader,
     step_of,
@@ -57,7 +58,7 @@ class Followers:
     """`members`: channel and process of every follower, by rank. `on_end` is called once, and ends the process or its loop.
 
     `limit_s`: longest step; followers that serve and answer nothing for about twice as long have ended, too. 0: no limit.
-    `mail`: delivers what they send; None: a thread does. `copies_beside`: as in `is_proven`.
+    `mail`: delivers what they send; None: a thread does. `copies_beside`: as in `is_proven`. `num_first`: ranks of the first stage, which see images.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Followers:
         limit_s: float = 0.0,
         mail: Mail | None = None,
         copies_beside: bool = False,
+        num_first: int = NO_LIMIT,
     ) -> None:
         self._channels = {rank: channel for rank, (channel, _) in members.items()}
         self._processes = {rank: process for rank, (_, process) in members.items()}
@@ -75,6 +77,7 @@ class Followers:
         self._on_end = on_end
         self._lock = threading.Lock()
         self._copies_beside = copies_beside
+        self._num_first = num_first
         self._closing = False
         self._serving = False
         self._roll_call = RollCall(limit_s)
@@ -117,7 +120,7 @@ class Followers:
     def step(self, plan: Plan) -> "Pending | None":
         """Send a step. Return its answer to come, if no result proves that the followers have run it (`is_proven`)."""
         number = 0 if is_proven(plan, copies_beside=self._copies_beside) else self._next_number()
-        self._send_all(step_of(plan, answer=number))
+        self._send_all(step_of(plan, answer=number), blind=self._step_without_images(plan, number))
         return Pending(self, number) if number else None
 
     def prepare(self, name: str, **args: Any) -> "Pending":
@@ -160,10 +163,15 @@ class Followers:
         with self._lock:
             return self.answers.next_number()
 
-    def _send_all(self, message: ToFollower) -> None:
+    def _step_without_images(self, plan: Plan, number: int) -> Step | None:
+        """What ranks of later stages get in place of a step with images; None: the same as all."""
+        has_images = bool(plan.encodes or plan.forgets) and self._num_first < NO_LIMIT
+        return step_of(plan, answer=number, sees=False) if has_images else None
+
+    def _send_all(self, message: ToFollower, *, blind: Step | None = None) -> None:
         for rank, channel in self._channels.items():
             try:
-                channel.send(message)
+                channel.send(message if blind is None or rank < self._num_first else blind)
             except ChannelFull as error:
                 text = f"{self.answers.names[rank]} reads no steps: {error}"
                 self._note(partial(self.answers.note_end, text))

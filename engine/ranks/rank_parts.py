@@ -62,6 +62,7 @@ def rank_parts(
         max_pages=max_pages,
         windows=windows,
         shadows=shadows,
+        sees=model_config.vision is not None,
     )
     future_map = future_map_of(links, leads=False, device=pool.device, num_slots=config.max_running_requests)
     inputs = stage_input(links, config, model_config) or future_map
@@ -77,6 +78,7 @@ def rank_parts(
         adapters=parts.adapters,
         has_states=parts.states is not None,
         is_watched=model.is_watched,
+        sees=parts.sees,
         progress=False,
     )
     drafts = make_draft_pass(config, model, parts.pools(pool, windows), sampler=None)

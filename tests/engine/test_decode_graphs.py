@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from benchmarks.gpu.engine import EagerCapture
 from engine.attention.torch_backend import TorchBackend
 from engine.config import EngineConfig
-from engine.core.plan import Plan, PlanItem
+from engine.core.plan import FeatureRows, Plan, PlanItem
 from engine.executor.decode_graphs import graph_sizes
 from engine.executor.future_map import FutureMap
 from engine.executor.prefill_graphs import MOST_REQUESTS, PrefillGraphs, prefill_graph_sizes
@@ -86,6 +87,24 @@ def test_long_prompts_and_prefixes_are_no_graphs(lens: list[tuple[int, int]], ta
     assert not graphs.takes(plan), "nothing is recorded"
     graphs.record(None)  # type: ignore[arg-type]  # an eager capture runs nothing
     assert graphs.takes(plan) is taken
+
+
+@pytest.mark.parametrize(
+    "seen", [{"rope_delta": -4}, {"rope": ([0], [0], [0])}, {"features": (FeatureRows(0, b"key", 0, 1),)}]
+)
+def test_prompts_from_their_first_image_on_are_no_graphs(seen: dict[str, Any]) -> None:
+    device = torch.device("cpu")
+    graphs = PrefillGraphs(
+        sizes=[16],
+        capture=EagerCapture,
+        backend=TorchBackend(KVPool([CacheSpec(1, 16, "float32")], num_pages=1, page_size=16, device=device)),  # type: ignore[arg-type]
+        page_table=PageTable(num_slots=1, max_pages=1, page_size=16, device=device),
+        inputs=FutureMap.on(device, num_slots=1),
+    )
+    graphs.record(None)  # type: ignore[arg-type]  # an eager capture runs nothing
+    item = PlanItem("r", 0, [0], 0, page_start=0, new_pages=[], sample=True, output_len=0, extend=True)
+    assert graphs.takes(Plan(seq=0, extend=True, items=[item]))
+    assert not graphs.takes(Plan(seq=0, extend=True, items=[replace(item, **seen)]))
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from engine.core.plan import PageCopy, Plan, StateCopy, StateRewind
+from engine.images import ImageInput
 from engine.messages import StartProfile
 from engine.ranks.answers import is_proven
 from engine.ranks.channel import Channel, follower_end, leader_end
@@ -29,6 +30,7 @@ from engine.ranks.messages import (
     ToFollower,
     ToLeader,
     plan_of,
+    step_of,
 )
 from service.flags import ConfigError
 from service.process.message_stream import ChannelClosed, socket_pair
@@ -327,3 +329,34 @@ def test_other_weights_without_memory_for_their_graphs_end_the_group(group: Grou
     with pytest.raises(GroupEnded, match="graphs of the new weights, this one has no memory: CUDA out of memory"):
         weights.install(model)
     assert all(isinstance(channel.receive(), Apply) for channel in group.there.values())
+
+
+def test_pixels_go_to_the_first_stage_alone() -> None:
+    """A rank of a later one gets the same step without them: it computes from hidden states."""
+    image, ends, there = ImageInput(0, 1, b"k" * 32, (1, 2, 2), 2, (1, 2, 2), bytes(1000)), {}, []
+    for rank in (1, 2):
+        own, theirs = socket_pair()
+        ends[rank] = (leader_end(own, sees=True), Named(rank))
+        there.append(follower_end(theirs.detach()))
+    (item,) = plan_of(Step(1, True, [0], [1], [7], [0], [], [], [], [])).items
+    plan = Plan(seq=1, extend=True, items=[item], encodes=[image], forgets=[b"f" * 32])
+    members: dict[int, tuple[Channel[ToLeader], Process]] = {**ends}
+    with closing(Followers(members, on_end=lambda text, refused: None, num_first=2)) as followers:
+        followers.step(plan)
+        first, later = (channel.receive() for channel in there)
+    assert isinstance(first, Step) and isinstance(later, Step)
+    assert (first.encodes, first.forgets) == ([image], [b"f" * 32])
+    assert (later.encodes, later.forgets, later.tokens) == ([], [], first.tokens)
+    for channel in there:
+        channel.close()
+
+
+def test_steps_may_follow_one_whose_pixels_are_not_sent_yet() -> None:
+    own, theirs = socket_pair()
+    pixels = bytes(12 << 20)
+    with closing(leader_end(own, sees=True)) as leader, closing(follower_end(theirs.detach())) as follower:
+        image = ImageInput(0, 1, b"k" * 32, (1, 2, 2), 2, (1, 2, 2), pixels)
+        for seq in range(1, 4):
+            leader.send(step_of(Plan(seq=seq, extend=True, items=[], encodes=[image])))
+        steps = [follower.receive() for _ in range(3)]
+    assert [step.seq for step in steps if isinstance(step, Step)] == [1, 2, 3]

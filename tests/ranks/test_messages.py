@@ -6,13 +6,14 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from engine.core.plan import PageCopy, PageLoad, PageSave, Plan, PlanItem, SlotOpen, StateCopy
+from engine.core.plan import FeatureRows, PageCopy, PageLoad, PageSave, Plan, PlanItem, SlotOpen, StateCopy
 from engine.executor.logit_rows import logit_calls
+from engine.images import ImageInput
 from engine.messages import LogprobOptions
 from engine.ranks.messages import Step, ToFollower, plan_of, step_of
 from engine.sampling_params import SamplingParams
 from tests.core.proof.driver import play
-from tests.core.proof.story import Story, stories
+from tests.core.proof.story import Story, stories, stories_with_images
 
 
 def item(slot: int, tokens: list[int], start: int, **more: object) -> PlanItem:
@@ -27,13 +28,29 @@ def through_the_wire(plan: Plan) -> Plan:
     return plan_of(step)
 
 
+IMAGE = ImageInput(17, 2, b"k" * 32, (1, 2, 4), 2, (1, 2, 4), b"pixels")
+ROWS = (FeatureRows(1, b"k" * 32, 0, 2),)
+ROPE = ([16, 17, 17], [16, 17, 17], [16, 17, 18])
+
+
 def mixed_plan() -> Plan:
     return Plan(
         seq=9,
         extend=True,
         items=[
-            item(4, [11, 12, 13], 16, page_start=1, new_pages=[5, 6], window_start=1, new_window=[3], sample=False),
-            item(2, [-3], 40, extend=False),
+            item(
+                4,
+                [11, 12, 13],
+                16,
+                page_start=1,
+                new_pages=[5, 6],
+                window_start=1,
+                new_window=[3],
+                sample=False,
+                features=ROWS,
+                rope=ROPE,
+            ),
+            item(2, [-3], 40, extend=False, rope_delta=-4),
             item(7, [1, 2], 0, new_pages=[8], logprobs=LogprobOptions(start_len=1), logprob_from=1, logprob_next=99),
         ],
         opens=[SlotOpen(4, SamplingParams(temperature=0.0), [1, 2], [3], (0,), adapter=5, state=6)],
@@ -46,6 +63,8 @@ def mixed_plan() -> Plan:
         from_host=[PageCopy(3, 4)],
         states=[StateCopy(None, 6)],
         snapshots=[StateCopy(6, 2)],
+        encodes=[IMAGE],
+        forgets=[b"f" * 32],
     )
 
 
@@ -62,9 +81,24 @@ def test_what_the_forward_reads_arrives() -> None:
         "sample",
         "extend",
         "logprob_from",
+        "features",
+        "rope",
+        "rope_delta",
     ):
         assert [getattr(i, name) for i in arrived.items] == [getattr(i, name) for i in plan.items], name
-    for name in ("seq", "extend", "saves", "loads", "drops", "to_host", "from_host", "states", "snapshots"):
+    for name in (
+        "seq",
+        "extend",
+        "saves",
+        "loads",
+        "drops",
+        "to_host",
+        "from_host",
+        "states",
+        "snapshots",
+        "encodes",
+        "forgets",
+    ):
         assert getattr(arrived, name) == getattr(plan, name), name
     assert [(opened.slot, opened.adapter, opened.state) for opened in arrived.opens] == [(4, 5, 6)]
     assert [list(rows) for rows in logit_calls(arrived.items)] == [list(rows) for rows in logit_calls(plan.items)]
@@ -84,12 +118,13 @@ def forward_inputs(plan: Plan) -> dict[str, Any]:
         "samples": any(item.sample for item in items),
         "adapters": [(opened.slot, opened.adapter) for opened in plan.opens],
         "copies": (plan.saves, plan.loads, plan.drops, plan.to_host, plan.from_host),
+        "images": ([(item.features, item.rope, item.rope_delta) for item in items], plan.encodes, plan.forgets),
         "step": (plan.seq, plan.extend),
     }
 
 
 @settings(max_examples=40, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck))
-@given(story=stories())
+@given(story=stories() | stories_with_images())
 def test_any_plan_of_the_scheduler_computes_the_same_on_a_follower(story: Story) -> None:
     """And its steps count up by one, which is how a follower knows that none is lost."""
     plans = play(story).plans

@@ -1,0 +1,75 @@
+"""Memory for the features of images, by --vlm-cache-size-mb or by what one prompt may need. Pure."""
+
+from math import isqrt
+
+from engine.config import EngineConfig
+from engine.core.image_cache import MEGABYTE, ImageCache
+from engine.images import KEY_BYTES, ImageInput
+from engine.model_files.image_processing import PixelRange
+from engine.model_files.model_config import ModelConfig
+from engine.model_files.tower_config import CHANNELS, ClipTower
+from engine.model_files.vision_config import VisionConfig
+from service.flags import ConfigError
+
+DEFAULT_MB = 100  # SGLang's SGLANG_VLM_CACHE_SIZE_MB
+DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
+
+
+def vlm_cache_size_mb(config: EngineConfig, model: ModelConfig, *, dtype: str, context: int) -> int | None:
+    """Return --vlm-cache-size-mb, or what it is by default: SGLang's, more where an image may need more. Raises ConfigError."""
+    given = config.vlm_cache_size_mb
+    if model.vision is None:
+        if given is not None:
+            raise ConfigError(f"--vlm-cache-size-mb {given}: the model sees no images; leave the flag out")
+        return None
+    if given is not None:
+        return given
+    tokens = min(context, most_image_tokens(model.vision))
+    return max(DEFAULT_MB, -(-tokens * _feature_bytes(model, model.vision, dtype) // MEGABYTE))
+
+
+def image_cache(config: EngineConfig, model: ModelConfig) -> ImageCache | None:
+    """None: the model sees no images. `config` is resolved."""
+    if model.vision is None:
+        return None
+    return ImageCache(max_bytes=cache_bytes(config), token_bytes=_feature_bytes(model, model.vision, config.dtype))
+
+
+def cache_bytes(config: EngineConfig) -> int:
+    """Return the bytes that a rank of the first stage keeps free for features; 0: the model sees no images. `config` is resolved."""
+    return (config.vlm_cache_size_mb or 0) * MEGABYTE
+
+
+def most_image_tokens(vision: VisionConfig) -> int:
+    """Count the tokens of the largest image, or video of one piece, that the processor makes."""
+    tower, size = vision.tower, vision.processing.size
+    if isinstance(tower, ClipTower) or not isinstance(size, PixelRange):
+        return vision.num_tokens((1, 1, 1))
+    video, pixels = vision.processing.video, size.most
+    if vision.tokens_per_second and video is not None and video.over_frames:  # it is one image of many frames
+        pixels = max(pixels, video.most // tower.temporal_patch)
+    return pixels // (tower.patch * tower.merge) ** 2
+
+
+def _feature_bytes(model: ModelConfig, vision: VisionConfig, dtype: str) -> int:
+    """Of a token."""
+    return model.hidden_size * (1 + vision.deepstack_levels) * DTYPE_BYTES[dtype]
+
+
+def blank_image(vision: VisionConfig, most_tokens: int) -> ImageInput:
+    """Return a black square of about so many tokens, for steps without requests; of a tower of one size, of that."""
+    tower = vision.tower
+    if isinstance(tower, ClipTower):
+        grid, merge, edge = (tower.num_tokens, 1, 1), 1, tower.side * tower.patch
+    else:
+        side = max(1, isqrt(most_tokens)) * tower.merge
+        grid, merge, edge = (1, side, side), tower.merge, side * tower.patch
+    pixels = bytes(edge * edge * CHANNELS)
+    return ImageInput(0, vision.num_tokens(grid), bytes(KEY_BYTES), grid, merge, (1, edge, edge), pixels)
+
+
+def token_flops(vision: VisionConfig) -> int:
+    """Count about the operations that the tower's matrices take for a token."""
+    tower = vision.tower
+    layer = 4 * tower.hidden_size**2 + 3 * tower.hidden_size * tower.intermediate_size
+    return 2 * tower.depth * layer * tower.merge**2
