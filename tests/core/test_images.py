@@ -89,7 +89,7 @@ def test_a_page_may_hold_an_image_beside_a_token_that_is_missing() -> None:
 
 
 def test_events_tell_text_before_the_first_image_and_name_what_follows() -> None:
-    engine = EngineInATest(image_room=100)
+    engine = EngineInATest(image_room=100, chunk=64)
     add(engine, "r", image(1, at=9), namespace=("a",))
     engine.run()
     text, rest = (event for event in engine.events.take() if isinstance(event, BlockStored))
@@ -181,7 +181,7 @@ def test_a_large_image_is_encoded_by_a_step_whose_budget_is_smaller() -> None:
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_a_prompt_waits_for_the_room_that_steps_in_flight_need(depth: int) -> None:
     engine = EngineInATest(image_room=6, depth=depth, lag=True, chunk=8)
-    shown = {f"r{n}": (image(2 * n, at=1), image(2 * n + 1, at=9)) for n in range(4)}
+    shown = {f"r{n}": (image(2 * n, at=1), image(2 * n + 1, at=11)) for n in range(4)}
     for rid, images in shown.items():
         add(engine, rid, *images)
     engine.run()

@@ -23,6 +23,7 @@ from tests.engine.drafters import always, fared
 from tests.engine.engine_in_process import EngineInProcess
 from tests.engine.late_copies import copy_late
 from tests.engine.three_requests import PROMPTS, SAMPLING, run, two_models
+from tests.models.tiny_seeing import FAMILIES, PromptMaker, make_seeing_checkpoint
 
 LENGTHS = {"a": 5, "b": 2, "c": 4}  # the batch shrinks from 3 to 1
 
@@ -38,6 +39,7 @@ def main() -> None:
         check_loads(models[0])
         check_drafter(models[0])
         check_drafter(models[0], topk=2)
+        check_images(Path(folder) / "seeing")
 
 
 class EveryThird:
@@ -183,6 +185,29 @@ def check_drafter(folder: str, *, topk: int = 1) -> None:
         how = fared(engine)
     assert how.accepted > 3 and capture.replays > 2, (how, capture.replays)
     assert (how.drafts > how.accepted) == (topk > 1), how  # of two guesses for one place one is wrong
+
+
+def check_images(folder: Path) -> None:
+    """Recorded decode steps of requests behind images, whose RoPE positions are others than their places, beside one of text."""
+    text = {**FAMILIES["qwen2_5_vl"]["text_config"], "num_hidden_layers": 1}
+    path = make_seeing_checkpoint(folder, "qwen2_5_vl", text_config=text)
+    prompt = PromptMaker().text(4).image(4, 6).text(3).done()
+    flags = {"dtype": "float32", "max_running_requests": 4, "max_total_tokens": 160, "disable_radix_cache": True}
+
+    def ask(engine: EngineInProcess) -> dict[str, list[int]]:
+        for rid, images in (("sees", tuple(prompt.images)), ("reads", ())):
+            engine.add(rid, prompt.ids, max_new_tokens=5, wanted={"images": images})
+        engine.run()
+        return engine.tokens
+
+    capture = CountingCapture()
+    with (
+        EngineInProcess(path, attention_backend="torch", **flags) as plain,
+        EngineInProcess(path, attention_backend="triton", capture=lambda: capture, **flags) as engine,
+    ):
+        right = ask(plain)
+        assert ask(engine) == right and right["sees"] != right["reads"], right
+    assert capture.replays >= 4, capture.replays
 
 
 if __name__ == "__main__":
