@@ -38,11 +38,17 @@ class MeasuredMemory:
     samples: int
     graphs: int
     on_gpu: bool
+    features: int = 0
 
     @property
     def steps(self) -> int:
         """The peak of the largest steps."""
         return max(self.prompts, self.samples)
+
+    @property
+    def kept(self) -> int:
+        """What is static beside pages and states."""
+        return self.weights + self.features
 
     @property
     def beside_weights(self) -> int:
