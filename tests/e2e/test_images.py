@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from engine.models.vision.tower import Pixels, VisionTower
 from msgspec.structs import replace
 
 from engine.images import ImageInput
+from engine.models.vision.tower import Pixels, VisionTower
 from tests.core.hash_model import NO_MEMORY
 from tests.e2e.two_engines import REST_S, Pair, disaggregated
 from tests.engine.engine_in_process import EngineInProcess
