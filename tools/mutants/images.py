@@ -18,10 +18,17 @@ def _(original, request, start, end):
     return request.tokens(start, end)
 
 
-@IMAGES.bug("features in use make room for others", ImageCache._make_room, "The oldest go, whoever still reads them.")
+@IMAGES.bug("the newest features make room", ImageCache._make_room, "What the step itself reads goes before it.")
 def _(original, images):
     while images._num_bytes > images.max_bytes:
-        images._forget(next(iter(images._features)))
+        images._forget(next(reversed(images._features)))
+
+
+@IMAGES.bug("features are freed early", ImageCache.attach, "They go before the last token of their image is computed.")
+def _(original, images, plan):
+    original(images, plan)
+    encoded = [image.key for image in plan.encodes]
+    plan.forgets += [key for key, features in images._features.items() if features.uses and key not in encoded]
 
 
 IMAGES.skip("features are kept beyond their bound", ImageCache._make_room, "Nothing makes room.")
