@@ -251,7 +251,6 @@ def build_engine(
         states=states,
         windows=pools.window_pages(),
         images=image_cache(config, model_config),
-        image_token=0 if model_config.vision is None else model_config.vision.image_token_id,
     )
     tier_bytes = tier.pool.num_pages * tier.pool.page_bytes if tier else 0
     memory = note_memory(

@@ -476,7 +476,7 @@ def test_a_port_that_is_taken_is_named() -> None:
 @pytest.mark.parametrize("named", [True, False])
 def test_a_router_finds_text_before_the_first_image_and_counts_what_follows(named: bool) -> None:
     """No request brings ids of an image, so none is found behind its first token, and none by its placeholders."""
-    allocator = PageAllocator(num_pages=40, page_size=16)
+    allocator = PageAllocator(num_pages=80, page_size=16)
     events = CacheEvents(page_size=16)
     cache = RadixCache(allocator, listener=events)
     text = PROMPT[: 2 * BLOCK_TOKENS]
