@@ -20,7 +20,7 @@ from engine.frontend.images.marks import NO_MARKS
 from engine.frontend.images.pixels import PixelMaker
 from engine.frontend.images.placeholders import expanded
 from engine.frontend.images.sizes import video_size
-from engine.images import ImageInput
+from engine.images import ImageInput, rope_delta
 from engine.model_files.image_processing import PixelRange
 from engine.model_files.model_config import load_model_config
 from service.images.bad_image import BadImage
@@ -94,7 +94,8 @@ def test_pixels_are_those_of_the_processors_of_llava(makers: dict[str, PixelMake
         part = made(maker, file_of(image))
         wanted = processor(images=[reopened(file_of(image))], return_tensors="np")["pixel_values"][0]
         assert np.array_equal(as_clip(processor, part), wanted), kind
-        assert (part.num_tokens, part.grid, part.size) == (16, (1, 4, 4), (1, 56, 56)), kind
+        assert (part.num_tokens, part.grid, part.size) == (16, (16, 1, 1), (1, 56, 56)), kind
+        assert rope_delta([part]) == 0, "positions have one dimension"
 
 
 def reopened(data: bytes) -> Image.Image:

@@ -97,11 +97,12 @@ class PixelMaker:
 
     def _input(self, key: bytes, pictures: list[bytes], size: Size, *, time_step: int = 1) -> ImageInput:
         grid = self._grid(size, frames=len(pictures))
+        num_tokens = self.vision.num_tokens(grid)
         return ImageInput(
             start=0,
-            num_tokens=self.vision.num_tokens(grid),
+            num_tokens=num_tokens,
             key=key,
-            grid=grid,
+            grid=grid if self.vision.mrope is not None else (num_tokens, 1, 1),  # each token takes a position
             merge=self.vision.tower.merge,
             size=(len(pictures), *size),
             pixels=b"".join(pictures),
