@@ -155,6 +155,29 @@ def test_patches_are_those_of_transformers_processor(tmp_path: Path) -> None:
         assert torch.equal(their_patches(frames), theirs)
 
 
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llava-qwen2": ("llava", {"text_config": {**FAMILIES["llava"]["text_config"], "model_type": "qwen2"}}),
+    "llava-all-rows-of-two-states": (
+        "llava",
+        {"vision_feature_layer": [-1, 1], "vision_feature_select_strategy": "full", "image_seq_length": 17},
+    ),
+    "qwen2-5-tied": ("qwen2_5_vl", {"tie_word_embeddings": True}),
+    "qwen3-without-deepstack": (
+        "qwen3_vl",
+        {"vision_config": {**FAMILIES["qwen3_vl"]["vision_config"], "deepstack_visual_indexes": []}},
+    ),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants_have_the_logits_of_transformers(variant: str, tmp_path: Path) -> None:
+    family, fields = VARIANTS[variant]
+    path = make_seeing_checkpoint(tmp_path, family, **fields)
+    prompt = two_images(family, count=fields.get("image_seq_length", 16))
+    wanted = their_logits(family, theirs_of(path), prompt, pixels_of(family, prompt), ANSWER)
+    close(logits_of(ours_of(path), prompt, ANSWER, cuts=[9, 14]), wanted)
+
+
 OLD_NAMES = {  # of transformers 5, and 4
     "llava": (
         ("model.language_model.", "language_model.model."),

@@ -206,10 +206,10 @@ class PromptMaker:
         self._prompt.frames.append(pixels)
 
 
-def two_images(family: str) -> Prompt:
-    """Of different sizes, where the family takes such."""
+def two_images(family: str, *, count: int = 16) -> Prompt:
+    """Of different sizes, where the family takes such; else of `count` tokens each."""
     if family == "llava":
-        return PromptMaker().text(5).fixed_image(32, count=16).text(3).fixed_image(32, count=16).text(6).done()
+        return PromptMaker().text(5).fixed_image(32, count=count).text(3).fixed_image(32, count=count).text(6).done()
     return PromptMaker().text(5).image(6, 10).text(3).image(4, 4).text(6).done()
 
 
