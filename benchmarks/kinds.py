@@ -3,8 +3,8 @@
 usage: python -m benchmarks.kinds [--kinds avx2 amx ...] [--forms bf16 int8wo int4wo-128] [--mib 96] [--rounds 7] [--threads 1] [--output FILE]
 
 The four matrices of a layer of Qwen3-0.6B. GB/s: of weights, as they lie in memory, for 1, 2 and 8 rows; each kind has as
-many layers as take --mib in bf16, which caches should not hold. GFLOP/s: of one layer for 256 rows. Beside it, torch's own
-product of bf16. Medians; of one thread its own seconds count, which others on the machine disturb less.
+many layers as take --mib in bf16, which caches should not hold. GFLOP/s: of one layer for 16 to 1,024 rows. Beside it, torch's
+product of bf16, and that of oneDNN with weights in its own layout. Medians; of one thread its own seconds count, which others on the machine disturb less.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from engine.quant.online import SCHEMES, quantized
 
 LAYER = ((4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072))  # qkv, o, gate and up, down: outputs, inputs
 FLOATS = "bf16"
-FEW, MANY = (1, 2, 8), 256
+FEW, MANY = (1, 2, 8), (16, 64, 256, 1024)
 LAYER_PARAMS = sum(outputs * inputs for outputs, inputs in LAYER)
 
 Product = Callable[[Tensor], Tensor]
@@ -72,6 +72,14 @@ def of_torch(layers: int, inputs: Mapping[tuple[int, int], Tensor]) -> Products:
     return Products([[product(w.clone()) for w in weights_of()] for _ in range(layers)], inputs)
 
 
+def of_onednn(layers: int, inputs: Mapping[tuple[int, int], Tensor]) -> Products:
+    def product(weight: Tensor) -> Product:
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+        return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
+
+    return Products([[product(w) for w in weights_of()] for _ in range(layers)], inputs)
+
+
 def bytes_of(form: str) -> float:
     return LAYER_PARAMS * (2 if form == FLOATS else SCHEMES[form].bits / 8)
 
@@ -79,26 +87,25 @@ def bytes_of(form: str) -> float:
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     torch.set_num_threads(args.threads)
     layers = -(-args.mib * 2**20 // (2 * LAYER_PARAMS))
-    inputs = {(rows, width): torch.randn(rows, width).bfloat16() for rows in (*FEW, MANY) for _, width in LAYER}
+    inputs = {(rows, width): torch.randn(rows, width).bfloat16() for rows in (*FEW, *MANY) for _, width in LAYER}
     clock = time.thread_time if args.threads == 1 else time.perf_counter
     rows_of_table = []
     for form in args.forms:
         measured = {kind.label: of_kind(kind, form, layers, inputs) for kind in args.kinds}
         if form == FLOATS:
-            measured["torch"] = of_torch(layers, inputs)
+            measured |= {"torch": of_torch(layers, inputs), "onednn": of_onednn(layers, inputs)}
         seconds: dict[tuple[str, int], list[float]] = {}
         for _ in tqdm(range(args.rounds), desc=form):
             for name, products in measured.items():
-                for rows in (*FEW, MANY):
+                for rows in (*FEW, *MANY):
                     begun = clock()
                     products.run(rows)
                     seconds.setdefault((name, rows), []).append((clock() - begun) / products.count(rows))
         for name in measured:
-            own = {rows: median(seconds[name, rows]) for rows in (*FEW, MANY)}
+            own = {rows: median(seconds[name, rows]) for rows in (*FEW, *MANY)}
             rate = {f"gb_s_{rows}_rows": bytes_of(form) / own[rows] / 1e9 for rows in FEW}
-            rows_of_table.append(
-                {"form": form, "kind": name, **rate, "gflop_s_256_rows": 2 * LAYER_PARAMS * MANY / own[MANY] / 1e9}
-            )
+            rate |= {f"gflop_s_{rows}_rows": 2 * LAYER_PARAMS * rows / own[rows] / 1e9 for rows in MANY}
+            rows_of_table.append({"form": form, "kind": name, **rate})
     return rows_of_table
 
 
@@ -114,7 +121,7 @@ def main() -> None:
     args = parser.parse_args()
     args.kinds = [of_label[label] for label in args.kinds]
     found = measure(args)
-    head = ["form", "kind", *(f"{rows} rows, GB/s" for rows in FEW), f"{MANY} rows, GFLOP/s"]
+    head = ["form", "kind", *(f"{rows} rows, GB/s" for rows in FEW), *(f"{rows} rows, GFLOP/s" for rows in MANY)]
     print(
         table(
             head,

@@ -572,7 +572,7 @@ static int64_t sums_bytes(const struct args *a, int64_t rows, int64_t steps) {
 static float *place_for_sums(const struct args *a, int64_t rows) {
     int64_t kept = 1; /* sums that wait for their neighbour, and the last one */
     while (1 << (kept - 1) < a->segments) kept++;
-    return aligned_alloc(LINE_BYTES, (size_t)(rows * PANEL * GROUP * kept) * sizeof(float));
+    return team_scratch(rows * PANEL * GROUP * kept * (int64_t)sizeof(float));
 }
 
 static int multiply(const struct args *a) {
@@ -596,7 +596,6 @@ static int multiply(const struct args *a) {
 #if defined(HAVE_AMX)
     if (a->kind == AMX) _tile_release();
 #endif
-    free(sums);
     return 0;
 }
 
@@ -661,7 +660,6 @@ static int multiply_few(const struct args *list, int64_t count) {
         for (struct loop l = team_loop(count, 1); team_next(&l);) pack_rows(&work[l.item], 0, work[l.item].rows);
         compute_few(work, ends, count, sums);
     }
-    free(sums);
     free(ends);
     free(work);
     return ready ? 0 : -1;

@@ -1,8 +1,9 @@
 /* Paged decode attention: online softmax over a request's pages, for one query token of it or, with drafts, several that follow one
  * another or branch, as a tree of drafts does. Caches of bf16, fp32, and 8 bits (fp8.h) beside bf16 queries.
  *
- * A work item is (request, a run of kv heads of one unit): all query heads of a kv head are computed together, and all rows of the
- * request block by block, so each byte of K and V is read from memory once. Tokens go in blocks of BLOCK from the first one that is seen on, in this order whatever the batch is: a
+ * A work item is (group of requests, a run of kv heads of one unit): all query heads of a kv head are computed together, and all rows of
+ * the group block by block as far as they share their pages, then those of each request, so each byte of K and V is read from memory
+ * once. Tokens go in blocks of BLOCK from the first one that is seen on, in this order whatever the batch is: a
  * request's result does not depend on its neighbours, on the run, nor on the number of threads. All sums are fp32.
  *
  * Memory is the limit. A block's K is passed over token by token, all heads of the run, as it lies in memory, and then its
@@ -23,7 +24,7 @@
 #include "fp8.h"
 #include "team.h"
 
-#define ABI_VERSION 9
+#define ABI_VERSION 10
 #define BLOCK 64         /* tokens whose scores are held at once */
 #if defined(HAVE_AVX512)
 #define SUB 8            /* query heads computed together */
@@ -45,10 +46,13 @@ struct step {
     const int32_t *page_table;                  /* [B, table_width] */
     const int32_t *kv_lens;                     /* [B], the new token included */
     const int64_t *token_pages, *token_offsets; /* [B] where the new token goes */
-    const int64_t *requests;                    /* [R + 1] the first row of each request, and the end; its kv_lens do not descend */
+    const int64_t *rows;                        /* [B] the order of rows: those of a request beside one another, and so those of a group */
+    const int64_t *requests;                    /* [R + 1] the first entry of `rows` of each request, and the end; its kv_lens do not descend */
+    const int64_t *groups;                      /* [G + 1] the first request of each group, and the end */
+    const int64_t *shared;                      /* [G] tokens from the first one on that lie at the same places for all rows of the group */
     const int32_t *path_starts;                 /* [B] as Paths says: the tokens before it lie at their own positions; NULL: all do */
     const int32_t *path_places;                 /* [B, path_width] the positions at which those from it on lie */
-    int64_t batch, num_requests, table_width, path_width;
+    int64_t batch, num_groups, table_width, path_width;
 };
 
 /* Mirrored by _Args in paged_decode.py. Strides of q, k_new, v_new are elements from token to token; heads are dense. */
@@ -220,7 +224,7 @@ KINDS_OF(values)
 static const tokens_fn SCORES[KINDS][SUB + 1] = {NAMES(scores, FP32), NAMES(scores, BF16), NAMES(scores, BF16_OF_128), NAMES(scores, FP8), NAMES(scores, FP8_OF_128)};
 static const tokens_fn VALUES[KINDS][SUB + 1] = {NAMES(values, FP32), NAMES(values, BF16), NAMES(values, BF16_OF_128), NAMES(values, FP8), NAMES(values, FP8_OF_128)};
 
-/* ---- one request and run of kv heads */
+/* ---- one group of requests and run of kv heads */
 
 /* Bytes of a token's row of K or V in a unit: its heads, and behind them, of 8 bits, their exponents. */
 INLINE int64_t bytes_of_token(const struct args *a, int64_t row_bytes) { return a->kv_heads / a->units * (row_bytes + (a->is_fp8 ? 1 : 0)); }
@@ -316,7 +320,7 @@ static void lay_out(struct item *it, float *scratch) {
     it->factor = it->p + heads * BLOCK;
 }
 
-/* Row number `at` of the request is the next that is computed. */
+/* Row number `at` of the group is the next that is computed. */
 INLINE void choose_row(struct item *it, float *scratch, int64_t row, int64_t at, int64_t head) {
     const struct args *a = it->a;
     const int64_t heads = it->heads * it->group;
@@ -341,7 +345,7 @@ INLINE int64_t first_seen(const struct args *a, int64_t row) {
     return a->window && kv_len > a->window ? kv_len - a->window : 0;
 }
 
-/* Items are (request, run) in this order, or with rows in place of requests. Return the first kv head of the run. */
+/* Items are (group, run) in this order, or with rows in place of groups. Return the first kv head of the run. */
 static int64_t open_item(const struct args *a, int64_t number, int64_t runs, struct item *it) {
     const int64_t first = number % runs * a->kv_heads / runs, of_unit = a->kv_heads / a->units;
     it->a = a;
@@ -361,59 +365,100 @@ static void write_all(const struct args *a, int64_t runs) {
     }
 }
 
-/* Rows `row`..`end` - 1 of a request, which see their tokens from the same one on. */
-static void attend_rows(const struct args *a, struct loop *l, int64_t row, int64_t end, int64_t runs, float *scratch) {
+/* Row number `i` of the step's order. */
+INLINE int64_t row_at(const struct args *a, int64_t i) { return a->step->rows[i]; }
+
+/* A block from token `from` on, for those of rows number first..end - 1 that see some of it. `before`: rows of the group before them. */
+static void attend_block(struct item *it, int64_t first, int64_t end, int64_t before, int64_t from, int64_t head, const struct block *now, const struct block *next, float *scratch) {
+    const struct args *a = it->a;
+    struct block own;
+    it->count = 0;
+    for (int64_t i = first; i < end; i++) {
+        const int64_t row = row_at(a, i), left = a->step->kv_lens[row] - from;
+        const int count = left < now->count ? (int)left : now->count;
+        if (count <= 0) continue;
+        const struct block *seen = of_path(a, row, from, head, it->row_bytes, now, &own);
+        if (seen == &own || count != it->count) line_up(it, seen, count, next);
+        choose_row(it, scratch, row, before + i - first, head);
+        add_block(it);
+        if (seen == &own) it->count = 0; /* another row's path is another */
+    }
+}
+
+/* Where a thread reads next, beyond what it has: tokens of `row` from `from` on, at kv head `head`; row -1: nowhere. */
+struct place {
+    int64_t row, from, head;
+};
+
+/* Tokens from..until - 1 of rows that have them at the same places, but for their paths; the last one sees most. */
+static void attend_tokens(struct item *it, int64_t first, int64_t end, int64_t before, int64_t from, int64_t until, int64_t head, const struct place *coming, float *scratch) {
+    const struct args *a = it->a;
+    const int64_t last = row_at(a, end - 1);
+    struct block now, next;
+    locate(a, last, from, head, it->row_bytes, &next);
+    for (; from < until; from += BLOCK) {
+        now = next;
+        locate(a, last, from + BLOCK, head, it->row_bytes, &next);
+        if (!next.count && coming->row >= 0) locate(a, coming->row, coming->from, coming->head, it->row_bytes, &next);
+        attend_block(it, first, end, before, from, head, &now, &next, scratch);
+    }
+}
+
+/* Of request `request`, the tokens that it does not share. */
+static void attend_request(struct item *it, int64_t request, int64_t before, int64_t shared, int64_t head, const struct place *coming, float *scratch) {
+    const struct args *a = it->a;
+    const int64_t first = a->step->requests[request], end = a->step->requests[request + 1], last = row_at(a, end - 1);
+    if (first_seen(a, last) == 0) {
+        attend_tokens(it, first, end, before, shared, a->step->kv_lens[last], head, coming, scratch);
+        return;
+    }
+    for (int64_t i = first; i < end; i++) /* each window begins elsewhere */
+        attend_tokens(it, i, i + 1, before + i - first, first_seen(a, row_at(a, i)), a->step->kv_lens[row_at(a, i)], head, coming, scratch);
+}
+
+/* Where group `group` begins to be read, if there is one. */
+static struct place begin_of(const struct args *a, int64_t group, int64_t head) {
+    if (group >= a->step->num_groups) return (struct place){-1, 0, 0};
+    const int64_t row = row_at(a, a->step->requests[a->step->groups[group]]);
+    return (struct place){row, first_seen(a, row), head};
+}
+
+/* The tokens that a group shares, in whole blocks. */
+INLINE int64_t shared_by(const struct args *a, int64_t group) { return a->window ? 0 : a->step->shared[group] / BLOCK * BLOCK; }
+
+static void attend(const struct args *a, struct loop *l, int64_t runs, float *scratch) {
     struct item it;
-    struct block now, next, own;
-    const int64_t coming = l->item + 1; /* what this thread is likely to have next */
-    const int64_t head = open_item(a, l->item, runs, &it), begin = first_seen(a, row), last = end - 1;
+    const struct step *s = a->step;
+    const int64_t head = open_item(a, l->item, runs, &it), group = l->item / runs, shared = shared_by(a, group);
+    const int64_t begin = s->groups[group], end = s->groups[group + 1], first = s->requests[begin], last = s->requests[end];
+    const int64_t after = l->item + 1; /* what this thread is likely to have next */
     it.ahead = (int)(AHEAD_BYTES / (it.heads * it.row_bytes) + 1);
     if (it.ahead > BLOCK) it.ahead = BLOCK;
     lay_out(&it, scratch);
-    for (int64_t r = row; r < end; r++) choose_row(&it, scratch, r, r - row, head), begin_row(&it, head);
-    locate(a, last, begin, head, it.row_bytes, &next);
-    for (int64_t from = begin; from < a->step->kv_lens[last]; from += BLOCK) {
-        now = next;
-        locate(a, last, from + BLOCK, head, it.row_bytes, &next);
-        if (!next.count && coming < a->step->num_requests * runs) {
-            const int64_t then = a->step->requests[coming / runs];
-            locate(a, then, first_seen(a, then), coming % runs * a->kv_heads / runs, it.row_bytes, &next);
-        }
-        it.count = 0;
-        for (int64_t r = row; r < end; r++) {
-            const int64_t left = a->step->kv_lens[r] - from;
-            const int count = left < now.count ? (int)left : now.count;
-            if (count <= 0) continue;
-            const struct block *seen = of_path(a, r, from, head, it.row_bytes, &now, &own);
-            if (seen == &own || count != it.count) line_up(&it, seen, count, &next);
-            choose_row(&it, scratch, r, r - row, head);
-            add_block(&it);
-            if (seen == &own) it.count = 0; /* another row's path is another */
-        }
+    for (int64_t i = first; i < last; i++) choose_row(&it, scratch, row_at(a, i), i - first, head), begin_row(&it, head);
+    const struct place nowhere = {-1, 0, 0};
+    if (shared) attend_tokens(&it, first, last, 0, 0, shared, head, &nowhere, scratch);
+    for (int64_t request = begin; request < end; request++) {
+        const struct place next = request + 1 < end ? (struct place){row_at(a, s->requests[request + 1]), shared, head} : begin_of(a, after / runs, after % runs * a->kv_heads / runs);
+        attend_request(&it, request, s->requests[request] - first, shared, head, &next, scratch);
     }
-    for (int64_t r = row; r < end && team_claims(l); r++) {
-        choose_row(&it, scratch, r, r - row, head);
+    for (int64_t i = first; i < last && team_claims(l); i++) {
+        choose_row(&it, scratch, row_at(a, i), i - first, head);
         for (int64_t h = 0; h < it.heads * it.group; h++)
-            store_divided(it.o + h * a->dim, it.l[h], a->out, (r * a->heads + head * it.group + h) * a->dim, a->dim, a->is_bf16);
+            store_divided(it.o + h * a->dim, it.l[h], a->out, (row_at(a, i) * a->heads + head * it.group + h) * a->dim, a->dim, a->is_bf16);
     }
 }
 
-static void attend(const struct args *a, struct loop *l, int64_t runs, float *scratch) {
-    const int64_t request = l->item / runs, begin = a->step->requests[request], end = a->step->requests[request + 1];
-    if (first_seen(a, end - 1) == 0) {
-        attend_rows(a, l, begin, end, runs, scratch);
-        return;
-    }
-    for (int64_t row = begin; row < end; row++) attend_rows(a, l, row, row + 1, runs, scratch); /* each window begins elsewhere */
-}
+/* The first entry of the step's order of a group's rows; of the last group plus one: their end. */
+INLINE int64_t first_of(const struct step *s, int64_t group) { return s->requests[s->groups[group]]; }
 
-/* Into how many runs the kv heads of each request are cut, so that none has too many query heads, and the longest request
+/* Into how many runs the kv heads of each group are cut, so that none has too many query heads, and the longest group
  * keeps no thread busy alone; a multiple of the units, so that each run lies in one. */
 static int64_t runs_of(const struct args *a) {
     int64_t longest = 0, all = 0;
-    for (int64_t i = 0; i < a->step->num_requests; i++) {
+    for (int64_t g = 0; g < a->step->num_groups; g++) {
         int64_t tokens = 0;
-        for (int64_t row = a->step->requests[i]; row < a->step->requests[i + 1]; row++) tokens += a->step->kv_lens[row];
+        for (int64_t i = first_of(a->step, g); i < first_of(a->step, g + 1); i++) tokens += a->step->kv_lens[row_at(a, i)];
         longest = tokens > longest ? tokens : longest;
         all += tokens;
     }
@@ -429,18 +474,16 @@ int tandem_paged_decode_abi(void) { return ABI_VERSION; }
 /* Writes the new tokens' K and V, then attends. Returns 0, or -1 when out of memory. */
 int tandem_paged_decode(const struct args *a) {
     if (a->step->batch == 0) return 0;
-    const int64_t runs = runs_of(a), items = a->step->num_requests * runs;
-    int64_t rows = 1; /* of a request, at most */
-    for (int64_t i = 0; i < a->step->num_requests; i++) {
-        const int64_t own = a->step->requests[i + 1] - a->step->requests[i];
+    const int64_t runs = runs_of(a), items = a->step->num_groups * runs;
+    int64_t rows = 1; /* of a group, at most */
+    for (int64_t g = 0; g < a->step->num_groups; g++) {
+        const int64_t own = first_of(a->step, g + 1) - first_of(a->step, g);
         rows = own > rows ? own : rows;
     }
     const int64_t heads = (a->kv_heads + runs - 1) / runs * (a->heads / a->kv_heads);
-    const size_t scratch_bytes = (size_t)(heads * (shared_floats() + rows * row_floats(a))) * sizeof(float);
-    float *scratch = aligned_alloc(LINE_BYTES, scratch_bytes);
+    float *scratch = team_scratch(heads * (shared_floats() + rows * row_floats(a)) * (int64_t)sizeof(float));
     if (!scratch) return -1;
     write_all(a, runs);
     for (struct loop l = team_repeats(items); team_next(&l);) attend(a, &l, runs, scratch);
-    free(scratch);
     return 0;
 }

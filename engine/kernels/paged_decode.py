@@ -1,7 +1,9 @@
 """Decode attention on CPU by paged_decode.c."""
 
 import ctypes
+from itertools import accumulate, pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -9,23 +11,34 @@ from engine.kernels import tape
 from engine.kernels.build import fields, load_library
 from engine.kernels.layer_call import HEADS, POINTERS, SCORES, STRIDES, LayerCall, check_pages, layout_of
 from engine.kernels.path_rows import PATHS, fill_paths
+from engine.kernels.shared_pages import share_pages
 from engine.kernels.softmax import Softmax
 from engine.kv.kv_pool import KVPool
 from engine.kv.step_batch import StepBatch
 
 SOURCE = Path(__file__).with_suffix(".c")
-ABI_VERSION = 9
+ABI_VERSION = 10
 LANES = 16
 DTYPES = ("bfloat16", "float32")
 QUERIES_OF_FP8 = "bfloat16"
+_TABLES = ("page_table", "kv_lens", "token_pages", "token_offsets", "rows", "requests", "groups", "shared")
+
+
+class _Order(NamedTuple):
+    """As `struct step` has them."""
+
+    rows: torch.Tensor
+    requests: torch.Tensor
+    groups: torch.Tensor
+    shared: torch.Tensor
 
 
 class _Step(ctypes.Structure):
     """Mirror of `struct step` in paged_decode.c."""
 
     _fields_ = fields(
-        ("page_table", "kv_lens", "token_pages", "token_offsets", "requests", *PATHS),
-        ("batch", "num_requests", "table_width", "path_width"),
+        (*_TABLES, *PATHS),
+        ("batch", "num_groups", "table_width", "path_width"),
     )
 
 
@@ -52,13 +65,12 @@ class PagedDecode:
         table = step.page_rows(self._pool.page_size)
         kv_lens = torch.tensor(step.kv_lens, dtype=torch.int32)
         self._check(step, table)
-        requests = torch.tensor(step.first_rows())
-        self._kept = (table, kv_lens, step.token_pages.contiguous(), step.token_offsets.contiguous(), requests)
+        order = self._order(step, table)
+        self._kept = (table, kv_lens, step.token_pages.contiguous(), step.token_offsets.contiguous(), *order)
         now = self._step
-        now.page_table, now.kv_lens, now.token_pages, now.token_offsets, now.requests = (
-            x.data_ptr() for x in self._kept
-        )
-        now.batch, now.num_requests, now.table_width = len(kv_lens), len(requests) - 1, table.stride(0)
+        for name, tensor in zip(_TABLES, self._kept, strict=True):
+            setattr(now, name, tensor.data_ptr())
+        now.batch, now.num_groups, now.table_width = len(kv_lens), len(order.shared), table.stride(0)
         self._paths = fill_paths(now, step, positions=table.shape[1] * self._pool.page_size)
 
     def attend_turned(
@@ -72,6 +84,22 @@ class PagedDecode:
         if tape.call(self._call, args):
             raise MemoryError("paged decode: no memory for one request's accumulators")
         return rows.out.flatten(1).to(q.dtype)
+
+    def _order(self, step: StepBatch, table: torch.Tensor) -> _Order:
+        """The order in which rows are computed: those that read the same pages are beside one another."""
+        first = step.first_rows()
+        counts = [end - begin for begin, end in pairwise(first)]
+        found = share_pages(
+            table[first[:-1]] if step.drafted else table,
+            [step.kv_lens[row] for row in first[:-1]],
+            counts,
+            page_size=self._pool.page_size,
+            kv_heads=min(spec.num_kv_heads for spec in self._pool.specs),
+            threads=torch.get_num_threads(),
+        )
+        rows = [row for request in found.order for row in range(first[request], first[request + 1])]
+        requests = [0, *accumulate(counts[request] for request in found.order)]
+        return _Order(*(torch.tensor(x) for x in (rows, requests, found.groups, found.shared)))
 
     def _check(self, step: StepBatch, table: torch.Tensor) -> None:
         check_pages(self._pool, table, step.token_pages)

@@ -1,8 +1,8 @@
 /* Attention of prompt chunks over a paged KV cache of bf16 or of 8 bits (fp8.h), causal, K and V read straight from their pages. The new tokens'
  * K and V are written first, so that a chunk and the prefix before it (cached, or of earlier chunks) are read alike.
  *
- * A work item is (request, kv head, block of query tokens): the query heads of a kv head are computed together. It passes
- * over the keys in blocks of KEYS from position 0 on, online softmax from block to block. Everything is transposed, so
+ * A work item is (blocks of query tokens, kv head): the query heads of a kv head are computed together, and so are requests that have
+ * the same pages in front, as far as these reach. It passes over the keys in blocks of KEYS from position 0 on, online softmax from block to block. Everything is transposed, so
  * that a lane is a query and the softmax needs no sum across lanes:
  *
  *     S' [keys, queries]  = K  [keys, dim]   Q' [dim, queries]      K: copied out of its pages into tiles, once a block
@@ -27,7 +27,7 @@
 #include "tiles.h"
 #include "vectors.h"
 
-#define ABI_VERSION 6
+#define ABI_VERSION 7
 #define KEYS 256           /* keys of a block: S' and P' of 32 queries stay in the L1 cache */
 #define KEY_STEPS (KEYS / STEP)
 #define COLUMNS 1024       /* queries of an item, all heads counted: O' stays in the L2 cache, K and V are tiled once for them */
@@ -42,10 +42,11 @@ struct args {
     const float *sinks;                         /* [heads] a score beside those of the keys; NULL: none */
     const int32_t *page_table;                  /* [requests, table_width] */
     const int64_t *first_rows, *q_lens, *kv_lens; /* [requests]; kv_lens: the new tokens included */
+    const int64_t *groups, *shared;             /* [groups + 1] the first request of each, and the end; [groups] tokens in front that lie in the same pages for all */
     const int64_t *token_pages, *token_offsets; /* [T] where each new token goes */
     int64_t q_stride, k_stride, v_stride;
     int64_t page_stride_bytes, unit_stride_bytes, table_width;
-    int64_t tokens, requests, heads, kv_heads, units, dim, page_size; /* each unit of a page holds kv_heads / units */
+    int64_t tokens, requests, num_groups, heads, kv_heads, units, dim, page_size; /* each unit of a page holds kv_heads / units */
     int64_t window;                             /* the last tokens that a query sees, itself included; 0: all */
     int64_t is_fp8, kind;              /* is_fp8: of the cache */
     float scale, cap; /* a score s becomes cap * tanh(s / cap); 0: it stays */
@@ -56,7 +57,12 @@ struct block {
     int64_t request, row, count, position;
 };
 
-/* What one thread works on. Tiles are those of tiles.h; a pair is 32 queries, two tiles from the right. */
+/* Blocks first..first + count - 1: an item. They see the first `shared` keys alike, a multiple of KEYS. */
+struct joint {
+    int64_t first, count, shared, pairs, cost;
+};
+
+/* What one thread works on: a block of an item. The blocks of one share K, V, P' and S'. Tiles are those of tiles.h; a pair is 32 queries, two tiles from the right. */
 struct work {
     const struct args *a;
     struct block at;
@@ -180,28 +186,40 @@ PART void attend_pair(const struct work *w, int64_t pair, int64_t from) {
     }
 }
 
-PART void attend(struct work *w, struct loop *l) {
-    const int64_t end = w->at.position + w->at.count;
+static void begin_block(struct work *w) {
     w->tiles = ceil_div(w->at.count, TILE) * w->group;
     w->pairs = ceil_div(w->tiles, 2);
     tile_queries(w);
     begin_weights(w);
-    for (int64_t from = first_block(w, w->at.position); from < end; from += KEYS) {
-        const int64_t count = smaller(KEYS, end - from);
-        (w->a->is_fp8 ? tile_fp8_keys : tile_bf16_keys)(w, from, count);
-        (w->a->is_fp8 ? tile_fp8_values : tile_bf16_values)(w, from, count);
-        for (int64_t pair = 0; pair < w->pairs; pair++) attend_pair(w, pair, from);
+}
+
+/* Keys from..from + keys - 1, which all of `count` blocks see. */
+static void attend_keys(const struct work *w, int64_t count, int64_t from, int64_t keys) {
+    (w->a->is_fp8 ? tile_fp8_keys : tile_bf16_keys)(w, from, keys);
+    (w->a->is_fp8 ? tile_fp8_values : tile_bf16_values)(w, from, keys);
+    for (int64_t i = 0; i < count; i++)
+        for (int64_t pair = 0; pair < w[i].pairs; pair++) attend_pair(w + i, pair, from);
+}
+
+PART void attend(struct work *w, const struct joint *j, struct loop *l) {
+    for (int64_t i = 0; i < j->count; i++) begin_block(w + i);
+    for (int64_t from = 0; from < j->shared; from += KEYS) attend_keys(w, j->count, from, KEYS);
+    for (int64_t i = 0; i < j->count; i++) {
+        const int64_t end = w[i].at.position + w[i].at.count;
+        for (int64_t from = j->shared ? j->shared : first_block(w + i, w[i].at.position); from < end; from += KEYS)
+            attend_keys(w + i, 1, from, smaller(KEYS, end - from));
     }
-    for (int64_t tile = 0; tile < w->tiles && team_claims(l); tile++) write_tile(w, tile);
+    for (int64_t i = 0; i < j->count; i++)
+        for (int64_t tile = 0; tile < w[i].tiles && team_claims(l); tile++) write_tile(w + i, tile);
 }
 
 /* ---- all of them */
 
-/* The memory behind a work's pointers, for items of at most `pairs` pairs. NULL when there is none. */
+/* The memory behind the pointers of an item's first block, for items of at most `pairs` pairs. NULL when there is none. */
 static char *place(struct work *w, int64_t pairs) {
     const size_t tile_q = (size_t)(pairs * w->steps * READY_STEP_BYTES), tile_kv = (size_t)(KEYS / TILE * w->steps * LEFT_TILE_BYTES);
     const size_t p = (size_t)(KEY_STEPS * READY_STEP_BYTES), s = KEYS * PANEL * sizeof(float), ml = (size_t)(pairs * PANEL) * sizeof(float);
-    char *memory = aligned_alloc(LINE_BYTES, tile_q + 2 * tile_kv + p + s + (size_t)(w->steps * STEP) * ml + 2 * ml);
+    char *memory = team_scratch((int64_t)(tile_q + 2 * tile_kv + p + s + (size_t)(w->steps * STEP) * ml + 2 * ml));
     if (!memory) return NULL;
     w->q = memory;
     w->k = w->q + tile_q;
@@ -214,11 +232,23 @@ static char *place(struct work *w, int64_t pairs) {
     return memory;
 }
 
-static int longest_first(const void *x, const void *y) {
-    const struct block *a = x, *b = y;
-    const int64_t i = a->count * (2 * a->position + a->count), j = b->count * (2 * b->position + b->count);
-    return (i < j) - (i > j);
+/* Where a block's own part lies: behind that of the one before it. */
+static void follow(struct work *w, const struct work *before, const struct block *at) {
+    const int64_t pairs = before->pairs;
+    *w = *before;
+    w->at = *at;
+    w->q += pairs * w->steps * READY_STEP_BYTES;
+    w->o += pairs * w->steps * STEP * PANEL;
+    w->m += pairs * PANEL;
+    w->l += pairs * PANEL;
 }
+
+static int longest_first(const void *x, const void *y) {
+    const struct joint *a = x, *b = y;
+    return (a->cost < b->cost) - (a->cost > b->cost);
+}
+
+static int64_t pairs_of(int64_t tokens, int64_t group) { return ceil_div(ceil_div(tokens, TILE) * group, 2); }
 
 static int64_t count_blocks(const struct args *a, int64_t tokens) {
     int64_t count = 0;
@@ -235,12 +265,47 @@ static int64_t tokens_of_blocks(const struct args *a) {
     return tokens;
 }
 
-static void cut(const struct args *a, int64_t tokens, struct block *to) {
-    for (int64_t r = 0; r < a->requests; r++)
-        for (int64_t first = 0; first < a->q_lens[r]; first += tokens) {
-            const int64_t count = smaller(tokens, a->q_lens[r] - first);
-            *to++ = (struct block){r, a->first_rows[r] + first, count, a->kv_lens[r] - a->q_lens[r] + first};
-        }
+static struct block *cut(const struct args *a, int64_t r, int64_t tokens, struct block *to) {
+    for (int64_t first = 0; first < a->q_lens[r]; first += tokens) {
+        const int64_t count = smaller(tokens, a->q_lens[r] - first);
+        *to++ = (struct block){r, a->first_rows[r] + first, count, a->kv_lens[r] - a->q_lens[r] + first};
+    }
+    return to;
+}
+
+/* Blocks first..end - 1 -> items of at most `most` pairs, or of one block where nothing is shared. Return how many. */
+static int64_t join(const struct block *blocks, int64_t first, int64_t end, int64_t shared, int64_t group, int64_t most, struct joint *to) {
+    int64_t count = 0;
+    for (int64_t i = first; i < end; i++) {
+        const int64_t pairs = pairs_of(blocks[i].count, group), cost = blocks[i].count * (2 * blocks[i].position + blocks[i].count);
+        if (!count || !shared || to[count - 1].pairs + pairs > most) to[count++] = (struct joint){.first = i, .shared = shared};
+        struct joint *last = to + count - 1;
+        last->count++, last->pairs += pairs, last->cost += cost;
+    }
+    return count;
+}
+
+/* All blocks and items, whose number it returns. */
+static int64_t plan(const struct args *a, int64_t tokens, int64_t most, struct block *blocks, struct joint *joints) {
+    int64_t count = 0, first = 0;
+    for (int64_t g = 0; g < a->num_groups; g++) {
+        struct block *end = blocks + first;
+        for (int64_t r = a->groups[g]; r < a->groups[g + 1]; r++) end = cut(a, r, tokens, end);
+        const int64_t shared = a->window ? 0 : a->shared[g] / KEYS * KEYS;
+        count += join(blocks, first, end - blocks, shared, a->heads / a->kv_heads, most, joints + count);
+        first = end - blocks;
+    }
+    qsort(joints, (size_t)count, sizeof *joints, longest_first);
+    return count;
+}
+
+/* The blocks of an item, for one kv head. */
+static void set_up(struct work *w, const struct block *blocks, const struct joint *j, int64_t head) {
+    w->at = blocks[j->first], w->head = head;
+    for (int64_t i = 0; i < j->count; i++) {
+        if (i) follow(w + i, w + i - 1, blocks + j->first + i);
+        w[i].pairs = pairs_of(w[i].at.count, w->group);
+    }
 }
 
 /* A token's heads of one unit into the cache. */
@@ -263,30 +328,35 @@ static void write_token(const struct args *a, int64_t t) {
 /* Keys that weigh next to nothing (their scores 87 below the best) would take six times the rest, as measured where most were
  * so: denormals are zeros here, as bf16 products have it in any case. */
 static int extend(const struct args *a) {
-    const int64_t tokens = tokens_of_blocks(a), count = count_blocks(a, tokens), group = a->heads / a->kv_heads;
-    struct block *blocks = malloc((size_t)(count + 1) * sizeof *blocks);
-    if (!blocks) return -1;
-    cut(a, tokens, blocks);
-    qsort(blocks, (size_t)count, sizeof *blocks, longest_first);
-    struct work w = {.a = a, .group = group, .steps = ceil_div(a->dim, STEP)};
-    char *memory = place(&w, ceil_div(ceil_div(tokens, TILE) * group, 2));
+    const int64_t tokens = tokens_of_blocks(a), group = a->heads / a->kv_heads, most = pairs_of(tokens, group);
+    const size_t count = (size_t)count_blocks(a, tokens) + 1;
+    struct block *blocks = malloc(count * sizeof *blocks);
+    struct joint *joints = malloc(count * sizeof *joints);
+    struct work *w = malloc((size_t)most * sizeof *w); /* a block has a pair */
+    char *memory = NULL;
+    if (blocks && joints && w) {
+        w[0] = (struct work){.a = a, .group = group, .steps = ceil_div(a->dim, STEP)};
+        memory = place(w, most);
+    }
     if (memory) {
+        const int64_t items = plan(a, tokens, most, blocks, joints);
         const uint64_t rounding = flush_denormals();
         for (struct loop l = team_loop(a->tokens, 0); team_next(&l);) write_token(a, l.item);
 #if defined(HAVE_AMX)
         if (a->kind == AMX) configure(2 * TILE);
 #endif
-        for (struct loop l = team_repeats(count * a->kv_heads); team_next(&l);) {
-            w.at = blocks[l.item / a->kv_heads];
-            w.head = l.item % a->kv_heads;
-            attend(&w, &l);
+        for (struct loop l = team_repeats(items * a->kv_heads); team_next(&l);) {
+            const struct joint *j = joints + l.item / a->kv_heads;
+            set_up(w, blocks, j, l.item % a->kv_heads);
+            attend(w, j, &l);
         }
 #if defined(HAVE_AMX)
         if (a->kind == AMX) _tile_release();
 #endif
         round_as(rounding);
     }
-    free(memory);
+    free(w);
+    free(joints);
     free(blocks);
     return memory ? 0 : -1;
 }

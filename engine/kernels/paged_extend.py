@@ -8,17 +8,18 @@ import torch
 from engine.kernels import tape
 from engine.kernels.build import fields, load_library
 from engine.kernels.layer_call import HEADS, POINTERS, SCORES, STRIDES, LayerCall, check_pages, layout_of
+from engine.kernels.shared_pages import share_pages
 from engine.kernels.softmax import Softmax
 from engine.kv.kv_pool import KVPool
 from engine.kv.step_batch import StepBatch
 
 SOURCE = Path(__file__).with_suffix(".c")
-ABI_VERSION = 6
+ABI_VERSION = 7
 LANES = 16
 DTYPE = "bfloat16"
 
-_TABLES = ("page_table", "first_rows", "q_lens", "kv_lens", "token_pages", "token_offsets")
-_NUMBERS = ("tokens", "requests", *HEADS, "is_fp8", "kind")
+_TABLES = ("page_table", "first_rows", "q_lens", "kv_lens", "groups", "shared", "token_pages", "token_offsets")
+_NUMBERS = ("tokens", "requests", "num_groups", *HEADS, "is_fp8", "kind")
 
 
 class _Args(ctypes.Structure):
@@ -43,15 +44,33 @@ class PagedExtend:
         table = step.page_rows(self._pool.page_size)
         self._check(step, table)
         chosen = [i for i in range(len(step.q_lens)) if i not in skip]
+        found = share_pages(
+            table[chosen] if skip else table,
+            [step.kv_lens[i] - step.q_lens[i] for i in chosen],
+            [1] * len(chosen),
+            page_size=self._pool.page_size,
+            kv_heads=min(spec.num_kv_heads for spec in self._pool.specs),
+            threads=torch.get_num_threads(),
+        )
+        chosen = [chosen[i] for i in found.order]
         spans = step.spans()
         rows = [(spans[i][0], step.q_lens[i], step.kv_lens[i]) for i in chosen]
         runs = torch.tensor(rows).T.contiguous()
-        table = table[torch.tensor(chosen)] if skip else table.contiguous()
-        self._kept = (table, *runs, step.token_pages.contiguous(), step.token_offsets.contiguous(), runs)
+        groups, shared = torch.tensor(found.groups), torch.tensor(found.shared)
+        table = table[torch.tensor(chosen)]
+        self._kept = (
+            table,
+            *runs,
+            groups,
+            shared,
+            step.token_pages.contiguous(),
+            step.token_offsets.contiguous(),
+            runs,
+        )
         args = self._args
         for name, tensor in zip(_TABLES, self._kept, strict=False):
             setattr(args, name, tensor.data_ptr())
-        args.table_width = table.shape[1]
+        args.table_width, args.num_groups = table.shape[1], len(shared)
         args.tokens, args.requests = len(step.token_pages), len(chosen)
 
     def attend_turned(

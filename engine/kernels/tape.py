@@ -16,8 +16,10 @@ import torch
 
 from engine.kernels.build import TEAM, TEAM_FLAGS, load_library
 from engine.kernels.failures import failure
+from engine.kernels.staging import Staging
 
-ABI_VERSION = 1
+ABI_VERSION = 2
+_CPU = torch.device("cpu")
 TURNS = 4  # tensors of one kind that can be in use at once; a layer needs two
 
 Kernel = Any  # a function of a ctypes library, whose one argument is the address of a structure
@@ -110,6 +112,9 @@ class Tape:
 class _Here(threading.local):
     tape: Tape | None = None
 
+    def __init__(self) -> None:
+        self.outputs = Staging()  # of this thread
+
 
 _here = _Here()
 
@@ -128,8 +133,10 @@ def call_once(kernel: Kernel, args: ctypes.Structure) -> int:
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Memory for a kernel's output: torch.empty, or the workspace of the tape that records."""
-    return torch.empty(shape, dtype=dtype) if _here.tape is None else _here.tape.empty(shape, dtype)
+    """Memory for a kernel's output: that of one before, or the workspace of the tape that records."""
+    if _here.tape is not None:
+        return _here.tape.empty(shape, dtype)
+    return _here.outputs.empty(shape, dtype=dtype, device=_CPU)
 
 
 def lasting() -> AbstractContextManager[None]:

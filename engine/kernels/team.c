@@ -20,12 +20,15 @@
 #include <signal.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
 
-#define ABI_VERSION 1
+#define ABI_VERSION 2
 #define LINE_BYTES 64
+#define HUGE_BYTES (2 << 20)
+#define LARGE_BYTES (128 << 10) /* memory from here on is in whole huge pages: small ones miss the TLB, and fetches end with them */
 #define ENTRIES 8192         /* of a loop, at most */
 #define ENTRIES_A_THREAD 8   /* of a loop whose items one thread computes, at most */
 #define PATIENCE_NS 40000    /* an item that takes so much longer than others of its loop has probably lost its core */
@@ -58,6 +61,8 @@ struct member {
     int64_t usual_ns; /* what its last item took */
     uint32_t seen;    /* lists before it came */
     pthread_t thread;
+    char *scratch; /* its own memory */
+    int64_t scratch_size;
 };
 
 struct team {
@@ -224,11 +229,25 @@ static struct team *team_of_thread(void);
 
 static struct block *block_of(struct team *t) { return __atomic_load_n(&t->block, __ATOMIC_ACQUIRE); }
 
+/* What `bytes` take. */
+static int64_t whole(int64_t bytes) {
+    const int64_t unit = bytes < LARGE_BYTES ? LINE_BYTES : HUGE_BYTES;
+    return ceil_div(bytes, unit) * unit;
+}
+
+static char *allocate(int64_t size) {
+    char *memory = aligned_alloc(size < HUGE_BYTES ? LINE_BYTES : HUGE_BYTES, (size_t)size);
+#if defined(MADV_HUGEPAGE)
+    if (memory && size >= HUGE_BYTES) madvise(memory, (size_t)size, MADV_HUGEPAGE); /* where the kernel has none: slower, not wrong */
+#endif
+    return memory;
+}
+
 static struct block *larger_block(struct team *t, int64_t bytes) {
     struct block *block = malloc(sizeof *block);
     if (!block) return NULL;
-    *block = (struct block){.size = ceil_div(bytes, LINE_BYTES) * LINE_BYTES, .next = t->block};
-    block->memory = aligned_alloc(LINE_BYTES, (size_t)block->size);
+    *block = (struct block){.size = whole(bytes), .next = t->block};
+    block->memory = allocate(block->size);
     if (block->memory) __atomic_store_n(&t->block, block, __ATOMIC_RELEASE);
     else free(block), block = NULL;
     return block;
@@ -253,6 +272,16 @@ static void free_blocks(struct block *block) {
         free(block);
         block = older;
     }
+}
+
+static void *scratch(int64_t bytes) {
+    struct team *t = playing ? NULL : team_of_thread();
+    struct member *m = playing ? playing : t ? &t->leader : NULL;
+    if (!m || (m->scratch && m->scratch_size >= bytes)) return m ? m->scratch : NULL;
+    free(m->scratch);
+    m->scratch_size = whole(bytes > 0 ? bytes : 1);
+    m->scratch = allocate(m->scratch_size);
+    return m->scratch;
 }
 
 static int64_t count_threads(void) { return playing ? playing->team->threads : 1; }
@@ -344,8 +373,10 @@ static void end_team(void *of) {
     wake_all(&t->lists);
     for (int64_t i = 1; i <= t->helpers; i++) {
         pthread_join(t->members[i]->thread, NULL);
+        free(t->members[i]->scratch);
         free(t->members[i]);
     }
+    free(t->leader.scratch);
     free_blocks(t->block);
     free(t);
 }
@@ -379,7 +410,7 @@ int tandem_team_abi(void) { return ABI_VERSION; }
 
 /* What kernels share their work by. */
 const struct team_calls *tandem_team_calls(void) {
-    static const struct team_calls calls = {begin, next, claims, memory, count_threads};
+    static const struct team_calls calls = {begin, next, claims, memory, scratch, count_threads};
     return &calls;
 }
 

@@ -41,6 +41,7 @@ struct team_calls {
     int (*next)(struct loop *l);
     int (*claims)(struct loop *l);
     void *(*memory)(int64_t bytes);
+    void *(*scratch)(int64_t bytes);
     int64_t (*threads)(void);
 };
 
@@ -74,6 +75,9 @@ static inline int team_claims(struct loop *l) { return team->claims(l); }
 
 /* Shared memory of any content, in cache lines of its own, until the thread asks again: then loops that use it must have ended. NULL: there is none. */
 static inline void *team_memory(int64_t bytes) { return team->memory(bytes); }
+
+/* Memory of this thread alone, of any content, in cache lines of its own, until it asks again. NULL: there is none. */
+static inline void *team_scratch(int64_t bytes) { return team->scratch(bytes); }
 
 /* Threads that share this list, for those who cut work into items. No result may depend on it. */
 static inline int64_t team_threads(void) { return team->threads(); }

@@ -36,9 +36,18 @@ def test_what_is_kept_for_later_is_bounded_and_ends_with_the_checkpoint(monkeypa
     own = Staging()
     for size in (2, 3, 1):
         own.empty((size * HUGE_BYTES,), dtype=torch.uint8, device=CPU)
-    assert sum(own._free) == 3 * HUGE_BYTES
+    assert own._free_bytes == 3 * HUGE_BYTES == sum(size * len(free) for size, free in own._free.items())
     own.close()
-    assert not own._free
+    assert not own._free and own._free_bytes == 0
+
+
+def test_several_tensors_of_a_size_come_again() -> None:
+    own = Staging()
+    first = [own.empty(SHAPE, dtype=torch.bfloat16, device=CPU) for _ in range(3)]
+    at = {x.data_ptr() for x in first}
+    first.clear()
+    again = [own.empty(SHAPE, dtype=torch.bfloat16, device=CPU) for _ in range(3)]
+    assert {x.data_ptr() for x in again} == at and len(at) == 3
 
 
 def test_a_small_tensor_is_a_plain_one() -> None:
