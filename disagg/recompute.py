@@ -7,7 +7,7 @@ from math import prod
 import msgspec
 
 from engine.core.request import Request
-from engine.images import KEY_BYTES, ImageInput
+from engine.images import KEY_BYTES, ImageInput, positions_taken
 from engine.model_files.tower_config import ClipTower
 from engine.model_files.vision_config import VisionConfig
 from engine.sampling_params import SamplingParams
@@ -57,6 +57,8 @@ def images_of(work: Work, bounds: Bounds) -> tuple[ImageInput, ...]:
         if not _is_whole(image, bounds.vision):
             raise ValueError(f"images: the one at {image.start} has other sizes than its tokens")
         last = image.end
+    if positions_taken(len(work.tokens), images) > bounds.context_length:
+        raise ValueError(f"images: their time exceeds the context of {bounds.context_length}")
     return images
 
 

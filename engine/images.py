@@ -71,8 +71,16 @@ def key_ids(images: Sequence[ImageInput], tokens: list[int], start: int) -> list
 
 
 def rope_delta(images: Sequence[ImageInput]) -> int:
-    """Return RoPE position minus position of the tokens behind all `images`: a constant of the request, 0 or less."""
+    """Return RoPE position minus position of the tokens behind all `images`: a constant of the request.
+
+    Below 0, but for videos with more time than tokens.
+    """
     return sum(image.span - image.num_tokens for image in images)
+
+
+def positions_taken(num_tokens: int, images: Sequence[ImageInput]) -> int:
+    """Count the positions of a context that a prompt takes: RoPE's, where these are more than its tokens."""
+    return num_tokens + max(0, rope_delta(images))
 
 
 def rope_positions(images: Sequence[ImageInput], start: int, end: int) -> RopePositions:

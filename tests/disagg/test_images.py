@@ -1,6 +1,8 @@
 """Requests with images between the two roles: handed over, retracted, moved on by prefixes, in one thread."""
 
 import random
+from contextlib import nullcontext
+from math import prod
 
 import msgspec
 import pytest
@@ -8,7 +10,7 @@ import pytest
 from disagg.recompute import Bounds, fits, images_of, packed
 from engine.images import ImageInput
 from tests.core.hash_model import VOCAB, expected_tokens
-from tests.core.images import SEES, image, prompt_of, read_of
+from tests.core.images import SEES, TOWER, image, prompt_of, read_of
 from tests.disagg.prefix_roles import PrefixCluster
 from tests.disagg.two_roles import Cluster
 from transfer_backends.contract import Work
@@ -97,6 +99,19 @@ def test_images_of_peers_are_checked(why: str, changed: dict[str, object]) -> No
     shown = msgspec.structs.replace(image(1, at=3), **changed)
     with pytest.raises(ValueError, match=why):
         images_of(Work(tokens=[1] * 20, images=packed([shown])), BOUNDS)
+
+
+def test_images_of_peers_keep_to_the_positions_of_the_context() -> None:
+    """Those of a video go on by its time."""
+    still = image(1, at=3)
+    size = (2 * TOWER.temporal_patch, *still.size[1:])
+    video = msgspec.structs.replace(
+        still, num_tokens=12, grid=(2, *still.grid[1:]), size=size, pixels=bytes(prod(size) * 3)
+    )
+    for time_step, why in ((80, None), (90, "time exceeds")):
+        work = Work(tokens=[1] * 20, images=packed([msgspec.structs.replace(video, time_step=time_step)]))
+        with nullcontext() if why is None else pytest.raises(ValueError, match=why):
+            images_of(work, Bounds(VOCAB, 98, SEES))
 
 
 def test_images_that_are_none_or_that_nothing_here_sees_are_refused() -> None:

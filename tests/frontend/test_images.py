@@ -361,6 +361,20 @@ def test_the_length_counts_all_tokens(seeing: Worker) -> None:
     assert answer["code"] == "context_length_exceeded"
 
 
+def test_the_length_counts_the_time_of_videos(seeing: Worker) -> None:
+    """A slow video's positions go on by more than its tokens: they must be in the table of RoPE."""
+    frame = file_of(picture(56, 56))
+
+    def video(fps: float) -> dict[str, Any]:
+        return {"type": "video_url", "video_url": {"url": frames_url(*[frame] * 16), "fps": fps}}
+
+    seeing.post(CHAT, {"messages": user(video(0.125)), "max_tokens": 1}).raise_for_status()
+    _, (shown,) = last(seeing)
+    assert shown.span > shown.num_tokens
+    error = seeing.post(CHAT, {"messages": user(video(0.03125))}).json()["error"]
+    assert error["code"] == "context_length_exceeded" and "by the time of their videos" in error["message"]
+
+
 def test_a_model_that_reads_text_says_so(worker: Worker) -> None:
     assert worker.http.get("/model_info").json()["has_image_understanding"] is False
     named, message = error_of(worker, CHAT, {"messages": user(text("a"), image_part(url_of(FOUR)))})

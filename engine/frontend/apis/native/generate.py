@@ -55,11 +55,12 @@ async def generate(request: web.BaseRequest) -> web.StreamResponse:
         fit_to_context(
             p,
             num_prompt_tokens=len(ids),
+            images=images[i] if images else (),
             context_length=s.context_length,
             field="sampling_params.max_new_tokens",
             cut=one.max_new_tokens is msgspec.UNSET,  # the default is cut to what fits
         )
-        for p, ids, one in zip(params, prompts, given, strict=True)
+        for i, (p, ids, one) in enumerate(zip(params, prompts, given, strict=True))
     ]
     if body.require_reasoning or body.max_thinking_tokens is not None:
         fitted = [_after_reasoning(s, body, p, ids) for p, ids in zip(fitted, prompts, strict=True)]

@@ -1,6 +1,6 @@
 """Fields that several bodies share: sampling, prompts, limits. An optional field may be an explicit null."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import msgspec
@@ -9,6 +9,7 @@ from engine.frontend.apis.shared.constraints import Constraint, GrammarFields
 from engine.frontend.apis.shared.heads import check_generates
 from engine.frontend.errors import from_invalid_param
 from engine.frontend.services import Services
+from engine.images import ImageInput, positions_taken
 from engine.sampling_params import (
     MAX_BAD_WORDS,
     InvalidParam,
@@ -217,13 +218,21 @@ async def prompt_ids(s: Services, prompt: str | list[int], *, field: str, add_sp
 
 
 def fit_to_context(
-    params: SamplingParams, *, num_prompt_tokens: int, context_length: int, field: str, cut: bool = False
+    params: SamplingParams,
+    *,
+    num_prompt_tokens: int,
+    images: Sequence[ImageInput] = (),
+    context_length: int,
+    field: str,
+    cut: bool = False,
 ) -> SamplingParams:
     """`params` with max_new_tokens set. Unset (or `cut`): up to the context; more than fits is ApiError(400)."""
-    room = context_length - num_prompt_tokens
+    taken = positions_taken(num_prompt_tokens, images)
+    room = context_length - taken
     wanted = params.max_new_tokens
     if room < 1:
-        what = f"the prompt has {num_prompt_tokens} tokens, and an answer needs room too"
+        of_videos = f", which take {taken} positions by the time of their videos" if taken > num_prompt_tokens else ""
+        what = f"the prompt has {num_prompt_tokens} tokens{of_videos}, and an answer needs room too"
         raise too_long(field, what, context_length=context_length)
     if wanted is not None and max(wanted, 1) > room and not cut:
         what = (

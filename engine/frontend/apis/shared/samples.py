@@ -82,9 +82,16 @@ async def answer_samples(
     id = body.rid or s.mint_id(id_prefix) if resume is None else resume.id
     samplings = [
         sampling
-        for ids in prompts
+        for i, ids in enumerate(prompts)
         for sampling in s.samples_of(
-            fit_to_context(params, num_prompt_tokens=len(ids), context_length=s.context_length, field=field, cut=cut)
+            fit_to_context(
+                params,
+                num_prompt_tokens=len(ids),
+                images=images[i] if images else (),
+                context_length=s.context_length,
+                field=field,
+                cut=cut,
+            )
         )
     ]
     bootstraps = s.bootstraps_of(request, body, num_prompts=len(prompts), n=n)
