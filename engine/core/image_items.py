@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from engine.core.plan import FeatureRows, PlanItem
+from engine.core.plan import FeatureRows, ItemImages, PlanItem
 from engine.core.request import Request
 from engine.images import ImageInput, rope_positions
 
@@ -13,12 +13,12 @@ def with_images(item: PlanItem, request: Request) -> PlanItem:
     """Give `item` what its tokens have of the images of `request`, which has some."""
     images, end = request.images, item.kv_len
     if item.start >= images[-1].end:
-        return replace(item, rope_delta=request.rope_delta) if request.rope_delta else item
+        return replace(item, images=ItemImages(rope_delta=request.rope_delta)) if request.rope_delta else item
     begun = [image for image in images if image.start < end]
     if not begun:
         return item
     rope = rope_positions(images, item.start, end) if any(map(_turns, begun)) else None
-    return replace(item, features=_rows_of(begun, item.start, end), rope=rope)
+    return replace(item, images=ItemImages(_rows_of(begun, item.start, end), rope))
 
 
 def _turns(image: ImageInput) -> bool:

@@ -40,6 +40,17 @@ class FeatureRows(msgspec.Struct, frozen=True, array_like=True):
     count: int
 
 
+class ItemImages(msgspec.Struct, frozen=True, array_like=True):
+    """What an item has of the images of its request: `rows` that are parts of them, and RoPE positions of its tokens.
+
+    `rope`: None: they follow one another from `start + rope_delta` on.
+    """
+
+    rows: tuple[FeatureRows, ...] = ()
+    rope: RopePositions | None = None
+    rope_delta: int = 0
+
+
 class PlanItem(msgspec.Struct, frozen=True):
     """One request's part of a step; with drafts, one of its rows. A struct: a frozen dataclass costs 1 us for every request and step.
 
@@ -60,8 +71,7 @@ class PlanItem(msgspec.Struct, frozen=True):
     to_draft:     passes of the executor's drafter behind the item's token, which nothing else computes in this step: each drafts
                   the next token, or with trees the next ones
     topk:         tokens that such a pass guesses for each place, and paths that the next one goes on from; the same of all items
-    features:     rows that are parts of images
-    rope:         RoPE positions of its tokens, where they are not one behind the other; else they begin at `start + rope_delta`
+    images:       of its request; None: its tokens are text before any
     """
 
     rid: str
@@ -84,9 +94,7 @@ class PlanItem(msgspec.Struct, frozen=True):
     place: int = -1
     to_draft: int = 0
     topk: int = 1
-    features: tuple[FeatureRows, ...] = ()
-    rope: RopePositions | None = None
-    rope_delta: int = 0
+    images: ItemImages | None = None
 
     @property
     def draft(self) -> bool:

@@ -161,7 +161,11 @@ class DecodeGraphs:
         positions = [item.start for item in items] + [0] * more
         slots = [item.slot for item in items] + [self._page_table.scratch_slot] * more
         lens = [item.output_len if samples else NOT_SAMPLED for item in items] + [NOT_SAMPLED] * more
-        turns = [[item.start + item.rope_delta for item in items] + [0] * more] if self._sees else []
+        turns = (
+            [[item.start + (item.images.rope_delta if item.images else 0) for item in items] + [0] * more]
+            if self._sees
+            else []
+        )
         return torch.tensor([ids, positions, slots, lens, *turns])
 
     def _work(self, model: DenseDecoder, size: int) -> Callable[[], Forward]:

@@ -47,7 +47,7 @@ class ImagePass:
         """Return the rows of a step of `items` that are parts of images; None: there are none. Raises torch.OutOfMemoryError."""
         rows, features, begin = list[int](), list[Tensor](), 0
         for item in items:
-            for part in item.features:
+            for part in () if item.images is None else item.images.rows:
                 rows += range(begin + part.at, begin + part.at + part.count)
                 features.append(self._found(part.key).narrow(0, part.first, part.count))
             begin += item.q_len

@@ -68,7 +68,7 @@ class PrefillGraphs:
         if not self._graphs or not plan.extend or len(items) > MOST_REQUESTS:
             return False
         is_short = all(item.kv_len <= MOST_WHOLE for item in items)
-        if any(item.rope is not None or item.rope_delta or item.features for item in items):
+        if any(item.images is not None for item in items):
             return False
         return is_short and sum(item.q_len for item in items) <= self.sizes[-1]
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from msgspec.structs import replace
 from tqdm import tqdm
 
-from engine.core.plan import FeatureRows, Plan, PlanItem, SlotOpen, StepResult
+from engine.core.plan import FeatureRows, ItemImages, Plan, PlanItem, SlotOpen, StepResult
 from engine.executor.model_runner import DeviceOutOfMemory
 from engine.images import ImageInput
 from engine.messages import LogprobOptions
@@ -70,7 +70,7 @@ class WarmUp:
         if self.image is not None:
             plan = self._step([(1, 0)])
             rows = FeatureRows(0, self.image.key, 0, 1)
-            plan.items = [replace(item, features=(rows,), rope=([0], [0], [0])) for item in plan.items]
+            plan.items = [replace(item, images=ItemImages((rows,), ([0], [0], [0]))) for item in plan.items]
             plan.encodes = [self.image]
             yield plan
 

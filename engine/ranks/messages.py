@@ -8,14 +8,13 @@ leader samples. A step of 256 decodes takes 3 KB. Pixels go to the first stage a
 """
 
 import sys
-from collections import defaultdict
 from typing import Any
 
 import msgspec
 
 from engine.core.dp_step import AgreedStep
-from engine.core.plan import FeatureRows, PageCopy, PageLoad, PageSave, Plan, PlanItem, SlotOpen, StateCopy, StateRewind
-from engine.images import ImageInput, RopePositions
+from engine.core.plan import ItemImages, PageCopy, PageLoad, PageSave, Plan, PlanItem, SlotOpen, StateCopy, StateRewind
+from engine.images import ImageInput
 from engine.messages import LogprobOptions
 from engine.sampling_params import SamplingParams
 
@@ -103,9 +102,7 @@ class Step(_Frame, frozen=True):
     ] = []  # (item, `behind`, `place`) where a draft is read: all ranks record such steps alike
     to_draft: list[int] = []  # of each item of a step that only drafts
     topk: int = 1  # of such a step
-    rope_deltas: list[tuple[int, int]] = []  # (item, `rope_delta`) where it is not 0
-    ropes: list[tuple[int, RopePositions]] = []  # (item, `rope`) where it has one
-    features: list[tuple[int, FeatureRows]] = []  # (item, rows) of the first stage
+    images: list[tuple[int, ItemImages]] = []  # (item, what it has of images)
     encodes: list[ImageInput] = []
     forgets: list[bytes] = []
     answer: int = 0
@@ -151,7 +148,7 @@ _ANY_LOGPROBS = LogprobOptions()
 
 
 def step_of(plan: Plan, *, answer: int = 0, sees: bool = True) -> Step:
-    """`sees`: of a rank of the first stage; others know nothing of images but RoPE positions."""
+    """`sees`: of a rank of the first stage; others encode nothing."""
     items = plan.items
     return Step(
         seq=plan.seq,
@@ -181,9 +178,7 @@ def step_of(plan: Plan, *, answer: int = 0, sees: bool = True) -> Step:
         drafts=[(i, item.behind, item.place) for i, item in enumerate(items) if item.draft],
         to_draft=[item.to_draft for item in items] if plan.only_drafts else [],
         topk=items[0].topk if plan.only_drafts else 1,
-        rope_deltas=[(i, item.rope_delta) for i, item in enumerate(items) if item.rope_delta],
-        ropes=[(i, item.rope) for i, item in enumerate(items) if item.rope is not None],
-        features=[(i, rows) for i, item in enumerate(items) for rows in item.features] if sees else [],
+        images=[(i, item.images) for i, item in enumerate(items) if item.images is not None],
         encodes=plan.encodes if sees else [],
         forgets=plan.forgets if sees else [],
         answer=answer,
@@ -218,9 +213,7 @@ def _items(step: Step) -> list[PlanItem]:
     wanted = {i: (first, more) for i, first, more in step.logprobs}
     decodes, unsampled = frozenset(step.decodes), frozenset(step.unsampled)
     drafts = {i: (behind, place) for i, behind, place in step.drafts}
-    deltas, ropes, features = dict(step.rope_deltas), dict(step.ropes), defaultdict[int, list[FeatureRows]](list)
-    for i, rows in step.features:
-        features[i].append(rows)
+    images = dict(step.images)
     items, at = [], 0
     for i, (slot, start) in enumerate(zip(step.slots, step.starts, strict=True)):
         length = step.lens[i] if step.extend else 1
@@ -248,9 +241,7 @@ def _items(step: Step) -> list[PlanItem]:
                 place=place,
                 to_draft=step.to_draft[i] if step.to_draft else 0,
                 topk=step.topk,
-                features=tuple(features.get(i, ())),
-                rope=ropes.get(i),
-                rope_delta=deltas.get(i, 0),
+                images=images.get(i),
             )
         )
         at += length

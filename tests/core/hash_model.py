@@ -205,7 +205,7 @@ class HashModel:
     def _lacks_features(self, plan: Plan) -> bool:
         """Whether a step before it that has failed was to encode an image of its own."""
         there = {*self.features, *(image.key for image in plan.encodes)}
-        lacking = {part.key for item in plan.items for part in item.features} - there
+        lacking = {part.key for item in plan.items if item.images for part in item.images.rows} - there
         assert not lacking or self.lost, "features of an image are gone that a step has still to read"
         return bool(lacking)
 
@@ -242,7 +242,7 @@ class HashModel:
             return ItemResult(None, drafted=self.drafter.draft(item, row, seed))
         given = [t if t >= 0 else self.last[-t - 1] for t in item.tokens]
         tokens = list(given)
-        for part in item.features:
+        for part in () if item.images is None else item.images.rows:
             assert self.encoded_by[part.key] == self.weights, "features of other weights"
             tokens[part.at : part.at + part.count] = self.features[part.key][part.first : part.first + part.count]
         values = [self.read(row, item.start, adapter=self.adapters[item.slot], path=path)]

@@ -116,7 +116,8 @@ def test_an_image_that_a_chunk_cuts_is_encoded_once_and_whole() -> None:
         for p in engine.plans
         for i in [p.items]
         for item in i
-        for part in item.features
+        if item.images
+        for part in item.images.rows
     ]
     assert parts == [(4, 2, 0, 2), (8, 0, 2, 4)]
     assert engine.tokens["r"] == right((shown,), 3)

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from benchmarks.gpu.engine import EagerCapture
 from engine.attention.torch_backend import TorchBackend
 from engine.config import EngineConfig
-from engine.core.plan import FeatureRows, Plan, PlanItem
+from engine.core.plan import FeatureRows, ItemImages, Plan, PlanItem
 from engine.executor.decode_graphs import graph_sizes
 from engine.executor.future_map import FutureMap
 from engine.executor.prefill_graphs import MOST_REQUESTS, PrefillGraphs, prefill_graph_sizes
@@ -90,9 +90,9 @@ def test_long_prompts_and_prefixes_are_no_graphs(lens: list[tuple[int, int]], ta
 
 
 @pytest.mark.parametrize(
-    "seen", [{"rope_delta": -4}, {"rope": ([0], [0], [0])}, {"features": (FeatureRows(0, b"key", 0, 1),)}]
+    "seen", [ItemImages(rope_delta=-4), ItemImages((FeatureRows(0, b"key", 0, 1),), ([0], [0], [0]))]
 )
-def test_prompts_from_their_first_image_on_are_no_graphs(seen: dict[str, Any]) -> None:
+def test_prompts_from_their_first_image_on_are_no_graphs(seen: ItemImages) -> None:
     device = torch.device("cpu")
     graphs = PrefillGraphs(
         sizes=[16],
@@ -104,7 +104,7 @@ def test_prompts_from_their_first_image_on_are_no_graphs(seen: dict[str, Any]) -
     graphs.record(None)  # type: ignore[arg-type]  # an eager capture runs nothing
     item = PlanItem("r", 0, [0], 0, page_start=0, new_pages=[], sample=True, output_len=0, extend=True)
     assert graphs.takes(Plan(seq=0, extend=True, items=[item]))
-    assert not graphs.takes(Plan(seq=0, extend=True, items=[replace(item, **seen)]))
+    assert not graphs.takes(Plan(seq=0, extend=True, items=[replace(item, images=seen)]))
 
 
 @pytest.mark.parametrize(

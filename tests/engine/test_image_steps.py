@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from engine.config import EngineConfig
 from engine.core.image_cache import MEGABYTE
-from engine.core.plan import FeatureRows, PlanItem
+from engine.core.plan import FeatureRows, ItemImages, PlanItem
 from engine.executor.rope_positions import rope_positions
 from engine.executor.warm_up import WarmUp
 from engine.flags.images import blank_image, cache_bytes, image_cache, most_image_tokens
@@ -48,23 +48,23 @@ def config_of(model: ModelConfig, **flags: Any) -> EngineConfig:
 # ---- RoPE positions
 
 
-def items_of(*changed: dict[str, Any]) -> list[PlanItem]:
-    return [replace(plan_item(3, start=10 * n, extend=True), **fields) for n, fields in enumerate(changed)]
+def items_of(*images: ItemImages | None) -> list[PlanItem]:
+    return [replace(plan_item(3, start=10 * n, extend=True), images=own) for n, own in enumerate(images)]
 
 
 def test_text_has_its_places_themselves() -> None:
     places = torch.arange(6)
-    assert rope_positions(items_of({}, {}), places) is places
+    assert rope_positions(items_of(None, None), places) is places
 
 
 def test_tokens_behind_images_are_as_much_nearer() -> None:
-    found = rope_positions(items_of({}, {"rope_delta": -4}), torch.arange(6))
+    found = rope_positions(items_of(None, ItemImages(rope_delta=-4)), torch.arange(6))
     assert found.tolist() == [0, 1, 2, 6, 7, 8]
 
 
 def test_a_step_with_an_image_has_three_dimensions_for_all() -> None:
     turns = [1, 1, 1], [1, 2, 3], [4, 5, 6]
-    found = rope_positions(items_of({"rope": turns}, {"rope_delta": -4}, {}), torch.arange(9))
+    found = rope_positions(items_of(ItemImages(rope=turns), ItemImages(rope_delta=-4), None), torch.arange(9))
     assert found.tolist() == [[*own, 6, 7, 8, 20, 21, 22] for own in turns]
 
 
@@ -113,4 +113,4 @@ def test_a_warm_up_encodes_the_largest_image_and_forgets_it() -> None:
     for plans in (steps.plans(), steps.largest()):
         (number,) = [i for i, plan in enumerate(plans) if plan.encodes]
         assert plans[number].encodes == [image] and plans[number + 1].forgets == [image.key]
-        assert plans[number].items[0].features == (FeatureRows(0, image.key, 0, 1),)
+        assert plans[number].items[0].images == ItemImages((FeatureRows(0, image.key, 0, 1),), ([0], [0], [0]))

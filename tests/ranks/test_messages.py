@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from engine.core.plan import FeatureRows, PageCopy, PageLoad, PageSave, Plan, PlanItem, SlotOpen, StateCopy
+from engine.core.plan import FeatureRows, ItemImages, PageCopy, PageLoad, PageSave, Plan, PlanItem, SlotOpen, StateCopy
 from engine.executor.logit_rows import logit_calls
 from engine.images import ImageInput
 from engine.messages import LogprobOptions
@@ -47,10 +47,9 @@ def mixed_plan() -> Plan:
                 window_start=1,
                 new_window=[3],
                 sample=False,
-                features=ROWS,
-                rope=ROPE,
+                images=ItemImages(ROWS, ROPE),
             ),
-            item(2, [-3], 40, extend=False, rope_delta=-4),
+            item(2, [-3], 40, extend=False, images=ItemImages(rope_delta=-4)),
             item(7, [1, 2], 0, new_pages=[8], logprobs=LogprobOptions(start_len=1), logprob_from=1, logprob_next=99),
         ],
         opens=[SlotOpen(4, SamplingParams(temperature=0.0), [1, 2], [3], (0,), adapter=5, state=6)],
@@ -81,9 +80,7 @@ def test_what_the_forward_reads_arrives() -> None:
         "sample",
         "extend",
         "logprob_from",
-        "features",
-        "rope",
-        "rope_delta",
+        "images",
     ):
         assert [getattr(i, name) for i in arrived.items] == [getattr(i, name) for i in plan.items], name
     for name in (
@@ -118,7 +115,7 @@ def forward_inputs(plan: Plan) -> dict[str, Any]:
         "samples": any(item.sample for item in items),
         "adapters": [(opened.slot, opened.adapter) for opened in plan.opens],
         "copies": (plan.saves, plan.loads, plan.drops, plan.to_host, plan.from_host),
-        "images": ([(item.features, item.rope, item.rope_delta) for item in items], plan.encodes, plan.forgets),
+        "images": ([item.images for item in items], plan.encodes, plan.forgets),
         "step": (plan.seq, plan.extend),
     }
 

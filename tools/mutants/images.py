@@ -52,7 +52,8 @@ def _(original, images, start, end):
 
 @IMAGES.bug("answers forget the images before them", image_items.with_images, "RoPE positions of an answer are places.")
 def _(original, item, request):
-    return replace(original(item, request), rope_delta=0)
+    planned = original(item, request)
+    return planned if planned.images is None else replace(planned, images=replace(planned.images, rope_delta=0))
 
 
 @IMAGES.bug(

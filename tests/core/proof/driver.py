@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from engine.core.memory import Detached
 from engine.core.outputs import StepEffects, output_of
-from engine.core.plan import FeatureRows, ItemResult, Plan
+from engine.core.plan import FeatureRows, ItemImages, ItemResult, Plan
 from engine.core.radix_node import TRUNK, Branch, Node
 from engine.core.request import Request
 from engine.core.scheduler import ABORTED
@@ -419,8 +419,9 @@ class Driver(EngineInATest):
         for item in plan.items:
             ask = self.lives[item.rid].ask
             turns = turns_of(ask, item.kv_len)[item.start :]
-            plain = range(item.start + item.rope_delta, item.kv_len + item.rope_delta)
-            said = [(at, at, at) for at in plain] if item.rope is None else list(zip(*item.rope, strict=True))
+            of = item.images or ItemImages()
+            plain = range(item.start + of.rope_delta, item.kv_len + of.rope_delta)
+            said = [(at, at, at) for at in plain] if of.rope is None else list(zip(*of.rope, strict=True))
             assert said == turns, f"{item.rid}: RoPE positions {said}, not {turns}"
             first = item.start + self.scheduler.limits.part_tokens
             needed |= {i.key: i.num_tokens for i in ask.images if i.end > item.start and i.start < first}
@@ -480,7 +481,11 @@ class Driver(EngineInATest):
             feature_hits=0 if self.scheduler.memory.images is None else self.scheduler.memory.images.num_hits,
             feature_evictions=0 if self.scheduler.memory.images is None else self.scheduler.memory.images.num_evicted,
             cut_images=sum(
-                part.first + part.count < self._size(part) for p in plans for i in p.items for part in i.features
+                part.first + part.count < self._size(part)
+                for p in plans
+                for i in p.items
+                if i.images
+                for part in i.images.rows
             ),
         )
 
