@@ -38,9 +38,11 @@ def name_of(link: bytes) -> int:
     return int.from_bytes(link[:NAME_BYTES]) | 1
 
 
-def block_names(names: Sequence[int]) -> list[int]:
-    """Those of blocks among the names of pages."""
-    return [name for name in names if name & 1]
+def block_names(names: list[int], page_size: int) -> list[int]:
+    """Those of blocks among the names of pages that follow one another."""
+    pages = max(1, BLOCK_TOKENS // page_size)  # of a block
+    first = next((place for place, name in enumerate(names[:pages]) if name & 1), len(names))
+    return names[first::pages]
 
 
 def token_bytes(tokens: Sequence[int]) -> bytes:

@@ -20,12 +20,12 @@ class NamedBlocks:
         self._size = event.block_size
         self.num_tokens += self._size * len(event.block_hashes)
         if event.lora_id is None and event.lora_name is None:
-            self._index.store_all(self._worker_id, block_names(event.block_hashes))
+            self._index.store_all(self._worker_id, block_names(event.block_hashes, self._size))
 
     def remove(self, event: BlockRemoved | NamesRemoved) -> None:
         assert isinstance(event, NamesRemoved)
         self.num_tokens = max(0, self.num_tokens - self._size * len(event.block_hashes))
-        self._index.remove_all(self._worker_id, block_names(event.block_hashes))
+        self._index.remove_all(self._worker_id, event.block_hashes)
 
     def clear(self) -> None:
         self.num_tokens = 0

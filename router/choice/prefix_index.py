@@ -10,7 +10,7 @@ A worker that leaves is ignored at once; its entries go a few with each later re
 """
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 Group = tuple[int, int]
@@ -109,15 +109,15 @@ class PrefixIndex:
         """The worker reports that a prefix is gone."""
         self.remove_all(worker_id, (key,))
 
-    def remove_all(self, worker_id: int, keys: Sequence[Hashable]) -> None:
+    def remove_all(self, worker_id: int, keys: Collection[Hashable]) -> None:
+        """As `remove`; most of `keys` may be in no table."""
         part = self._part(worker_id)
-        reported, guessed = part.reported, part.guessed
-        for key in keys:
-            if key in reported:
-                reported.discard(key)
-                self._clear(key, part.bit)
-            elif key in guessed:
-                del guessed[key]
+        for key in part.reported.intersection(keys):
+            part.reported.discard(key)
+            self._clear(key, part.bit)
+        if part.guessed and not part.guessed.keys().isdisjoint(keys):
+            for key in part.guessed.keys() & keys:
+                del part.guessed[key]
                 self._clear(key, part.bit)
 
     def shrink(self, worker_id: int, num_blocks: int) -> None:
