@@ -221,7 +221,8 @@ SECTIONS = {
     ),
     "kv_event_rate": (
         "KV events of 1,000 workers",
-        "Each message stores the pages of a prompt of 2,048 tokens and removes as many: one a request, at a full cache. All go through one "
+        "Each message stores the pages of a prompt of 2,048 tokens, which one worker alone has, and removes as many: one a request, at a full cache. "
+        "Our workers name pages as requests are looked up; of other engines the router has to read and hash the tokens. All go through one "
         "router process, whose event loop gives them half its time at most; the rest waits in the sockets, 256 messages of each worker, "
         "and is lost beyond. So the router's CPU is what ends first, requests go on, and each further router process has all events again.",
         kv_event_rate.render,

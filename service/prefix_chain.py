@@ -77,11 +77,12 @@ def page_names(
     """
     assert len(tokens) % page_size == 0 and len(before) % page_size == 0
     size = BLOCK_TOKENS if pages_make_blocks(page_size) else page_size
-    running = _sha1(link + token_bytes(before), usedforsecurity=False)
-    for at in range(0, len(tokens), page_size):
-        running.update(token_bytes(tokens[at : at + page_size]))
-        digest = running.digest()
-        if (len(before) + at + page_size) % size:
+    running, end = _sha1(link + token_bytes(before), usedforsecurity=False), len(before)
+    data, step = token_bytes(tokens), page_size * TOKEN_BYTES
+    for at in range(0, len(data), step):
+        running.update(data[at : at + step])
+        digest, end = running.digest(), end + page_size
+        if end % size:
             yield int.from_bytes(digest[:NAME_BYTES]) & ~1, b""
         else:
             yield name_of(digest), digest
