@@ -84,6 +84,7 @@ struct work {
     const struct args *a;
     char *x;
     float *of_x;                        /* [packed row][group]: the sum of a group of its inputs, where weights have offsets */
+    bf16 *own;                          /* [TILE, inputs] of this thread: rows that are computed before they are packed */
     int64_t first, rows;                /* of a->x, those that lie packed */
     int64_t each, steps;                /* of a segment, of all */
     int64_t panels, chunk, group;       /* an item: `group` panels of at most `chunk` rows */
@@ -118,16 +119,19 @@ static void sum_groups(const struct work *w, const char *line, int64_t r, int64_
     for (int64_t g = 0; g < groups; g++) to[g] = sum_of_row(line + g * group * LEFT_TILE_BYTES, smaller(group, w->each - g * group), LEFT_TILE_BYTES);
 }
 
+/* Rows from..to - 1, those of a tile together: so each step of them is written as one run of memory. */
 PART void pack_rows(const struct work *w, int64_t from, int64_t to) {
     const struct args *a = w->a;
     const int64_t segment = a->inputs / a->segments, apart = w->many ? STEP_BYTES : LEFT_TILE_BYTES;
-    bf16 own[a->inputs];
-    for (int64_t r = from; r < to; r++) {
-        const bf16 *x = ready(a, w->first + r, own);
+    for (int64_t r = from, count; r < to; r += count) {
+        const bf16 *rows[TILE];
+        count = smaller(to - r, TILE - r % TILE);
+        for (int64_t i = 0; i < count; i++) rows[i] = ready(a, w->first + r + i, w->own + i * a->inputs);
         char *line = tile_of(w, r) + r % TILE * LEFT_LINE_BYTES;
-        for (int64_t s = 0; s < a->segments; s++, x += segment, line += w->each * apart) {
-            for (int64_t k = 0; k < w->each; k++) put_left(line + k * apart, x + k * STEP, smaller(STEP, segment - k * STEP));
-            if (a->offsets) sum_groups(w, line, r, s);
+        for (int64_t s = 0; s < a->segments; s++, line += w->each * apart) {
+            for (int64_t k = 0; k < w->each; k++)
+                for (int64_t i = 0; i < count; i++) put_left(line + k * apart + i * LEFT_LINE_BYTES, rows[i] + s * segment + k * STEP, smaller(STEP, segment - k * STEP));
+            for (int64_t i = 0; a->offsets && i < count; i++) sum_groups(w, line + i * LEFT_LINE_BYTES, r + i, s);
         }
     }
 }
@@ -568,11 +572,14 @@ static int64_t sums_bytes(const struct args *a, int64_t rows, int64_t steps) {
     return ceil_div(rows * groups * sizeof(float), LINE_BYTES) * LINE_BYTES;
 }
 
-/* Memory for the sums of one thread's items; `rows`: of a chunk. */
-static float *place_for_sums(const struct args *a, int64_t rows) {
+/* One thread's memory, for the sums of its items; `rows`: of a chunk. Behind them is room for w->own. */
+static float *place_for_sums(const struct args *a, int64_t rows, bf16 **own) {
     int64_t kept = 1; /* sums that wait for their neighbour, and the last one */
     while (1 << (kept - 1) < a->segments) kept++;
-    return team_scratch(rows * PANEL * GROUP * kept * (int64_t)sizeof(float));
+    const int64_t floats = rows * PANEL * GROUP * kept, inputs = a->norm ? TILE * a->inputs : 0;
+    float *sums = team_scratch(floats * (int64_t)sizeof(float) + inputs * (int64_t)sizeof(bf16));
+    *own = (bf16 *)(sums + (sums ? floats : 0));
+    return sums;
 }
 
 static int multiply(const struct args *a) {
@@ -582,7 +589,7 @@ static int multiply(const struct args *a) {
     if (!x) return -1;
     struct work w = {.a = a, .x = x, .of_x = (float *)(x + packed_bytes(all, steps)), .each = each, .steps = steps, .panels = ceil_div(a->outputs, PANEL)};
     plan(&w, 0);
-    float *sums = place_for_sums(a, w.chunk);
+    float *sums = place_for_sums(a, w.chunk, &w.own);
     if (!sums) return -1;
     for (int64_t first = 0; first < a->rows; first += PACKED) {
         plan(&w, first);
@@ -647,12 +654,13 @@ static int multiply_few(const struct args *list, int64_t count) {
     char *x = team_memory(size);
     struct work *work = malloc((size_t)count * sizeof *work);
     int64_t *ends = malloc((size_t)count * sizeof *ends); /* of each product's items */
-    float *sums = place_for_sums(list, FEW);
+    bf16 *own;
+    float *sums = place_for_sums(list, FEW, &own);
     const int ready = x && work && ends && sums;
     if (ready) {
         for (int64_t i = 0, at = 0; i < count; i++) {
             float *of_x = (float *)(x + at + packed_bytes(ceil_div(list[i].rows, PANEL) * PANEL, steps));
-            work[i] = (struct work){.a = &list[i], .x = x + at, .of_x = of_x, .each = each, .steps = steps, .panels = ceil_div(list->outputs, PANEL)};
+            work[i] = (struct work){.a = &list[i], .x = x + at, .of_x = of_x, .own = own, .each = each, .steps = steps, .panels = ceil_div(list->outputs, PANEL)};
             plan(&work[i], 0);
             ends[i] = items += count_items(&work[i]);
             at += bytes_of(&list[i], steps);
