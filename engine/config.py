@@ -362,6 +362,10 @@ class EngineConfig(FlagSet):
         unit="MB",
         least=1,
     )
+    mm_enable_dp_encoder: bool = flag(
+        False,
+        "the --tp-size ranks divide the images of a step, and exchange what the vision tower makes of them; without it each encodes all",
+    )
     enable_lora: bool = flag(False, "requests may name LoRA adapters; --lora-paths implies it")
     lora_paths: tuple[str, ...] = flag(
         (),

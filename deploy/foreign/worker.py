@@ -6,7 +6,7 @@ ONE, MANY = Values.ONE, Values.MANY
 ONE_RANK = "a worker has the ranks of --tp-size, --pp-size and --dp-size; start more workers behind the router"
 NO_GROUP = "the ranks of a worker find one another by themselves"
 SPEED_ALONE = "it changes speed alone, and this engine has no such choice"
-NO_VLM = "images are encoded in one way, by the first ranks of the model"
+NO_VLM = "images are encoded in one way, by the first ranks of the model; --mm-enable-dp-encoder has these divide them"
 ONE_WAY = "experts are computed and exchanged in one way, which the device decides"
 NO_BALANCE = "experts move by DeepSeek's algorithm, by the loads of all steps since the last time"
 OTHER_DRAFTS = "drafts are chains of --speculative-num-steps tokens: see --speculative-algorithm and --speculative-draft-model-path"
@@ -193,6 +193,7 @@ _MISSING: dict[str, Entry] = {
     "--hf-token": Missing("set HF_TOKEN"),
     "--limit-mm-per-prompt": Missing("give --max-images-per-request"),
     "--limit-mm-data-per-request": Missing("give --max-images-per-request"),
+    "--mm-encoder-tp-mode": Missing("give --mm-enable-dp-encoder for data; without it each rank encodes all images"),
     "--allowed-local-media-path": Missing("files of the server are not read; send data URLs"),
     "--language-model-only": Missing(NO_VLM),
     "--allow-auto-truncate": Missing("a prompt that is too long is refused; cut it before you send it"),

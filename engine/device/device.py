@@ -165,7 +165,7 @@ def build_forward(
         states=_states(config, model, pool.device, shadows=shadows),
         window_table=window_table,
         sees=sees,
-        images=ImagePass(pool.device) if model.vision is not None else None,
+        images=None if model.vision is None else _image_pass(config, pool.device),
     )
 
 
@@ -244,6 +244,10 @@ def build_device(
         executor.call(runner.running.record)
     adapters = None if parts.adapters is None else adapter_store(config, model, parts.adapters, in_order=executor.call)
     return Device(executor, parts.layers, adapters, graphs, prefill_graphs, parts.tapes, states, windows)
+
+
+def _image_pass(config: EngineConfig, device: torch.device) -> ImagePass:
+    return ImagePass(device, dtype=DTYPES[config.dtype], shares=config.mm_enable_dp_encoder)
 
 
 def _can_tape(config: EngineConfig, backend: AttentionBackend) -> bool:

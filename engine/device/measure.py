@@ -279,4 +279,5 @@ def _steps(config: EngineConfig, model_config: ModelConfig, *, positions: int, d
         mixed=bool(config.enable_mixed_chunk),
         drafts=model_config.drafter is not None,
         image=None if vision is None else blank_image(vision, _largest_image(config, vision)),
+        encoders=config.attention_tp_size if config.mm_enable_dp_encoder else 1,
     )

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.core.plan import Plan, PlanItem
+from engine.executor.encoder_ranks import EncoderRanks
 from engine.images import ImageInput
 from engine.kv.upload import upload
 from engine.models.decoder import DenseDecoder
@@ -20,10 +21,11 @@ CHANNELS = 3
 
 
 class ImagePass:
-    """Calls come in stream order."""
+    """Calls come in stream order. `shares`: the ranks of the stage share the images of a step; else each encodes all."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, dtype: torch.dtype, shares: bool = False) -> None:
         self._device = device
+        self._ranks = EncoderRanks(dtype=dtype, device=device, pixels=self._pixels) if shares else None
         self._features: dict[bytes, Tensor] = {}
 
     @property
@@ -39,9 +41,14 @@ class ImagePass:
         for key in plan.forgets:
             self._features.pop(key, None)
         if plan.encodes:
-            assert model.vision is not None, "images for a model without a tower"
-            encoded = model.vision.encode([self._pixels(image) for image in plan.encodes])
+            encoded = self._encoded(model, plan.encodes)
             self._features.update(zip((image.key for image in plan.encodes), encoded, strict=True))
+
+    def _encoded(self, model: DenseDecoder, images: Sequence[ImageInput]) -> list[Tensor]:
+        assert model.vision is not None, "images for a model without a tower"
+        if self._ranks is not None and model.collectives is not None:
+            return self._ranks.encode(model.vision, images, model.collectives)
+        return model.vision.encode([self._pixels(image) for image in images])
 
     def rows(self, items: Sequence[PlanItem]) -> ImageRows | None:
         """Return the rows of a step of `items` that are parts of images; None: there are none. Raises torch.OutOfMemoryError."""

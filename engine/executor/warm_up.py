@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from engine.core.plan import FeatureRows, ItemImages, Plan, PlanItem, SlotOpen, StepResult
 from engine.executor.model_runner import DeviceOutOfMemory
-from engine.images import ImageInput
+from engine.images import KEY_BYTES, ImageInput
 from engine.messages import LogprobOptions
 from engine.sampling_params import SamplingParams
 
@@ -40,7 +40,7 @@ class WarmUp:
     """What an engine may be given: `prompt_tokens` and `rows` in a step, `positions` of a request.
 
     `decodes`: False: it only computes prompts. `mixed`: decodes ride along in prompt steps. `drafts`: a drafter of the executor does.
-    `image`: the largest one that a vision tower encodes; None: the model sees none.
+    `image`: the largest one that a vision tower encodes; None: the model sees none. `encoders`: ranks that divide the images of a step.
     """
 
     prompt_tokens: int
@@ -52,6 +52,7 @@ class WarmUp:
     mixed: bool
     drafts: bool = False
     image: ImageInput | None = None
+    encoders: int = 1
 
     def plans(self) -> list[Plan]:
         """Return the steps; slots are closed by the next step, the last ones by a step of their own."""
@@ -66,12 +67,13 @@ class WarmUp:
         return _closing([self._step([(1, 0)]), *prompts, samples, *self._images()])
 
     def _images(self) -> Iterator[Plan]:
-        """An image, and a token of it."""
+        """An image for each rank that encodes, and a token of the first."""
         if self.image is not None:
             plan = self._step([(1, 0)])
             rows = FeatureRows(0, self.image.key, 0, 1)
             plan.items = [replace(item, images=ItemImages((rows,), ([0], [0], [0]))) for item in plan.items]
-            plan.encodes = [self.image]
+            others = [replace(self.image, key=number.to_bytes(KEY_BYTES)) for number in range(1, self.encoders)]
+            plan.encodes = [self.image, *others]
             yield plan
 
     def _prompts(self) -> Iterator[Plan]:

@@ -28,6 +28,12 @@ def vlm_cache_size_mb(config: EngineConfig, model: ModelConfig, *, dtype: str, c
     return max(DEFAULT_MB, -(-tokens * _feature_bytes(model, model.vision, dtype) // MEGABYTE))
 
 
+def check_encoder(config: EngineConfig, model: ModelConfig) -> None:
+    """Raises ConfigError for ranks that are to divide images of a model that sees none."""
+    if config.mm_enable_dp_encoder and model.vision is None:
+        raise ConfigError("--mm-enable-dp-encoder: the model sees no images; leave the flag out")
+
+
 def image_cache(config: EngineConfig, model: ModelConfig) -> ImageCache | None:
     """None: the model sees no images. `config` is resolved."""
     if model.vision is None:

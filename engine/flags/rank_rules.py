@@ -10,6 +10,7 @@ retraction: computed again; from the host, through prefill      tests/engine/tes
 layer-wise transfer, checksums                                  tests/e2e/test_rank_pairs.py
 speculation (--tp-size): n-grams; drafters, through a pair      tests/engine/test_speculation.py, test_eagle.py; tests/e2e/test_drafters.py
 profiles (a file for each rank), role switches                  tests/e2e/test_rank_cluster.py
+images, divided or not (--mm-enable-dp-encoder)                 tests/e2e/test_images.py
 
 refused                                                         shown by
 sizes that do not divide the model; --stream inline and stages  tests/engine/test_rank_rules.py

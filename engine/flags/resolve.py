@@ -9,7 +9,7 @@ from engine.core.new_token_ratio import RatioRule
 from engine.core.policy import NO_PRIORITIES, Priorities
 from engine.core.prefill_gate import PrefillDelayer, PrefillPolicy, ScheduleEnhancer
 from engine.core.step_budget import StepBudget
-from engine.flags.images import vlm_cache_size_mb
+from engine.flags.images import check_encoder, vlm_cache_size_mb
 from engine.flags.kv_dtype import kv_dtype
 from engine.flags.rank_rules import check_sizes
 from engine.flags.speculation import check_speculation
@@ -54,6 +54,7 @@ def resolve(config: EngineConfig, model: ModelConfig, *, cuda: bool) -> EngineCo
     check_lora(config.lora_paths, max_loaded=config.max_loaded_loras)
     check_sizes(config, model)
     check_speculation(config, model)
+    check_encoder(config, model)
     context = _context_length(config.context_length, model.max_position_embeddings)
     return replace(
         config,

@@ -36,6 +36,10 @@ class Collectives(Protocol):
         next gather. None on the others."""
         ...
 
+    def share(self, x: Tensor, *, owner: int = 0) -> None:
+        """Let `x` [T, n], dense, be on every rank what it is on rank `owner`."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -120,6 +124,11 @@ class SharedMemoryCollectives:
         else:
             self._gather_by_torch(part, whole[:, columns.start : columns.stop])
         return whole if self.rank == 0 else None
+
+    def share(self, x: Tensor, *, owner: int = 0) -> None:
+        whole = self.gather_rows(x if self.rank == owner else x[:0], first=0, total=len(x))
+        if self.rank != owner:
+            x.copy_(whole)
 
     def close(self) -> None:
         """Let go of the memory; ranks that wait for this one need the region's abort()."""

@@ -75,9 +75,9 @@ class NcclCollectives:
             return None
         return torch.cat([x[:, : len(columns_of(r, self.size, total))] for r, x in enumerate(parts)], 1)
 
-    def share(self, x: Tensor) -> None:
-        """Let `x`, dense, be on every rank what it is on rank 0."""
-        self._group.broadcast(x, 0).wait()
+    def share(self, x: Tensor, *, owner: int = 0) -> None:
+        """`x` may have any number of dimensions."""
+        self._group.broadcast(x, owner).wait()
 
     def close(self) -> None:
         """Groups end with their processes: a rank that waits for this one is killed."""

@@ -60,6 +60,21 @@ class NetworkCollectives:
             whole[:, theirs.start : theirs.stop] = came
         return whole
 
+    def share(self, x: Tensor, *, owner: int = 0) -> None:
+        """In round n the machines that have `x`, 2 ** n of them, send it to as many: from the first rank of one to that of another."""
+        source, first = divmod(owner, self._local.size)
+        apart = self._machine ^ source
+        if apart == 0:
+            self._local.share(x, owner=first)
+        if self._local.rank == 0:
+            for number, other in enumerate(self._others):
+                if apart < 1 << number:
+                    other.send(x)
+                elif apart < 2 << number:
+                    other.receive(x)
+        if apart:
+            self._local.share(x)
+
     def close(self) -> None:
         for other in self._others:
             other.close()

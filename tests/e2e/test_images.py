@@ -1,6 +1,7 @@
 """Prompts with images: the same tokens whether a prompt is whole, cut in an image, cached, retracted, on ranks, or handed over."""
 
 import hashlib
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from time import monotonic, sleep
@@ -11,9 +12,13 @@ import torch
 from msgspec.structs import replace
 
 from engine.images import ImageInput
+from engine.models.vision.clip import ProjectedClip
+from engine.models.vision.learned import DeepstackTower
 from engine.models.vision.tower import Pixels, VisionTower
+from engine.models.vision.windowed import WindowedTower
 from tests.core.hash_model import NO_MEMORY
 from tests.e2e.two_engines import REST_S, Pair, disaggregated
+from tests.engine.dp_in_process import dp_ranks
 from tests.engine.drafters import always
 from tests.engine.engine_in_process import EngineInProcess
 from tests.engine.ranks_in_process import ranks
@@ -161,6 +166,62 @@ def test_ranks_give_the_tokens_of_one(way: dict[str, int], served: Served) -> No
     path, asked, right = served
     with ranks(path, chunked_prefill_size=CHUNK, **way, **FLAGS) as group:
         assert ask(group.engine, asked) == right
+
+
+@pytest.fixture
+def encoders(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """For each image that a tower encodes, the thread of its rank."""
+    found = list[str]()
+    for tower in (DeepstackTower, WindowedTower, ProjectedClip):
+
+        def noted(self: Any, images: Sequence[Pixels], encode: Any = tower.encode) -> list[torch.Tensor]:
+            found.extend([threading.current_thread().name] * len(images))
+            return encode(self, images)  # type: ignore[no-any-return]
+
+        monkeypatch.setattr(tower, "encode", noted)
+    return found
+
+
+DIVIDED: dict[str, Any] = {"mm_enable_dp_encoder": True, "disable_radix_cache": True}
+
+
+def test_ranks_that_divide_images_give_the_tokens_of_one(served: Served, encoders: list[str]) -> None:
+    """Whole prompts, whose images are of different sizes; then a request that alone has one image."""
+    path, asked, right = served
+    with ranks(path, tp_size=2, chunked_prefill_size=-1, **DIVIDED, **FLAGS) as group:
+        encoders.clear()
+        assert ask(group.engine, asked) == right
+        assert len(encoders) == counters(group.engine)["mm_encoded_images"] == 3
+        assert len(set(encoders)) == 2, "one rank encodes all"
+        prompt, (image,) = asked["short"]
+        again = replace(image, key=bytes(32))  # as another file
+        assert ask(group.engine, {"again": (prompt, (again,))}) == {"again": right["short"]}
+        assert len(encoders) == counters(group.engine)["mm_encoded_images"] == 4
+
+
+@ONE
+@pytest.mark.parametrize("way", [{"pp_size": 2}, {"by_groups": True}, {"nnodes": 2}])
+def test_however_ranks_are_joined_they_divide_images(way: dict[str, Any], served: Served, encoders: list[str]) -> None:
+    """With a second stage, which sees none; with broadcasts, as GPUs; over TCP."""
+    path, asked, right = served
+    flags = {**FLAGS, **DIVIDED, **({"dist_init_addr": "127.0.0.1:1"} if "nnodes" in way else {})}
+    with ranks(path, tp_size=2, chunked_prefill_size=CHUNK, **way, **flags) as group:
+        encoders.clear()
+        assert ask(group.engine, asked) == right
+        assert len(encoders) == counters(group.engine)["mm_encoded_images"]
+
+
+@ONE
+def test_a_dp_rank_s_own_ranks_divide_its_images(served: Served, encoders: list[str]) -> None:
+    path, asked, right = served
+    with dp_ranks(path, tp_size=4, dp_size=2, chunked_prefill_size=CHUNK, **DIVIDED, **FLAGS) as dp:
+        encoders.clear()
+        for engine in dp.engines:
+            for rid, (prompt, images) in asked.items():
+                engine.add(rid, prompt, max_new_tokens=NEW, wanted={"images": images})
+        dp.run()
+        assert [{rid: engine.tokens[rid] for rid in asked} for engine in dp.engines] == [right, right]
+        assert len(encoders) == sum(counters(engine)["mm_encoded_images"] for engine in dp.engines)
 
 
 @ONE

@@ -1,6 +1,7 @@
 """What a step makes of images: RoPE positions, graphs that leave it alone, room for features, and a blank one for steps without requests."""
 
 import dataclasses
+from math import prod
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from engine.flags.resolve import resolve
 from engine.model_files.model_config import DEFAULT_MODEL_PATH, ModelConfig, load_model_config
 from engine.model_files.tower_config import ClipTower
 from engine.model_files.vision_config import VisionConfig
+from engine.parallel.dealing import deal
 from service.flags import ConfigError
 from tests.core.engine_in_a_test import plan_item
 from tests.core.images import SEES
@@ -103,6 +105,31 @@ def test_a_blank_image_is_whole(vision: VisionConfig) -> None:
     assert len(image.pixels) == frames * height * width * 3
     assert image.num_tokens == vision.num_tokens(image.grid) <= most_image_tokens(vision)
     assert image.span == image.num_tokens if isinstance(vision.tower, ClipTower) else image.span < image.num_tokens
+
+
+def test_ranks_that_divide_images_need_a_model_that_sees() -> None:
+    with pytest.raises(ConfigError, match=r"^--mm-enable-dp-encoder: the model sees no images; leave the flag out"):
+        config_of(load_model_config(DEFAULT_MODEL_PATH), mm_enable_dp_encoder=True)
+    assert config_of(sees(), mm_enable_dp_encoder=True).mm_enable_dp_encoder
+
+
+def test_each_rank_that_divides_images_encodes_one_in_a_warm_up() -> None:
+    image = blank_image(SEES, 100)
+    steps = WarmUp(
+        prompt_tokens=64,
+        rows=4,
+        positions=100,
+        page_size=16,
+        vocab_size=100,
+        decodes=True,
+        mixed=True,
+        image=image,
+        encoders=3,
+    )
+    (plan, after) = [plan for plan in steps.plans() if plan.encodes or plan.forgets]
+    assert [replace(other, key=image.key) for other in plan.encodes] == [image] * 3
+    assert deal([prod(other.grid) for other in plan.encodes], 3) == [0, 1, 2]
+    assert len({other.key for other in plan.encodes}) == 3 and after.forgets == [other.key for other in plan.encodes]
 
 
 def test_a_warm_up_encodes_the_largest_image_and_forgets_it() -> None:

@@ -75,10 +75,11 @@ def test_logits_are_gathered_and_all_sums_go_the_large_way_without_peer_memory()
     assert torch.equal(total, one_by_one(partials, torch.float32))
 
 
-def test_what_the_leader_has_is_on_all_ranks() -> None:
+@pytest.mark.parametrize("owner", [0, 2])
+def test_what_one_rank_has_is_on_all(owner: int) -> None:
     def work(c: NcclCollectives) -> list[int]:
         row = torch.arange(4) * (c.rank + 1)
-        c.share(row)
+        c.share(row, owner=owner)
         return row.tolist()
 
-    assert run(3, work, memory=None) == [[0, 1, 2, 3]] * 3
+    assert run(3, work, memory=None) == [[0, owner + 1, 2 * owner + 2, 3 * owner + 3]] * 3

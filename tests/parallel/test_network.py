@@ -97,6 +97,21 @@ def test_logits_of_all_machines_are_gathered(rounds: int) -> None:
     assert others == [[]] * (len(ranks) - 1)
 
 
+@pytest.mark.parametrize(("here", "rounds"), [(1, 1), (2, 1), (2, 2), (1, 3)])
+def test_what_one_rank_has_is_on_all_of_every_machine(here: int, rounds: int) -> None:
+    shared = [torch.randn(300, 500).to(torch.bfloat16) for _ in range(here << rounds)]
+
+    def work(rank: NetworkCollectives) -> list[Tensor]:
+        seen = [x.clone() if owner == rank.rank else torch.zeros_like(x) for owner, x in enumerate(shared)]
+        for owner, x in enumerate(seen):
+            rank.share(x, owner=owner)
+        return seen
+
+    with machines(here, RegionPlan(ranks=here), rounds=rounds) as (ranks, regions):
+        for seen in run(ranks, work, regions[0]):
+            assert all(torch.equal(x, wanted) for x, wanted in zip(seen, shared, strict=True))
+
+
 def test_a_machine_that_goes_ends_the_ranks_of_the_other() -> None:
     """Rank 3 closes; rank 1, which exchanges with it, ends the wait of rank 0, too."""
     with machines(2, RegionPlan(ranks=2)) as (ranks, regions):

@@ -283,3 +283,31 @@ def test_each_rank_takes_the_rows_that_it_asks_for(
     for own, (before, rows, behind) in enumerate(answers):
         assert torch.equal(rows, whole[wanted[own]])
         assert torch.equal(before, expected) and torch.equal(behind, expected)
+
+
+@given(
+    rows=st.integers(0, 9),
+    columns=st.integers(1, 70),
+    ranks=st.integers(2, 4),
+    owner=st.integers(0, 3),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    window=st.sampled_from([16, 4096]),
+    by_c=st.sampled_from(KINDS),
+)
+@settings(max_examples=40)
+def test_what_one_rank_has_is_on_all(
+    rows: int, columns: int, ranks: int, owner: int, dtype: torch.dtype, window: int, by_c: str
+) -> None:
+    """Bit by bit; a sum behind it is in step."""
+    owner %= ranks
+    shared, partials = torch.randn(rows, columns).to(dtype), partials_of(ranks, 3, 5)
+
+    def work(rank: SharedMemoryCollectives) -> tuple[Tensor, Tensor]:
+        x = shared.clone() if rank.rank == owner else torch.full_like(shared, torch.nan)
+        rank.share(x, owner=owner)
+        return x, rank.sum(partials[rank.rank], dtype=torch.bfloat16)
+
+    with without_c() if by_c == "torch" else contextlib.nullcontext():
+        answers = run_ranks(RegionPlan(ranks=ranks, window=window), work)
+    for x, total in answers:
+        assert torch.equal(x, shared) and torch.equal(total, one_by_one(partials, torch.bfloat16))
