@@ -98,7 +98,7 @@ def alone(s: Sequence) -> Sequence:
 )
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_decode_step_has_the_bits_of_each_request_alone(dtype: str, window: int, fp8: bool, threads: int) -> None:
-    lengths, shared = [400, 337, 500, 321, 290, 60], [400, 320, 384, 320, 272, 0]
+    lengths, shared = [500, 437, 600, 521, 490, 60], [500, 320, 384, 320, 272, 0]
     starts = [n - 1 for n in lengths]
     sequences = alike(lengths, shared, dtype=dtype)
     torch.set_num_threads(threads)
@@ -115,10 +115,10 @@ def test_a_decode_step_has_the_bits_of_each_request_alone(dtype: str, window: in
 
 def test_drafted_rows_of_requests_that_share_pages_have_the_bits_of_plain_decoding() -> None:
     """Request 0 has two drafts: its last tokens stand in three rows."""
-    lengths, shared = [400, 337, 500], [400, 320, 384]
+    lengths, shared = [500, 437, 600], [500, 320, 384]
     sequences = alike(lengths, shared, dtype="bfloat16")
-    starts = [397, 336, 499]
-    rows = [(0, 397), (0, 398), (0, 399), (1, 336), (2, 499)]
+    starts = [497, 436, 599]
+    rows = [(0, 497), (0, 498), (0, 499), (1, 436), (2, 599)]
     step = make_step(
         [sequences[i] for i, _ in rows],
         [at for _, at in rows],
@@ -139,7 +139,7 @@ def test_drafted_rows_of_requests_that_share_pages_have_the_bits_of_plain_decodi
 @pytest.mark.parametrize(("window", "fp8"), [(0, False), (300, False), (0, True)])
 def test_prompts_behind_the_same_pages_have_the_bits_of_each_alone(kind: Kind, window: int, fp8: bool) -> None:
     """Of five, one has more queries than an item takes beside others, and one has nothing in common with the rest."""
-    starts, ends, shared = [592, 528, 560, 272, 20], [600, 570, 1050, 305, 50], [592, 528, 544, 272, 0]
+    starts, ends, shared = [592, 530, 560, 528, 20], [600, 563, 1050, 570, 50], [592, 272, 544, 528, 0]
     sequences = alike(ends, shared, dtype="bfloat16")
     pool = pool_of(sequences, starts, dtype="bfloat16", window=window, fp8=fp8)
     together = run_step(kernel_of(kind, pool), sequences, starts, ends, page_size=PAGE)
