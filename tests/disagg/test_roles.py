@@ -10,12 +10,12 @@ from hypothesis.strategies import SearchStrategy
 
 from engine.core.host_cache import HostCache
 from tests.core.hash_model import Slot, expected_tokens
+from tests.core.proof.shares import Share, shares
 from tests.core.tiers_in_a_test import identity
 from tests.disagg.two_role_stories import TwoRoleStory, play, two_role_stories
 from tests.disagg.two_roles import Cluster, crowded, run_retracted_first
 from transfer_backends.contract import Gate, Tail
 
-STEPS = 10_000
 LEAST = {"stories": 100, "retractions": 5, "restored_tokens": 20, "chunks": 500, "overlapped": 1000, "preemptions": 20}
 LEAST |= {
     "end:length": 200,
@@ -211,7 +211,7 @@ def test_waiting_for_memory_has_an_end() -> None:
     cluster.assert_all_back()
 
 
-# By what crosses beside pages, each in so many steps; other combinations: make soak-core.
+# By what crosses beside pages, each in so many stories; other combinations: make soak-core.
 BESIDE: dict[str, tuple[dict[str, bool], int, dict[str, int]]] = {
     "recurrent states": ({"states": True}, 160, {"sent_states": 500}),
     "pages of a window": ({"windows": True}, 130, {"sent_window_pages": 1000}),
@@ -223,12 +223,13 @@ BESIDE: dict[str, tuple[dict[str, bool], int, dict[str, int]]] = {
 }
 
 
+@shares
 @pytest.mark.parametrize("what", BESIDE)
-def test_10_000_steps_with(what: str) -> None:
+def test_steps_with(what: str, share: Share) -> None:
     """Whichever side aborts or retracts: decode goes on from the memory of exactly its tokens, and all of it comes back."""
     groups, examples, least = BESIDE[what]
-    seen = seen_in(two_role_stories(**groups), examples=examples)
-    must_show(seen, {"retractions": 20, "quarantined": 100, "failed_steps": 30, **least})
+    seen = seen_in(two_role_stories(**groups), examples=share.of(examples))
+    share.must_show(seen, {"retractions": 20, "quarantined": 100, "failed_steps": 30, **least})
 
 
 def seen_in(drawn: SearchStrategy[TwoRoleStory], *, examples: int) -> Counter[str]:
@@ -244,12 +245,7 @@ def seen_in(drawn: SearchStrategy[TwoRoleStory], *, examples: int) -> Counter[st
     return seen
 
 
-def must_show(seen: Counter[str], least: dict[str, int]) -> None:
-    assert seen["steps"] >= STEPS, seen
-    lacking = {name for name, count in least.items() if seen[name] < count}
-    assert not lacking, f"the stories do not show enough of {lacking}: {dict(seen)}"
-
-
-def test_10_000_steps_of_anything_leave_nothing_behind() -> None:
+@shares
+def test_steps_of_anything_leave_nothing_behind(share: Share) -> None:
     """Fixed examples (derandomized); `make soak-core` draws others."""
-    must_show(seen_in(two_role_stories(), examples=150), LEAST)
+    share.must_show(seen_in(two_role_stories(), examples=share.of(150)), LEAST)
