@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -78,6 +79,12 @@ def answers(path: str, *, where: tuple[int, ...] = (0, 0, 0, 0), **flags: Any) -
         return answered(engines)
 
 
+@cache
+def alone_in_units(path: str) -> Answers:
+    """Of one rank: what all shapes are compared with."""
+    return answers(path, reduce_units=4)
+
+
 def test_where_each_rank_attends_for_itself_no_flag_is_needed(model: str) -> None:
     """Idle ranks included: the second has nothing, then less than the first."""
     alone = answers(model)
@@ -111,7 +118,7 @@ def test_experts_of_any_family_may_lie_in_any_order(model: str, tmp_path: Path) 
 )
 def test_with_reduce_units_no_bit_depends_on_the_ranks(model: str, shape: dict[str, Any]) -> None:
     """Attention's heads are cut, and experts are not, or are. By groups: as on GPUs."""
-    assert answers(model, reduce_units=4, **shape) == answers(model, reduce_units=4)
+    assert answers(model, reduce_units=4, **shape) == alone_in_units(model)
 
 
 @pytest.fixture(scope="module")
@@ -139,6 +146,16 @@ def test_copies_of_an_expert_share_its_tokens() -> None:
     assert placed.loads(torch.tensor([3, 5, 4, 7, 2, 1])).tolist() == [9, 5, 7, 1]
 
 
+@cache
+def long_answers(path: str, units: int | None) -> Answers:
+    """Of one rank."""
+    with engines_of(path, **({} if units is None else {"reduce_units": units})) as (engines, run):
+        for i, prompt in enumerate(PROMPTS):
+            add(engines[0], str(i), prompt, new=60)
+        run()
+        return answered(engines)
+
+
 def balances(engines: list[Any]) -> list[ExpertBalance]:
     found = [engine.parts.executor.runner.balance for engine in engines]
     assert all(isinstance(one, ExpertBalance) for one in found)
@@ -157,12 +174,7 @@ def balances(engines: list[Any]) -> list[ExpertBalance]:
 )
 def test_experts_move_while_requests_run_and_no_token_changes(skewed: str, shape: dict[str, Any]) -> None:
     """All layers move while 60 tokens are made; then the loads since are more even than they would be in order."""
-    units = {name: value for name, value in shape.items() if name == "reduce_units"}
-    with engines_of(skewed, **units) as (engines, run):
-        for i, prompt in enumerate(PROMPTS):
-            add(engines[0], str(i), prompt, new=60)
-        run()
-        alone = answered(engines)
+    alone = long_answers(skewed, shape.get("reduce_units"))
     with engines_of(skewed, **shape, **EPLB) as (engines, run):
         for i, prompt in enumerate(PROMPTS):
             add(engines[i % len(engines)], str(i), prompt, new=60)
