@@ -5,7 +5,7 @@ compares that engine with transformers. A way that does not work is refused when
 """
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -123,10 +123,10 @@ NEED_THE_KERNEL = ("int8 weights", "fp8 KV")
 Outcomes = dict[str, str]  # by way
 
 
-def outcomes_of(family: str, folder: Path) -> Outcomes:
-    """Serve a family in all ways that this machine can try."""
+def outcomes_of(family: str, folder: Path, ways: Iterable[str] = WAYS) -> Outcomes:
+    """Serve a family in those of `ways` that this machine can try."""
     served = Served(family, folder)
-    names = [name for name in WAYS if name not in NEED_THE_KERNEL or linear_kernel() is not None]
+    names = [name for name in ways if name not in NEED_THE_KERNEL or linear_kernel() is not None]
     return {name: _outcome(WAYS[name], served) for name in names}
 
 
