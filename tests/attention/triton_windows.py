@@ -10,10 +10,11 @@ import numpy as np
 import torch
 
 import benchmarks.gpu.interpreter  # noqa: F401 (before kernels run)
+from engine.attention import triton_backend
 from engine.attention.triton_backend import TritonBackend
 from engine.kernels import extend_plan, triton_decode, triton_extend
 from engine.kernels.softmax import Softmax
-from engine.kv.kv_pool import KVPool
+from engine.kv.kv_pool import ONE_UNIT, KVPool, Units
 from engine.kv.step_batch import DeviceExtend, DeviceStep, StepBatch
 from tests.attention.attention_cases import (
     TOLERANCE,
@@ -71,8 +72,8 @@ def error(
     )
 
 
-def check(name: str, *, window: int, starts: list[int] = STARTS, extend: bool = True) -> None:
-    """Together, and each with the bits that it has alone."""
+def check(name: str, *, window: int, alone: int, starts: list[int] = STARTS, extend: bool = True) -> None:
+    """Together, and with the bits that number `alone` has alone."""
     softmax = SOFTMAXES[name]
     sequences = make_sequences(HEADS, ENDS, page_size=PAGE, dtype="float32")
 
@@ -84,14 +85,14 @@ def check(name: str, *, window: int, starts: list[int] = STARTS, extend: bool = 
     together = run(slice(None))
     worst = error(together, sequences, starts, ENDS, window=window, softmax=softmax)
     assert worst < TOLERANCE["float32"], (name, window, extend, worst)
-    for i in (2, 3):
-        assert torch.equal(run(slice(i, i + 1))[0], together[i]), (name, window, extend, i)
+    assert torch.equal(run(slice(alone, alone + 1))[0], together[alone]), (name, window, extend, alone)
     guarded.check()
 
 
 def check_prompts() -> None:
-    for window, name in ((0, "cap and sinks"), (1, "sinks"), (17, "plain"), (40, "cap"), (64, "sinks"), (300, "plain")):
-        check(name, window=window)
+    cases = ((0, "cap and sinks"), (1, "sinks"), (17, "plain"), (40, "cap"), (64, "sinks"), (300, "plain"))
+    for number, (window, name) in enumerate(cases):
+        check(name, window=window, alone=2 + number % 2)
 
 
 def check_split_prompts() -> None:
@@ -100,15 +101,16 @@ def check_split_prompts() -> None:
         q_len, kv_len = ENDS[3] - STARTS[3], ENDS[3]
         plan = extend_plan.plan_extend([q_len], [kv_len], group=3, kv_heads=2, rows=16, block=32, window=window)
         assert len(plan.rounds[0].split) > 5, (window, plan)
-    for window, name in ((0, "sinks"), (40, "plain"), (100, "cap and sinks"), (290, "sinks")):
-        check(name, window=window)
+    for number, (window, name) in enumerate(((0, "sinks"), (40, "plain"), (100, "cap and sinks"), (290, "sinks"))):
+        check(name, window=window, alone=3 - number % 2)
 
 
 def check_single_tokens() -> None:
     """By splits: windows of a part of one, of several, and longer than the request."""
     starts = [end - 1 for end in ENDS]
-    for window, name in ((0, "cap and sinks"), (1, "sinks"), (20, "plain"), (100, "sinks"), (290, "cap and sinks")):
-        check(name, window=window, starts=starts, extend=False)
+    cases = ((0, "cap and sinks"), (1, "sinks"), (20, "plain"), (100, "sinks"), (290, "cap and sinks"))
+    for number, (window, name) in enumerate(cases):
+        check(name, window=window, alone=2 + number % 2, starts=starts, extend=False)
 
 
 def check_riders() -> None:
@@ -175,6 +177,24 @@ def on_device(step: StepBatch) -> DeviceStep | DeviceExtend:
     return DeviceStep(table, slots, more(kv_lens, (0, 1), value=1), pages, offsets)
 
 
+def written(
+    qkv: torch.Tensor,
+    _turn: object,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    *,
+    pages: torch.Tensor,
+    offsets: torch.Tensor,
+    units: Units,
+    **_norm: object,
+) -> torch.Tensor:
+    """As `turn_write`, of rows by no angle and without a norm. The kernel itself runs in triton_numerics.py: half of this file's time."""
+    assert units is ONE_UNIT
+    q, k, v = qkv.split([qkv.shape[1] - 2 * HEADS.kv, HEADS.kv, HEADS.kv], 1)
+    k_cache[pages, offsets], v_cache[pages, offsets] = k, v
+    return q
+
+
 def check_split_list() -> None:
     """What a window hides is in no split."""
     tiles = triton_decode.DecodeTiles(min_split=16, splits=4, block=16)
@@ -190,6 +210,7 @@ def main() -> None:
     torch.set_num_threads(1)
     for module in (triton_decode, triton_extend):
         setattr(module, "torch", guarded)  # noqa: B010
+    setattr(triton_backend, "turn_write", written)  # noqa: B010
     check_split_list()
     check_prompts()
     check_single_tokens()
