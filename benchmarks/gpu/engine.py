@@ -38,6 +38,10 @@ class RandomCheckpoint:
         self.device = torch.device(device)
         self._generator = torch.Generator(self.device).manual_seed(0)
 
+    def has(self, _name: str) -> bool:
+        """Of the tensors that a checkpoint may leave out it has none."""
+        return False
+
     def take(self, name: str, shape: Sequence[Extent]) -> torch.Tensor:
         return self.take_rows([name], [shape[0]], shape[1:])
 
