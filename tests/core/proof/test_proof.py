@@ -139,10 +139,13 @@ def test_steps_with_adapters_in_namespaces(share: Share) -> None:
     share.must_show(seen, {**OF_GROUPS, "adapters_together": 300, "in_namespaces": 500, "cached_tokens": 100})
 
 
-def test_10_000_steps_with_images() -> None:
+@shares
+def test_steps_with_images(share: Share) -> None:
     """Whatever is cut, cached, retracted or forgotten: each token of an image is computed from its features, at its RoPE position."""
-    seen = seen_in(stories_with_images(), examples=EXAMPLES)
-    must_show(seen, {"encoded": 500, "feature_hits": 100, "feature_evictions": 100, "cut_images": 100, **OF_GROUPS})
+    seen = seen_in(stories_with_images(), examples=share.of(EXAMPLES))
+    share.must_show(
+        seen, {"encoded": 500, "feature_hits": 100, "feature_evictions": 100, "cut_images": 100, **OF_GROUPS}
+    )
 
 
 @pytest.mark.parametrize("name", PLANTED)
