@@ -6,6 +6,7 @@ A story says nothing of what is right; that is the driver's and the oracle's.
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TypeVar
 
 from hypothesis import strategies as st
@@ -93,14 +94,14 @@ class Ask:
     namespace: tuple[str, ...] = ()
     sights: tuple[tuple[int, int], ...] = ()
 
-    @property
+    @cached_property
     def prompt(self) -> list[int]:
         found = [(self.family * 7 + k) % 50 for k in range(self.length)]
         for image in self.images:
             found[image.start : image.end] = [PLACEHOLDER] * image.num_tokens
         return found
 
-    @property
+    @cached_property
     def images(self) -> tuple[ImageInput, ...]:
         found, at = list[ImageInput](), 0
         for text, number in self.sights:
@@ -111,7 +112,7 @@ class Ask:
                 found.append(ImageInput(begin, rows * columns, bytes([number] * KEY_BYTES), grid, 2, grid))
         return tuple(found)
 
-    @property
+    @cached_property
     def read(self) -> list[int]:
         """What the model reads of its tokens."""
         return key_ids(self.images, self.prompt, 0)
