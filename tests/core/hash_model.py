@@ -195,10 +195,22 @@ class HashModel:
                 runs.append((self.rows[item.slot], self.weights + self.adapters[item.slot], [item], [result]))
         return runs
 
+    def features_of(self, image: ImageInput) -> list[int]:
+        """As `key_ids` of its tokens, wherever it stands."""
+        return key_ids([image], [0] * image.num_tokens, image.start)
+
+    def seen(self, item: PlanItem, tokens: list[int]) -> list[int]:
+        """What the model computes KV of: features in place of tokens of images."""
+        found = list(tokens)
+        for part in () if item.images is None else item.images.rows:
+            assert self.encoded_by[part.key] == self.weights, "features of other weights"
+            found[part.at : part.at + part.count] = self.features[part.key][part.first : part.first + part.count]
+        return found
+
     def _encode(self, plan: Plan) -> None:
         for image in plan.encodes:
             assert image.key not in self.features, "an image is encoded twice"
-            self.features[image.key] = _features_of(image)
+            self.features[image.key] = self.features_of(image)
             self.encoded_by[image.key] = self.weights
         assert sum(map(len, self.features.values())) <= self.image_room, "more features than there is room for"
 
@@ -241,10 +253,7 @@ class HashModel:
             seed = self.weights + self.adapters[item.slot]
             return ItemResult(None, drafted=self.drafter.draft(item, row, seed))
         given = [t if t >= 0 else self.last[-t - 1] for t in item.tokens]
-        tokens = list(given)
-        for part in () if item.images is None else item.images.rows:
-            assert self.encoded_by[part.key] == self.weights, "features of other weights"
-            tokens[part.at : part.at + part.count] = self.features[part.key][part.first : part.first + part.count]
+        tokens = self.seen(item, given)
         values = [self.read(row, item.start, adapter=self.adapters[item.slot], path=path)]
         if state_slot := self.state_of[item.slot]:
             before = State(item.start, values[0] if item.start else None)
@@ -367,11 +376,6 @@ class HashModel:
         """Every slot of `pages` holds the prefix hash of `tokens`."""
         found = self.read(pages, len(tokens), adapter=adapter)
         assert found == prefix_hash(tokens, self.weights + adapter), "the KV of another prompt"
-
-
-def _features_of(image: ImageInput) -> list[int]:
-    """As `key_ids` of its tokens, wherever it stands."""
-    return key_ids([image], [0] * image.num_tokens, image.start)
 
 
 def _paths(items: list[PlanItem]) -> list[list[int]]:

@@ -39,10 +39,10 @@ LEAST_INJECTED: dict[int, str] = {
     50: "transfer error; write after the failure",
 }
 LEAST_SEEN: dict[int, str] = {
-    1: "resumed through prefill; moves landed; answers to a second return",
+    1: "features evicted; resumed through prefill; moves landed; answers to a second return",
     2: "damaged pages found; early rejections",
-    5: "weights taken; workers that lost a rank; prefixes fetched",
-    10: "clients that came again; pages from the host tier; copies restored, tokens; hedges won; retractions; workers with quarantined pages",
+    5: "features found again; weights taken; workers that lost a rank; prefixes fetched",
+    10: "images encoded; clients that came again; pages from the host tier; copies restored, tokens; hedges won; retractions; workers with quarantined pages",
     20: "late writes; prefixes refused",
     50: "hedges lost; late messages; notices in time; writes of followers",
     100: "checksums verified",

@@ -27,12 +27,13 @@ from tools.mutants.drafts import DRAFTS
 from tools.mutants.images import IMAGES
 from tools.mutants.planting import BROKEN
 from tools.mutants.ranks import RANKS
+from tools.mutants.sights import SIGHTS
 from tools.simulation.__main__ import first_failure
 from tools.soak_core import drive_round
 
 TABLES = {
     "core": {**CORE, **DRAFTS, **IMAGES},
-    "cluster": {**CLUSTER, **RANKS},
+    "cluster": {**CLUSTER, **RANKS, **SIGHTS},
     "drafters": drafters.DRAFTERS,
     "experts": experts.EXPERTS,
     "states": states.STATES,

@@ -43,8 +43,8 @@ FIXED_SEEDS = (
     3005,  # and of clients that come again
     3014,
     3015,
-    4000,  # and of workers that send heartbeats
-    4009,
+    5001,  # and of workers that send heartbeats, and see images
+    5037,
 )
 
 

@@ -16,9 +16,10 @@ import msgspec
 from router.requests.hedging import HEDGE_HEADER
 from service.http.deadline import TIMEOUT_HEADER
 from service.kv_events import namespace_of
-from tests.core.hash_model import expected_tokens, hidden_of, prefix_hash
+from tests.core.hash_model import hidden_of, prefix_hash
 from tools.simulation.executor import adapter_of
 from tools.simulation.http import Call, Head, Request, call
+from tools.simulation.images import Sights, draw_sights, right_tokens, whole_ones, with_placeholders
 from tools.simulation.network import Network
 from tools.simulation.options import Options
 from tools.simulation.returns import Returns, events_of, headers_of, last_id
@@ -30,6 +31,7 @@ VOCAB_OF_PROMPTS = 50
 TIMEOUTS_S = (0.05, 0.3, 2.0)
 BUSY = (429, 503)  # come again
 GONE = 410
+BLIND_SHARE = 0.15  # of prompts with placeholders: these are text
 MOST_TRIES = 20
 AGAIN_S = 1.0  # after a stream that ended with BUSY before its first token: its header was sent before
 
@@ -48,6 +50,7 @@ class Asked:
     priority: int = 0
     extra_key: str = ""
     embed: bool = False
+    sights: Sights = ()
     retry_after: str = ""
     tries: int = 0
     outcome: str = ""  # "ok" | "error" | "left"
@@ -70,7 +73,7 @@ class Asked:
 
     def right_answer(self) -> list[int]:
         adapter = adapter_of(namespace_of(None, self.extra_key))
-        return expected_tokens(self.prompt, self.new, eos=EOS, adapter=adapter)
+        return right_tokens(self.prompt, self.sights, self.new, eos=EOS, adapter=adapter)
 
 
 class Clients:
@@ -91,12 +94,13 @@ class Clients:
         self._returns = Returns(options, network.world.rng("clients/returns"), why_gone)
         self._draw: random.Random = network.world.rng("clients")
         self._kinds: random.Random = network.world.rng("clients/kinds")
+        self._images: random.Random = network.world.rng("clients/images")
         self._tenants: random.Random = network.world.rng("clients/tenants")
         self._num = 0
         self.live: dict[int, Asked] = {}
         self.outcomes: Counter[str] = Counter()
         self.longest_gap_s = 0.0
-        self.recent: deque[list[int]] = deque(maxlen=8)  # answered conversations, to go on with
+        self.recent: deque[tuple[list[int], Sights]] = deque(maxlen=8)  # answered conversations, to go on with
 
     def ask(self, *, big: bool = False, must_succeed: bool = False, capacity: int = 0) -> Asked:
         """A new request now. `capacity`: KV tokens of the smaller worker, which no request may exceed."""
@@ -105,9 +109,11 @@ class Clients:
         limit = max(4, capacity // 2 - 2)
         length = min(draw.randint(20, 60) if big else draw.choice([1, 3, 9, 9, 17, 33]) + draw.randint(0, 3), limit)
         new = min(draw.randint(10, 40) if big else draw.choice([1, 4, 20, 24]) + draw.randint(0, 2), limit)
+        prompt, sights = self._prompt(length)
         asked = Asked(
             number=self._num,
-            prompt=self._prompt(length),
+            prompt=prompt,
+            sights=sights,
             new=new,
             num_samples=draw.choice([1, 1, 1, 1, 2, 3]),
             stream=False,
@@ -117,6 +123,8 @@ class Clients:
             asked.num_samples = 1  # together they would have to wait for memory for longer than they may
         asked.stream = asked.num_samples == 1 and draw.random() < 0.6
         self._draw_kind(asked)
+        if self._options.image_room:
+            self._show_images(asked)
         if must_succeed and asked.stream:
             asked.breaks_after = self._returns.breaks_after()
         self.live[asked.number] = asked
@@ -134,13 +142,24 @@ class Clients:
         if options.embeddings and kinds.random() < 0.2:
             asked.embed, asked.stream = True, False
 
-    def _prompt(self, length: int) -> list[int]:
-        """Of a family, so that prefixes are shared; or the next turn of an earlier conversation."""
+    def _show_images(self, asked: Asked) -> None:
+        """Of the conversation that it goes on with, or new ones in place of some of its text."""
+        if asked.embed:
+            asked.sights = ()
+        elif not asked.sights:
+            sights = draw_sights(self._images, len(asked.prompt), self._options)
+            asked.prompt = with_placeholders(asked.prompt, sights)
+            asked.sights = () if self._images.random() < BLIND_SHARE else sights
+
+    def _prompt(self, length: int) -> tuple[list[int], Sights]:
+        """Of a family, so that prefixes are shared; or the next turn of an earlier conversation, with its images."""
         if self.recent and self._draw.random() < 0.25:
-            return ([*self._draw.choice(list(self.recent)), self._draw.randrange(VOCAB_OF_PROMPTS)])[:length]
+            tokens, sights = self._draw.choice(list(self.recent))
+            turn = [*tokens, self._draw.randrange(VOCAB_OF_PROMPTS)][:length]
+            return turn, whole_ones(sights, len(turn))
         family = self._draw.randrange(FAMILIES)
         tail = self._draw.randrange(VOCAB_OF_PROMPTS)
-        return [(family * 7 + k) % VOCAB_OF_PROMPTS for k in range(max(0, length - 1))] + [tail]
+        return [(family * 7 + k) % VOCAB_OF_PROMPTS for k in range(max(0, length - 1))] + [tail], ()
 
     def _send(self, asked: Asked) -> None:
         asked.tries += 1
@@ -337,7 +356,7 @@ class Clients:
         want = asked.right_answer()
         if answers != [want] * asked.num_samples:
             raise Violation(f"client {asked.number}: answers {answers}, must be {want} x {asked.num_samples}")
-        self.recent.append([*asked.prompt, *want])
+        self.recent.append(([*asked.prompt, *want], asked.sights))
         self._close(asked, "ok")
 
     def _judge_vectors(self, asked: Asked, vectors: list[list[float]]) -> None:
@@ -392,5 +411,6 @@ def _request(asked: Asked) -> Request:
         "stream": asked.stream,
         "priority": asked.priority,
         **({"extra_key": asked.extra_key} if asked.extra_key else {}),
+        **({"images": [(sight.start, sight.number) for sight in asked.sights]} if asked.sights else {}),
     }
     return Request("POST", "/generate", msgspec.json.encode(body), headers)

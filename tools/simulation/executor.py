@@ -6,6 +6,8 @@ the layers that are done, and old in the others: whoever sends too early sends t
 
 A namespace of the prefix cache counts as an adapter: the same tokens have other KV there, so a page that crosses to another
 namespace is wrong KV.
+
+What a slot's hash is of a token has its RoPE position and, of an image, its pixels (images.py): KV of other images or turns is wrong KV.
 """
 
 import hashlib
@@ -16,11 +18,17 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from engine.core.plan import Plan, PlanItem, StepResult
+from engine.images import ImageInput
 from tests.core.hash_model import Copy, HashModel, Slot, State, prefix_hash, step_hash
+from tools.simulation.images import Sights, contents, delta_of, seen_at, seen_of
 from tools.simulation.world import Violation
 from transfer_backends.contract import NOTHING_YET, Progress
 
 NOTHING = Slot(-1, -1)  # never written
+OTHER_WEIGHTS = -1
+
+
+Asked = tuple[Sequence[str], Sights]  # a request's namespace and images
 
 
 def adapter_of(namespace: Sequence[str]) -> int:
@@ -53,13 +61,16 @@ class CheckedModel(HashModel):
         self._layers_done = 0
         self._parts: dict[tuple[int, int], list[Slot]] = {}  # by layer, of slots that landed layer by layer
         self._expected: dict[int, list[int]] = {}  # slot -> hash at each position
+        self._deltas: dict[int, int] = {}  # slot -> RoPE position minus position behind its images
+        self.sights: dict[tuple[int, int], Sights] = {}  # of the requests that plans open, by plan and slot
 
     def run(self, plan: Plan) -> StepResult:
         for opened in plan.opens:
             hashes: list[int] = []
-            for token in [*opened.prompt_ids, *opened.output_ids]:
+            sights = self.sights.pop((plan.seq, opened.slot), ())
+            for token in seen_of([*opened.prompt_ids, *opened.output_ids], sights):
                 hashes.append(step_hash(hashes[-1] if hashes else opened.adapter, token))
-            self._expected[opened.slot] = hashes
+            self._expected[opened.slot], self._deltas[opened.slot] = hashes, delta_of(sights)
         if self.ranks is not None and plan.items:
             self.ranks.join(plan)
         result = super().run(plan)
@@ -67,9 +78,21 @@ class CheckedModel(HashModel):
             self.ranks.add_up(plan, result)
         for item, sampled in zip(plan.items, result.items, strict=True):
             if sampled.token is not None:
-                hashes = self._expected[item.slot]
-                hashes.append(step_hash(hashes[item.kv_len - 1], sampled.token))
+                hashes, turn = self._expected[item.slot], item.kv_len + self._deltas[item.slot]
+                seen = seen_at(sampled.token, item.kv_len, (turn,) * 3)
+                hashes.append(step_hash(hashes[item.kv_len - 1], seen))
         return result
+
+    def features_of(self, image: ImageInput) -> list[int]:
+        return contents(image)
+
+    def seen(self, item: PlanItem, tokens: list[int]) -> list[int]:
+        found, places = super().seen(item, tokens), range(item.start, item.kv_len)
+        if item.images is None:
+            return found
+        rope, delta = item.images.rope, item.images.rope_delta
+        turns = [(place + delta,) * 3 for place in places] if rope is None else list(zip(*rope, strict=True))
+        return [seen_at(*of) for of in zip(found, places, turns, strict=True)]
 
     def begin(self, plan: Plan) -> StepResult:
         """As `run`, but no layer is done yet."""
@@ -133,6 +156,7 @@ class CheckedModel(HashModel):
         self.num_forgotten += 1
         for memory in (self.kv, self.window_kv, self.states):
             memory.clear()
+        self.encoded_by = dict.fromkeys(self.encoded_by, OTHER_WEIGHTS)
         for key, copy in self.copies.items():
             blank: list[Slot | None] = [None] * self.page_size
             state = None if copy.state is None else State(-1, -1)
@@ -186,11 +210,11 @@ class SimExecutor:
     runner = None
 
     def __init__(
-        self, model: CheckedModel, *, layers: int = 1, namespace_of: Callable[[int], Sequence[str]] = lambda slot: ()
+        self, model: CheckedModel, *, layers: int = 1, asked_of: Callable[[int], Asked] = lambda slot: ((), ())
     ) -> None:
-        """`namespace_of(slot)`: of the request that a plan opens there."""
+        """`asked_of(slot)`: namespace and images of the request that a plan opens there."""
         self.model = model
-        self._namespace_of = namespace_of
+        self._asked_of = asked_of
         self.layers = layers
         self.wake: Callable[[], None] = lambda: None
         self._launched: deque[SimLaunch] = deque()
@@ -205,8 +229,13 @@ class SimExecutor:
         return 1 if self.layers == 1 else 1 + self.layers
 
     def named(self, plan: Plan) -> Plan:
-        """`plan` with the adapter of each request that it opens."""
-        opens = [replace(opened, adapter=adapter_of(self._namespace_of(opened.slot))) for opened in plan.opens]
+        """`plan` with the adapter of each request that it opens; the model learns what that sees."""
+        opens = []
+        for opened in plan.opens:
+            namespace, sights = self._asked_of(opened.slot)
+            opens.append(replace(opened, adapter=adapter_of(namespace)))
+            if sights:
+                self.model.sights[plan.seq, opened.slot] = sights
         return replace(plan, opens=opens)
 
     def launch(self, plan: Plan) -> SimLaunch:

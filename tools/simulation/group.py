@@ -207,7 +207,7 @@ class SimGroup:
         self._reported: set[int] = set()  # ranks whose end the leader knows
         self._mail = VirtualMail(self)
         members: Any = {number: (_ToRank(rank), rank) for number, rank in ranks.items()}
-        self.followers = Followers(members, on_end=self._end, mail=self._mail)
+        self.followers = Followers(members, on_end=self._end, mail=self._mail, num_first=shape.tp)
         for number, rank in ranks.items():
             rank.start(self._tokens)
             rank.on_reply = lambda number=number: self._reply_later(number)  # type: ignore[misc]

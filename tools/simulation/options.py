@@ -29,6 +29,7 @@ FIRST_WITH_GROUPS = 1000  # what earlier seeds draw stays
 FIRST_WITH_PREFIXES = 2000
 FIRST_WITH_RETURNS = 3000
 FIRST_WITH_HEARTBEATS = 4000
+FIRST_WITH_IMAGES = 5000
 RANK_FAULT = "kill rank"  # in clusters that have followers
 MOVE_FAULT = "migrate"  # an operator moves what runs at a decode worker
 RETURN_FAULT = "broken stream"  # a client loses its connection, and comes again
@@ -91,6 +92,7 @@ class Options:
     silence_s: float = 0.4  # more than the slowest links take for a connection, a question and its answer
     heartbeats: bool = False  # workers send the router some over an open stream
     prefix_fetch: bool = False  # prefill workers are told of others, which may have a prompt's prefix
+    image_room: int = 0  # tokens of images whose features a worker keeps; 0: the model sees none
 
     def lines(self) -> list[str]:
         return [f"  {name:18} {value}" for name, value in asdict(self).items()]
@@ -124,7 +126,7 @@ def options_of(seed: int, *, nodes: int | None = None, faults: tuple[str, ...] |
     tight = draw.random() < 0.5
     wide = 1 if draw.random() < 0.8 else 4
     low_s = draw.choice([0.0001, 0.001, 0.005])
-    return _with_groups(
+    options = _with_groups(
         seed,
         Options(
             seed=seed,
@@ -178,6 +180,7 @@ def options_of(seed: int, *, nodes: int | None = None, faults: tuple[str, ...] |
             most_kept_bytes=returns.choice([2000, MOST_KEPT_BYTES, MOST_KEPT_BYTES]),
         ),
     )
+    return _with_images(seed, options)
 
 
 def _fetches(seed: int) -> bool:
@@ -202,6 +205,22 @@ def _with_groups(seed: int, options: Options) -> Options:
         state_slots=(draw.choice([4, 8, 16]), draw.choice([2, 4, 10])) if states else (0, 0),
         window=draw.choice([1, 3, 6, 11]) if windows else 0,
         more_window_pages=draw.choice([0, 4, 20]),
+    )
+
+
+def _with_images(seed: int, options: Options) -> Options:
+    """Of most seeds from `FIRST_WITH_IMAGES` on the model sees images. A stage gets what it sees from the one before, which is not simulated
+    for several ranks of a later stage.
+    """
+    draw = random.Random(f"{seed}/images")
+    later_ranks = any(ranks > 1 and stages > 1 for ranks, stages in zip(options.ranks, options.stages, strict=True))
+    if seed < FIRST_WITH_IMAGES or later_ranks or draw.random() < 0.2:
+        return options
+    has_groups = options.window or options.state_slots != (0, 0)
+    return replace(
+        options,
+        image_room=draw.choice([9, 12, 20, 60]),
+        host_pages=0 if has_groups else draw.choice([options.host_pages, 20, 200]),
     )
 
 

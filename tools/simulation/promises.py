@@ -65,6 +65,21 @@ def _of(seed: int, *faults: str, fault_every_s: float, **more: Any) -> Options:
     return replace(roomy, fault_every_s=fault_every_s, **more)
 
 
+def _seeing(seed: int, *faults: str, image_room: int, num_each: int, **more: Any) -> Options:
+    """`num_each`: workers of each role, with room for few images at a time, and little for answers."""
+    tight: dict[str, Any] = {"pages": (34, 24), "page_size": 2, "chunk": 8, "depth": (2, 2), "host_pages": 200}
+    plain: dict[str, Any] = {"resume": "prefill", "layers": 1, "embeddings": False, "clock_s": 0.002}
+    asked: dict[str, Any] = {
+        "num_requests": 30,
+        "burst": 10,
+        "length_s": 3.0,
+        "max_running": 12,
+        "image_room": image_room,
+    }
+    more = {**tight, **plain, **asked, "num_prefill": num_each, "num_decode": num_each, **more}
+    return _of(seed, *faults, fault_every_s=0.25, **more)
+
+
 def _drained() -> Options:
     """With these times no two workers of a role drain at once."""
     options = calm(options_of(11, nodes=6, faults=("drain prefill", "drain decode")))
@@ -118,6 +133,33 @@ PROMISES = (
         name="workers that drain one by one lose nothing",
         options=_drained(),
         least={"drain prefill": 1, "drain decode": 1, "moves landed": 3},
+    ),
+    Promise(
+        name="images go along with what is retracted, goes on elsewhere or comes from the host",
+        options=_seeing(
+            2,
+            MOVE_FAULT,
+            "memory pressure",
+            "update weights",
+            "kill decode",
+            image_room=20,
+            num_each=2,
+            ranks=(1, 2),
+            kv_units=2,
+            prefix_fetch=True,
+        ),
+        least={
+            "recomputes with images": 1,
+            "features evicted": 10,
+            "features found again": 20,
+            "pages from the host tier": 50,
+            "failovers went_on": 3,
+        },
+    ),
+    Promise(
+        name="no features outlive their weights",
+        options=_seeing(2, "update weights", image_room=60, num_each=1),
+        least={"weights taken": 5, "features found again": 8},
     ),
     Promise(
         name="streams go on with clients that come again, at whichever router",

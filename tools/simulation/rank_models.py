@@ -62,7 +62,7 @@ class RankModel(CheckedModel):
 
     def compute(self, item: PlanItem, tokens: list[int]) -> int:
         """Write the KV of `tokens`; return the hash of the whole prefix."""
-        row = self.place(item)
+        row, tokens = self.place(item), self.seen(item, tokens)
         value = self.read(row, item.start, adapter=self.adapters.get(item.slot, 0))
         for position, token in enumerate(tokens, item.start):
             value = step_hash(value, token)
@@ -73,6 +73,12 @@ class RankModel(CheckedModel):
                 self._old[at] = self.kv.get(at, NOTHING)
             self.kv[at] = Slot(value, token)
         return value
+
+    def see(self, plan: Plan) -> None:
+        """Forget and encode images."""
+        for key in plan.forgets:
+            self.features.pop(key, None)
+        self._encode(plan)
 
     def begin_layers(self) -> None:
         self._old.clear()
@@ -123,6 +129,9 @@ class SimForward:
 
     def open(self, opened: SlotOpen) -> None:
         self._model.adapters[opened.slot] = opened.adapter
+
+    def see(self, model: Any, plan: Plan) -> None:
+        self._model.see(plan)
 
     def join(self, model: Any, plan: Plan, arrival: SimCopies) -> None:
         """No rank computes for others here."""

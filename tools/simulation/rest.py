@@ -4,6 +4,7 @@ from collections import Counter
 
 from engine.core.radix_node import TRUNK
 from tools.simulation.executor import adapter_of
+from tools.simulation.images import seen_by_keys
 from tools.simulation.worker import Worker
 
 
@@ -28,6 +29,7 @@ def leftovers(worker: Worker) -> list[str]:
         "pending updates of weights": int(worker.loop._control._update is not None),
         "end under way": int(worker.frontend.signals.requested.is_set()),
         "dead peers": len(_dead_peers(worker)),
+        "images with other features than the cache knows": _strange_features(worker),
         "ranks with other copies": sum(model.copies.keys() != worker.model.copies.keys() for model in worker.models),
     }
     return [f"{worker.process.name}: {count} {what}" for what, count in open_things.items() if count]
@@ -39,24 +41,35 @@ def _dead_peers(worker: Worker) -> list[str]:
     return [name for name in known if worker.around.find(name) is None]
 
 
+def _strange_features(worker: Worker) -> int:
+    """Count images whose features are used, or there and not known, or known and not there."""
+    images = worker.scheduler.memory.images
+    if images is None:
+        return 0
+    used = {key for key, features in images._features.items() if features.uses}
+    return len(used | images._features.keys() ^ worker.model.features.keys())
+
+
 def check_cached(worker: Worker) -> None:
     """Every page that others may find holds the KV of its prefix, in its namespace."""
     cache = worker.scheduler.memory.cache
     for branch, top in [(TRUNK, cache.root), *cache._tops.items()]:
         stack = [(node, list(node.key), list(node.pages)) for node in top.children.values()]
         while stack:
-            node, tokens, pages = stack.pop()
+            node, keys, pages = stack.pop()
+            tokens = seen_by_keys(keys)
             for model in worker.models:
                 model.verify(pages, tokens, adapter=adapter_of(branch.namespace))
                 if node.state:
                     model.verify_state(node.state, tokens, adapter=adapter_of(branch.namespace))
                 model.verify_window(node.pages, node.window)
-            stack += [(c, [*tokens, *c.key], [*pages, *c.pages]) for c in node.children.values()]
+            stack += [(c, [*keys, *c.key], [*pages, *c.pages]) for c in node.children.values()]
 
 
 def counted(worker: Worker) -> dict[str, int]:
     """What happened in this life, beyond plain service: says whether a run tested anything."""
     roles, host = worker.role.counters(), worker.scheduler.memory.host
+    images = worker.scheduler.memory.images
     manager = sum((Counter(manager.counters) for manager in worker.managers.values()), Counter[str]())
     return {
         "slots verified": worker.model.num_checked,
@@ -72,6 +85,9 @@ def counted(worker: Worker) -> dict[str, int]:
         "transfers failed": int(manager.get("failed", 0)),
         "late messages": int(manager.get("late_messages", 0)),
         "pages from the host tier": host.counters["hicache_loaded_pages"] if host is not None else 0,
+        "images encoded": 0 if images is None else images.num_encoded,
+        "features found again": 0 if images is None else images.num_hits,
+        "features evicted": 0 if images is None else images.num_evicted,
         "preemptions": worker.scheduler.counters.preemptions,
         "damaged pages found": int(roles.get("kv_checksum_failed", 0)),
         "checksums verified": int(roles.get("kv_checksum_verified", 0)),

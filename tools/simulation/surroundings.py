@@ -11,6 +11,7 @@ from disagg.metadata import ROW
 from engine.core.backups import CopySize
 from engine.core.growth import MeasuredGrowth
 from engine.core.host_cache import HostCache
+from engine.core.image_cache import ImageCache
 from engine.core.limits import TAIL_SHARE, Limits
 from engine.core.memory import Memory
 from engine.core.new_token_ratio import NewTokenRatio, RatioRule
@@ -173,6 +174,7 @@ def make_scheduler(
             host=host,
             states=states,
             windows=windows,
+            images=ImageCache(max_bytes=options.image_room, token_bytes=1) if options.image_room else None,
         ),
         ratio=NewTokenRatio(RatioRule(conservativeness=draw.choice([0.0, 0.0, 0.3, 1.0]))),
         growth=MeasuredGrowth(),

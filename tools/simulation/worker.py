@@ -46,6 +46,7 @@ from engine.messages import (
 from engine.ranks.followers import GroupEnded
 from engine.ranks.rank_checksum import alone
 from tests.core.hash_model import VOCAB
+from tests.core.images import SEES
 from tools.simulation.activity import Activity, Flag
 from tools.simulation.bootstrap import SimBootstrap, SimRegistrar, look_up_in
 from tools.simulation.control_ports import SimConnectPort, SimListenPort
@@ -53,6 +54,7 @@ from tools.simulation.executor import CheckedModel, SimExecutor
 from tools.simulation.frontend import Frontend
 from tools.simulation.group import GroupExecutor, Shape, SimGroup, SimRank, own_checksum
 from tools.simulation.http import serve
+from tools.simulation.images import Sights, sights_of
 from tools.simulation.rank_models import RankModel
 from tools.simulation.ranks import Follower, RankView
 from tools.simulation.surroundings import (
@@ -96,7 +98,7 @@ class Worker:
         self.draw = around.world.rng(f"worker/{process.name}")
         options, is_prefill = around.options, role_name == "prefill"
         self.model = CheckedModel(page_size=options.page_size, name=process.name)
-        self.model.window = options.window
+        self.model.window, self.model.image_room = options.window, options.image_room
         if options.step_fail_rate:
             self.model.fails = self._step_fails
             self._failed_seq = -1
@@ -105,9 +107,7 @@ class Worker:
             "windows": make_windows(options, decodes=not is_prefill),
         }
         self.metadata = MetadataBuffers(options.rows)
-        self.executor = SimExecutor(
-            self.model, layers=options.layers if is_prefill else 1, namespace_of=self._namespace_of
-        )
+        self.executor = SimExecutor(self.model, layers=options.layers if is_prefill else 1, asked_of=self._asked_of)
         num_pages = options.pages[0 if is_prefill else 1]
         stages = options.stages[0 if is_prefill else 1]
         self.shape = Shape(options.ranks[0 if is_prefill else 1], stages, options.kv_units)
@@ -171,9 +171,11 @@ class Worker:
         for number, follower in zip(numbers, self.followers, strict=True):
             of_stage = number > shape.leader
             by_layer = of_stage and self.executor.layers > 1
+            model = RankModel(page_size=self.model.page_size, name=follower.name, by_layer=by_layer)
+            model.image_room = self.model.image_room
             ranks[number] = SimRank(
                 follower,
-                RankModel(page_size=self.model.page_size, name=follower.name, by_layer=by_layer),
+                model,
                 held=shape.held(number),
                 ahead=not by_layer and (not of_stage or draw.random() < 0.5),
                 pages=num_pages + (0 if number == least else draw.randint(0, 20)),
@@ -389,7 +391,7 @@ class Worker:
                 layerwise=self.executor.layers > 1,
             ),
             directory=registrar,
-            bounds=Bounds(vocab_size=VOCAB, context_length=10_000),
+            bounds=Bounds(VOCAB, context_length=10_000, vision=SEES if self.around.options.image_room else None),
             prefixes=self._prefixes(checksum),
         )
 
@@ -456,8 +458,10 @@ class Worker:
         address = f"{self.process.node}:{HTTP_PORT}"
         serve(self.around.network, self.process, address, self.frontend.handle)
 
-    def _namespace_of(self, slot: int) -> tuple[str, ...]:
-        return next(r.namespace for r in self.scheduler.stages.live.values() if r.slot == slot)
+    def _asked_of(self, slot: int) -> tuple[tuple[str, ...], Sights]:
+        request = next(r for r in self.scheduler.stages.live.values() if r.slot == slot)
+        self.around.world.seen["recomputes with images"] += bool(request.images) and request.rid.startswith("recompute")
+        return request.namespace, sights_of(request.images)
 
     # ---- threads
 
