@@ -12,7 +12,8 @@ from gguf import GGMLQuantizationType as Kind
 from safetensors.torch import load_file
 
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
-MERGE, UNUSED = "!!", 15  # a file without merges has no tokenizer; the id of a token that this one may replace
+# A file without merges has no tokenizer. Its one merge, and what that is made of, take the places of tokens that may go.
+MERGE, PARTS = "! !", {14: "!", 15: "!!"}
 
 Edit = Callable[[gguf.GGUFWriter], object]
 
@@ -59,8 +60,9 @@ def add_tokenizer(writer: gguf.GGUFWriter, tokenizer: dict[str, Any], *, pre: st
     kinds = [1 if t not in added else 3 if added[t]["special"] else 4 for t in tokens]
     merges = tokenizer["model"].get("merges")
     if not merges:
-        tokens[UNUSED], kinds[UNUSED] = MERGE, 1
-        merges = [" ".join(MERGE)]
+        for token_id, token in PARTS.items():
+            tokens[token_id], kinds[token_id] = token, 1
+        merges = [MERGE]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)
