@@ -121,7 +121,7 @@ def about(found: Results) -> str:
         "the other for decode; pages leave whole, or layer by layer; or both workers on all cores, as `tandem up` starts them. Mixed pool: "
         f"a pair and a unified worker (`--mixed`), all on all cores. {found.arguments['layers']} layers as wide as Qwen3-0.6B's, random bf16 weights; {lengths}, scaled; "
         f"runs of {RUN_S:g} s; others left {least:.1f} cores or more{while_alone}. On half of the cores, alone: {1e6 * alone.prompt_token_s:.0f} us a prompt token, "
-        f"{1e3 * alone.step_s:.0f} ms a step with four answers."
+        f"{' '.join([f'{1e3 * alone.step_s:.0f} ms a step with four answers.', *found.remarks])}"
     )
 
 

@@ -47,12 +47,13 @@ class Cell:
 
 @dataclass(slots=True, kw_only=True)
 class Results:
-    """`arguments`: what makes two measurements comparable. `loads`: by name, objectives and mean lengths."""
+    """`arguments`: what makes two measurements comparable. `loads`: by name, objectives and mean lengths. `remarks`: by hand, for the page."""
 
     environment: Mapping[str, Any]
     arguments: Mapping[str, Any]
     calibration: Mapping[str, Any] | None = None
     loads: dict[str, Any] = field(default_factory=dict)
+    remarks: list[str] = field(default_factory=list)
     cells: list[Cell] = field(default_factory=list)
 
     def cell(self, load: str, layout: str) -> Cell | None:
