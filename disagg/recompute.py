@@ -8,14 +8,13 @@ import msgspec
 
 from engine.core.request import Request
 from engine.images import KEY_BYTES, ImageInput, positions_taken
-from engine.model_files.tower_config import ClipTower
+from engine.model_files.tower_config import CHANNELS, ClipTower
 from engine.model_files.vision_config import VisionConfig
 from engine.sampling_params import SamplingParams
 from transfer_backends.contract import RecomputeRequest, Work
 from transfer_backends.wire import MAX_IMAGE_BYTES
 
 NOTHING = SamplingParams(temperature=0.0, max_new_tokens=0)
-CHANNELS = 3
 DESCRIPTION_BYTES = 256  # of an image beside its pixels, at most
 
 _images = msgspec.msgpack.Decoder(tuple[ImageInput, ...])

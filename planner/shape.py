@@ -5,10 +5,9 @@ What a GPU holds is engine/parallel/layout.py's decision.
 
 from dataclasses import dataclass
 
+from engine.kv.cache_spec import ELEMENT_BYTES
 from engine.model_files.model_config import ModelConfig
 from engine.parallel.layout import Place, share_of
-
-BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +42,7 @@ def shape_of(model: ModelConfig, tp: int = 1, *, on_cpu: bool = False) -> Shape:
     2 FLOPs per weight and token; 4 x head_dim FLOPs per head and (query, key) pair: scores, and the sum of values.
     """
     share = share_of(model, fullest(tp))
-    size = BYTES[model.dtype]
+    size = ELEMENT_BYTES[model.dtype]
     query, key = len(share.heads) * model.head_dim, len(share.kv_heads) * model.head_dim
     hidden, inner = model.hidden_size, model.intermediate_size // tp
     matrices = [(query + 2 * key, hidden), (hidden, query), (2 * inner, hidden), (hidden, inner)]  # [outputs, inputs]

@@ -2,8 +2,8 @@
 
 Pages get names that hold outside (service/prefix_chain.py), by all tokens up to the page's end. A split of a node changes no name.
 
-A token of an image has an id of its own there: 31 bits of its key id behind the highest bit, which no token id has. So a reader finds text
-before the first image as ever, and nothing behind it by ids that requests bring.
+A token of an image has an id of its own there: 31 bits of its key id behind the highest bit, which no token id has. So a reader finds the
+text before the first image, and the ids of a request match nothing behind it.
 """
 
 from collections.abc import Iterator, Sequence

@@ -13,11 +13,10 @@ from engine.core.plan import Plan, PlanItem
 from engine.executor.encoder_ranks import EncoderRanks
 from engine.images import ImageInput
 from engine.kv.upload import upload
+from engine.model_files.tower_config import CHANNELS
 from engine.models.decoder import DenseDecoder
 from engine.models.image_rows import ImageRows
 from engine.models.vision.tower import Pixels
-
-CHANNELS = 3
 
 
 class ImagePass:

@@ -5,6 +5,7 @@ from math import isqrt
 from engine.config import EngineConfig
 from engine.core.image_cache import MEGABYTE, ImageCache
 from engine.images import KEY_BYTES, ImageInput
+from engine.kv.cache_spec import ELEMENT_BYTES
 from engine.model_files.image_processing import PixelRange
 from engine.model_files.model_config import ModelConfig
 from engine.model_files.tower_config import CHANNELS, ClipTower
@@ -12,7 +13,6 @@ from engine.model_files.vision_config import VisionConfig
 from service.flags import ConfigError
 
 DEFAULT_MB = 100  # SGLang's SGLANG_VLM_CACHE_SIZE_MB
-DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 
 
 def vlm_cache_size_mb(config: EngineConfig, model: ModelConfig, *, dtype: str, context: int) -> int | None:
@@ -59,11 +59,11 @@ def most_image_tokens(vision: VisionConfig) -> int:
 
 def _feature_bytes(model: ModelConfig, vision: VisionConfig, dtype: str) -> int:
     """Of a token."""
-    return model.hidden_size * (1 + vision.deepstack_levels) * DTYPE_BYTES[dtype]
+    return model.hidden_size * (1 + vision.deepstack_levels) * ELEMENT_BYTES[dtype]
 
 
 def blank_image(vision: VisionConfig, most_tokens: int) -> ImageInput:
-    """Return a black square of about so many tokens, for steps without requests; of a tower of one size, of that."""
+    """Return a black square of at most `most_tokens`, or of the one size that the tower takes: for steps without requests."""
     tower = vision.tower
     if isinstance(tower, ClipTower):
         grid, merge, edge = (tower.num_tokens, 1, 1), 1, tower.side * tower.patch

@@ -1,4 +1,4 @@
-"""Fetches images by http(s) URL for clients that nobody trusts (CWE-918, server-side request forgery).
+"""Fetches images by http(s) URL for untrusted clients (CWE-918, server-side request forgery).
 
     name allowed? -> resolved once -> each address checked where its socket is made -> connected to that address -> redirect: from the start
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from engine.layers.linear import Linear
 from engine.layers.norm import Norm
 from engine.models.vision.attention import FrameLayout, Spans, VisionAttention
+from engine.models.vision.weights import VisionWeights
 
 
 class VisionMLP(Protocol):
@@ -35,6 +36,12 @@ class GatedMLP:
 
     def of_norm(self, norm: Norm, x: Tensor, delta: Tensor | None) -> Tensor:
         return self._down(self._gate_up.gated_of_norm(norm, x, delta))
+
+
+def attention_of(weights: VisionWeights, qkv: Sequence[str], out: str, *, hidden: int, heads: int) -> VisionAttention:
+    """Load attention. `qkv`: names of its matrices for q, k and v: three, or one that holds all."""
+    rows = 3 * hidden // len(qkv)
+    return VisionAttention(weights.linear(qkv, rows, hidden), weights.linear([out], hidden, hidden), heads=heads)
 
 
 class VisionBlock:

@@ -9,8 +9,8 @@ from engine.layers.norm import add
 from engine.model_files.image_processing import ImageProcessing
 from engine.model_files.tower_config import CHANNELS, ClipTower
 from engine.models.vision.activations import ACTIVATIONS
-from engine.models.vision.attention import FrameLayout, Spans, VisionAttention
-from engine.models.vision.block import PlainMLP, VisionBlock
+from engine.models.vision.attention import FrameLayout, Spans
+from engine.models.vision.block import PlainMLP, VisionBlock, attention_of
 from engine.models.vision.patches import Patches
 from engine.models.vision.tower import Pixels
 from engine.models.vision.weights import VisionWeights
@@ -74,11 +74,8 @@ class ProjectedClip:
 
 def _block(weights: VisionWeights, config: ClipTower) -> VisionBlock:
     hidden, width = config.hidden_size, config.intermediate_size
-    attention = VisionAttention(
-        weights.linear([f"self_attn.{name}_proj" for name in "qkv"], hidden, hidden),
-        weights.linear(["self_attn.out_proj"], hidden, hidden),
-        heads=config.num_heads,
-    )
+    qkv = [f"self_attn.{name}_proj" for name in "qkv"]
+    attention = attention_of(weights, qkv, "self_attn.out_proj", hidden=hidden, heads=config.num_heads)
     mlp = PlainMLP(
         weights.linear(["mlp.fc1"], width, hidden),
         weights.linear(["mlp.fc2"], hidden, width),

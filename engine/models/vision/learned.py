@@ -9,8 +9,8 @@ from engine.layers.norm import add
 from engine.model_files.image_processing import ImageProcessing
 from engine.model_files.tower_config import CHANNELS, LearnedTower
 from engine.models.vision.activations import ACTIVATIONS
-from engine.models.vision.attention import FrameLayout, Spans, VisionAttention
-from engine.models.vision.block import PlainMLP, VisionBlock
+from engine.models.vision.attention import FrameLayout, Spans
+from engine.models.vision.block import PlainMLP, VisionBlock, attention_of
 from engine.models.vision.merger import PatchMerger
 from engine.models.vision.patches import Patches, places
 from engine.models.vision.positions import AxialRope, LearnedPositions
@@ -61,11 +61,7 @@ class DeepstackTower:
 
 def _block(weights: VisionWeights, config: LearnedTower) -> VisionBlock:
     hidden, width = config.hidden_size, config.intermediate_size
-    attention = VisionAttention(
-        weights.linear(["attn.qkv"], 3 * hidden, hidden),
-        weights.linear(["attn.proj"], hidden, hidden),
-        heads=config.num_heads,
-    )
+    attention = attention_of(weights, ["attn.qkv"], "attn.proj", hidden=hidden, heads=config.num_heads)
     mlp = PlainMLP(
         weights.linear(["mlp.linear_fc1"], width, hidden),
         weights.linear(["mlp.linear_fc2"], hidden, width),

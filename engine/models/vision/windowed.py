@@ -8,8 +8,8 @@ from torch import Tensor
 from engine.layers.norm import add
 from engine.model_files.image_processing import ImageProcessing
 from engine.model_files.tower_config import CHANNELS, WindowTower
-from engine.models.vision.attention import FrameLayout, Spans, VisionAttention
-from engine.models.vision.block import GatedMLP, VisionBlock
+from engine.models.vision.attention import FrameLayout, Spans
+from engine.models.vision.block import GatedMLP, VisionBlock, attention_of
 from engine.models.vision.merger import PatchMerger
 from engine.models.vision.patches import Patches, places
 from engine.models.vision.positions import AxialRope
@@ -79,11 +79,7 @@ def _framed(x: Tensor, order: Tensor, *, frames: int) -> Tensor:
 
 def _block(weights: VisionWeights, config: WindowTower) -> VisionBlock:
     hidden, width = config.hidden_size, config.intermediate_size
-    attention = VisionAttention(
-        weights.linear(["attn.qkv"], 3 * hidden, hidden),
-        weights.linear(["attn.proj"], hidden, hidden),
-        heads=config.num_heads,
-    )
+    attention = attention_of(weights, ["attn.qkv"], "attn.proj", hidden=hidden, heads=config.num_heads)
     mlp = GatedMLP(
         weights.linear(["mlp.gate_proj", "mlp.up_proj"], width, hidden, gates=True),
         weights.linear(["mlp.down_proj"], hidden, width),

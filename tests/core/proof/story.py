@@ -74,7 +74,7 @@ class Ask:
     """One request: a prompt of `length` tokens of one of few families (so that prefixes are shared), and its wishes.
 
     `stop`: "" | "eos" | "ids" | "string"; `stop_at`: which of the expected tokens it is. `logprob_from`: -1 output only. `adapter`: number
-    of its load; 0: the model alone. `sights`: images, each by its number behind so many tokens of text; what does not fit is left out.
+    of its load; 0: the model alone. `sights`: of each image the tokens of text before it, and its number; what does not fit is left out.
     """
 
     family: int
