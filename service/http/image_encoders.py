@@ -1,0 +1,57 @@
+"""The header in which a router names the workers that encode a prompt's images: its text, signed. Workers ignore any other.
+
+X-Tandem-Image-Encoders: SIGNATURE {"encoders": [{"control": "host:port", "incarnation": ...}], "images": [0, null, 0]}
+
+`images` has an entry for each image, in order of appearance: a place in `encoders`, or null. So it stays short: servers bound a header.
+"""
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import msgspec
+
+from service.http.json_depth import decode_or_none
+from service.security.secret import is_signed, sign
+
+ENCODERS_HEADER = "X-Tandem-Image-Encoders"
+PURPOSE = "image encoders"
+MAX_ENCODERS = 16  # of a request: servers bound a header, by 8 KiB
+MAX_IMAGES = 1024  # places of as many, and 16 encoders, fit it, too
+
+
+class ImageEncoder(msgspec.Struct, frozen=True):
+    """`control`: address of the worker's control plane, and its `incarnation`."""
+
+    control: Annotated[str, msgspec.Meta(max_length=300)]
+    incarnation: Annotated[str, msgspec.Meta(max_length=300)]
+
+
+class _Named(msgspec.Struct, frozen=True):
+    encoders: Annotated[list[ImageEncoder], msgspec.Meta(max_length=MAX_ENCODERS)]
+    images: Annotated[
+        list[Annotated[int, msgspec.Meta(ge=0, lt=MAX_ENCODERS)] | None], msgspec.Meta(max_length=MAX_IMAGES)
+    ]
+
+
+def write_header(encoders: Sequence[ImageEncoder | None], secret: bytes | None) -> str:
+    """`encoders`: of each image; None: the worker encodes it. Those beyond the bounds are left out.
+
+    Without a secret workers check no signature.
+    """
+    asked = encoders[:MAX_IMAGES]
+    distinct = list(dict.fromkeys(encoder for encoder in asked if encoder is not None))[:MAX_ENCODERS]
+    places: dict[ImageEncoder | None, int] = {encoder: place for place, encoder in enumerate(distinct)}
+    text = msgspec.json.encode(_Named(distinct, [places.get(encoder) for encoder in asked]))
+    return f"{sign(text, secret, purpose=PURPOSE)} {text.decode()}"
+
+
+def read_header(value: str, secret: bytes | None) -> list[ImageEncoder | None] | None:
+    """Return None for what no router with this secret has written."""
+    signature, _, text = value.partition(" ")
+    raw = text.encode(errors="replace")
+    if not is_signed(signature, raw, secret, purpose=PURPOSE):
+        return None
+    named: _Named | None = decode_or_none(raw, _Named)
+    if named is None or any(place is not None and place >= len(named.encoders) for place in named.images):
+        return None
+    return [None if place is None else named.encoders[place] for place in named.images]
