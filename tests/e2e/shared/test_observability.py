@@ -125,7 +125,7 @@ ROUTER = """smg_http_requests_total smg_http_responses_total smg_http_request_du
 
 
 def test_the_names_that_users_of_other_servers_know(exported: dict[str, dict[str, set[str]]]) -> None:
-    """From ../shared/facts: what dashboards, autoscalers and the Gateway API's inference extension ask for."""
+    """What dashboards, autoscalers and the Gateway API's inference extension ask for."""
     for role, names in (("prefill", f"{WORKERS} {PREFILL}"), ("decode", f"{WORKERS} {DECODE}")):
         wanted = {f"sglang:{name}" for name in names.split()} | {f"vllm:{name}" for name in VLLM.split()}
         assert not wanted - exported[role].keys(), sorted(wanted - exported[role].keys())
