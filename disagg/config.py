@@ -15,7 +15,9 @@ class DisaggConfig(FlagSet):
     """Role of this worker and how KV is handed over."""
 
     disaggregation_mode: str = flag(
-        "null", "role of this worker; null: it serves whole requests", choices=("null", "prefill", "decode")
+        "null",
+        "role of this worker; null: it serves whole requests; encode: it computes what the vision tower makes of images, for others",
+        choices=("null", "prefill", "decode", "encode"),
     )
     disaggregation_transfer_backend: str = flag(
         "nixl", "engine that moves the KV cache", choices=("nixl", "mooncake", "fake")
@@ -97,6 +99,11 @@ class DisaggConfig(FlagSet):
         False,
         "a prefill worker gets a prefix that another one has cached from there, where that is faster than to compute it (needed "
         "on all prefill workers and on the router)",
+    )
+    feature_fetch: bool = flag(
+        False,
+        "a prefill worker, or one that serves whole requests, gets what the vision tower makes of images from the encode workers that "
+        "the router names; it encodes an image itself where none is named, or the features do not come",
     )
     disaggregation_layerwise_transfer: str = flag(
         "auto",

@@ -97,7 +97,7 @@ def make_allowlist(server: ServerConfig, disagg: DisaggConfig, *, control_host: 
     """
     secret = read_secret(disagg.cluster_secret_file)
     decodes = disagg.disaggregation_mode == "decode"
-    if not decodes and not disagg.prefix_fetch:
+    if not decodes and not disagg.prefix_fetch and not disagg.feature_fetch:
         return BootstrapAllowlist()
     named = disagg.disaggregation_bootstrap_server
     allowed = AllowedAddresses(

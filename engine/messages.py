@@ -45,6 +45,13 @@ class PrefixSource(msgspec.Struct, frozen=True, array_like=True):
     copy: bool = False
 
 
+class FeatureSource(msgspec.Struct, frozen=True, array_like=True):
+    """The encoder worker that computes the features of an image: "host:port" of its sender's control plane, and its incarnation."""
+
+    control: str
+    incarnation: str
+
+
 class LogprobOptions(msgspec.Struct, frozen=True, array_like=True):
     """`start_len`: first prompt position whose logprob is wanted; -1: output only.
 
@@ -92,6 +99,7 @@ class GenerateRequest(_Message, frozen=True):
     )
     prefix_source: PrefixSource | None = None  # for a prefill worker; None: no router knows of one
     images: list[ImageInput] = []  # of the prompt, in order of their tokens
+    encoders: list[FeatureSource | None] = []  # of `images`; None, or none at all: this worker encodes them itself
 
 
 class GenerateBatch(_Message, frozen=True):

@@ -19,6 +19,7 @@ from engine.frontend.apis.shared.fields import (
     id_lists,
     prompt_ids,
 )
+from engine.frontend.apis.shared.image_encoders import with_image_encoders
 from engine.frontend.apis.shared.media import Prompt, load_media, media_prompt
 from engine.frontend.apis.shared.models import check_lora_path
 from engine.frontend.apis.shared.namespaces import namespaces_of
@@ -67,6 +68,7 @@ async def generate(request: web.BaseRequest) -> web.StreamResponse:
     requests, groups = _requests(request, body, prompts=prompts, images=images, given=given, params=fitted, n=n)
     resume = resume_of(request)
     requests = with_prefix_source(request, going_on(resume, requests))
+    requests = with_image_encoders(request, requests) if images else requests
     generation = s.client.generate(
         requests,
         groups=groups if resume is None else resume.groups,

@@ -13,6 +13,7 @@ from engine.frontend.apis.shared.fields import (
     check_stream_interval,
     fit_to_context,
 )
+from engine.frontend.apis.shared.image_encoders import with_image_encoders
 from engine.frontend.apis.shared.models import Chosen
 from engine.frontend.apis.shared.namespaces import namespaces_of
 from engine.frontend.apis.shared.prefix_sources import with_prefix_source
@@ -117,6 +118,7 @@ async def answer_samples(
         for i, sampling in enumerate(samplings)
     ]
     requests, groups = with_prefix_source(request, going_on(resume, requests)), [id] * len(requests)
+    requests = with_image_encoders(request, requests) if images else requests
     generation = s.client.generate(
         requests,
         groups=groups,

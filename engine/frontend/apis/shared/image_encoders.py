@@ -1,0 +1,49 @@
+"""The encoder workers of a prompt's images, as the router names them."""
+
+from collections.abc import Sequence
+
+import msgspec
+from aiohttp import web
+
+from engine.frontend.services import SERVICES
+from engine.messages import FeatureSource, GenerateRequest
+from service.http.image_encoders import ENCODERS_HEADER, ImageEncoder, read_header
+
+
+def with_image_encoders(request: web.BaseRequest, requests: list[GenerateRequest]) -> list[GenerateRequest]:
+    """Return `requests`, which name the encoder of each of their images.
+
+    A header that no router of this cluster has written is ignored, and so is a worker that may not be dialled: this worker encodes the
+    image. What is one video for the router may be several images of the model: the last ones have the last encoder.
+    """
+    value, spec = request.headers.get(ENCODERS_HEADER), request[SERVICES].spec
+    if value is None or spec.mode == "decode":
+        return requests
+    named = read_header(value, spec.secret)
+    if not named:
+        return requests
+    sources = [
+        _source(one) if one is not None and spec.bootstrap_allowlist.admits(one.control) else None for one in named
+    ]
+    return [
+        msgspec.structs.replace(r, encoders=_of(sources, first, len(r.images))) if r.images else r
+        for r, first in zip(requests, _num_earlier(requests), strict=True)
+    ]
+
+
+def _source(encoder: ImageEncoder) -> FeatureSource:
+    return FeatureSource(encoder.control, encoder.incarnation)
+
+
+def _num_earlier(requests: Sequence[GenerateRequest]) -> list[int]:
+    """Count for each request the images of earlier prompts of the body. The samples of a prompt share its list of them."""
+    counts, earlier = list[int](), 0
+    for before, request in zip((None, *requests), requests, strict=False):
+        if before is not None and request.images is not before.images:
+            earlier += len(before.images)
+        counts.append(earlier)
+    return counts
+
+
+def _of(sources: list[FeatureSource | None], first: int, count: int) -> list[FeatureSource | None]:
+    return [sources[min(place, len(sources) - 1)] for place in range(first, first + count)]
