@@ -192,8 +192,8 @@ class DecodeRole:
 
     def _start(self, handover: DecodeHandover, now_s: float) -> list[TokenOutput]:
         try:
-            pages = self._landing(handover.request)
-            first = handover.read_row(self._metadata, pages, handover.tail, self._checksum)
+            pages, end = self._landing(handover.request), handover.request.handed_tokens
+            first = handover.read_row(self._metadata, pages, handover.tail, self._checksum, num_tokens=end)
         except (MetadataCorrupt, KVCorrupt) as error:
             rid, room = handover.request.rid, handover.room
             log.error("decode %s (room %d): %s", rid, room, error, extra=handover.log_fields)

@@ -37,9 +37,7 @@ class Handover:
     stage: HandoverStage = HandoverStage.WAITING
     metadata_row: int | None = None
     tail: Tail = ()  # what goes behind the last page
-    checksum: PendingChecksum | None = (
-        None  # of the pages and the tail that move, once they are computed or have landed
-    )
+    checksum: PendingChecksum | None = None  # of pages and tail, once they are computed or have landed
 
     @property
     def log_fields(self) -> dict[str, dict[str, str | int | float]]:
@@ -92,18 +90,26 @@ class DecodeHandover(Handover):
     joined: bool = False
 
     def read_row(
-        self, rows: MetadataBuffers, pages: Sequence[int], tail: Tail, checksum: Checksum | None
+        self,
+        rows: MetadataBuffers,
+        pages: Sequence[int],
+        tail: Tail,
+        checksum: Checksum | None,
+        *,
+        num_tokens: int | None = None,
     ) -> FirstToken | None:
         """Return what has landed; None: ask again, the checksum of `pages` and `tail` is under way.
 
-        KV of other weights than this worker's stays out of its prefix cache, where later requests would read it. Raises MetadataCorrupt, or KVCorrupt if these are not what prefill sent.
+        `num_tokens`: of the request, up to the end of the last page; None: pages are filled.
+        KV of other weights than this worker's stays out of its prefix cache, where later requests would read it.
+        Raises MetadataCorrupt, or KVCorrupt if the bytes are not the ones that prefill sent.
         """
         assert self.metadata_row is not None
         first = rows.read(self.metadata_row, room=self.room if self.moves_bytes else None)
         if first.other_weights:
             self.request.keep_kv = False
         if checksum is not None and self.moves_bytes:
-            self.checksum = self.checksum or checksum(pages, tail)
+            self.checksum = self.checksum or checksum(pages, tail, num_tokens)
             found = self.checksum()
             if found is None:
                 return None

@@ -61,9 +61,8 @@ ROW = np.dtype(
 
 
 PendingChecksum = Callable[[], int | None]  # signed, 64 bits; None: the device has not come to it
-Checksum = Callable[
-    [Sequence[int], Tail], PendingChecksum
-]  # of the bytes of pages, in their order, and what goes beside them
+# (pages, in their order; what goes beside them; tokens up to the end of the last page, None: pages are filled)
+Checksum = Callable[[Sequence[int], Tail, int | None], PendingChecksum]
 
 
 class MetadataCorrupt(Exception):

@@ -110,7 +110,8 @@ class PageSender:
 
     def add_computed(self, handover: PrefillHandover, output: TokenOutput, first: ItemResult) -> None:
         if self._checksum is not None and handover.stage is HandoverStage.COMPUTING:
-            handover.checksum = self._checksum(handover.request.pages[handover.sender.skip_pages :], handover.tail)
+            pages, num_tokens = handover.request.pages[handover.sender.skip_pages :], handover.request.handed_tokens
+            handover.checksum = self._checksum(pages, handover.tail, num_tokens)
         self._computed.append((handover, output, first))
 
     def send_computed(self, now_s: float) -> None:

@@ -129,8 +129,8 @@ class Resumption:
 
     def _land(self, handover: DecodeHandover) -> None:
         try:
-            pages = self._requested_pages(handover.request)
-            first = handover.read_row(self._metadata, pages, handover.tail, self._checksum)
+            pages, end = self._requested_pages(handover.request), handover.request.num_tokens - 1
+            first = handover.read_row(self._metadata, pages, handover.tail, self._checksum, num_tokens=end)
         except (MetadataCorrupt, KVCorrupt) as error:
             self.counters["kv_checksum_failed"] += isinstance(error, KVCorrupt)
             return self._fail(handover, str(error))

@@ -137,6 +137,16 @@ class KVPool:
         """Return the byte of a unit where its last layer ends, without padding."""
         return unit_end(self._parts, self.page_size)
 
+    def bits_of(self, num_tokens: int) -> torch.Tensor:
+        """Return [bytes of a unit] uint8 on the pool's device: all bits of a page's first `num_tokens` tokens and of its tail, else 0."""
+        bits = torch.zeros(self.unit_bytes, dtype=torch.uint8, device=self.device)
+        layout = {"num_pages": 1, "page_size": self.page_size, "units": 1, "page_bytes": self.unit_bytes}
+        for run in like_layers(self._parts, self.page_size):
+            token_rows(bits, run, **layout)[:, :, :, :num_tokens].bitwise_not_()
+        if self.tails is not None:
+            bits[layer_offsets(self._parts, self.page_size)[-1] : self.unit_end] = 255
+        return bits
+
     @property
     def held(self) -> HeldKV:
         """Return what the pool holds if it is the model's only one."""

@@ -224,8 +224,8 @@ def _add_checksum(pools: RankPools, actions: dict[str, Action]) -> None:
     landed = threading.Event()
     checksum = RankChecksum(pools, wakeup=landed.set)
 
-    def value_of(pages: Sequence[int], tail: Tail) -> Mapping[str, int]:
-        value = checksum(pages, tail)
+    def value_of(pages: Sequence[int], tail: Tail, num_tokens: int | None) -> Mapping[str, int]:
+        value = checksum(pages, tail, num_tokens)
         while (found := value()) is None:
             landed.wait()
             landed.clear()

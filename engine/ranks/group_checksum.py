@@ -2,28 +2,30 @@
 
 import logging
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from engine.kv.held import CopiesDiffer, total
 from engine.ranks.followers import Followers
-from engine.ranks.rank_checksum import Parts, Tail, Value
+from engine.ranks.rank_checksum import OwnChecksum, Tail, Value
 
 log = logging.getLogger(__name__)
 
 
 class GroupChecksum:
-    """Of what all ranks hold. `own`: the leader's `RankChecksum`.
+    """The checksum over all ranks' parts. `own`: the leader's `RankChecksum`.
 
-    A peer's ranks write each copy of a part, so each one is checked. Where two differ the value is a random one, which no peer's equals.
+    A peer's ranks write each copy of a part, so each one is checked. If two copies differ, the value is random and equals no peer's.
     """
 
-    def __init__(self, own: Callable[[Sequence[int], Tail], Parts], followers: Followers) -> None:
+    def __init__(self, own: OwnChecksum, followers: Followers) -> None:
         self._own = own
         self._followers = followers
 
-    def __call__(self, pages: Sequence[int], tail: Tail = ()) -> Value:
-        theirs = self._followers.apply("checksum", pages=list(pages), tail=[list(items) for items in tail])
-        own, found = self._own(pages, tail), list[int]()  # once it is there; the answers are gone then
+    def __call__(self, pages: Sequence[int], tail: Tail = (), num_tokens: int | None = None) -> Value:
+        """`num_tokens`: as of PageChecksum."""
+        beside = [list(items) for items in tail]
+        theirs = self._followers.apply("checksum", pages=list(pages), tail=beside, num_tokens=num_tokens)
+        own, found = self._own(pages, tail, num_tokens), list[int]()  # once it is there; the answers are gone then
 
         def value() -> int | None:
             mine = own()

@@ -13,6 +13,7 @@ Tail = Sequence[Sequence[int]]
 Parts = Callable[
     [], Mapping[str, int] | None
 ]  # by part of the model's memory; None: the device has not come to it, ask again
+OwnChecksum = Callable[[Sequence[int], Tail, int | None], Parts]  # (pages, tail, tokens up to the end of the last page)
 Value = Callable[[], int | None]
 
 
@@ -34,12 +35,13 @@ class RankChecksum:
             self._states = StateChecksum(pools.states, layers=held.state_layers, wakeup=wakeup)
         self._name = held.name
 
-    def __call__(self, pages: Sequence[int], tail: Tail = ()) -> Parts:
+    def __call__(self, pages: Sequence[int], tail: Tail = (), num_tokens: int | None = None) -> Parts:
+        """`num_tokens`: as of PageChecksum."""
         beside = iter(tail)
         of_state = None if self._states is None else self._states(next(beside)[0])
-        sums = [] if self._pages is None else [("pages", self._pages(pages))]
+        sums = [] if self._pages is None else [("pages", self._pages(pages, num_tokens))]
         if self._windows is not None:
-            sums.append(("windows", self._windows(next(beside))))
+            sums.append(("windows", self._windows(next(beside), num_tokens)))
 
         def found() -> Mapping[str, int] | None:
             parts = {} if of_state is None else of_state()
@@ -50,11 +52,11 @@ class RankChecksum:
         return found
 
 
-def alone(own: Callable[[Sequence[int], Tail], Parts]) -> Callable[[Sequence[int], Tail], Value]:
-    """Of an engine of one rank."""
+def alone(own: OwnChecksum) -> Callable[[Sequence[int], Tail, int | None], Value]:
+    """Return the checksum of an engine of one rank."""
 
-    def of(pages: Sequence[int], tail: Tail) -> Value:
-        parts = own(pages, tail)
+    def of(pages: Sequence[int], tail: Tail, num_tokens: int | None) -> Value:
+        parts = own(pages, tail, num_tokens)
 
         def value() -> int | None:
             found = parts()

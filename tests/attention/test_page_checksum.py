@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine.kernels.triton_checksum import page_sums_kernel, sums_constants
-from engine.kv.cache_spec import CacheSpec
+from engine.kv.cache_spec import LAYER, TAIL, CacheSpec
 from engine.kv.held import HeldKV, combine
 from engine.kv.kv_pool import KVPool
 from engine.kv.page_checksum import PageChecksum
@@ -62,6 +62,25 @@ def test_any_flipped_bit_is_seen(pool: KVPool) -> None:
     assert checksum(pages)() == right
     pool.buffer[: pool.page_bytes] ^= 255  # a page that is not asked for
     assert checksum(pages)() == right
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("units", [1, 2])
+def test_bits_behind_the_last_token_of_a_page_do_not_count(units: int, fp8: bool) -> None:
+    """Earlier owners left them, and ranks that hold the same units may differ in them. All other bits count."""
+    spec = CacheSpec(num_kv_heads=2, head_dim=4, dtype="bfloat16", fp8=fp8)
+    specs = [spec, spec, replace(spec, drafter=LAYER), replace(spec, drafter=TAIL)]
+    pool = noise(KVPool(specs, num_pages=8, page_size=4, device="cpu", units=units))
+    checksum, bits = PageChecksum(pool), pool.bits_of(3)
+    right = checksum([3, 7], 7)()
+    assert checksum([3, 7], 8)() == checksum([3, 7])() != right
+    assert int((bits == 255).sum()) == 3 * spec.bytes_per_token() // units * 3 + spec.row_bytes()
+    for byte in range(pool.page_bytes):
+        counts = bool(bits[byte % pool.unit_bytes])
+        for page, seen in ((7, counts), (3, byte % pool.unit_bytes // 8 < -(-pool.unit_end // 8))):
+            pool.buffer[page * pool.page_bytes + byte] ^= 128
+            assert (checksum([3, 7], 7)() != right) == seen, (page, byte)
+            pool.buffer[page * pool.page_bytes + byte] ^= 128
 
 
 def test_swapped_pages_swapped_words_and_paired_sign_bits_are_seen(pool: KVPool) -> None:

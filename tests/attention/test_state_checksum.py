@@ -76,13 +76,13 @@ def test_damage_in_any_pool_is_seen(which: str) -> None:
         noise(pool.buffer, seed)
     held = HeldKV(range(1), 1, range(3), 3, range(1), 1)
     checksum = alone(RankChecksum(RankPools(kv=kv, held=held, states=states, windows=windows)))
-    right = checksum([1, 2], [[2], [3, 4]])()
+    right = checksum([1, 2], [[2], [3, 4]], None)()
     buffer = {"pages": kv.buffer, "windows": windows.buffer, "states": states.buffer}[which]
     for asked in ([1], [2]):
         pages = {"pages": [1, 2], "windows": [3, 4], "states": [2]}[which]
         at = pages[(asked[0] - 1) % len(pages)] * (buffer.nbytes // {"pages": 5, "windows": 5, "states": 3}[which])
         buffer[at] ^= 1
-        assert checksum([1, 2], [[2], [3, 4]])() != right
+        assert checksum([1, 2], [[2], [3, 4]], None)() != right
         buffer[at] ^= 1
-    assert checksum([1, 2], [[2], [3, 4]])() == right
-    assert checksum([1, 2], [[2], [4, 3]])() != right and checksum([1, 2], [[1], [3, 4]])() != right
+    assert checksum([1, 2], [[2], [3, 4]], None)() == right
+    assert checksum([1, 2], [[2], [4, 3]], None)() != right and checksum([1, 2], [[1], [3, 4]], None)() != right

@@ -1,4 +1,4 @@
-"""KV that was damaged on its way fails its own request, counted, and nobody else's: roles, scheduler and hash model."""
+"""KV that is damaged on its way fails its own request alone, counted: roles, scheduler and hash model."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -18,13 +18,14 @@ EMPTY, DAMAGED = Slot(0, 0), Slot(7, 7)
 
 
 class Checksums:
-    """Of what the model remembers of pages; those that were asked for. Known when it has been asked for three times."""
+    """Checksums of the tokens in the model's pages. Each is there at the third call."""
 
     def __init__(self, model: HashModel) -> None:
         self._model = model
 
-    def __call__(self, pages: Sequence[int], tail: Tail) -> Callable[[], int | None]:
-        slots = [(page, offset) for page in pages for offset in range(self._model.page_size)]
+    def __call__(self, pages: Sequence[int], tail: Tail, num_tokens: int | None) -> Callable[[], int | None]:
+        size, missing = self._model.page_size, -(num_tokens or 0) % self._model.page_size
+        slots = [(page, offset) for page in pages for offset in range(size)][: len(pages) * size - missing]
         value = sum(i * (self._model.kv.get(slot, EMPTY).value % 1000003) for i, slot in enumerate(slots, 1))
         answers = iter((None, None))
         return lambda: next(answers, value)
@@ -75,6 +76,24 @@ def test_a_damaged_page_fails_that_request_alone_and_is_counted(which: int) -> N
     counters = cluster.decode.role.counters()
     assert (counters["kv_checksum_failed"], counters["kv_checksum_verified"]) == (1, 3)
     cluster.assert_all_back()
+
+
+def test_bits_behind_the_last_token_of_a_page_do_not_count() -> None:
+    """An earlier owner of decode's pages left other ones than of prefill's."""
+    cluster = checked_cluster()
+    source, target, copied = cluster.prefill.model, cluster.decode.model, list[int]()
+
+    def copy_tokens(src: Sequence[int], dst: Sequence[int]) -> None:
+        copied.extend(dst)
+        for s, d in zip(src, dst, strict=True):
+            for offset in range(4):
+                target.kv[d, offset] = source.kv.get((s, offset), DAMAGED)
+
+    cluster.wire.copy_pages = copy_tokens  # type: ignore[method-assign]
+    cluster.submit("a", list(range(13)), 1, new=4)
+    cluster.run(random.Random(1))
+    assert len(copied) == 4 and cluster.decode.tokens["a"] == expected_tokens(list(range(13)), 4)
+    assert cluster.decode.role.counters()["kv_checksum_verified"] == 1
 
 
 @pytest.mark.parametrize("damaged", [False, True])

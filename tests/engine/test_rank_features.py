@@ -322,7 +322,7 @@ def checksum_of(engine: EngineInProcess) -> int:
     parts = engine.parts
     own = RankChecksum(RankPools(kv=parts.pool, held=parts.held))
     pages = range(1, 1 + parts.scheduler.memory.allocator.counts()["cached"])
-    value = (alone(own) if parts.group is None else GroupChecksum(own, parts.group.followers))(pages, ())
+    value = (alone(own) if parts.group is None else GroupChecksum(own, parts.group.followers))(pages, (), None)
     deadline_s = time.monotonic() + DEADLINE_S
     while (found := value()) is None:
         assert time.monotonic() < deadline_s

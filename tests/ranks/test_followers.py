@@ -196,7 +196,7 @@ def test_values_come_by_rank_and_a_refusal_names_its_rank(group: Group) -> None:
 def checksum(group: Group, copies: list[list[int]], values: dict[int, int]) -> int | None:
     """Of one page, when rank r of `copies` has computed `values[r]`."""
     parts = {rank: {str(copy): values[rank]} for copy in copies for rank in copy}
-    value = GroupChecksum(lambda pages, tail: lambda: parts[0], group.followers)([1])
+    value = GroupChecksum(lambda pages, tail, num_tokens: lambda: parts[0], group.followers)([1])
     assert value() is None
     for rank, channel in group.there.items():
         applied = channel.receive()

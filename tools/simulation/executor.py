@@ -10,7 +10,6 @@ namespace is wrong KV.
 What a slot's hash is of a token has its RoPE position and, of an image, its pixels (images.py): KV of other images or turns is wrong KV.
 """
 
-import hashlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -174,16 +173,6 @@ class CheckedModel(HashModel):
             return
         for offset in range(self.page_size):
             self.window_kv[dst, offset] = other.window_kv.get((src, offset), NOTHING)
-
-    def checksum(self, pages: Sequence[int]) -> Callable[[], int]:
-        """As engine/kv/page_checksum.py: of what lies in `pages`, in their order; signed, 64 bits."""
-        found = hashlib.blake2b(digest_size=8)
-        for page in pages:
-            for offset in range(self.page_size):
-                slot = self.kv.get((page, offset), NOTHING)
-                found.update(b"%d,%d;" % (slot.value, slot.token))
-        value = int.from_bytes(found.digest(), "little", signed=True)
-        return lambda: value
 
 
 def _whole(parts: list[Slot]) -> Slot:

@@ -23,7 +23,7 @@ from engine.ranks.group_checksum import GroupChecksum
 from engine.ranks.leading_executor import GroupLaunch, LeadingExecutor
 from engine.ranks.mail import Take
 from engine.ranks.messages import Failed, PoolSize, Ready, Serving, Step, ToFollower, ToLeader
-from engine.ranks.rank_checksum import Parts, Tail
+from engine.ranks.rank_checksum import OwnChecksum, Parts, Tail
 from engine.ranks.rank_runner import RankRunner
 from tests.core.hash_model import next_token
 from tools.simulation.executor import CheckedModel, SimExecutor
@@ -141,7 +141,9 @@ class SimRank:
         actions: dict[str, Callable[..., Any]] = {
             "use_weights": self.model.forget,
             "forget": lambda: None,
-            "checksum": lambda pages, tail: {self.held.name: page_sum(self.model, self.held, pages)},
+            "checksum": lambda pages, tail, num_tokens: {
+                self.held.name: page_sum(self.model, self.held, pages, num_tokens)
+            },
         }
         self._follower = Follower(end, self._runner, readers={}, actions=actions, turning=lambda _: None)
         self.send(Serving())
@@ -311,11 +313,11 @@ class SimGroup:
         self._on_end()
 
 
-def own_checksum(model: CheckedModel, held: HeldKV) -> Callable[[Sequence[int], Tail], Parts]:
-    """Of one rank's pages: it is there at once. Nothing damages what goes beside them."""
+def own_checksum(model: CheckedModel, held: HeldKV) -> OwnChecksum:
+    """Return the checksum of one rank's pages, ready at once. Nothing damages what goes beside them."""
 
-    def of(pages: Sequence[int], tail: Tail) -> Parts:
-        parts = {held.name: page_sum(model, held, pages)}
+    def of(pages: Sequence[int], tail: Tail, num_tokens: int | None) -> Parts:
+        parts = {held.name: page_sum(model, held, pages, num_tokens)}
         return lambda: parts
 
     return of

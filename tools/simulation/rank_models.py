@@ -15,15 +15,16 @@ from tools.simulation.executor import NOTHING, CheckedModel
 from tools.simulation.world import Violation
 
 
-def page_sum(model: CheckedModel, held: HeldKV, pages: Sequence[int]) -> int:
-    """As engine/kv/page_checksum.py: a sum over what `held` names of `pages`, so that ranks' sums add up.
+def page_sum(model: CheckedModel, held: HeldKV, pages: Sequence[int], num_tokens: int | None) -> int:
+    """As engine/kv/page_checksum.py: a sum over the parts in `held` of `pages`, so that ranks' sums add up.
 
     Two flipped bits move Python's hashes of tuples by amounts that may cancel out; their cubes do not.
     """
     parts = [unit * held.num_layers + layer for unit in held.units for layer in held.layers]
     total = 0
     for at, page in enumerate(pages):
-        for offset in range(model.page_size):
+        last = at == len(pages) - 1
+        for offset in range((last and (num_tokens or 0) % model.page_size) or model.page_size):
             slot = model.kv.get((page, offset), NOTHING)
             total += sum(hash((at, offset, part, slot.value, slot.token)) ** 3 for part in parts)
     return combine([total])
