@@ -33,6 +33,7 @@ BUSY = (429, 503)  # come again
 GONE = 410
 BLIND_SHARE = 0.15  # of prompts with placeholders: these are text
 MOST_TRIES = 20
+SHORT_WAIT_S = 1.0  # for memory at decode: a busy worker may refuse a request for it
 AGAIN_S = 1.0  # after a stream that ended with BUSY before its first token: its header was sent before
 
 
@@ -61,6 +62,7 @@ class Asked:
     sent_s: float = 0.0
     broken_s: float = 0.0  # when it last got something, and then its connection broke
     num_returns: int = 0
+    num_kept: int = 0  # tokens that it had when it came again
     breaks_after: int = 0  # events; 0: never by itself
     is_return: bool = False  # the present connection
     was_cut: bool = False  # and that by itself
@@ -119,7 +121,11 @@ class Clients:
             stream=False,
             must_succeed=must_succeed,
         )
-        if must_succeed and self._options.prealloc_timeout_s < 1 and asked.num_samples * (length + new) > capacity:
+        if (
+            must_succeed
+            and self._options.prealloc_timeout_s < SHORT_WAIT_S
+            and asked.num_samples * (length + new) > capacity
+        ):
             asked.num_samples = 1  # together they would have to wait for memory for longer than they may
         asked.stream = asked.num_samples == 1 and draw.random() < 0.6
         self._draw_kind(asked)
@@ -163,7 +169,7 @@ class Clients:
 
     def _send(self, asked: Asked) -> None:
         asked.tries += 1
-        asked.num_returns = 0
+        asked.num_returns = asked.num_kept = 0
         asked.body.clear()
         self._connect(asked, again=False)
 
@@ -245,6 +251,9 @@ class Clients:
             return
         self._network.world.seen["clients that came again"] += 1
         asked.body[:] = self._returns.kept_by_client(bytes(asked.body))
+        asked.num_kept = sum(
+            len(msgspec.json.decode(event.data).get("tokens", ())) for event in events_of(bytes(asked.body))
+        )
         if asked.must_succeed and asked.num_returns == 1:
             asked.breaks_after = len(events_of(bytes(asked.body))) + 1  # where two workers have written
         self._connect(asked, again=True)
@@ -324,13 +333,21 @@ class Clients:
 
     def _take_event(self, asked: Asked, event: dict[str, Any]) -> None:
         if "error" in event:
-            asked.said_error, asked.said_busy = True, event["error"]["code"] in BUSY and not asked.got
+            asked.said_error, asked.said_busy = True, event["error"]["code"] in BUSY and self._waited(asked)
             return
         asked.got += event["tokens"]
         finish = event["finish"]
         if finish is not None:
             asked.finished = finish["kind"] != "abort"
             asked.said_error |= finish["kind"] == "abort"
+
+    def _waited(self, asked: Asked) -> bool:
+        """Whether the stream ended before its first token; of a client that came again, before the first new one.
+
+        The second may be for want of memory alone: a new worker needs as much for the rest as for a new request.
+        """
+        short = self._options.prealloc_timeout_s < SHORT_WAIT_S
+        return len(asked.got) == asked.num_kept if short else not asked.got
 
     def _end_stream(self, asked: Asked) -> None:
         if asked.finished and not asked.said_error:
