@@ -17,6 +17,7 @@ from service.model_names import untagged
 from service.responses.items import inner_text
 
 BYTES_PER_TOKEN = 4  # of text; a guess good enough to balance by
+TOKENS_PER_IMAGE = 1024  # likewise
 DEFAULT_OUTPUT_TOKENS = 128  # assumed when the request does not bound its answer
 MAX_COUNTED_OUTPUT_TOKENS = 512  # answers are mostly far shorter than the bound that clients send
 MAX_SAMPLES = 4096  # of one request

@@ -14,10 +14,12 @@ from aiohttp import web
 
 from router.admission.admission import Admission
 from router.admission.rate_limit import make_limiter
+from router.attempts.encoder_headers import EncoderHeaders
 from router.attempts.pair_attempt import AttemptLauncher, RoomMinter
 from router.attempts.prefix_headers import PrefixHeaders
 from router.body import PUTS, Api
 from router.choice.chooser import Chooser, make_chooser
+from router.choice.encoders import Encoders
 from router.choice.kv_feed import KVEventFeed
 from router.choice.prefix_sources import PrefixSources
 from router.choice.replication import Replication
@@ -108,9 +110,15 @@ class Router:
         self.admission = Admission(config, peers=peer_load)
         self.table = _table(config, peer_load)
         self.table.on_gone = self._on_gone
+        self.encoders = EncoderHeaders(encoders=Encoders(), table=self.table, secret=self.secret)
         self.responses = _responses(config)
         self.metrics = RouterMetrics(
-            self.table, feed=self.feed, admission=self.admission, responses=self.responses, prefixes=self.prefixes
+            self.table,
+            feed=self.feed,
+            admission=self.admission,
+            responses=self.responses,
+            prefixes=self.prefixes,
+            encoders=self.encoders,
         )
 
     async def connect(self, stack: AsyncExitStack) -> None:
@@ -191,6 +199,7 @@ class Router:
             secret=self.secret,
             clock=time.monotonic,
             prefixes=self.prefixes,
+            encoders=self.encoders,
         )
         if self.prefixes is not None and self.prefixes.replication is not None:
             self._copy_hot_prefixes(launcher, self.prefixes, self.prefixes.replication)
@@ -257,11 +266,13 @@ class Router:
 
     def _on_info(self, worker: Worker, info: object) -> None:
         self.feed.on_info(worker, info)
+        self.encoders.encoders.on_info(worker, info)
         if self.prefixes is not None:
             self.prefixes.sources.on_info(worker, info)
 
     def _on_gone(self, worker: Worker) -> None:
         self.feed.on_gone(worker)
+        self.encoders.encoders.on_gone(worker)
         if self.prefixes is not None:
             self.prefixes.sources.on_gone(worker)
         self.admission.forecast.forget(worker)
@@ -331,9 +342,10 @@ def _table(config: RouterConfig, peers: SharedLoad | None) -> WorkerTable:
     named = [(url, Role.PREFILL, port) for url, port in config.prefill]
     named += [(url, Role.DECODE, None) for url in config.decode]
     named += [(url, Role.UNIFIED, None) for url in config.worker_urls]
+    named += [(url, Role.ENCODE, None) for url in config.encode]
     try:
         for url, role, port in named:
             table.add(url, role=role, bootstrap_port=port, now_s=time.monotonic())
     except WorkerTableError as err:
-        raise ConfigError(f"--prefill/--decode/--worker-urls: {err}; name each worker once") from None
+        raise ConfigError(f"--prefill/--decode/--worker-urls/--encode: {err}; name each worker once") from None
     return table

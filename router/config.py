@@ -33,6 +33,11 @@ class WorkerFlags(FlagSet):
     worker_urls: tuple[str, ...] = flag(
         (), "URLs of unified workers (without --pd-disaggregation, or with --mixed)", by_hand=True
     )
+    encode: tuple[str, ...] = flag(
+        (),
+        "URL of an encoder worker, which computes images for prefill and unified workers; repeatable",
+        by_hand=True,
+    )
     mixed: bool = flag(False, "unified workers beside pairs: each request goes where it costs less (docs/router.md)")
     mixed_ttft_s: float = _seconds(2.0, "--mixed: time to first token that clients want", above=0)
     mixed_itl_s: float = _seconds(0.1, "--mixed: inter-token latency that clients want", above=0)
@@ -147,6 +152,7 @@ class DiscoveryFlags(FlagSet):
     )
     prefill_selector: tuple[str, ...] = flag((), "labels KEY=VALUE of prefill workers' pods")
     decode_selector: tuple[str, ...] = flag((), "labels KEY=VALUE of decode workers' pods")
+    encode_selector: tuple[str, ...] = flag((), "labels KEY=VALUE of encoder workers' pods; default: there are none")
     service_discovery_port: int = flag(80, "port that workers listen on in their pods", least=1, most=MAX_PORT)
     service_discovery_namespace: str | None = flag(None, "namespace of the pods; default: all (needs a ClusterRole)")
     prefill_bootstrap_port_annotation: str = flag(
@@ -278,7 +284,8 @@ def check_worker_url(name: str, url: str) -> None:
 
 def _worker_urls(config: RouterConfig) -> list[tuple[str, str]]:
     named = [("--prefill", url) for url, _ in config.prefill] + [("--decode", url) for url in config.decode]
-    return named + [("--worker-urls", url) for url in config.worker_urls]
+    named += [("--worker-urls", url) for url in config.worker_urls]
+    return named + [("--encode", url) for url in config.encode]
 
 
 def _check_auto_roles(config: RouterConfig) -> None:
@@ -295,15 +302,17 @@ def _check_auto_roles(config: RouterConfig) -> None:
 
 
 def _check_discovery(config: RouterConfig) -> None:
-    """Each role that the router needs has a selector, and the other ones have none."""
+    """Each role that requests need has a selector, and the other ones have none; encoder workers may have one."""
     pairs = [("--prefill-selector", config.prefill_selector), ("--decode-selector", config.decode_selector)]
     unified = [("--selector", config.selector)]
-    for name, parts in pairs + unified:
+    for name, parts in [*pairs, *unified, ("--encode-selector", config.encode_selector)]:
         _require(config.service_discovery or not parts, name, "needs --service-discovery")
         try:
             label_query(parts)
         except ValueError as err:
             raise ConfigError(f"{name}: {err}") from None
+        if name == "--encode-selector":
+            continue
         if config.service_discovery and (config.mixed or config.pd_disaggregation == (name != "--selector")):
             _require(bool(parts), name, "--service-discovery needs it: which pods? Give KEY=VALUE")
         else:

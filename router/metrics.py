@@ -18,6 +18,7 @@ from prometheus_client.registry import Collector
 
 from router.admission.admission import Admission
 from router.admission.forecast import LineFit
+from router.attempts.encoder_headers import EncoderHeaders
 from router.attempts.pair_attempt import PairAttempt
 from router.attempts.prefix_headers import PrefixHeaders
 from router.attempts.request import RequestContext
@@ -51,8 +52,10 @@ class RouterMetrics(Collector):
         admission: Admission | None = None,
         responses: ResponseStore | None = None,
         prefixes: PrefixHeaders | None = None,
+        encoders: EncoderHeaders | None = None,
     ) -> None:
         self._prefixes = prefixes
+        self._encoders = encoders
         self._table = table
         self._responses = responses
         self._feed = feed
@@ -139,6 +142,8 @@ class RouterMetrics(Collector):
             yield from _of_responses(self._responses)
         if self._prefixes is not None:
             yield from _of_prefixes(self._prefixes)
+        if self._encoders is not None:
+            yield _of_encoders(self._encoders)
         yield from self._sglang_names(workers)
 
     def _sglang_names(self, workers: Sequence[Worker]) -> Iterator[Metric]:
@@ -249,6 +254,14 @@ def _of_prefixes(prefixes: PrefixHeaders) -> Iterator[Metric]:
         copies.add_metric(["copied"], replication.num_copied)
         copies.add_metric(["failed"], replication.num_failed)
         yield copies
+
+
+def _of_encoders(encoders: EncoderHeaders) -> Metric:
+    text = "Images of requests, by the encoder worker that was named for them: their owner, the least loaded, or none"
+    images = CounterMetricFamily("tandem_router_images", text, labels=["encoder"])
+    for which, count in sorted(encoders.num_images.items()):
+        images.add_metric([which], count)
+    return images
 
 
 def _of_admission(workers: Sequence[Worker], admission: Admission) -> Iterator[Metric]:

@@ -34,6 +34,13 @@ def build_parser() -> Parser:
     )
     workers.add_argument("--decode", action="append", metavar="URL", default=[], help="a decode worker; repeatable")
     workers.add_argument(
+        "--encode",
+        action="append",
+        metavar="URL",
+        default=[],
+        help="an encoder worker, which computes images for prefill and unified workers; repeatable",
+    )
+    workers.add_argument(
         "--worker-urls",
         nargs="+",
         metavar="URL",
@@ -53,6 +60,7 @@ def config_of(args: argparse.Namespace) -> RouterConfig:
         prefill=tuple(_prefill(words) for words in args.prefill),
         decode=tuple(args.decode),
         worker_urls=tuple(args.worker_urls),
+        encode=tuple(args.encode),
     )
 
 

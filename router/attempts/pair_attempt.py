@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from router.attempts.dp_rank import asked_of
+from router.attempts.encoder_headers import EncoderHeaders
 from router.attempts.events import Events
 from router.attempts.prefix_headers import PrefixHeaders
 from router.attempts.request import RequestContext
@@ -74,7 +75,7 @@ class RoomMinter:
 class PairAttempt:
     """Owns rooms, leases and calls: `end` gives all of them back, and must be called once.
 
-    `prefill` is None at a single worker. `waits_for_prefill`: the answer needs the whole of prefill's. `waiter` wakes when `settled`
+    `encoding`: leases of the encoder workers of its images. `prefill` is None at a single worker. `waits_for_prefill`: the answer needs the whole of prefill's. `waiter` wakes when `settled`
     may have changed. `refused`: by prefill, after the answer had begun. `cancelled`: another attempt answered first.
     """
 
@@ -87,6 +88,7 @@ class PairAttempt:
     started_s: float
     hedge: bool
     waits_for_prefill: bool
+    encoding: Sequence[Lease] = ()
 
     waiter: Waiter = field(default_factory=Waiter)
     refused: CallFailed | None = None
@@ -102,7 +104,7 @@ class PairAttempt:
         self.answering.reply.listener = self._ring
         if self.prefill is not None:
             if self.prefill.ended:
-                self.launcher.table.loads.release(self.leases[0])
+                self._end_prompt()
             self.prefill.reply.listener = self._on_prefill_change
 
     @property
@@ -128,7 +130,7 @@ class PairAttempt:
         self.answering.goes_on = stays
         if self.prefill is not None:
             self.prefill.goes_on = stays
-            self.launcher.table.loads.release(self.leases[0])
+        self._end_prompt()
 
     def watch_prefill(self, on_failure: Callable[[CallFailed], None]) -> None:
         """Report a failure of prefill from now on, while the client gets decode's stream.
@@ -156,10 +158,17 @@ class PairAttempt:
         launcher.table.loads.release(self.leases[-1])
         self.close(why)
         self._ended = True
-        if self.prefill is not None:
+        if self.prefill is None:
+            self._end_prompt()
+        else:
             launcher.tails.add(self)
             if self.prefill.ended:
                 launcher.on_prefill_ended(self)
+
+    def _end_prompt(self) -> None:
+        """Give back what computes the prompt: that is over."""
+        for lease in (*self.encoding, *(self.leases[:1] if self.prefill is not None else ())):
+            self.launcher.table.loads.release(lease)
 
     def _is_decided(self) -> bool:
         """Whether there is an answer, or will be none."""
@@ -177,7 +186,7 @@ class PairAttempt:
         prefill = self.prefill
         if prefill is None or not prefill.ended:
             return
-        self.launcher.table.loads.release(self.leases[0])
+        self._end_prompt()
         if self._ended:
             self.launcher.on_prefill_ended(self)
         elif self._on_late_failure is not None and not self._closed:
@@ -248,7 +257,10 @@ class AttemptGroup:
 
 @dataclass(eq=False, kw_only=True)
 class AttemptLauncher:
-    """Begins attempts. `tails`: ended ones whose prefill call still runs; `close` ends those calls. `prefixes`: None: workers exchange none."""
+    """Begins attempts. `tails`: ended ones whose prefill call still runs; `close` ends those calls. `prefixes`: None: workers exchange none.
+
+    `encoders`: None: images are computed where their prompts are.
+    """
 
     table: WorkerTable
     rooms: RoomMinter
@@ -257,6 +269,7 @@ class AttemptLauncher:
     secret: bytes | None
     clock: Callable[[], float]
     prefixes: PrefixHeaders | None = None
+    encoders: EncoderHeaders | None = None
     tails: set[PairAttempt] = field(default_factory=set, init=False)
 
     def begin(
@@ -270,7 +283,10 @@ class AttemptLauncher:
         parsed, now_s = request.parsed, self.clock()
         rooms: tuple[int, ...] = ()
         prefill: UpstreamCall | None = None
+        encoding: Sequence[Lease] = ()
         if len(placements) == 1:
+            if request.images and self.encoders is not None:
+                headers, encoding = self.encoders.named_in(headers, request.images, placements[0].worker, now_s=now_s)
             leases = self._charge(request, placements, now_s)
             answering = self._call(placements[0].worker, request.path, headers, request.body, stream=True)
         else:
@@ -286,6 +302,10 @@ class AttemptLauncher:
                 _, decode_body = write_bodies(to_decode, host=host, port=port, rooms=rooms)
             if self.prefixes is not None:
                 prefill_headers = self.prefixes.added_to(prefill_headers, placements[0], request.hints)
+            if request.images and self.encoders is not None:
+                prefill_headers, encoding = self.encoders.named_in(
+                    prefill_headers, request.images, compute, now_s=now_s
+                )
             leases = self._charge(request, placements, now_s)
             prefill = self._call(compute, request.path, prefill_headers, prefill_body, stream=False)
             vouched = self._vouched(headers, compute, rooms)
@@ -300,6 +320,7 @@ class AttemptLauncher:
             started_s=now_s,
             hedge=hedge,
             waits_for_prefill=parsed.wants_input_logprobs,
+            encoding=encoding,
         )
         self._tell_sent(request, attempt)
         return attempt

@@ -55,6 +55,7 @@ class RequestContext(msgspec.Struct, kw_only=True, eq=False):
     ways: tuple[Way, ...] = ()  # that it may go
     dp_rank: int | None = None  # of both workers that is to serve it; None: any
     model: str = ""  # that its workers must serve; "": any
+    images: tuple[str, ...] = ()  # digests of those in its body, in order of appearance
     traceparent: str = ""  # sent to workers; "": the client's
     headers: Mapping[str, str] = {}  # sent to workers
 

@@ -13,6 +13,7 @@ const STAGES = {
   prefill: [["bootstrap", "bootstrap"], ["waiting", "waiting"], ["running", "running"], ["inflight", "inflight"]],
   decode: [["prealloc", "prealloc"], ["transfer", "transfer"], ["running", "running"]],
   unified: [["waiting", "waiting"], ["running", "running"]],
+  encode: [["waiting", "waiting"], ["running", "running"]],
 };
 const SIZES = ["tp", "pp", "dp"]; // of ranks
 const LATE = ["retracted", "retracted"]; // shown where there are any
@@ -42,7 +43,7 @@ class Card {
     const pids = several.length && ranks.pids.length ? `ranks: pid ${ranks.pids.join(", ")}` : "";
     this.node.title = [worker.url, worker.error, pids].filter((text) => text).join("\n");
     const share = report && report.capacity_tokens ? report.used_tokens / report.capacity_tokens : null;
-    put(this.usage, next ? `→ ${next}` : health !== "up" ? health : share === null ? "" : `KV ${(share * 100).toFixed(share < 0.1 ? 1 : 0)}%`);
+    put(this.usage, next ? `→ ${next}` : health !== "up" ? health : share === null ? "" : `${worker.role === "encode" ? "features" : "KV"} ${(share * 100).toFixed(share < 0.1 ? 1 : 0)}%`);
     this.bar.style.width = `${Math.min(1, share ?? 0) * 100}%`;
     put(this.counts, this.said(worker));
   }
@@ -117,7 +118,7 @@ class Flow {
     this.roads = this.links.appendChild(svg("g"));
     this.below = this.links.appendChild(svg("g")); // dots that travel, behind the cards
     this.above = find("dots"); // dots that stand in them
-    this.lanes = { prefill: new Lane(find("prefill")), decode: new Lane(find("decode")), alone: new Lane(find("alone")) };
+    this.lanes = { prefill: new Lane(find("prefill")), decode: new Lane(find("decode")), alone: new Lane(find("alone")), encode: new Lane(find("encode")) };
     this.nodes = Object.fromEntries(["arrivals", "answers", "crossing", "arrivals-figure", "arrivals-note", "answers-figure",
       "answers-note", "crossing-figure"].map((id) => [id, find(id)]));
     this.dots = new Map();
@@ -137,6 +138,8 @@ class Flow {
     if (unified) this.lanes.decode.update(of("unified"), "unified");
     else for (const role of ["prefill", "decode"]) this.lanes[role].update(of(role), role);
     if (router.mixed) this.lanes.alone.update(of("unified"), "unified");
+    this.section.classList.toggle("encoding", of("encode").length > 0);
+    this.lanes.encode.update(of("encode"), "encode");
     put(this.lanes.decode.node.querySelector("h2"), unified ? "Workers" : "Decode");
     figure(this.nodes["arrivals-figure"], [said(amount(window.requests_per_s)), "per second"]);
     put(this.nodes["arrivals-note"], `${router.running} running`);

@@ -85,7 +85,7 @@ class Recorder:
 
     def on_report(self, role: Role, before: LoadReport | None, report: LoadReport | None) -> None:
         """A worker's report, and the one before. A counter that fell belongs to a new process."""
-        if before is None or report is None:
+        if before is None or report is None or role is Role.ENCODE:
             return
         second = self.second(self.now_s())
         if role is not Role.DECODE:

@@ -80,7 +80,7 @@ class WorkersApi:
     async def add_worker(self, request: web.BaseRequest) -> web.Response:
         """The worker gets requests after its first good check."""
         body = decode_body(await request.read(), _NewWorker)
-        role = self._role_of(body)
+        role = self._role_of(body, Role.ENCODE)
         worker = self.calls.table.add(body.url, role=role, bootstrap_port=body.bootstrap_port, now_s=time.monotonic())
         self.monitor.watch(worker)
         await self.peers.forward(request, {"url": body.url, "role": role.value, "bootstrap_port": body.bootstrap_port})
@@ -141,9 +141,10 @@ class WorkersApi:
                     return json_response(make_document(decode_or_none(answer.body)))
         return json_response(make_document(None))
 
-    def _role_of(self, body: _NewWorker | _RoleSwitch) -> Role:
-        roles = self.calls.roles
-        word = body.role or body.worker_type or (roles[0].value if len(roles) == 1 else None)
+    def _role_of(self, body: _NewWorker | _RoleSwitch, *others: Role) -> Role:
+        """`others`: that it may name beside those of requests."""
+        alone, roles = self.calls.roles, [*self.calls.roles, *others]
+        word = body.role or body.worker_type or (alone[0].value if len(alone) == 1 else None)
         named = _ROLE_WORDS.get(word or "", word)
         if named not in [role.value for role in roles]:
             raise bad_field("role", f"must be one of {', '.join(roles)}, got {word!r}")

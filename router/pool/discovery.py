@@ -34,6 +34,7 @@ class Discovery:
             Role.PREFILL: flags.prefill_selector,
             Role.DECODE: flags.decode_selector,
             Role.UNIFIED: flags.selector,
+            Role.ENCODE: flags.encode_selector,
         }
         annotation = flags.prefill_bootstrap_port_annotation
         self._watches = [

@@ -25,6 +25,7 @@ from router.pool.rebalance import num_to_give
 from router.pool.reports import (
     is_bootstrap_server,
     parse_bootstrap,
+    parse_encoder,
     parse_health,
     parse_load,
     parse_mode,
@@ -33,7 +34,7 @@ from router.pool.reports import (
     why_draining,
 )
 from router.pool.states import Check, Health
-from router.pool.worker import LoadReport, Role, Worker
+from router.pool.worker import PAIR, LoadReport, Role, Worker
 from router.pool.workers import WorkerTable
 from service.http.listening import url_of
 from service.waiter import end_tasks, loop_time_s
@@ -45,12 +46,20 @@ _LOAD_PATHS = ("/v1/loads", "/get_load")  # the richer one first
 _INFO_PATHS = ("/server_info", "/get_server_info")
 _MODEL_PATHS = ("/v1/models",)
 _MODEL_INFO_PATHS = ("/get_model_info", "/model_info")
-_ROLES = {"prefill": Role.PREFILL, "decode": Role.DECODE, "null": Role.UNIFIED}  # by --disaggregation-mode
+_ROLES = {  # by --disaggregation-mode
+    "prefill": Role.PREFILL,
+    "decode": Role.DECODE,
+    "null": Role.UNIFIED,
+    "encode": Role.ENCODE,
+}
 MOST_BEATS_PER_S = 4096  # of all workers
 MOST_CHECKS_PER_S = 64  # of all workers with requests and without heartbeats: about 3 % of a core
 BETWEEN_S = 0.0005  # two first checks
 GOLDEN = 0.6180339887  # its multiples spread evenly over an interval, however many there are (Knuth, vol. 3, 6.4)
 NO_WORKER = "/health answers, but neither /server_info nor /v1/models says anything: is this URL a worker's?"
+NO_ENCODER = (
+    "/server_info names no image_encoder: prefill workers would not find it; is it a Tandem worker of this version?"
+)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -267,6 +276,8 @@ class HealthMonitor:
             error = await self._read_bootstrap(watch, info)
             if error:
                 return error
+        if worker.role is Role.ENCODE and parse_encoder(info) is None:
+            return NO_ENCODER
         worker.ranks = parse_ranks(info)
         if not watch.retired:
             self.on_info(worker, info)
@@ -301,8 +312,8 @@ class HealthMonitor:
         role = worker.role if mode is None else _ROLES.get(mode)
         if role is worker.role:
             return ""
-        if role is None or Role.UNIFIED in (role, worker.role):
-            return f"runs with --disaggregation-mode {mode}, but was given as a {worker.role} worker"
+        if role not in PAIR or worker.role not in PAIR:
+            return f"runs with --disaggregation-mode {mode}, but was given as one of role {worker.role}"
         log.warning(
             "worker %s was taken for a %s worker, and says that it is a %s worker", worker.url, worker.role, role
         )

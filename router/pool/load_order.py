@@ -2,7 +2,7 @@
 
 Load is what a role runs out of first:
 
-    prefill           prompt tokens that wait to be computed and are in no cache
+    prefill, encode   tokens, of prompts or of images, that wait to be computed and are in no cache
     decode, unified   KV that requests will hold when they end, as a share of capacity where all workers report theirs
 
 The order is a sorted list. Each reader first moves the workers whose load changed (`LoadLog`), and with peer processes the next `SWEEP`:
@@ -13,7 +13,7 @@ from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
-from router.pool.worker import LoadLog, Role, Worker
+from router.pool.worker import LoadLog, Worker
 
 SWEEP = 16
 
@@ -33,7 +33,7 @@ def share_key(worker: Worker) -> LoadKey:
 
 def key_for(workers: Sequence[Worker]) -> Callable[[Worker], LoadKey]:
     """The key to compare workers of one role by: shares if they hold KV and all report a capacity."""
-    by_share = workers[0].role is not Role.PREFILL and all(worker.capacity_tokens > 0 for worker in workers)
+    by_share = workers[0].role.holds_kv and all(worker.capacity_tokens > 0 for worker in workers)
     return share_key if by_share else load_key
 
 

@@ -127,7 +127,7 @@ class WorkerPool(list[Worker]):
 
     def order_by_share(self) -> LoadOrder | None:
         """None unless these workers hold KV, and all report a capacity."""
-        if self.role is Role.PREFILL:
+        if not self.role.holds_kv:
             return None
         self.by_share.catch_up()
         return self.by_share if self.by_share.all_known() else None
@@ -266,7 +266,7 @@ class NarrowedPool:
         return self._left(self._pool.order_by_tokens())
 
     def least_loaded(self) -> Worker:
-        if self.role is not Role.PREFILL:
+        if self.role.holds_kv:
             self._pool.by_share.catch_up()
             worker = next(self._left(self._pool.by_share))
             if worker.capacity_tokens > 0:  # those that report none come first

@@ -5,6 +5,7 @@ from typing import Any
 
 from router.pool.worker import LoadReport, RankSizes
 from service.http.errors import DRAINING
+from service.http.image_encoders import ImageEncoder
 from service.http.json_depth import decode_or_none, object_of
 from service.prefix_chain import VERSION
 
@@ -209,6 +210,20 @@ def parse_prefix_holder(info: object) -> PrefixHolder | None:
     if max(len(control), len(incarnation)) > MAX_INCARNATION_CHARS:
         return None
     return PrefixHolder(control, incarnation, count_of(named.get("token_bytes")))
+
+
+def parse_encoder(info: object) -> ImageEncoder | None:
+    """From `image_encoder` in `/server_info`, JSON in a string: where prefill workers ask for the features of images."""
+    text = info.get("image_encoder") if isinstance(info, dict) else None
+    named: ImageEncoder | None = None
+    if isinstance(text, str):
+        named = decode_or_none(text.encode(errors="replace"), ImageEncoder)
+    return named
+
+
+def fetches_features(info: object) -> bool:
+    """From `/server_info`: whether a worker asks the encoder workers that are named to it."""
+    return isinstance(info, dict) and info.get("feature_fetch") is True
 
 
 def _dialled(endpoint: object, host: str) -> str | None:

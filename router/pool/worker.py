@@ -29,6 +29,12 @@ class Role(StrEnum):
     PREFILL = "prefill"
     DECODE = "decode"
     UNIFIED = "unified"
+    ENCODE = "encode"  # it computes images for prefill and unified workers, and serves no request of its own
+
+    @property
+    def holds_kv(self) -> bool:
+        """Whether requests stay there, with their KV, while they decode."""
+        return self in (Role.DECODE, Role.UNIFIED)
 
 
 Way = tuple[Role, ...]  # the roles that serve one request together, the one that computes its prompt first
@@ -255,5 +261,5 @@ def _compared(worker: Worker) -> tuple[object, ...]:
 
 
 def _reported_tokens(role: Role, report: LoadReport) -> int:
-    """Prefill: what waits to be computed (its cache is no load). Else: what is in the KV cache or waits."""
-    return report.waiting_tokens if role is Role.PREFILL else report.used_tokens + report.waiting_tokens
+    """Where no KV is held: what waits to be computed (a cache is no load). Else: what is in the KV cache or waits."""
+    return report.used_tokens + report.waiting_tokens if role.holds_kv else report.waiting_tokens

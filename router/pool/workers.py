@@ -232,7 +232,7 @@ class WorkerTable:
     @property
     def models(self) -> Catalogue:
         if self._models is None:
-            self._models = Catalogue.of(w.models for w in self._workers.values())
+            self._models = Catalogue.of(w.models for w in self._workers.values() if w.role is not Role.ENCODE)
         return self._models
 
     def _forget(self, worker: Worker) -> None:

@@ -169,7 +169,7 @@ class Dispatcher:
     async def _take_images(self, request: RequestContext) -> ParsedBody:
         """What the request is to those that balance and route."""
         taken = await self.images.take(request.parsed)
-        request.parsed = taken.body
+        request.parsed, request.images = taken.body, taken.digests
         return taken.shown
 
     def _headers(self, request: RequestContext) -> dict[str, str]:

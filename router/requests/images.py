@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from router.body import HISTORY_FIELD, Api, ParsedBody, with_fields
+from router.body import HISTORY_FIELD, TOKENS_PER_IMAGE, Api, ParsedBody, with_fields
 from service.http.errors import bad_field
 from service.http.json_depth import decode_or_none
 from service.images.bad_image import BadImage, with_field
@@ -20,7 +20,6 @@ from service.images.data_urls import data_url, is_data_url
 from service.images.fetch import ImageFetcher
 from service.images.flags import ImageFlags
 
-TOKENS_PER_IMAGE = 1024  # a guess good enough to balance by
 _FIELDS = {
     Api.CHAT: ("messages",),
     Api.MESSAGES: ("messages",),
@@ -43,10 +42,11 @@ def holds_images(body: bytes, parsed: ParsedBody) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class WithImages:
-    """`body`: for workers. `shown`: to what balances and routes: with digests, and an estimate of tokens."""
+    """`body`: for workers. `shown`: to what balances and routes: with digests, and an estimate of tokens. `digests`: in order of appearance."""
 
     body: ParsedBody
     shown: ParsedBody
+    digests: tuple[str, ...] = ()
 
 
 class BodyImages:
@@ -74,7 +74,7 @@ class BodyImages:
         shown = with_fields(parsed, {name: _encode(value) for name, value in values.items()})
         num_tokens = shown.prompt_tokens + TOKENS_PER_IMAGE * len(images)
         shown = msgspec.structs.replace(shown, prompt_tokens=num_tokens)
-        return WithImages(msgspec.structs.replace(body, prompt_tokens=num_tokens), shown)
+        return WithImages(msgspec.structs.replace(body, prompt_tokens=num_tokens), shown, tuple(digests))
 
     async def _fetch(self, remote: list[NamedImage], parsed: ParsedBody) -> None:
         """Put a data URL in place of each."""

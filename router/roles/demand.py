@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from router.config import AutoRolesFlags
 from router.pool.states import Health
-from router.pool.worker import LoadReport, Role, Worker
+from router.pool.worker import PAIR, LoadReport, Role, Worker
 from router.roles.controller import Seen, Smooth
 
 WINDOW_SHARE = 1 / 3  # of the time that a shortage must last, over which reports are smoothed
@@ -51,7 +51,7 @@ class Gauge:
         self.window_s = max(flags.auto_roles_interval_s, WINDOW_SHARE * flags.auto_roles_sustain_s)
 
     def read(self, workers: Sequence[Worker], now_s: float) -> list[Seen]:
-        known = [worker for worker in workers if worker.role is not Role.UNIFIED]
+        known = [worker for worker in workers if worker.role in PAIR]
         self._trends = {w.worker_id: self._trends[w.worker_id] for w in known if w.worker_id in self._trends}
         for worker in known:
             self._take(worker, now_s)

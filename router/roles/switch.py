@@ -17,7 +17,7 @@ from router.fleet.peer_processes import PeerProcesses
 from router.pool.health import HealthMonitor
 from router.pool.reports import parse_error
 from router.pool.states import Check, Health
-from router.pool.worker import Role, Worker
+from router.pool.worker import PAIR, Role, Worker
 from router.pool.workers import WorkerTable
 from service.http.errors import ApiError
 from service.http.json_depth import decode_or_none
@@ -154,7 +154,7 @@ class _Info(msgspec.Struct):
 
 def objection(table: WorkerTable, worker: Worker, role: Role, *, force: bool = False) -> str:
     """Why `worker` may not become a `role` worker; "": it may. `force`: even if that empties the pool of a model or adapter."""
-    if Role.UNIFIED in (worker.role, role):
+    if worker.role not in PAIR or role not in PAIR:
         return "only prefill and decode workers change their role"
     if worker not in table:
         return "it is not in the table"

@@ -217,6 +217,7 @@ class Cluster:
     decodes: list[DummyWorker]
     client: aiohttp.ClientSession
     alone: list[DummyWorker] = field(default_factory=list)  # unified ones beside pairs
+    encoders: list[DummyWorker] = field(default_factory=list)
 
     def state(self, worker: DummyWorker) -> Worker:
         """What the router knows of it."""
@@ -277,6 +278,7 @@ async def cluster(
     decode: int = 1,
     unified: int = 0,
     mixed: int = 0,
+    encode: int = 0,
     info: dict[str, Any] | None = None,
     beats_s: float = 0.0,
     **flags: Any,
@@ -300,13 +302,19 @@ async def cluster(
         if mixed:
             alone = await stack.enter_async_context(workers(mixed, mode="null"))
             settings |= {"mixed": True, "worker_urls": tuple(w.url for w in alone)}
-        for worker in (*prefills, *decodes, *alone):
+        encoders = await stack.enter_async_context(workers(encode, mode="encode"))
+        settings["encode"] = tuple(w.url for w in encoders)
+        for worker in encoders:
+            worker.info["image_encoder"] = json.dumps({"control": f"{worker.name}:1", "incarnation": worker.name})
+        for worker in (*prefills, *decodes, *alone) if encode else ():
+            worker.info["feature_fetch"] = True
+        for worker in (*prefills, *decodes, *alone, *encoders):
             worker.info.update(info or {})
             worker.beats_s = beats_s
         router = await stack.enter_async_context(start_router(RouterConfig(**{**settings, **flags})))
         timeout = aiohttp.ClientTimeout(total=DEADLINE_S)
         client = await stack.enter_async_context(aiohttp.ClientSession(timeout=timeout))
-        yield Cluster(router, prefills, decodes, client, alone)
+        yield Cluster(router, prefills, decodes, client, alone, encoders)
 
 
 def events_of(body: bytes) -> list[Any]:

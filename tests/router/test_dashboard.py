@@ -197,6 +197,24 @@ async def test_a_worker_that_changes_its_role_shows_so_and_why(devtools: str) ->
         assert page.complaints == []
 
 
+async def test_encoder_workers_have_a_row_of_their_own_where_there_are_any(devtools: str) -> None:
+    async with shown(devtools, encode=1) as (c, page):
+        encoder = c.encoders[0]
+        await page.until("document.querySelectorAll('#encode .card').length === 1")
+        encoder.load = load(num_waiting_reqs=3, num_waiting_uncached_tokens=900)
+        await page.until(f"{card(encoder)}.innerText.includes('features 25%')")
+        await page.until(f"{card(encoder)}.innerText.includes('3 waiting · 1 running')")
+        top = "document.getElementById('{}').getBoundingClientRect().{}"
+        below = f"{top.format('encode', 'top')} >= {top.format('prefill', 'bottom')}"
+        assert await page.js(below) and await page.js("document.documentElement.scrollWidth <= innerWidth")
+        await encoder.stop()
+        await page.until(f"{card(encoder)}.dataset.health === 'down'")
+        async with c.client.delete(c.url + "/workers", params={"url": encoder.url}) as response:
+            assert response.status == 200
+        await page.until("getComputedStyle(document.getElementById('encode')).display === 'none'")
+        assert page.complaints == []
+
+
 def of_rank(dp_rank: int) -> Behaviour:
     """Answers, and has times of a DP rank for any request."""
 

@@ -23,7 +23,7 @@ from service.flags import ConfigError
 from tests.router.dummies import DEADLINE_S, DummyWorker, later, until
 from tests.router.kube_server import NAMESPACE, KubeServer, kube_server, pod
 
-LABELS = {Role.PREFILL: {"app": "tandem", "role": "prefill"}, Role.DECODE: {"app": "tandem", "role": "decode"}}
+LABELS = {role: {"app": "tandem", "role": role.value} for role in (Role.PREFILL, Role.DECODE, Role.ENCODE)}
 
 
 @dataclass
@@ -85,7 +85,7 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Started:
 
 
 @asynccontextmanager
-async def start(config: Path, *, shown: bool = False) -> AsyncIterator[Setup]:
+async def start(config: Path, *, shown: bool = False, **more: Any) -> AsyncIterator[Setup]:
     """An API server, one prefill and two decode workers; their pods are `shown`, or there are none."""
     async with AsyncExitStack() as stack:
         kube = await stack.enter_async_context(kube_server(config))
@@ -95,7 +95,7 @@ async def start(config: Path, *, shown: bool = False) -> AsyncIterator[Setup]:
             worker.port = prefill.port  # pods listen on one port, each at its own address
             await worker.start()
             stack.push_async_callback(worker.stop)
-        router = await stack.enter_async_context(start_router(flags(service_discovery_port=prefill.port)))
+        router = await stack.enter_async_context(start_router(flags(service_discovery_port=prefill.port, **more)))
         client = await stack.enter_async_context(aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=DEADLINE_S)))
         setup = Setup(kube, router, client, prefill, decodes)
         if shown:
@@ -175,6 +175,26 @@ async def test_the_last_one_serves_until_its_successor_was_checked(started: Star
         second.healthy = True
         await setup.alive(Role.DECODE, second)
         await until(lambda: first.url not in [w.url for w in setup.router.table.workers()])
+
+
+async def test_encoder_workers_are_found_and_leave_by_their_own_labels(started: Started) -> None:
+    async with started(encode_selector=("app=tandem", "role=encode")) as setup:
+        encoder = DummyWorker("encode-0", "encode", host="127.0.0.30", port=setup.prefill.port)
+        encoder.info["image_encoder"] = '{"control": "127.0.0.30:5", "incarnation": "e"}'
+        await encoder.start()
+        try:
+            await until(lambda: setup.kube.num_watching == 3)
+            await setup.show_all()
+            await setup.show(encoder, Role.ENCODE)
+            await setup.alive(Role.ENCODE, encoder)
+            await setup.alive(Role.PREFILL, setup.prefill)
+            await setup.alive(Role.DECODE, *setup.decodes)
+            assert (await setup.status())["roles"]["encode"]["pods"] == 1
+            await setup.kube.delete(encoder.name)
+            await setup.alive(Role.ENCODE)
+            assert (await setup.generate())[0] == 200
+        finally:
+            await encoder.stop()
 
 
 async def test_a_long_list_comes_in_pages_and_the_watch_goes_on_from_it(started: Started) -> None:

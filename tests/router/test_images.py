@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from router.body import Api, parse_body
+from router.body import TOKENS_PER_IMAGE, Api, parse_body
 from router.choice.prefix_keys import prompt_keys
-from router.requests.images import TOKENS_PER_IMAGE, BodyImages, holds_images
+from router.requests.images import BodyImages, holds_images
 from service.flags import ConfigError
 from service.http.errors import ApiError
 from service.images.data_urls import data_url

@@ -1,0 +1,57 @@
+"""Tells the worker that computes a prompt with images which encoder workers have, or compute, their features."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from router.body import TOKENS_PER_IMAGE
+from router.choice.encoders import EncoderChoice, Encoders, choose_encoders
+from router.pool.pool import Pool
+from router.pool.worker import Lease, Role, Worker
+from router.pool.workers import WorkerTable
+from service.http.image_encoders import ENCODERS_HEADER, write_header
+
+
+class Encoding(NamedTuple):
+    """`headers`: for the worker that computes the prompt. `leases`: what the encoder workers are charged, until it is computed."""
+
+    headers: Mapping[str, str]
+    leases: Sequence[Lease] = ()
+
+
+@dataclass(eq=False, kw_only=True)
+class EncoderHeaders:
+    """`secret`: of the cluster. `num_images`: of attempts, by the worker that was named: "owner", "least_loaded", or "none"."""
+
+    encoders: Encoders
+    table: WorkerTable
+    secret: bytes | None
+    num_images: Counter[str] = field(default_factory=Counter)
+
+    def named_in(self, headers: Mapping[str, str], images: Sequence[str], compute: Worker, *, now_s: float) -> Encoding:
+        """Name an encoder worker for each of `images` (digests, in order of appearance) to `compute`.
+
+        None is healthy, or `compute` asks none: none is named.
+        """
+        pool = self._pool(compute, now_s)
+        if not pool or pool[0].silent or not self.encoders.asks(compute):  # where one is silent, all are
+            self.num_images["none"] += len(images)
+            return Encoding(headers)
+        chosen = choose_encoders(images, pool)
+        self._count(images, chosen)
+        tokens = Counter({choice.worker: 0 for choice in chosen.values()})
+        for choice in chosen.values():
+            tokens[choice.worker] += TOKENS_PER_IMAGE
+        leases = [self.table.loads.charge(worker, count, now_s=now_s) for worker, count in tokens.items()]
+        value = write_header([self.encoders.at(chosen[image].worker) for image in images], self.secret)
+        return Encoding({**headers, ENCODERS_HEADER: value}, leases)
+
+    def _pool(self, compute: Worker, now_s: float) -> Pool:
+        """Those of the same model: with one model behind the router all, whatever names they have."""
+        several = self.table.models.several and compute.models
+        return self.table.ready(Role.ENCODE, compute.models[0] if several else "", now_s=now_s)
+
+    def _count(self, images: Sequence[str], chosen: Mapping[str, EncoderChoice]) -> None:
+        for image in images:
+            self.num_images["owner" if chosen[image].is_owner else "least_loaded"] += 1
