@@ -20,7 +20,7 @@ class Command(NamedTuple):
 COMMANDS: Mapping[str, Command] = {
     "up": Command("deploy.commands.up", "start a whole cluster on this machine: router, prefill and decode workers"),
     "chat": Command("deploy.commands.chat", "talk to a model in the terminal; --up starts a cluster for it"),
-    "serve": Command("deploy.commands.serve", "run one worker (--disaggregation-mode null|prefill|decode)"),
+    "serve": Command("deploy.commands.serve", "run one worker (--disaggregation-mode null|prefill|decode|encode)"),
     "router": Command("deploy.commands.router", "run the router in front of workers"),
     "bootstrap": Command("deploy.commands.bootstrap", "run a bootstrap server on its own"),
     "trace": Command("deploy.commands.trace", "write where the time of requests went, for Perfetto"),

@@ -75,10 +75,11 @@ def flags_by_role(config: ClusterConfig, args: argparse.Namespace) -> dict[str, 
     by_role = values_by_role(config, vars(args))
     if any(num_ranks(values) > 1 for values in by_role.values()):
         model = load_model_config(getattr(args, "model_path", "") or DEFAULT_MODEL_PATH)
-        for role, values in by_role.items():
+        with_kv = {role: values for role, values in by_role.items() if role != "encode"}
+        for role, values in with_kv.items():
             check_role(config, role, values, model)
-        if (units := units_between(model, by_role)) is not None:
-            by_role = {role: {**values, "kv_units": units} for role, values in by_role.items()}
+        if (units := units_between(model, with_kv)) is not None:
+            by_role |= {role: {**values, "kv_units": units} for role, values in with_kv.items()}
     return {role: RoleFlags(args=_worker_args(values), ranks=num_ranks(values)) for role, values in by_role.items()}
 
 

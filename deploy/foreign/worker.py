@@ -7,6 +7,9 @@ ONE_RANK = "a worker has the ranks of --tp-size, --pp-size and --dp-size; start 
 NO_GROUP = "the ranks of a worker find one another by themselves"
 SPEED_ALONE = "it changes speed alone, and this engine has no such choice"
 NO_VLM = "images are encoded in one way, by the first ranks of the model; --mm-enable-dp-encoder has these divide them"
+ROUTER_NAMES = (
+    "the router names an encoder worker for each image: tandem router --encode URL; give --feature-fetch here"
+)
 ONE_WAY = "experts are computed and exchanged in one way, which the device decides"
 NO_BALANCE = "experts move by DeepSeek's algorithm, by the loads of all steps since the last time"
 OTHER_DRAFTS = "drafts are chains of --speculative-num-steps tokens: see --speculative-algorithm and --speculative-draft-model-path"
@@ -52,6 +55,7 @@ _RENAMED: dict[str, Entry] = {
     "--uvicorn-log-level": Renamed(("--log-level",), ONE),
     "--log-level-http": Renamed(("--log-level",), ONE),
     "--shutdown-timeout": Renamed(("--drain-timeout",), ONE),
+    "--language-only": Renamed(("--feature-fetch",)),
     "--disaggregation-enable-kv-checksum": Renamed(("--disaggregation-kv-checksum",)),
 }
 _IGNORED: dict[str, Entry] = {
@@ -196,6 +200,11 @@ _MISSING: dict[str, Entry] = {
     "--mm-encoder-tp-mode": Missing("give --mm-enable-dp-encoder for data; without it each rank encodes all images"),
     "--allowed-local-media-path": Missing("files of the server are not read; send data URLs"),
     "--language-model-only": Missing(NO_VLM),
+    "--encoder-only": Missing("give --disaggregation-mode encode; `tandem up --encode N` starts N such workers"),
+    "--encoder-urls": Missing(ROUTER_NAMES),
+    "--encoder-bootstrap-url": Missing(ROUTER_NAMES),
+    "--encoder-transfer-backend": Missing("features go by --disaggregation-transfer-backend"),
+    "--ec-transfer-config": Missing("--disaggregation-mode encode makes an encoder worker; --feature-fetch asks them"),
     "--allow-auto-truncate": Missing("a prompt that is too long is refused; cut it before you send it"),
     "--enable-custom-logit-processor": Missing(
         "no code of requests runs here; logit_bias, allowed_token_ids and bad_words shape answers"

@@ -34,6 +34,13 @@ class ClusterConfig(FlagSet):
         most=MAX_WORKERS_PER_ROLE,
         special={0: "none"},
     )
+    encode: int = flag(
+        0,
+        "number of encoder workers, which compute images for the others (--feature-fetch)",
+        least=0,
+        most=MAX_WORKERS_PER_ROLE,
+        special={0: "none"},
+    )
     unified: bool = flag(False, "start one unified worker instead, without router and transfers")
     host: str = flag("127.0.0.1", "address that the router listens on (with --unified: the worker)")
     port: int = flag(

@@ -17,6 +17,7 @@ LOOPBACK = "127.0.0.1"
 TANDEM = (sys.executable, "-P", "-m", "deploy")  # -P: a folder "deploy" in the user's directory is not ours
 NO_FLAGS: Mapping[str, RoleFlags] = {}
 MEM_FRACTION = "--mem-fraction-static"
+BACKEND = "--disaggregation-transfer-backend"
 
 # OpenMP's waiting threads must not spin against those of others (facts: a spinning team turned 3 ms steps into 756 ms).
 WORKER_ENV = {
@@ -31,7 +32,7 @@ class ProcessSpec:
     """One process to start. It is healthy once GET `url` + `health_path` answers 200. `ranks`: those of a worker."""
 
     name: str
-    role: str  # "router", "prefill", "decode" or "unified"
+    role: str  # "router", "prefill", "decode", "unified" or "encode"
     argv: tuple[str, ...]
     url: str
     health_path: str = "/health"
@@ -41,7 +42,7 @@ class ProcessSpec:
 
 def num_ports(config: ClusterConfig) -> int:
     """Two for each worker of a pair: HTTP, and the bootstrap server, which a decode worker needs once it is a prefill worker."""
-    return 0 if config.unified else 2 * (config.prefill + config.decode) + config.mixed
+    return 0 if config.unified else 2 * (config.prefill + config.decode) + config.mixed + config.encode
 
 
 def plan_cluster(
@@ -65,7 +66,9 @@ def plan_cluster(
         alone = flags.get("unified", RoleFlags())
         unified = [_worker("unified-0", "unified", config.host, front, alone.args, WORKER_ENV, alone.ranks)]
         return _seated(unified, gpus, share=False, mem_fraction=mem_fraction) if gpus else unified
-    of_pairs, of_others = free[: len(free) - config.mixed], free[len(free) - config.mixed :]
+    num_pairs = 2 * (config.prefill + config.decode)
+    of_pairs, of_others = free[:num_pairs], free[num_pairs : num_pairs + config.mixed]
+    of_encoders = free[num_pairs + config.mixed :]
     pairs = list(zip(of_pairs[::2], of_pairs[1::2], strict=True))
     prefill, decode = pairs[: config.prefill], pairs[config.prefill :]
     workers = [
@@ -73,11 +76,16 @@ def plan_cluster(
         for role, members in (("prefill", prefill), ("decode", decode))
         for i, ports in enumerate(members)
     ]
-    alone = flags.get("unified", RoleFlags())
-    workers += [
-        _worker(f"unified-{i}", "unified", LOOPBACK, http, alone.args, WORKER_ENV, alone.ranks)
-        for i, http in enumerate(of_others)
-    ]
+    backend = (f"{BACKEND}={config.transfer_backend}",)
+    for role, members, own in (
+        ("unified", of_others, backend if of_encoders else ()),
+        ("encode", of_encoders, backend),
+    ):
+        alone = flags.get(role, RoleFlags())
+        workers += [
+            _worker(f"{role}-{i}", role, LOOPBACK, http, (*own, *alone.args), WORKER_ENV, alone.ranks)
+            for i, http in enumerate(members)
+        ]
     workers = _sharing(workers, cores)
     if gpus:
         workers = _seated(workers, gpus, share=config.share_gpus, mem_fraction=mem_fraction)
@@ -88,6 +96,8 @@ def plan_cluster(
         argv += ["--decode", url_of(LOOPBACK, http)]
     if of_others:
         argv += ["--mixed", "--worker-urls", *(url_of(LOOPBACK, http) for http in of_others)]
+    for http in of_encoders:
+        argv += ["--encode", url_of(LOOPBACK, http)]
     router = ProcessSpec(
         name="router",
         role="router",
@@ -148,7 +158,7 @@ def _on_gpu(worker: ProcessSpec, seat: Seat, mem_fraction: float) -> ProcessSpec
 def _member(name: str, role: str, ports: tuple[int, int], backend: str, flags: RoleFlags) -> ProcessSpec:
     """A worker of a pair."""
     http, bootstrap = ports
-    own = (f"--disaggregation-bootstrap-port={bootstrap}", f"--disaggregation-transfer-backend={backend}")
+    own = (f"--disaggregation-bootstrap-port={bootstrap}", f"{BACKEND}={backend}")
     return _worker(name, role, LOOPBACK, http, (*own, *flags.args), WORKER_ENV, flags.ranks)
 
 

@@ -18,6 +18,7 @@ OF_DP_ATTENTION = (
     "prefill_delayer_max_delay_passes",
     "prefill_delayer_token_usage_low_watermark",
 )
+OF_RANKS = (*SIZES, *OF_DP_ATTENTION, "pp_layer_partition", "kv_units", "reduce_units", "mm_enable_dp_encoder")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +30,7 @@ class RoleFlags:
 
 
 def roles_of(config: ClusterConfig) -> tuple[str, ...]:
+    """Return the roles that serve requests."""
     if config.unified:
         return ("unified",)
     return ("prefill", "decode", "unified") if config.mixed else ("prefill", "decode")
@@ -37,12 +39,14 @@ def roles_of(config: ClusterConfig) -> tuple[str, ...]:
 def values_by_role(config: ClusterConfig, given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return role to flags of its workers, by field. `given`: what the user typed for all workers. Raises ConfigError.
 
-    A role without stages gets no --pp-layer-partition, if the other has stages; a role of one DP rank no DP attention, likewise.
+    An encoder worker has one rank; where there are any, those that compute prompts ask them. A role without stages gets no --pp-layer-partition, if the other has stages; a role of one DP rank no DP attention, likewise.
     """
     own = {role: _own_sizes(config, role) for role in ("prefill", "decode")}
     if config.unified:
         if config.mixed:
             raise ConfigError(f"--mixed {config.mixed}: --unified starts one worker alone; leave one of them out")
+        if config.encode:
+            raise ConfigError(f"--encode {config.encode}: --unified starts one worker alone; leave one of them out")
         for role, name, size in ((role, name, size) for role, sizes in own.items() for name, size in sizes.items()):
             raise ConfigError(f"--{role}-{_option(name)} {size}: --unified has no such worker; give --{_option(name)}")
         return {"unified": dict(given)}
@@ -56,7 +60,12 @@ def values_by_role(config: ClusterConfig, given: Mapping[str, Any]) -> dict[str,
         if values.get("dp_size", 1) == 1 < max(dp_sizes):
             for name in OF_DP_ATTENTION:
                 values.pop(name, None)
-    return found
+    return _with_encoders(found, given) if config.encode else found
+
+
+def _with_encoders(found: dict[str, dict[str, Any]], given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    asking = {role: values if role == "decode" else {**values, "feature_fetch": True} for role, values in found.items()}
+    return {**asking, "encode": {name: value for name, value in given.items() if name not in OF_RANKS}}
 
 
 def num_ranks(values: Mapping[str, Any]) -> int:

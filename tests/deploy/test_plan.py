@@ -74,6 +74,27 @@ def test_unified_workers_beside_a_pair() -> None:
     assert " ".join(specs["router"].argv).endswith(ends)
 
 
+def test_encoder_workers_beside_them() -> None:
+    config = ClusterConfig(mixed=1, encode=2, transfer_backend="mooncake")
+    flags = {"encode": RoleFlags(args=["--page-size=1"])}
+    specs = by_name(plan_cluster(config, front=8000, free=(*FREE, 4), cores=10, flags=flags))
+    assert num_ports(config) == len(FREE) + 1
+    assert list(specs) == ["prefill-0", "decode-0", "unified-0", "encode-0", "encode-1", "router"]
+    worker = specs["encode-1"].argv
+    assert worker[worker.index("serve") :] == (
+        "serve",
+        "--disaggregation-mode=encode",
+        "--host=127.0.0.1",
+        "--port=4",
+        "--disaggregation-transfer-backend=mooncake",
+        "--page-size=1",
+    )
+    assert specs["encode-1"].env["OMP_THREAD_LIMIT"] == "2"
+    assert "--disaggregation-transfer-backend=mooncake" in specs["unified-0"].argv, "features come there"
+    ends = "--mixed --worker-urls http://127.0.0.1:3 --encode http://127.0.0.1:13 --encode http://127.0.0.1:4"
+    assert " ".join(specs["router"].argv).endswith(ends)
+
+
 def test_unified_is_one_worker_at_the_front_port() -> None:
     config = ClusterConfig(unified=True, host="0.0.0.0")
     (spec,) = plan_cluster(config, front=8000, free=(), cores=4)

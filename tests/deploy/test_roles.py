@@ -48,6 +48,22 @@ def test_a_role_s_own_size_counts_before_that_of_all_and_kv_is_cut_for_both() ->
     assert sizes(roles("--prefill-tp-size", "8", *WIDE)["decode"]) == ["--kv-units=4"]  # no more units than KV heads
 
 
+def test_encoder_workers_have_one_rank_and_those_that_compute_prompts_ask_them() -> None:
+    sized = ("--tp-size", "2", "--decode-tp-size", "4", "--ep-size", "1", "--page-size", "4", *WIDE)
+    found = roles("--encode", "2", "--mixed", "1", *sized)
+    assert {role: flags.ranks for role, flags in found.items()} == {
+        "prefill": 2,
+        "decode": 4,
+        "unified": 2,
+        "encode": 1,
+    }
+    assert sizes(found["encode"]) == ["--page-size=4"]
+    assert {role for role, flags in found.items() if "--feature-fetch" in flags.args} == {"prefill", "unified"}
+    assert "encode" not in roles(*sized)
+    with pytest.raises(ConfigError, match=r"^--encode 2: --unified starts one worker alone"):
+        roles("--unified", "--encode", "2")
+
+
 def test_with_dp_attention_the_dp_ranks_share_the_ranks() -> None:
     found = roles(
         "--enable-dp-attention", "--enable-prefill-delayer", "--tp-size", "4", "--prefill-dp-size", "2", *WIDE

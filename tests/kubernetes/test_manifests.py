@@ -43,7 +43,8 @@ from tools.kubernetes.render import KEYS, RENDERED, SOURCES, first_line, overlay
 
 WORKER_GETS = {route.path for route in ROUTES if route.method == "GET"}
 OVERLAYS = overlays()
-GPU = ("nvidia-nixl", "nvidia-mooncake-rdma", "multi-node", "autoscaling", "autoscaling-keda")
+GPU = ("nvidia-nixl", "nvidia-mooncake-rdma", "multi-node", "autoscaling", "autoscaling-keda", "encoders")
+THREE_POOLS = "encoders"
 CLAIMS = {("tandem-models", True), ("tandem-kernels", False)}
 each_overlay = pytest.mark.parametrize("overlay", OVERLAYS)
 
@@ -159,7 +160,10 @@ def test_spans_have_a_way_out_to_the_collector() -> None:
 def test_the_router_s_selectors_choose_its_workers_and_nobody_else(overlay: str) -> None:
     config = router_config(overlay)
     assert config.service_discovery and config.service_discovery_namespace == "tandem"
-    for component, parts in (("prefill", config.prefill_selector), ("decode", config.decode_selector)):
+    selectors = {"prefill": config.prefill_selector, "decode": config.decode_selector, "encode": config.encode_selector}
+    assert bool(selectors["encode"]) == (overlay == THREE_POOLS)
+    for component in workers_of(overlay):
+        parts = selectors[component]
         wanted = dict(part.split("=") for part in label_query(parts).split(","))
         assert [p.component for p in pods(overlay) if selects(wanted, p.labels)] == [component]
         assert one(overlay, component).ports()["http"] == config.service_discovery_port
@@ -167,6 +171,16 @@ def test_the_router_s_selectors_choose_its_workers_and_nobody_else(overlay: str)
     port = worker_configs(overlay, prefill)[2].disaggregation_bootstrap_port
     assert prefill.annotations[config.prefill_bootstrap_port_annotation] == str(port)
     assert prefill.ports()["bootstrap"] == port
+
+
+def workers_of(overlay: str) -> list[str]:
+    return ["prefill", "decode", *(["encode"] if overlay == THREE_POOLS else [])]
+
+
+def test_prefill_workers_ask_encoder_workers_where_there_are_any() -> None:
+    for overlay in OVERLAYS:
+        disagg = worker_configs(overlay, one(overlay, "prefill"))[2]
+        assert disagg.feature_fetch == (overlay == THREE_POOLS)
 
 
 @each_overlay
@@ -276,10 +290,14 @@ def allows(overlay: str, subject: Pods, other: Pods, port: str | None, way: str,
 @each_overlay
 def test_who_must_talk_can_and_who_must_not_cannot(overlay: str) -> None:
     router, prefill, decode = (one(overlay, name) for name in ("router", "prefill", "decode"))
-    for worker in (prefill, decode):
+    for worker in (one(overlay, name) for name in workers_of(overlay)):
         assert reaches(overlay, router, worker, "http")
         assert not reaches(overlay, worker, router, "http")
     assert reaches(overlay, decode, prefill, "bootstrap") and reaches(overlay, prefill, decode, "http")
+    for name in workers_of(overlay):  # control plane and transfer engines, on any port
+        assert reaches(overlay, prefill, one(overlay, name), None) and reaches(
+            overlay, one(overlay, name), prefill, None
+        )
     assert not reaches(overlay, router, prefill, "bootstrap")
 
 
@@ -326,7 +344,7 @@ def test_an_old_worker_goes_only_when_routers_have_checked_the_new_one(overlay: 
 
 @each_overlay
 def test_a_model_may_take_its_time_to_load(overlay: str) -> None:
-    for component in ("prefill", "decode"):
+    for component in workers_of(overlay):
         probe = one(overlay, component).container["startupProbe"]
         assert probe["periodSeconds"] * probe["failureThreshold"] >= (1800 if overlay in GPU else 600)
 
@@ -351,7 +369,7 @@ def test_pods_are_what_the_restricted_standard_asks_for(overlay: str) -> None:
 
 @pytest.mark.parametrize("overlay", GPU)
 def test_compiled_kernels_outlive_the_pod(overlay: str) -> None:
-    for component in ("prefill", "decode"):
+    for component in workers_of(overlay):
         found = one(overlay, component)
         path = environment(overlay, found)["TRITON_CACHE_DIR"]
         (mount,) = [mount for mount in found.container["volumeMounts"] if mount["mountPath"] == path]
