@@ -15,7 +15,7 @@ from router.admission.queue import RequestRefused
 from router.attempts.pair_attempt import AttemptGroup, AttemptLauncher, PairAttempt
 from router.attempts.request import ITL_HEADER, TTFT_HEADER, RequestContext, time_given
 from router.attempts.upstream_call import CallFailed
-from router.body import ALONE, Api, ParsedBody, named_dp_rank, parse_body
+from router.body import ALONE, Api, ParsedBody, named_dp_rank, parse_body, write_body
 from router.choice.chooser import Chooser
 from router.choice.policies import RoutingHints
 from router.client.credentials import Credentials
@@ -169,6 +169,8 @@ class Dispatcher:
     async def _take_images(self, request: RequestContext) -> ParsedBody:
         """What the request is to those that balance and route."""
         taken = await self.images.take(request.parsed)
+        if taken.fetched:
+            request.body = write_body(taken.body)
         request.parsed, request.images = taken.body, taken.digests
         return taken.shown
 

@@ -1,4 +1,4 @@
-"""Images in bodies: both workers of a pair, and those that take over, get the same bytes. The router fetches what a URL names, once.
+"""Images in bodies: all workers of a request get the same bytes. The router fetches what a URL names, once; videos come as frames.
 
 A chat without images costs a search of its bytes, other bodies nothing. Of one with images, load and cache-aware routing see a digest in place of each.
 """
@@ -24,12 +24,12 @@ _FIELDS = {
     Api.CHAT: ("messages",),
     Api.MESSAGES: ("messages",),
     Api.RESPONSES: (HISTORY_FIELD, "input"),
-    Api.GENERATE: ("image_data",),
+    Api.GENERATE: ("image_data", "video_data"),
     Api.OLLAMA_CHAT: ("messages",),
     Api.OLLAMA_GENERATE: ("images",),
 }
-_LISTS = ("image_data", "images")  # of images alone
-_MARK = b'"image'  # with which a field of every image begins
+_LISTS = ("image_data", "video_data", "images")  # of these alone
+_MARKS = (b'"image', b'"video')  # with which a field of each begins
 
 _encode = msgspec.json.Encoder().encode
 
@@ -37,16 +37,20 @@ _encode = msgspec.json.Encoder().encode
 def holds_images(body: bytes, parsed: ParsedBody) -> bool:
     """Whether a body, with the conversation that it continues, may hold images. True for some that do not."""
     names = _FIELDS.get(parsed.api, ())
-    return any(name in parsed.fields for name in names) and (names[0] in _LISTS or _MARK in body)
+    return any(name in parsed.fields for name in names) and (names[0] in _LISTS or any(mark in body for mark in _MARKS))
 
 
 @dataclass(frozen=True, slots=True)
 class WithImages:
-    """`body`: for workers. `shown`: to what balances and routes: with digests, and an estimate of tokens. `digests`: in order of appearance."""
+    """`body`: for workers. `shown`: to what balances and routes: with digests, and an estimate of tokens.
+
+    `digests`: in order of appearance. `fetched`: `body` has other bytes than the client's.
+    """
 
     body: ParsedBody
     shown: ParsedBody
     digests: tuple[str, ...] = ()
+    fetched: bool = False
 
 
 class BodyImages:
@@ -64,7 +68,7 @@ class BodyImages:
         images, body = list(_images(values)), parsed
         if not images:
             return WithImages(parsed, parsed)
-        if remote := [image for image in images if _is_remote(image.url)]:
+        if remote := [image for image in images if _is_remote(image)]:
             await self._fetch(remote, parsed)
             body = with_fields(parsed, {name: _encode(value) for name, value in values.items()})
             images = list(_images(values))
@@ -74,7 +78,8 @@ class BodyImages:
         shown = with_fields(parsed, {name: _encode(value) for name, value in values.items()})
         num_tokens = shown.prompt_tokens + TOKENS_PER_IMAGE * len(images)
         shown = msgspec.structs.replace(shown, prompt_tokens=num_tokens)
-        return WithImages(msgspec.structs.replace(body, prompt_tokens=num_tokens), shown, tuple(digests))
+        body = msgspec.structs.replace(body, prompt_tokens=num_tokens)
+        return WithImages(body, shown, tuple(digests), fetched=bool(remote))
 
     async def _fetch(self, remote: list[NamedImage], parsed: ParsedBody) -> None:
         """Put a data URL in place of each."""
@@ -97,8 +102,8 @@ def _images(values: dict[str, Any]) -> Iterator[NamedImage]:
         yield from urls_in(values, name, name) if name in _LISTS else images_in(value, name)
 
 
-def _is_remote(url: str) -> bool:
-    return not is_data_url(url) and "://" in url[:16]
+def _is_remote(image: NamedImage) -> bool:
+    return not image.is_video and not is_data_url(image.url) and "://" in image.url[:16]
 
 
 def _digest(url: str) -> str:

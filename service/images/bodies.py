@@ -1,22 +1,28 @@
-"""Where JSON bodies hold images: in parts of messages, items and blocks, or in lists. Pure. Field names: of OpenAI, Anthropic, Ollama, SGLang."""
+"""Where JSON bodies hold images and videos: in parts of messages, items and blocks, or in lists. Pure. Field names: of OpenAI, Anthropic, Ollama, SGLang."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-_PARTS = ("image_url", "input_image")  # types of parts with an `image_url`
+_PARTS = {
+    "image_url": "image_url",
+    "input_image": "image_url",
+    "video_url": "video_url",
+}  # types of parts -> their field
+_OF_VIDEOS = ("video_url", "video_data")
 _INSIDE = ("content", "output")  # fields of messages, items and blocks that hold parts
 
 
 class NamedImage(NamedTuple):
-    """An image, a URL or base64, at the path `field` of a body. `put` puts another one in its place."""
+    """An image, or a video, a URL or base64, at the path `field` of a body. `put` puts another one in its place."""
 
     field: str
     url: str
     put: Callable[[str], None]
+    is_video: bool = False
 
 
 def images_in(value: Any, path: str) -> Iterator[NamedImage]:
-    """The images of decoded messages, items, blocks, or a list of them; of what is wrong, none: a worker refuses it."""
+    """The images and videos of decoded messages, items, blocks, or a list of them; of what is wrong, none: a worker refuses it."""
     if isinstance(value, list):
         for index, item in enumerate(value):
             yield from images_in(item, f"{path}[{index}]")
@@ -33,28 +39,28 @@ def urls_in(holder: dict[str, Any], name: str, path: str) -> Iterator[NamedImage
     return _urls(holder, name, path) if name in holder else iter(())
 
 
-def _urls(holder: Any, key: str | int, path: str) -> Iterator[NamedImage]:
-    value = holder[key]
+def _urls(holder: Any, key: str | int, path: str, *, is_video: bool = False) -> Iterator[NamedImage]:
+    value, is_video = holder[key], is_video or key in _OF_VIDEOS
     if isinstance(value, str):
-        yield NamedImage(path, value, _put(holder, key))
+        yield NamedImage(path, value, _put(holder, key), is_video)
     for index in range(len(value)) if isinstance(value, list) else ():
-        yield from _urls(value, index, f"{path}[{index}]")
+        yield from _urls(value, index, f"{path}[{index}]", is_video=is_video)
 
 
 def _part(part: dict[str, Any], path: str) -> Iterator[NamedImage]:
     kind, source = part.get("type"), part.get("source")
-    if kind in _PARTS:
-        yield from _url_of(part, "image_url", f"{path}.image_url")
+    if isinstance(kind, str) and (name := _PARTS.get(kind)):
+        yield from _url_of(part, name, f"{path}.{name}", is_video=name in _OF_VIDEOS)
     elif kind == "image" and isinstance(source, dict):
         yield from _url_of(source, "url" if source.get("type") == "url" else "data", f"{path}.source")
 
 
-def _url_of(part: dict[str, Any], name: str, path: str) -> Iterator[NamedImage]:
+def _url_of(part: dict[str, Any], name: str, path: str, *, is_video: bool = False) -> Iterator[NamedImage]:
     value = part.get(name)
     if isinstance(value, str):
-        yield NamedImage(path, value, _put(part, name))
+        yield NamedImage(path, value, _put(part, name), is_video)
     elif isinstance(value, dict):
-        yield from _url_of(value, "url", path)
+        yield from _url_of(value, "url", path, is_video=is_video)
 
 
 def _put(holder: Any, key: str | int) -> Callable[[str], None]:

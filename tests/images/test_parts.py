@@ -70,6 +70,7 @@ def test_images_in_messages_of_each_api() -> None:
         {"type": "function_call_output", "output": [{"type": "input_image", "image_url": "U4"}]},
         {"role": "user", "content": "c", "images": ["U5"]},
         {"role": "user", "content": [{"type": "image", "source": {"type": "base64", "data": "U6"}}]},
+        {"role": "user", "content": [{"type": "video_url", "video_url": {"url": "U7"}}]},
     ]
     assert put_all(messages, "m") == [
         ("m[1].content[1].image_url", "U1"),
@@ -78,8 +79,9 @@ def test_images_in_messages_of_each_api() -> None:
         ("m[4].output[0].image_url", "U4"),
         ("m[5].images[0]", "U5"),
         ("m[6].content[0].source", "U6"),
+        ("m[7].content[0].video_url", "U7"),
     ]
-    assert "U" not in json.dumps(messages).replace("URL", "") and json.dumps(messages).count('"X"') == 6
+    assert "U" not in json.dumps(messages).replace("URL", "") and json.dumps(messages).count('"X"') == 7
 
 
 def test_nothing_is_found_elsewhere() -> None:
@@ -96,9 +98,14 @@ def test_nothing_is_found_elsewhere() -> None:
 
 
 def test_images_in_lists() -> None:
-    body = {"image_data": [["A", None], "B"], "one": "C"}
-    found = [*urls_in(body, "image_data", "image_data"), *urls_in(body, "one", "one"), *urls_in(body, "none", "none")]
-    assert [(f, u) for f, u, _ in found] == [("image_data[0][0]", "A"), ("image_data[1]", "B"), ("one", "C")]
+    body = {"image_data": [["A", None], "B"], "one": "C", "video_data": [["D"]]}
+    found = [image for name in (*body, "none") for image in urls_in(body, name, name)]
+    assert [(image.field, image.url, image.is_video) for image in found] == [
+        ("image_data[0][0]", "A", False),
+        ("image_data[1]", "B", False),
+        ("one", "C", False),
+        ("video_data[0][0]", "D", True),
+    ]
     for image in found:
         image.put("X")
-    assert body == {"image_data": [["X", None], "X"], "one": "X"}
+    assert body == {"image_data": [["X", None], "X"], "one": "X", "video_data": [["X"]]}

@@ -64,6 +64,14 @@ async def test_both_workers_get_the_same_bytes(path: str) -> None:
         await c.settled()
 
 
+@pytest.mark.parametrize("path", PATHS)
+async def test_so_does_a_unified_worker(path: str) -> None:
+    async with host(answer_png) as outside, cluster(unified=1, allowed_media_networks=NETWORKS) as c:
+        assert (await c.post(path, body_of(path, outside.url)))[0] == 200
+        body = json.dumps(c.decodes[0].seen[0].body)
+        assert json.dumps(SEEN) in body and outside.url not in body
+
+
 async def test_retries_send_what_was_fetched() -> None:
     async def fail_once(worker: Any, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         if len(worker.seen) == 1:
@@ -161,6 +169,24 @@ async def test_routing_sees_digests() -> None:
 
     one, again, other = await keys(BIG), await keys(BIG), await keys(BIG + "A")
     assert one == again and not set(one) & set(other) and 3 <= len(one) <= 6
+
+
+async def test_a_video_is_seen_as_one_and_never_fetched() -> None:
+    frames = "data:video/jpeg;base64," + ",".join(["A" * 4000] * 50)
+    for url in (frames, "http://a.org/a.mp4"):
+        video = {"type": "video_url", "video_url": {"url": url}}
+        for api, body in (
+            (Api.CHAT, {"messages": [{"role": "user", "content": [part(SEEN), video]}]}),
+            (Api.GENERATE, {"text": "a", "image_data": [SEEN], "video_data": url}),
+        ):
+            given = parsed(api, body)
+            assert holds_images(json.dumps(body).encode(), given)
+            taken = await taker().take(given)
+            assert len(set(taken.digests)) == 2 and not taken.fetched
+            assert taken.body.fields == given.fields and taken.body.prompt_tokens < 2 * TOKENS_PER_IMAGE + 100
+            assert frames not in json.dumps({name: bytes(raw).decode() for name, raw in taken.shown.fields.items()})
+    only = {"messages": [{"role": "user", "content": [{"type": "video_url", "video_url": {"url": frames}}]}]}
+    assert holds_images(json.dumps(only).encode(), parsed(Api.CHAT, only))
 
 
 def test_bodies_without_images_enter_nothing() -> None:
