@@ -22,15 +22,18 @@ UPDATE_WEIGHTS = "/update_weights_from_disk"
 RELEASE, RESUME = "/release_memory_occupation", "/resume_memory_occupation"
 PAUSE, CONTINUE = "/pause_generation", "/continue_generation"
 LOAD_ADAPTER, UNLOAD_ADAPTER = "/load_lora_adapter", "/unload_lora_adapter"
+EXPERTS = (
+    "/start_expert_distribution_record",
+    "/stop_expert_distribution_record",
+    "/dump_expert_distribution_record",
+)
 TIMEOUTS_S = {  # of POSTs that go to all workers as they are
     "/flush_cache": CALL_TIMEOUT_S,
     PAUSE: CALL_TIMEOUT_S,
     CONTINUE: CALL_TIMEOUT_S,
     "/start_profile": CALL_TIMEOUT_S,
     "/stop_profile": CALL_TIMEOUT_S,
-    "/start_expert_distribution_record": CALL_TIMEOUT_S,
-    "/stop_expert_distribution_record": CALL_TIMEOUT_S,
-    "/dump_expert_distribution_record": CALL_TIMEOUT_S,
+    **dict.fromkeys(EXPERTS, CALL_TIMEOUT_S),
     UPDATE_WEIGHTS: UPDATE_TIMEOUT_S,
     RELEASE: CALL_TIMEOUT_S,
     RESUME: UPDATE_TIMEOUT_S,
@@ -57,10 +60,11 @@ class FanOutApi:
         ]
 
     async def pass_to_all(self, request: web.BaseRequest) -> web.Response:
-        """All workers act at the same time."""
+        """All workers act at the same time; encoder workers have no experts."""
         headers, path = self.calls.credentials.for_admin(authorization_of(request.headers)), request.path
         body, timeout_s = await request.read(), TIMEOUTS_S[path]
-        answer = await self.calls.call_all("POST", path, headers, body, timeout_s=timeout_s)
+        encoders = path not in EXPERTS
+        answer = await self.calls.call_all("POST", path, headers, body, timeout_s=timeout_s, encoders=encoders)
         if path in (UPDATE_WEIGHTS, RELEASE, RESUME):
             self.monitor.refresh()  # the models may have other names, the workers another health
         return answer
@@ -85,7 +89,10 @@ class FanOutApi:
         return json_response({"success": True}) if answer is None else answer
 
     async def pass_adapter(self, request: web.BaseRequest) -> web.Response:
-        """Load or unload an adapter at the workers of one model: of several, `model` names it (to unload: the one that has it)."""
+        """Load or unload an adapter at the workers of one model: of several, `model` names it (to unload: the one that has it).
+
+        Encoder workers have none.
+        """
         body, path = await request.read(), request.path
         fields = object_of(body)  # what is none is for the workers to refuse
         try:
@@ -97,7 +104,9 @@ class FanOutApi:
         if "model" in fields:  # the router's field: a worker has one model
             body = msgspec.json.encode({name: value for name, value in fields.items() if name != "model"})
         headers = self.calls.credentials.for_admin(authorization_of(request.headers))
-        answer = await self.calls.call_all("POST", path, headers, body, timeout_s=UPDATE_TIMEOUT_S, model=model)
+        answer = await self.calls.call_all(
+            "POST", path, headers, body, timeout_s=UPDATE_TIMEOUT_S, model=model, encoders=False
+        )
         self.monitor.refresh()  # names have come or gone
         return answer
 

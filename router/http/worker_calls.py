@@ -50,9 +50,13 @@ class WorkerCalls:
         *,
         timeout_s: float = CALL_TIMEOUT_S,
         model: str = "",
+        encoders: bool = True,
     ) -> web.Response:
-        """Call every worker (that serves `model`) that is not down; answer the worst status, and each worker's answer."""
-        answers = await self.answers(method, path, headers, body, timeout_s=timeout_s, model=model)
+        """Call every worker (that serves `model`) that is not down; answer the worst status, and each worker's answer.
+
+        `encoders`: encoder workers, too.
+        """
+        answers = await self.answers(method, path, headers, body, timeout_s=timeout_s, model=model, encoders=encoders)
         if model and not answers:
             raise no_worker(self.table, self.roles, model)
         status = max((a.status or 502 for _, a in answers), default=503)
@@ -71,9 +75,11 @@ class WorkerCalls:
         *,
         timeout_s: float = CALL_TIMEOUT_S,
         model: str = "",
+        encoders: bool = True,
     ) -> list[tuple[Worker, WorkerAnswer]]:
         """What each worker (that serves `model`) that is not down answers, in the order of the table."""
         known = [w for w in self.table.workers() if not model or serves(w.models, model)]
+        known = [w for w in known if encoders or w.role is not Role.ENCODE]
         workers = [w for w in known if w.health in (Health.UP, Health.DRAINING)]
         calls = (call_worker(self.session, method, w.url + path, headers, body, timeout_s=timeout_s) for w in workers)
         return list(zip(workers, await asyncio.gather(*calls), strict=True))

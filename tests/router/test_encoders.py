@@ -350,6 +350,22 @@ async def test_operators_see_add_and_remove_them() -> None:
         assert status == 400 and b"must be one of prefill, decode" in text
 
 
+async def test_calls_to_all_workers_leave_them_out_where_they_have_no_part() -> None:
+    async with cluster(encode=1) as c:
+        for path, body in (
+            ("/flush_cache", {}),
+            ("/update_weights_from_disk", {"model_path": "/m"}),
+            ("/start_expert_distribution_record", {}),
+            ("/load_lora_adapter", {"lora_name": "a", "lora_path": "/a"}),
+        ):
+            status, _, text = await c.post(path, body)
+            assert status == 200
+            called = [worker["role"] for worker in json.loads(text)["workers"]]
+            assert (called == ["prefill", "decode", "encode"]) == (
+                path in ("/flush_cache", "/update_weights_from_disk")
+            )
+
+
 async def test_one_that_does_not_say_where_it_is_asked_gets_no_image() -> None:
     async with cluster(info={"feature_fetch": True}) as c:
         other = DummyWorker("old", "encode")
