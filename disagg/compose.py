@@ -1,13 +1,16 @@
 """Builds a worker's role from metadata buffers, transfer engine and manager."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 
-from disagg.config import SchedulerSpec, read_secret
+from disagg.config import SchedulerSpec
 from disagg.decode_role import DecodeRole
+from disagg.feature_fetching import FeatureFetches
+from disagg.feature_transfers import feature_fetches
 from disagg.fetch_policy import FetchPolicy
+from disagg.fetching_role import FetchingRole
 from disagg.layerwise import StepClock, groups_of
 from disagg.metadata import Checksum, MetadataBuffers
 from disagg.moving import Moves
@@ -18,7 +21,7 @@ from disagg.prefix_fetching import MOST_FETCHES, PrefixFetches
 from disagg.prefix_serving import MOST_SERVED, PrefixServer
 from disagg.recompute import Bounds
 from disagg.registration import RouteFinder, registrar_of
-from disagg.transfer_engine import engine_of, memory_of, side_pools
+from disagg.transfer_engine import engine_of, memory_of, no_lookup, side_pools, start, transfer_config
 from engine.build import EngineParts
 from engine.kv.cache_spec import UNIT_ALIGN_BYTES
 from engine.kv.page_checksum import NAME as CHECKSUM_NAME
@@ -29,7 +32,7 @@ from engine.ranks.group_checksum import GroupChecksum
 from engine.ranks.rank_checksum import RankChecksum, alone
 from engine.ranks.rank_pools import RankPools
 from service.flags import ConfigError
-from transfer_backends.contract import KVArgs, LayerGroup, LookupFailed, Route, TransferConfig
+from transfer_backends.contract import KVArgs, LayerGroup, TransferConfig
 from transfer_backends.decode.manager import DecodeManager
 from transfer_backends.engines.shared import SharedEngine
 from transfer_backends.liveness import ProcessMark
@@ -49,7 +52,8 @@ LEAST_BYTES = 4 << 20  # that leave while the next chunk computes: fewer disturb
 def make_role(spec: SchedulerSpec, parts: EngineParts, *, wakeup: Callable[[], None]) -> EngineRole:
     """`wakeup`: transfer threads call it when a queue may move."""
     if spec.disagg.disaggregation_mode == "null":
-        return UnifiedRole(parts.scheduler)
+        features = _features(spec, parts, wakeup)
+        return UnifiedRole(parts.scheduler) if features is None else FetchingRole(parts.scheduler, features)
     most = parts.scheduler.limits.max_running_requests
     parts.weights.number()  # now: no hand-over should read files
     num_rows = 2 * most  # running ones, and as many on their way
@@ -70,7 +74,7 @@ def _prefill(
     transfers = _transfers(spec, parts, metadata, share=share)
     groups = _layer_groups(spec, transfers.args) if parts.pool.specs else ()
     kv_args = replace(transfers.args, groups=groups)
-    config = _transfer_config(spec)
+    config = transfer_config(spec)
     clock = StepClock(parts.device.layers, parts.layers_in_pages)
     manager = PrefillManager(
         kv_args,
@@ -104,7 +108,12 @@ def _prefill(
         prefixes=_prefixes(spec, parts, metadata, transfers, config, manager, checksum=checksum, wakeup=wakeup)
         if fetches
         else None,
+        features=_features(spec, parts, wakeup),
     )
+
+
+def _features(spec: SchedulerSpec, parts: EngineParts, wakeup: Callable[[], None]) -> FeatureFetches | None:
+    return None if parts.arrivals is None else feature_fetches(spec, parts, parts.arrivals, wakeup=wakeup)
 
 
 def _prefixes(
@@ -123,10 +132,10 @@ def _prefixes(
         transfers.args,
         transfers.engine,
         config,
-        lookup=_no_lookup,
+        lookup=no_lookup,
         is_apart=spec.engine.nnodes > 1,
     )
-    _start(receives, wakeup)
+    start(receives, wakeup)
     policy = FetchPolicy(token_bytes=_page_bytes(transfers.args) / parts.pool.page_size)
     return PrefixExchange(
         fetches=PrefixFetches(
@@ -142,14 +151,10 @@ def _prefixes(
     )
 
 
-def _no_lookup(bootstrap: str, room: int, any_but: Sequence[str] | None) -> Route:
-    raise LookupFailed("the request names the worker", permanent=True)
-
-
 def _decode(
     spec: SchedulerSpec, parts: EngineParts, metadata: MetadataBuffers, wakeup: Callable[[], None]
 ) -> DecodeRole:
-    config = _transfer_config(spec)
+    config = transfer_config(spec)
     routes = RouteFinder(secret=config.secret, grace_s=spec.disagg.disaggregation_bootstrap_grace_s)
     transfers = _transfers(spec, parts, metadata, share=partial(SharedEngine, num_users=2))
     manager = DecodeManager(
@@ -159,7 +164,7 @@ def _decode(
         lookup=routes.find,
         is_apart=spec.engine.nnodes > 1,
     )
-    _start(manager, wakeup)
+    start(manager, wakeup)
     checksum = _checksum(spec, parts, wakeup)
     return DecodeRole(
         scheduler=parts.scheduler,
@@ -191,7 +196,7 @@ def _moves(
         followers=transfers.followers,
         computes=False,
     )
-    _start(manager, wakeup)
+    start(manager, wakeup)
     return Moves(
         scheduler=parts.scheduler,
         manager=manager,
@@ -199,11 +204,6 @@ def _moves(
         source=KVSource(manager.control_address, manager.incarnation),
         moves_bytes=_moves_bytes(spec),
     )
-
-
-def _start(manager: PrefillManager | DecodeManager, wakeup: Callable[[], None]) -> None:
-    manager.set_wakeup(wakeup)
-    manager.start()
 
 
 def _sender(
@@ -321,18 +321,3 @@ def _dtype(parts: EngineParts) -> str:
     """Of the model, and of its KV where that is another one."""
     own, kept = parts.config.dtype, parts.config.kv_cache_dtype
     return own if kept == own else f"{own}, KV in {kept}"
-
-
-def _transfer_config(spec: SchedulerSpec) -> TransferConfig:
-    disagg = spec.disagg
-    config = TransferConfig(
-        bootstrap_timeout_s=disagg.disaggregation_bootstrap_timeout_s,
-        waiting_timeout_s=disagg.disaggregation_waiting_timeout_s,
-        transfer_timeout_s=disagg.disaggregation_transfer_timeout_s,
-        handshake_timeout_s=disagg.disaggregation_handshake_timeout_s,
-        heartbeat_interval_s=disagg.disaggregation_heartbeat_interval_s,
-        heartbeat_max_failures=disagg.disaggregation_heartbeat_max_failures,
-        drain_timeout_s=disagg.disaggregation_drain_timeout_s,
-        control_host=spec.control_host,
-    )
-    return replace(config, secret=read_secret(disagg.cluster_secret_file))

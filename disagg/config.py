@@ -105,6 +105,9 @@ class DisaggConfig(FlagSet):
         "a prefill worker, or one that serves whole requests, gets what the vision tower makes of images from the encode workers that "
         "the router names; it encodes an image itself where none is named, or the features do not come",
     )
+    feature_fetch_timeout_s: float = flag(
+        10.0, "longest wait of a prompt for what an encode worker makes of its images", unit="s", above=0
+    )
     disaggregation_layerwise_transfer: str = flag(
         "auto",
         "send each layer's KV while later layers compute; auto: if pages are large enough",
@@ -115,6 +118,11 @@ class DisaggConfig(FlagSet):
     )
     fake_transfer_delay_s: float = flag(0.0, "fake backend: duration of a transfer", unit="s", least=0)
     fake_transfer_failure_rate: float = flag(0.0, "fake backend: share of transfers that fail", least=0, most=1)
+
+    @property
+    def has_peers(self) -> bool:
+        """Whether a transfer engine moves something between this worker and others."""
+        return self.disaggregation_mode != "null" or self.feature_fetch
 
 
 class JointSpec(msgspec.Struct, frozen=True, kw_only=True):

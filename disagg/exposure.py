@@ -82,7 +82,7 @@ def _control_addresses(server: ServerConfig, disagg: DisaggConfig, control_host:
 
 def _engine_warning(disagg: DisaggConfig) -> str | None:
     """Mooncake binds 0.0.0.0 and ::, and has no setting for it."""
-    if disagg.disaggregation_mode == "null" or disagg.disaggregation_transfer_backend != "mooncake":
+    if not disagg.has_peers or disagg.disaggregation_transfer_backend != "mooncake":
         return None
     return (
         "the transfer engine mooncake listens on every address of this machine, whatever --host is, without "

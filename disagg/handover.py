@@ -47,13 +47,14 @@ class Handover:
 
 class Purpose(Enum):
     """Why KV is sent. Of a PROMPT a client waits for the answer; RECOMPUTE: decode requested it; MOVE: it goes on decoding elsewhere;
-    PREFIX: another prefill worker requested what is cached.
+    PREFIX: another prefill worker requested what is cached. FEATURES: one requested those of an image.
     """
 
     PROMPT = "prompt"
     RECOMPUTE = "recompute"
     MOVE = "move"
     PREFIX = "prefix"
+    FEATURES = "features"
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

@@ -29,11 +29,16 @@ class Outgoing:
         pages: PageSender,
         begin: Callable[[PrefillHandover, float], list[TokenOutput]],
         name: str,
+        may_begin: Callable[[PrefillHandover], bool] = lambda handover: True,
     ) -> None:
-        """`begin` gets each request whose peer's pages are known; outputs it returns have refused the request. `name`: for log lines."""
+        """`begin` gets each request whose peer's pages are known; outputs it returns have refused the request. `name`: for log lines.
+
+        `may_begin`: False: it waits for others.
+        """
         self._scheduler = scheduler
         self._pages = pages
         self._begin = begin
+        self._may_begin = may_begin
         self._name = name
         self._handovers: dict[str, PrefillHandover] = {}
         self.counters: Counter[str] = Counter()
@@ -76,7 +81,7 @@ class Outgoing:
         elif state is KVPoll.Failed:
             return self._fail(handover)
         elif handover.stage is HandoverStage.WAITING and state is not KVPoll.Bootstrapping:
-            return self._on_pages(handover, now_s)
+            return self._on_pages(handover, now_s) if self._may_begin(handover) else []
         elif handover.stage is HandoverStage.TRANSFER and state is KVPoll.Success:
             assert handover.answer is not None
             handover.stage = HandoverStage.ENDING

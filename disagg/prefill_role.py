@@ -9,6 +9,7 @@ client waits for an answer.
 from collections import Counter
 from typing import Protocol
 
+from disagg.feature_fetching import FeatureFetches
 from disagg.handover import HandoverStage, PrefillHandover, Purpose, Senders
 from disagg.outgoing import Outgoing
 from disagg.page_sender import PageSender
@@ -44,20 +45,23 @@ class PrefillRole:
         directory: Directory,
         bounds: Bounds,
         prefixes: PrefixExchange | None = None,
+        features: FeatureFetches | None = None,
     ) -> None:
-        """`prefixes`: None: it computes all that it has not cached, and sends no prefix to others."""
+        """`prefixes`: None: it computes all that it has not cached, and sends no prefix to others. `features`: None: it encodes all images."""
         self._scheduler = scheduler
         self._manager = manager
         self._pages = pages
         self._directory = directory
         self._bounds = bounds
         self._prefixes = prefixes
+        self._features = features
         self._outgoing = Outgoing(scheduler=scheduler, pages=pages, begin=self._compute, name=self.name)
         self._counters: Counter[str] = Counter()
         self._closed_to_peers: str | None = None
 
     def add(self, request: Request, now_s: float) -> list[TokenOutput]:
         if request.alone:  # an embedding or a score ends here: no decode worker, no transfer
+            self._begin_features(request, now_s)
             return self._scheduler.add(request)
         if request.bootstrap is None:
             return [refused(request, refusal("bootstrap_room: a prefill worker needs one", status=400))]
@@ -81,9 +85,16 @@ class PrefillRole:
         self._scheduler.memory.prefetch(request)
         if self._prefixes is not None and not fake:
             self._prefixes.begin(request, now_s)
+        self._begin_features(request, now_s)
         return []
 
+    def _begin_features(self, request: Request, now_s: float) -> None:
+        if self._features is not None and request.encoders:
+            self._features.begin(request, now_s)
+
     def abort(self, rid: str, now_s: float, reason: FinishReason = ABORTED) -> list[TokenOutput]:
+        if self._features is not None:
+            self._features.leave(rid)
         handover = self._outgoing.handovers.get(rid)
         if handover is None:
             copied = [] if self._prefixes is None else self._prefixes.abort_copy(rid, reason)
@@ -102,6 +113,8 @@ class PrefillRole:
     def end_peers_work(self, why: str) -> None:
         if self._prefixes is not None:
             self._prefixes.end_all(why)
+        if self._features is not None:
+            self._features.end_all(why)
         reason = FinishReason(kind="abort", message=why)
         for handover in list(self._outgoing.handovers.values()):
             if not handover.for_prompt and handover.stage is not HandoverStage.ENDING:
@@ -111,6 +124,8 @@ class PrefillRole:
     def poll(self, now_s: float) -> list[TokenOutput]:
         self._take_recompute_requests(now_s)
         copied = [] if self._prefixes is None else self._prefixes.poll(now_s)
+        if self._features is not None:
+            self._features.poll(now_s)
         return copied + self._outgoing.poll(now_s)
 
     def on_launch(self, plan: Plan) -> None:
@@ -170,7 +185,8 @@ class PrefillRole:
 
     def waits_for_outside(self) -> bool:
         exchanges = self._prefixes is not None and self._prefixes.waits_for_outside
-        return bool(self._outgoing.handovers) or exchanges
+        fetches = self._features is not None and self._features.waits_for_outside
+        return bool(self._outgoing.handovers) or exchanges or fetches
 
     def queues(self) -> dict[str, int]:
         count = self._outgoing.count()
@@ -179,12 +195,14 @@ class PrefillRole:
             "waiting": self._scheduler.num_waiting,
             "inflight": count[HandoverStage.TRANSFER] + count[HandoverStage.ENDING],
             **({} if self._prefixes is None else self._prefixes.queues()),
+            **({} if self._features is None else self._features.queues()),
         }
 
     def counters(self) -> dict[str, float]:
         own = self._counters + self._outgoing.counters
         prefixes = {} if self._prefixes is None else self._prefixes.counters()
-        return {**self._manager.counters, **own, **self._pages.counters, **prefixes}
+        features = {} if self._features is None else self._features.counters
+        return {**self._manager.counters, **own, **self._pages.counters, **prefixes, **features}
 
     def gauges(self) -> dict[str, float]:
         prefixes = {} if self._prefixes is None else self._prefixes.gauges()
@@ -209,6 +227,8 @@ class PrefillRole:
         if self._prefixes is not None:
             owned += self._prefixes.num_rows
             self._prefixes.check()
+        if self._features is not None:
+            self._features.check()
         assert owned == used, f"{used} metadata rows used, {owned} owned"
         metadata.check()
         self._manager.check()
@@ -217,4 +237,6 @@ class PrefillRole:
         self._directory.close()
         if self._prefixes is not None:
             self._prefixes.close()
+        if self._features is not None:
+            self._features.close()
         self._manager.close()

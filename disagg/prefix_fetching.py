@@ -208,7 +208,7 @@ class PrefixFetches:
             return
         if first is None:
             return
-        if not _fits(first):
+        if not fits_weights(first):
             self._end(fetch, "refused", "the source computes with other weights")
             return
         assert fetch.given_s is not None
@@ -287,5 +287,6 @@ def carrier_of(tokens: list[int], namespace: tuple[str, ...], *, rid: str, now_s
     )
 
 
-def _fits(first: FirstToken) -> bool:
+def fits_weights(first: FirstToken) -> bool:
+    """Whether the source computes with the weights of this worker, and without NaN."""
     return not first.other_weights and not first.result.bad and first.result.token is None

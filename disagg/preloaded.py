@@ -6,6 +6,7 @@ MODULES = (
     "disagg.rank_process",
     "disagg.compose",
     "disagg.decode_role",
+    "disagg.encoder_process",
     "disagg.fabric_pool",
     "disagg.prefill_role",
     "disagg.rank_group",

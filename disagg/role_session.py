@@ -17,6 +17,7 @@ from disagg.exposure import check_events_exposure, check_exposure, check_nodes_e
 from disagg.joint_memory import JointMemory
 from disagg.rank_gpus import gpus_of_ranks, visible_here
 from engine.config import EngineConfig, ServerConfig
+from engine.flags.encoder import check_one_process, vision_of
 from engine.flags.local_defaults import shares_cores
 from engine.flags.nodes import leader_of
 from engine.flags.rank_rules import check_ranks
@@ -69,7 +70,11 @@ def plan_session(*, engine: EngineConfig, server: ServerConfig, disagg: DisaggCo
         )
     check_tokenizer_flags(engine)
     gpus_of_ranks(engine, visible_here)
-    check_ranks(engine, load_model_config(engine.model_path))
+    model = load_model_config(engine.model_path)
+    if disagg.disaggregation_mode == "encode":
+        check_one_process(engine)
+        vision_of(model, engine.model_path)
+    check_ranks(engine, model)
     control_host = _control_host(server, disagg) if engine.node_rank == 0 else ""  # of others: disagg/node.py
     if engine.node_rank == 0:
         check_exposure(server, disagg, control_host=control_host)
@@ -209,7 +214,7 @@ def start_frontend(session: RoleSession, row: int, port: ListeningPort) -> None:
 
 def _control_host(server: ServerConfig, disagg: DisaggConfig) -> str:
     host = disagg.disaggregation_control_host or server.host
-    if disagg.disaggregation_mode != "null" and host in ANY_ADDRESS:
+    if disagg.has_peers and host in ANY_ADDRESS:
         raise ConfigError(
             f"--host {server.host}: peers need one address of this worker; name it with --disaggregation-control-host"
         )

@@ -6,7 +6,6 @@ Exit status: 0 ended by a signal or a message; OPERATING_ERROR, with one line on
 import argparse
 import logging
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable
@@ -17,7 +16,8 @@ import msgspec
 
 from disagg.children import OPERATING_ERROR
 from disagg.config import DisaggConfig, SchedulerSpec, read_secret
-from disagg.transfer_machine import check_flags, check_transfer_machine
+from disagg.loop_signals import end_on_signals
+from disagg.transfer_machine import check_flags, check_transfer_machine, why_kv_stays
 from engine.config import EngineConfig
 from engine.core.dp_update import UpdateAgreement
 from engine.flags.kv_events_config import parse_kv_events_config
@@ -46,7 +46,6 @@ from service.process.collector import no_collections, spare_what_lives
 from service.telemetry.logs import set_up_logging
 from transfer_backends.contract import BackendUnavailable, EngineError
 from transfer_backends.engines.mooncake import protocol_here
-from transfer_backends.engines.rdma_devices import devices_here
 
 if TYPE_CHECKING:
     from engine.build import EngineParts
@@ -76,9 +75,20 @@ def _run(spec: SchedulerSpec, turns: TurnClock) -> None:
         from disagg.rank_group import started_group  # torch comes in here, after the flags have been read
 
     model = load_model_config(spec.engine.model_path)
+    if spec.disagg.disaggregation_mode == "encode":
+        _serve_encoder(spec, turns, model, protocol)
+        return
     check_prefix_fetch(spec, model)
+    check_feature_fetch(spec, model)
     with started_group(spec, model, mooncake_protocol=protocol) as group:
         _serve(spec, turns, model, protocol, group)
+
+
+def _serve_encoder(spec: SchedulerSpec, turns: TurnClock, model: ModelConfig, protocol: str | None) -> None:
+    with no_collections():
+        from disagg.encoder_process import serve_encoder
+
+    serve_encoder(spec, turns, model, protocol)
 
 
 def _serve(
@@ -102,7 +112,7 @@ def _serve(
         model,
         tail_texts=no_texts if tokenizer is None else partial(tail_texts, tokenizer),
         num_token_ids=None if tokenizer is None else tokenizer.num_ids,
-        use=_engine_use(spec.disagg, protocol),
+        use=_engine_use(spec.disagg, protocol, pp_size=spec.engine.pp_size),
         wakeup=ports.call_attention,
         progress=spec.progress,
         group=group,
@@ -124,7 +134,7 @@ def _serve(
         clock=time.monotonic,
     )
     watchdog = Watchdog(turns) if group is None else Watchdog(turns, on_stall=partial(_end_with_late_ranks, group))
-    _end_on_signals(loop, ports.call_attention)
+    end_on_signals(loop, ports.call_attention)
     spare_what_lives()
     if parts.compiles is not None:
         parts.compiles.serve()
@@ -160,7 +170,7 @@ def _check_transfers(spec: SchedulerSpec) -> str | None:
     Before torch is imported, if `--device` is given, and before the model is loaded: that may take minutes.
     """
     disagg = spec.disagg
-    if disagg.disaggregation_mode == "null":
+    if not disagg.has_peers:
         return None
     check_flags(disagg)
     if disagg.disaggregation_transfer_backend == "fake":
@@ -187,6 +197,20 @@ def check_prefix_fetch(spec: SchedulerSpec, model: ModelConfig) -> None:
     if spec.engine.dp_size > 1:
         raise ConfigError(
             f"--prefix-fetch: not with --dp-size {spec.engine.dp_size}: a router does not know which DP rank has a prefix"
+        )
+
+
+def check_feature_fetch(spec: SchedulerSpec, model: ModelConfig) -> None:
+    """Raises ConfigError for a model that has no features to fetch; warns where this worker cannot fetch them."""
+    if not spec.disagg.feature_fetch:
+        return
+    if model.vision is None:
+        raise ConfigError("--feature-fetch: the model sees no images; leave it out")
+    if spec.engine.pp_size > 1:
+        log.warning(
+            "--feature-fetch: not with --pp-size %d, whose first stage alone needs features of images and has no transfers of its own; "
+            "this worker encodes all images itself",
+            spec.engine.pp_size,
         )
 
 
@@ -353,7 +377,7 @@ def make_grammar_queue(
     )
 
 
-def _engine_use(disagg: DisaggConfig, protocol: str | None) -> "EngineUse":
+def _engine_use(disagg: DisaggConfig, protocol: str | None, *, pp_size: int = 1) -> "EngineUse":
     """`protocol`: Mooncake's, which may need memory of its own kind."""
     from disagg.fabric_pool import kv_bytes_of
     from engine.use import EngineUse
@@ -363,18 +387,12 @@ def _engine_use(disagg: DisaggConfig, protocol: str | None) -> "EngineUse":
         decodes=disagg.disaggregation_mode != "prefill",
         prefills=not decode,
         peers_write_pages=decode,
-        kv_stays=_why_kv_stays(disagg),
+        kv_stays=why_kv_stays(disagg),
         retracted_kv=disagg.disaggregation_decode_retraction_backup if decode else "recompute",
         reserve_floor=disagg.num_reserved_decode_tokens,
         allocate_kv=kv_bytes_of(protocol),
+        receives_features=disagg.feature_fetch and not decode and pp_size == 1,
     )
-
-
-def _why_kv_stays(disagg: DisaggConfig) -> str:
-    """ "" for memory that peers reach through the system, which finds the addresses again."""
-    if disagg.disaggregation_mode == "null" or not devices_here():
-        return ""
-    return "the KV memory of this worker is registered with RDMA devices, which keep its pages"
 
 
 def _end_with_late_ranks(group: "Group", stalled_s: float) -> None:
@@ -388,15 +406,6 @@ def _await_sigterm(loop: EngineLoop, ports: SocketPorts) -> None:
     deadline_s = time.monotonic() + NAMED_WITHIN_S
     while not loop.stopped and (left_s := deadline_s - time.monotonic()) > 0:
         ports.wait(left_s)
-
-
-def _end_on_signals(loop: EngineLoop, attention: Callable[[], None]) -> None:
-    def on_sigterm(signum: int, frame: object) -> None:
-        loop.stopped = True
-        attention()
-
-    signal.signal(signal.SIGTERM, on_sigterm)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group: the parent decides
 
 
 def main(argv: list[str] | None = None) -> int:

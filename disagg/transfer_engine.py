@@ -1,14 +1,27 @@
-"""A rank's transfer engine and its memory, as flags and pool say. Each rank of a worker has its own."""
+"""A rank's transfer engine and its memory, as flags and pool say, and what managers are told. Each rank of a worker has its own."""
 
 import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
-from disagg.config import SchedulerSpec
+from disagg.config import SchedulerSpec, read_secret
 from engine.kv.kv_pool import KVPool
 from engine.kv.state_pool import StatePool
 from engine.ranks.rank_pools import RankPools
-from transfer_backends.contract import Extent, RankMemory, Region, SideMemory, SidePool
+from transfer_backends.contract import (
+    Extent,
+    LookupFailed,
+    RankMemory,
+    Region,
+    Route,
+    SideMemory,
+    SidePool,
+    TransferConfig,
+)
+from transfer_backends.decode.manager import DecodeManager
 from transfer_backends.engines.registry import make_engine
 from transfer_backends.ports import Engine
+from transfer_backends.prefill.manager import PrefillManager
 
 
 def engine_of(spec: SchedulerSpec, pool: KVPool) -> Engine:
@@ -74,3 +87,29 @@ def _digest(text: str) -> str:
 
 def _device(pool: KVPool | StatePool) -> int | None:
     return pool.device.index or 0 if pool.device.type == "cuda" else None
+
+
+def transfer_config(spec: SchedulerSpec) -> TransferConfig:
+    """Raises ConfigError for a secret that cannot be read."""
+    disagg = spec.disagg
+    config = TransferConfig(
+        bootstrap_timeout_s=disagg.disaggregation_bootstrap_timeout_s,
+        waiting_timeout_s=disagg.disaggregation_waiting_timeout_s,
+        transfer_timeout_s=disagg.disaggregation_transfer_timeout_s,
+        handshake_timeout_s=disagg.disaggregation_handshake_timeout_s,
+        heartbeat_interval_s=disagg.disaggregation_heartbeat_interval_s,
+        heartbeat_max_failures=disagg.disaggregation_heartbeat_max_failures,
+        drain_timeout_s=disagg.disaggregation_drain_timeout_s,
+        control_host=spec.control_host,
+    )
+    return replace(config, secret=read_secret(disagg.cluster_secret_file))
+
+
+def start(manager: PrefillManager | DecodeManager, wakeup: Callable[[], None]) -> None:
+    """`wakeup`: called from its threads when a polled state has changed."""
+    manager.set_wakeup(wakeup)
+    manager.start()
+
+
+def no_lookup(bootstrap: str, room: int, any_but: Sequence[str] | None) -> Route:
+    raise LookupFailed("the request names the worker", permanent=True)

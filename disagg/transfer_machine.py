@@ -45,6 +45,11 @@ def check_flags(disagg: DisaggConfig) -> None:
         raise ConfigError(
             "--prefix-fetch: --disaggregation-transfer-backend fake moves no KV; take nixl or mooncake, or leave --prefix-fetch out"
         )
+    if backend == "fake" and (disagg.feature_fetch or disagg.disaggregation_mode == "encode"):
+        flag = "--feature-fetch" if disagg.feature_fetch else "--disaggregation-mode encode"
+        raise ConfigError(
+            f"{flag}: --disaggregation-transfer-backend fake moves no features of images; take nixl or mooncake, or leave {flag} out"
+        )
     if disagg.disaggregation_ib_device is not None and protocol not in ("auto", "rdma"):
         raise ConfigError(
             f"{IB_FLAG}: --disaggregation-mooncake-protocol {protocol} uses no RDMA device; take rdma, or leave one of the two out"
@@ -82,3 +87,10 @@ def _capabilities() -> int:
     """The effective ones of this process, a bit each."""
     found = re.search(r"^CapEff:\s*([0-9a-f]+)$", Path("/proc/self/status").read_text(), re.MULTILINE)
     return int(found[1], 16) if found else 0
+
+
+def why_kv_stays(disagg: DisaggConfig) -> str:
+    """ "" for memory that peers reach through the system, which finds the addresses again."""
+    if not disagg.has_peers or not devices_here():
+        return ""
+    return "the KV memory of this worker is registered with RDMA devices, which keep its pages"

@@ -160,7 +160,7 @@ class _Worker:
             _report_ready(self.ports[0].url, plan)
             spare_what_lives()
 
-        can_switch = plan.role != "null"
+        can_switch = plan.role in ("prefill", "decode")
         spec = frontend_spec(
             plan.engine,
             plan.server,

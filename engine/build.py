@@ -16,6 +16,7 @@ from engine.core.scheduler import Scheduler
 from engine.core.usable_prefixes import PrefixEvents
 from engine.core_parts import build_memory, build_scheduler
 from engine.device.device import Device, build_device
+from engine.device.feature_pool import arriving_pages, feature_page_bytes, feature_pool
 from engine.device.gpu_memory import MemoryGauge, await_share
 from engine.device.graphs import MakeCapture
 from engine.device.host_copies import backup_bytes, backup_room
@@ -52,6 +53,7 @@ from engine.loading import load_at_start, weight_updater
 from engine.loop.occupation import FixedKV, KVMemory
 from engine.lora.store import LoraStore
 from engine.model_files.model_config import ModelConfig
+from engine.models.decoder import DenseDecoder
 from engine.models.load import load_model
 from engine.parallel.layout import ALONE
 from engine.ranks.future_maps import future_map_of
@@ -77,6 +79,7 @@ class EngineParts:
     `held`: what of the model's KV that has. `kv`: of all ranks, in stream order. `memory`: bytes of the
     leader's rank by what takes them. `layers_in_pages`: of its layers with KV those whose KV is in `pool`; the others have a window, and a
     pool of their own. `behind_windows`: as of `engine.device.pools.behind_windows`. `compiles`: of a GPU; its `serve` comes when the worker is ready.
+    `arrivals`: where features of images arrive from encode workers; None: nowhere.
     """
 
     config: EngineConfig
@@ -90,13 +93,14 @@ class EngineParts:
     held: HeldKV
     scheduler: Scheduler
     depth: int
-    weights: WeightUpdater
+    weights: WeightUpdater[DenseDecoder]
     disk: Disk | None
     events: PrefixEvents | None
     memory: Mapping[str, int]
     layers_in_pages: Sequence[int]
     behind_windows: str | None
     compiles: CompileLog | None
+    arrivals: KVPool | None = None
 
 
 def build_engine(
@@ -163,7 +167,8 @@ def build_engine(
         place=place,
     )
     if found is not None:
-        found = replace(found, features=cache_bytes(config) if model.vision is not None else 0)
+        arriving = _arriving_bytes(config, model_config, use)
+        found = replace(found, features=cache_bytes(config) + arriving if model.vision is not None else 0)
         config, found = with_fitting_prompts(given, config, found, recurrent=recurrent)
     slot_bytes = slots = shadows = 0
     if recurrent:
@@ -217,6 +222,7 @@ def build_engine(
             chunked_prefill_size=config.chunked_prefill_size,
         )
         group.followers.place(agreed)
+    arrivals = _arrivals(config, model_config, use)
     device = build_device(
         config,
         model_config,
@@ -231,6 +237,7 @@ def build_engine(
         place=place,
         windows=pools.windows,
         shadows=shadows,
+        arrivals=arrivals,
         **_rank_inputs(config, model_config, group),
     )
     executor = _leading(config, device, group, wakeup) if group else device.executor
@@ -293,7 +300,22 @@ def build_engine(
         layers_in_pages=[i for i, spec in enumerate(specs) if pools.windows is None or not spec.window],
         behind_windows=behind_windows(specs, kept),
         compiles=compiles,
+        arrivals=arrivals,
     )
+
+
+def _arriving_bytes(config: EngineConfig, model: ModelConfig, use: EngineUse) -> int:
+    if not use.receives_features or model.vision is None:
+        return 0
+    return (1 + arriving_pages(config, model, model.vision)) * feature_page_bytes(config, model, model.vision)
+
+
+def _arrivals(config: EngineConfig, model: ModelConfig, use: EngineUse) -> KVPool | None:
+    """Where features of images arrive; None: nowhere. Raises ConfigError."""
+    if not use.receives_features or model.vision is None:
+        return None
+    num_pages = arriving_pages(config, model, model.vision)
+    return feature_pool(config, model, model.vision, num_pages=num_pages, allocate=use.allocate_kv)
 
 
 def _with_least(config: EngineConfig, least: Ready) -> EngineConfig:

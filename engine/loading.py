@@ -39,7 +39,7 @@ def weight_updater(
     *,
     load: Load,
     rename_pages: Callable[[str, str], None],
-) -> WeightUpdater:
+) -> WeightUpdater[DenseDecoder]:
     """Of all ranks. `stored`: as the checkpoint says it. `rename_pages`: called with version and fingerprint of the new ones."""
 
     running = device.executor.runner.running

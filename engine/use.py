@@ -11,7 +11,8 @@ class EngineUse:
 
     `decodes`, `prefills`: whether such steps are recorded. `peers_write_pages`: there is no host tier, which needs writes in stream
     order. `kv_stays`: why KV memory cannot be released. `retracted_kv`: as --disaggregation-decode-retraction-backup.
-    `reserve_floor`: as in Limits. `allocate_kv`: memory for the KV pool, as `zeroed_bytes`.
+    `reserve_floor`: as in Limits. `allocate_kv`: memory for the KV pool, as `zeroed_bytes`. `receives_features`: of images, which encode workers
+    send: there is a pool for them.
     """
 
     decodes: bool = True
@@ -21,6 +22,7 @@ class EngineUse:
     retracted_kv: str = "recompute"
     reserve_floor: int = 0
     allocate_kv: AllocateBytes = zeroed_bytes
+    receives_features: bool = False
 
 
 UNIFIED = EngineUse()

@@ -2,6 +2,7 @@
 
     needed by a step --encodes--> used --its last token computed--> unused, kept --room for others--> forgotten
                                     ^___________ needed again, here or by another request ____/
+    sent by an encode worker --lands----------------------------------> unused
 
 Features are needed where a step computes tokens of their image: the image whole, even where a chunk cuts it. They count against a bound in
 bytes, used and unused together; the unused go first that were needed longest ago. An image twice in a batch, or in a prompt, is encoded once.
@@ -16,7 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from engine.core.plan import Plan
+from engine.core.plan import FeatureLand, Plan
 from engine.core.request import Request
 from engine.images import ImageInput
 
@@ -43,8 +44,11 @@ class ImageCache:
         self._features: dict[bytes, _Features] = {}  # by key; of the unused, those needed longest ago first
         self._encodes: list[ImageInput] = []  # since the last plan
         self._forgets: list[bytes] = []
+        self._lands: list[FeatureLand] = []
+        self._copied: list[list[int]] = []  # pages of lands that steps have copied, or that no step will
         self._num_bytes = self._used_bytes = 0
         self.num_needed = self.num_hits = self.num_evicted = self.num_encoded = self.num_encoded_tokens = 0
+        self.num_landed_tokens = 0
 
     # ---- what fits
 
@@ -152,7 +156,36 @@ class ImageCache:
         features = self._features.pop(key)
         self._num_bytes -= features.size_bytes
         self._used_bytes -= features.size_bytes if features.uses else 0
-        self._forgets.append(key)
+        if land := next((land for land in self._lands if land.key == key), None):  # no step knows of it yet
+            self._lands.remove(land)
+            self._copied.append(land.pages)
+        else:
+            self._forgets.append(key)
+
+    # ---- features from elsewhere
+
+    def has(self, key: bytes) -> bool:
+        return key in self._features
+
+    def land(self, image: ImageInput, pages: list[int]) -> bool:
+        """Have the next step copy features that lie in `pages`, which then are among `take_copied`.
+
+        False: they are here already, or those in use leave no room.
+        """
+        size = image.num_tokens * self.token_bytes
+        if image.key in self._features or size > self._room:
+            return False
+        self._features[image.key] = _Features(size)
+        self._num_bytes += size
+        self._lands.append(FeatureLand(image.key, pages, image.num_tokens))
+        self.num_landed_tokens += image.num_tokens
+        self._make_room()
+        return True
+
+    def take_copied(self) -> list[list[int]]:
+        """Take the pages that no step reads any more."""
+        copied, self._copied = self._copied, []
+        return copied
 
     def forget_all(self) -> None:
         """Forget the features of all images: those of other weights. None may be in use."""
@@ -164,18 +197,22 @@ class ImageCache:
 
     @property
     def asks_for_a_step(self) -> bool:
-        return bool(self._forgets)
+        return bool(self._forgets or self._lands)
 
     def attach(self, plan: Plan) -> None:
-        """Put what steps encode and forget since the last plan into this one."""
+        """Put what steps encode, forget and copy since the last plan into this one."""
         plan.encodes, self._encodes = self._encodes, []
         plan.forgets, self._forgets = self._forgets, []
+        plan.lands, self._lands = self._lands, []
+
+    def on_collected(self, plan: Plan) -> None:
+        self._copied += [land.pages for land in plan.lands]
 
     def on_failed(self, plan: Plan) -> None:
-        """A step found no memory, perhaps before it had encoded its images: whatever needs these next encodes them again."""
-        for image in plan.encodes:
-            if image.key in self._features:
-                self._forget(image.key)
+        """A step found no memory, perhaps before it had the features of its images: whatever needs these next encodes them again."""
+        for key in (*(image.key for image in plan.encodes), *(land.key for land in plan.lands)):
+            if key in self._features:
+                self._forget(key)
 
     # ---- reports
 
@@ -202,6 +239,7 @@ class ImageCache:
         assert (sum(sizes), sum(used)) == (self._num_bytes, self._used_bytes), "bytes of features are miscounted"
         assert self._num_bytes <= self.max_bytes, f"{self._num_bytes} bytes of features, room for {self.max_bytes}"
         assert not self._encodes, "an image to encode without a plan"
+        assert all(land.key in self._features for land in self._lands), "features land that are forgotten"
         if requests is not None:
             serials = {request.serial for request in requests}
             left = [use for features in self._features.values() for use in features.uses if use[0] not in serials]

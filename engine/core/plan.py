@@ -51,6 +51,14 @@ class ItemImages(msgspec.Struct, frozen=True, array_like=True):
     rope_delta: int = 0
 
 
+class FeatureLand(msgspec.Struct, frozen=True, array_like=True):
+    """The features of image `key`, `num_tokens` rows, lie in `pages` of the pool in which they arrive from encode workers."""
+
+    key: bytes
+    pages: list[int]
+    num_tokens: int
+
+
 class PlanItem(msgspec.Struct, frozen=True):
     """One request's part of a step; with drafts, one of its rows. A struct: a frozen dataclass costs 1 us for every request and step.
 
@@ -170,10 +178,11 @@ class Plan:
 
     `states`: what requests with recurrent state begin from; `snapshots`: copies of states as the step leaves them. Each in order.
     `rewinds`: states behind drafts that an earlier step verified, which no step has read since.
-    `encodes`: images whose features the step computes first; `forgets`: keys of those whose features go before that.
+    `encodes`: images whose features the step computes first; `forgets`: keys of those whose features go before that; `lands`: features
+    that are copied from where another worker has written them.
 
     Order that the executor owes: `rewinds`, `to_host`, `from_host`, `drops` (copies to forget), `loads`, `saves`, `closes`, `opens`, `states`,
-    page rows of `items`, `forgets`, `encodes`, forward, `snapshots`, sampling.
+    page rows of `items`, `forgets`, `lands`, `encodes`, forward, `snapshots`, sampling.
     """
 
     seq: int
@@ -193,6 +202,7 @@ class Plan:
     rewinds: list[StateRewind] = field(default_factory=list)
     encodes: list[ImageInput] = field(default_factory=list)
     forgets: list[bytes] = field(default_factory=list)
+    lands: list[FeatureLand] = field(default_factory=list)
     sample_deferred: bool = False
     agreed: AgreedStep | None = None
 

@@ -1,7 +1,7 @@
 """Which prompts, or parts of prompts, the next step computes.
 
 The chunked request goes on first, then waiting ones in the policy's order while the budgets of the step last
-(prefill_adder.py). A request is passed over while its prefix is read from disk or comes from another worker, its adapter has no
+(prefill_adder.py). A request is passed over while its prefix is read from disk or comes from another worker, or features of its images do, its adapter has no
 place, or another request computes its beginning (shared_work.py). With images it waits while those of steps in flight leave them no room.
 """
 
@@ -60,7 +60,8 @@ class PrefillPlanner:
         for request in self._in_order(adapters, now_s):
             if stages.chunked is not None or not admits or adder.exhausted or shared.exhausted:
                 break
-            waits = request.arriving or self._memory.awaits(request, now_s) or not adapters.has_place(request)
+            arriving = request.arriving or request.features_arriving > 0
+            waits = arriving or self._memory.awaits(request, now_s) or not adapters.has_place(request)
             if waits or shared.passes_over(request):
                 continue
             result = self._admit(request, adder, now_s)

@@ -16,7 +16,7 @@ from engine.core.hooks import Grammar, StopPattern
 from engine.core.radix_node import TRUNK, Branch, Node
 from engine.core.times import Times
 from engine.images import ImageInput, key_ids
-from engine.messages import Bootstrap, FinishReason, KVSource, LogprobOptions, PrefixSource, TokenLogprob
+from engine.messages import Bootstrap, FeatureSource, FinishReason, KVSource, LogprobOptions, PrefixSource, TokenLogprob
 from engine.sampling_params import SamplingParams
 
 
@@ -87,6 +87,7 @@ class Request:
     source: KVSource | None = None  # that worker, if it sends the KV of all tokens but the last
     prefix_source: PrefixSource | None = None  # a prefill worker that has the KV of its beginning
     images: tuple[ImageInput, ...] = ()  # of its prompt, in order
+    encoders: tuple[FeatureSource | None, ...] = ()  # of `images`, the encode workers that a router names
     rope_delta: int = 0  # RoPE position minus position of the tokens behind them
 
     # Results: what it has generated, and how it ends
@@ -113,6 +114,7 @@ class Request:
     num_synced_window: int = 0  # of `window`
     lower_tiers: LowerTiers = field(default_factory=LowerTiers)
     arriving: bool = False  # its prefix is on its way from another worker: it waits
+    features_arriving: int = 0  # of how many images features are on their way from encode workers: it waits, too
 
     # Planner and Results: how far its steps have got
     launched_len: int = 0

@@ -33,8 +33,10 @@ class Results:
             host.on_collected(plan)
         if memory.states is not None:
             memory.states.on_collected(plan)
-        if result.failure and memory.images is not None:
-            memory.images.on_failed(plan)
+        if memory.images is not None:
+            memory.images.on_collected(plan)
+            if result.failure:
+                memory.images.on_failed(plan)
         for i, (item, item_result) in enumerate(zip(plan.items, result.items, strict=True)):
             request = live[item.rid]
             request.inflight -= 1

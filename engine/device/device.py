@@ -129,11 +129,13 @@ def build_forward(
     windows: KVPool | None = None,
     shadows: int = 0,
     sees: bool = False,
+    arrivals: KVPool | None = None,
 ) -> ForwardParts:
     """`config` is resolved. `num_heads`: query heads of `model`. `tapes`: decode steps are recorded where they can be.
 
     `max_pages`: of a request; None: as many as the pool has and the context needs. `windows`: pool of the layers that have one.
-    `shadows`: of how many requests with recurrent states a step may verify drafts. `sees`: tokens may be those of images.
+    `shadows`: of how many requests with recurrent states a step may verify drafts. `sees`: tokens may be those of images, whose features
+    arrive in `arrivals`, if encode workers send them.
     Raises ConfigError.
     """
     assert config.max_running_requests is not None, "resolved"
@@ -165,7 +167,7 @@ def build_forward(
         states=_states(config, model, pool.device, shadows=shadows),
         window_table=window_table,
         sees=sees,
-        images=None if model.vision is None else _image_pass(config, pool.device),
+        images=None if model.vision is None else _image_pass(config, pool.device, arrivals),
     )
 
 
@@ -188,13 +190,14 @@ def build_device(
     windows: KVPool | None = None,
     shadows: int = 0,
     backup_room: CopySize = NOTHING,
+    arrivals: KVPool | None = None,
 ) -> Device:
     """Put `model` and `pool` under an executor and record its decode steps. Raises ConfigError.
 
     `config` is resolved. `decodes`, `prefills`: whether such steps are recorded, as CUDA graphs or (decode steps) as tapes of
     C kernels. `capture`: records graphs in place of CUDA. `max_pages`: of a request; None: as many as the pool has and the context
     needs. `place`: which rank of the model this is. `exchange`: with DP attention. `future_map`: shared with other ranks. `inputs`: of
-    steps; None: the future map's. `windows`, `shadows`: as of `build_forward`. `backup_room`: for copies of retracted requests.
+    steps; None: the future map's. `windows`, `shadows`, `arrivals`: as of `build_forward`. `backup_room`: for copies of retracted requests.
     """
     assert config.num_threads is not None and config.max_running_requests is not None, "resolved"
     device, num_slots = pool.device, config.max_running_requests
@@ -209,6 +212,7 @@ def build_device(
         windows=windows,
         shadows=shadows,
         sees=model_config.vision is not None,
+        arrivals=arrivals,
     )
     in_graphs = isinstance(parts.backend, CapturableBackend)
     future_map = future_map or FutureMap.on(device, num_slots=num_slots)
@@ -239,15 +243,15 @@ def build_device(
         sample_pass=SamplePass(sampler=sampler, future_map=future_map, device=device),
         drafts=drafts,
     )
-    executor = Executor(runner=runner, stream=_stream(config, device))
+    executor = Executor(runner=runner, stream=make_stream(config, device))
     with memory_for_graphs():
         executor.call(runner.running.record)
     adapters = None if parts.adapters is None else adapter_store(config, model, parts.adapters, in_order=executor.call)
     return Device(executor, parts.layers, adapters, graphs, prefill_graphs, parts.tapes, states, windows)
 
 
-def _image_pass(config: EngineConfig, device: torch.device) -> ImagePass:
-    return ImagePass(device, dtype=DTYPES[config.dtype], shares=config.mm_enable_dp_encoder)
+def _image_pass(config: EngineConfig, device: torch.device, arrivals: KVPool | None) -> ImagePass:
+    return ImagePass(device, dtype=DTYPES[config.dtype], shares=config.mm_enable_dp_encoder, arrivals=arrivals)
 
 
 def _can_tape(config: EngineConfig, backend: AttentionBackend) -> bool:
@@ -277,7 +281,7 @@ def _states(config: EngineConfig, model: DenseDecoder, device: torch.device, *, 
     return States(pool, num_rows=config.max_running_requests)
 
 
-def _stream(config: EngineConfig, device: torch.device) -> Stream:
+def make_stream(config: EngineConfig, device: torch.device) -> Stream:
     assert config.num_threads is not None, "resolved"
     if config.stream == "cuda":
         return CudaStream(device)

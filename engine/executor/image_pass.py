@@ -1,29 +1,49 @@
-"""The images of steps: features that the vision tower computes, kept by key until a plan forgets them, and the rows that they are put in.
+"""The images of steps: features that the vision tower computes, or an encode worker has, kept by key until a plan forgets them, and
+the rows that they are put in.
 
 A step that fails has perhaps encoded nothing. One in flight behind it that counts on its features fails like it, and no other:
 the scheduler has later ones encode again.
 """
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from engine.core.plan import Plan, PlanItem
+from engine.core.plan import FeatureLand, Plan, PlanItem
 from engine.executor.encoder_ranks import EncoderRanks
 from engine.images import ImageInput
+from engine.kv.kv_pool import KVPool
 from engine.kv.upload import upload
 from engine.model_files.tower_config import CHANNELS
-from engine.models.decoder import DenseDecoder
 from engine.models.image_rows import ImageRows
-from engine.models.vision.tower import Pixels
+from engine.models.vision.tower import Pixels, VisionTower
+from engine.parallel.collectives import Collectives
+
+
+class Seeing(Protocol):
+    """The part of a model that encodes. `collectives`: of the ranks of its stage; None where there is one."""
+
+    @property
+    def vision(self) -> VisionTower | None: ...
+
+    @property
+    def collectives(self) -> Collectives | None: ...
 
 
 class ImagePass:
-    """Calls come in stream order. `shares`: the ranks of the stage share the images of a step; else each encodes all."""
+    """Calls come in stream order. `shares`: the ranks of the stage share the images of a step; else each encodes all.
 
-    def __init__(self, device: torch.device, *, dtype: torch.dtype, shares: bool = False) -> None:
+    `arrivals`: where encode workers write features, on rank 0 alone.
+    """
+
+    def __init__(
+        self, device: torch.device, *, dtype: torch.dtype, shares: bool = False, arrivals: KVPool | None = None
+    ) -> None:
         self._device = device
+        self._dtype = dtype
+        self._arrivals = arrivals
         self._ranks = EncoderRanks(dtype=dtype, device=device, pixels=self._pixels) if shares else None
         self._features: dict[bytes, Tensor] = {}
 
@@ -35,15 +55,30 @@ class ImagePass:
         """The next step may be another model's."""
         self._features = {}
 
-    def run(self, model: DenseDecoder, plan: Plan) -> None:
-        """Forget and encode what `plan` says. Raises torch.OutOfMemoryError."""
+    def run(self, model: Seeing, plan: Plan) -> None:
+        """Forget, copy and encode what `plan` says. Raises torch.OutOfMemoryError."""
         for key in plan.forgets:
             self._features.pop(key, None)
+        for land in plan.lands:
+            self._features[land.key] = self._landed(model, land)
         if plan.encodes:
             encoded = self._encoded(model, plan.encodes)
             self._features.update(zip((image.key for image in plan.encodes), encoded, strict=True))
 
-    def _encoded(self, model: DenseDecoder, images: Sequence[ImageInput]) -> list[Tensor]:
+    def _landed(self, model: Seeing, land: FeatureLand) -> Tensor:
+        """[num_tokens, feature size], on all ranks."""
+        assert model.vision is not None, "features for a model without a tower"
+        if self._arrivals is not None:
+            pages = upload(torch.tensor(land.pages), self._device)
+            features = self._arrivals.read(0, pages)[0].flatten(1)[: land.num_tokens].contiguous()
+        else:
+            size = (land.num_tokens, model.vision.feature_size)
+            features = torch.empty(size, dtype=self._dtype, device=self._device)
+        if model.collectives is not None:
+            model.collectives.share(features)
+        return features
+
+    def _encoded(self, model: Seeing, images: Sequence[ImageInput]) -> list[Tensor]:
         assert model.vision is not None, "images for a model without a tower"
         if self._ranks is not None and model.collectives is not None:
             return self._ranks.encode(model.vision, images, model.collectives)

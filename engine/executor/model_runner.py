@@ -73,16 +73,16 @@ class ModelRunner:
         for opened in plan.opens:
             self._sample_pass.sampler.open(opened)
             self._forward_pass.open(opened)
-        if plan.forgets or plan.encodes:
-            _compute(lambda: self._forward_pass.see(self.running.model, plan))
+        if plan.forgets or plan.lands or plan.encodes:
+            compute(lambda: self._forward_pass.see(self.running.model, plan))
         if not plan.items:
-            _compute(lambda: self._forward_pass.join(self.running.model, plan, arrival))
+            compute(lambda: self._forward_pass.join(self.running.model, plan, arrival))
             return None
         if plan.only_drafts:
             arrival.hold_all()
             self._forward_pass.place(plan.items)
             return None
-        return _compute(lambda: self._forward_pass.run(self.running.model, plan, arrival))
+        return compute(lambda: self._forward_pass.run(self.running.model, plan, arrival))
 
     def wait_for_copies(self, seq: int) -> None:
         """Block until the host pages of every step up to `seq` hold what left the device."""
@@ -100,9 +100,9 @@ class ModelRunner:
         if not plan.items:
             return nothing_sampled({})
         if plan.only_drafts:
-            return _compute(lambda: self._drafted(plan))
+            return compute(lambda: self._drafted(plan))
         assert forward is not None, f"step {plan.seq}: the forward has failed"
-        return _compute(lambda: self._sampled(plan, forward))
+        return compute(lambda: self._sampled(plan, forward))
 
     def _sampled(self, plan: Plan, forward: Forward) -> StepOutput:
         output = self._sample_pass.run(self.running.model, plan, forward)
@@ -115,7 +115,7 @@ class ModelRunner:
         return self._sample_pass.drafted(self._drafts.draft(self.running.model, plan.items))
 
 
-def _compute(work: Callable[[], T]) -> T:
+def compute(work: Callable[[], T]) -> T:
     """Raise DeviceOutOfMemory in place of torch's error, whose frames hold the tensors of the step."""
     try:
         return work()

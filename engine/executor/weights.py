@@ -7,19 +7,21 @@ nothing. Both sets of weights are in memory while one is read.
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import asdict
+from typing import Generic, TypeVar
 
 import torch
 
 from engine.background import start_in_thread
 from engine.kv.identity import fingerprint, weights_number
 from engine.model_files.model_config import ModelConfig, load_model_config
-from engine.models.decoder import DenseDecoder
 from service.flags import ConfigError
+
+M = TypeVar("M")  # a model
 
 FREE_FIELDS = ("dtype", "stored")  # they are converted to the engine's type; `quantization` says what must be equal
 
 
-class WeightUpdater:
+class WeightUpdater(Generic[M]):
     """`model` describes the running model; `install` makes the executor use another from the next step on.
 
     `drop` makes it forget the model that it uses. `load(model_path, config, progress=...)` reads a model, `discard` forgets what other ranks have read of it. `taken` is called with (version, fingerprint of the files) when other weights are in place.
@@ -31,9 +33,9 @@ class WeightUpdater:
         model_path: str,
         version: str,
         model: ModelConfig,
-        load: Callable[..., DenseDecoder],
+        load: Callable[..., M],
         on_cuda: bool,
-        install: Callable[[DenseDecoder], None],
+        install: Callable[[M], None],
         drop: Callable[[], None],
         taken: Callable[[str, str], None],
         discard: Callable[[], None] = lambda: None,
@@ -56,11 +58,11 @@ class WeightUpdater:
         self._number = self._number or weights_number(self.model_path)
         return self._number
 
-    def read(self, model_path: str, *, when_done: Callable[[], None]) -> Future[DenseDecoder]:
+    def read(self, model_path: str, *, when_done: Callable[[], None]) -> Future[M]:
         """Start to read a checkpoint. The future raises ConfigError if it does not fit; its thread calls `when_done`."""
         return start_in_thread(lambda: self._read(model_path), name="weights", when_done=when_done)
 
-    def take(self, model: DenseDecoder, *, model_path: str, version: str | None) -> None:
+    def take(self, model: M, *, model_path: str, version: str | None) -> None:
         """Install `model`. No step may be in flight, and no KV of the old weights in use."""
         self._install(model)
         self.released = False
@@ -75,11 +77,11 @@ class WeightUpdater:
         if self._on_cuda:
             torch.cuda.empty_cache()
 
-    def discard(self, model: DenseDecoder) -> None:
+    def discard(self, model: M) -> None:
         """Forget a model that was read and is not taken."""
         self._discard()
 
-    def _read(self, model_path: str) -> DenseDecoder:
+    def _read(self, model_path: str) -> M:
         found = load_model_config(model_path)
         check_fits(self._model, found)
         before = fingerprint(model_path)

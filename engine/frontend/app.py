@@ -26,7 +26,10 @@ QUIET_PATHS = frozenset((OPENAPI_PATH, *(route.path for route in ROUTES if route
 
 def make_handle(services: Services, *, max_open: int = 1 << 16) -> Handler:
     """`max_open`: requests with a body in progress; one more is 503 before its body is read."""
-    routes = Routes([*_routes(_bound(max_open)), *Pages(_files(services)).routes(), *_home(services).routes()])
+    encodes = services.spec.mode == "encode"
+    routes = Routes(
+        [*_routes(_bound(max_open), encodes=encodes), *Pages(_files(services)).routes(), *_home(services).routes()]
+    )
     guard = make_guard(routes, gate=services.gate, need_of=lambda method, path: need_of(path), browser=services.browser)
 
     async def handle(request: web.BaseRequest) -> web.StreamResponse:
@@ -45,7 +48,8 @@ def make_handle(services: Services, *, max_open: int = 1 << 16) -> Handler:
     return handle
 
 
-def _routes(bounded: Callable[[Handler], Handler]) -> Iterator[web.RouteDef]:
+def _routes(bounded: Callable[[Handler], Handler], *, encodes: bool) -> Iterator[web.RouteDef]:
+    """`encodes`: of an encode worker, which has no text model."""
     document = make_document(ROUTES)
 
     async def openapi(request: web.BaseRequest) -> web.StreamResponse:
@@ -53,8 +57,17 @@ def _routes(bounded: Callable[[Handler], Handler]) -> Iterator[web.RouteDef]:
 
     yield web.get(OPENAPI_PATH, openapi)
     for route in ROUTES:
-        handler = route.handler if route.method == "GET" else bounded(route.handler)
+        handler = refuse_to_generate if encodes and route.computes else route.handler
+        handler = handler if route.method == "GET" else bounded(handler)
         yield web.route(route.method, route.path, handler)
+
+
+async def refuse_to_generate(request: web.BaseRequest) -> web.StreamResponse:
+    message = (
+        f"{request.path}: this is an encode worker (--disaggregation-mode encode): it encodes images for other workers and generates "
+        "nothing; send the request to the router"
+    )
+    raise ApiError(400, message, code="encode_worker")
 
 
 def _files(services: Services) -> Mapping[str, Path]:

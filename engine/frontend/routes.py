@@ -52,7 +52,7 @@ SCHEMAS = "#/components/schemas/{name}"
 @dataclass(frozen=True)
 class ApiRoute:
     """`need`: the caller's key. `is_polled`: its good answers are not logged. `anywhere`: any frontend process answers
-    the path; the rest is for the main one.
+    the path; the rest is for the main one. `computes`: by the text model, which an encode worker has not.
 
     For the document: `is_alias` (left out), `body` (None: no body), `streams` (JSON, or a stream of this type), `plain_text` or `empty`
     answers, and `starts`: the work goes on after a 202.
@@ -66,6 +66,7 @@ class ApiRoute:
     need: Access = Access.USER
     is_polled: bool = False
     anywhere: bool = False
+    computes: bool = False
     is_alias: bool = False
     streams: str = ""
     plain_text: bool = False
@@ -79,7 +80,7 @@ async def invocations(request: web.BaseRequest) -> web.StreamResponse:
 
 
 _open = partial(ApiRoute, "GET", need=Access.NONE, is_polled=True)  # health for probes, metrics: no contents
-_tokens = partial(ApiRoute, "POST", anywhere=True)
+_tokens = partial(ApiRoute, "POST", anywhere=True, computes=True)
 _admin = partial(ApiRoute, "POST", need=Access.ADMIN)  # changes the server for every client, uses its disk, or stops it
 
 _ROUTES = (
@@ -101,22 +102,22 @@ _ROUTES = (
     ApiRoute("GET", "/flush_cache", engine.flush_cache, need=Access.ADMIN, plain_text=True),
     _tokens("/v1/completions", completions, CompletionBody, streams=EVENTS_TYPE),
     _tokens("/v1/chat/completions", chat_completions, ChatBody, streams=EVENTS_TYPE),
-    ApiRoute("POST", "/v1/responses", create_response, ResponseBody, streams=EVENTS_TYPE),
+    ApiRoute("POST", "/v1/responses", create_response, ResponseBody, streams=EVENTS_TYPE, computes=True),
     ApiRoute("GET", "/v1/responses/{id}", stored.get_response),
     ApiRoute("DELETE", "/v1/responses/{id}", stored.delete_response),
     ApiRoute("POST", "/v1/responses/{id}/cancel", stored.cancel_response),
     ApiRoute("GET", "/v1/responses/{id}/input_items", stored.list_input_items),
     _tokens("/generate", generate, GenerateBody, streams=EVENTS_TYPE),
-    ApiRoute("PUT", "/generate", generate, GenerateBody, streams=EVENTS_TYPE, anywhere=True),
+    ApiRoute("PUT", "/generate", generate, GenerateBody, streams=EVENTS_TYPE, anywhere=True, computes=True),
     _tokens("/v1/embeddings", embeddings, EmbeddingBody),
     _tokens("/encode", encode, EncodeBody),
-    ApiRoute("PUT", "/encode", encode, EncodeBody, anywhere=True),
+    ApiRoute("PUT", "/encode", encode, EncodeBody, anywhere=True, computes=True),
     _tokens("/v1/score", score, ScoreBody),
     _tokens("/v1/rerank", rerank, RerankBody),
     _tokens("/score", score_pairs, PairScoreBody),
     _tokens("/classify", classify, ClassifyBody),
     _tokens("/v1/messages", messages, MessagesBody, streams=EVENTS_TYPE),
-    _tokens("/v1/messages/count_tokens", count_tokens, CountTokensBody),
+    _tokens("/v1/messages/count_tokens", count_tokens, CountTokensBody, computes=False),
     _tokens(INVOCATIONS, invocations, InvocationBody, streams=EVENTS_TYPE),
     _tokens("/api/chat", ollama.chat, OllamaChatBody, streams=LINES_TYPE),
     _tokens("/api/generate", ollama.generate, OllamaGenerateBody, streams=LINES_TYPE),
@@ -127,8 +128,8 @@ _ROUTES = (
     ApiRoute("POST", "/abort_request", engine.abort_request, engine.AbortBody, empty=True, body_required=False),
     ApiRoute("POST", KEPT_PATH, kept_stream, is_alias=True),  # for routers
     ApiRoute("POST", MOVE_OUT, engine.move_out, engine.MoveOutBody),
-    _tokens("/tokenize", tokens.tokenize, tokens.TokenizeBody),
-    _tokens("/detokenize", tokens.detokenize, tokens.DetokenizeBody),
+    _tokens("/tokenize", tokens.tokenize, tokens.TokenizeBody, computes=False),
+    _tokens("/detokenize", tokens.detokenize, tokens.DetokenizeBody, computes=False),
     _admin("/flush_cache", engine.flush_cache, plain_text=True),
     _admin("/traces", info.traces, TracesQuery),
     _admin("/pause_generation", engine.pause_generation, engine.PauseBody, body_required=False),

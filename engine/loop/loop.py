@@ -416,6 +416,7 @@ class EngineLoop:
             stop_patterns=compile_all(sampling.stop_regex),
             input_logprobs_sent=bool(message.output_ids),
             images=tuple(message.images),
+            encoders=tuple(message.encoders),
         )
         for listener in self._listeners:
             listener.on_added(request, now_s)

@@ -174,6 +174,12 @@ class Checkpoint:
         self._left -= ignored
         self._progress.update(len(ignored))
 
+    def ignore_all_but(self, prefixes: tuple[str, ...]) -> None:
+        """Leave out all tensors whose names begin otherwise."""
+        ignored = {left for left in self._left if not left.startswith(prefixes)}
+        self._left -= ignored
+        self._progress.update(len(ignored))
+
     def check_all_taken(self) -> None:
         """Raise `ConfigError` if a tensor is left."""
         if self._left:

@@ -13,7 +13,18 @@ from typing import Any
 import msgspec
 
 from engine.core.dp_step import AgreedStep
-from engine.core.plan import ItemImages, PageCopy, PageLoad, PageSave, Plan, PlanItem, SlotOpen, StateCopy, StateRewind
+from engine.core.plan import (
+    FeatureLand,
+    ItemImages,
+    PageCopy,
+    PageLoad,
+    PageSave,
+    Plan,
+    PlanItem,
+    SlotOpen,
+    StateCopy,
+    StateRewind,
+)
 from engine.images import ImageInput
 from engine.messages import LogprobOptions
 from engine.sampling_params import SamplingParams
@@ -105,6 +116,7 @@ class Step(_Frame, frozen=True):
     images: list[tuple[int, ItemImages]] = []  # (item, what it has of images)
     encodes: list[ImageInput] = []
     forgets: list[bytes] = []
+    lands: list[FeatureLand] = []
     answer: int = 0
     agreed: AgreedStep | None = None
 
@@ -181,6 +193,7 @@ def step_of(plan: Plan, *, answer: int = 0, sees: bool = True) -> Step:
         images=[(i, item.images) for i, item in enumerate(items) if item.images is not None],
         encodes=plan.encodes if sees else [],
         forgets=plan.forgets if sees else [],
+        lands=plan.lands,
         answer=answer,
         agreed=plan.agreed,
     )
@@ -203,6 +216,7 @@ def plan_of(step: Step) -> Plan:
         from_host=[PageCopy(page, host_page) for page, host_page in step.from_host],
         encodes=step.encodes,
         forgets=step.forgets,
+        lands=step.lands,
         agreed=step.agreed,
     )
 

@@ -46,7 +46,7 @@ class RankRunner:
         arrival = self._copies.begin(plan)
         for opened in plan.opens:
             self._forward_pass.open(opened)
-        if plan.forgets or plan.encodes:
+        if plan.forgets or plan.lands or plan.encodes:
             self._forward_pass.see(self.running.model, plan)
         if not plan.items:
             self._forward_pass.join(self.running.model, plan, arrival)

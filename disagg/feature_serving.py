@@ -1,0 +1,172 @@
+"""Features of images that an encoder worker computes for others: each image once, whoever asks for it.
+
+    take -> WAITING --its image is not being encoded for another one--> COMPUTING, by Outgoing as a prompt:
+        in the tree    locked there, and sent
+        else           a request of the scheduler, whose step encodes it
+
+An image is a request of its own: its tokens, filled up to whole pages, are compared by its key (engine/images.py), so the prefix tree
+is the cache of features.
+"""
+
+from disagg.handover import HandoverStage, PrefillHandover, Purpose, Senders
+from disagg.outgoing import Outgoing
+from disagg.page_sender import PageSender
+from disagg.recompute import NOTHING, Bounds, images_of
+from engine.core.outputs import StepEffects, output_of, refused
+from engine.core.plan import ItemResult
+from engine.core.request import Request
+from engine.core.scheduler import Scheduler
+from engine.images import ImageInput
+from engine.messages import FinishReason, TokenOutput
+from transfer_backends.contract import RecomputeRequest, Work
+
+PAD_ID = 0  # behind an image, up to a whole page
+
+
+class FeatureServer:
+    """Owns what peers have asked for, from `take` until no operation reads its pages."""
+
+    def __init__(self, *, scheduler: Scheduler, manager: Senders, pages: PageSender, bounds: Bounds) -> None:
+        self._scheduler = scheduler
+        self._manager = manager
+        self._pages = pages
+        self._bounds = bounds
+        self._page_size = scheduler.memory.allocator.page_size
+        self._outgoing = Outgoing(
+            scheduler=scheduler, pages=pages, begin=self._begin, name="features", may_begin=self._may_begin
+        )
+        self._encoding: dict[bytes, PrefillHandover] = {}  # by the image's key
+        self._num_queries = self._num_hits = self._num_refused = 0
+
+    def take(self, wanted: RecomputeRequest, now_s: float, *, refused: str | None) -> None:
+        """Open what a peer asked for; it is refused because of `refused`, or where it is not one image that this model sees."""
+        image, wrong = self._image_of(wanted.work)
+        request = self._request_of(image, wanted, now_s)
+        sender = self._manager.sender(wanted.room, room_attempt=wanted.room_attempt)
+        handover = PrefillHandover(request, wanted.room, moves_bytes=True, sender=sender, purpose=Purpose.FEATURES)
+        self._outgoing.open(handover)
+        error = refused or wrong or self._misfit(request)
+        if error:
+            self._num_refused += 1
+            self._outgoing.refuse(handover, error)
+
+    def on_step(self, effects: StepEffects, now_s: float) -> None:
+        for request, output, result in effects.prefilled:
+            self._pages.add_computed(self._outgoing.handovers[request.rid], output, result)
+        self._pages.send_computed(now_s)
+
+    def poll(self, now_s: float) -> None:
+        self._encoding = {key: handover for key, handover in self._encoding.items() if handover.request.finish is None}
+        self._outgoing.poll(now_s)
+
+    def abort(self, rid: str, reason: FinishReason) -> bool:
+        """End what a peer asked for; False: there is none of this name."""
+        handover = self._outgoing.handovers.get(rid)
+        if handover is not None:
+            self._outgoing.abort(handover, reason)
+        return handover is not None
+
+    def end_all(self, why: str) -> None:
+        for handover in list(self._outgoing.handovers.values()):
+            self._outgoing.abort(handover, FinishReason(kind="abort", message=why))
+
+    # ---- what is asked for
+
+    def _image_of(self, work: Work) -> tuple[ImageInput | None, str]:
+        """Return the one image, and what is wrong with it."""
+        try:
+            images = images_of(work, self._bounds)
+        except ValueError as error:
+            return None, str(error)
+        if len(images) != 1 or (images[0].start, images[0].end) != (0, len(work.tokens)):
+            return (
+                None,
+                f"images: an encode worker computes one at a time, whose tokens are all there are; got {len(images)}",
+            )
+        return images[0], ""
+
+    def _request_of(self, image: ImageInput | None, wanted: RecomputeRequest, now_s: float) -> Request:
+        num_tokens = 1 if image is None else image.num_tokens
+        ids = [PAD_ID] * (self._scheduler.memory.allocator.pages_for(num_tokens) * self._page_size)
+        return Request(
+            rid=f"image-{wanted.room}-{wanted.room_attempt}",
+            input_ids=ids,
+            sampling=NOTHING,
+            eos_ids=frozenset(),
+            arrived_s=now_s,
+            prefill_only=True,
+            images=() if image is None else (image,),
+        )
+
+    def _misfit(self, request: Request) -> str | None:
+        most = self._scheduler.memory.allocator.num_pages * self._page_size
+        if len(request.input_ids) > most:
+            return (
+                f"images: one takes {len(request.input_ids)} rows of features, and there is room for {most} "
+                "(--vlm-cache-size-mb of the encode worker)"
+            )
+        unfit = self._scheduler.refusal(request)
+        return None if unfit is None else unfit.message
+
+    # ---- moves
+
+    def _may_begin(self, handover: PrefillHandover) -> bool:
+        """Whether no other request has its image encoded at this time."""
+        other = self._encoding.get(handover.request.images[0].key)
+        return other is None or other.request.finish is not None
+
+    def _begin(self, handover: PrefillHandover, now_s: float) -> list[TokenOutput]:
+        """Send it, or have it encoded."""
+        request = handover.request
+        self._num_queries += 1
+        if not self._is_cached(request):
+            self._encoding[request.images[0].key] = handover
+            return self._scheduler.add(request)
+        if error := self._scheduler.held.lend(request):
+            return [refused(request, error)]
+        self._num_hits += 1
+        self._pages.add_computed(handover, output_of(request, []), ItemResult(token=None))
+        return []
+
+    def _is_cached(self, request: Request) -> bool:
+        ids = request.key_tokens(0, request.num_tokens)
+        return self._scheduler.memory.cache.num_cached(ids, branch=request.branch) == len(ids) // self._page_size
+
+    # ---- reports
+
+    def __len__(self) -> int:
+        return len(self._outgoing.handovers)
+
+    @property
+    def num_rows(self) -> int:
+        return self._outgoing.num_rows
+
+    def queues(self) -> dict[str, int]:
+        count, waiting = self._outgoing.count(), self._scheduler.num_waiting
+        return {
+            "waiting": count[HandoverStage.WAITING] + waiting,
+            "encoding": count[HandoverStage.COMPUTING] - waiting,
+            "sending": count[HandoverStage.TRANSFER] + count[HandoverStage.ENDING],
+        }
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Count the tokens of images that wait."""
+        live = self._outgoing.handovers.values()
+        queued = sum(h.request.num_tokens for h in live if h.stage is HandoverStage.WAITING)
+        return queued + self._scheduler.waiting_tokens
+
+    def all_counters(self) -> dict[str, float]:
+        failed, sent = sum(self._outgoing.counters.values()), self._pages.counters
+        return {
+            "mm_cache_queries": self._num_queries,
+            "mm_cache_hits": self._num_hits,
+            "features_sent": sent["kv_transfers"],
+            "feature_sent_bytes": sent["kv_sent_bytes"],
+            "features_unsent": failed,
+            "features_refused": self._num_refused,
+        }
+
+    @property
+    def hit_rate(self) -> float:
+        return self._num_hits / self._num_queries if self._num_queries else 0.0

@@ -1,0 +1,110 @@
+"""What moves features of images between workers: the memory that both sides name to each other, and an encoder worker's role over it."""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import replace
+
+from disagg.config import SchedulerSpec
+from disagg.encode_role import EncodeRole
+from disagg.feature_fetching import MOST_FETCHES, FeatureFetches, rooms_of
+from disagg.feature_serving import FeatureServer
+from disagg.metadata import Checksum, MetadataBuffers
+from disagg.page_sender import PageSender
+from disagg.recompute import Bounds
+from disagg.transfer_engine import engine_of, memory_of, no_lookup, start, transfer_config
+from engine.build import EngineParts
+from engine.core.page_allocator import PageAllocator
+from engine.encoder.build import EncoderParts
+from engine.kv.kv_pool import KVPool
+from engine.kv.page_checksum import NAME as CHECKSUM_NAME
+from engine.messages import KVSource
+from engine.model_files.model_config import ModelConfig
+from engine.ranks.rank_checksum import RankChecksum, alone
+from engine.ranks.rank_pools import RankPools
+from transfer_backends.contract import KVArgs
+from transfer_backends.decode.manager import DecodeManager
+from transfer_backends.prefill.manager import PrefillManager
+
+HANDSHAKE_S = 3.0  # with an encode worker, at most: a prompt waits, and can do without
+
+
+def encode_role(spec: SchedulerSpec, parts: EncoderParts, *, wakeup: Callable[[], None]) -> EncodeRole:
+    """`wakeup`: transfer threads call it when a queue may move. Raises BackendUnavailable."""
+    config, scheduler = parts.config, parts.scheduler
+    assert config.context_length is not None, "resolved"
+    parts.weights.number()  # now: no transfer should read files
+    metadata = MetadataBuffers(2 * scheduler.limits.max_running_requests, weights=parts.weights.number)
+    args = feature_args(spec, parts.pool, metadata, parts.model, dtype=config.dtype)
+    manager = PrefillManager(args, engine_of(spec, parts.pool), transfer_config(spec))
+    start(manager, wakeup)
+    pages = PageSender(
+        metadata,
+        page_size=parts.pool.page_size,
+        page_bytes=parts.pool.page_bytes,
+        checksum=feature_checksum(spec, parts.pool, wakeup),
+    )
+    bounds = Bounds(vocab_size=parts.model.vocab_size, context_length=config.context_length, vision=parts.model.vision)
+    return EncodeRole(
+        scheduler=scheduler,
+        manager=manager,
+        server=FeatureServer(scheduler=scheduler, manager=manager, pages=pages, bounds=bounds),
+        metadata=metadata,
+        page_bytes=parts.pool.page_bytes,
+        source=KVSource(manager.control_address, manager.incarnation),
+    )
+
+
+def feature_fetches(
+    spec: SchedulerSpec, parts: EngineParts, pool: KVPool, *, wakeup: Callable[[], None]
+) -> FeatureFetches:
+    """`pool`: where they arrive. `wakeup`: as above. Raises BackendUnavailable."""
+    parts.weights.number()
+    metadata = MetadataBuffers(MOST_FETCHES, weights=parts.weights.number)
+    args = feature_args(spec, pool, metadata, parts.model, dtype=parts.config.dtype)
+    config = transfer_config(spec)
+    manager = DecodeManager(
+        args,
+        engine_of(spec, pool),
+        replace(config, handshake_timeout_s=min(config.handshake_timeout_s, HANDSHAKE_S)),
+        lookup=no_lookup,
+    )
+    start(manager, wakeup)
+    return FeatureFetches(
+        memory=parts.scheduler.memory,
+        manager=manager,
+        metadata=metadata,
+        allocator=PageAllocator(num_pages=pool.num_pages, page_size=pool.page_size),
+        rooms=rooms_of(manager.incarnation),
+        timeout_s=spec.disagg.feature_fetch_timeout_s,
+        checksum=feature_checksum(spec, pool, wakeup),
+    )
+
+
+def feature_args(
+    spec: SchedulerSpec, pool: KVPool, metadata: MetadataBuffers, model: ModelConfig, *, dtype: str
+) -> KVArgs:
+    """The memory of features for transfers; `dtype`: of a feature."""
+    return KVArgs(
+        kv=memory_of(_alone(pool)).kv,
+        aux=metadata.region,
+        signature=feature_signature(model),
+        page_size=pool.page_size,
+        dtype=dtype,
+        kv_checksum=CHECKSUM_NAME if spec.disagg.disaggregation_kv_checksum else "off",
+    )
+
+
+def feature_signature(model: ModelConfig) -> str:
+    """Name what makes the features of a model, whose weights say the rest: workers exchange those of one signature."""
+    digest = hashlib.sha256(repr(model.vision).encode()).hexdigest()[:16]
+    return f"features of images for {model.architecture}, {model.hidden_size} a level, tower {digest}"
+
+
+def feature_checksum(spec: SchedulerSpec, pool: KVPool, wakeup: Callable[[], None]) -> Checksum | None:
+    if not spec.disagg.disaggregation_kv_checksum:
+        return None
+    return alone(RankChecksum(_alone(pool), wakeup=wakeup))
+
+
+def _alone(pool: KVPool) -> RankPools:
+    return RankPools(kv=pool, held=pool.held)

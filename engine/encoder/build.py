@@ -1,0 +1,129 @@
+"""Puts the engine of an encoder worker together: a tower, a pool of features, and the scheduler over them."""
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from engine.config import EngineConfig
+from engine.core.backups import NOTHING
+from engine.core.image_cache import ImageCache
+from engine.core.scheduler import Scheduler
+from engine.core_parts import build_memory, build_scheduler
+from engine.device.device import make_stream
+from engine.device.feature_pool import PAGE_TOKENS, encoded_pages, feature_pool
+from engine.device.memory_plan import memory_text
+from engine.encoder.encode_runner import EncodeExecutor, EncodeRunner
+from engine.encoder.tower import TowerModel, load_tower_alone
+from engine.executor.image_pass import ImagePass
+from engine.executor.weights import WeightUpdater
+from engine.flags.encoder import encoder_config, step_images_tokens, vision_of
+from engine.flags.resolve import depth
+from engine.kv.host_memory import HERE
+from engine.kv.kv_pool import DTYPES, KVPool
+from engine.kv.page_table import PageTable
+from engine.kv.pool_memory import MappedMemory
+from engine.loop.occupation import FixedKV, KVMemory
+from engine.model_files.model_config import ModelConfig
+from engine.text.incremental import no_texts
+from engine.use import UNIFIED, EngineUse
+from service.flags import ConfigError
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderParts:
+    """A ready engine of an encoder worker. `config` is resolved. `pool`: of features. `memory`: bytes by what takes them."""
+
+    config: EngineConfig
+    model: ModelConfig
+    pool: KVPool
+    executor: EncodeExecutor
+    scheduler: Scheduler
+    depth: int
+    weights: WeightUpdater[TowerModel]
+    kv: KVMemory
+    memory: Mapping[str, int]
+
+
+def build_encoder(
+    given: EngineConfig, model: ModelConfig, *, use: EngineUse = UNIFIED, progress: bool = False
+) -> EncoderParts:
+    """Load the tower and allocate the pool. `use`: what its role needs of the pool's memory. Raises ConfigError."""
+    vision = vision_of(model, given.model_path)
+    config = encoder_config(given, model, page_size=PAGE_TOKENS, cuda=torch.cuda.is_available())
+    assert config.num_threads is not None and config.max_running_requests is not None, "resolved"
+    torch.set_num_threads(config.num_threads)
+    load = partial(load_tower_alone, dtype=config.dtype, device=config.device)
+    before = _taken(config.device)
+    tower = _load_at_start(config, model, load, progress=progress)
+    weights_bytes = max(0, _taken(config.device) - before)
+    num_pages = encoded_pages(config, model, vision)
+    pool = feature_pool(config, model, vision, num_pages=num_pages, allocate=use.allocate_kv)
+    token_bytes = pool.page_bytes // PAGE_TOKENS
+    images = ImageCache(max_bytes=step_images_tokens(config, vision) * token_bytes, token_bytes=token_bytes)
+    memory, _ = build_memory(config, num_pages=num_pages, host=None, states=None, windows=None, images=images)
+    table = PageTable(
+        num_slots=config.max_running_requests, max_pages=num_pages, page_size=PAGE_TOKENS, device=pool.device
+    )
+    runner = EncodeRunner(tower, pool=pool, page_table=table, images=ImagePass(pool.device, dtype=DTYPES[config.dtype]))
+    executor = EncodeExecutor(runner, make_stream(config, pool.device))
+    bytes_of = {"weights": weights_bytes, "features": (1 + num_pages) * pool.page_bytes, "steps": images.max_bytes}
+    log.info("memory: %s; features of %d tokens", memory_text(bytes_of), num_pages * PAGE_TOKENS)
+    return EncoderParts(
+        config=config,
+        model=model,
+        pool=pool,
+        executor=executor,
+        scheduler=build_scheduler(
+            config,
+            model,
+            memory,
+            use,
+            backup_room=NOTHING,
+            tail_texts=no_texts,
+            num_token_ids=None,
+        ),
+        depth=depth(config),
+        weights=_updater(config, model, load, executor),
+        kv=_memory_of(config, use, pool),
+        memory=bytes_of,
+    )
+
+
+def _taken(device: str) -> int:
+    return HERE.own() if device == "cpu" else torch.cuda.memory_allocated()
+
+
+def _load_at_start(
+    config: EngineConfig, model: ModelConfig, load: Callable[..., TowerModel], *, progress: bool
+) -> TowerModel:
+    try:
+        return load(config.model_path, model, progress=progress)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(f"--model-path {config.model_path}: the GPU has no memory for the tower ({error})") from None
+
+
+def _updater(
+    config: EngineConfig, model: ModelConfig, load: Callable[..., TowerModel], executor: EncodeExecutor
+) -> WeightUpdater[TowerModel]:
+    runner = executor.runner
+    return WeightUpdater(
+        model_path=config.model_path,
+        version=config.weight_version,
+        model=model,
+        load=load,
+        on_cuda=config.device == "cuda",
+        install=lambda tower: executor.call(lambda: runner.use(tower)),
+        drop=lambda: executor.call(lambda: runner.use(None)),
+        taken=lambda version, files: None,
+    )
+
+
+def _memory_of(config: EngineConfig, use: EngineUse, pool: KVPool) -> KVMemory:
+    if use.kv_stays or config.device != "cpu":
+        return FixedKV(f"{use.kv_stays or 'features on a GPU stay'}; name the tag weights alone")
+    return MappedMemory([pool.buffer], touched=False)

@@ -1,0 +1,36 @@
+"""A model of which the vision tower alone is in memory."""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from engine.model_files.model_config import ModelConfig
+from engine.models.checkpoint import CLIP, PROJECTOR, VISUAL, Checkpoint
+from engine.models.part import ModelPart
+from engine.models.vision.load import load_tower
+from engine.models.vision.tower import VisionTower
+from service.flags import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class TowerModel:
+    """As the image pass sees a model: `vision`, and no other ranks."""
+
+    vision: VisionTower
+    collectives: None = None
+
+
+def load_tower_alone(model_path: str, config: ModelConfig, *, dtype: str, device: str, progress: bool) -> TowerModel:
+    """Read the tensors of the tower from the checkpoint, and no others. Raises `ConfigError` for files that do not fit `config`."""
+    with (
+        torch.inference_mode(),
+        Checkpoint(model_path, dtype=dtype, device=device, progress=progress, stored=config.stored) as checkpoint,
+    ):
+        checkpoint.ignore_all_but((VISUAL, CLIP, PROJECTOR))
+        tower = load_tower(ModelPart(replace(config, stored=None), checkpoint))
+        checkpoint.check_all_taken()
+    if tower is None:
+        raise ConfigError(
+            f"--disaggregation-mode encode: the model of {model_path} sees no images; there is nothing to encode"
+        )
+    return TowerModel(tower)
