@@ -29,6 +29,7 @@ MAX_PORT = 65535
 MAX_NODES = 64
 MAX_IMAGE_PIXELS = 178_956_970  # Pillow opens no larger file
 FP8 = "fp8_e4m3"  # of --kv-cache-dtype
+DUMMY = "dummy"  # of --load-format
 MEM_FRACTION_OF = {"cpu": 0.2, "cuda": 0.9}  # of what weights and steps leave, of the GPU's memory
 MAX_PREFILL_TOKENS = 16384  # SGLang's default
 MAX_RUNNING_OF = {"cpu": 64, "cuda": 256}  # a GPU's products are bound by memory below some 200 rows
@@ -53,6 +54,12 @@ class EngineConfig(FlagSet):
     served_model_name: str | None = flag(
         None,
         "model name in /v1/models and in answers; default: the name of the directory, the file or the model of the hub",
+    )
+    load_format: str = flag(
+        "auto",
+        "where weights come from: safetensors or a GGUF file, as --model-path has them; dummy: random ones, of a directory or a model "
+        "of the hub whose config.json alone is read; for tests of load and flags",
+        choices=("auto", "safetensors", DUMMY),
     )
     dtype: str = flag("auto", "data type of weights", choices=("auto", "bfloat16", "float32"))
     kv_cache_dtype: str = flag(
@@ -343,6 +350,10 @@ class EngineConfig(FlagSet):
         least=1,
     )
     disable_overlap_schedule: bool = flag(False, "collect each step before the next one is launched (depth 1)")
+    enable_overlap_schedule: bool = flag(
+        False,
+        "on cpu, too, plan a step while another computes, as --stream threaded; on cuda it is so without the flag",
+    )
     disable_cuda_graph: bool = flag(
         False, "launch decode steps kernel by kernel instead of as CUDA graphs (on cpu: as tapes)"
     )

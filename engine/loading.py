@@ -8,6 +8,7 @@ import torch
 from engine.config import EngineConfig
 from engine.device.device import Device
 from engine.executor.weights import WeightUpdater
+from engine.flags.load_format import dummy_paths
 from engine.kv.identity import fingerprint_of
 from engine.model_files.model_config import ModelConfig
 from engine.models.decoder import DenseDecoder
@@ -61,4 +62,5 @@ def weight_updater(
         drop=drop if everywhere is None else partial(everywhere.drop, drop),
         taken=rename_pages,
         discard=everywhere.discard if everywhere else lambda: None,
+        dummies=dummy_paths(config),
     )

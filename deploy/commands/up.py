@@ -101,7 +101,8 @@ def set_local_model(args: argparse.Namespace) -> None:
     from engine.model_files.model_config import load_model_config
     from engine.model_files.source import with_local_model
 
-    local = with_local_model(EngineConfig(**given))
+    formats = {"load_format": args.load_format} if hasattr(args, "load_format") else {}
+    local = with_local_model(EngineConfig(**given, **formats))
     load_model_config(local.model_path)
     for name in given:
         delattr(args, name)

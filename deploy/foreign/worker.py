@@ -160,7 +160,6 @@ _FIXED: dict[str, Entry] = {
     "--prefill-context-parallel-size": _SAME_AS_ONE,
     "--convert": Fixed(("auto", "none"), "a model is served as it is"),
     "--base-gpu-id": Fixed(("0",), "CUDA_VISIBLE_DEVICES chooses the GPU"),
-    "--load-format": Fixed(("auto", "safetensors"), "checkpoints are safetensors or GGUF files"),
     "--tokenizer-mode": Fixed(("auto", "hf"), "the tokenizer is the checkpoint's tokenizer.json"),
     "--tokenizer-backend": Fixed(("huggingface",), "the tokenizer is the checkpoint's tokenizer.json"),
     "--model-impl": Fixed(("auto", "sglang", "vllm"), "this engine has its own models"),

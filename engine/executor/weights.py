@@ -4,7 +4,7 @@ The caller decides when it is safe to take them (no request has KV of the old on
 nothing. Both sets of weights are in memory while one is read.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import asdict
 from typing import Generic, TypeVar
@@ -24,7 +24,7 @@ FREE_FIELDS = ("dtype", "stored")  # they are converted to the engine's type; `q
 class WeightUpdater(Generic[M]):
     """`model` describes the running model; `install` makes the executor use another from the next step on.
 
-    `drop` makes it forget the model that it uses. `load(model_path, config, progress=...)` reads a model, `discard` forgets what other ranks have read of it. `taken` is called with (version, fingerprint of the files) when other weights are in place.
+    `dummies`: paths whose weights are made up. `drop` makes it forget the model that it uses. `load(model_path, config, progress=...)` reads a model, `discard` forgets what other ranks have read of it. `taken` is called with (version, fingerprint of the files) when other weights are in place.
     """
 
     def __init__(
@@ -39,6 +39,7 @@ class WeightUpdater(Generic[M]):
         drop: Callable[[], None],
         taken: Callable[[str, str], None],
         discard: Callable[[], None] = lambda: None,
+        dummies: Collection[str] = (),
     ) -> None:
         self.model_path = model_path
         self.version = version
@@ -50,12 +51,13 @@ class WeightUpdater(Generic[M]):
         self._drop = drop
         self._taken = taken
         self._discard = discard
+        self._dummies = dummies
         self._fingerprint = ""  # of the checkpoint that was read last
         self._number = self._number_read = 0
 
     def number(self) -> int:
         """Return a number for the weights in use, 64 bits; that of the start is made when it is wanted first."""
-        self._number = self._number or weights_number(self.model_path)
+        self._number = self._number or weights_number(self.model_path, dummy=self.model_path in self._dummies)
         return self._number
 
     def read(self, model_path: str, *, when_done: Callable[[], None]) -> Future[M]:
@@ -84,14 +86,16 @@ class WeightUpdater(Generic[M]):
     def _read(self, model_path: str) -> M:
         found = load_model_config(model_path)
         check_fits(self._model, found)
-        before = fingerprint(model_path)
+        dummy = model_path in self._dummies
+        before = fingerprint(model_path, dummy=dummy)
         try:
             model = self._load(model_path, found, progress=False)
         except torch.OutOfMemoryError as error:
             raise ConfigError(
                 f"no memory for a second set of weights beside the first ({error}); --mem-fraction-static must leave room"
             ) from error
-        self._fingerprint, self._number_read = fingerprint(model_path), weights_number(model_path)
+        self._fingerprint = fingerprint(model_path, dummy=dummy)
+        self._number_read = weights_number(model_path, dummy=dummy)
         if self._fingerprint != before:
             self._discard()
             raise ConfigError(f"{model_path}: its files changed while they were read; try again when they are complete")

@@ -11,6 +11,7 @@ from engine.core.prefill_gate import PrefillDelayer, PrefillPolicy, ScheduleEnha
 from engine.core.step_budget import StepBudget
 from engine.flags.images import check_encoder, vlm_cache_size_mb
 from engine.flags.kv_dtype import kv_dtype
+from engine.flags.load_format import check_load_format
 from engine.flags.rank_rules import check_sizes
 from engine.flags.speculation import check_speculation
 from engine.flags.tokenizer import grammar_backend
@@ -38,6 +39,7 @@ def resolve(config: EngineConfig, model: ModelConfig, *, cuda: bool) -> EngineCo
             f"--max-total-tokens: must hold at least one page (--page-size {config.page_size}), "
             f"got {config.max_total_tokens}"
         )
+    check_load_format(config)
     _check_eviction(config)
     _check_hicache(config)
     _check_cuda_graph(config, device)
@@ -67,7 +69,7 @@ def resolve(config: EngineConfig, model: ModelConfig, *, cuda: bool) -> EngineCo
         grammar_backend=grammar_backend(config),
         dtype=dtype,
         kv_cache_dtype=kv_dtype(config, model, device=device, dtype=dtype),
-        stream=_stream(config.stream, device, watched=config.watches_steps),
+        stream=_stream(config, device),
         context_length=context,
         vlm_cache_size_mb=vlm_cache_size_mb(config, model, dtype=dtype, context=context),
         chunked_prefill_size=_chunk(config.chunked_prefill_size, config.page_size, device),
@@ -285,10 +287,14 @@ def _dtype(given: str, stored: str) -> str:
     return "float32" if stored == "float32" else "bfloat16"
 
 
-def _stream(given: str, device: str, *, watched: bool) -> str:
-    """`watched`: the loop plans while the leader's own stage computes, or agrees with other ranks on the next step."""
+def _stream(config: EngineConfig, device: str) -> str:
+    """On a CPU threaded where the loop plans while the leader's own stage computes, or agrees with other ranks on the next step."""
+    given, overlaps = config.stream, config.enable_overlap_schedule
+    if overlaps and (config.disable_overlap_schedule or given == "inline"):
+        other = "--disable-overlap-schedule" if config.disable_overlap_schedule else f"--stream {given}"
+        raise ConfigError(f"--enable-overlap-schedule: not with {other}; leave one of them out")
     if given == "auto":
-        return "cuda" if device == "cuda" else "threaded" if watched else "inline"
+        return "cuda" if device == "cuda" else "threaded" if overlaps or config.watches_steps else "inline"
     if (given == "cuda") != (device == "cuda"):
         raise ConfigError(f"--stream {given}: the model runs on {device}; leave the flag out")
     return given

@@ -79,8 +79,6 @@ def _why_not(config: EngineConfig) -> str:
         return f"--pp-size {config.pp_size} has other tokens in flight; leave it out, or give --tp-size"
     if config.enable_dp_attention:
         return "--enable-dp-attention agrees on steps of one token; leave one of them out"
-    if drafts_by_model(config) and config.ep_size > 1:
-        return f"--ep-size {config.ep_size} divides the model's experts alone, not a drafter's; leave it out"
     return ""
 
 
@@ -129,6 +127,7 @@ def _check_size(config: EngineConfig, drafter: DrafterConfig) -> None:
             layers,
             tp_size=config.tp_size,
             pp_size=1,
+            ep_size=1 if layers.experts is None else config.ep_size,
             kv_units=config.kv_units,
             reduce_units=config.reduce_units,
         )

@@ -4,7 +4,7 @@ import hashlib
 from itertools import groupby
 from pathlib import Path
 
-from engine.config import EngineConfig
+from engine.config import DUMMY, EngineConfig
 from engine.core.page_keys import KVIdentity
 from engine.kv.held import HeldKV
 from engine.kv.kv_pool import KVPool
@@ -57,27 +57,28 @@ def hashed_if_long(text: str) -> str:
     return text if len(text) <= 128 else hashlib.sha256(text.encode()).hexdigest()
 
 
-def fingerprint(model_path: str) -> str:
-    """Hash a checkpoint's files: names, sizes, times, and samples of the contents. Raises ConfigError.
+def fingerprint(model_path: str, *, dummy: bool = False) -> str:
+    """Hash a checkpoint's files: names, sizes, times, and samples of the contents. `dummy`: its weights are made up. Raises ConfigError.
 
     Reading gigabytes would take minutes, and images may give all files one time.
     """
-    return _hash(model_path, times=True)[:32]
+    return _hash(model_path, times=True, dummy=dummy)[:32]
 
 
 def fingerprint_of(config: EngineConfig) -> str:
     """Of the model's files, and of the drafter's, if it has its own: pages hold what both compute. Raises ConfigError."""
-    own, drafter = fingerprint(config.model_path), config.speculative_draft_model_path
-    return own if drafter is None else f"{own}+{fingerprint(drafter)}"
+    dummy, drafter = config.load_format == DUMMY, config.speculative_draft_model_path
+    own = fingerprint(config.model_path, dummy=dummy)
+    return own if drafter is None else f"{own}+{fingerprint(drafter, dummy=dummy)}"
 
 
-def weights_number(model_path: str) -> int:
+def weights_number(model_path: str, *, dummy: bool = False) -> int:
     """Hash as `fingerprint` to 64 bits, without times: copies of a checkpoint on several machines have one. Raises ConfigError."""
-    return int(_hash(model_path, times=False)[:16], 16)
+    return int(_hash(model_path, times=False, dummy=dummy)[:16], 16)
 
 
-def _hash(model_path: str, *, times: bool) -> str:
-    digest = hashlib.sha256()
+def _hash(model_path: str, *, times: bool, dummy: bool) -> str:
+    digest = hashlib.sha256(DUMMY.encode() if dummy else b"")
     try:
         for file in _files(Path(model_path)):
             status = file.stat()

@@ -10,11 +10,13 @@ from service.flags import ConfigError
 _MODEL_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 # What serving reads, and nothing else: no pickles, no copies in other formats, no pictures.
+WEIGHTS = ("model*.safetensors", "model.safetensors.index.json")
 FILES = (
     "config.json",
     "generation_config.json",
-    "model*.safetensors",
-    "model.safetensors.index.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "processor_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
     "chat_template.jinja",
@@ -33,8 +35,10 @@ def is_model_id(text: str) -> bool:
     return _MODEL_ID.fullmatch(text) is not None
 
 
-def download(model_id: str, revision: str | None, *, option: str = "--model-path") -> str:
+def download(model_id: str, revision: str | None, *, option: str = "--model-path", weights: bool = True) -> str:
     """The directory of `model_id` at `revision` (None: its default branch); fetch what is missing, with a progress bar. `option` names it.
+
+    `weights`: False leaves them there.
 
     Raises `ConfigError`, one line.
     """
@@ -43,7 +47,7 @@ def download(model_id: str, revision: str | None, *, option: str = "--model-path
 
     flag = f"{option} {model_id}" + (f" --revision {revision}" if revision else "")
     try:
-        folder = snapshot_download(model_id, revision=revision, allow_patterns=list(FILES))
+        folder = snapshot_download(model_id, revision=revision, allow_patterns=[*FILES, *(WEIGHTS if weights else ())])
     except errors.GatedRepoError:
         raise ConfigError(
             f"{flag}: the model is gated; accept its terms at {_page(model_id)} and set HF_TOKEN to a token of yours"
@@ -73,7 +77,8 @@ def download(model_id: str, revision: str | None, *, option: str = "--model-path
         ) from None
     except errors.HFValidationError as error:
         raise ConfigError(f"{flag}: is not a name that the hub allows ({_one_line(error)})") from None
-    _check_weights(flag, Path(folder))
+    if weights:
+        _check_weights(flag, Path(folder))
     return str(folder)
 
 

@@ -5,7 +5,7 @@ import importlib.util
 from dataclasses import replace
 from pathlib import Path
 
-from engine.config import EngineConfig
+from engine.config import DUMMY, EngineConfig
 from engine.model_files.drafter_config import DRAFT_PATH
 from engine.model_files.hub import download, is_model_id
 from engine.model_files.model_config import DEFAULT_MODEL_PATH, WIDE_MODEL_PATH
@@ -22,8 +22,10 @@ def with_local_model(config: EngineConfig) -> EngineConfig:
 
     An existing path has precedence over a model with that name.
     """
+    weights = config.load_format != DUMMY
     if config.speculative_draft_model_path is not None:
-        config = replace(config, speculative_draft_model_path=_local_drafter(config.speculative_draft_model_path))
+        drafter = _local_drafter(config.speculative_draft_model_path, weights=weights)
+        config = replace(config, speculative_draft_model_path=drafter)
     given = config.model_path
     by_name = bool(given) and not Path(given).exists()
     on_hub = by_name and given not in (SMOLLM2, RECALL_WIDE) and is_model_id(given)
@@ -33,7 +35,7 @@ def with_local_model(config: EngineConfig) -> EngineConfig:
             f"(--model-path {given or 'is not given'})"
         )
     if on_hub:
-        return _served_as(config, download(given, config.revision))
+        return _served_as(config, download(given, config.revision, weights=weights))
     if by_name and given == SMOLLM2:
         return _served_as(config, str(smollm2_file()))
     if by_name and given == RECALL_WIDE:
@@ -41,11 +43,11 @@ def with_local_model(config: EngineConfig) -> EngineConfig:
     return replace(config, model_path=given or DEFAULT_MODEL_PATH)
 
 
-def _local_drafter(given: str) -> str:
+def _local_drafter(given: str, *, weights: bool) -> str:
     if given == SMOLLM2 and not Path(given).exists():
         return str(smollm2_file())
     on_hub = is_model_id(given) and not Path(given).exists()
-    return download(given, None, option=DRAFT_PATH) if on_hub else given
+    return download(given, None, option=DRAFT_PATH, weights=weights) if on_hub else given
 
 
 def smollm2_file() -> Path:

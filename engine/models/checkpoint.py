@@ -18,6 +18,7 @@ from engine.kernels.staging import Staging
 from engine.kv.kv_pool import DTYPES
 from engine.layers.linear import kernel_on
 from engine.model_files.stored_weights import StoredWeights
+from engine.models.dummy_weights import DummyTensors
 from engine.models.load_progress import LoadProgress
 from engine.models.packed_gguf import PackedGGUF
 from engine.models.quantized_tensors import QuantizedTensors
@@ -50,20 +51,28 @@ _DERIVED = re.compile(r".*\.rotary_emb\.inv_freq$")
 class Checkpoint:
     """The tensors of `model_path`, each taken once, in `dtype` on `device`. A context manager.
 
-    `progress`: show a bar on a terminal, in place of lines in the log. `stored`: how weights are quantized; None: they are floats. Raises `ConfigError`
-    naming tensor and file.
+    `progress`: show a bar on a terminal, in place of lines in the log. `stored`: how weights are quantized; None: they are floats. `dummy`:
+    they are made up, as floats. Raises `ConfigError` naming tensor and file.
     """
 
     def __init__(
-        self, model_path: str, *, dtype: str, device: str, progress: bool, stored: StoredWeights | None = None
+        self,
+        model_path: str,
+        *,
+        dtype: str,
+        device: str,
+        progress: bool,
+        stored: StoredWeights | None = None,
+        dummy: bool = False,
     ) -> None:
         if dtype not in DTYPES:
             raise ConfigError(f"--dtype {dtype}: not supported; supported: {', '.join(DTYPES)}")
         self.dtype_name = dtype
         self.dtype = DTYPES[dtype]
         self.device = torch.device(device)
+        self.is_dummy = dummy
         packs = kernel_on(self.device, self.dtype) is not None
-        self._tensors = _open_tensors(Path(model_path), stored, packs=packs)
+        self._tensors = DummyTensors(model_path) if dummy else _open_tensors(Path(model_path), stored, packs=packs)
         self._staging = Staging()
         self._opened, self._stamp = (model_path, dtype, device, stored), _stamp(model_path)
         self._left = {name for name in self._tensors.names() if not _DERIVED.match(name)}
@@ -84,7 +93,7 @@ class Checkpoint:
         path, dtype, device, stored = self._opened
         if _stamp(path) != self._stamp:
             raise ConfigError(f"{path}: its files are not those that were loaded; update the weights, or restore them")
-        return Checkpoint(path, dtype=dtype, device=device, progress=False, stored=stored)
+        return Checkpoint(path, dtype=dtype, device=device, progress=False, stored=stored, dummy=self.is_dummy)
 
     def take(self, name: str, shape: Sequence[Extent], *, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Tensor `name`, which must have `shape`, or what the cuts in it take: a new contiguous tensor, of `dtype` if given."""
@@ -117,7 +126,7 @@ class Checkpoint:
         return merged
 
     def has(self, name: str) -> bool:
-        """Whether tensor `name` is there and not taken yet."""
+        """Whether tensor `name` is there and not taken yet; of made-up weights none is said to be."""
         return name in self._left
 
     def shape_of(self, name: str) -> list[int]:

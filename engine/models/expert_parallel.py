@@ -71,7 +71,8 @@ class ExpertParallelMLP:
         self._no_rows = part.no_rows()
         self.loads = no_loads(part, experts)
         self.sites: list[LinearSite] = []
-        self._turn = part.balance.add(self) if part.balance is not None else None
+        moves = index < part.config.num_layers  # a layer that drafts is no part of each step
+        self._turn = part.balance.add(self) if part.balance is not None and moves else None
 
     def of_norm(self, norm: Normed, x: Tensor, delta: Tensor | None) -> Tensor:
         """The experts' answer to norm(x + delta), which x becomes before the norm."""

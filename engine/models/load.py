@@ -1,5 +1,6 @@
 """How a model is loaded, and what drafts for it. One class runs all families of `engine.model_files.families.FAMILIES`."""
 
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -35,17 +36,19 @@ def load_model(
     quantization: str | None = None,
     experts: ExpertPlan = IN_ORDER,
     drafter: DrafterConfig | None = None,
+    dummies: Collection[str] = (),
 ) -> DenseDecoder:
     """The model of `model_path`, or the part of it that the rank at `place` has, with its weights in `dtype` ("bfloat16" |
     "float32" | "float16") on `device`.
 
     `context_length`: positions in use (the RoPE table of a million is half a GiB). `collectives`: of the stage's ranks, if there
-    are several. `exchange`: of all ranks, with DP attention. `quantization`: as `--quantization`. `drafter`: loaded beside it. `check_layout` has accepted the sizes. Raises `ConfigError` for files that do not fit `config`.
+    are several. `exchange`: of all ranks, with DP attention. `quantization`: as `--quantization`. `drafter`: loaded beside it. `dummies`: paths whose weights are made
+    up. `check_layout` has accepted the sizes. Raises `ConfigError` for files that do not fit `config`.
     """
-    stored = config.stored
+    weights: dict[str, Any] = {"stored": config.stored, "dummy": model_path in dummies}
     with (
         torch.inference_mode(),
-        Checkpoint(model_path, dtype=dtype, device=device, progress=progress, stored=stored) as checkpoint,
+        Checkpoint(model_path, dtype=dtype, device=device, progress=progress, **weights) as checkpoint,
     ):
         positions = min(context_length or config.max_position_embeddings, config.max_position_embeddings)
         config = replace(config, max_position_embeddings=positions)
@@ -70,9 +73,10 @@ def load_model(
         shared = {"place": place, "collectives": collectives, "reduce_units": reduce_units}
         if drafter.kind == STANDALONE:
             layers = replace(drafter.layers, vision=None)  # it drafts text
-            other = load_model(drafter.path, layers, context_length=positions, **own, **shared)
+            other = load_model(drafter.path, layers, context_length=positions, dummies=dummies, **own, **shared)
             model.drafter = StandaloneModel(other, num_heads=len(share_of(drafter.layers, place).heads))
         else:
+            own["dummy"] = drafter.path in dummies
             model.drafter = _eagle(drafter, model, positions, own, shared)
     return model
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from engine.config import EngineConfig
 from engine.flags.expert_flags import expert_plan
+from engine.flags.load_format import dummy_paths
 from engine.model_files.model_config import ModelConfig
 from engine.models.decoder import DenseDecoder
 from engine.models.load import load_model
@@ -19,6 +20,8 @@ def loader(config: EngineConfig, model: ModelConfig, links: RankLinks | None, lo
     share: dict[str, Any] = {"reduce_units": config.reduce_units} if config.reduce_units or links else {}
     if model.drafter is not None:
         share["drafter"] = model.drafter
+    if dummies := dummy_paths(config):
+        share["dummies"] = dummies
     if links is not None:
         share |= {
             "place": links.place,

@@ -22,9 +22,8 @@ from tests.engine.dp_in_process import dp_ranks
 from tests.engine.drafters import always
 from tests.engine.engine_in_process import EngineInProcess
 from tests.engine.ranks_in_process import ranks
-from tests.models.tiny_checkpoints import edit_tensors, make_tiny_checkpoint
-from tests.models.tiny_seeing import FAMILIES as SEEING
-from tests.models.tiny_seeing import PromptMaker, make_seeing_checkpoint
+from tests.models.tiny_checkpoints import make_tiny_checkpoint
+from tests.models.tiny_seeing import PromptMaker, make_seeing_checkpoint, with_mtp
 
 NEW = 12
 CHUNK = 64  # where prompts of a model with recurrent states may be cut, too: in the first image
@@ -300,27 +299,10 @@ def finish(engine: EngineInProcess, rid: str) -> None:
         engine.turn()
 
 
-def with_mtp(folder: Path) -> str:
-    """A checkpoint whose MTP layer is a copy of a layer of its own, so that some of its drafts are right and others wrong."""
-    text = {**SEEING["qwen3_5"]["text_config"], "mtp_num_hidden_layers": 1}
-    path = make_seeing_checkpoint(folder, "qwen3_5", text_config=text)
-
-    def add(tensors: dict[str, torch.Tensor]) -> None:
-        layer, size = "model.language_model.layers.1.", text["hidden_size"]
-        own = {name.removeprefix(layer): tensor for name, tensor in tensors.items() if name.startswith(layer)}
-        tensors |= {f"mtp.layers.0.{name}": tensor.clone() for name, tensor in own.items()}
-        norms = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
-        tensors |= {f"mtp.{name}.weight": torch.zeros(size) for name in norms}
-        tensors["mtp.fc.weight"] = torch.cat((torch.eye(size), torch.eye(size)), 1)
-
-    edit_tensors(folder / "model.safetensors", add)
-    return path
-
-
 @pytest.mark.parametrize("algorithm", ["NEXTN", "STANDALONE"])
 def test_drafts_of_models_change_no_answer(algorithm: str, tmp_path: Path) -> None:
     """Layers of the checkpoint turn as it does; a model of its own sees no image, and goes by the same positions."""
-    path, asked = with_mtp(tmp_path / "sees"), prompts_of("qwen3_5")
+    path, asked = with_mtp(tmp_path / "sees", "qwen3_5"), prompts_of("qwen3_5")
     flags: dict[str, Any] = {"speculative_algorithm": algorithm, "speculative_num_steps": 2}
     if algorithm == "STANDALONE":
         flags["speculative_draft_model_path"] = make_tiny_checkpoint(tmp_path / "drafts", "qwen3", num_hidden_layers=1)

@@ -66,10 +66,6 @@ MODEL = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": 
             {**MODEL, "speculative_num_steps": 3, "speculative_num_draft_tokens": 8},
             "--speculative-num-draft-tokens 8: a step computes the last known token and --speculative-num-steps 3 drafts; give 4",
         ),
-        (
-            {**MODEL, "tp_size": 2, "ep_size": 2},
-            "STANDALONE: --ep-size 2 divides the model's experts alone, not a drafter's; leave it out",
-        ),
         ({**MODEL, "pp_size": 2}, "STANDALONE: --pp-size 2 has other tokens in flight"),
         (
             {**MODEL, "tp_size": 2, "dp_size": 2, "enable_dp_attention": True},
@@ -77,12 +73,9 @@ MODEL = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": 
         ),
     ],
 )
-def test_flags_of_drafters_that_contradict_are_refused(
-    tmp_path: Path, checkpoint: str, flags: dict[str, Any], said: str
-) -> None:
-    path = make_tiny_checkpoint(tmp_path / "mixture", "mixtral") if "ep_size" in flags else checkpoint
+def test_flags_of_drafters_that_contradict_are_refused(checkpoint: str, flags: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        resolve(EngineConfig(model_path=path, **flags), load_model_config(path), cuda=False)
+        resolve(EngineConfig(model_path=checkpoint, **flags), load_model_config(checkpoint), cuda=False)
 
 
 @pytest.mark.parametrize(
@@ -110,6 +103,18 @@ def test_a_drafter_that_does_not_fit_is_refused(
     model = load_model_config(checkpoint)
     config = resolve(given, model, cuda=False)
     with pytest.raises(ConfigError, match=f"--speculative-draft-model-path {path}: .*{said}"):
+        with_drafter(config, model)
+
+
+def test_experts_of_a_drafter_that_ranks_do_not_divide_are_refused(tmp_path: Path) -> None:
+    path = make_tiny_checkpoint(tmp_path / "model", "mixtral")
+    drafter = make_tiny_checkpoint(tmp_path / "drafter", "qwen3_moe", num_experts=3)
+    flags: dict[str, Any] = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": drafter}
+    model = load_model_config(path)
+    config = resolve(EngineConfig(model_path=path, tp_size=2, ep_size=2, **flags), model, cuda=False)
+    with pytest.raises(
+        ConfigError, match=r"--speculative-draft-model-path .*: --ep-size 2: does not divide the model's 3 experts"
+    ):
         with_drafter(config, model)
 
 

@@ -69,14 +69,31 @@ NOWHERE = "http://127.0.0.1:9"  # the discard port: refused
 
 
 def test_only_the_files_that_serving_reads_are_downloaded_once(hub: Hub, tmp_path: Path) -> None:
+    images = {"preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json"}
+    for name in images:
+        (tmp_path / "hub" / MODEL / "main" / name).write_text("{}")
     answer = ask(tmp_path / "home", hub.url)
     assert (answer["name"], answer["revision"]) == (MODEL, None)
-    needed = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    needed = {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        *images,
+    }
     assert {path.name for path in Path(answer["path"]).iterdir()} == needed
     assert answer["path"].startswith(str(tmp_path / "home"))
     assert hub.downloads == dict.fromkeys(needed, 1)
     assert ask(tmp_path / "home", hub.url) == answer
     assert hub.downloads == dict.fromkeys(needed, 1)
+
+
+def test_made_up_weights_are_not_downloaded(hub: Hub, tmp_path: Path) -> None:
+    answer = ask(tmp_path / "home", hub.url, load_format="dummy", speculative_draft_model_path=MODEL)
+    assert answer["drafter"] == answer["path"] and not list(Path(answer["path"]).glob("*.safetensors*"))
+    assert (Path(answer["path"]) / "tokenizer.json").is_file()
+    assert (Path(ask(tmp_path / "home", hub.url)["path"]) / "model.safetensors").is_file(), "another time"
 
 
 def test_a_drafter_comes_from_the_hub_too(hub: Hub, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from engine.models.decoder import DenseDecoder
 from engine.models.image_rows import ImageRows
 from engine.models.vision.tower import Pixels
 from tests.models.reference_attend import Sequence
-from tests.models.tiny_checkpoints import EOS, VOCAB_SIZE, write_json, write_tokenizer
+from tests.models.tiny_checkpoints import EOS, VOCAB_SIZE, edit_tensors, write_json, write_tokenizer
 
 IMAGE, VIDEO, START, END = 4, 5, 6, 7  # special tokens of the tiny tokenizer
 PATCH, MERGE, TEMPORAL = 4, 2, 2
@@ -123,6 +123,23 @@ def make_seeing_checkpoint(folder: Path, family: str, *, seed: int = 0, **fields
     write_tokenizer(folder)
     write_json(folder / "preprocessor_config.json", PROCESSING | (CROPS if family == "llava" else SMART))
     return str(folder)
+
+
+def with_mtp(folder: Path, family: str) -> str:
+    """Write a checkpoint whose MTP layer is a copy of a layer of its own, so that some of its drafts are right and others wrong: of a hybrid."""
+    text = {**FAMILIES[family]["text_config"], "mtp_num_hidden_layers": 1}
+    path = make_seeing_checkpoint(folder, family, text_config=text)
+
+    def add(tensors: dict[str, torch.Tensor]) -> None:
+        layer, size = "model.language_model.layers.1.", text["hidden_size"]
+        own = {name.removeprefix(layer): tensor for name, tensor in tensors.items() if name.startswith(layer)}
+        tensors |= {f"mtp.layers.0.{name}": tensor.clone() for name, tensor in own.items()}
+        norms = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+        tensors |= {f"mtp.{name}.weight": torch.zeros(size) for name in norms}
+        tensors["mtp.fc.weight"] = torch.cat((torch.eye(size), torch.eye(size)), 1)
+
+    edit_tensors(folder / "model.safetensors", add)
+    return path
 
 
 def their_model(family: str, *, seed: int = 0, **fields: Any) -> PreTrainedModel:

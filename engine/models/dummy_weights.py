@@ -1,0 +1,94 @@
+"""Made-up weights in place of files, for `--load-format dummy`: a model of any size runs with its config.json alone.
+
+An element follows from its tensor's name and its place in the whole tensor, so ranks that take parts of a tensor hold parts of one, and
+two workers of one config.json hold the same model. Matrices are wide for their inputs: tokens of a random model then differ
+clearly in their scores. Those that add to the residual stream are narrower, and an MTP layer starts from its token's embedding alone: so
+the next token follows often from the last one, and a draft is right at times.
+"""
+
+import hashlib
+import math
+from collections.abc import Callable, Collection, Sequence
+
+import torch
+from torch import Tensor
+
+NUMBERS = 1_000_003  # of the noise that tensors repeat; a prime, so that rows of a matrix differ
+BLOCK = 1 << 22  # elements that are made at once
+GAIN, ADDED = (
+    1.6,
+    0.06,
+)  # standard deviations of matrices times the root of their inputs: of most, of those that add to the stream
+EMBEDDED, SPREAD = 1.0, 0.2  # of embeddings, of vectors
+ADDS = ("o_proj.weight", "out_proj.weight", "down_proj.weight", "w2.weight")
+JOINS = ("mtp.fc.weight", "eh_proj.weight")  # [hidden, embedding and hidden]
+ROOT_3 = math.sqrt(3)  # half the width of the uniform distribution with standard deviation 1
+
+
+class DummyTensors:
+    """As the tensors of files: all that are asked for, in whatever shape. `folder`: of config.json."""
+
+    described_by = "config.json"
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        self._noise = dict[torch.device, Tensor]()
+
+    def names(self) -> Collection[str]:
+        """Those that must be taken: none."""
+        return ()
+
+    def where(self, name: str) -> str:
+        return self._folder
+
+    def open(self, name: str, shape: Sequence[int], taken: Sequence[range]) -> Callable[[Tensor], object]:
+        """What fills a tensor with the `taken` part of tensor `name`, which has `shape`."""
+        if name.endswith(JOINS):
+            return lambda out: out.copy_(torch.eye(*shape)[tuple(slice(part.start, part.stop) for part in taken)])
+        start = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7]) % NUMBERS
+        return lambda out: self._fill(
+            out, shape, taken, start=start, center=_center(name, shape), spread=_spread(name, shape)
+        )
+
+    def close(self) -> None:
+        self._noise.clear()
+
+    def _fill(
+        self, out: Tensor, shape: Sequence[int], taken: Sequence[range], *, start: int, center: float, spread: float
+    ) -> None:
+        noise = self._noise_on(out.device)
+        row_size = max(1, math.prod(map(len, taken[1:])))
+        rows = taken[0]
+        for first in range(0, len(rows), step := max(1, BLOCK // row_size)):
+            block = rows[first : first + step]
+            places = (_places([block, *taken[1:]], shape, device=out.device) + start) % NUMBERS
+            out[first : first + len(block)].copy_(noise[places].mul_(spread).add_(center))
+
+    def _noise_on(self, device: torch.device) -> Tensor:
+        if device not in self._noise:
+            generator = torch.Generator().manual_seed(0)
+            uniform = torch.rand(NUMBERS, generator=generator) * 2 - 1
+            self._noise[device] = (uniform * ROOT_3).to(device)
+        return self._noise[device]
+
+
+def _center(name: str, shape: Sequence[int]) -> float:
+    return 1.0 if len(shape) == 1 and "norm" in name else 0.0
+
+
+def _spread(name: str, shape: Sequence[int]) -> float:
+    if len(shape) == 1:
+        return SPREAD
+    if name.endswith("embed_tokens.weight"):
+        return EMBEDDED
+    return (ADDED if name.endswith(ADDS) else GAIN) / math.sqrt(math.prod(shape[1:]))
+
+
+def _places(taken: Sequence[range], shape: Sequence[int], *, device: torch.device) -> Tensor:
+    """[*taken] i64: of each element the number in its whole tensor."""
+    places, stride = torch.zeros((), dtype=torch.int64, device=device), 1
+    for dim in reversed(range(len(shape))):
+        own = torch.arange(taken[dim].start, taken[dim].stop, device=device) * stride
+        places = places + own.view(-1, *[1] * (len(shape) - 1 - dim))
+        stride *= shape[dim]
+    return places
