@@ -5,6 +5,7 @@ from pathlib import Path
 
 from engine.model_files.families import FAMILIES, Family
 from engine.model_files.fields import Fields
+from engine.model_files.other_kinds import other_kind
 from engine.model_files.sentence_config import read_pooling
 from engine.model_files.vision_families import VISION_FAMILIES
 
@@ -36,10 +37,12 @@ def read_family(fields: Fields) -> tuple[str, Family, str]:
     names = fields.get("architectures")
     known = ", ".join(sorted([*FAMILIES, *VISION_FAMILIES]))
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
-        raise fields.error("architectures", f"must name the model class; supported: {known}")
+        raise other_kind(fields, []) or fields.error("architectures", f"must name the model class; supported: {known}")
     for name in names:
         if (found := _found(name)) is not None:
             return name, *found
+    if (other := other_kind(fields, names)) is not None:
+        raise other
     raise fields.error(
         "architectures",
         f"{names[0]} is not supported; supported: {known}, and of dense ones ...ForSequenceClassification and ...Model",

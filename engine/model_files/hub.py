@@ -4,6 +4,7 @@ import os
 import re
 from pathlib import Path
 
+from engine.model_files.other_kinds import PIPELINE, check_pipeline
 from service.flags import ConfigError
 
 # ORGANIZATION/NAME, as the hub allows it.
@@ -13,6 +14,7 @@ _MODEL_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 WEIGHTS = ("model*.safetensors", "model.safetensors.index.json")
 FILES = (
     "config.json",
+    PIPELINE,
     "generation_config.json",
     "preprocessor_config.json",
     "video_preprocessor_config.json",
@@ -77,6 +79,7 @@ def download(model_id: str, revision: str | None, *, option: str = "--model-path
         ) from None
     except errors.HFValidationError as error:
         raise ConfigError(f"{flag}: is not a name that the hub allows ({_one_line(error)})") from None
+    check_pipeline(Path(folder))
     if weights:
         _check_weights(flag, Path(folder))
     return str(folder)

@@ -17,6 +17,7 @@ from engine.model_files.fields import Fields, read_fields
 from engine.model_files.head_config import TOKEN_HEAD, TOKENS, HeadConfig, read_family, read_head
 from engine.model_files.latent_config import LatentConfig, read_latent, rope_dim
 from engine.model_files.layer_kinds import read_kinds, read_ropes, read_windows
+from engine.model_files.other_kinds import check_gguf, check_pipeline
 from engine.model_files.recurrent_config import RecurrentConfig
 from engine.model_files.rope_config import RopeConfig
 from engine.model_files.stored_weights import StoredWeights, read_stored_weights
@@ -203,6 +204,7 @@ def load_model_config(model_path: str, *, architecture: str = "") -> ModelConfig
     """
     path = Path(model_path)
     if path.is_dir():
+        check_pipeline(path)
         fields = read_fields(path / "config.json", required=True)
         return _model_config(
             fields.with_values(architectures=[architecture]) if architecture else fields,
@@ -210,7 +212,9 @@ def load_model_config(model_path: str, *, architecture: str = "") -> ModelConfig
             folder=path,
         )
     if path.is_file():
-        return _model_config(Fields(path, config_fields(open_gguf(path))), Fields(path, {}), folder=path)
+        file = open_gguf(path)
+        check_gguf(path, file.value("general.architecture", str, ""))
+        return _model_config(Fields(path, config_fields(file)), Fields(path, {}), folder=path)
     raise ConfigError(
         f"--model-path {model_path}: no such directory or file; give a checkpoint directory, a .gguf file, "
         "a model of the Hugging Face hub (ORGANIZATION/NAME), smollm2, or recall-wide"

@@ -300,7 +300,15 @@ WRONG_CHATS: list[tuple[list[dict[str, Any]], str, str]] = [
     ([image_part("/etc/passwd")], "messages[0].content[0].image_url", "only http and https"),
     ([image_part("http://127.0.0.1:1/x.png")], "messages[0].content[0].image_url", "no public address"),
     ([{"type": "image_url"}], "messages[0].content[0]", "with a field of that name"),
-    ([{"type": "input_audio"}], "messages[0].content[0]", "text, image_url, video_url"),
+    ([{"type": "file"}], "messages[0].content[0]", "text, image_url, video_url"),
+    *(
+        (
+            [{"type": "text", "text": "hear"}, {"type": kind, kind: {"data": "AAAA", "format": "wav"}}],
+            f"messages[0].content[1].{kind}",
+            "audio is not served here: leave it out, or send what is said as text",
+        )
+        for kind in ("input_audio", "audio_url")
+    ),
     ([image_part(url_of(file_of(picture(300, 1))))], "messages[0].content[0].image_url", "cut it"),
     ([image_part(url_of(FOUR)), text("<|image_pad|>")], "messages", "2 places for images, and 1 came with it"),
     (
@@ -336,6 +344,11 @@ def test_other_apis_name_their_own_fields(seeing: Worker) -> None:
     assert error_of(seeing, RESPONSES, {"instructions": "s", "input": [item]})[0] == "input[0].content[0].image_url"
     item = {"role": "user", "content": [{"type": "input_image", "file_id": "f"}]}
     assert error_of(seeing, RESPONSES, {"input": [item]})[0] == "input[0].content[0].file_id"
+    item = {"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}]}
+    named, message = error_of(seeing, RESPONSES, {"input": [item]})
+    assert named == "input[0].content[0].type" and "'input_audio' is not supported" in message
+    named, message = error_of(seeing, GENERATE, {"text": "a", "audio_data": "AAAA"})
+    assert named == "audio_data" and "audio is not served here" in message
     messages = [{"role": "user", "content": "a", "images": [base64_of(FOUR), "!"]}]
     answer = seeing.post("/api/chat", {"model": "tiny", "messages": messages})
     assert answer.status_code == 400 and answer.json()["error"].startswith("messages[0].images[1]: ")

@@ -10,7 +10,7 @@ import msgspec
 
 from engine.frontend.apis.chat.tools import Tool, ToolChoice, check_tools
 from engine.frontend.apis.shared.body_reader import BodyReader
-from engine.frontend.apis.shared.refused import CHAT
+from engine.frontend.apis.shared.refused import CHAT, NO_AUDIO
 from engine.frontend.apis.shared.request import RequestFields, check_range, check_request
 from engine.frontend.images.source import MediaSource
 from engine.text.custom_calls import INPUT
@@ -20,6 +20,7 @@ MAX_TOP_LOGPROBS = 20
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 MEDIA = ("image_url", "video_url")
 PARTS = ("text", *MEDIA)
+AUDIO = ("input_audio", "audio_url", "audio")
 NO_PLACES: Mapping[str, Any] = {}
 
 
@@ -174,6 +175,8 @@ def _check_messages(messages: list[ChatMessage]) -> None:
         if m.content is None and not m.tool_calls:
             raise bad_field(f"messages[{i}].content", "is missing")
         for j, part in enumerate(m.content if isinstance(m.content, list) else []):
+            if part.type in AUDIO:
+                raise bad_field(f"messages[{i}].content[{j}].{part.type}", NO_AUDIO, code="unsupported_parameter")
             if part.type not in PARTS or getattr(part, part.type) is None:
                 raise bad_field(
                     f"messages[{i}].content[{j}]",

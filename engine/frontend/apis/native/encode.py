@@ -8,7 +8,7 @@ from aiohttp import web
 from engine.frontend.apis.native.view import shown_finish
 from engine.frontend.apis.shared.alone import AloneBody, check_computes_prompts, embed, prompts_in, vector_of
 from engine.frontend.apis.shared.body_reader import BodyReader, Unserved
-from engine.frontend.apis.shared.refused import EMBEDDING, TEXT_ONLY
+from engine.frontend.apis.shared.refused import EMBEDDING, NO_AUDIO, TEXT_ONLY
 from engine.frontend.services import SERVICES
 from engine.text.sample import TextOutput
 from service.http.errors import bad_field
@@ -25,7 +25,8 @@ READER = BodyReader(
     refused={
         **{name: entry for name, entry in EMBEDDING.items() if name != "messages"},
         "dimensions": Unserved("ask /v1/embeddings"),
-        **dict.fromkeys(("audio_data", "image_data", "input_embeds", "video_data"), Unserved(TEXT_ONLY)),
+        "audio_data": Unserved(NO_AUDIO),
+        **dict.fromkeys(("image_data", "input_embeds", "video_data"), Unserved(TEXT_ONLY)),
     },
 )
 

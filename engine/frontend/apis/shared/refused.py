@@ -7,6 +7,7 @@ from engine.frontend.apis.shared.body_reader import EMPTY, Unserved
 
 SHAPE = "leave it out; logit_bias, allowed_token_ids, bad_words and constraints shape an answer"
 TEXT_ONLY = "leave it out; this server takes text and token ids"
+NO_AUDIO = "audio is not served here: leave it out, or send what is said as text"
 NO_BEAMS = "leave it out; n gives several answers"
 SESSIONS = "send the whole conversation each time; session_id keeps requests on one worker"
 
@@ -53,7 +54,7 @@ COMPLETION = {
 CHAT = {
     **REQUEST,
     "add_special_tokens": Unserved("render the chat yourself and send it to /v1/completions"),
-    "audio": Unserved(TEXT_ONLY),
+    "audio": Unserved("leave it out; answers are text"),
     "chat_template": Unserved(
         "leave it out, or render the chat yourself and send it to /v1/completions; start the server with another template"
     ),
@@ -65,7 +66,7 @@ CHAT = {
     "web_search_options": Unserved("search yourself, with a tool"),
 }
 GENERATE = {
-    "audio_data": Unserved(TEXT_ONLY),
+    "audio_data": Unserved(NO_AUDIO),
     "custom_logit_processor": Unserved(SHAPE),
     "input_embeds": Unserved(TEXT_ONLY),
     "session_params": Unserved(SESSIONS),
