@@ -2,8 +2,8 @@
 
 An element follows from its tensor's name and its place in the whole tensor, so ranks that take parts of a tensor hold parts of one, and
 two workers of one config.json hold the same model. Matrices are wide for their inputs: tokens of a random model then differ
-clearly in their scores. Those that add to the residual stream are narrower, and an MTP layer starts from its token's embedding alone: so
-the next token follows often from the last one, and a draft is right at times.
+clearly in their scores. Those that add to the residual stream are narrower, MLPs' more than attention's, and an MTP layer starts from its
+token's embedding alone: so the next token follows from the last one and from the context, and a draft is right at times.
 """
 
 import hashlib
@@ -15,12 +15,10 @@ from torch import Tensor
 
 NUMBERS = 1_000_003  # of the noise that tensors repeat; a prime, so that rows of a matrix differ
 BLOCK = 1 << 22  # elements that are made at once
-GAIN, ADDED = (
-    1.6,
-    0.06,
-)  # standard deviations of matrices times the root of their inputs: of most, of those that add to the stream
+# Standard deviations of matrices, times the root of their inputs: of most, of what MLPs and attention add to the stream, of the head.
+GAIN, ADDED, ATTENDED, HEAD = 1.6, 0.02, 0.12, 6.0
 EMBEDDED, SPREAD = 1.0, 0.2  # of embeddings, of vectors
-ADDS = ("o_proj.weight", "out_proj.weight", "down_proj.weight", "w2.weight")
+ADDS, ATTENDS = ("down_proj.weight", "w2.weight"), ("o_proj.weight", "out_proj.weight")
 JOINS = ("mtp.fc.weight", "eh_proj.weight")  # [hidden, embedding and hidden]
 ROOT_3 = math.sqrt(3)  # half the width of the uniform distribution with standard deviation 1
 
@@ -81,7 +79,13 @@ def _spread(name: str, shape: Sequence[int]) -> float:
         return SPREAD
     if name.endswith("embed_tokens.weight"):
         return EMBEDDED
-    return (ADDED if name.endswith(ADDS) else GAIN) / math.sqrt(math.prod(shape[1:]))
+    return _gain(name) / math.sqrt(math.prod(shape[1:]))
+
+
+def _gain(name: str) -> float:
+    if name == "lm_head.weight":
+        return HEAD
+    return ADDED if name.endswith(ADDS) else ATTENDED if name.endswith(ATTENDS) else GAIN
 
 
 def _places(taken: Sequence[range], shape: Sequence[int], *, device: torch.device) -> Tensor:
