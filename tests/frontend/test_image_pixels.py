@@ -2,6 +2,7 @@
 
 import io
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,12 +14,13 @@ from transformers import (
     LlavaProcessor,
     PreTrainedTokenizerFast,
     Qwen2VLImageProcessorPil,
+    Qwen3VLProcessor,
 )
 
 from engine.frontend.images.loaded import LoadedMedia
-from engine.frontend.images.marks import NO_MARKS
+from engine.frontend.images.marks import NO_MARKS, Marks
 from engine.frontend.images.pixels import PixelMaker
-from engine.frontend.images.placeholders import expanded
+from engine.frontend.images.placeholders import expanded, with_times
 from engine.frontend.images.sizes import video_size
 from engine.images import ImageInput, rope_delta
 from engine.model_files.image_processing import PixelRange
@@ -184,6 +186,26 @@ def test_a_video_of_qwen_3_is_an_image_for_each_temporal_patch(makers: dict[str,
     assert [part.size[0] for part in loaded.parts] == [2, 2, 1] and len({part.key for part in loaded.parts}) == 3
     assert {part.grid[0] for part in loaded.parts} == {1} and loaded.times_s == (0.25, 1.25, 2.0)
     assert loaded.parts[0].pixels[: len(loaded.parts[0].pixels) // 2] != loaded.parts[2].pixels
+
+
+@pytest.mark.parametrize("fps", [1.0, 2.0, 3.0, 10.0, 24.0, 29.97])
+@pytest.mark.parametrize("count", [1, 2, 7, 40])
+def test_timestamps_are_those_of_transformers(makers: dict[str, PixelMaker], count: int, fps: float) -> None:
+    """Its processor of Qwen3-VL without the video processor, which needs torchvision."""
+    maker, marks = makers["qwen3"], Marks("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
+    loaded = video(maker, frames(1, 56, 56) * count, fps)
+    processor = object.__new__(Qwen3VLProcessor)
+    processor.video_processor = SimpleNamespace(merge_size=1, temporal_patch_size=2)
+    processor.video_token, processor.vision_start_token, processor.vision_end_token = (
+        marks.video,
+        marks.start,
+        marks.end,
+    )
+    metadata = SimpleNamespace(fps=fps, frames_indices=list(range(count)))
+    inputs = {"video_grid_thw": np.array([[-(-count // 2), 1, 1]]), "video_metadata": [metadata]}
+    theirs = processor.replace_video_token(inputs, 0)
+    assert with_times(f"a{marks.start}{marks.video}{marks.end}b", [loaded], marks) == f"a{theirs}b"
+    assert with_times(f"a{marks.video}b", [loaded], marks) == f"a{theirs}b"
 
 
 def test_frames_have_one_size(makers: dict[str, PixelMaker]) -> None:

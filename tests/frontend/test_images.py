@@ -269,7 +269,7 @@ def test_a_worker_without_a_tokenizer_takes_images_with_ids(tmp_path: Path) -> N
         assert w.scheduler.seen[-1].input_ids == [65, *[IMAGE] * 4]
         named, message = error_of(w, GENERATE, {"input_ids": [65], "image_data": url_of(FOUR)})
         assert (
-            named == "input_ids" and f"0 places for images, and 1 came with it; each needs one token {IMAGE}" in message
+            named == "input_ids" and f"has 0 placeholders for images, and needs 1: write one token {IMAGE}" in message
         )
 
 
@@ -310,7 +310,7 @@ WRONG_CHATS: list[tuple[list[dict[str, Any]], str, str]] = [
         for kind in ("input_audio", "audio_url")
     ),
     ([image_part(url_of(file_of(picture(300, 1))))], "messages[0].content[0].image_url", "cut it"),
-    ([image_part(url_of(FOUR)), text("<|image_pad|>")], "messages", "2 places for images, and 1 came with it"),
+    ([image_part(url_of(FOUR)), text("<|image_pad|>")], "messages", "has 2 placeholders for images, and needs 1"),
     (
         [{"type": "video_url", "video_url": "https://example.org/a.mp4"}],
         "messages[0].content[0].video_url",

@@ -1,4 +1,4 @@
-"""Image files to the message that a scheduler gets: pixels of the size that the model wants, and how many tokens stand for them."""
+"""Image files to scheduler messages: pixels resized for the model, and the number of placeholder tokens."""
 
 import hashlib
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ class PixelMaker:
 
     @property
     def factor(self) -> int:
-        """Pixels of a side of what a token stands for."""
+        """Return the pixels of a side of one token's square."""
         return self.vision.tower.patch * self.vision.tower.merge
 
     def image_key(self, data: bytes) -> bytes:
@@ -40,11 +40,11 @@ class PixelMaker:
         return self._key(b"video %r" % fps, frames)
 
     def count_image(self, data: bytes) -> int:
-        """Count the tokens that will stand for it, from the file's header. Raises BadImage."""
+        """Count the placeholder tokens of an image from the file's header. Raises BadImage."""
         return self.vision.num_tokens(self._grid(self._target(size_of(data, max_pixels=self.max_pixels)), frames=1))
 
     def count_video(self, frames: Sequence[bytes]) -> int:
-        """Likewise for a video of the size of its first frame."""
+        """Count the placeholder tokens of a video by the size of its first frame. Raises BadImage."""
         target = self._video_target(size_of(frames[0], max_pixels=self.max_pixels), len(frames))
         return self.vision.num_tokens(self._grid(target, frames=len(frames)))
 
@@ -75,18 +75,18 @@ class PixelMaker:
         return self._timed_video(key, pictures, target, fps)
 
     def _timed_video(self, key: bytes, pictures: list[bytes], target: Size, fps: float) -> LoadedMedia:
-        """Each temporal patch by itself; its time is that between its first and its last frame."""
+        """Make a part of each temporal patch. Its time is halfway between its first and its last frame, rounded as transformers does."""
         each, last = self.vision.tower.temporal_patch, len(pictures) - 1
         starts = range(0, len(pictures), each)
         parts = [
             self._input(hashlib.sha256(b"%b %d" % (key, start)).digest(), pictures[start : start + each], target)
             for start in starts
         ]
-        times_s = [(start + min(start + each - 1, last)) / 2 / fps for start in starts]
+        times_s = [(start / fps + min(start + each - 1, last) / fps) / 2 for start in starts]
         return LoadedMedia(tuple(parts), is_video=True, times_s=tuple(times_s))
 
     def _time_step(self, fps: float) -> int:
-        """RoPE positions from one temporal patch to the next, of a model that counts them by time."""
+        """Return the RoPE positions from one temporal patch to the next, for a model that counts them by time."""
         if not self.vision.tokens_per_second:
             return 1
         per_frame = self.vision.tokens_per_second * self.vision.tower.temporal_patch
@@ -130,7 +130,7 @@ class PixelMaker:
         return picture.resize((width, height), resample=Image.Resampling(self.vision.processing.resample))
 
     def _key(self, kind: bytes, files: Sequence[bytes]) -> bytes:
-        """SHA-256 of all that decides the pixels."""
+        """Return the SHA-256 of the files and of the settings that decide the pixels."""
         digest = hashlib.sha256(b"%b\0%b" % (kind, self.settings))
         for data in files:
             digest.update(b"\0%d\0" % len(data))

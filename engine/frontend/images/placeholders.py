@@ -1,4 +1,4 @@
-"""The places of images in a prompt: one token each as templates and clients write them, then as many as stand for the image. Pure."""
+"""Placeholder tokens of images in a prompt: one for each image as templates and clients write them, expanded to its token count. Pure."""
 
 from collections.abc import Iterator, Sequence
 
@@ -12,14 +12,17 @@ from service.http.errors import bad_field
 
 
 def with_times(text: str, loaded: Sequence[LoadedMedia], marks: Marks) -> str:
-    """Write the times of videos into a prompt, a place for each temporal patch (Qwen3-VL): "<0.3 seconds>" before each."""
+    """Write the timestamps of videos into a prompt: "<0.3 seconds>" and a placeholder for each temporal patch (Qwen3-VL).
+
+    They replace the template's start, placeholder and end together, as in the processor that Qwen3-VL was released with (transformers
+    4.57); transformers 5 keeps the template's start and end around them.
+    """
     pieces, rest = [], text
     whole = marks.start + marks.video + marks.end
     for video in loaded:
         if not video.times_s:
             continue
-        place = whole if whole in rest else marks.video
-        before, found, rest = rest.partition(place)
+        before, found, rest = rest.partition(whole if whole in rest else marks.video)
         written = "".join(f"<{time_s:.1f} seconds>{whole}" for time_s in video.times_s)
         pieces += [before, written if found else ""]
     return "".join([*pieces, rest])
@@ -28,7 +31,10 @@ def with_times(text: str, loaded: Sequence[LoadedMedia], marks: Marks) -> str:
 def expanded(
     ids: list[int], loaded: Sequence[LoadedMedia], vision: VisionConfig, *, marks: Marks, field: str
 ) -> tuple[list[int], list[ImageInput]]:
-    """Return the prompt with each place as long as its image, and the images in their places. Raises ApiError(400): `field` has other places."""
+    """Expand each placeholder to its image's token count; return the prompt and the images with their `start`.
+
+    Raises ApiError(400) that names `field` if placeholders and images differ in number.
+    """
     images = [part for one in loaded if not one.is_video for part in one.parts]
     videos = [part for one in loaded if one.is_video for part in one.parts]
     _check(ids.count(vision.image_token_id), len(images), "images", marks.image, vision.image_token_id, field)
@@ -55,5 +61,5 @@ def _check(places: int, count: int, what: str, mark: str, token_id: int, field: 
         name = f"{mark} (token {token_id})" if mark else f"token {token_id}"
         raise bad_field(
             field,
-            f"the prompt has {places} places for {what}, and {count} came with it; each needs one {name}, and text must not hold it",
+            f"the prompt has {places} placeholders for {what}, and needs {count}: write one {name} for each, and none in text",
         )
