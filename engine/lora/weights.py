@@ -17,6 +17,7 @@ from torch import Tensor
 from engine.kv.kv_pool import DTYPES
 from engine.layers.linear import SiteShape
 from engine.lora.peft_config import PeftConfig, read_peft_config
+from engine.model_files.tensor_names import is_seeing, text_name
 from engine.parallel.layout import cut_of
 from service.flags import ConfigError
 
@@ -72,29 +73,51 @@ def read_adapter(
     }
     with torch.inference_mode():
         pairs = _read_pairs(file, known, config)
-        ranks = [a.shape[0] for a, _ in pairs.values()]
+        ranks = [pair.a.shape[0] for pair in pairs.values()]
         if max_rank is not None and max(ranks) > max_rank:
             raise ConfigError(f"{file}: has rank {max(ranks)}, more than --max-lora-rank {max_rank}; raise that")
-        made = tuple(_site_weights(site, pairs, config, dtype=dtype, device=device) for site in sites)
+        made = tuple(_site_weights(site, pairs, dtype=dtype, device=device) for site in sites)
     return AdapterWeights(made, max(ranks))
 
 
-def _read_pairs(
-    file: Path, known: Mapping[str, tuple[int, int]], config: PeftConfig
-) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return for each matrix its A [rank, in] and B [rows, rank]."""
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """A [rank, in] and B [rows, rank] of a matrix; `scale`: of B A."""
+
+    a: Tensor
+    b: Tensor
+    scale: float
+
+
+def _read_pairs(file: Path, known: Mapping[str, tuple[int, int]], config: PeftConfig) -> dict[str, _Pair]:
+    """Return the pair of each matrix by our name. Patterns of the config go by names in the file."""
     halves: dict[str, dict[str, Tensor]] = {}
     with _open(file) as tensors:
         for name in sorted(tensors.keys()):
-            match = _TENSOR.fullmatch(name)
-            if match is None or match["matrix"] not in known:
-                raise ConfigError(f"{file}: tensor {name} changes nothing that this model has and adapters may change")
-            halves.setdefault(match["matrix"], {})[match["side"]] = _read(file, tensors, name)
+            stored, side = _matrix_of(file, name, known)
+            halves.setdefault(stored, {})[side] = _read(file, tensors, name)
     if not halves:
         raise ConfigError(f"{file}: holds no tensor; export the adapter again")
-    for matrix, half in halves.items():
-        _check_pair(file, matrix, half, rank=config.rank_of(matrix), shape=known[matrix])
-    return {matrix: (half["A"], half["B"]) for matrix, half in halves.items()}
+    pairs: dict[str, _Pair] = {}
+    for stored, half in halves.items():
+        matrix = text_name(stored)
+        if matrix in pairs:
+            raise ConfigError(f"{file}: changes {matrix} under two names; export the adapter again")
+        _check_pair(file, stored, half, rank=config.rank_of(stored), shape=known[matrix])
+        pairs[matrix] = _Pair(half["A"], half["B"], config.scale_of(stored))
+    return pairs
+
+
+def _matrix_of(file: Path, name: str, known: Mapping[str, tuple[int, int]]) -> tuple[str, str]:
+    """Return (name of the matrix in the file, "A" or "B") of tensor `name`. Raises ConfigError for a matrix that adapters may not change."""
+    match = _TENSOR.fullmatch(name)
+    if match is not None and is_seeing(match["matrix"]):
+        raise ConfigError(
+            f"{file}: tensor {name} changes the vision tower; train the adapter on the language model alone"
+        )
+    if match is None or text_name(match["matrix"]) not in known:
+        raise ConfigError(f"{file}: tensor {name} changes nothing that this model has and adapters may change")
+    return match["matrix"], match["side"]
 
 
 def _check_pair(file: Path, matrix: str, half: dict[str, Tensor], *, rank: int, shape: tuple[int, int]) -> None:
@@ -112,8 +135,7 @@ def _check_pair(file: Path, matrix: str, half: dict[str, Tensor], *, rank: int, 
 
 def _site_weights(
     site: SiteShape,
-    pairs: Mapping[str, tuple[Tensor, Tensor]],
-    config: PeftConfig,
+    pairs: Mapping[str, _Pair],
     *,
     dtype: torch.dtype,
     device: torch.device,
@@ -122,12 +144,11 @@ def _site_weights(
     inputs = cut_of(site.in_size).taken
     for (name, extent), rows in zip(site.parts, site.rows, strict=True):
         if name in pairs:
-            a, b = pairs[name]
-            own = cut_of(extent).taken
-            a, b = a[:, inputs.start : inputs.stop], b[own.start : own.stop]
+            pair, own = pairs[name], cut_of(extent).taken
+            a, b = pair.a[:, inputs.start : inputs.stop], pair.b[own.start : own.stop]
             if site.row_order is not None:
                 b = b[[row - column for row in site.row_order[column : column + rows]]]
-            scaled = (b.float() * config.scale_of(name)).t().to(dtype=dtype, device=device).contiguous()
+            scaled = (b.float() * pair.scale).t().to(dtype=dtype, device=device).contiguous()
             parts.append((slice(column, column + rows), slice(rank, rank + a.shape[0]), scaled))
             sides.append(a.to(dtype))
             rank += a.shape[0]

@@ -18,6 +18,7 @@ from engine.kernels.staging import Staging
 from engine.kv.kv_pool import DTYPES
 from engine.layers.linear import kernel_on
 from engine.model_files.stored_weights import StoredWeights
+from engine.model_files.tensor_names import SEEING_PARTS, TEXT_PARTS, text_name
 from engine.models.dummy_weights import DummyTensors
 from engine.models.load_progress import LoadProgress
 from engine.models.packed_gguf import PackedGGUF
@@ -31,18 +32,6 @@ if TYPE_CHECKING:
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-# Of a model that sees images, too, in files of transformers 5 and 4.
-TEXT_PARTS = ("model.language_model.", "language_model.model.")
-VISUAL, CLIP, PROJECTOR = "visual.", "vision_tower.", "multi_modal_projector."  # our names of what sees
-SEEING_PARTS = {
-    "model.visual.": VISUAL,
-    "model.vision_tower.vision_model.": CLIP,
-    "model.vision_tower.": CLIP,
-    "vision_tower.vision_model.": CLIP,
-    "vision_tower.": CLIP,
-    "model.multi_modal_projector.": PROJECTOR,
-    "multi_modal_projector.": PROJECTOR,
-}
 
 # Buffers that old exporters wrote beside the weights; they follow from the config.
 _DERIVED = re.compile(r".*\.rotary_emb\.inv_freq$")
@@ -292,7 +281,7 @@ def _names(stored: Collection[str]) -> dict[str, str]:
         return {name if name.startswith("score.") else f"model.{name}": name for name in stored}
     for part in TEXT_PARTS:
         if f"{part}embed_tokens.weight" in stored:
-            text = {name.replace(part, "model.", 1): name for name in stored if name.startswith(part)}
+            text = {text_name(name): name for name in stored if name.startswith(part)}
             heads = {name.removeprefix("language_model."): name for name in stored}
             heads = {name: there for name, there in heads.items() if name.startswith(("lm_head.", "mtp."))}
             return text | heads | _seeing_names(stored)

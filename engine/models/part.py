@@ -13,8 +13,9 @@ from engine.layers.rope import head_order
 from engine.layers.row_linear import RowLinear
 from engine.model_files.head_config import family_of
 from engine.model_files.model_config import ModelConfig
+from engine.model_files.tensor_names import CLIP, PROJECTOR, VISUAL
 from engine.models.cache_specs import layer_spec
-from engine.models.checkpoint import CLIP, PROJECTOR, VISUAL, Checkpoint
+from engine.models.checkpoint import Checkpoint
 from engine.models.expert_balance import ExpertBalance
 from engine.parallel.collectives import Collectives
 from engine.parallel.expert_placement import IN_ORDER, ExpertPlan

@@ -2,7 +2,7 @@
 
 from engine.images import KEY_BYTES, ImageInput, key_ids
 from engine.model_files.image_processing import HALF, ImageProcessing, PixelRange
-from engine.model_files.tower_config import LearnedTower
+from engine.model_files.tower_config import ClipTower, LearnedTower
 from engine.model_files.vision_config import VisionConfig
 
 TOKEN = 49  # stands for a part of an image
@@ -16,6 +16,20 @@ TOWER = LearnedTower(
     activation="gelu",
     rope_theta=10_000.0,
     side=4,
+)
+CLIP = ClipTower(
+    depth=1,
+    hidden_size=8,
+    intermediate_size=8,
+    num_heads=1,
+    patch=4,
+    activation="quick_gelu",
+    side=3,
+    taken=(1,),
+    keeps_class=False,
+    eps=1e-5,
+    projector="gelu",
+    projector_bias=True,
 )
 SEES = VisionConfig(
     tower=TOWER, processing=ImageProcessing(size=PixelRange(4, 400), mean=HALF, std=HALF), image_token_id=TOKEN

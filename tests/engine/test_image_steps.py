@@ -21,22 +21,7 @@ from engine.model_files.vision_config import VisionConfig
 from engine.parallel.dealing import deal
 from service.flags import ConfigError
 from tests.core.engine_in_a_test import plan_item
-from tests.core.images import SEES
-
-CLIP = ClipTower(
-    depth=1,
-    hidden_size=8,
-    intermediate_size=8,
-    num_heads=1,
-    patch=4,
-    activation="quick_gelu",
-    side=3,
-    taken=(1,),
-    keeps_class=False,
-    eps=1e-5,
-    projector="gelu",
-    projector_bias=True,
-)
+from tests.core.images import CLIP, SEES
 
 
 def sees(vision: VisionConfig = SEES) -> ModelConfig:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -91,6 +92,48 @@ def test_tensors_that_do_not_fit_are_named(checkpoint: str, shapes: list[SiteSha
     edit_tensors(Path(adapter) / "adapter_model.safetensors", change)
     with pytest.raises(ConfigError, match=message):
         read(adapter, shapes)
+
+
+@pytest.mark.parametrize("part", ["model.language_model.", "language_model.model."])
+def test_adapters_of_a_model_that_sees_have_its_names(
+    checkpoint: str, shapes: list[SiteShape], tmp_path: Path, part: str
+) -> None:
+    """Of transformers 5 and 4. Patterns go by the same names."""
+    fields: dict[str, Any] = {"alpha_pattern": {f"{part}layers.1.self_attn.q_proj": 2}}
+    plain = make_tiny_adapter(tmp_path / "plain", checkpoint, seed=1, alpha_pattern={"layers.1.self_attn.q_proj": 2})
+    named = make_tiny_adapter(tmp_path / "named", checkpoint, seed=1, **fields)
+    file = Path(named) / "adapter_model.safetensors"
+    edit_tensors(file, lambda tensors: _rename(tensors, "base_model.model.model.", f"base_model.model.{part}"))
+    same = zip(sites_of(plain, shapes), sites_of(named, shapes), strict=True)
+    assert all(torch.equal(a, b) for ours, theirs in same for a, b in zip(ours, theirs, strict=True))
+    twice = first(load_file(file)).replace(part, "model.")
+    edit_tensors(file, lambda tensors: tensors.update({twice: tensors[first(tensors)].clone()}))
+    with pytest.raises(ConfigError, match=r"changes model\.layers\.0\..* under two names"):
+        read(named, shapes)
+
+
+@pytest.mark.parametrize(
+    "name", ["model.visual.blocks.0.attn.qkv", "visual.blocks.0.mlp.gate_proj", "vision_tower.q_proj"]
+)
+def test_an_adapter_of_the_vision_tower_is_refused(
+    checkpoint: str, shapes: list[SiteShape], tmp_path: Path, name: str
+) -> None:
+    adapter = make_tiny_adapter(tmp_path, checkpoint, seed=1)
+    tower = {f"base_model.model.{name}.lora_A.weight": torch.zeros(4, 8)}
+    edit_tensors(Path(adapter) / "adapter_model.safetensors", lambda tensors: tensors.update(tower))
+    with pytest.raises(ConfigError, match=f"tensor base_model.model.{name}.* changes the vision tower"):
+        read(adapter, shapes)
+
+
+def sites_of(adapter: str, shapes: list[SiteShape]) -> list[list[torch.Tensor]]:
+    """The tensors of each changed site."""
+    weights = read_adapter(adapter, shapes, dtype=torch.float32, device=torch.device("cpu"))
+    return [[site.a, *(b for _, _, b in site.parts)] for site in weights.sites if site is not None]
+
+
+def _rename(tensors: dict[str, torch.Tensor], before: str, after: str) -> None:
+    for name in list(tensors):
+        tensors[name.replace(before, after, 1)] = tensors.pop(name)
 
 
 def test_broken_and_missing_files_are_told_in_one_line(

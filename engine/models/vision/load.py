@@ -1,8 +1,8 @@
 """Which tower sees for a model, and where its tensors are."""
 
+from engine.model_files.tensor_names import CLIP, PROJECTOR, VISUAL
 from engine.model_files.tower_config import ClipTower, LearnedTower
 from engine.model_files.vision_config import VisionConfig
-from engine.models.checkpoint import CLIP, PROJECTOR, VISUAL
 from engine.models.part import ModelPart
 from engine.models.vision.clip import ProjectedClip
 from engine.models.vision.learned import DeepstackTower
