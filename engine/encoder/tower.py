@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from engine.model_files.model_config import ModelConfig
-from engine.models.checkpoint import CLIP, PROJECTOR, VISUAL, Checkpoint
+from engine.model_files.tensor_names import CLIP, PROJECTOR, VISUAL
+from engine.models.checkpoint import Checkpoint
 from engine.models.part import ModelPart
 from engine.models.vision.load import load_tower
 from engine.models.vision.tower import VisionTower
