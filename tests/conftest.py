@@ -57,6 +57,19 @@ def pytest_sessionfinish() -> None:
     fork_servers.close()
 
 
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol() -> Any:
+    """Leave the environment without what a test has added: in another one than its own, a fork server forks nothing.
+
+    Transfer engines in a test's own process add settings of their libraries.
+    """
+    before = set(os.environ)
+    ran = yield
+    for name in set(os.environ) - before:
+        del os.environ[name]
+    return ran
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Order whole clusters and long files first: at the end, one process would be left alone with files of a minute each."""
     starts = [(f"tests/{place}/", f"tests/{place}::") for place in LONG]

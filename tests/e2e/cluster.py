@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 
-from service.process.start import die_with_parent
+from tests.e2e.leaders import Leader, start_process
 from tools.family import children, family
 
 READY_S = 120.0
@@ -39,7 +39,7 @@ class Cluster:
 
     router: str
     workers: tuple[Worker, ...]
-    launcher: subprocess.Popen[bytes]
+    launcher: Leader
     log: Path
 
     def of(self, role: str) -> list[Worker]:
@@ -61,26 +61,12 @@ def cluster(folder: Path, *args: str, env: Mapping[str, str] | None = None) -> I
         end_tree(launcher)
 
 
-def start_process(command: list[str], log: Path, env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
-    """In a session of its own, its output added to `log`; the kernel ends it should this test run be killed."""
-    with log.open("ab") as out:
-        return subprocess.Popen(
-            command,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-            preexec_fn=die_with_parent(),
-            env={**os.environ, **(env or {})},
-        )
-
-
 @dataclass(frozen=True)
 class Started:
     """One `tandem serve` or `tandem router` of its own."""
 
     url: str
-    process: subprocess.Popen[bytes]
+    process: Leader
     log: Path
 
     def child(self, name: str) -> psutil.Process:
@@ -131,16 +117,16 @@ def wait_until(is_so: Callable[[], bool], *, within_s: float, what: str | Callab
         time.sleep(POLL_S)
 
 
-def wait_ready(ready: Path, process: subprocess.Popen[bytes], log: Path) -> dict[str, Any]:
+def wait_ready(ready: Path, process: Leader, log: Path) -> dict[str, Any]:
     def is_ready() -> bool:
-        assert process.poll() is None, f"{process.args} ended: {log.read_text()}"
+        assert process.poll() is None, f"it ended: {log.read_text()}"
         return ready.exists()
 
     wait_until(is_ready, within_s=READY_S, what=lambda: f"ready: {log.read_text()}")
     return json.loads(ready.read_text())  # type: ignore[no-any-return]
 
 
-def end_tree(leader: subprocess.Popen[bytes]) -> None:
+def end_tree(leader: Leader) -> None:
     """SIGTERM, then whatever is left of its process tree by force."""
     relatives = family(leader.pid)[1:]
     if leader.poll() is None:

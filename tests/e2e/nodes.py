@@ -1,7 +1,6 @@
 """Workers whose ranks are on several machines: network namespaces, or where those cannot be several addresses of this one."""
 
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -9,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.e2e.cluster import end_tree, start_process, wait_ready
+from tests.e2e.cluster import end_tree, wait_ready
+from tests.e2e.leaders import Leader, start_process
 from tools.faults.machines import Machines
 
 FLAGS = ("--model-path", "recall-wide", "--max-total-tokens", "16384", "--log-level", "warning", "--port", "0")
@@ -20,7 +20,7 @@ OWN_PIDS = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")  # pro
 class Part:
     """One `tandem serve` or `tandem router`."""
 
-    process: "subprocess.Popen[bytes]"
+    process: Leader
     ready: Path
     log: Path
 

@@ -7,7 +7,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from deploy.launcher.ports import free_ports
-from tests.e2e.cluster import end_tree, start_process, wait_until
+from tests.e2e.cluster import end_tree, wait_until
+from tests.e2e.leaders import ANEW, start_process
 from tools.fresh import readme
 
 ROOT = Path(__file__).parents[2]
@@ -23,7 +24,7 @@ def test_three_commands_are_a_cluster(tmp_path: Path) -> None:
             command = [sys.executable, "-m", "deploy", *shlex.split(with_ports(line, ports).removeprefix(TANDEM))]
             if "prefill" in line and "serve" in line:
                 command += ["--disaggregation-bootstrap-port", str(free_ports(1)[0])]
-            process = start_process(command, tmp_path / f"{i}.log")
+            process = start_process(command, tmp_path / f"{i}.log", ANEW)
             stack.callback(end_tree, process)
         paste = tmp_path / "paste"
         line = with_ports(readme.pasted_line(README), ports).replace("curl -s", "curl -s -f")

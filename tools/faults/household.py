@@ -8,7 +8,6 @@ import contextlib
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -20,9 +19,15 @@ from pathlib import Path
 import httpx2 as httpx
 import psutil
 
-from tests.e2e.cluster import end_tree, start_process
+from service.process.fork_messages import HTTP_SERVER_VARIABLE, SERVER_VARIABLE
+from tests.e2e.cluster import end_tree
+from tests.e2e.leaders import Leader, start_process
 from tools.family import family
 
+UNFORKED = {
+    SERVER_VARIABLE: "",
+    HTTP_SERVER_VARIABLE: "",
+}  # what `ps` shows of a forked process's environment has no mark
 MARK = "TANDEM_FAULTS_RIG"
 ROOT = Path(__file__).resolve().parents[2]
 LEFT_S = 60.0
@@ -33,7 +38,7 @@ class Part:
     """One process as its user starts it (a worker has children). `health`: a path, where it writes no ready file."""
 
     name: str
-    process: "subprocess.Popen[bytes]"
+    process: Leader
     url: str
     ready: Path
     log: Path
@@ -87,7 +92,13 @@ class Household:
         assert name not in self.parts or not self.parts[name].alive, f"{name} still runs"
         ready, log = self.folder / f"{name}.json", self.folder / f"{name}.log"
         ready.unlink(missing_ok=True)
-        common = {MARK: self.mark, "TMPDIR": str(self.temp), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        common = {
+            **UNFORKED,
+            MARK: self.mark,
+            "TMPDIR": str(self.temp),
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+        }
         own = () if health else ("--ready-file", str(ready))
         command = [*before, sys.executable, "-m", "deploy", *args, *own]
         process = start_process(command, log, {**common, **(env or {})})

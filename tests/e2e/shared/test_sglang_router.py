@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import random
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +14,8 @@ import pytest
 
 from deploy.launcher.ports import free_ports
 from tests.e2e.client import assert_all_back, generate_all
-from tests.e2e.cluster import Cluster, end_tree, start_process, wait_until
+from tests.e2e.cluster import Cluster, end_tree, wait_until
+from tests.e2e.leaders import Leader, start_process
 from tests.e2e.workload import recall_body
 
 PROMPT = "k17 v42 k03 v91 k17"
@@ -48,7 +48,7 @@ def sglang_router(c: Cluster, log: Path) -> Iterator[str]:
         end_tree(process)
 
 
-def _is_ready(url: str, process: "subprocess.Popen[bytes]", log: Path) -> bool:
+def _is_ready(url: str, process: Leader, log: Path) -> bool:
     assert process.poll() is None, log.read_text()
     try:
         return httpx.get(f"{url}/readiness", timeout=2).status_code == 200
