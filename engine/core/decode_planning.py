@@ -9,6 +9,7 @@ from itertools import chain, islice
 from engine.core.departures import Departures
 from engine.core.drafting import DraftAsk, Drafting
 from engine.core.drafts import NO_DRAFT, Draft
+from engine.core.lanes import Lane
 from engine.core.plan import PlanItem, SlotOpen
 from engine.core.plan_items import ask_drafter, draft_items, open_slot, plan_item
 from engine.core.preemption import Preemption
@@ -70,6 +71,8 @@ class DecodePlanner:
         ready = self._micro_batches.ready(self._stages.running)
         if planned:
             ready = [r for r in ready if r.rid not in planned]
+        if self._state.limits.multiplexed:
+            ready = [r for r in ready if r.lane is not Lane.PREFILL or r.inflight == 0]
         drafts = dict[str, Draft]()
         if self._drafting is not None and (able := self._drafting.able(ready)):
             if self._awaits_tokens or any(r.drafts.rows or r.drafts.is_asked for r in able):
@@ -88,7 +91,7 @@ class DecodePlanner:
             self._retract_sometimes(ready)
         if self._state.limits.max_loras_per_batch:
             ready.sort(key=lambda r: r.adapter)  # tokens of one adapter lie together: its part of the work is one slice
-        opens = [open_slot(r, self._table) for r in ready if r.slot is None]
+        opens = [open_slot(r, self._table) for r in ready if r.slot is None or r.lane is Lane.PREFILL]
         for request in ready:
             end = request.launched_len + 1
             if draft := drafts.get(request.rid):

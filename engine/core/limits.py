@@ -13,7 +13,8 @@ class Limits:
 
     `chunked_prefill_size`: prompt tokens of a step, a multiple of page_size; longer prompts go in parts, and their ends may
     exceed it by `tail_tokens`. None: prompts go whole, and `max_prefill_tokens` bounds what may join the first.
-    `prefill_max_requests`: prompts of a step. `mixed_chunk`: running decodes ride along in a prefill step.
+    `prefill_max_requests`: prompts of a step. `mixed_chunk`: running decodes ride along in a prefill step. `multiplexed`: prompts and
+    decodes are steps of two lanes (engine/core/lanes.py).
     `wait_between_prefills`: the second of two prefill steps in a row has depth 1, so that first tokens leave before it.
     `max_loras_per_batch`: adapters in one step. `lora_drain_wait_s`: wait after which a request's adapter goes first.
     `resume_elsewhere`: the role decides where the KV of retracted requests comes from (`HeldRequests.take_retracted`).
@@ -32,6 +33,7 @@ class Limits:
     chunked_prefill_size: int | None = None
     prefill_max_requests: int | None = None
     mixed_chunk: bool = False
+    multiplexed: bool = False
     wait_between_prefills: bool = False
     max_loras_per_batch: int = 0
     lora_drain_wait_s: float | None = None

@@ -9,6 +9,7 @@ import msgspec
 
 from engine.core.dp_step import AgreedStep
 from engine.core.drafts import Guess
+from engine.core.lanes import Lane
 from engine.images import ImageInput, RopePositions
 from engine.messages import LogprobOptions, TokenLogprob
 from engine.sampling_params import SamplingParams
@@ -175,6 +176,7 @@ class Plan:
     `masks`: by item index, the tokens that it may sample (`Grammar.bitmask`); filled in just before sampling is launched.
     `sample_deferred`: some masks follow from tokens in flight, so sampling is launched when these are collected.
     `agreed`: with DP attention, the step as all ranks compute it, filled in before launch; None: it has none of their layers.
+    `lane`: with PD multiplexing, whose steps run in the order of their plans; None: those of all plans do.
 
     `states`: what requests with recurrent state begin from; `snapshots`: copies of states as the step leaves them. Each in order.
     `rewinds`: states behind drafts that an earlier step verified, which no step has read since.
@@ -205,6 +207,7 @@ class Plan:
     lands: list[FeatureLand] = field(default_factory=list)
     sample_deferred: bool = False
     agreed: AgreedStep | None = None
+    lane: Lane | None = None
 
     @property
     def only_drafts(self) -> bool:

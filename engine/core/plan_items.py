@@ -100,7 +100,7 @@ def ask_drafter(request: Request, passes: int, *, topk: int) -> PlanItem:
 
 def open_slot(request: Request, table: RequestTable) -> SlotOpen:
     return SlotOpen(
-        slot=table.open(request),
+        slot=table.open(request) if request.slot is None else table.reopen(request),
         sampling=request.sampling,
         prompt_ids=list(request.input_ids),
         output_ids=list(request.output_ids),

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from engine.core.drafts import Drafts
 from engine.core.hooks import Grammar, StopPattern
+from engine.core.lanes import Lane
 from engine.core.radix_node import TRUNK, Branch, Node
 from engine.core.times import Times
 from engine.images import ImageInput, key_ids
@@ -110,6 +111,7 @@ class Request:
     snapshots: dict[int, int] = field(default_factory=dict)  # of those, slots of the copies that are in flight
     answer_snapshot: Node | None = None  # where the last one of its answer is
     slot: int | None = None
+    lane: Lane | None = None  # with PD multiplexing, in which its row is open
     num_synced_pages: int = 0  # of `pages`, how many the executor knows
     num_synced_window: int = 0  # of `window`
     lower_tiers: LowerTiers = field(default_factory=LowerTiers)

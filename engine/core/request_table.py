@@ -1,6 +1,7 @@
-"""Rows of the running requests: slot -> request. The executor keeps per-slot state (page rows, sampling, FutureMap)."""
+"""Rows of the running requests: slot -> request. The executor keeps per-slot state (page rows, sampling, FutureMap), of each lane apart."""
 
 from engine.core.futures import check_no_future
+from engine.core.lanes import Lane
 from engine.core.request import Request
 
 
@@ -9,7 +10,7 @@ class RequestTable:
         assert num_slots >= 1
         self._rows: list[Request | None] = [None] * num_slots
         self._free = list(range(num_slots - 1, -1, -1))
-        self._closed: list[int] = []  # since the last plan
+        self._closed: dict[Lane | None, list[int]] = {}  # since the last plan of the lane
 
     @property
     def num_free(self) -> int:
@@ -20,7 +21,17 @@ class RequestTable:
         assert request.slot is None, f"{request.rid} has slot {request.slot} already"
         slot = self._free.pop()
         self._rows[slot] = request
-        request.slot, request.num_synced_pages, request.num_synced_window = slot, 0, 0
+        request.slot, request.lane, request.num_synced_pages, request.num_synced_window = slot, None, 0, 0
+        return slot
+
+    def reopen(self, request: Request) -> int:
+        """Close the row in its lane, and keep it for another one, which knows nothing of it yet. No step may be in flight."""
+        slot = request.slot
+        assert slot is not None and request.inflight == 0, (
+            f"{request.rid}: its row changes lanes under a step in flight"
+        )
+        self._closed.setdefault(request.lane, []).append(slot)
+        request.lane, request.num_synced_pages, request.num_synced_window = None, 0, 0
         return slot
 
     def close(self, request: Request) -> None:
@@ -30,15 +41,16 @@ class RequestTable:
         self._rows[slot] = None
         self._free.append(slot)
         request.slot = None
-        self._closed.append(slot)
+        self._closed.setdefault(request.lane, []).append(slot)
 
-    def take_closed(self) -> list[int]:
-        """Take the slots closed since the last call, for the next plan."""
-        closed, self._closed = self._closed, []
-        return closed
+    def take_closed(self, lane: Lane | None = None) -> list[int]:
+        """Take the slots closed in `lane` since the last call, for its next plan."""
+        return self._closed.pop(lane, [])
 
     def check(self) -> None:
         assert len(set(self._free)) == len(self._free)
         for slot, request in enumerate(self._rows):
             assert (request is None) == (slot in self._free)
             assert request is None or request.slot == slot
+        for closed in self._closed.values():
+            assert len(set(closed)) == len(closed), "a row is closed twice"

@@ -11,7 +11,7 @@ It owns these parts and the order of their calls. What they share is `SchedulerS
 
 Planning does not know the depth: a second plan before the first result uses placeholders for tokens in flight
 (engine/core/plan.py), or with pipeline stages decodes other requests (engine/core/micro_batches.py). It relies only on steps
-running in the order of their plans.
+running in the order of their plans, with PD multiplexing of each lane's plans (engine/core/lanes.py).
 """
 
 from collections.abc import Callable
@@ -23,6 +23,7 @@ from engine.core.drafting import Drafting
 from engine.core.finish import TailTexts
 from engine.core.held import HeldRequests
 from engine.core.hooks import Grammar
+from engine.core.lanes import Lane
 from engine.core.load_ahead import LoadAhead
 from engine.core.outputs import StepEffects, refused
 from engine.core.plan import Plan, PlanItem, SlotOpen, StepResult
@@ -74,18 +75,25 @@ class Scheduler:
 
     # ---- steps
 
-    def schedule(self, now_s: float = 0.0, *, admits: bool = True) -> Plan | None:
-        """Plan the next step; None: there is nothing to do before a collect, or at all. `admits`: waiting prompts may enter."""
-        counters, backups, host, images = self.counters, self.backups, self.memory.host, self.memory.images
+    def schedule(self, now_s: float = 0.0, *, admits: bool = True, lane: Lane | None = None) -> Plan | None:
+        """Plan the next step; None: there is nothing to do before a collect, or at all. `admits`: waiting prompts may enter.
+
+        `lane`: with PD multiplexing, whose step it is.
+        """
+        assert (lane is not None) == self.limits.multiplexed, "with PD multiplexing each plan has a lane"
+        counters, backups, host = self.counters, self.backups, self.memory.host
+        images = None if lane is Lane.DECODE else self.memory.images
         retractions = counters.retractions
-        items, opens = self._draft(now_s, admits=admits)
+        items, opens = self._draft(now_s, admits=admits, lane=lane)
         if not items and counters.retractions > retractions:  # their memory is free now
-            items, opens = self._draft(now_s, admits=admits)
+            items, opens = self._draft(now_s, admits=admits, lane=lane)
         self._ahead.plan(now_s)
         if not items and not any(owner is not None and owner.asks_for_a_step for owner in (backups, host, images)):
             return None
         extend = any(item.extend for item in items)
-        wait, self._last_was_extend = extend and self._last_was_extend and self.limits.wait_between_prefills, extend
+        wait = extend and self._last_was_extend and self.limits.wait_between_prefills
+        if lane is not Lane.DECODE:
+            self._last_was_extend = extend
         sample_deferred = any(self._awaits_token(item) for item in items)
         self._seq += 1
         counters.steps += 1
@@ -101,10 +109,13 @@ class Scheduler:
             extend=extend,
             items=items,
             opens=opens,
-            closes=self.table.take_closed(),
+            closes=self.table.take_closed(lane),
             wait=wait,
             sample_deferred=sample_deferred,
+            lane=lane,
         )
+        if lane is not None:
+            self._enter(lane, plan)
         self._state.micro_batches.on_planned(plan)
         backups.attach(plan)
         if host is not None:
@@ -121,8 +132,10 @@ class Scheduler:
         self.counters.joined_steps += 1
         return Plan(seq=self._seq, extend=False, items=[])
 
-    def _draft(self, now_s: float, *, admits: bool) -> tuple[list[PlanItem], list[SlotOpen]]:
+    def _draft(self, now_s: float, *, admits: bool, lane: Lane | None) -> tuple[list[PlanItem], list[SlotOpen]]:
         """Plan prefill first, else every running request by one token, or both. A step that only drafts comes before decodes."""
+        if lane is not None:
+            return self._prefill.plan(now_s, admits=admits) if lane is Lane.PREFILL else self._decode.plan(set(), now_s)
         items, opens = self._decode.ask()
         if items:
             return items, opens
@@ -131,6 +144,13 @@ class Scheduler:
             decodes, opened = self._decode.plan({item.rid for item in items}, now_s)
             items, opens = items + decodes, opens + opened
         return items, opens
+
+    def _enter(self, lane: Lane, plan: Plan) -> None:
+        """Note that the requests of `plan` have their rows in `lane`."""
+        for item in plan.items:
+            request = self.stages.live[item.rid]
+            assert request.lane in (None, lane), f"{request.rid} has steps in two lanes"
+            request.lane = lane
 
     def _awaits_token(self, item: PlanItem) -> bool:
         """Whether the tokens that `item` may sample depend on one that is still in flight."""

@@ -7,6 +7,7 @@ from engine.core.backups import CopySize
 from engine.core.growth import MeasuredGrowth
 from engine.core.host_cache import HostCache
 from engine.core.image_cache import ImageCache
+from engine.core.lanes import Lane
 from engine.core.limits import TAIL_SHARE, Limits
 from engine.core.memory import Memory
 from engine.core.new_token_ratio import NewTokenRatio, RatioRule
@@ -25,7 +26,7 @@ from engine.images import ImageInput
 from engine.messages import FinishReason, TokenOutput
 from engine.sampling_params import SamplingParams
 from tests.core.guesses import drafting
-from tests.core.hash_model import HashModel, next_token, prefix_hash
+from tests.core.hash_model import HashModel, LanesModel, next_token, prefix_hash
 
 
 def request_of(
@@ -68,6 +69,8 @@ class EngineInATest:
     `image_room`: tokens of images whose features there is room for; 0: the model sees none.
 
     `clip`: the most tokens by which a request is expected to grow (0: none grows, so memory runs out).
+
+    `multiplexed`: prompts and decodes in two lanes, each of this depth; which goes on is drawn.
     """
 
     def __init__(
@@ -98,7 +101,8 @@ class EngineInATest:
         image_room: int = 0,
         **limits: object,
     ) -> None:
-        self.model = HashModel(page_size=page_size)
+        multiplexed = bool(limits.get("multiplexed"))
+        self.model = LanesModel(page_size=page_size) if multiplexed else HashModel(page_size=page_size)
         self.model.window = window
         self.model.image_room = image_room
         self.model.shadows = (max_running if shadows is None else shadows) if drafts else 0
@@ -164,6 +168,8 @@ class EngineInATest:
         self.outputs: dict[str, list[TokenOutput]] = {}
         self.plans: list[Plan] = []
         self._checked: object = None
+        self.lane: Lane | None = None  # of the next plan
+        self.rng = random.Random(7)
 
     def add(self, rid: str, prompt: list[int], **asked: object) -> Request:
         request = self._request(rid, prompt, **asked)
@@ -195,6 +201,8 @@ class EngineInATest:
 
     def turn(self) -> bool:
         """One turn of the loop; False when there is nothing left to do."""
+        if self.scheduler.limits.multiplexed:
+            return self._turn_of_lanes()
         plan = self.next_plan()
         at_most = self.scheduler.limits.micro_batches  # steps in flight without overlap
         while plan is not None and (plan.wait or plan.sample_deferred) and len(self.launched) >= at_most:
@@ -207,20 +215,49 @@ class EngineInATest:
         self.check()
         return plan is not None
 
+    def _turn_of_lanes(self) -> bool:
+        """Plan for one lane or both, and collect a step of either; all of it, where nothing else is left to do."""
+        lanes = self.rng.sample(list(Lane), 2)
+        planned = [self._plan_for(lane) for lane in lanes[: self.rng.choice([1, 2, 2])]]
+        if not any(planned):
+            planned = [self._plan_for(lane) for lane in lanes]
+        if self.launched and (not any(planned) or self.rng.random() < 0.5):
+            self.collect()
+            return True
+        self.check()
+        return any(planned) or bool(self.launched)
+
+    def _plan_for(self, lane: Lane) -> bool:
+        self.lane = lane
+        if self._in_flight(lane) >= self.depth or (plan := self.next_plan()) is None:
+            return False
+        while (plan.wait or plan.sample_deferred) and self._in_flight(lane):
+            self.collect(lane)
+        self.launch(plan)
+        return True
+
+    def _in_flight(self, lane: Lane) -> int:
+        return sum(plan.lane is lane for plan, _ in self.launched)
+
     def turns(self, n: int) -> None:
         for _ in range(n):
             self.turn()
 
     def next_plan(self) -> Plan | None:
-        return self.scheduler.schedule(self.now_s)
+        return self.scheduler.schedule(self.now_s, lane=self.lane)
 
     def launch(self, plan: Plan) -> None:
         self.scheduler.fill_masks(plan)
         self.plans.append(plan)
         self.launched.append((plan, None if self.lag else self.model.run(plan)))
 
-    def collect(self) -> None:
-        plan, result = self.launched.popleft()
+    def collect(self, lane: Lane | None = None) -> None:
+        """Collect the oldest step, with lanes that of `lane`, or of one that is drawn."""
+        if self.lane is not None:
+            lane = lane or self.rng.choice([plan.lane for plan, _ in self.launched])
+        at = next(at for at, (plan, _) in enumerate(self.launched) if plan.lane is lane)
+        plan, result = self.launched[at]
+        del self.launched[at]
         self.on_step(self.scheduler.collect(plan, result or self.model.run(plan)))
         self.check()
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from engine.core.lanes import Lane
 from engine.core.plan import ItemResult, Plan, PlanItem, StateCopy, StepResult
 from engine.images import ImageInput, key_ids
 from engine.messages import TokenLogprob
@@ -376,6 +377,23 @@ class HashModel:
         """Every slot of `pages` holds the prefix hash of `tokens`."""
         found = self.read(pages, len(tokens), adapter=adapter)
         assert found == prefix_hash(tokens, self.weights + adapter), "the KV of another prompt"
+
+
+class LanesModel(HashModel):
+    """The executors of two lanes: what they know of rows is their own, and they share the KV."""
+
+    OWN = ("rows", "window_rows", "adapters", "state_of", "last", "lost")
+
+    def __init__(self, *, page_size: int) -> None:
+        super().__init__(page_size=page_size)
+        self._own: dict[Lane | None, dict[str, object]] = {
+            lane: {name: type(getattr(self, name))() for name in self.OWN} for lane in Lane
+        }
+
+    def run(self, plan: Plan) -> StepResult:
+        assert plan.lane is not None, "a plan without a lane"
+        vars(self).update(self._own[plan.lane])
+        return super().run(plan)
 
 
 def _paths(items: list[PlanItem]) -> list[list[int]]:

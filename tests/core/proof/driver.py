@@ -7,6 +7,7 @@ says, once, and all memory is back.
 from collections import Counter
 from dataclasses import dataclass, field
 
+from engine.core.lanes import Lane
 from engine.core.memory import Detached
 from engine.core.outputs import StepEffects, output_of
 from engine.core.plan import FeatureRows, ItemImages, ItemResult, Plan
@@ -64,6 +65,7 @@ class Driver(EngineInATest):
         self.branch_of: dict[int, Branch] = {}  # of each page's KV
         self.announced = Announced()
         self.overlapped = 0  # steps launched before the last was collected
+        self.beside = 0  # steps launched while the other lane had one
         self.piped = 0  # steps with decodes, planned while all other stages had theirs
         self.encoded = 0  # images, each time
 
@@ -349,7 +351,7 @@ class Driver(EngineInATest):
         """Pipeline stages: each has its part of the decodes, no request is in two plans, chunks follow one another at once."""
         num = self.scheduler.limits.micro_batches
         if plan is None:
-            chunked = self.scheduler.stages.chunked
+            chunked = None if self.lane is Lane.DECODE else self.scheduler.stages.chunked
             assert chunked is None or chunked.images, "a chunk waits for the one before it"
         elif num > 1:
             sampling = {item.rid for launched, _ in self.launched for item in launched.items if item.sample}
@@ -384,6 +386,7 @@ class Driver(EngineInATest):
     def launch(self, plan: Plan) -> None:
         self._check_plan(plan)
         self.overlapped += bool(self.launched)
+        self.beside += any(launched.lane is not plan.lane for launched, _ in self.launched)
         super().launch(plan)
 
     def _check_plan(self, plan: Plan) -> None:
@@ -470,6 +473,7 @@ class Driver(EngineInATest):
             draft_steps=counters.draft_steps,
             overlapped=self.overlapped,
             piped=self.piped,
+            beside=self.beside,
             masks=sum(len(plan.masks) for plan in plans),
             window_pages_retired=0
             if self.scheduler.memory.windows is None

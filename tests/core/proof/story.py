@@ -63,6 +63,7 @@ class Setup:
     shadows: int = 0
     max_loras_per_batch: int = 0
     image_room: int = 0
+    multiplexed: bool = False
 
 
 PLACEHOLDER = 49  # stands for a part of an image
@@ -328,6 +329,21 @@ def stories_with_states_and_drafts() -> st.SearchStrategy[Story]:
     )
     event = st.one_of(asks(), _events(), asks(), _events(), _events())
     return st.builds(Story, setup.map(_on_the_grid), st.lists(event, min_size=25, max_size=60).map(tuple))
+
+
+def stories_with_lanes() -> st.SearchStrategy[Story]:
+    """Prompts and decodes in two lanes, whose steps are planned, run and collected in any order."""
+    setup = _setups(
+        multiplexed=st.just(True),
+        mixed_chunk=st.just(False),
+        pp_size=st.just(1),
+        backup_pages=st.just(0),
+        window=st.sampled_from([0, 0, 0, 1, 5, 9]),
+        more_window_pages=st.sampled_from([0, 3, 10]),
+        image_room=st.sampled_from([0, 0, 9, 100]),
+    )
+    event = st.one_of(asks(), _events(), asks(), _events(), _events())
+    return st.builds(Story, setup, st.lists(event, min_size=25, max_size=60).map(tuple))
 
 
 def rushes() -> st.SearchStrategy[Story]:

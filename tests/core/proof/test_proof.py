@@ -20,6 +20,7 @@ from tests.core.proof.story import (
     stories_with_drafts,
     stories_with_groups,
     stories_with_images,
+    stories_with_lanes,
     stories_with_states_and_drafts,
 )
 from tools.mutants.__main__ import find
@@ -146,6 +147,13 @@ def test_steps_with_images(share: Share) -> None:
     share.must_show(
         seen, {"encoded": 500, "feature_hits": 100, "feature_evictions": 100, "cut_images": 100, **OF_GROUPS}
     )
+
+
+@shares
+def test_steps_of_two_lanes(share: Share) -> None:
+    """Whichever lane is planned, run or collected next: a request changes lanes with all its KV, and no step sees that of another."""
+    seen = seen_in(stories_with_lanes(), examples=share.of(EXAMPLES - 60))
+    share.must_show(seen, {**OF_GROUPS, "beside": 2000, "cached_tokens": 200, "masks": 300, "updates": 5})
 
 
 @pytest.mark.parametrize("name", PLANTED)
