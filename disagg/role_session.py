@@ -20,6 +20,7 @@ from engine.config import EngineConfig, ServerConfig
 from engine.flags.encoder import check_one_process, vision_of
 from engine.flags.local_defaults import shares_cores
 from engine.flags.nodes import leader_of
+from engine.flags.pdmux import check_pdmux_role
 from engine.flags.rank_rules import check_ranks
 from engine.flags.tokenizer import check_tokenizer_flags
 from engine.frontend.bootstraps import BootstrapAllowlist
@@ -68,6 +69,7 @@ def plan_session(*, engine: EngineConfig, server: ServerConfig, disagg: DisaggCo
             f"--enable-schedule-enhancer: not with --disaggregation-mode {disagg.disaggregation_mode}, whose workers decode or "
             "compute prompts, not both; leave it out"
         )
+    check_pdmux_role(engine, disagg.disaggregation_mode)
     check_tokenizer_flags(engine)
     gpus_of_ranks(engine, visible_here)
     model = load_model_config(engine.model_path)

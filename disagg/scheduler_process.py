@@ -22,6 +22,7 @@ from engine.config import EngineConfig
 from engine.core.dp_update import UpdateAgreement
 from engine.flags.kv_events_config import parse_kv_events_config
 from engine.flags.nodes import leader_of
+from engine.flags.pdmux import lane_share
 from engine.flags.resolve import agreement_of
 from engine.grammar.compiler import JsonStyle, make_compiler
 from engine.grammar.queue import GrammarQueue
@@ -243,6 +244,7 @@ def _services(
     grammars: GrammarQueue,
     publisher: ZmqPublisher | None,
 ) -> LoopServices:
+    from engine.executor.lane_executor import LaneExecutor
     from engine.executor.profiler import TorchProfiler
     from engine.ranks.group import GroupProfiler
     from engine.ranks.leading_executor import LeadingExecutor
@@ -250,6 +252,7 @@ def _services(
     compiles, board = parts.compiles, _board(spec, parts)
     decodes_only = spec.disagg.disaggregation_mode == "decode"
     name = spec.trace_name(leader_of(spec.engine))
+    lanes = parts.executor if isinstance(parts.executor, LaneExecutor) else None
     profiler = TorchProfiler(parts.device.executor.call, name=name)
     return LoopServices(
         weights=parts.weights,
@@ -267,6 +270,8 @@ def _services(
         watched=parts.executor if isinstance(parts.executor, LeadingExecutor) and parts.config.watches_steps else None,
         agreement=None if board is None else agreement_of(parts.config, board, spec.dp_rank, decodes_only=decodes_only),
         updates=None if board is None else UpdateAgreement(board, rank=spec.dp_rank),
+        lanes=lanes,
+        share=None if lanes is None else lane_share(parts.config, parts=lanes.parts),
     )
 
 

@@ -21,6 +21,7 @@ from engine.device.gpu_memory import MemoryGauge, await_share
 from engine.device.graphs import MakeCapture
 from engine.device.host_copies import backup_bytes, backup_room
 from engine.device.kv_memory import held_by, kept_specs, note_memory
+from engine.device.lanes import build_lanes
 from engine.device.machine import cpu_kind
 from engine.device.measure import measured, own_steps, warm
 from engine.device.memory_plan import (
@@ -33,6 +34,7 @@ from engine.device.pools import Pools, behind_windows, build_pools, why_kept
 from engine.executor.compile_log import CompileLog
 from engine.executor.cuda_gauge import CudaGauge
 from engine.executor.executor import Executor
+from engine.executor.lane_executor import LaneExecutor
 from engine.executor.model_runner import DeviceOutOfMemory
 from engine.executor.warm_up import StepExecutor, by_executor
 from engine.executor.weights import WeightUpdater
@@ -87,7 +89,7 @@ class EngineParts:
     pool: KVPool
     kv: KVMemory
     device: Device
-    executor: Executor | LeadingExecutor
+    executor: Executor | LeadingExecutor | LaneExecutor
     adapters: LoraStore | GroupAdapters | None
     group: Group | None
     held: HeldKV
@@ -167,6 +169,8 @@ def build_engine(
         place=place,
     )
     if found is not None:
+        if config.enable_pdmux:
+            found = found.at_once()
         arriving = _arriving_bytes(config, model_config, use)
         found = replace(found, features=cache_bytes(config) + arriving if model.vision is not None else 0)
         config, found = with_fitting_prompts(given, config, found, recurrent=recurrent)
@@ -223,7 +227,8 @@ def build_engine(
         )
         group.followers.place(agreed)
     arrivals = _arrivals(config, model_config, use)
-    device = build_device(
+    make = partial(
+        build_device,
         config,
         model_config,
         model,
@@ -231,14 +236,17 @@ def build_engine(
         host_pool=tier.pool if tier else None,
         backup_room=room,
         capture=capture,
-        decodes=use.decodes,
-        prefills=use.prefills,
         progress=progress,
         place=place,
         windows=pools.windows,
         shadows=shadows,
         arrivals=arrivals,
         **_rank_inputs(config, model_config, group),
+    )
+    device = (
+        build_lanes(make, config, attention=wakeup)
+        if config.enable_pdmux
+        else make(decodes=use.decodes, prefills=use.prefills)
     )
     executor = _leading(config, device, group, wakeup) if group else device.executor
     if group is not None:
@@ -357,7 +365,8 @@ def _warm(
     assert config.context_length is not None, "resolved"
     positions = min(positions, config.context_length)
     try:
-        warm(config, model, by_executor(executor), positions=positions, decodes=use.decodes, progress=progress)
+        for lane in executor.lanes.values() if isinstance(executor, LaneExecutor) else (executor,):
+            warm(config, model, by_executor(lane), positions=positions, decodes=use.decodes, progress=progress)
     except DeviceOutOfMemory as error:
         raise ConfigError(
             f"--mem-fraction-static: no memory is left for the largest step beside the KV cache ({error}); lower it or "
@@ -366,6 +375,7 @@ def _warm(
 
 
 def _leading(config: EngineConfig, device: Device, group: Group, wakeup: Callable[[], None]) -> LeadingExecutor:
+    assert isinstance(device.executor, Executor), "lanes of one rank"
     return LeadingExecutor(device.executor, group.followers, attention=wakeup if config.watches_steps else None)
 
 

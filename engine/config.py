@@ -212,6 +212,19 @@ class EngineConfig(FlagSet):
     enable_mixed_chunk: bool | None = flag(
         None, "run decodes in the same step as prefills; default: yes on cpu, no on cuda"
     )
+    enable_pdmux: bool = flag(
+        False,
+        "compute prompts and decodes at the same time, as steps of their own that share the device: on cpu its threads, on cuda two "
+        "streams (PD multiplexing); in place of mixed chunks",
+    )
+    pdmux_itl_s: float | None = flag(
+        None,
+        "with --enable-pdmux: inter-token latency that clients want; decodes get the share of the device that keeps it, and prompts "
+        "the rest; default: a half each",
+        unit="s",
+        above=0,
+        below=math.inf,
+    )
     schedule_policy: str = flag("fcfs", "order of the waiting queue", choices=POLICIES)
     schedule_conservativeness: float = flag(
         1.0,

@@ -43,13 +43,21 @@ def weight_updater(
 ) -> WeightUpdater[DenseDecoder]:
     """Of all ranks. `stored`: as the checkpoint says it. `rename_pages`: called with version and fingerprint of the new ones."""
 
-    running = device.executor.runner.running
+    runners = device.executor.runners
 
     def install(other: DenseDecoder) -> None:
-        device.executor.call(lambda: running.use(other, needs_graphs=group is not None))
+        def use() -> None:
+            for runner in runners:
+                runner.running.use(other, needs_graphs=group is not None)
+
+        device.executor.call(use)
 
     def drop() -> None:
-        device.executor.call(running.drop)
+        def drop_all() -> None:
+            for runner in runners:
+                runner.running.drop()
+
+        device.executor.call(drop_all)
 
     everywhere = None if group is None else GroupWeights(group.followers, load=load, install=install)
     return WeightUpdater(

@@ -13,7 +13,7 @@ ROUTER_NAMES = (
 ONE_WAY = "experts are computed and exchanged in one way, which the device decides"
 NO_BALANCE = "experts move by DeepSeek's algorithm, by the loads of all steps since the last time"
 OTHER_DRAFTS = "drafts are chains of --speculative-num-steps tokens: see --speculative-algorithm and --speculative-draft-model-path"
-SHARE_BY_TIME = "`tandem up --share-gpus` has a prefill and a decode worker share a GPU by time"
+SHARE_BY_ITL = "decodes get the share that keeps --pdmux-itl"
 TLS = "put a proxy that ends TLS in front"
 ALWAYS = "this is always so"
 CHECKPOINT = "the checkpoint decides; change its files"
@@ -255,9 +255,8 @@ _MISSING: dict[str, Entry] = {
     "--return-tokens-as-token-ids": Missing("send return_token_ids"),
     "--enable-lmcache": Missing("give --enable-hierarchical-cache and --hicache-storage-backend file"),
     "--enable-two-batch-overlap": Missing("steps overlap their scheduling, not one another"),
-    "--enable-pdmux": Missing(SHARE_BY_TIME),
-    "--pdmux-config-path": Missing(SHARE_BY_TIME),
-    "--sm-group-num": Missing(SHARE_BY_TIME),
+    "--pdmux-config-path": Missing(SHARE_BY_ITL),
+    "--sm-group-num": Missing(SHARE_BY_ITL),
     "--lora-target-modules": Missing("adapters may change any projection that PEFT names"),
 }
 WORKER = ForeignFlags(

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from engine.core.lanes import Lane
 from engine.core.plan import ItemResult
 from engine.core.request import Request
 from engine.messages import FinishReason, GenerateRequest, TokenLogprob, TokenOutput
@@ -12,7 +13,7 @@ class StepEffects:
     """What follows from a step: `outputs` to send, requests with a finished chunk, and requests with complete prefill.
 
     `prefilled`: each with its sample, and the output to send once its KV is handed over. `lost`: the live requests of a step
-    that failed because of `failure`; the caller aborts them.
+    that failed because of `failure`; the caller aborts them. `lane`: with PD multiplexing, whose step it was.
     """
 
     outputs: list[TokenOutput] = field(default_factory=list)
@@ -20,6 +21,7 @@ class StepEffects:
     prefilled: list[tuple[Request, TokenOutput, ItemResult]] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
     failure: str = ""
+    lane: Lane | None = None
 
 
 def output_of(request: Request, new_ids: list[int]) -> TokenOutput:

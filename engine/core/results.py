@@ -25,7 +25,11 @@ class Results:
     def collect(self, plan: Plan, result: StepResult) -> StepEffects:
         """Take the results of the oldest launched step."""
         assert result.seq == plan.seq and len(result.items) == len(plan.items)
-        effects, live, host = StepEffects(failure=result.failure), self._state.stages.live, self._state.memory.host
+        effects, live, host = (
+            StepEffects(failure=result.failure, lane=plan.lane),
+            self._state.stages.live,
+            self._state.memory.host,
+        )
         memory = self._state.memory
         self._state.micro_batches.on_collected(plan)
         self._state.backups.on_collected(plan)

@@ -23,6 +23,7 @@ from engine.executor.forward_pass import ForwardPass
 from engine.executor.future_map import FutureMap
 from engine.executor.image_pass import ImagePass
 from engine.executor.joint_steps import JointSteps
+from engine.executor.lane_executor import LaneExecutor
 from engine.executor.layer_marks import LayerMarks
 from engine.executor.model_runner import ModelRunner
 from engine.executor.prefill_graphs import PrefillGraphs
@@ -57,7 +58,7 @@ class Device:
     `windows`: of layers with a window that have a pool of their own.
     """
 
-    executor: Executor
+    executor: Executor | LaneExecutor
     layers: LayerMarks
     adapters: LoraStore | None
     graphs: DecodeGraphs | None
@@ -191,6 +192,7 @@ def build_device(
     shadows: int = 0,
     backup_room: CopySize = NOTHING,
     arrivals: KVPool | None = None,
+    stream: Stream | None = None,
 ) -> Device:
     """Put `model` and `pool` under an executor and record its decode steps. Raises ConfigError.
 
@@ -198,6 +200,7 @@ def build_device(
     C kernels. `capture`: records graphs in place of CUDA. `max_pages`: of a request; None: as many as the pool has and the context
     needs. `place`: which rank of the model this is. `exchange`: with DP attention. `future_map`: shared with other ranks. `inputs`: of
     steps; None: the future map's. `windows`, `shadows`, `arrivals`: as of `build_forward`. `backup_room`: for copies of retracted requests.
+    `stream`: None: the one that `config` says.
     """
     assert config.num_threads is not None and config.max_running_requests is not None, "resolved"
     device, num_slots = pool.device, config.max_running_requests
@@ -243,7 +246,7 @@ def build_device(
         sample_pass=SamplePass(sampler=sampler, future_map=future_map, device=device),
         drafts=drafts,
     )
-    executor = Executor(runner=runner, stream=make_stream(config, device))
+    executor = Executor(runner=runner, stream=stream or make_stream(config, device))
     with memory_for_graphs():
         executor.call(runner.running.record)
     adapters = None if parts.adapters is None else adapter_store(config, model, parts.adapters, in_order=executor.call)

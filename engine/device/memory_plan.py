@@ -69,6 +69,10 @@ class MeasuredMemory:
         """Return it for prompt steps shorter by so many tokens."""
         return replace(self, prompts=max(0, int(self.prompts - tokens * self.token_bytes)))
 
+    def at_once(self) -> "MeasuredMemory":
+        """Return it for a prompt step and another one at the same time."""
+        return replace(self, prompts=self.prompts + self.samples)
+
     def __str__(self) -> str:
         parts = f"weights {sized(self.weights)}, steps {sized(self.steps)}, graphs {sized(self.graphs)}"
         parts += f", features of images {sized(self.features)}" if self.features else ""

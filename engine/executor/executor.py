@@ -31,6 +31,10 @@ class Executor:
         self.runner = runner
         self._stream = stream
 
+    @property
+    def runners(self) -> tuple[ModelRunner, ...]:
+        return (self.runner,)
+
     def launch(self, plan: Plan) -> Launch:
         """Enqueue a step (an inline stream runs it)."""
         return Launch(plan, self._stream.submit(lambda: self.runner.run(plan)))

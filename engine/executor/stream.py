@@ -3,6 +3,7 @@
 InlineStream   runs at submit (cpu default: nothing to overlap with)
 ThreadStream   one worker thread (cpu): the asynchrony of a GPU, with injected delays, to shake out races
 CudaStream     enqueues kernels on a torch.cuda.Stream, and copies of the results to pinned memory
+CudaLane       the same from a thread of its own, which may be enqueuing while the scheduler's thread and another lane go on
 """
 
 import queue
@@ -11,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -51,12 +53,25 @@ class InlineStream:
 
 
 class ThreadStream:
-    """`max_delay_s`: longest random sleep before each piece of work (tests)."""
+    """`max_delay_s`: longest random sleep before each piece of work (tests). `begin` is called in the thread, first of all.
 
-    def __init__(self, *, num_threads: int, max_delay_s: float = 0.0, seed: int = 0) -> None:
+    `around`: of each piece of work.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_threads: int,
+        max_delay_s: float = 0.0,
+        seed: int = 0,
+        begin: Callable[[], None] = lambda: None,
+        around: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._num_threads = num_threads
         self._max_delay_s = max_delay_s
+        self._begin = begin
+        self._around = around
         self._random = random.Random(seed)
         self._thread = threading.Thread(target=self._run, name="stream", daemon=True)
         self._thread.start()
@@ -71,12 +86,14 @@ class ThreadStream:
         self._thread.join()
 
     def _run(self) -> None:
+        self._begin()
         torch.set_num_threads(self._num_threads)  # the OpenMP team belongs to a thread
         with torch.inference_mode():
             while (work := self._work.get()) is not None:
                 if self._max_delay_s > 0:
                     time.sleep(self._random.uniform(0, self._max_delay_s))
-                work()
+                with self._around():
+                    work()
 
 
 class _CudaTask(Generic[T]):
@@ -110,3 +127,51 @@ class CudaStream:
 
     def close(self) -> None:
         self._stream.synchronize()
+
+
+class _CudaLaneTask(Generic[T]):
+    """`enqueued` has the event behind the work; its outcome is `future`'s."""
+
+    def __init__(self, future: Future[T], enqueued: Future[torch.cuda.Event]) -> None:
+        self._future = future
+        self._enqueued = enqueued
+
+    def result(self) -> T:
+        self._enqueued.result().synchronize()
+        return self._future.result()
+
+    def done(self) -> bool:
+        return self._enqueued.done() and self._enqueued.result().query()
+
+    def add_done_callback(self, call: Callable[[Any], object]) -> None:
+        start_in_thread(lambda: self._enqueued.result().synchronize(), name="step end", when_done=lambda: call(self))
+
+
+class CudaLane:
+    """`priority`: of the stream; a GPU starts waiting blocks of the lower number first."""
+
+    def __init__(self, device: torch.device, *, priority: int) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device, priority=priority)
+        torch.cuda.synchronize(device)  # as in CudaStream
+        self._thread = ThreadStream(num_threads=1, around=self._on_stream)
+
+    def submit(self, work: Callable[[], T]) -> StreamTask[T]:
+        future = Future[T]()
+
+        def enqueue() -> torch.cuda.Event:
+            run_into(future, work)
+            event = torch.cuda.Event()
+            event.record(self._stream)
+            return event
+
+        enqueued = Future[torch.cuda.Event]()
+        self._thread.submit(lambda: run_into(enqueued, enqueue))
+        return _CudaLaneTask(future, enqueued)
+
+    def close(self) -> None:
+        self._thread.close()
+        self._stream.synchronize()
+
+    def _on_stream(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self._stream)

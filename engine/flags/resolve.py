@@ -12,6 +12,7 @@ from engine.core.step_budget import StepBudget
 from engine.flags.images import check_encoder, vlm_cache_size_mb
 from engine.flags.kv_dtype import kv_dtype
 from engine.flags.load_format import check_load_format
+from engine.flags.pdmux import check_pdmux
 from engine.flags.rank_rules import check_sizes
 from engine.flags.speculation import check_speculation
 from engine.flags.tokenizer import grammar_backend
@@ -57,6 +58,7 @@ def resolve(config: EngineConfig, model: ModelConfig, *, cuda: bool) -> EngineCo
     check_sizes(config, model)
     check_speculation(config, model)
     check_encoder(config, model)
+    check_pdmux(config, model)
     context = _context_length(config.context_length, model.max_position_embeddings)
     return replace(
         config,
@@ -77,8 +79,14 @@ def resolve(config: EngineConfig, model: ModelConfig, *, cuda: bool) -> EngineCo
         max_step_time_s=_max_step_time_s(config.max_step_time_s, device, chunked=config.chunked_prefill_size != -1),
         num_threads=config.num_threads or 1,  # a worker has counted its cores by now (engine/flags/local_defaults.py)
         hicache_load_ahead_mb=_load_ahead_mb(config.hicache_load_ahead_mb, device),
-        enable_mixed_chunk=device == "cpu" if config.enable_mixed_chunk is None else config.enable_mixed_chunk,
+        enable_mixed_chunk=_mixed_chunk(config, device),
     )
+
+
+def _mixed_chunk(config: EngineConfig, device: str) -> bool:
+    if config.enable_mixed_chunk is None:
+        return device == "cpu" and not config.enable_pdmux
+    return config.enable_mixed_chunk
 
 
 def _load_ahead_mb(wanted: int | None, device: str) -> int:
@@ -103,6 +111,7 @@ def limits(config: EngineConfig) -> Limits:
         chunked_prefill_size=config.chunked_prefill_size if config.chunked_prefill_size > 0 else None,
         prefill_max_requests=config.prefill_max_requests,
         mixed_chunk=bool(config.enable_mixed_chunk),
+        multiplexed=config.enable_pdmux,
         wait_between_prefills=config.disable_consecutive_prefill_overlap,
         max_loras_per_batch=config.max_loras_per_batch if config.enable_lora else 0,
         lora_drain_wait_s=config.lora_drain_wait_threshold_s or None,
@@ -288,13 +297,13 @@ def _dtype(given: str, stored: str) -> str:
 
 
 def _stream(config: EngineConfig, device: str) -> str:
-    """On a CPU threaded where the loop plans while the leader's own stage computes, or agrees with other ranks on the next step."""
+    """On a CPU threaded where the loop plans while the leader's own stage or another lane computes, or agrees with other ranks on the next step."""
     given, overlaps = config.stream, config.enable_overlap_schedule
     if overlaps and (config.disable_overlap_schedule or given == "inline"):
         other = "--disable-overlap-schedule" if config.disable_overlap_schedule else f"--stream {given}"
         raise ConfigError(f"--enable-overlap-schedule: not with {other}; leave one of them out")
     if given == "auto":
-        return "cuda" if device == "cuda" else "threaded" if overlaps or config.watches_steps else "inline"
+        return "cuda" if device == "cuda" else "threaded" if overlaps or config.watches_steps or config.enable_pdmux else "inline"
     if (given == "cuda") != (device == "cuda"):
         raise ConfigError(f"--stream {given}: the model runs on {device}; leave the flag out")
     return given

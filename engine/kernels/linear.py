@@ -107,7 +107,7 @@ class PackedMatrix:
 
     `gates`: the first half of the outputs may gate the second; out is a multiple of PANEL. `segments` (a power of two that
     divides the inputs): each is summed by itself, and these sums are added in a binary tree. A row of the result depends on
-    that row of x alone, to the bit. One thread multiplies at a time and drops the GIL.
+    that row of x alone, to the bit. It drops the GIL; threads may multiply at the same time.
     """
 
     def __init__(
@@ -135,11 +135,11 @@ class PackedMatrix:
 
     def times(self, x: torch.Tensor, *, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         """[T, out] for `x` [T, in] bf16: summed in fp32, rounded to bf16, returned as `dtype`."""
-        return self._product(self._rows(x), Form.ROUNDED_F32 if dtype == torch.float32 else Form.BF16)
+        return self._product(self._own_args(), self._rows(x), Form.ROUNDED_F32 if dtype == torch.float32 else Form.BF16)
 
     def partial(self, x: torch.Tensor) -> torch.Tensor:
         """[T, out] fp32 for `x` [T, in] bf16: the sums as they are, to be rounded with those of other ranks."""
-        return self._product(self._rows(x), Form.F32)
+        return self._product(self._own_args(), self._rows(x), Form.F32)
 
     def _rows(self, x: torch.Tensor) -> torch.Tensor:
         assert x.shape[1:] == (self._shape[1],), (x.shape, self._shape)
@@ -165,18 +165,18 @@ class PackedMatrix:
         assert weight.dtype == torch.bfloat16 and weight.shape == (inputs,) and weight.is_contiguous(), weight.shape
         assert delta is None or (delta.shape == x.shape and delta.dtype == x.dtype and delta.is_contiguous()), delta
         assert self.gates or not gated, self._shape
-        args = self._args
+        args = self._own_args()
         args.norm, args.eps, args.delta = weight.data_ptr(), eps, None if delta is None else delta.data_ptr()
         args.gated = gated
-        try:
-            return self._product(x, Form.BF16)
-        finally:
-            args.norm = args.delta = None
-            args.gated = 0
+        return self._product(args, x, Form.BF16)
 
-    def _product(self, x: torch.Tensor, form: Form) -> torch.Tensor:
+    def _own_args(self) -> LinearArgs:
+        """Of one call: two threads may multiply at once."""
+        return LinearArgs.from_buffer_copy(self._args)
+
+    def _product(self, args: LinearArgs, x: torch.Tensor, form: Form) -> torch.Tensor:
         assert x.dtype == torch.bfloat16, x.dtype
-        args, dtype = self._args, torch.bfloat16 if form is Form.BF16 else torch.float32
+        dtype = torch.bfloat16 if form is Form.BF16 else torch.float32
         y = tape.empty((x.shape[0], self._shape[0] // 2 if args.gated else self._shape[0]), dtype)
         args.x, args.x_stride, args.rows = x.data_ptr(), x.stride(0), x.shape[0]
         args.y, args.form = y.data_ptr(), form

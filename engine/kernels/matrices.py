@@ -19,7 +19,7 @@ class _Each(ctypes.Structure):
 class PackedMatrices:
     """`matrices`: [out, in] each, which are dropped one by one. `gates`: the first half of the outputs gates the second.
 
-    A row of the result depends on that row and its matrix alone, to the bit. One thread multiplies at a time and drops the GIL.
+    A row of the result depends on that row and its matrix alone, to the bit. It drops the GIL; threads may multiply at the same time.
     """
 
     def __init__(self, kernel: LinearKernel, matrices: list[Weight], *, gates: bool = False) -> None:

@@ -7,7 +7,7 @@ of kernels come from its workspace. The caller makes sure that torch computes no
 
 import ctypes
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any
@@ -102,15 +102,16 @@ class Tape:
         self._calls.append(_Call(ctypes.cast(kernel, ctypes.c_void_p), ctypes.addressof(copy)))
 
     def play(self) -> None:
-        """Repeat all calls, by as many threads as torch has now; drops the GIL. Raises MemoryError, RanksEnded."""
+        """Repeat all calls, by as many threads as a call has now; drops the GIL. Raises MemoryError, RanksEnded."""
         if self._array is None:
             self._array = (_Call * len(self._calls))(*self._calls)
-        if failed := _library().tandem_team_play(self._array, len(self._array), torch.get_num_threads()):
+        if failed := _library().tandem_team_play(self._array, len(self._array), _num_threads()):
             raise failure(failed)
 
 
 class _Here(threading.local):
     tape: Tape | None = None
+    count: Callable[[], int] | None = None  # says how many threads may compute now
 
     def __init__(self) -> None:
         self.outputs = Staging()  # of this thread
@@ -127,9 +128,19 @@ def call(kernel: Kernel, args: ctypes.Structure) -> int:
 
 
 def call_once(kernel: Kernel, args: ctypes.Structure) -> int:
-    """`kernel(&args)`, by as many threads as torch has; drops the GIL."""
-    failed: int = _library().tandem_team_call(kernel, ctypes.byref(args), torch.get_num_threads())
+    """`kernel(&args)`, by as many threads as torch has, or `let_count` says; drops the GIL."""
+    failed: int = _library().tandem_team_call(kernel, ctypes.byref(args), _num_threads())
     return failed
+
+
+def let_count(count: Callable[[], int]) -> None:
+    """Have `count` say before each call or tape of this thread how many threads make it. It may wait."""
+    _here.count = count
+
+
+def _num_threads() -> int:
+    count = _here.count
+    return torch.get_num_threads() if count is None else count()
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

@@ -15,6 +15,8 @@ from typing import Any, Protocol
 
 from engine.core.dp_agreement import Agreement
 from engine.core.dp_update import UpdateAgreement
+from engine.core.lane_share import LaneShare
+from engine.core.lanes import Lane
 from engine.core.outputs import StepEffects, refusal, refused
 from engine.core.plan import Plan
 from engine.core.request import Request
@@ -28,6 +30,7 @@ from engine.loop.decode_skipper import DecodeSkipper, TurnWeights
 from engine.loop.expert_record import ExpertRecord, Loads
 from engine.loop.interval_log import IntervalLog
 from engine.loop.kv_events import ZmqPublisher
+from engine.loop.lane_pipeline import LanePipeline, LaneSteps
 from engine.loop.listener import LoopListener
 from engine.loop.occupation import FixedKV, KVMemory, OccupationControl
 from engine.loop.pipeline import Pipeline, StepLauncher
@@ -113,7 +116,8 @@ class LoopServices:
 
     `expert_loads`: its counts. `name`: of the worker, in files.
 
-    `watched`: the executor of a worker with pipeline stages or DP attention, `agreement`, `updates`: of the latter.
+    `watched`: the executor of a worker with pipeline stages or DP attention, `agreement`, `updates`: of the latter. `lanes`: that of PD
+    multiplexing, with `share`.
     """
 
     weights: Weights
@@ -131,6 +135,8 @@ class LoopServices:
     watched: WatchedSteps[Any] | None = None
     agreement: Agreement | None = None
     updates: UpdateAgreement | None = None
+    lanes: LaneSteps[Any] | None = None
+    share: LaneShare | None = None
 
 
 class EngineLoop:
@@ -157,8 +163,19 @@ class EngineLoop:
         self._disk = services.disk
         self._events = services.events
         self._adapters = services.adapters
-        self._pipeline: Pipeline[Any] | RankPipeline[Any]
-        if services.watched is None:
+        self._pipeline: Pipeline[Any] | RankPipeline[Any] | LanePipeline[Any]
+        self._lanes: LanePipeline[Any] | None = None
+        if services.lanes is not None:
+            assert services.share is not None and services.watched is None, "lanes of one rank"
+            self._pipeline = self._lanes = LanePipeline(
+                scheduler=scheduler,
+                executor=executor,
+                watched=services.lanes,
+                depth=settings.depth,
+                share=services.share,
+                on_step=self._on_step,
+            )
+        elif services.watched is None:
             assert services.agreement is None and scheduler.limits.pp_size == 1, "their steps are watched"
             self._pipeline = Pipeline(
                 scheduler=scheduler, executor=executor, depth=settings.depth, on_step=self._on_step
@@ -212,9 +229,11 @@ class EngineLoop:
             experts=services.experts,
         )
         budget, drafting = scheduler.step_budget, scheduler.drafting
+        prompts = None if self._lanes is None else Lane.PREFILL
         self._listeners: tuple[LoopListener, ...] = (
             self._profiles,
-            *([] if budget is None else [StepDurations(budget.note, stages=scheduler.limits.pp_size)]),
+            *([] if budget is None else [StepDurations(budget.note, stages=scheduler.limits.pp_size, lane=prompts)]),
+            *([] if self._lanes is None else [StepDurations(self._lanes.note, stages=1, lane=Lane.DECODE)]),
             *([] if drafting is None else [StepDurations(drafting.note, stages=1)]),
             Timekeeper(self._requests),
             self._adapters,
@@ -312,6 +331,8 @@ class EngineLoop:
         now_s = self._clock()
         timeout_s = self._deadlines.shorten(OUTSIDE_WAIT_S if waiting else IDLE_WAIT_S, now_s)
         if self._awaits_step:  # its end, or a row of another rank, calls for attention
+            if self._lanes is not None:
+                timeout_s = self._lanes.shorten(timeout_s, now_s)
             self._ports.wait(timeout_s)
             self._note_work(now_s)
             return

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
 from engine.core.dp_agreement import Agreement
+from engine.core.lanes import Lane
 from engine.core.outputs import StepEffects
 from engine.core.plan import Plan
 from engine.core.scheduler import Scheduler
@@ -32,7 +33,7 @@ class WatchedSteps(Protocol[L_contra]):
 
 
 class RankPipeline(Generic[L]):
-    """`depth`: steps offered and launched before the oldest is collected. `agreement`: of DP attention."""
+    """`depth`: steps offered and launched before the oldest is collected. `agreement`: of DP attention. `lane`: of PD multiplexing."""
 
     def __init__(
         self,
@@ -43,6 +44,7 @@ class RankPipeline(Generic[L]):
         depth: int,
         on_step: Callable[[StepEffects], list[TokenOutput]],
         agreement: Agreement | None = None,
+        lane: Lane | None = None,
     ) -> None:
         assert depth >= 1 and (agreement is None or scheduler.limits.pp_size == 1)
         self._scheduler = scheduler
@@ -52,6 +54,7 @@ class RankPipeline(Generic[L]):
         self._without_overlap = scheduler.limits.micro_batches
         self._on_step = on_step
         self._agreement = agreement
+        self._lane = lane
         self._offered: deque[tuple[Plan, int | None]] = deque()  # with the number of the step to agree on
         self._launched: deque[L] = deque()
         self._unsampled: L | None = None  # the last one launched, where its masks follow from tokens in flight
@@ -77,7 +80,7 @@ class RankPipeline(Generic[L]):
         if len(self._offered) + len(self._launched) >= self._depth:
             return None
         if agreement is None:
-            return None if paused else scheduler.schedule(now_s)
+            return None if paused else scheduler.schedule(now_s, lane=self._lane)
         self._prefillable = not paused and scheduler.prefillable
         admits = agreement.admits
         self._delays = self._prefillable and not admits

@@ -7,24 +7,32 @@ at most an even part of the time from launch to end. Either is exact where the s
 from collections import deque
 from collections.abc import Callable
 
+from engine.core.lanes import Lane
 from engine.core.outputs import StepEffects
 from engine.core.plan import Plan
 from engine.loop.listener import LoopListener
 
 
 class StepDurations(LoopListener):
-    """`report` receives the plan and the seconds of each collected step, but for those that failed or waited for others. `stages`: of the pipeline."""
+    """`report` receives the plan and the seconds of each collected step, but for those that failed or waited for others. `stages`: of the pipeline.
 
-    def __init__(self, report: Callable[[Plan, float], None], *, stages: int) -> None:
+    `lane`: with PD multiplexing, whose steps they are.
+    """
+
+    def __init__(self, report: Callable[[Plan, float], None], *, stages: int, lane: Lane | None = None) -> None:
         self._report = report
         self._stages = stages
+        self._lane = lane
         self._launched: deque[tuple[Plan, float]] = deque()
         self._ended_s = float("-inf")
 
     def on_launch(self, plan: Plan, now_s: float) -> None:
-        self._launched.append((plan, now_s))
+        if plan.lane is self._lane:
+            self._launched.append((plan, now_s))
 
     def on_step(self, effects: StepEffects, now_s: float) -> None:
+        if effects.lane is not self._lane:
+            return
         plan, launched_s = self._launched.popleft()
         taken_s = min((now_s - launched_s) / self._stages, now_s - self._ended_s)
         self._ended_s = now_s

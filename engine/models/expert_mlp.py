@@ -5,6 +5,7 @@
 Every rank has a part of every expert; with whole experts: expert_parallel.py. A token's sum runs over its experts from the best on, so its bits do not depend on the batch.
 """
 
+import threading
 from collections.abc import Sequence
 
 import torch
@@ -40,6 +41,7 @@ class ExpertMLP:
         self._collectives, self._exchange = part.collectives, part.exchange
         self._no_rows = part.no_rows()
         self.loads = no_loads(part, experts)
+        self._counting = threading.Lock()  # two lanes may compute at once
         self.sites: list[LinearSite] = []
 
     def of_norm(self, norm: Normed, x: Tensor, delta: Tensor | None) -> Tensor:
@@ -63,7 +65,8 @@ class ExpertMLP:
         flat = chosen.reshape(-1)
         order = flat.argsort(stable=True)
         rows = torch.zeros(self._count, dtype=torch.int64, device=x.device).scatter_add_(0, flat, torch.ones_like(flat))
-        self.loads += rows
+        with self._counting:
+            self.loads += rows
         segments = [
             self._weighed(answers, order, weights)
             for answers in self._experts(x.index_select(0, order // self._per_token), rows)

@@ -13,7 +13,10 @@ from engine.core.outputs import StepEffects
 from engine.core.request import Request
 from engine.device.gpu_memory import MemoryGauge
 from engine.executor.decode_graphs import Capture
+from engine.executor.lane_executor import LaneExecutor
+from engine.flags.pdmux import lane_share
 from engine.kv.host_memory import HERE, HostMemory
+from engine.loop.lane_pipeline import LanePipeline
 from engine.loop.pipeline import Pipeline
 from engine.loop.rank_pipeline import RankPipeline
 from engine.messages import FinishReason, LogprobOptions, TokenLogprob, TokenOutput
@@ -59,18 +62,26 @@ class EngineInProcess:
             group=group,
             wakeup=wakeup,
         )
-        self.pipeline: Pipeline[Any] | RankPipeline[Any] = Pipeline(
-            scheduler=self.parts.scheduler,
-            executor=self.parts.executor,
-            depth=depth or self.parts.depth,
-            on_step=self.collect,
-        )
+        self.pipeline: Pipeline[Any] | RankPipeline[Any] | LanePipeline[Any] = self._pipeline(depth or self.parts.depth)
         self.tokens: dict[str, list[int]] = {}
         self.logprobs: dict[str, list[TokenLogprob]] = {}
         self.input_logprobs: dict[str, list[TokenLogprob]] = {}
         self.hidden: dict[str, list[bytes]] = {}
         self.finish: dict[str, FinishReason] = {}
         self.cached: dict[str, int] = {}
+
+    def _pipeline(self, depth: int) -> Pipeline[Any] | LanePipeline[Any]:
+        parts = self.parts
+        if not isinstance(parts.executor, LaneExecutor):
+            return Pipeline(scheduler=parts.scheduler, executor=parts.executor, depth=depth, on_step=self.collect)
+        return LanePipeline(
+            scheduler=parts.scheduler,
+            executor=parts.executor,
+            watched=parts.executor,
+            depth=depth,
+            share=lane_share(parts.config, parts=parts.executor.parts),
+            on_step=self.collect,
+        )
 
     def add(
         self,
@@ -110,10 +121,18 @@ class EngineInProcess:
     def turn(self) -> bool:
         if self.parts.disk is not None:
             self.parts.disk.turn()
+        if isinstance(self.pipeline, LanePipeline):
+            return self._turn_of_lanes(self.pipeline)
         plan = self.parts.scheduler.schedule(time.monotonic())
         worked = plan is not None or self.pipeline.num_launched > 0
         self.pipeline.advance(plan)
         return worked
+
+    def _turn_of_lanes(self, pipeline: LanePipeline[Any]) -> bool:
+        pipeline.advance(pipeline.next_plan(time.monotonic(), paused=False))
+        if not pipeline.worked:
+            time.sleep(0.0005)  # the streams have threads of their own
+        return pipeline.worked or pipeline.num_launched > 0
 
     def collect(self, effects: StepEffects) -> list[TokenOutput]:
         reason = FinishReason(kind="abort", message=effects.failure, status=503)

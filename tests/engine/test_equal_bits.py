@@ -32,6 +32,11 @@ WAYS: dict[str, tuple[dict[str, Any], EngineUse | None, Callable[[EngineInProces
         None,
         lambda e: e.parts.scheduler.counters.mixed_steps,
     ),
+    "multiplexed": (
+        {"chunked_prefill_size": 32, "enable_pdmux": True, "stream_delay_s": 0.001, "num_threads": 2},
+        None,
+        lambda e: e.parts.depth - 1,
+    ),
     "cached prompts": ({}, None, lambda e: e.cached["again"]),
     "restored from the host": ({"test_retract": 3}, HOST, lambda e: e.parts.scheduler.counters.resumed_restored),
 }

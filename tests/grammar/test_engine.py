@@ -120,6 +120,7 @@ def test_a_forward_is_launched_while_the_token_before_it_is_not_sampled(checkpoi
 WAYS = {
     "depth-2": {"stream": "threaded", "stream_delay_s": 0.001},
     "depth-2-mixed": {"stream": "threaded", "enable_mixed_chunk": True, "chunked_prefill_size": 16},
+    "depth-2-multiplexed": {"enable_pdmux": True, "stream_delay_s": 0.001, "chunked_prefill_size": 16},
     "few-slots": {"max_running_requests": 3},
 }
 

@@ -1,0 +1,83 @@
+"""The two lanes of PD multiplexing on a device: an executor each, over one model and one KV pool, and how they share what computes.
+
+On a CPU the lanes divide the threads (engine/executor/core_share.py). On a GPU both are streams, and decode's has the higher priority.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+
+from engine.config import EngineConfig
+from engine.core.lanes import Lane
+from engine.device.device import Device
+from engine.executor.core_share import CoreShare, be_nice
+from engine.executor.executor import Executor
+from engine.executor.lane_executor import LaneExecutor
+from engine.executor.stream import CudaLane, Stream, ThreadStream
+from engine.kernels import tape
+
+FIRST, NEXT = -1, 0  # priorities of streams
+
+
+class Build(Protocol):
+    """As `build_device`, but for what the lanes differ in."""
+
+    def __call__(self, *, decodes: bool, prefills: bool, stream: Stream) -> Device: ...
+
+
+def build_lanes(build: Build, config: EngineConfig, *, attention: Callable[[], None]) -> Device:
+    """Build both lanes; the device is decode's, with the executor of both. `config` is resolved. `attention`: as of LaneExecutor."""
+    assert config.num_threads is not None, "resolved"
+    parts = 1
+    give: Callable[[int], None] = _nothing
+    if config.device == "cuda":
+        device = torch.device(config.device)
+        streams: dict[Lane, Stream] = {
+            Lane.DECODE: CudaLane(device, priority=FIRST),
+            Lane.PREFILL: CudaLane(device, priority=NEXT),
+        }
+    else:
+        share = CoreShare(config.num_threads)
+        parts, give = share.num_threads, share.give
+        streams = {Lane.DECODE: _decodes(config, share), Lane.PREFILL: _prompts(config, share)}
+    decode = build(decodes=True, prefills=False, stream=streams[Lane.DECODE])
+    prefill = build(decodes=False, prefills=True, stream=streams[Lane.PREFILL])
+    own: dict[Lane, Executor] = {}
+    for lane, built in ((Lane.DECODE, decode), (Lane.PREFILL, prefill)):
+        assert isinstance(built.executor, Executor), "a lane of lanes"
+        own[lane] = built.executor
+    executor = LaneExecutor(own, parts=parts, give=give, attention=attention)
+    return replace(decode, executor=executor, prefill_graphs=prefill.prefill_graphs)
+
+
+def _decodes(config: EngineConfig, share: CoreShare) -> ThreadStream:
+    assert config.num_threads is not None, "resolved"
+    return ThreadStream(
+        num_threads=config.num_threads,
+        max_delay_s=config.stream_delay_s,
+        seed=config.random_seed or 0,
+        begin=lambda: tape.let_count(share.for_decodes),
+        around=share.decode_step,
+    )
+
+
+def _prompts(config: EngineConfig, share: CoreShare) -> ThreadStream:
+    assert config.num_threads is not None, "resolved"
+
+    def begin() -> None:
+        be_nice()
+        tape.let_count(share.for_prompts)
+
+    return ThreadStream(
+        num_threads=config.num_threads,
+        max_delay_s=config.stream_delay_s,
+        seed=(config.random_seed or 0) + 1,
+        begin=begin,
+        around=share.prompt_step,
+    )
+
+
+def _nothing(decode_parts: int) -> None:
+    """A GPU's streams have no parts: their priorities are fixed."""
