@@ -93,7 +93,10 @@ class Bench:
     def _planned(self, load: Load, layout: Layout) -> Cell:
         slo, where, chunk = self.results.slo(load.name), pinning(layout, self.cores), self._chunk(load.name)
         rate, best = self._planner().search(layout, where, load.requests(self.source), slo, chunk=chunk)
-        return Cell(load=load.name, layout=layout.name, planned=rate, guess=rate or LEAST_RATE, planned_best=best)
+        guess = rate or LEAST_RATE
+        if layout.multiplexed:
+            return Cell(load=load.name, layout=layout.name, planned=None, guess=guess, planned_best=None)
+        return Cell(load=load.name, layout=layout.name, planned=rate, guess=guess, planned_best=best)
 
     def _planner(self) -> Planner:
         return Planner(folder=self.planner_folder, calibration=self.calibration(), kv_tokens=self.kv_tokens)
@@ -117,7 +120,7 @@ class Bench:
             cell.runs.append({"rate": rate, "cores_left": left, "stopped": UNFINISHED in point.errors})
             self._write()
             self.bar.update()
-        if search.best is not None:
+        if search.best is not None and cell.planned is not None:
             study = self._planner().study(
                 layout, pinning(layout, self.cores), requests, slo, chunk=self._chunk(cell.load)
             )

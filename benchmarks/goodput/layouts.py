@@ -1,6 +1,7 @@
 """The clusters that are compared, all on the same cores: which processes, on which of the cores, and what `tandem plan` calls them. Pure.
 
-    unified          | one worker, a thread on each core: prompts first, or with mixed chunks (the default on a CPU), whose size may be tuned
+    unified          | one worker, a thread on each core: prompts first, or with mixed chunks (the default on a CPU), whose size may be tuned;
+                     | or multiplexed: prompts and decodes at the same time (--enable-pdmux), with the load's objective for ITL
     pair             | prefill on one half of the cores, decode on the other; or both on all of them, as `tandem up` starts them
     mixed pool       | a pair and a unified worker, all three on all cores
 
@@ -20,7 +21,7 @@ LAYERWISE = "--disaggregation-layerwise-transfer"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """`planned`: its name in `tandem plan`. `flags`: of `tandem up`. `layerwise`: pages leave layer by layer. `tuned`: steps with prompts
+    """`planned`: its name in `tandem plan`; of a `multiplexed` one, which that does not know, the nearest: a first guess. `flags`: of `tandem up`. `layerwise`: pages leave layer by layer. `tuned`: steps with prompts
 
     are as short as the load's objective for ITL. `shared`: workers have no cores of their own.
     """
@@ -32,6 +33,7 @@ class Layout:
     layerwise: bool = False
     tuned: bool = False
     shared: bool = False
+    multiplexed: bool = False
 
     @property
     def is_unified(self) -> bool:
@@ -42,6 +44,13 @@ LAYOUTS = (
     Layout(name="unified", kind="unified", planned="1U", flags=("--unified", "--no-enable-mixed-chunk")),
     Layout(name="mixed chunk", kind="unified", planned="1U-mixed", flags=("--unified",)),
     Layout(name="mixed chunk, tuned", kind="unified", planned="1U-mixed", flags=("--unified",), tuned=True),
+    Layout(
+        name="unified, multiplexed",
+        kind="unified",
+        planned="1U-mixed",
+        flags=("--unified", "--enable-pdmux"),
+        multiplexed=True,
+    ),
     Layout(name="pair", kind="pairs", planned="1P1D", flags=(LAYERWISE, "off")),
     Layout(name="pair, by layers", kind="pairs", planned="1P1D", flags=(LAYERWISE, "on"), layerwise=True),
     Layout(name="pair, cores shared", kind="pairs", planned="1P1D", flags=(), shared=True),
@@ -72,6 +81,9 @@ def pinning(layout: Layout, cores: Sequence[int]) -> Pinning:
 def flags_of(layout: Layout, slo: SloTargets, *, threads: int, chunk: int) -> tuple[str, ...]:
     """Return the flags of `tandem up`. `chunk`: most prompt tokens of a step, where it is tuned."""
     flags = (*layout.flags, "--num-threads", str(threads))
+    if layout.multiplexed:
+        assert slo.itl_s is not None
+        return (*flags, "--pdmux-itl", f"{slo.itl_s:g}")
     if layout.kind == "mixed pool":
         assert slo.itl_s is not None
         return (*flags, "--mixed-ttft", f"{slo.ttft_s:g}", "--mixed-itl", f"{slo.itl_s:g}")

@@ -24,7 +24,7 @@ HEAD = """# Goodput on equal resources
 objectives of their load: time to first token, and the gap that 95 % of a request's tokens keep.
 """
 AGREES = 0.10  # a planned goodput this near to the measured one agrees
-COLORS = ("#b8c0c8", "#8a95a1", "#5d6d7e", "#1f77b4", "#56b4e9", "#17807e", "#e07b39")  # of layouts
+COLORS = ("#b8c0c8", "#8a95a1", "#5d6d7e", "#9467bd", "#1f77b4", "#56b4e9", "#17807e", "#e07b39")  # of layouts
 MODES = {"": ("white", "#222222"), "-dark": ("#0d1117", "#e6edf3")}  # by file name: ground, ink
 
 
@@ -114,10 +114,12 @@ def about(found: Results) -> str:
     alone, trace = alone_of(host.half), found.arguments["trace"]
     least = min((run["cores_left"] for cell in found.cells for run in cell.runs), default=host.cores_left)
     while_alone = "" if host.cores_left >= least else f" ({host.cores_left:.1f} while latencies alone were measured)"
+    at_once = any(cell.planned is None for cell in _done(found))
+    multiplexed = ", or prompts and decodes at the same time (`--enable-pdmux`, which no plan knows)" if at_once else ""
     lengths = f"Mooncake's {trace} trace" if trace else "lengths as in Mooncake's conversation trace"
     return (
         f"Real processes, HTTP and NIXL, each cluster on the same {found.arguments['cores']} cores. Unified: a thread on each core, prompts "
-        "first, or with mixed chunks: of 1024 tokens (the default), or as many as the objective for ITL allows (tuned). Pair: a half of the cores for prefill, "
+        f"first, or with mixed chunks: of 1024 tokens (the default), or as many as the objective for ITL allows (tuned){multiplexed}. Pair: a half of the cores for prefill, "
         "the other for decode; pages leave whole, or layer by layer; or both workers on all cores, as `tandem up` starts them. Mixed pool: "
         f"a pair and a unified worker (`--mixed`), all on all cores. {found.arguments['layers']} layers as wide as Qwen3-0.6B's, random bf16 weights; {lengths}, scaled; "
         f"runs of {RUN_S:g} s; others left {least:.1f} cores or more{while_alone}. On half of the cores, alone: {1e6 * alone.prompt_token_s:.0f} us a prompt token, "
@@ -180,9 +182,9 @@ def agreement(found: Results) -> str:
 
 
 def plan_error(found: Results, cell: Cell) -> float | None:
-    """Return the planned goodput over the measured one, less 1; None: no rate was kept."""
+    """Return the planned goodput over the measured one, less 1; None: no rate was kept, or none was planned."""
     measured = cell.search(found.slo(cell.load)).estimate
-    return cell.planned / measured - 1 if measured else None
+    return cell.planned / measured - 1 if measured and cell.planned is not None else None
 
 
 def plan_table(found: Results) -> str:
@@ -196,7 +198,7 @@ def plan_table(found: Results) -> str:
                 cell.load,
                 cell.layout,
                 f"{search.estimate:.2f}" if best else f"below {min(point.rate for point in search.points):.2f}",
-                f"{cell.planned:.2f}",
+                "" if cell.planned is None else f"{cell.planned:.2f}",
                 "" if error is None else f"{error:+.0%}",
                 *(_latencies(best, there, name) for name in ("ttft", "tpot")),
             ]
@@ -234,8 +236,9 @@ def _panel(panel: Any, found: Results, load: str) -> None:
     shown = [(one, color) for one, color in zip(LAYOUTS, COLORS, strict=True) if goodput(found, load, one) is not None]
     names = [one.name for one, _ in shown]
     panel.barh(names, [goodput(found, load, one) for one, _ in shown], color=[color for _, color in shown])
-    cells = [found.cell(load, one.name) for one, _ in shown]
-    panel.plot([cell.planned for cell in cells if cell], names, "D", color="#d62728", markersize=4, linestyle="")
+    cells = [found.cell(load, name) for name in names]
+    planned = {cell.layout: cell.planned for cell in cells if cell is not None and cell.planned is not None}
+    panel.plot(list(planned.values()), list(planned), "D", color="#d62728", markersize=4, linestyle="")
     objectives = found.loads[load]["objectives"]
     panel.set_title(
         f"{load}\nTTFT {1000 * objectives['ttft_s']:g} ms, ITL {1000 * objectives['itl_s']:g} ms", fontsize=9

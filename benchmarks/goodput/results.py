@@ -17,14 +17,14 @@ LOWEST = 0.4  # of the planned rate: below it a run takes many minutes, and says
 
 @dataclass(slots=True, kw_only=True)
 class Cell:
-    """A layout under a load. Rates in requests a second. `guess`: the first one tried. `planned_best`: the planned run at the planned goodput; `planned_there`: at the
+    """A layout under a load. Rates in requests a second. `planned`: None: no plan knows the layout. `guess`: the first one tried. `planned_best`: the planned run at the planned goodput; `planned_there`: at the
 
     measured one. `runs`: of each measured point, what else is known. `done`: the search has ended.
     """
 
     load: str
     layout: str
-    planned: float
+    planned: float | None
     guess: float
     planned_best: Point | None
     planned_there: Point | None = None

@@ -227,6 +227,7 @@ class EngineLoop:
             late_compiles=services.late_compiles,
             memory=services.memory,
             experts=services.experts,
+            share=dict if services.share is None else services.share.gauges,
         )
         budget, drafting = scheduler.step_budget, scheduler.drafting
         prompts = None if self._lanes is None else Lane.PREFILL

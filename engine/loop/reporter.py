@@ -32,6 +32,7 @@ class Reporter:
         late_compiles: Callable[[], int],
         memory: Mapping[str, int],
         experts: Callable[[], Mapping[str, float]],
+        share: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
         self._scheduler = scheduler
         self._role = role
@@ -44,6 +45,7 @@ class Reporter:
         self._late_compiles = late_compiles
         self._memory = {f"memory_{name}_bytes": float(size) for name, size in memory.items()}
         self._experts = experts
+        self._share = share
         self._next_check_s = 0.0
         self._problems: list[str] = []
 
@@ -87,6 +89,7 @@ class Reporter:
                 **self._adapters.gauges(),
                 **self._memory,
                 **self._experts(),
+                **self._share(),
                 **self._intervals.gauges(),
                 **({} if host is None else host.gauges()),
                 **({} if states is None else states.gauges()),

@@ -235,6 +235,9 @@ def test_flags_tell_each_cluster_its_threads_and_the_load_s_limits() -> None:
         return " ".join(flags_of(layout, SLO, threads=3, chunk=48))
 
     assert "--mixed-ttft 1 --mixed-itl 0.05" in flags(POOL) and "--mixed-itl" not in flags(PAIR)
+    assert [one.name for one in LAYOUTS if "--enable-pdmux --num-threads 3 --pdmux-itl 0.05" in flags(one)] == [
+        "unified, multiplexed"
+    ]
     assert all("--num-threads 3" in flags(layout) for layout in LAYOUTS)
     assert [one.name for one in LAYOUTS if "--chunked-prefill-size 48" in flags(one)] == ["mixed chunk, tuned"]
 

@@ -17,6 +17,7 @@ _MEANS = (
     "kv_transfer_total_mb",
     "kv_transfer_bootstrap_ms",
     "pending_prealloc_token_usage",
+    "decode_share",
 )
 _ALL_OR_NOT = ("paused", "batch_is_full")  # 1: of every rank
 

@@ -68,6 +68,7 @@ GAUGES = {
     "mm_cache_used_bytes": Figure("tandem_mm_cache_used_bytes", "features of images that are on the device"),
     "mm_cache_total_bytes": Figure("tandem_mm_cache_total_bytes", "those that there is room for"),
     "mm_cache_hit_rate": Figure("tandem_mm_cache_hit_rate", "share of needed images whose features were there"),
+    "decode_share": Figure("tandem_decode_share", "with PD multiplexing: decodes' share of the device beside prompts"),
     "expert_imbalance": Figure("tandem_expert_imbalance", "most tokens of an expert / mean, mean of the layers"),
     "expert_rank_imbalance": Figure(
         "tandem_expert_rank_imbalance", "most tokens of a rank's experts / mean, since experts moved last"

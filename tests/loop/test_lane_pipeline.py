@@ -1,0 +1,202 @@
+"""The loop of two lanes: it waits for no step, decodes go first where they are due, and each lane's steps are timed by themselves."""
+
+from engine.core.lane_share import PACE, LaneShare
+from engine.core.lanes import Lane
+from engine.core.outputs import StepEffects
+from engine.core.plan import Plan, StepResult
+from engine.loop.lane_pipeline import POLL_S, LanePipeline
+from engine.loop.loop import EngineLoop, LoopServices, LoopSettings
+from engine.loop.role import UnifiedRole
+from engine.loop.step_durations import StepDurations
+from engine.loop.turn_clock import TurnClock
+from engine.messages import GenerateRequest, TokenBatch
+from engine.sampling_params import SamplingParams
+from tests.core.engine_in_a_test import EngineInATest
+from tests.core.hash_model import HashModel, expected_tokens
+from tests.grammar.fixed import Fixed
+from tests.loop.test_control import FakeProfiler, FakeWeights
+from tests.loop.test_pipeline import Launched, Recorder
+
+ITL_S = 0.1
+DUE_S = PACE * ITL_S
+
+
+class Lanes(Recorder):
+    """Steps end when the test says so; `all_end`: at once."""
+
+    def __init__(self, model: HashModel, *, all_end: bool = False) -> None:
+        super().__init__(model)
+        self.ended_steps: set[int] = set()
+        self.given: list[int] = []
+        self.all_end = all_end
+
+    def give(self, decode_parts: int) -> None:
+        self.given.append(decode_parts)
+
+    def ended(self, launched: Launched) -> bool:
+        return self.all_end or launched.plan.seq in self.ended_steps
+
+    def collect(self, launched: Launched) -> StepResult:
+        assert self.ended(launched), "the loop waits for a step"
+        return super().collect(launched)
+
+
+class Rig(EngineInATest):
+    def __init__(self, *, depth: int = 1, itl_s: float | None = ITL_S, parts: int = 2, **limits: object) -> None:
+        super().__init__(multiplexed=True, **limits)  # type: ignore[arg-type]
+        self.executor = Lanes(self.model)
+        self.share = LaneShare(parts=parts, itl_s=itl_s, waits=True)
+        self.pipeline = LanePipeline(
+            scheduler=self.scheduler,
+            executor=self.executor,
+            watched=self.executor,
+            depth=depth,
+            share=self.share,
+            on_step=lambda effects: effects.outputs,
+        )
+
+    def move(self, now_s: float | None = None) -> Plan | None:
+        self.now_s = self.now_s if now_s is None else now_s
+        plan = self.pipeline.next_plan(self.now_s, paused=False)
+        self.say(self.pipeline.advance(plan))
+        self.scheduler.check()
+        return plan
+
+    def end(self, *seqs: int) -> None:
+        self.executor.ended_steps |= set(seqs)
+        self.say(self.pipeline.advance(None))
+
+    def beside_a_prompt(self) -> "Rig":
+        """Request a decodes its third token in step 2 beside the prompt of b, step 3."""
+        self.add("a", [1, 2, 3])
+        self.move()
+        self.end(1)
+        self.add("b", list(range(40)))
+        assert [self.move().lane for _ in range(2)] == [Lane.DECODE, Lane.PREFILL]  # type: ignore[union-attr]
+        return self
+
+
+def test_both_lanes_have_a_step_in_flight_and_a_turn_waits_for_none() -> None:
+    rig = Rig().beside_a_prompt()
+    assert rig.pipeline.num_launched == 2 and rig.pipeline.last is not None and rig.pipeline.last.seq == 3
+    assert rig.move() is None and not rig.pipeline.worked
+
+
+def test_a_step_of_one_lane_is_collected_while_the_other_s_older_one_runs() -> None:
+    rig = Rig().beside_a_prompt()
+    rig.end(3)
+    assert rig.pipeline.worked and rig.pipeline.num_launched == 1
+    assert rig.tokens == {"a": expected_tokens([1, 2, 3], 1)}
+
+
+def test_beside_a_prompt_the_next_decode_step_waits_until_it_is_due() -> None:
+    rig = Rig().beside_a_prompt()
+    rig.end(2)
+    assert rig.move(0.0) is None
+    assert rig.pipeline.shorten(1.0, 0.0) == DUE_S + POLL_S and rig.pipeline.shorten(0.01, 0.0) == 0.01
+    plan = rig.move(DUE_S)
+    assert plan is not None and plan.lane is Lane.DECODE
+    rig.end(4)
+    rig.move(DUE_S)
+    assert rig.pipeline.shorten(1.0, DUE_S) == DUE_S + POLL_S
+
+
+def test_without_a_prompt_in_flight_decode_steps_follow_at_once_and_nothing_shortens_the_rest() -> None:
+    rig = Rig().beside_a_prompt()
+    rig.scheduler.abort("b")
+    rig.end(2, 3)
+    plan = rig.move(0.0)
+    assert plan is not None and plan.lane is Lane.DECODE and rig.pipeline.shorten(1.0, 0.0) == 1.0
+
+
+def test_the_executor_is_told_the_share_at_first_and_when_it_changes() -> None:
+    rig = Rig(parts=4).beside_a_prompt()
+    plan = rig.pipeline.last
+    assert rig.executor.given == [2] and plan is not None
+    for _ in range(3):
+        rig.pipeline.note(plan, 2 * ITL_S)
+    assert rig.executor.given == [2, 3]
+    rig.scheduler.abort("b")
+    rig.end(2, 3)
+    for _ in range(3):
+        rig.pipeline.note(plan, 2 * ITL_S)
+    assert rig.executor.given == [2, 3], "a step alone says nothing"
+
+
+def test_a_pause_plans_for_neither_lane() -> None:
+    rig = Rig()
+    rig.add("a", [1])
+    assert rig.pipeline.next_plan(0.0, paused=True) is None
+
+
+def test_deferred_sampling_waits_for_a_step_of_its_lane_alone() -> None:
+    rig = Rig(depth=2, itl_s=None)
+    grammar = rig.add("a", [1, 2, 3], max_new_tokens=4).grammar = Fixed(9)
+    rig.move()
+    rig.end(1)
+    rig.add("b", list(range(40)))
+    for _ in range(3):
+        rig.move()
+    assert ", ".join(f"{what} {seq}" for what, seq in rig.executor.calls[2:]) == "launch 2, forward 3, launch 4"
+    masks = grammar.masks
+    rig.end(2)
+    assert rig.executor.calls[-1] == ("sample", 3) and grammar.masks == masks + 1
+
+
+def test_steps_are_timed_by_lane() -> None:
+    found: list[tuple[int, float]] = []
+    times = StepDurations(lambda plan, taken_s: found.append((plan.seq, taken_s)), stages=1, lane=Lane.DECODE)
+    for seq, lane in ((1, Lane.PREFILL), (2, Lane.DECODE), (3, Lane.DECODE)):
+        times.on_launch(Plan(seq=seq, extend=False, items=[], lane=lane), float(seq))
+    for lane, now_s in ((Lane.DECODE, 4.0), (Lane.PREFILL, 9.0), (Lane.DECODE, 10.0)):
+        times.on_step(StepEffects(lane=lane), now_s)
+    assert found == [(2, 2.0), (3, 6.0)]
+
+
+def test_the_loop_serves_requests_in_two_lanes_and_wakes_for_a_step_that_is_due() -> None:
+    engine = EngineInATest(multiplexed=True)
+    executor = Lanes(engine.model, all_end=True)
+    prompts = {"a": [1, 2, 3], "b": list(range(60))}
+    said: dict[str, list[int]] = {rid: [] for rid in prompts}
+
+    class Ports:
+        now_s = 0.0
+        inbox = [
+            GenerateRequest(rid, ids, SamplingParams(max_new_tokens=9), stream=True) for rid, ids in prompts.items()
+        ]
+        rests = 0
+
+        def receive(self) -> list[GenerateRequest]:
+            messages, self.inbox = self.inbox, []
+            return messages
+
+        def wait(self, timeout_s: float) -> None:
+            self.now_s += timeout_s
+            self.rests += 1
+            loop.stopped = self.rests > 200 or all(len(ids) == 9 for ids in said.values())
+
+        def to_frontend(self, message: object) -> None:
+            for output in message.outputs if isinstance(message, TokenBatch) else ():
+                said[output.rid] += output.new_ids
+
+        def call_attention(self) -> None:
+            """It waits for nothing."""
+
+    ports = Ports()
+    loop = EngineLoop(
+        scheduler=engine.scheduler,
+        executor=executor,
+        role=UnifiedRole(engine.scheduler),
+        ports=ports,  # type: ignore[arg-type]
+        services=LoopServices(
+            weights=FakeWeights(),
+            profiler=FakeProfiler(),
+            lanes=executor,
+            share=LaneShare(parts=2, itl_s=ITL_S, waits=True),
+        ),
+        turns=TurnClock(limit_s=0.0),
+        settings=LoopSettings(depth=1, eos_ids=frozenset()),
+        clock=lambda: ports.now_s,
+    )
+    loop.run()
+    assert said == {rid: expected_tokens(ids, 9) for rid, ids in prompts.items()}
