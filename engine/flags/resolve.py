@@ -303,7 +303,13 @@ def _stream(config: EngineConfig, device: str) -> str:
         other = "--disable-overlap-schedule" if config.disable_overlap_schedule else f"--stream {given}"
         raise ConfigError(f"--enable-overlap-schedule: not with {other}; leave one of them out")
     if given == "auto":
-        return "cuda" if device == "cuda" else "threaded" if overlaps or config.watches_steps or config.enable_pdmux else "inline"
+        return (
+            "cuda"
+            if device == "cuda"
+            else "threaded"
+            if overlaps or config.watches_steps or config.enable_pdmux
+            else "inline"
+        )
     if (given == "cuda") != (device == "cuda"):
         raise ConfigError(f"--stream {given}: the model runs on {device}; leave the flag out")
     return given
