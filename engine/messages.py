@@ -103,7 +103,7 @@ class GenerateRequest(_Message, frozen=True):
 
 
 class GenerateBatch(_Message, frozen=True):
-    """The samples of one HTTP request, which enter the same step."""
+    """The samples of one HTTP request, which enter the same step. engine/batches.py makes and reads it."""
 
     requests: list[GenerateRequest]
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
+from engine.batches import requests_of
 from engine.core.dp_agreement import Agreement
 from engine.core.dp_update import UpdateAgreement
 from engine.core.lane_share import LaneShare
@@ -348,8 +349,8 @@ class EngineLoop:
         match message:
             case GenerateRequest():
                 return self._enter(message, now_s)
-            case GenerateBatch(requests=requests):
-                return [output for request in requests for output in self._enter(request, now_s)]
+            case GenerateBatch():
+                return [output for request in requests_of(message) for output in self._enter(request, now_s)]
             case AbortRequest(all=True):
                 return self._abort_all() + self._control.drop_all()
             case AbortRequest(rid=rid):

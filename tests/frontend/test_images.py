@@ -191,7 +191,9 @@ def test_generate_in_batches(seeing: Worker) -> None:
 
 def test_samples_share_their_image(seeing: Worker) -> None:
     seeing.post(CHAT, {"messages": user(image_part(url_of(FOUR))), "n": 3, "max_tokens": 1}).raise_for_status()
-    assert len({request.images[0].key for request in seeing.scheduler.seen[-3:]}) == 1
+    shown = [request.images[0] for request in seeing.scheduler.seen[-3:]]
+    assert len({one.key for one in shown}) == 1
+    assert [bool(one.pixels) for one in shown] == [True, False, False], "the scheduler gets them once"
 
 
 def test_tools_and_constraints(seeing: Worker) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -60,7 +61,8 @@ class Names(AbstractResolver):
 
 
 @asynccontextmanager
-async def host(answer: Handler, address: str = OUTSIDE) -> AsyncIterator[Host]:
+async def host(answer: Handler, address: str = OUTSIDE, *, tls: ssl.SSLContext | None = None) -> AsyncIterator[Host]:
+    """`tls`: it speaks https."""
     found = Host(address)
 
     async def handle(request: web.Request) -> web.StreamResponse:
@@ -72,7 +74,7 @@ async def host(answer: Handler, address: str = OUTSIDE) -> AsyncIterator[Host]:
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
     try:
-        site = web.TCPSite(runner, address, 0)
+        site = web.TCPSite(runner, address, 0, ssl_context=tls)
         await site.start()
         found.port = runner.addresses[0][1]
         yield found

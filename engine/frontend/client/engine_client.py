@@ -9,6 +9,7 @@ from typing import Protocol
 
 import msgspec
 
+from engine.batches import batch_of
 from engine.config import MAX_RUNNING_OF
 from engine.frontend.client.dp_policy import RankPolicy, Rule
 from engine.frontend.client.forecast import PrefillForecast
@@ -22,7 +23,6 @@ from engine.frontend.client.tracing import NO_TRACES, SampleTrace, Traces
 from engine.frontend.errors import not_ready, too_late
 from engine.messages import (
     AbortRequest,
-    GenerateBatch,
     GenerateRequest,
     MoveOut,
     StateReply,
@@ -251,7 +251,7 @@ class EngineClient:
         ]
         for rank in dict.fromkeys(rank for _, _, rank in samples):
             part = [one for one, (_, _, owner) in zip(sent, samples, strict=True) if owner == rank]
-            self.leaders.links[rank].send(part[0] if len(part) == 1 else GenerateBatch(part))
+            self.leaders.links[rank].send(part[0] if len(part) == 1 else batch_of(part))
         for _, sample, rank in samples:
             self.observer.on_start(sample.num_prompt_tokens)
             if self.forecasts:

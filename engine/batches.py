@@ -1,0 +1,33 @@
+"""The samples of one HTTP request on their way to the scheduler: pixels that several of them show cross once. Pure, never torch."""
+
+from collections.abc import Sequence
+
+from msgspec.structs import replace
+
+from engine.images import ImageInput
+from engine.messages import GenerateBatch, GenerateRequest
+
+
+def batch_of(requests: Sequence[GenerateRequest]) -> GenerateBatch:
+    """Return the message that sends `requests`: an image has its pixels where it comes first. Equal keys are equal pixels."""
+    sent = set[bytes]()
+    return GenerateBatch([_without(r, sent) if r.images else r for r in requests])
+
+
+def requests_of(batch: GenerateBatch) -> list[GenerateRequest]:
+    """Return the requests of such a message as they were. Images without pixels anywhere, which other workers encode, stay so."""
+    pixels = {image.key: image.pixels for r in batch.requests for image in r.images if image.pixels}
+    return [_with(r, pixels) if r.images else r for r in batch.requests]
+
+
+def _without(request: GenerateRequest, sent: set[bytes]) -> GenerateRequest:
+    images = list[ImageInput]()
+    for image in request.images:
+        images.append(replace(image, pixels=b"") if image.key in sent else image)
+        if image.pixels:
+            sent.add(image.key)
+    return replace(request, images=images)
+
+
+def _with(request: GenerateRequest, pixels: dict[bytes, bytes]) -> GenerateRequest:
+    return replace(request, images=[replace(one, pixels=pixels.get(one.key, b"")) for one in request.images])
