@@ -23,6 +23,7 @@ from tests.engine.drafters import always
 from tests.engine.engine_in_process import EngineInProcess
 from tests.engine.ranks_in_process import ranks
 from tests.models.tiny_checkpoints import make_tiny_checkpoint
+from tests.models.tiny_drafters import make_tiny_eagle
 from tests.models.tiny_seeing import PromptMaker, make_seeing_checkpoint, with_mtp
 
 NEW = 12
@@ -299,16 +300,33 @@ def finish(engine: EngineInProcess, rid: str) -> None:
         engine.turn()
 
 
-@pytest.mark.parametrize("algorithm", ["NEXTN", "STANDALONE"])
+@pytest.mark.parametrize("algorithm", ["NEXTN", "STANDALONE", "EAGLE", "EAGLE3"])
 def test_drafts_of_models_change_no_answer(algorithm: str, tmp_path: Path) -> None:
-    """Layers of the checkpoint turn as it does; a model of its own sees no image, and goes by the same positions."""
+    """Alone and over a pair. Layers of the checkpoint turn as it does; what has its own sees no image, and goes by the same positions."""
     path, asked = with_mtp(tmp_path / "sees", "qwen3_5"), prompts_of("qwen3_5")
-    flags: dict[str, Any] = {"speculative_algorithm": algorithm, "speculative_num_steps": 2}
+    flags: dict[str, Any] = {"speculative_algorithm": algorithm, "speculative_num_steps": 2, **FLAGS}
     if algorithm == "STANDALONE":
         flags["speculative_draft_model_path"] = make_tiny_checkpoint(tmp_path / "drafts", "qwen3", num_hidden_layers=1)
+    elif algorithm != "NEXTN":
+        flags["speculative_draft_model_path"] = make_tiny_eagle(tmp_path / "drafts", algorithm)
     with EngineInProcess(path, **FLAGS) as engine:
         right = ask(engine, asked)
-    with EngineInProcess(path, **flags, **FLAGS) as engine:
+    with EngineInProcess(path, chunked_prefill_size=CHUNK, **flags) as engine:
         always(engine.parts.scheduler)
         assert ask(engine, asked) == right
         assert engine.parts.scheduler.counters.drafts
+    disagg = {"disaggregation_transfer_backend": "nixl"}
+    with disaggregated(path, decode={}, disagg=disagg, chunked_prefill_size=CHUNK, **flags) as pair:
+        always(pair.workers[1].parts.scheduler)
+        assert ask_pair(pair, asked) == right
+        assert pair.workers[1].parts.scheduler.counters.drafts
+
+
+@ONE
+def test_the_fake_backend_rehearses_images(served: Served) -> None:
+    """No byte crosses, so tokens say nothing; each answer has its length, all memory is back, and decode encodes nothing."""
+    path, asked, _ = served
+    disagg = {"disaggregation_transfer_backend": "fake"}
+    with disaggregated(path, decode={}, disagg=disagg, chunked_prefill_size=CHUNK, **FLAGS) as pair:
+        assert {len(tokens) for tokens in ask_pair(pair, asked).values()} == {NEW}
+        assert [counters(worker)["mm_encoded_images"] for worker in pair.workers] == [3, 0]
