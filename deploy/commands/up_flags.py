@@ -10,8 +10,9 @@ from deploy.launcher.config import ClusterConfig
 from deploy.launcher.roles import RoleFlags, check_role, num_ranks, units_between, values_by_role
 from disagg.config import DisaggConfig
 from engine.config import EngineConfig, ServerConfig
-from engine.model_files.model_config import DEFAULT_MODEL_PATH, load_model_config
+from engine.model_files.model_config import DEFAULT_MODEL_PATH, ModelConfig, load_model_config
 from router.config import RouterConfig
+from service.flags import ConfigError
 
 # The cluster decides these for its members.
 _SERVER_SKIP = ("host", "port", "ready_file")
@@ -71,16 +72,22 @@ def build_parser() -> Parser:
 
 
 def flags_by_role(config: ClusterConfig, args: argparse.Namespace) -> dict[str, RoleFlags]:
-    """Return what workers get. Reads the model's config for several ranks. Raises ConfigError for sizes that do not fit it."""
+    """Return what workers get. Reads the model's config for several ranks and encoder workers. Raises ConfigError for what does not fit it."""
     by_role = values_by_role(config, vars(args))
+    if config.encode and _model_of(args).vision is None:
+        raise ConfigError(f"--encode {config.encode}: the model sees no images; leave it out, or give --model-path")
     if any(num_ranks(values) > 1 for values in by_role.values()):
-        model = load_model_config(getattr(args, "model_path", "") or DEFAULT_MODEL_PATH)
+        model = _model_of(args)
         with_kv = {role: values for role, values in by_role.items() if role != "encode"}
         for role, values in with_kv.items():
             check_role(config, role, values, model)
         if (units := units_between(model, with_kv)) is not None:
             by_role |= {role: {**values, "kv_units": units} for role, values in with_kv.items()}
     return {role: RoleFlags(args=_worker_args(values), ranks=num_ranks(values)) for role, values in by_role.items()}
+
+
+def _model_of(args: argparse.Namespace) -> ModelConfig:
+    return load_model_config(getattr(args, "model_path", "") or DEFAULT_MODEL_PATH)
 
 
 def _worker_args(values: Mapping[str, Any]) -> list[str]:

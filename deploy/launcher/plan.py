@@ -66,37 +66,26 @@ def plan_cluster(
         alone = flags.get("unified", RoleFlags())
         unified = [_worker("unified-0", "unified", config.host, front, alone.args, WORKER_ENV, alone.ranks)]
         return _seated(unified, gpus, share=False, mem_fraction=mem_fraction) if gpus else unified
-    num_pairs = 2 * (config.prefill + config.decode)
-    of_pairs, of_others = free[:num_pairs], free[num_pairs : num_pairs + config.mixed]
-    of_encoders = free[num_pairs + config.mixed :]
-    pairs = list(zip(of_pairs[::2], of_pairs[1::2], strict=True))
-    prefill, decode = pairs[: config.prefill], pairs[config.prefill :]
+    ports = _ports_of(config, free)
     workers = [
-        _member(f"{role}-{i}", role, ports, config.transfer_backend, flags.get(role, RoleFlags()))
-        for role, members in (("prefill", prefill), ("decode", decode))
-        for i, ports in enumerate(members)
+        _member(f"{role}-{i}", role, member, config.transfer_backend, flags.get(role, RoleFlags()))
+        for role in ("prefill", "decode")
+        for i, member in enumerate(ports.pairs[role])
     ]
     backend = (f"{BACKEND}={config.transfer_backend}",)
-    for role, members, own in (
-        ("unified", of_others, backend if of_encoders else ()),
-        ("encode", of_encoders, backend),
-    ):
-        alone = flags.get(role, RoleFlags())
-        workers += [
-            _worker(f"{role}-{i}", role, LOOPBACK, http, (*own, *alone.args), WORKER_ENV, alone.ranks)
-            for i, http in enumerate(members)
-        ]
+    workers += _alone("unified", ports.unified, backend if ports.encode else (), flags)
+    workers += _alone("encode", ports.encode, backend, flags)
     workers = _sharing(workers, cores)
     if gpus:
         workers = _seated(workers, gpus, share=config.share_gpus, mem_fraction=mem_fraction)
     argv = [f"--host={config.host}", f"--port={front}", "--pd-disaggregation"]
-    for http, bootstrap in prefill:
+    for http, bootstrap in ports.pairs["prefill"]:
         argv += ["--prefill", url_of(LOOPBACK, http), str(bootstrap)]
-    for http, _ in decode:
+    for http, _ in ports.pairs["decode"]:
         argv += ["--decode", url_of(LOOPBACK, http)]
-    if of_others:
-        argv += ["--mixed", "--worker-urls", *(url_of(LOOPBACK, http) for http in of_others)]
-    for http in of_encoders:
+    if ports.unified:
+        argv += ["--mixed", "--worker-urls", *(url_of(LOOPBACK, http) for http in ports.unified)]
+    for http in ports.encode:
         argv += ["--encode", url_of(LOOPBACK, http)]
     router = ProcessSpec(
         name="router",
@@ -106,6 +95,25 @@ def plan_cluster(
         health_path="/readiness?workers=all",
     )
     return [*workers, router]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Ports:
+    """`pairs`: of prefill and decode workers (HTTP, bootstrap server); the others have one."""
+
+    pairs: Mapping[str, Sequence[tuple[int, int]]]
+    unified: Sequence[int]
+    encode: Sequence[int]
+
+
+def _ports_of(config: ClusterConfig, free: Sequence[int]) -> _Ports:
+    end = 2 * (config.prefill + config.decode)
+    pairs = list(zip(free[:end:2], free[1:end:2], strict=True))
+    return _Ports(
+        pairs={"prefill": pairs[: config.prefill], "decode": pairs[config.prefill :]},
+        unified=free[end : end + config.mixed],
+        encode=free[end + config.mixed :],
+    )
 
 
 def _sharing(workers: Sequence[ProcessSpec], cores: int) -> list[ProcessSpec]:
@@ -160,6 +168,13 @@ def _member(name: str, role: str, ports: tuple[int, int], backend: str, flags: R
     http, bootstrap = ports
     own = (f"--disaggregation-bootstrap-port={bootstrap}", f"{BACKEND}={backend}")
     return _worker(name, role, LOOPBACK, http, (*own, *flags.args), WORKER_ENV, flags.ranks)
+
+
+def _alone(role: str, ports: Sequence[int], own: Sequence[str], flags: Mapping[str, RoleFlags]) -> list[ProcessSpec]:
+    """Workers that no pair needs. `own`: flags of each."""
+    given = flags.get(role, RoleFlags())
+    args = (*own, *given.args)
+    return [_worker(f"{role}-{i}", role, LOOPBACK, http, args, WORKER_ENV, given.ranks) for i, http in enumerate(ports)]
 
 
 def _worker(

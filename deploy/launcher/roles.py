@@ -39,7 +39,7 @@ def roles_of(config: ClusterConfig) -> tuple[str, ...]:
 def values_by_role(config: ClusterConfig, given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return role to flags of its workers, by field. `given`: what the user typed for all workers. Raises ConfigError.
 
-    An encoder worker has one rank; where there are any, those that compute prompts ask them. A role without stages gets no --pp-layer-partition, if the other has stages; a role of one DP rank no DP attention, likewise.
+    An encoder worker has one rank; where there are any, the others ask them. A role without stages gets no --pp-layer-partition, if the other has stages; a role of one DP rank no DP attention, likewise.
     """
     own = {role: _own_sizes(config, role) for role in ("prefill", "decode")}
     if config.unified:
@@ -60,11 +60,18 @@ def values_by_role(config: ClusterConfig, given: Mapping[str, Any]) -> dict[str,
         if values.get("dp_size", 1) == 1 < max(dp_sizes):
             for name in OF_DP_ATTENTION:
                 values.pop(name, None)
-    return _with_encoders(found, given) if config.encode else found
+    return _with_encoders(config, found, given) if config.encode else found
 
 
-def _with_encoders(found: dict[str, dict[str, Any]], given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    asking = {role: values if role == "decode" else {**values, "feature_fetch": True} for role, values in found.items()}
+def _with_encoders(
+    config: ClusterConfig, found: dict[str, dict[str, Any]], given: Mapping[str, Any]
+) -> dict[str, dict[str, Any]]:
+    """A decode worker gets the flag, too: it may become a prefill worker."""
+    if config.transfer_backend == "fake":
+        raise ConfigError(
+            f"--encode {config.encode}: --transfer-backend fake moves no features of images; take nixl or mooncake"
+        )
+    asking = {role: {**values, "feature_fetch": True} for role, values in found.items()}
     return {**asking, "encode": {name: value for name, value in given.items() if name not in OF_RANKS}}
 
 

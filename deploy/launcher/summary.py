@@ -60,7 +60,8 @@ def _lacking(members: Sequence[Member]) -> list[str]:
 
 def _capacity(member: Member) -> str:
     tokens = member.info.get("max_total_num_tokens")
-    return ", ".join([*([f"KV {tokens:,} tokens"] if tokens else []), *_sizes(member)])
+    what = "features of" if member.role == "encode" else "KV"
+    return ", ".join([*([f"{what} {tokens:,} tokens"] if tokens else []), *_sizes(member)])
 
 
 def _sizes(member: Member) -> list[str]:

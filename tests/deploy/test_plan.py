@@ -139,6 +139,7 @@ def test_plain_display_says_each_thing_once() -> None:
 
 
 MEMBERS = [
+    summary.Member(name="encode-0", role="encode", url="http://e", pid=4, info={"max_total_num_tokens": 2048}),
     summary.Member(
         name="prefill-0",
         role="prefill",
@@ -154,6 +155,11 @@ def test_summary_has_capacity_logs_and_a_curl_line_to_paste() -> None:
     text = summary.summary_text(
         MEMBERS, front="http://r", backend="nixl", log_dir=Path("/logs"), model="recall", shipped=True, auth=True
     )
-    assert "KV 12,345 tokens, TP 2\n" in text and "/logs" in text and "nixl" in text
+    assert (
+        "features of 2,048 tokens\n" in text
+        and "KV 12,345 tokens, TP 2\n" in text
+        and "/logs" in text
+        and "nixl" in text
+    )
     assert "curl -s http://r/v1/chat/completions -H 'Authorization: Bearer KEY'" in text
     assert '"content": "k17 v42 k03 v91 k17"' in text and "v42" in text

@@ -8,7 +8,7 @@ from deploy.commands.up_flags import build_parser, flags_by_role
 from deploy.flags import config_from
 from deploy.launcher.config import ClusterConfig
 from deploy.launcher.plan import num_ports, plan_cluster
-from deploy.launcher.roles import RoleFlags
+from deploy.launcher.roles import RoleFlags, values_by_role
 from engine.model_files.model_config import WIDE_MODEL_PATH, ModelConfig
 from engine.parallel.layout import check_layout, common_units
 from service.flags import ConfigError
@@ -48,20 +48,31 @@ def test_a_role_s_own_size_counts_before_that_of_all_and_kv_is_cut_for_both() ->
     assert sizes(roles("--prefill-tp-size", "8", *WIDE)["decode"]) == ["--kv-units=4"]  # no more units than KV heads
 
 
-def test_encoder_workers_have_one_rank_and_those_that_compute_prompts_ask_them() -> None:
-    sized = ("--tp-size", "2", "--decode-tp-size", "4", "--ep-size", "1", "--page-size", "4", *WIDE)
-    found = roles("--encode", "2", "--mixed", "1", *sized)
-    assert {role: flags.ranks for role, flags in found.items()} == {
-        "prefill": 2,
-        "decode": 4,
-        "unified": 2,
-        "encode": 1,
+def test_encoder_workers_have_one_rank_and_the_others_ask_them() -> None:
+    config = ClusterConfig(encode=2, mixed=1, decode_tp_size=4)
+    given = {"tp_size": 2, "ep_size": 1, "kv_units": 4, "page_size": 4}
+    found = values_by_role(config, given)
+    asking = {**given, "feature_fetch": True}
+    assert found == {
+        "prefill": asking,
+        "decode": {**asking, "tp_size": 4},  # it may become a prefill worker
+        "unified": asking,
+        "encode": {"page_size": 4},
     }
-    assert sizes(found["encode"]) == ["--page-size=4"]
-    assert {role for role, flags in found.items() if "--feature-fetch" in flags.args} == {"prefill", "unified"}
-    assert "encode" not in roles(*sized)
-    with pytest.raises(ConfigError, match=r"^--encode 2: --unified starts one worker alone"):
-        roles("--unified", "--encode", "2")
+    assert "encode" not in values_by_role(ClusterConfig(), given)
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ("--unified --encode 2", "--encode 2: --unified starts one worker alone"),
+        ("--encode 2 --transfer-backend fake", "--encode 2: --transfer-backend fake moves no features"),
+        ("--encode 2", "--encode 2: the model sees no images"),
+    ],
+)
+def test_encoder_workers_that_could_do_nothing_are_refused(argv: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{said}"):
+        roles(*argv.split())
 
 
 def test_with_dp_attention_the_dp_ranks_share_the_ranks() -> None:
