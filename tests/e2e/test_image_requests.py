@@ -3,6 +3,7 @@
 import asyncio
 import io
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
@@ -26,9 +27,8 @@ NEW = 8
 PARTS = "{%- for p in m['content'] -%}{%- if p['type'] == 'image' -%}<special_6><special_4><special_7>{%- else -%}{{ p['text'] }}{%- endif -%}{%- endfor -%}"
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("seeing") / "qwen3_vl"
+def seeing_checkpoint(folder: Path) -> str:
+    """Of a model that chats about images."""
     path = make_seeing_checkpoint(folder, "qwen3_vl")
     seeing = CHAT_TEMPLATE.replace(
         "{{ '<special_3>' + m['role'] + '\\n' + m['content'] + '<eos>\\n' }}", "<special_3>" + PARTS
@@ -36,6 +36,11 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
     assert PARTS in seeing
     (folder / "chat_template.jinja").write_text(seeing)
     return path
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return seeing_checkpoint(tmp_path_factory.mktemp("seeing") / "qwen3_vl")
 
 
 @pytest.fixture(scope="module")
