@@ -271,6 +271,9 @@ class DecodeRole:
     def _num_moving(self) -> int:
         return 0 if self._moves is None else len(self._moves)
 
+    def avoided_encoders(self) -> list[str]:
+        return []
+
     def transfer_paths(self) -> list[TransferPath]:
         """Prefill measures them."""
         return []

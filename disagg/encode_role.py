@@ -88,6 +88,9 @@ class EncodeRole:
             "encode_queue_tokens": float(self._server.waiting_tokens),
         }
 
+    def avoided_encoders(self) -> list[str]:
+        return []
+
     def transfer_paths(self) -> list[TransferPath]:
         return []
 

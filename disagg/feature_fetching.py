@@ -100,6 +100,7 @@ class FeatureFetches:
                     self._end(fetch, "aborted", "the client has gone")
 
     def poll(self, now_s: float) -> None:
+        self._avoided = {control: until_s for control, until_s in self._avoided.items() if until_s > now_s}
         self._free_copied()
         self._end_drained()
         for fetch in list(self._fetches.values()):
@@ -151,7 +152,6 @@ class FeatureFetches:
             self._give(fetch)
 
     def _avoid(self, fetch: FeatureFetch, now_s: float) -> None:
-        self._avoided = {control: until_s for control, until_s in self._avoided.items() if until_s > now_s}
         self._avoided[fetch.source.control] = now_s + AVOIDED_S
 
     def _give(self, fetch: FeatureFetch) -> None:
@@ -240,6 +240,10 @@ class FeatureFetches:
             self._close(fetch)
 
     # ---- reports
+
+    def avoided(self) -> list[str]:
+        """Return the control addresses of encoders that are not asked at present: a router names others."""
+        return list(self._avoided)
 
     @property
     def waits_for_outside(self) -> bool:

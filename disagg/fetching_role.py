@@ -59,6 +59,9 @@ class FetchingRole:
     def gauges(self) -> dict[str, float]:
         return {}
 
+    def avoided_encoders(self) -> list[str]:
+        return self._features.avoided()
+
     def transfer_paths(self) -> list[TransferPath]:
         return []
 

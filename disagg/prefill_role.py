@@ -208,6 +208,9 @@ class PrefillRole:
         prefixes = {} if self._prefixes is None else self._prefixes.gauges()
         return {**self._pages.gauges.values(), **prefixes}
 
+    def avoided_encoders(self) -> list[str]:
+        return [] if self._features is None else self._features.avoided()
+
     def transfer_paths(self) -> list[TransferPath]:
         return [
             TransferPath(

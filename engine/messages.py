@@ -369,7 +369,7 @@ class TransferPath(msgspec.Struct, frozen=True):
 class StateReply(_Message, frozen=True):
     """Load of the scheduler, its queues by name, totals since start (`counters`), and findings of `check()`.
 
-    `transfer_paths`: of the newest peers of a prefill worker.
+    `transfer_paths`: of the newest peers of a prefill worker. `avoided_encoders`: control addresses (loop/role.py).
     """
 
     call_id: str
@@ -383,6 +383,7 @@ class StateReply(_Message, frozen=True):
     gauges: dict[str, float]
     problems: list[str]
     transfer_paths: list[TransferPath] = []
+    avoided_encoders: list[str] = []
 
 
 class StepInfo(msgspec.Struct, frozen=True):

@@ -99,6 +99,7 @@ class Reporter:
             },
             problems=self._problems,
             transfer_paths=[] if peered is None else peered.transfer_paths(),
+            avoided_encoders=[] if peered is None else peered.avoided_encoders(),
         )
 
     def check_when_due(self, now_s: float) -> None:

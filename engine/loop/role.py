@@ -56,6 +56,9 @@ class Peered(Protocol):
     def transfer_paths(self) -> list[TransferPath]:
         """How KV gets to the newest peers; a bounded number."""
 
+    def avoided_encoders(self) -> list[str]:
+        """Control addresses of encoder workers that are asked for nothing at present: they were late, or could not be reached."""
+
     def check(self) -> None:
         """Raise AssertionError if the role's own state is inconsistent."""
 

@@ -48,9 +48,10 @@ class EncoderHeaders:
         return Encoding({**headers, ENCODERS_HEADER: value}, leases)
 
     def _pool(self, compute: Worker, now_s: float) -> Pool:
-        """Those of the same model: with one model behind the router all, whatever names they have."""
+        """Those of the same model that `compute` reaches. With one model behind the router it is all, whatever names they have."""
         several = self.table.models.several and compute.models
-        return self.table.ready(Role.ENCODE, compute.models[0] if several else "", now_s=now_s)
+        pool = self.table.ready(Role.ENCODE, compute.models[0] if several else "", now_s=now_s)
+        return pool.without(self.encoders.avoided_by(compute)) if pool else pool
 
     def _count(self, images: Sequence[str], chosen: Mapping[str, EncoderChoice]) -> None:
         for image in images:

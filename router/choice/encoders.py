@@ -45,6 +45,11 @@ class Encoders:
     def asks(self, worker: Worker) -> bool:
         return worker.worker_id in self._asking
 
+    def avoided_by(self, worker: Worker) -> set[int]:
+        """Return the ids of those that `worker` asks for nothing at present: they were late, or it could not reach them."""
+        avoided = () if worker.report is None else worker.report.avoided_encoders
+        return {worker_id for worker_id, at in self._at.items() if at.control in avoided} if avoided else set()
+
     def at(self, worker: Worker) -> ImageEncoder | None:
         """None: it was restarted, and has not been asked since."""
         return self._at.get(worker.worker_id)

@@ -12,6 +12,7 @@ from service.prefix_chain import VERSION
 MAX_INCARNATION_CHARS = 128
 MAX_BUSY_S = 1e9
 MAX_PIDS = 64
+MAX_TEXTS = 1024
 _USED = ("num_used_tokens", "num_tokens")
 # The stages in the order of a request's way, and where SGLang's /v1/loads names them: inside `disaggregation`, or beside it.
 _STAGE_NAMES = {
@@ -49,6 +50,7 @@ def parse_load(answer: object) -> LoadReport | None:
         busy_ms_total=_total(_parts(rows, "totals"), "busy_ms")
         // max(1, len(rows)),  # a worker has one second a second
         accept_length=_mean(_parts(rows, "speculative"), "accept_length"),
+        avoided_encoders=_texts(_parts(rows, "disaggregation"), "avoided_encoders"),
     )
 
 
@@ -74,6 +76,12 @@ def _parts(rows: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
 def _mean(rows: list[dict[str, Any]], name: str) -> float:
     values = [float(v) for row in rows if isinstance(v := row.get(name), int | float) and 0 < v < 2**53]
     return sum(values) / len(values) if values else 0.0
+
+
+def _texts(rows: list[dict[str, Any]], name: str) -> tuple[str, ...]:
+    """Of lists of texts; a bounded number."""
+    found = [text for row in rows if isinstance(texts := row.get(name), list) for text in texts[:MAX_TEXTS]]
+    return tuple(text for text in found[:MAX_TEXTS] if isinstance(text, str))
 
 
 def _total(rows: list[dict[str, Any]], *names: str) -> int:

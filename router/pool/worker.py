@@ -48,7 +48,8 @@ class LoadReport:
 
     `stages`: requests by stage, as far as reported (reports.py). `transfer_*`: means of its last KV transfers.
     `pending_tokens`: KV that requests in decode's prealloc queue want. `busy_ms_total`: with something to compute.
-    `accept_length`: tokens of a request in a decode step; 0: it tells none.
+    `accept_length`: tokens of a request in a decode step; 0: it tells none. `avoided_encoders`: control addresses of encoder workers that
+    it asks for nothing at present.
     """
 
     running_reqs: int = 0
@@ -66,6 +67,7 @@ class LoadReport:
     pending_tokens: int = 0
     busy_ms_total: int = 0
     accept_length: float = 0.0
+    avoided_encoders: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

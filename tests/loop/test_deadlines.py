@@ -62,6 +62,9 @@ class NotedRole(UnifiedRole):
     def gauges(self) -> dict[str, float]:
         return {}
 
+    def avoided_encoders(self) -> list[str]:
+        return []
+
     def transfer_paths(self) -> list[TransferPath]:
         return []
 

@@ -12,7 +12,7 @@ from router.body import TOKENS_PER_IMAGE
 from router.choice.encoders import SLACK_TOKENS, Encoders, choose_encoders
 from router.choice.policies import Placement
 from router.config import RouterConfig, check_config
-from router.pool.reports import parse_encoder
+from router.pool.reports import parse_encoder, parse_load
 from router.pool.states import Check
 from router.pool.worker import LoadReport, Role, Worker
 from router.pool.workers import WorkerTable
@@ -193,6 +193,30 @@ def test_an_attempt_names_those_that_are_well_now(why: str) -> None:
         fleet.table.on_silence(sick, True)
     fleet.send(IMAGES[:20])
     assert fleet.named_to(fleet.pair[0]) == [well.url] * 20
+
+
+def test_a_worker_is_named_none_that_it_avoids() -> None:
+    fleet = Fleet(2)
+    late, well = fleet.workers
+
+    def avoid(*workers: Worker) -> None:
+        controls = [worker.url.removeprefix("http://") for worker in workers]
+        rows = [
+            {"num_running_reqs": 0, "disaggregation": {"avoided_encoders": part}} for part in ([], 5, [7, *controls])
+        ]
+        fleet.table.loads.on_report(fleet.pair[0], parse_load(rows))
+
+    avoid(late)
+    fleet.send(IMAGES[:20])
+    assert fleet.named_to(fleet.pair[0]) == [well.url] * 20
+    fleet.send(IMAGES[:20], alone=True)
+    assert len({*(fleet.named_to(fleet.alone) or ())}) == 2, "another one may reach it"
+    avoid(late, well)
+    fleet.send(IMAGES[:20])
+    assert fleet.named_to(fleet.pair[0]) is None
+    avoid()
+    fleet.send(IMAGES[:20])
+    assert len({*(fleet.named_to(fleet.pair[0]) or ())}) == 2
 
 
 def test_one_that_was_restarted_is_named_once_it_was_asked() -> None:

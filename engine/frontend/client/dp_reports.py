@@ -42,6 +42,7 @@ def total_of(states: Sequence[StateReply]) -> StateReply:
         gauges=_gauges([s.gauges for s in states]),
         problems=[f"{rank_name(r, num_ranks)}: {text}" for r, s in enumerate(states) for text in s.problems],
         transfer_paths=[path for s in states for path in s.transfer_paths],
+        avoided_encoders=list(dict.fromkeys(control for s in states for control in s.avoided_encoders)),
     )
 
 

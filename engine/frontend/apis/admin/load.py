@@ -95,6 +95,7 @@ def v1_loads_entry(
             "kv_transfer_speed_gb_s": s.gauges.get("kv_transfer_speed_gb_s", 0.0),
             "kv_transfer_latency_ms": s.gauges.get("kv_transfer_latency_ms", 0.0),
             "pending_prealloc_token_usage": s.gauges.get("pending_prealloc_token_usage", 0.0),
+            **({"avoided_encoders": s.avoided_encoders} if s.avoided_encoders else {}),
         },
         **_speculative(s),
         "totals": {
