@@ -85,7 +85,7 @@ class EncodeRole:
             "mm_cache_used_bytes": float((allocator.num_pages - allocator.num_free) * self._page_bytes),
             "mm_cache_total_bytes": float(allocator.num_pages * self._page_bytes),
             "mm_cache_hit_rate": self._server.hit_rate,
-            "encode_queue_tokens": float(self._server.waiting_tokens),
+            "waiting_tokens": float(self._server.waiting_tokens),
         }
 
     def avoided_encoders(self) -> list[str]:

@@ -146,7 +146,7 @@ class FeatureServer:
         return {
             "waiting": count[HandoverStage.WAITING] + waiting,
             "encoding": count[HandoverStage.COMPUTING] - waiting,
-            "sending": count[HandoverStage.TRANSFER] + count[HandoverStage.ENDING],
+            "sending_features": count[HandoverStage.TRANSFER] + count[HandoverStage.ENDING],
         }
 
     @property

@@ -71,7 +71,7 @@ def build_encoder(
     )
     runner = EncodeRunner(tower, pool=pool, page_table=table, images=ImagePass(pool.device, dtype=DTYPES[config.dtype]))
     executor = EncodeExecutor(runner, make_stream(config, pool.device))
-    bytes_of = {"weights": weights_bytes, "features": (1 + num_pages) * pool.page_bytes, "steps": images.max_bytes}
+    bytes_of = {"weights": weights_bytes, "image_features": (1 + num_pages) * pool.page_bytes, "steps": images.max_bytes}
     log.info("memory: %s; features of %d tokens", memory_text(bytes_of), num_pages * PAGE_TOKENS)
     return EncoderParts(
         config=config,

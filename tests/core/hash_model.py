@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from engine.core.lanes import Lane
-from engine.core.plan import ItemResult, Plan, PlanItem, StateCopy, StepResult
+from engine.core.plan import FeatureLand, ItemResult, Plan, PlanItem, StateCopy, StepResult
 from engine.images import ImageInput, key_ids
 from engine.messages import TokenLogprob
 
@@ -130,6 +130,7 @@ class HashModel:
         self.features: dict[bytes, list[int]] = {}  # of images, by key
         self.encoded_by: dict[bytes, int] = {}  # the weights that they are of
         self.image_room = 0  # tokens whose features there is room for
+        self.arrivals: KV = {}  # where encode workers write features: as values, and as tokens the weights that they are of
 
     def run(self, plan: Plan) -> StepResult:
         self.last_seq = plan.seq
@@ -150,6 +151,8 @@ class HashModel:
             self._begin_runs(plan)
         for key in plan.forgets:
             self.features.pop(key, None)
+        for land in plan.lands:
+            self._land(land)
         if self.fails(plan) and plan.only_drafts:
             for item in plan.items:
                 self.rows[item.slot] += item.new_pages
@@ -207,6 +210,13 @@ class HashModel:
             assert self.encoded_by[part.key] == self.weights, "features of other weights"
             found[part.at : part.at + part.count] = self.features[part.key][part.first : part.first + part.count]
         return found
+
+    def _land(self, land: FeatureLand) -> None:
+        assert land.key not in self.features, "features land that are here already"
+        places = [(page, offset) for page in land.pages for offset in range(self.page_size)][: land.num_tokens]
+        slots = [self.arrivals[place] for place in places]
+        (self.encoded_by[land.key],) = {slot.token for slot in slots}
+        self.features[land.key] = [slot.value for slot in slots]
 
     def _encode(self, plan: Plan) -> None:
         for image in plan.encodes:

@@ -6,6 +6,8 @@ from functools import partial
 from types import MappingProxyType
 
 from disagg.decode_role import DecodeRole
+from disagg.encode_role import EncodeRole
+from disagg.fetching_role import FetchingRole
 from disagg.metadata import MetadataBuffers
 from disagg.page_sender import PageSender
 from disagg.prefill_role import PrefillRole
@@ -22,7 +24,7 @@ from tests.disagg.wire_in_a_test import Wire
 class RoleEngine(EngineInATest):
     """An engine under a role instead of alone."""
 
-    role: PrefillRole | DecodeRole
+    role: PrefillRole | DecodeRole | FetchingRole | EncodeRole
     now_s = 0.0
     overlapped = 0  # steps launched before the last was collected
 

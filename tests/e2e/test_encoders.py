@@ -1,17 +1,27 @@
 """Prompts whose images an encoder worker encodes: the tokens of a worker that encodes them itself, by every engine, in every place."""
 
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
 
 import pytest
+import torch
 
+from engine.encoder.tower import load_tower_alone
+from engine.images import ImageInput
 from engine.messages import FeatureSource
+from engine.model_files.model_config import load_model_config
+from engine.models.vision.tower import Pixels
 from tests.e2e.encoder_in_process import EncoderInProcess
 from tests.e2e.test_images import FLAGS, NEW, Asked, Tokens, counters, prompts_of
 from tests.e2e.two_engines import REST_S, Alone, Pair, System, WorkerInProcess, disaggregated
 from tests.engine.engine_in_process import EngineInProcess
+from tests.engine.ranks_in_process import ranks
+from tests.models.tiny_checkpoints import edit_tensors
 from tests.models.tiny_seeing import make_seeing_checkpoint
 
 FAMILIES = ("qwen3_vl", "qwen2_5_vl", "llava")
@@ -36,12 +46,17 @@ ONE = pytest.mark.parametrize("served", ["qwen3_vl"], indirect=True)
 
 
 @contextmanager
-def encoding(path: str, backend: str, mode: str, **more: Any) -> Iterator[tuple[EncoderInProcess, System]]:
-    """An encoder, and beside it one worker or a pair that gets features from it. `more`: flags of disaggregation."""
+def encoding(
+    path: str, backend: str, mode: str, *, encoder: str = "", dtype: str = "float32", **more: Any
+) -> Iterator[tuple[EncoderInProcess, System]]:
+    """An encoder, and beside it one worker or a pair that gets features from it. `more`: flags of disaggregation.
+
+    `encoder`: its checkpoint, if it has another one; `dtype`: of it alone.
+    """
     disagg = {"disaggregation_transfer_backend": backend, **more}
     with ExitStack() as stack:
-        encoder = EncoderInProcess(path, disagg=disagg, num_threads=1)
-        stack.callback(encoder.close)
+        encodes = EncoderInProcess(encoder or path, disagg=disagg, num_threads=1, dtype=dtype)
+        stack.callback(encodes.close)
         fetching = {**disagg, "feature_fetch": True}
         if mode == "pair":
             system: System = stack.enter_context(
@@ -51,7 +66,7 @@ def encoding(path: str, backend: str, mode: str, **more: Any) -> Iterator[tuple[
             worker = WorkerInProcess(path, disagg=fetching, chunked_prefill_size=CHUNK, **FLAGS)
             stack.callback(worker.close)
             system = Alone(worker)
-        yield encoder, system
+        yield encodes, system
 
 
 def ask(system: System, asked: Asked, sources: Sequence[FeatureSource | None], *others: EncoderInProcess) -> Tokens:
@@ -99,3 +114,112 @@ def test_every_engine_carries_them(backend: str, mode: str, served: Served) -> N
         assert counters(system.workers[0])["mm_encoded_images"] == 0
         assert fetched(system)["feature_fetched_tokens"] == encoder.counters["mm_encoded_tokens"]
         assert fetched(system)["kv_checksum_verified"] == 3
+
+
+@ONE
+@pytest.mark.parametrize("way", [{}, {"by_groups": True}, {"mm_enable_dp_encoder": True}])
+def test_all_ranks_of_a_stage_get_what_the_first_one_has_fetched(way: dict[str, Any], served: Served) -> None:
+    """Joined by shared memory, or by broadcasts, as on GPUs."""
+    path, asked, right = served
+    disagg = {"disaggregation_transfer_backend": "nixl", "feature_fetch": True}
+    with ExitStack() as stack:
+        encoder = EncoderInProcess(path, num_threads=1)
+        stack.callback(encoder.close)
+        make = partial(WorkerInProcess, disagg=disagg)
+        group = stack.enter_context(ranks(path, tp_size=2, chunked_prefill_size=CHUNK, make=make, **way, **FLAGS))
+        assert isinstance(group.engine, WorkerInProcess)
+        system = Alone(group.engine)
+        assert ask(system, asked, [encoder.source] * 2, encoder) == right
+        assert counters(group.engine)["mm_encoded_images"] == 0 and fetched(system)["features_fetched"] == 3
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_features_that_have_crossed_are_bit_for_bit_those_of_the_worker_s_own_tower(dtype: str, served: Served) -> None:
+    path, asked, _ = served
+    flags = {**FLAGS, "dtype": dtype}
+    with EngineInProcess(path, **flags) as engine:
+        for rid, (prompt, images) in asked.items():
+            engine.add(rid, prompt, max_new_tokens=1, wanted={"images": images})
+        engine.run()
+        own = features_of(engine)
+    with ExitStack() as stack:
+        encoder = EncoderInProcess(path, num_threads=1, dtype=dtype)
+        stack.callback(encoder.close)
+        worker = WorkerInProcess(path, disagg={"feature_fetch": True}, **flags)
+        stack.callback(worker.close)
+        ask(Alone(worker), asked, [encoder.source] * 2, encoder)
+        crossed = features_of(worker)
+    assert len(own) == 3 and own.keys() == crossed.keys()
+    assert all(torch.equal(own[key], crossed[key]) and own[key].dtype == crossed[key].dtype for key in own)
+
+
+def features_of(engine: EngineInProcess) -> dict[bytes, torch.Tensor]:
+    """By key, those that its steps have."""
+    images = engine.parts.device.executor.runner._forward_pass._images
+    assert images is not None
+    return {key: features.clone() for key, features in images._features.items()}
+
+
+def test_an_encoder_reads_the_tensors_of_its_tower_alone(served: Served, tmp_path: Path) -> None:
+    """Of a checkpoint whose others are of other sizes."""
+    path, asked, _ = served
+    shutil.copytree(path, tmp_path / "tower")
+    edit_tensors(tmp_path / "tower" / "model.safetensors", spoil_the_rest)
+    assert weights_of(tmp_path / "tower") < weights_of(Path(path))
+    tower = load_tower_alone(
+        str(tmp_path / "tower"), load_model_config(path), dtype="float32", device="cpu", progress=False
+    )
+    with EngineInProcess(path, **FLAGS) as engine:
+        model = engine.parts.device.executor.runner.running.model
+        assert model.vision is not None
+        pixels = [pixels_of(image) for image in asked["same"][1]]
+        assert all(map(torch.equal, tower.vision.encode(pixels), model.vision.encode(pixels)))
+
+
+def spoil_the_rest(tensors: dict[str, torch.Tensor]) -> None:
+    for name in tensors:
+        if not any(part in name for part in ("visual", "vision_tower", "projector")):
+            tensors[name] = torch.zeros(1)
+
+
+def weights_of(folder: Path) -> int:
+    return (folder / "model.safetensors").stat().st_size
+
+
+def pixels_of(image: ImageInput) -> Pixels:
+    return Pixels(torch.frombuffer(bytearray(image.pixels), dtype=torch.uint8).view(*image.size, 3), image.grid)
+
+
+@ONE
+def test_an_encoder_of_other_weights_is_not_used(served: Served, tmp_path: Path) -> None:
+    """Of the same shapes: the hand-shake does not show it, the row does."""
+    path, asked, right = served
+    other = make_seeing_checkpoint(tmp_path / "other", "qwen3_vl", seed=1)
+    with encoding(path, "nixl", "alone", encoder=other) as (encoder, system):
+        assert ask(system, asked, [encoder.source] * 2, encoder) == right
+        assert fetched(system)["feature_fetches_refused"] == 3
+        assert counters(system.workers[0])["mm_encoded_images"] == 3
+
+
+@ONE
+def test_an_encoder_of_another_type_is_refused_by_name(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+    path, asked, right = served
+    caplog.set_level("DEBUG", logger="disagg.feature_fetching")
+    with encoding(path, "nixl", "alone", dtype="bfloat16") as (encoder, system):
+        assert ask(system, asked, [encoder.source] * 2, encoder) == right
+        assert fetched(system)["feature_fetches_refused"] >= 1
+    assert "dtype differs" in caplog.text and "start both workers with one --dtype" in caplog.text
+
+
+@ONE
+def test_an_encoder_that_went_away_costs_no_prompt(served: Served) -> None:
+    """Behind a hand-shake: then its features were on their way."""
+    path, asked, right = served
+    with encoding(path, "nixl", "alone") as (encoder, system):
+        first = {"other": asked["other"]}
+        assert ask(system, first, [encoder.source] * 2, encoder) == {"other": right["other"]}
+        source = encoder.source
+        encoder.role.close()
+        rest = {rid: body for rid, body in asked.items() if rid != "other"}
+        assert ask(system, rest, [source] * 2) == {rid: right[rid] for rid in rest}
+        assert counters(system.workers[0])["mm_encoded_images"] == 1, "the second image came before"

@@ -89,6 +89,14 @@ def test_what_decode_asks_is_bounded_in_tokens_and_taken_once(monkeypatch: pytes
     )
 
 
+def test_images_that_peers_send_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transfer_backends.prefill.inbox.MAX_IMAGE_BYTES", 5)
+    inbox = make_inbox()
+    asked = [RecomputeRequest(room, 1, Work(tokens=[7], images=b"123")) for room in (1, 2, 3)]
+    assert inbox.keep_request(asked[0], offer(), 0.0) and not inbox.keep_request(asked[1], offer(), 0.0)
+    assert inbox.take_recompute_requests() == asked[:1] and inbox.keep_request(asked[2], offer(), 0.0)
+
+
 def test_decode_peers_of_prefill_are_bounded_and_a_lost_one_makes_room() -> None:
     core = prefill_core(max_peers=2)
     for name in ("a", "b", "c"):

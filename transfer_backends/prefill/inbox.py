@@ -13,6 +13,7 @@ from transfer_backends.prefill.paths import DecodePeer
 
 MAX_PAGES = 1 << 22  # page ids kept in all offers
 MAX_TOKENS = 1 << 22  # token ids kept in all requests for recomputation
+MAX_IMAGE_BYTES = 1 << 30  # of images in them: of 40 of the largest messages
 MAX_REASON_CHARS = 256  # of an ended room's reason, which may be a peer's text
 
 
@@ -49,7 +50,7 @@ class Inbox:
         self._num_pages = 0
         self._tombstones: OrderedDict[RoomKey, Tombstone] = OrderedDict()
         self._requests: list[RecomputeRequest] = []
-        self._num_tokens = 0
+        self._num_tokens = self._num_image_bytes = 0
 
     def __len__(self) -> int:
         return len(self._offers)
@@ -67,12 +68,16 @@ class Inbox:
 
     def keep_request(self, request: RecomputeRequest, offer: Offer, now_s: float) -> bool:
         """Keep a request with its offer; return False when the inbox is full."""
-        if self._num_tokens + len(request.work.tokens) > MAX_TOKENS:
+        work = request.work
+        if self._num_tokens + len(work.tokens) > MAX_TOKENS:
+            return False
+        if self._num_image_bytes + len(work.images) > MAX_IMAGE_BYTES:
             return False
         if not self.keep((request.room, request.room_attempt), offer, now_s):
             return False
         self._requests.append(request)
-        self._num_tokens += len(request.work.tokens)
+        self._num_tokens += len(work.tokens)
+        self._num_image_bytes += len(work.images)
         return True
 
     @property
@@ -81,7 +86,7 @@ class Inbox:
 
     def take_recompute_requests(self) -> list[RecomputeRequest]:
         """Take all, in order of arrival. A room that decode has aborted since fails when it is opened."""
-        taken, self._requests, self._num_tokens = self._requests, [], 0
+        taken, self._requests, self._num_tokens, self._num_image_bytes = self._requests, [], 0, 0
         return taken
 
     def take(self, key: RoomKey) -> Offer | None:

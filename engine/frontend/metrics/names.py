@@ -31,6 +31,14 @@ QUEUES = {
     ),
     "fetching": Figure("tandem_num_fetching_prefixes", "prefixes on their way from other workers"),
     "sending": Figure("tandem_num_sending_prefixes", "prefixes on their way to other workers"),
+    "fetching_features": Figure("tandem_num_fetching_features", "images whose features come from encode workers"),
+    "quarantined_features": Figure(
+        "tandem_num_quarantined_features", "images whose features an encode worker may still write, too late"
+    ),
+    "encoding": Figure("tandem_num_encoding_images", "images of other workers that a step encodes"),
+    "sending_features": Figure(
+        "tandem_num_sending_features", "images whose features are on their way to other workers"
+    ),
     "quarantined": Figure("tandem_num_quarantined_reqs", "ended requests whose memory a peer may still write"),
 }
 GAUGES = {
@@ -169,6 +177,26 @@ COUNTERS = {
     "mm_cache_evictions": Figure("tandem_mm_cache_evictions", "images whose features made room for others"),
     "mm_encoded_images": Figure("tandem_num_encoded_images", "images that the vision tower encoded"),
     "mm_encoded_tokens": Figure("tandem_num_encoded_image_tokens", "tokens that these images have"),
+    "feature_fetches": Figure("tandem_num_feature_fetches", "images that this worker asked encode workers for"),
+    "features_fetched": Figure("tandem_num_features_fetched", "of them, those whose features came"),
+    "feature_fetched_tokens": Figure("tandem_feature_fetched_tokens", "tokens that these images have"),
+    "feature_fetches_refused": Figure(
+        "tandem_num_feature_fetches_refused", "images that the encode worker did not send, or did not compute well"
+    ),
+    "feature_fetches_late": Figure(
+        "tandem_num_feature_fetches_late", "images whose features took longer than --feature-fetch-timeout"
+    ),
+    "feature_fetches_aborted": Figure(
+        "tandem_num_feature_fetches_aborted", "images whose features were not needed any more, or found no room"
+    ),
+    "feature_fetches_forgone": Figure(
+        "tandem_num_feature_fetches_forgone",
+        "images encoded here since they are too large, too many, or their encode worker failed just now",
+    ),
+    "features_sent": Figure("tandem_num_features_sent", "images whose features other workers got from this one"),
+    "feature_sent_bytes": Figure("tandem_feature_sent_bytes", "bytes of features in them"),
+    "features_refused": Figure("tandem_num_features_refused", "images that other workers sent and this one refused"),
+    "features_unsent": Figure("tandem_num_features_unsent", "images whose transfer failed"),
     "hicache_device_hit_tokens": Figure("tandem_hicache_device_hit_tokens", "prompt tokens found on the device"),
     "hicache_host_hit_tokens": Figure("tandem_hicache_host_hit_tokens", "prompt tokens that came from host memory"),
     "hicache_disk_hit_tokens": Figure("tandem_hicache_disk_hit_tokens", "prompt tokens that came from files"),

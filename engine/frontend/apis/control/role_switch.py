@@ -13,9 +13,7 @@ from service.http.errors import ApiError, bad_field, decode_body
 from service.http.stream import json_response
 
 ROLES = ("prefill", "decode")
-UNIFIED = (
-    "this worker does both itself; only one that was started with --disaggregation-mode prefill or decode can change"
-)
+FIXED = "this worker keeps its role; only one that was started with --disaggregation-mode prefill or decode can change"
 
 
 class SwitchBody(msgspec.Struct, kw_only=True):
@@ -54,7 +52,7 @@ async def switch_role(request: web.BaseRequest) -> web.Response:
 
 def _open_switch(s: Services) -> RoleSwitch:
     if s.spec.switch is None:
-        raise bad_field("role", UNIFIED)
+        raise bad_field("role", FIXED)
     restarts = s.spec.switch.last is not None and not s.leaders.ready.is_set()
     if s.spec.switch.to is not None or restarts:
         role = s.spec.switch.to_role or s.spec.mode
