@@ -177,10 +177,10 @@ def workers_of(overlay: str) -> list[str]:
     return ["prefill", "decode", *(["encode"] if overlay == THREE_POOLS else [])]
 
 
-def test_prefill_workers_ask_encoder_workers_where_there_are_any() -> None:
+def test_workers_ask_encoder_workers_where_there_are_any() -> None:
     for overlay in OVERLAYS:
-        disagg = worker_configs(overlay, one(overlay, "prefill"))[2]
-        assert disagg.feature_fetch == (overlay == THREE_POOLS)
+        for role in ("prefill", "decode"):  # one may become the other
+            assert worker_configs(overlay, one(overlay, role))[2].feature_fetch == (overlay == THREE_POOLS)
 
 
 @each_overlay
