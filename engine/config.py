@@ -107,7 +107,7 @@ class EngineConfig(FlagSet):
         most=64,
     )
     enable_eplb: bool = flag(
-        False, "with --ep-size: experts move between ranks while steps run, by their loads, or get copies (on cpu)"
+        False, "with --ep-size: experts move between ranks while steps run, by their loads, or get copies"
     )
     eplb_rebalance_num_iterations: int = flag(1000, "with --enable-eplb: steps from one time to the next", least=1)
     ep_num_redundant_experts: int = flag(
@@ -353,6 +353,11 @@ class EngineConfig(FlagSet):
         "or rows cost; default: 32 with NGRAM, one more than --speculative-num-steps with a model, 16 with trees",
         least=2,
         most=MAX_DRAFT_TOKENS,
+    )
+    speculative_adaptive: bool = flag(
+        True,
+        "draft less where rows and passes cost more than they give; without it as much as the other flags allow, whatever it costs: all "
+        "but tokens that are hardly ever right",
     )
     speculative_ngram_min_match_window_size: int = flag(
         2, "with NGRAM: tokens that must have occurred before, at least", least=1

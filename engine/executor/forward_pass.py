@@ -128,6 +128,7 @@ class ForwardPass:
 
         What is recorded waits for all of `arrival`, anything else for a layer of it just before that layer's attention.
         """
+        _before_layers(model)
         items = self._items(plan)
         self.place(items)
         graphs = self._graphs if self._graphs is not None and self._graphs.takes(plan) else None
@@ -164,6 +165,7 @@ class ForwardPass:
         """Take part in a step that at most other DP ranks have tokens in: a plan without items."""
         if plan.agreed is None or not any(plan.agreed.tokens):
             return
+        _before_layers(model)
         if items := self._items(plan):
             self._hidden(model, plan, items, arrival)
         else:
@@ -274,3 +276,9 @@ class ForwardPass:
 
     def _ids(self, values: list[int]) -> Tensor:
         return upload(torch.tensor(values), self._page_table.device)
+
+
+def _before_layers(model: DenseDecoder) -> None:
+    """Between two steps experts may move: behind the records of steps, which the host does not see run."""
+    if model.balance is not None:
+        model.balance.on_step()

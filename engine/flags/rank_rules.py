@@ -125,5 +125,3 @@ def check_device(config: EngineConfig) -> None:
     check_nodes(config)  # again: the device is known now
     if config.enable_dp_attention and config.device == "cuda":
         raise ConfigError("--enable-dp-attention: is for CPUs yet; give --device cpu, or leave it out")
-    if config.enable_eplb and config.device == "cuda":
-        raise ConfigError("--enable-eplb: is for CPUs yet; give --device cpu, or --init-expert-location with a file")

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from engine.config import EngineConfig
 from engine.core.drafting import Drafting
+from engine.core.free_costs import FreePasses, FreeRows
 from engine.core.ngram import NgramDrafter
 from engine.model_files.drafter_config import (
     DRAFT_PATH,
@@ -35,6 +36,8 @@ def check_speculation(config: EngineConfig, model: ModelConfig) -> None:
     algorithm = config.speculative_algorithm
     _check_model_flags(config)
     if algorithm is None:
+        if not config.speculative_adaptive:
+            raise ConfigError(f"--no-speculative-adaptive: {FLAG} is not given; give both, or leave it out")
         return
     shortest, longest = config.speculative_ngram_min_match_window_size, config.speculative_ngram_max_match_window_size
     if shortest > longest:
@@ -178,7 +181,7 @@ def drafting_of(config: EngineConfig, *, decodes: bool) -> Drafting | None:
     algorithm = config.speculative_algorithm
     if not may_draft(config, decodes=decodes):
         return None
-    most = rows_of_request(config) - 1
+    most, is_free = rows_of_request(config) - 1, algorithm is not None and not config.speculative_adaptive
     drafter = NgramDrafter(
         shortest_match=config.speculative_ngram_min_match_window_size,
         longest_match=config.speculative_ngram_max_match_window_size,
@@ -190,4 +193,6 @@ def drafting_of(config: EngineConfig, *, decodes: bool) -> Drafting | None:
         passes=passes_of(config) if drafts_by_model(config) else 0,
         topk=topk_of(config),
         counts=config.device == "cpu",
+        costs=FreeRows() if is_free else None,
+        pass_costs=FreePasses() if is_free else None,
     )

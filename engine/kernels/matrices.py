@@ -32,6 +32,11 @@ class PackedMatrices:
         self.gates = gates
         self._weight = pack(kernel, matrices, segments=1, gates=gates)
 
+    def take(self, other: "PackedMatrices") -> None:
+        """Become `other`, of the same shape."""
+        assert (self._count, self._shape) == (other._count, other._shape), (self._shape, other._shape)
+        self._weight = other._weight
+
     def times(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """[T, out] bf16 for x [T, in] bf16, of which `rows` [matrices] i64 belong to each matrix, one behind the other."""
         return self._product(x, rows, Form.BF16, gated=False)

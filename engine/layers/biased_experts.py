@@ -37,6 +37,15 @@ class BiasedExperts:
         self._downs = [_Sums([columns_of(matrix, slice(at, at + self._width)) for matrix in down]) for at in starts]
         self._count = len(gate_up)
 
+    def take(self, other: "BiasedExperts") -> None:
+        """As of `Experts`."""
+        for mine, theirs in zip([self._gate_up, *self._downs], [other._gate_up, *other._downs], strict=True):
+            mine.take(theirs)
+        self._gate_up_bias.copy_(other._gate_up_bias)
+        if self._down_bias is not None:
+            assert other._down_bias is not None, "of one rank"
+            self._down_bias.copy_(other._down_bias)
+
     def __call__(self, x: Tensor, rows: Tensor) -> list[Tensor]:
         """[T, hidden] fp32 of each segment, not rounded, for x [T, hidden] sorted by expert, `rows` [experts] i64 of each."""
         places = torch.arange(len(x), device=x.device)
@@ -58,6 +67,14 @@ class _Sums:
         kernel = kernel_for(matrices[0])
         self._packed = None if kernel is None else PackedMatrices(kernel, [packable(matrix) for matrix in matrices])
         self._weights = torch.stack([dense_of(matrix).t() for matrix in matrices]) if kernel is None else None
+
+    def take(self, other: "_Sums") -> None:
+        if self._packed is not None:
+            assert other._packed is not None, "of one kernel"
+            self._packed.take(other._packed)
+        else:
+            assert self._weights is not None and other._weights is not None, "of one kernel"
+            self._weights.copy_(other._weights)
 
     def __call__(self, x: Tensor, rows: Tensor) -> Tensor:
         if self._packed is not None:

@@ -1,6 +1,6 @@
 """The products of all experts of a layer: rows sorted by expert, so that each weight is read once."""
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -13,6 +13,8 @@ from engine.quant.integers import Weight, columns_of, dense_of
 
 
 class _Matrices(Protocol):
+    def take(self, other: Any) -> None: ...
+
     def gated(self, x: Tensor, rows: Tensor) -> Tensor: ...
 
     def partial(self, x: Tensor, rows: Tensor) -> Tensor: ...
@@ -32,6 +34,11 @@ class Experts:
         gate_up.clear()
         down.clear()
 
+    def take(self, other: "Experts") -> None:
+        """Become `other`, of the same shapes, in the same memory where torch multiplies."""
+        for mine, theirs in zip([self._gate_up, *self._downs], [other._gate_up, *other._downs], strict=True):
+            mine.take(theirs)
+
     def __call__(self, x: Tensor, rows: Tensor) -> list[Tensor]:
         """[T, hidden] fp32 of each segment, not rounded, for x [T, hidden] sorted by expert, `rows` [experts] i64 of each."""
         parts = torch.split(self._gate_up.gated(x, rows), self._width, dim=1)
@@ -43,6 +50,9 @@ class _TorchMatrices:
 
     def __init__(self, matrices: list[Tensor]) -> None:
         self._weights = torch.stack([matrix.t() for matrix in matrices])
+
+    def take(self, other: "_TorchMatrices") -> None:
+        self._weights.copy_(other._weights)
 
     def gated(self, x: Tensor, rows: Tensor) -> Tensor:
         return silu_mul(self._times(x, rows))
@@ -60,6 +70,9 @@ class _PlainlyGated:
     def __init__(self, packed: PackedMatrices) -> None:
         self._packed = packed
         self.partial = packed.partial
+
+    def take(self, other: "_PlainlyGated") -> None:
+        self._packed.take(other._packed)
 
     def gated(self, x: Tensor, rows: Tensor) -> Tensor:
         return silu_mul(self._packed.times(x, rows))

@@ -1,15 +1,14 @@
 """Experts move between ranks while steps run, so that ranks have about as much to do (EPLB).
 
     every N steps   loads since the last time -> a placement for each layer, equal on all ranks, whose loads are equal
-    layer by layer  read what this rank does not have, in a thread -> vote in each step -> all have read: take it, before that layer
-                    computes; one cannot: none takes it
+    layer by layer  read what this rank will have, in a thread -> vote before each step -> all have read: take it before that step; one
+                    cannot: none takes it
 
-All ranks count the same steps, and a vote is a sum over ranks, so all take a placement in the same step and none waits. Until then
-both copies of one layer are in memory.
+All ranks count the same steps, and a vote is a sum over ranks, so all take a placement before the same step and none waits for another's
+reading. Until then both copies of one layer are in memory. On a GPU the host waits for a vote's sum, so votes are rarer there.
 """
 
 import logging
-from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Protocol
 
@@ -23,15 +22,18 @@ from engine.parallel.expert_placement import Placement, balanced, imbalance
 log = logging.getLogger(__name__)
 
 READING, READ, FAILED = range(3)  # votes
+VOTE_EVERY_ON_GPU = 16  # steps
 
 
 class Movable(Protocol):
-    """A layer's experts. `moved` may run in any thread; `placed` changes between two of its steps."""
+    """A layer's experts. `moved` may run in any thread, `take` of what it returned runs between two steps."""
 
     loads: Tensor
     placed: Any
 
     def moved(self, placement: Placement) -> Any: ...
+
+    def take(self, moved: Any) -> None: ...
 
 
 class ExpertBalance:
@@ -51,12 +53,21 @@ class ExpertBalance:
             1.0  # mean over layers of the largest rank's load over the mean one, at the last round
         )
 
-    def add(self, layer: Movable) -> Callable[[], None]:
-        """What `layer` calls before it computes, in every step."""
-        place = len(self.layers)
+    def add(self, layer: Movable) -> None:
         self.layers.append(layer)
         self._seen.append(layer.loads.clone())
-        return lambda: self._on_turn(place)
+
+    def on_step(self) -> None:
+        """Called on each rank before each step that computes layers, in the thread and the stream of the steps."""
+        self._steps += 1
+        if self._steps % self._every == 0 and not self._wanted:
+            self._plan()
+        if self._wanted and self._steps % self._vote_every == 0:
+            self._move(next(iter(self._wanted)))
+
+    @property
+    def _vote_every(self) -> int:
+        return VOTE_EVERY_ON_GPU if self.layers[0].loads.is_cuda else 1
 
     def imbalances(self) -> list[float]:
         """Of each layer, the largest load of a rank over the mean one, since the last round."""
@@ -65,14 +76,6 @@ class ExpertBalance:
     @property
     def _places(self) -> range:
         return range(len(self.layers))
-
-    def _on_turn(self, place: int) -> None:
-        if place == 0:
-            self._steps += 1
-            if self._steps % self._every == 0 and not self._wanted:
-                self._plan()
-        if self._wanted and place == next(iter(self._wanted)):
-            self._move(place)
 
     def _plan(self) -> None:
         before, after = [], []
@@ -107,17 +110,17 @@ class ExpertBalance:
         elif READING in votes:
             return
         else:
-            layer.placed = self._moving.result()
+            layer.take(self._moving.result())
             self.moved_layers += 1
         self._moving = None
         del self._wanted[place]
 
     def _votes(self, moving: "Future[Any]") -> list[int]:
         """Of all ranks: what each says of its own."""
-        own = torch.zeros((1, self._ranks.size))
+        own = torch.zeros((1, self._ranks.size), device=self.layers[0].loads.device)
         if moving.done():
             own[0, self._ranks.rank] = READ if moving.exception() is None else FAILED
-        return [int(vote) for vote in self._ranks.sum(own, dtype=torch.float32)[0]]
+        return [int(vote) for vote in self._ranks.sum(own, dtype=torch.float32)[0].tolist()]
 
     def _loads(self, place: int) -> list[int]:
         loads: list[int] = (self.layers[place].loads - self._seen[place]).tolist()

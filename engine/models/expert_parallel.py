@@ -27,11 +27,22 @@ class Placed:
     def __init__(self, placement: Placement, own: Experts | BiasedExperts, *, count: int, device: torch.device) -> None:
         self.placement, self.own = placement, own
         slots = [[slot for slot, expert in enumerate(placement) if expert == one] for one in range(count)]
-        most = max(map(len, slots))
+        most = 1 + len(placement) - count  # tables of any placement have one shape
         self._copies = torch.tensor([len(found) for found in slots], device=device)
         self._slots = torch.tensor([[*found, *found[:1] * (most - len(found))] for found in slots], device=device)
         self._experts = torch.tensor(placement, device=device)
         self._count = count
+
+    def take(self, other: "Placed") -> None:
+        """Become `other`, in the same memory: graphs that were recorded read it there."""
+        self.placement = other.placement
+        for mine, theirs in zip(self._tables, other._tables, strict=True):
+            mine.copy_(theirs)
+        self.own.take(other.own)
+
+    @property
+    def _tables(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self._copies, self._slots, self._experts
 
     def slots_of(self, chosen: Tensor) -> Tensor:
         """[T, k] slots of the experts `chosen` [T, k]: neighbouring tokens take other copies."""
@@ -72,7 +83,8 @@ class ExpertParallelMLP:
         self.loads = no_loads(part, experts)
         self.sites: list[LinearSite] = []
         moves = index < part.config.num_layers  # a layer that drafts is no part of each step
-        self._turn = part.balance.add(self) if part.balance is not None and moves else None
+        if part.balance is not None and moves:
+            part.balance.add(self)
 
     def of_norm(self, norm: Normed, x: Tensor, delta: Tensor | None) -> Tensor:
         """The experts' answer to norm(x + delta), which x becomes before the norm."""
@@ -86,11 +98,20 @@ class ExpertParallelMLP:
     def moved(self, placement: Placement) -> Placed:
         """What `placed` becomes: read beside the steps, in any thread. Raises ConfigError where the checkpoint is another now."""
         with self._part.checkpoint.again() as checkpoint:
-            return self._load(self._part.over(checkpoint), placement)
+            found = self._load(self._part.over(checkpoint), placement)
+        if self.loads.is_cuda:
+            torch.cuda.current_stream().synchronize()  # this thread's: another one's stream takes it
+        return found
+
+    @torch.inference_mode()
+    def take(self, moved: Placed) -> None:
+        """Have `moved` from the next step on."""
+        if self._rows.recordable:
+            self.placed.take(moved)
+        else:
+            self.placed = moved
 
     def _of(self, own: Tensor) -> Tensor:
-        if self._turn is not None:
-            self._turn()
         placed = self.placed
         chosen, weights = self._router(own)
         slots = placed.slots_of(chosen)

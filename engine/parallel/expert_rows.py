@@ -30,6 +30,10 @@ class Answered(NamedTuple):
 
 
 class ExpertRows(Protocol):
+    """`recordable`: graphs may record it."""
+
+    recordable: bool
+
     def own_slots(self, slots: int) -> range:
         """Of `slots`, those that this rank holds."""
         ...
@@ -48,6 +52,8 @@ def expert_rows(collectives: Collectives | None, exchange: RowExchange | None) -
 
 class TakenRows:
     """Over memory that ranks share: an all-to-all. `exchange`: with DP attention; else all ranks have the same rows, and only answers move."""
+
+    recordable = False
 
     def __init__(self, ranks: SharedMemoryCollectives, exchange: RowExchange | None = None) -> None:
         self._ranks = ranks
@@ -77,7 +83,9 @@ class TakenRows:
 
 class SummedRows:
     """Over any collectives, where all ranks have the same rows: all are summed, with nothing in the place of those that a rank does not
-    compute. Nothing waits for the host, and shapes do not depend on the routing: graphs may record it."""
+    compute. Nothing waits for the host, and shapes do not depend on the routing."""
+
+    recordable = True
 
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives

@@ -4,6 +4,7 @@ import random
 
 from engine.core.drafting import Drafting
 from engine.core.drafts import Draft
+from engine.core.free_costs import FreePasses, FreeRows
 from engine.core.request import Request
 from tests.core.drafter_model import DrafterModel
 from tests.core.hash_model import HashModel, next_token, prefix_hash, step_hash
@@ -32,19 +33,6 @@ class Guesses:
             guesses.append((right + 1) % 50 if is_wrong else right)
             value = step_hash(value, guesses[-1])
         return Draft(guesses, match=2)
-
-
-class FreeRows:
-    def step(self, rows: int) -> float:
-        return 1 / rows  # more of them pay, however unlikely
-
-    def note(self, rows: int, taken_s: float) -> None:
-        """Nothing is learned."""
-
-
-class FreePasses(FreeRows):
-    def step(self, rows: int) -> float:
-        return 0.0
 
 
 def drafting(kind: str, *, most: int, model: HashModel) -> Drafting:

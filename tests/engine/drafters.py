@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.core.drafts import Draft
+from engine.core.free_costs import FreePasses, FreeRows
 from engine.core.plan import StepResult
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
-from tests.core.guesses import FreePasses, FreeRows
 from tests.engine.engine_in_process import EngineInProcess
 from tests.engine.ranks_in_process import ranks
 

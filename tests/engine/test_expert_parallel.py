@@ -195,6 +195,37 @@ def test_experts_move_while_requests_run_and_no_token_changes(skewed: str, shape
             assert sum(now) < sum(at_start) and sum(at_start) / len(loads) > 1.2, (at_start, now)
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_where_steps_are_recorded_experts_move_within_their_memory(tmp_path: Path, family: str) -> None:
+    """With sums by groups, as on GPUs: graphs go on reading at the addresses at which they were recorded."""
+    path = make_tiny_checkpoint(tmp_path, family, num_key_value_heads=4, num_attention_heads=8)
+    flags = {"dtype": "float32"}
+    expected = answers(path, **flags)
+    shape = {"tp_size": 2, "ep_size": 2, "by_groups": True, "disable_cuda_graph": True, "ep_num_redundant_experts": 2}
+    with engines_of(path, **shape, **flags, **{**EPLB, "eplb_rebalance_num_iterations": 2}) as (engines, run):
+        (balance,) = balances(engines)
+        placements, memory = [layer.placed.placement for layer in balance.layers], tensors_of(balance)
+        for i, prompt in enumerate(PROMPTS):
+            add(engines[0], str(i), prompt)
+        run()
+        tokens = {rid: tokens for rid, (tokens, _) in answered(engines).items()}
+        assert tokens == {rid: tokens for rid, (tokens, _) in expected.items()}
+        assert balance.moved_layers and [layer.placed.placement for layer in balance.layers] != placements
+        assert tensors_of(balance) == memory
+
+
+def tensors_of(balance: ExpertBalance) -> list[int]:
+    """Addresses of the maps and the weights of all layers' experts."""
+
+    def inside(one: object) -> list[int]:
+        if isinstance(one, torch.Tensor):
+            return [one.data_ptr()]
+        values = one if isinstance(one, list) else vars(one).values() if hasattr(one, "__dict__") else ()
+        return [address for value in values for address in inside(value)]
+
+    return [address for layer in balance.layers for address in inside(layer.placed)]
+
+
 def test_experts_of_files_that_have_changed_stay_where_they_are(skewed: str) -> None:
     """On all ranks, and requests go on."""
     shape = {"tp_size": 2, "ep_size": 2, "reduce_units": 2, **EPLB}

@@ -35,11 +35,15 @@ class Layer:
         assert self.may_read.wait(timeout=30.0)
         return Held(placement)
 
+    def take(self, moved: Held) -> None:
+        self.placed = moved
+
 
 class Rank:
     def __init__(self, collectives: SharedMemoryCollectives) -> None:
         self.layer = Layer()
-        self._turn = ExpertBalance(collectives, every=EVERY, groups=1, nodes=1).add(self.layer)
+        self._balance = ExpertBalance(collectives, every=EVERY, groups=1, nodes=1)
+        self._balance.add(self.layer)
 
     def serve(self, hot: dict[int, int], *, late: bool = False) -> int:
         """Send tokens to the `hot` experts; return the turn after which the placement is another. `late`: read only some turns later."""
@@ -51,7 +55,7 @@ class Rank:
         for number in range(MOST_TURNS):
             if number == LATE_TURNS:
                 self.layer.may_read.set()
-            self._turn()
+            self._balance.on_step()
             if self.layer.placed is not before:
                 return number
         return -1

@@ -1,0 +1,18 @@
+"""Costs by which every draft pays, however long a step of so many rows takes: for --no-speculative-adaptive. Pure."""
+
+
+class FreeRows:
+    """As `RowCosts`, without a unit: a step takes less the more rows it has."""
+
+    def step(self, rows: int) -> float:
+        return 1 / rows
+
+    def note(self, rows: int, taken_s: float) -> None:
+        """Nothing is learned."""
+
+
+class FreePasses(FreeRows):
+    """The same of passes of the executor's drafter."""
+
+    def step(self, rows: int) -> float:
+        return 0.0
