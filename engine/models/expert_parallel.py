@@ -106,10 +106,12 @@ class ExpertParallelMLP:
     @torch.inference_mode()
     def take(self, moved: Placed) -> None:
         """Have `moved` from the next step on."""
-        if self._rows.recordable:
-            self.placed.take(moved)
-        else:
+        if not self._rows.recordable:
             self.placed = moved
+            return
+        self.placed.take(moved)
+        if self.loads.is_cuda:
+            torch.cuda.current_stream().synchronize()  # then the memory of `moved` may go: it is of another thread's stream
 
     def _of(self, own: Tensor) -> Tensor:
         placed = self.placed
