@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 MOST_FETCHES = 256  # at a time; more images than that are encoded here meanwhile
 ATTEMPT = 1  # attempt 0 has a request of a router
-AVOIDED_S = 5.0  # an encoder that was late, or could not be reached: other prompts do not wait for it meanwhile
+AVOIDED_S = 5.0  # an encoder that was late, failed or refused: other prompts do not wait for it meanwhile
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -139,19 +139,24 @@ class FeatureFetches:
 
     def _move(self, fetch: FeatureFetch, now_s: float) -> None:
         state = fetch.receiver.poll()
+        waits_for_pages = state is KVPoll.WaitingForInput and fetch.stage is HandoverStage.WAITING
         if state is KVPoll.Failed:
-            if fetch.stage is HandoverStage.WAITING:
-                self._avoid(fetch, now_s)
-            self._end(fetch, "refused", fetch.receiver.failure() or "the transfer failed")
+            self._fail(fetch, fetch.receiver.failure() or "the transfer failed", now_s)
         elif fetch.stage is HandoverStage.TRANSFER and state is KVPoll.Success:
-            self._land(fetch)
+            self._land(fetch, now_s)
         elif now_s >= fetch.until_s:
-            self._avoid(fetch, now_s)
+            if not waits_for_pages:
+                self._avoid(fetch, now_s)
             self._end(fetch, "late", f"they did not come within {self._timeout_s:g} s")
-        elif state is KVPoll.WaitingForInput and fetch.stage is HandoverStage.WAITING:
+        elif waits_for_pages:
             self._give(fetch)
 
+    def _fail(self, fetch: FeatureFetch, reason: str, now_s: float) -> None:
+        self._avoid(fetch, now_s)
+        self._end(fetch, "refused", reason)
+
     def _avoid(self, fetch: FeatureFetch, now_s: float) -> None:
+        """Whatever an encoder refused one image for, the next may fare no better."""
         self._avoided[fetch.source.control] = now_s + AVOIDED_S
 
     def _give(self, fetch: FeatureFetch) -> None:
@@ -164,18 +169,18 @@ class FeatureFetches:
         work = Work(tokens=[0] * alone.num_tokens, images=packed((alone,)))
         fetch.receiver.provide(fetch.pages, row, work=work)
 
-    def _land(self, fetch: FeatureFetch) -> None:
+    def _land(self, fetch: FeatureFetch, now_s: float) -> None:
         try:
             first = self._read_row(fetch)
         except (MetadataCorrupt, KVCorrupt) as error:
             log.error("features of an image (room %d): %s", fetch.room, error)
             self.counters["kv_checksum_failed"] += isinstance(error, KVCorrupt)
-            self._end(fetch, "refused", str(error))
+            self._fail(fetch, str(error), now_s)
             return
         if first is None:
             return
         if not fits_weights(first):
-            self._end(fetch, "refused", "the encode worker computes with other weights")
+            self._fail(fetch, "the encode worker computes with other weights", now_s)
             return
         self.counters["kv_checksum_verified"] += self._checksum is not None
         if self._images.land(fetch.image, fetch.pages):

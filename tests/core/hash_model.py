@@ -151,8 +151,6 @@ class HashModel:
             self._begin_runs(plan)
         for key in plan.forgets:
             self.features.pop(key, None)
-        for land in plan.lands:
-            self._land(land)
         if self.fails(plan) and plan.only_drafts:
             for item in plan.items:
                 self.rows[item.slot] += item.new_pages
@@ -160,6 +158,8 @@ class HashModel:
         if self.fails(plan) or self._lacks_features(plan):
             self.lost |= {item.slot for item in plan.items}
             return StepResult(plan.seq, [self._rubbish(item) for item in plan.items], failure=NO_MEMORY)
+        for land in plan.lands:
+            self._land(land)
         self._encode(plan)
         paths = _paths(plan.items)
         results = [self._forward(item, plan.masks.get(i), paths[i]) for i, item in enumerate(plan.items)]
@@ -227,7 +227,7 @@ class HashModel:
 
     def _lacks_features(self, plan: Plan) -> bool:
         """Whether a step before it that has failed was to encode an image of its own."""
-        there = {*self.features, *(image.key for image in plan.encodes)}
+        there = {*self.features, *(image.key for image in plan.encodes), *(land.key for land in plan.lands)}
         lacking = {part.key for item in plan.items if item.images for part in item.images.rows} - there
         assert not lacking or self.lost, "features of an image are gone that a step has still to read"
         return bool(lacking)

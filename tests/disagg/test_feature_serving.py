@@ -11,7 +11,7 @@ from disagg.recompute import packed
 from engine.images import ImageInput
 from tests.core.engine_in_a_test import request_of
 from tests.core.images import image
-from tests.disagg.feature_roles import SEEN, EncodeCluster
+from tests.disagg.feature_roles import PAGE, SEEN, EncodeCluster
 from transfer_backends.contract import Work
 from transfer_backends.kvpoll import KVPoll
 from transfer_backends.ports import KVReceiver
@@ -102,6 +102,30 @@ def test_an_encoder_that_takes_no_more_says_why(close: Callable[[EncodeCluster],
     close(cluster)
     receiver = asked(cluster, work_of([GOOD]))
     assert receiver.poll() is KVPoll.Failed and why in (receiver.failure() or "")
+
+
+def test_equal_images_of_two_peers_are_encoded_once() -> None:
+    """Also where the second comes while the first is being encoded."""
+    cluster, rng = EncodeCluster(), random.Random(1)
+    cluster.encoder.lag = True
+    cluster.encoder.depth = 2
+    receivers = [cluster.wire.receiver(room, bootstrap="", room_attempt=1) for room in (900, 901)]
+    for number, receiver in enumerate(receivers):
+        while receiver.poll() is not KVPoll.WaitingForInput:
+            assert cluster.wire.step(rng)
+        receiver.provide([1 + 2 * number, 2 + 2 * number], number, work=work_of([GOOD]))
+        while cluster.wire.step(rng):
+            pass
+        cluster.encoder.turn()
+    while cluster.wire.step(rng) or cluster.encoder.turn() or cluster.encoder.role.waits_for_outside():
+        pass
+    assert [receiver.poll() for receiver in receivers] == [KVPoll.Success] * 2
+    counters = cluster.encoder.role.counters()
+    assert (counters["mm_cache_queries"], counters["mm_cache_hits"]) == (2, 1)
+    places = [(page, at) for page in (1, 2) for at in range(PAGE)][: GOOD.num_tokens]
+    arrivals = cluster.engine.model.arrivals
+    landed = [[arrivals[page + 2 * number, at].value for page, at in places] for number in range(2)]
+    assert landed == [cluster.encoder.model.features_of(GOOD)] * 2
 
 
 def test_work_that_ends_is_ended_for_peers() -> None:
