@@ -253,6 +253,17 @@ class Driver(EngineInATest):
             free = [number for number in numbers if allocator.state_of(number) != "quarantined"]
             assert not free, f"a peer may still write {free}, which others can get"
 
+    def _spoil_free(self) -> None:
+        """Write into free pages, as a peer of their next owner may while a step in flight has not run yet."""
+        if not (self.setup.lag and self.launched):
+            return
+        memory = self.scheduler.memory
+        pools = [(memory.allocator, self.model.kv)]
+        pools += [] if memory.windows is None else [(memory.windows.allocator, self.model.window_kv)]
+        for allocator, kv in pools:
+            free = [page for page in range(1, allocator.num_pages + 1) if allocator.state_of(page) == "free"]
+            kv.update({(page, offset): Slot(7, 7) for page in free for offset in range(self.setup.page_size)})
+
     def _first_in_line(self, life: Life) -> bool:
         def urgency(request: Request) -> float:
             return self.scheduler.limits.priorities.urgency(request, self.now_s)
@@ -330,6 +341,7 @@ class Driver(EngineInATest):
         self.now_s += 1.0
         self._control()
         worked = super().turn()
+        self._spoil_free()
         if (events := self.events.take()) or not worked:
             self.announced.read(events)
             self.announced.check(self.scheduler.memory)
