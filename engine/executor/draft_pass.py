@@ -33,6 +33,7 @@ from engine.kv.step_batch import StepBatch
 from engine.kv.upload import upload
 from engine.models.decoder import DenseDecoder
 from engine.models.draft_model import DraftModel
+from engine.models.image_rows import ImageRows
 from engine.parallel.collectives import Collectives
 from engine.sampler.make import TokenSampler
 
@@ -81,16 +82,17 @@ class DraftPass:
         ids: Tensor,
         positions: Tensor,
         hidden: Tensor,
+        images: ImageRows | None = None,
     ) -> None:
         """Keep what the drafter needs of a step's tokens, item after item: their `ids` [T], and the model's `hidden` states [T, H].
 
-        Tails of requests with drafts wait for `accept`.
+        `images`: what stood in for embeddings. Tails of requests with drafts wait for `accept`.
         """
         drafter, starts = _drafter(model), first_rows(items)
         features = drafter.features(hidden)
         before = None if features is None else self._before(items, starts, features)
         self._backend.begin(step)
-        drafter.forward(ids, before, positions, self._backend.attend)
+        drafter.forward(ids, before, positions, self._backend.attend, images)
         self._features = features
         if features is not None:
             self._keep_tails([run for run in runs_of(items) if len(run) == 1], starts, items, features)

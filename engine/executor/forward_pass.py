@@ -25,6 +25,7 @@ from engine.kv.step_batch import StepBatch, WindowRows
 from engine.kv.upload import upload
 from engine.lora.bank import AdapterBank
 from engine.models.decoder import DenseDecoder
+from engine.models.image_rows import ImageRows
 
 log = logging.getLogger(__name__)
 
@@ -192,7 +193,7 @@ class ForwardPass:
         self._backend.begin(step)
         if self._states is not None:
             self._states.begin(plan, items, step)
-        inputs = self._inputs.resolve(flat)
+        inputs, images = self._inputs.resolve(flat), None
         if (tapes := self._tapes_for(plan)) is not None:
             arrival.hold_all()
             hidden = tapes.forward(
@@ -206,7 +207,7 @@ class ForwardPass:
             self._states.end(plan)
         if self._drafts is not None:
             arrival.hold_all()
-            self._follow(model, plan, items, step, inputs, positions, hidden)
+            self._follow(model, plan, items, step, inputs, positions, hidden, images)
         return hidden
 
     def _follow(
@@ -218,9 +219,10 @@ class ForwardPass:
         inputs: Tensor,
         positions: Tensor,
         hidden: Tensor,
+        images: ImageRows | None = None,
     ) -> None:
         assert self._drafts is not None
-        self._drafts.follow(model, items, step, inputs, self._turns(items, positions), hidden)
+        self._drafts.follow(model, items, step, inputs, self._turns(items, positions), hidden, images)
         self._layers.all_written(plan.seq)
 
     def _batch(self, plan: Plan, items: list[PlanItem]) -> tuple[StepBatch, Tensor, Tensor]:

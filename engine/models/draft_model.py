@@ -14,6 +14,7 @@ from torch import Tensor
 
 from engine.kv.cache_spec import CacheSpec
 from engine.models.attention import Attend
+from engine.models.image_rows import ImageRows
 
 if TYPE_CHECKING:
     from engine.models.decoder import DenseDecoder
@@ -34,8 +35,16 @@ class DraftModel(Protocol):
     def features(self, hidden: Tensor) -> Tensor | None:
         """[T, size] of what it reads of the step whose `hidden` states [T, H] the model has just computed; None: nothing."""
 
-    def forward(self, ids: Tensor, features: Tensor | None, positions: Tensor, attend: Attend) -> Tensor:
-        """[T, size] for tokens `ids` [T] i64 and the features of the tokens before them; `attend`: of its own layers.
+    def forward(
+        self,
+        ids: Tensor,
+        features: Tensor | None,
+        positions: Tensor,
+        attend: Attend,
+        images: ImageRows | None = None,
+    ) -> Tensor:
+        """[T, size] for tokens `ids` [T] i64 and the features of the tokens before them; `attend`: of its own layers. `images`: what
+        stands in for embeddings that it takes from the model.
 
         A row is the features of the next token, for a further pass, and what `logits` takes.
         """
@@ -55,3 +64,8 @@ class Lender:
         model = self._model()
         assert model is not None, "its weights are released"
         return model
+
+    def embedded(self, ids: Tensor, images: ImageRows | None) -> Tensor:
+        """[T, hidden] for token ids [T] i64, as the model's layers get them."""
+        rows = self.model.embedded(ids)
+        return rows if images is None else images.embedded(rows)

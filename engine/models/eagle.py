@@ -22,6 +22,7 @@ from engine.models.attention import Attend, Attention
 from engine.models.cache_specs import reading_layer_specs
 from engine.models.decoder import DenseDecoder
 from engine.models.draft_model import Lender
+from engine.models.image_rows import ImageRows
 from engine.models.layer import DenseMLP
 from engine.models.part import ModelPart
 from engine.parallel.layout import Cut
@@ -64,9 +65,16 @@ class EagleLayer:
     def features(self, hidden: Tensor) -> Tensor:
         return self._join(torch.cat(self._lender.model.seen_inside(), 1)) if self._reads_inside else hidden
 
-    def forward(self, ids: Tensor, features: Tensor | None, positions: Tensor, attend: Attend) -> Tensor:
+    def forward(
+        self,
+        ids: Tensor,
+        features: Tensor | None,
+        positions: Tensor,
+        attend: Attend,
+        images: ImageRows | None = None,
+    ) -> Tensor:
         assert features is not None
-        embedded, (cos, sin) = self._lender.model.embedded(ids), self._turns.at(positions)
+        embedded, (cos, sin) = self._lender.embedded(ids, images), self._turns.at(positions)
         if self._reads_inside:
             x = features.clone()  # it becomes the sum
             both = torch.cat((self._embedding_norm(embedded), self._hidden_norm(features)), 1)

@@ -21,6 +21,7 @@ from engine.models.cache_specs import reading_layer_specs
 from engine.models.checkpoint import Checkpoint
 from engine.models.decoder import DenseDecoder
 from engine.models.draft_model import Lender
+from engine.models.image_rows import ImageRows
 from engine.models.layer import Layer
 from engine.models.part import ModelPart
 from engine.parallel.layout import Cut
@@ -61,9 +62,17 @@ class NextnLayer:
     def features(self, hidden: Tensor) -> Tensor:
         return hidden
 
-    def forward(self, ids: Tensor, features: Tensor | None, positions: Tensor, attend: Attend) -> Tensor:
+    def forward(
+        self,
+        ids: Tensor,
+        features: Tensor | None,
+        positions: Tensor,
+        attend: Attend,
+        images: ImageRows | None = None,
+    ) -> Tensor:
         assert features is not None
-        embedded = self._embedding_norm(self._model.embedded(ids))
+        assert self._lender is not None, "use() comes first"
+        embedded = self._embedding_norm(self._lender.embedded(ids, images))
         x = self._join(torch.cat((embedded, self._hidden_norm(features)), 1))
         cos, sin = self._turns.at(positions)
         return self._norm.of_sum(x, self._layer(x, None, (cos, sin), attend))

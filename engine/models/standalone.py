@@ -8,6 +8,7 @@ from torch import Tensor
 from engine.kv.cache_spec import LAYER, CacheSpec
 from engine.models.attention import Attend
 from engine.models.decoder import DenseDecoder
+from engine.models.image_rows import ImageRows
 
 
 class StandaloneModel:
@@ -27,7 +28,15 @@ class StandaloneModel:
     def features(self, hidden: Tensor) -> Tensor | None:
         return None
 
-    def forward(self, ids: Tensor, features: Tensor | None, positions: Tensor, attend: Attend) -> Tensor:
+    def forward(
+        self,
+        ids: Tensor,
+        features: Tensor | None,
+        positions: Tensor,
+        attend: Attend,
+        images: ImageRows | None = None,
+    ) -> Tensor:
+        """It reads text alone: `images` say nothing to it."""
         return self._model.forward(ids, positions, attend)
 
     def logits(self, rows: Tensor) -> Tensor | None:

@@ -300,6 +300,18 @@ def finish(engine: EngineInProcess, rid: str) -> None:
         engine.turn()
 
 
+def seen_by(drafter: Any) -> list[bool]:
+    """For each of its passes from now on, whether it has rows of images."""
+    seen, forward = list[bool](), drafter.forward
+
+    def noted(ids: Any, features: Any, positions: Any, attend: Any, images: Any = None) -> Any:
+        seen.append(images is not None)
+        return forward(ids, features, positions, attend, images)
+
+    drafter.forward = noted
+    return seen
+
+
 @pytest.mark.parametrize("algorithm", ["NEXTN", "STANDALONE", "EAGLE", "EAGLE3"])
 def test_drafts_of_models_change_no_answer(algorithm: str, tmp_path: Path) -> None:
     """Alone and over a pair. Layers of the checkpoint turn as it does; what has its own sees no image, and goes by the same positions."""
@@ -313,8 +325,10 @@ def test_drafts_of_models_change_no_answer(algorithm: str, tmp_path: Path) -> No
         right = ask(engine, asked)
     with EngineInProcess(path, chunked_prefill_size=CHUNK, **flags) as engine:
         always(engine.parts.scheduler)
+        seen = seen_by(engine.parts.device.executor.runner.running.model.drafter)
         assert ask(engine, asked) == right
         assert engine.parts.scheduler.counters.drafts
+        assert seen.count(True) >= 3 and not all(seen)
     disagg = {"disaggregation_transfer_backend": "nixl"}
     with disaggregated(path, decode={}, disagg=disagg, chunked_prefill_size=CHUNK, **flags) as pair:
         always(pair.workers[1].parts.scheduler)
