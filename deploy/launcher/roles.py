@@ -2,10 +2,11 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from deploy.launcher.config import ClusterConfig
+from engine.config import EngineConfig
 from engine.model_files.model_config import ModelConfig
 from engine.parallel.layout import check_layout, common_units
 from service.flags import ConfigError
@@ -18,7 +19,28 @@ OF_DP_ATTENTION = (
     "prefill_delayer_max_delay_passes",
     "prefill_delayer_token_usage_low_watermark",
 )
-OF_RANKS = (*SIZES, *OF_DP_ATTENTION, "pp_layer_partition", "kv_units", "reduce_units", "mm_enable_dp_encoder")
+# Of EngineConfig, what an encoder worker has, too: it has one rank, and no text model.
+OF_ENCODERS = (
+    "model_path",
+    "revision",
+    "served_model_name",
+    "load_format",
+    "dtype",
+    "device",
+    "stream",
+    "context_length",
+    "mem_fraction_static",
+    "enable_memory_saver",
+    "max_running_requests",
+    "max_queued_requests",
+    "max_prefill_tokens",
+    "vlm_cache_size_mb",
+    "weight_version",
+    "num_threads",
+    "random_seed",
+    "decode_log_interval",
+    "watchdog_timeout_s",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +61,7 @@ def roles_of(config: ClusterConfig) -> tuple[str, ...]:
 def values_by_role(config: ClusterConfig, given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return role to flags of its workers, by field. `given`: what the user typed for all workers. Raises ConfigError.
 
-    An encoder worker has one rank; where there are any, the others ask them. A role without stages gets no --pp-layer-partition, if the other has stages; a role of one DP rank no DP attention, likewise.
+    An encoder worker gets what is not of ranks or the text model; where there are any, the others ask them. A role without stages gets no --pp-layer-partition, if the other has stages; a role of one DP rank no DP attention, likewise.
     """
     own = {role: _own_sizes(config, role) for role in ("prefill", "decode")}
     if config.unified:
@@ -72,7 +94,8 @@ def _with_encoders(
             f"--encode {config.encode}: --transfer-backend fake moves no features of images; take nixl or mooncake"
         )
     asking = {role: {**values, "feature_fetch": True} for role, values in found.items()}
-    return {**asking, "encode": {name: value for name, value in given.items() if name not in OF_RANKS}}
+    of_text = {field.name for field in fields(EngineConfig)} - set(OF_ENCODERS)
+    return {**asking, "encode": {name: value for name, value in given.items() if name not in of_text}}
 
 
 def num_ranks(values: Mapping[str, Any]) -> int:

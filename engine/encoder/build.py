@@ -20,6 +20,7 @@ from engine.encoder.tower import TowerModel, load_tower_alone
 from engine.executor.image_pass import ImagePass
 from engine.executor.weights import WeightUpdater
 from engine.flags.encoder import encoder_config, step_images_tokens, vision_of
+from engine.flags.load_format import dummy_paths
 from engine.flags.resolve import depth
 from engine.kv.host_memory import HERE
 from engine.kv.kv_pool import DTYPES, KVPool
@@ -57,7 +58,7 @@ def build_encoder(
     config = encoder_config(given, model, page_size=PAGE_TOKENS, cuda=torch.cuda.is_available())
     assert config.num_threads is not None and config.max_running_requests is not None, "resolved"
     torch.set_num_threads(config.num_threads)
-    load = partial(load_tower_alone, dtype=config.dtype, device=config.device)
+    load = partial(load_tower_alone, dtype=config.dtype, device=config.device, dummies=dummy_paths(config))
     before = _taken(config.device)
     tower = _load_at_start(config, model, load, progress=progress)
     weights_bytes = max(0, _taken(config.device) - before)
@@ -71,7 +72,11 @@ def build_encoder(
     )
     runner = EncodeRunner(tower, pool=pool, page_table=table, images=ImagePass(pool.device, dtype=DTYPES[config.dtype]))
     executor = EncodeExecutor(runner, make_stream(config, pool.device))
-    bytes_of = {"weights": weights_bytes, "image_features": (1 + num_pages) * pool.page_bytes, "steps": images.max_bytes}
+    bytes_of = {
+        "weights": weights_bytes,
+        "image_features": (1 + num_pages) * pool.page_bytes,
+        "steps": images.max_bytes,
+    }
     log.info("memory: %s; features of %d tokens", memory_text(bytes_of), num_pages * PAGE_TOKENS)
     return EncoderParts(
         config=config,
@@ -120,6 +125,7 @@ def _updater(
         install=lambda tower: executor.call(lambda: runner.use(tower)),
         drop=lambda: executor.call(lambda: runner.use(None)),
         taken=lambda version, files: None,
+        dummies=dummy_paths(config),
     )
 
 

@@ -1,6 +1,8 @@
 """A model of which the vision tower alone is in memory."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -21,11 +23,17 @@ class TowerModel:
     collectives: None = None
 
 
-def load_tower_alone(model_path: str, config: ModelConfig, *, dtype: str, device: str, progress: bool) -> TowerModel:
-    """Read the tensors of the tower from the checkpoint, and no others. Raises `ConfigError` for files that do not fit `config`."""
+def load_tower_alone(
+    model_path: str, config: ModelConfig, *, dtype: str, device: str, progress: bool, dummies: Collection[str] = ()
+) -> TowerModel:
+    """Read the tensors of the tower from the checkpoint, and no others. Raises `ConfigError` for files that do not fit `config`.
+
+    `dummies`: models whose weights are made up.
+    """
+    given: dict[str, Any] = {"dtype": dtype, "device": device, "stored": config.stored, "dummy": model_path in dummies}
     with (
         torch.inference_mode(),
-        Checkpoint(model_path, dtype=dtype, device=device, progress=progress, stored=config.stored) as checkpoint,
+        Checkpoint(model_path, progress=progress, **given) as checkpoint,
     ):
         checkpoint.ignore_all_but((VISUAL, CLIP, PROJECTOR))
         tower = load_tower(ModelPart(replace(config, stored=None), checkpoint))

@@ -1,5 +1,6 @@
 """Sizes of each role in `tandem up`: which flags its workers get, and which core and GPU. Literals, and the shipped models' configs."""
 
+from dataclasses import fields
 from itertools import product
 
 import pytest
@@ -8,7 +9,8 @@ from deploy.commands.up_flags import build_parser, flags_by_role
 from deploy.flags import config_from
 from deploy.launcher.config import ClusterConfig
 from deploy.launcher.plan import num_ports, plan_cluster
-from deploy.launcher.roles import RoleFlags, values_by_role
+from deploy.launcher.roles import OF_ENCODERS, RoleFlags, values_by_role
+from engine.config import EngineConfig
 from engine.model_files.model_config import WIDE_MODEL_PATH, ModelConfig
 from engine.parallel.layout import check_layout, common_units
 from service.flags import ConfigError
@@ -50,16 +52,20 @@ def test_a_role_s_own_size_counts_before_that_of_all_and_kv_is_cut_for_both() ->
 
 def test_encoder_workers_have_one_rank_and_the_others_ask_them() -> None:
     config = ClusterConfig(encode=2, mixed=1, decode_tp_size=4)
-    given = {"tp_size": 2, "ep_size": 1, "kv_units": 4, "page_size": 4}
+    given = {"tp_size": 2, "ep_size": 2, "enable_eplb": True, "kv_units": 4, "speculative_algorithm": "NGRAM"}
+    given |= {"dtype": "float32", "vlm_cache_size_mb": 7, "log_level": "debug", "disaggregation_kv_checksum": True}
     found = values_by_role(config, given)
     asking = {**given, "feature_fetch": True}
     assert found == {
         "prefill": asking,
         "decode": {**asking, "tp_size": 4},  # it may become a prefill worker
         "unified": asking,
-        "encode": {"page_size": 4},
+        "encode": {
+            name: given[name] for name in ("dtype", "vlm_cache_size_mb", "log_level", "disaggregation_kv_checksum")
+        },
     }
     assert "encode" not in values_by_role(ClusterConfig(), given)
+    assert {field.name for field in fields(EngineConfig)} >= set(OF_ENCODERS)
 
 
 @pytest.mark.parametrize(

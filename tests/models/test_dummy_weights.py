@@ -8,11 +8,14 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
+from engine.encoder.tower import load_tower_alone
 from engine.flags.resolve import resolve
 from engine.kv.identity import fingerprint, fingerprint_of, weights_number
 from engine.model_files.model_config import load_model_config
 from engine.models import dummy_weights
 from engine.models.checkpoint import Checkpoint
+from engine.models.load import load_model
+from engine.models.vision.tower import Pixels
 from engine.parallel.layout import Cut
 from service.flags import ConfigError
 from tests.engine.drafters import answers_to
@@ -20,6 +23,7 @@ from tests.engine.engine_in_process import EngineInProcess, prompt_of
 from tests.engine.ranks_in_process import ranks
 from tests.models.tiny_checkpoints import make_tiny_checkpoint
 from tests.models.tiny_gguf import make_tiny_gguf
+from tests.models.tiny_seeing import make_seeing_checkpoint
 
 DUMMY: dict[str, Any] = {"load_format": "dummy", "max_total_tokens": 1024, "num_threads": 1}
 PROMPTS = [prompt_of(30, 1), prompt_of(9, 2)]
@@ -47,6 +51,21 @@ def test_a_part_of_a_tensor_is_that_of_the_whole(monkeypatch: pytest.MonkeyPatch
         part = checkpoint.take("a.weight", [Cut(7, range(2, 6)), 5, Cut(6, range(3, 6))])
     assert torch.equal(part, whole[2:6, :, 3:]) and not torch.equal(whole, other)
     assert abs(float(whole.std()) - dummy_weights.GAIN / 30**0.5) < 0.05
+
+
+def test_a_tower_alone_is_that_of_the_whole_model(tmp_path: Path) -> None:
+    """As an encoder worker loads it."""
+    path = make_seeing_checkpoint(tmp_path / "model", "qwen3_vl")
+    (tmp_path / "model" / "model.safetensors").unlink()
+    given: dict[str, Any] = {"dtype": "float32", "device": "cpu", "progress": False, "dummies": (path,)}
+    config = load_model_config(path)
+    tower, model = load_tower_alone(path, config, **given), load_model(path, config, **given)
+    assert config.vision is not None
+    side = 4 * config.vision.tower.patch
+    pixels = [Pixels(torch.arange(side * side * 3).view(1, side, side, 3).to(torch.uint8), (1, 4, 4))]
+    assert model.vision is not None
+    (alone,), (whole,) = tower.vision.encode(pixels), model.vision.encode(pixels)
+    assert torch.equal(alone, whole) and float(whole.std()) > 0
 
 
 def test_two_folders_of_one_config_are_one_model_on_any_ranks(folder: str, tmp_path: Path) -> None:
