@@ -37,4 +37,4 @@ class JointMemory:
 
 def joint_plan(config: EngineConfig) -> RegionPlan:
     """What the ranks of all DP ranks share."""
-    return RegionPlan(ranks=config.tp_size, dp_ranks=config.dp_size)
+    return RegionPlan(ranks=config.tp_size, dp_ranks=config.dp_size, beside=config.splits_steps)

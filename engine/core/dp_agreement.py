@@ -13,12 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from engine.core.dp_step import AgreedStep, Row, agree
+from engine.core.dp_step import DECIDES, AgreedStep, Row, agree
 from engine.core.plan import Plan
 from engine.core.prefill_gate import PrefillPolicy
 from engine.core.scheduler import Scheduler
-
-DECIDES = 0  # the rank that opens and closes the gate for prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +94,9 @@ class Agreement:
             token_usage=(allocator.num_pages - scheduler.memory.available) / allocator.num_pages,
             running=scheduler.num_running,
             waiting=scheduler.num_waiting,
+            cut=plan.cut if plan.items else 0,
+            decodes_from=scheduler.split_rule.decodes_from,
+            prompts_from=scheduler.split_rule.prompts_from,
         )
 
     def agreed(self, step: int) -> AgreedStep | None:

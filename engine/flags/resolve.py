@@ -3,7 +3,8 @@
 from dataclasses import replace
 
 from engine.config import MAX_PREFILL_TOKENS, MAX_RUNNING_OF, MEM_FRACTION_OF, EngineConfig
-from engine.core.dp_agreement import DECIDES, Agreement, Board
+from engine.core.dp_agreement import Agreement, Board
+from engine.core.dp_step import DECIDES
 from engine.core.limits import TAIL_SHARE, Limits
 from engine.core.new_token_ratio import RatioRule
 from engine.core.policy import NO_PRIORITIES, Priorities
@@ -157,18 +158,26 @@ def step_budget(config: EngineConfig, model: ModelConfig, *, part_tokens: int) -
     assert config.max_step_time_s is not None and config.num_threads is not None
     if config.max_step_time_s == 0:
         return None
-    token_flops = (
-        2
-        * model.num_layers
-        * (model.attention_weights() + model.mlp_matrices * model.hidden_size * model.mlp_width(active=True))
-    )
-    pair_flops = model.num_layers * model.pair_flops()
+    token_flops = _product_flops(model)
     threads = config.num_ranks * (config.num_threads if config.device == "cpu" else 1)
     return StepBudget(
         max_step_s=config.max_step_time_s,
         page_size=part_tokens,
-        attention_tokens=token_flops / pair_flops,
+        attention_tokens=attention_tokens(model),
         first_rate=token_flops / (FIRST_FLOPS[config.device] * threads),
+    )
+
+
+def attention_tokens(model: ModelConfig) -> float:
+    """Return how many tokens a new one attends to in the time of its own products."""
+    return _product_flops(model) / (model.num_layers * model.pair_flops())
+
+
+def _product_flops(model: ModelConfig) -> float:
+    return (
+        2
+        * model.num_layers
+        * (model.attention_weights() + model.mlp_matrices * model.hidden_size * model.mlp_width(active=True))
     )
 
 

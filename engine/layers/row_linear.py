@@ -4,6 +4,7 @@ import torch
 
 from engine.layers.linear import Delta, sums_matrix
 from engine.parallel.collectives import Collectives
+from engine.parallel.exchange import Exchange, Stages, at_once, given
 from engine.quant.integers import Weight
 
 
@@ -22,15 +23,20 @@ class RowLinear:
         self._collectives = collectives
         self.delta: Delta | None = None
 
+    exchanges = 1  # of `stages`
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return at_once(self.stages(x))
+
+    def stages(self, x: torch.Tensor) -> Stages[Collectives, torch.Tensor]:
+        """As `self(x)`."""
         partial = self._matrix.partial(x)
         if self.delta is not None:
             self.delta(x, partial)
-        return summed(self._collectives, partial, dtype=x.dtype)
+        return (yield from summed(self._collectives, partial, dtype=x.dtype))
 
 
-def summed(collectives: Collectives, partial: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
+def summed(collectives: Collectives, partial: torch.Tensor, *, dtype: torch.dtype) -> Stages[Collectives, torch.Tensor]:
     """The sum of all ranks' `partial` [T, n] fp32, as `dtype`."""
-    if dtype == torch.float16:
-        return collectives.sum(partial, dtype=torch.float32).to(dtype)
-    return collectives.sum(partial, dtype=dtype)
+    rounded = torch.float32 if dtype == torch.float16 else dtype
+    return given((yield Exchange(collectives, lambda ranks: ranks.sum(partial, dtype=rounded)))).to(dtype)

@@ -1,6 +1,6 @@
 """A layer of the decoder: attention and a feed-forward part, each with the norms that its family has around it."""
 
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -19,6 +19,7 @@ from engine.models.mamba import MambaMixer
 from engine.models.mla import LatentAttention
 from engine.models.part import ModelPart
 from engine.models.shared_mlp import SharedMLP
+from engine.parallel.exchange import Stages, at_once
 
 Mixture = ExpertMLP | ExpertParallelMLP
 
@@ -73,15 +74,20 @@ class Layer:
         self.mixture = None if isinstance(self._mlp, DenseMLP | SharedMLP) else self._mlp
 
     def __call__(self, x: torch.Tensor, delta: torch.Tensor | None, turn: Turn, attend: Attend) -> torch.Tensor:
+        return at_once(self.stages(x, delta, turn, attend))
+
+    def stages(
+        self, x: torch.Tensor, delta: torch.Tensor | None, turn: Turn, attend: Attend
+    ) -> Stages[Any, torch.Tensor]:
         """Add `delta`, the output of the layer before, to x; return this layer's. So each sum is one pass with a norm."""
         if self._is_beside:
             own = self._attention_norm.of_sum(x, delta)
-            answer = self._attention.of_norm(self._mlp_norm, own, None, turn, attend)
-            return add(answer, self._mlp.of_norm(self._mlp_norm, own, None))
-        delta = self._attention.of_norm(self._attention_norm, x, delta, turn, attend)
+            answer = yield from self._attention.stages(self._mlp_norm, own, None, turn, attend)
+            return add(answer, (yield from self._mlp.stages(self._mlp_norm, own, None)))
+        delta = yield from self._attention.stages(self._attention_norm, x, delta, turn, attend)
         if self._after_attention is not None:
             delta = self._after_attention(delta)
-        delta = self._mlp.of_norm(self._mlp_norm, x, delta)
+        delta = yield from self._mlp.stages(self._mlp_norm, x, delta)
         return delta if self._after_mlp is None else self._after_mlp(delta)
 
     @property
@@ -89,10 +95,12 @@ class Layer:
         """Its mixer, if this remembers requests beside K and V."""
         return self._attention if isinstance(self._attention, RecurrentMixer) else None
 
-    def join(self) -> None:
-        """Compute this rank's part for the rows of other DP ranks."""
+    def join(self) -> Stages[Any, torch.Tensor]:
+        """[0, hidden]: compute this rank's part for the rows of other DP ranks. As many exchanges as of `stages`, of attention none."""
         assert not isinstance(self._mlp, DenseMLP), "without DP attention no rank computes for others"
-        self._mlp.join()
+        for _ in range(self._attention.exchanges):
+            yield None
+        return (yield from self._mlp.join())
 
 
 def _mixer(part: ModelPart, prefix: str, index: int, *, place: int) -> "Attention | LatentAttention | RecurrentMixer":
@@ -127,7 +135,7 @@ class FeedForward(Protocol):
 
     sites: list[LinearSite]
 
-    def of_norm(self, norm: Normed, x: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
+    def stages(self, norm: Normed, x: torch.Tensor, delta: torch.Tensor | None) -> Stages[Any, torch.Tensor]:
         """[T, hidden] of norm(x + delta), which x becomes before the norm; the same on all ranks."""
 
 
@@ -144,8 +152,10 @@ class DenseMLP:
         if factor != 1.0:
             self.sites = []  # an adapter would have to know the factors
 
-    def of_norm(self, norm: Normed, x: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
+    def stages(self, norm: Normed, x: torch.Tensor, delta: torch.Tensor | None) -> Stages[Any, torch.Tensor]:
         """The MLP of norm(x + delta), which x becomes before the norm."""
         if self._activation == "silu":
-            return self._down(self._gate_up.gated_of_norm(norm, x, delta))
-        return self._down(GATES[self._activation](self._gate_up.of_norm(norm, x, delta)))
+            inner = self._gate_up.gated_of_norm(norm, x, delta)
+        else:
+            inner = GATES[self._activation](self._gate_up.of_norm(norm, x, delta))
+        return (yield from self._down.stages(inner))

@@ -21,6 +21,8 @@ from engine.model_files.recurrent_config import MambaConfig
 from engine.models.attention import Attend
 from engine.models.part import ModelPart, in_one
 from engine.models.remembered import Remembered
+from engine.parallel.collectives import Collectives
+from engine.parallel.exchange import Stages
 from engine.parallel.layout import Cut, shared_range
 
 
@@ -65,9 +67,16 @@ class MambaMixer:
         self.states = Remembered(channels, heads, taps=config.taps, head=head, dtype=checkpoint.dtype_name)
         self.sites: list[LinearSite] = []
 
-    def of_norm(self, norm: Normed, x: Tensor, delta: Tensor | None, turn: Turn, attend: Attend) -> Tensor:
+    @property
+    def exchanges(self) -> int:
+        """Of `stages`."""
+        return self._out.exchanges
+
+    def stages(
+        self, norm: Normed, x: Tensor, delta: Tensor | None, turn: Turn, attend: Attend
+    ) -> Stages[Collectives, Tensor]:
         """The layer's answer to norm(x + delta), which x becomes before the norm. Positions are in the state."""
-        return self._out(self._recurred(self.states.product(self._in, norm, x, delta)))
+        return (yield from self._out.stages(self._recurred(self.states.product(self._in, norm, x, delta))))
 
     def pass_again(self, rows: Tensor) -> None:
         """As of `DeltaMixer`."""

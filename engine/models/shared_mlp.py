@@ -6,7 +6,7 @@ from engine.layers.gates import GATES
 from engine.layers.linear import LinearSite, sums_matrix
 from engine.layers.norm import Normed
 from engine.models.part import ModelPart
-from engine.parallel.row_exchange import RowExchange
+from engine.parallel.row_exchange import RowExchange, RowStages
 
 
 class SharedMLP:
@@ -24,13 +24,13 @@ class SharedMLP:
         self._no_rows = part.no_rows()
         self.sites: list[LinearSite] = []
 
-    def of_norm(self, norm: Normed, x: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
+    def stages(self, norm: Normed, x: torch.Tensor, delta: torch.Tensor | None) -> RowStages[torch.Tensor]:
         """The MLP of norm(x + delta), which x becomes before the norm."""
         return self._exchange.compute(norm.of_sum(x, delta), self._partial)
 
-    def join(self) -> None:
+    def join(self) -> RowStages[torch.Tensor]:
         """Compute this rank's part for the rows of the others, without rows of its own."""
-        self._exchange.compute(self._no_rows, self._partial)
+        return self._exchange.compute(self._no_rows, self._partial)
 
     def _partial(self, x: torch.Tensor) -> torch.Tensor:
         return self._down.partial(self._gate(self._gate_up(x)))

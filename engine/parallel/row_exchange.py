@@ -7,12 +7,17 @@ Ranks of one DP rank have the same rows: the first of them brings these. No rank
 """
 
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from engine.parallel.collectives import SharedMemoryCollectives
+from engine.parallel.exchange import Exchange, Stages, given
 from engine.parallel.layout import Place
+
+T = TypeVar("T")
+RowStages = Stages[SharedMemoryCollectives, T]
 
 
 class RowExchange:
@@ -21,38 +26,49 @@ class RowExchange:
     def __init__(self, ranks: SharedMemoryCollectives, *, place: Place) -> None:
         assert (ranks.rank, ranks.size) == (place.mlp_rank, place.mlp_size), place
         self.ranks = ranks
-        self._dp_rank = place.dp_rank
+        self.dp_rank = place.dp_rank
         self._brings = place.tp_rank == 0
         self.first = self._total = 0  # where the own rows begin among those of all
         self._own = 0
 
     def begin(self, tokens: Sequence[int]) -> None:
         """Take the rows of each DP rank in the next forward, padding included. All ranks give the same."""
-        self.first, self._total = sum(tokens[: self._dp_rank]), sum(tokens)
-        self._own = tokens[self._dp_rank]
+        self.first, self._total = sum(tokens[: self.dp_rank]), sum(tokens)
+        self._own = tokens[self.dp_rank]
 
-    def compute(self, own: Tensor, partial: Callable[[Tensor], Tensor]) -> Tensor:
+    def in_rows(self, tokens: Sequence[int], stages: RowStages[T]) -> RowStages[T]:
+        """`stages` that always find the rows of `begin(tokens)`, whatever others begin between them."""
+        answer: Tensor | None = None
+        while True:
+            self.begin(tokens)
+            try:
+                exchange = stages.send(answer)
+            except StopIteration as end:
+                result: T = end.value
+                return result
+            answer = yield exchange
+
+    def compute(self, own: Tensor, partial: Callable[[Tensor], Tensor]) -> RowStages[Tensor]:
         """[T, n] in `own`'s type: the rows of `own` [T, hidden] in the sum over all ranks of `partial`, float32, of all rows."""
-        return self._sum(partial(self._gather(own)), own_rows=len(own), dtype=own.dtype)
+        rows = range(self.first, self.first + len(own))
+        sums = partial(given((yield self._gather(own))))
+        dtype = torch.float32 if own.dtype == torch.float16 else own.dtype
+        return given((yield self._of(lambda ranks: ranks.sum_rows(sums, rows=rows, dtype=dtype)))).to(own.dtype)
 
-    def everywhere(self, own: Tensor) -> Tensor:
+    def everywhere(self, own: Tensor) -> Exchange[SharedMemoryCollectives]:
         """[all rows, n] of the `own` [T, n] i64 of every DP rank; -1 where a row is padding."""
         padding = torch.nn.functional.pad(own, (0, 0, 0, self._own - len(own)), value=-1)
         return self._gather(padding)
 
-    def take(self, own: Tensor, wanted: Tensor) -> Tensor:
+    def take(self, own: Tensor, wanted: Tensor) -> Exchange[SharedMemoryCollectives]:
         """[len(wanted), n]: rows `wanted` [N] i64 of those of all DP ranks, of which this one has `own` [T, n]."""
-        part = own if self._brings else own[:0]
-        return self.ranks.take_rows(part, first=self.first, total=self._total, wanted=wanted)
+        part, first, total = own if self._brings else own[:0], self.first, self._total
+        return self._of(lambda ranks: ranks.take_rows(part, first=first, total=total, wanted=wanted))
 
-    def _gather(self, own: Tensor) -> Tensor:
+    def _gather(self, own: Tensor) -> Exchange[SharedMemoryCollectives]:
         """[all rows, n] of the `own` [T, n] of every DP rank."""
-        part = own if self._brings else own[:0]
-        return self.ranks.gather_rows(part, first=self.first, total=self._total)
+        part, first, total = own if self._brings else own[:0], self.first, self._total
+        return self._of(lambda ranks: ranks.gather_rows(part, first=first, total=total))
 
-    def _sum(self, partial: Tensor, *, own_rows: int, dtype: torch.dtype) -> Tensor:
-        """[own_rows, n] `dtype`, of the sum of all ranks' `partial` [all rows, n] float32."""
-        rows = range(self.first, self.first + own_rows)
-        if dtype == torch.float16:
-            return self.ranks.sum_rows(partial, rows=rows, dtype=torch.float32).to(dtype)
-        return self.ranks.sum_rows(partial, rows=rows, dtype=dtype)
+    def _of(self, work: Callable[[SharedMemoryCollectives], Tensor]) -> Exchange[SharedMemoryCollectives]:
+        return Exchange(self.ranks, work)

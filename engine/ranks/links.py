@@ -1,7 +1,7 @@
 """What one rank shares with the others of its group, and its place among them."""
 
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from engine.config import EngineConfig
 from engine.device.graphs import most_recorded_rows
 from engine.executor.logit_rows import PROMPT_LOGPROB_ROWS
+from engine.flags.nodes import BESIDE, SUM
 from engine.flags.resolve import largest_prompt_step, limits
 from engine.kv.kv_pool import DTYPES
 from engine.model_files.model_config import ModelConfig
@@ -82,6 +83,7 @@ def region_plan(config: EngineConfig, model: ModelConfig) -> RegionPlan:
         hidden=model.hidden_size,
         link_rows=min(largest_prompt_step(config), MOST_LINK_ROWS) if config.pp_size > 1 else 0,
         link_depth=2 * limits(config).micro_batches,
+        beside=config.splits_steps,
     )
 
 
@@ -120,9 +122,7 @@ def links_of(
     return RankLinks(
         place=place,
         num_ranks=config.num_ranks * place.dp_size,
-        collectives=_collectives(
-            region, place, config, [others[end] for end in sorted(others) if end.startswith("sum")]
-        ),
+        collectives=_collectives(region, place, config, others),
         exchange=None if joint is None else _exchange(joint.region, place),
         tokens=SharedTokens(region),
         share=None,
@@ -166,11 +166,18 @@ def _links_by_groups(groups: RankGroups, plan: RegionPlan, place: Place, config:
 
 
 def _collectives(
-    region: SharedRegion, place: Place, config: EngineConfig, others: Sequence[RankConnection]
+    region: SharedRegion, place: Place, config: EngineConfig, others: Mapping[str, RankConnection]
 ) -> Collectives | None:
     if place.tp_size == 1:
         return None
-    if not others:
+    sums, beside = ([others[end] for end in sorted(others) if end.startswith(kind)] for kind in (SUM, BESIDE))
+    if not sums:
         return SharedMemoryCollectives(region, rank=place.tp_rank, stage=place.pp_rank)
     here = config.ranks_here
-    return NetworkCollectives(region, local_rank=place.tp_rank % here, machine=place.tp_rank // here, others=others)
+    return NetworkCollectives(
+        region,
+        local_rank=place.tp_rank % here,
+        machine=place.tp_rank // here,
+        others=sums,
+        others_beside=beside,
+    )

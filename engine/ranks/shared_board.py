@@ -8,8 +8,8 @@ from dataclasses import asdict, astuple
 
 import torch
 
-from engine.core.dp_agreement import DECIDES, PromptGate
-from engine.core.dp_step import Row
+from engine.core.dp_agreement import PromptGate
+from engine.core.dp_step import DECIDES, Row
 from engine.parallel.region import SharedRegion
 from engine.parallel.region_plan import BOARD_ROWS, ROW_NUMBERS
 
