@@ -48,7 +48,7 @@ _RENAMED: dict[str, Entry] = {
     "--max-cudagraph-capture-size": Renamed(("--cuda-graph-max-bs",), ONE),
     "--no-enable-prefix-caching": Renamed(("--disable-radix-cache",)),
     "--no-async-scheduling": Renamed(("--disable-overlap-schedule",)),
-    "--enable-dbo": Renamed(("--enable-two-batch-overlap",)),
+    "--enable-dbo": Renamed(("--enable-two-batch-overlap=auto",)),
     "--enable-hicache": Renamed(("--enable-hierarchical-cache",)),
     "--lora-modules": Renamed(("--lora-paths",), MANY),
     "--max-loras": Renamed(("--max-loras-per-batch",), ONE),

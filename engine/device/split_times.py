@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
 
 from engine.config import EngineConfig
 from engine.core.dp_step import Row, agree
@@ -41,14 +40,9 @@ class StepTimes:
     def is_faster(self) -> bool:
         return self.halves_s < LESS * self.whole_s
 
-    def described(self) -> dict[str, Any]:
-        """For /server_info."""
-        return {
-            "step": "prompt" if self.extend else "decode",
-            "rows": self.rows,
-            "whole_ms": round(1e3 * self.whole_s, 3),
-            "halves_ms": round(1e3 * self.halves_s, 3),
-        }
+    def __str__(self) -> str:
+        step = "prompt" if self.extend else "decode"
+        return f"{step} steps of {self.rows} rows: {1e3 * self.whole_s:.2f} ms whole, {1e3 * self.halves_s:.2f} ms in halves"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +53,13 @@ class SplitChoice:
     rule: SplitRule
     times: Sequence[StepTimes] = field(default=())
 
-    def described(self) -> dict[str, Any]:
+    def described(self) -> dict[str, int | str]:
         """For /server_info. A `_from` of 0: never."""
         return {
-            "mode": self.mode,
-            "decodes_from": self.rule.decodes_from,
-            "prompts_from": self.rule.prompts_from,
-            "measured": [one.described() for one in self.times],
+            "two_batch_overlap": self.mode,
+            "two_batch_decodes_from": self.rule.decodes_from,
+            "two_batch_prompts_from": self.rule.prompts_from,
+            "two_batch_times": "; ".join(map(str, self.times)),
         }
 
 
@@ -84,16 +78,10 @@ def choose(
     sizes = [(False, rows) for rows in _sizes(steps.rows)] if steps.decodes else []
     sizes += [(True, rows) for rows in _sizes(prompt_tokens)]
     splitter = Splitter(ALWAYS, attention_tokens=attention_tokens)
-    times = measured(run, [_Size(config, steps, splitter, *size) for size in sizes])
+    times = measured(run, [StepSize(config, steps, splitter, *size) for size in sizes])
     choice = SplitChoice(mode, rule_of(times), times)
     for one in times:
-        log.info(
-            "two-batch overlap: %s steps of %d rows take %.2f ms whole, %.2f ms in halves",
-            "prompt" if one.extend else "decode",
-            one.rows,
-            1e3 * one.whole_s,
-            1e3 * one.halves_s,
-        )
+        log.info("two-batch overlap: %s", one)
     log.info(
         "two-batch overlap: decode steps %s, prompt steps %s",
         *(f"from {least} rows" if least else "never" for least in (choice.rule.decodes_from, choice.rule.prompts_from)),
@@ -120,7 +108,9 @@ def _sizes(most: int) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Size:
+class StepSize:
+    """A step of `rows` rows on each DP rank. `splitter`: that cuts it."""
+
     config: EngineConfig
     steps: WarmUp
     splitter: Splitter
@@ -146,19 +136,19 @@ class _Size:
         return plan
 
 
-def measured(run: Callable[[Plan], None], sizes: Sequence[_Size]) -> list[StepTimes]:
+def measured(run: Callable[[Plan], None], sizes: Sequence[StepSize], *, repeats: int = REPEATS) -> list[StepTimes]:
     """Run both forms of each size in turns. All ranks run equally many steps."""
-    plans = closing([plan for size in sizes for plan in _plans(size)])
+    plans = closing([plan for size in sizes for plan in _plans(size, repeats)])
     seconds = [_timed(run, plan) for plan in plans]
-    found, each = [], 2 * (1 + REPEATS)
+    found, each = [], 2 * (1 + repeats)
     for i, size in enumerate(sizes):
         of_size = seconds[i * each + 2 : (i + 1) * each]
         found.append(StepTimes(size.extend, size.rows, median(of_size[::2]), median(of_size[1::2])))
     return found
 
 
-def _plans(size: _Size) -> Iterator[Plan]:
-    for _ in range(1 + REPEATS):
+def _plans(size: StepSize, repeats: int) -> Iterator[Plan]:
+    for _ in range(1 + repeats):
         yield size.plan(halved=False)
         yield size.plan(halved=True)
 

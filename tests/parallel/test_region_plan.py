@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.parallel.region_plan import LINE_BYTES, RegionPlan
+from engine.parallel.region_plan import BOARD_ROWS, LINE_BYTES, ROW_NUMBERS, RegionPlan
 
 PLANS = st.builds(
     RegionPlan,
@@ -16,6 +16,8 @@ PLANS = st.builds(
     link_rows=st.integers(0, 3),
     link_depth=st.integers(1, 3),
     window=st.sampled_from([16, 48]),
+    dp_ranks=st.integers(0, 3),
+    beside=st.booleans(),
 )
 
 
@@ -30,6 +32,11 @@ def places(plan: RegionPlan) -> list[tuple[int, int]]:
         for rank in range(plan.ranks):
             slots = plan.link_depth * plan.link_rows * plan.hidden * 4
             found += [(plan.link_lines(stage, rank), 2 * LINE_BYTES), (plan.link_slots(stage, rank), slots)]
+    found += [(plan.board_lines(rank), 2 * LINE_BYTES) for rank in range(plan.dp_ranks)]
+    found.append((plan.board_rows, plan.dp_ranks * BOARD_ROWS * ROW_NUMBERS * 8))
+    for stage in range(plan.stages if plan.beside else 0):
+        found.append((plan.lines_beside(stage), plan.ranks * LINE_BYTES))
+        found.append((plan.windows_beside(stage), 2 * plan.ranks * plan.window * 4))
     return found
 
 
