@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 from torch import Tensor
 
 from engine.executor.stream import StreamTask, ThreadStream
-from engine.parallel.exchange import Exchange, Stages
+from engine.parallel.exchange import RankExchange, Stages
 
 T = TypeVar("T")
 MOVES_ALONE = 1  # thread that moves bytes, beside those that compute
@@ -63,7 +63,7 @@ class _Half(Generic[T]):
         answer = None if self._under_way is None else self._under_way.result()
         self._under_way = None
         try:
-            exchange: Exchange[Any] | None = self._stages.send(answer)
+            exchange: RankExchange[Any] | None = self._stages.send(answer)
         except StopIteration as end:
             self.results.append(end.value)
             return

@@ -5,7 +5,7 @@ from torch.nn import functional
 
 from engine.kernels.elementwise import elementwise_for, elementwise_on_cpu
 from engine.parallel.collectives import Collectives
-from engine.parallel.exchange import Exchange, Stages, given
+from engine.parallel.exchange import RankExchange, Stages, given
 
 
 class RMSNorm:
@@ -133,7 +133,7 @@ class WholeNorm:
         squares[:, 1] /= self._copies
         if self._collectives is not None:
             own = squares
-            squares = given((yield Exchange(self._collectives, lambda ranks: ranks.sum(own, dtype=torch.float32))))
+            squares = given((yield RankExchange(self._collectives, lambda ranks: ranks.sum(own, dtype=torch.float32))))
         for i, (part, weight) in enumerate(zip(parts, self._weights, strict=True)):
             scale = torch.rsqrt(squares[:, i : i + 1] / self._sizes[i] + self._eps)
             part.copy_(part.float() * scale * weight)

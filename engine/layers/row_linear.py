@@ -4,7 +4,7 @@ import torch
 
 from engine.layers.linear import Delta, sums_matrix
 from engine.parallel.collectives import Collectives
-from engine.parallel.exchange import Exchange, Stages, at_once, given
+from engine.parallel.exchange import RankExchange, Stages, at_once, given
 from engine.quant.integers import Weight
 
 
@@ -39,4 +39,4 @@ class RowLinear:
 def summed(collectives: Collectives, partial: torch.Tensor, *, dtype: torch.dtype) -> Stages[Collectives, torch.Tensor]:
     """The sum of all ranks' `partial` [T, n] fp32, as `dtype`."""
     rounded = torch.float32 if dtype == torch.float16 else dtype
-    return given((yield Exchange(collectives, lambda ranks: ranks.sum(partial, dtype=rounded)))).to(dtype)
+    return given((yield RankExchange(collectives, lambda ranks: ranks.sum(partial, dtype=rounded)))).to(dtype)

@@ -1,6 +1,6 @@
 """What ranks exchange within a layer, apart from who waits for it: so the same layers serve a step at once and a step in two halves.
 
-    stages of a layer   computes, yields an `Exchange`, gets what it gave, computes on ... returns the result
+    stages of a layer   computes, yields an `RankExchange`, gets what it gave, computes on ... returns the result
     at once             each exchange where it stands: an ordinary step
     two halves          a half computes while the exchange of the other is under way (engine/executor/two_halves.py)
 
@@ -20,7 +20,7 @@ R = TypeVar("R", bound=Collectives)
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange(Generic[R]):
+class RankExchange(Generic[R]):
     """`work` of `ranks`, which any thread may do, one at a time."""
 
     ranks: R
@@ -37,7 +37,7 @@ class Exchange(Generic[R]):
 
 
 # None: nothing, in the place of an exchange that other ranks make
-Stages = Generator[Exchange[R] | None, Tensor | None, T]
+Stages = Generator[RankExchange[R] | None, Tensor | None, T]
 
 
 def given(answer: Tensor | None) -> Tensor:

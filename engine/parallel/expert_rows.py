@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from engine.parallel.collectives import Collectives, SharedMemoryCollectives
-from engine.parallel.exchange import Exchange, Stages, given
+from engine.parallel.exchange import RankExchange, Stages, given
 from engine.parallel.network import NOTHING
 from engine.parallel.row_exchange import RowExchange
 
@@ -80,7 +80,7 @@ class TakenRows:
         wanted = places[begin : begin + tokens * each]
         found = given(
             (
-                yield Exchange(
+                yield RankExchange(
                     self._ranks, lambda ranks: ranks.take_rows(answers, first=first, total=ends[-1], wanted=wanted)
                 )
             )
@@ -107,7 +107,7 @@ class SummedRows:
         order, own_rows = _sorted(torch.where(here, flat - mine.start, -1), len(mine))
         answers = compute(own.index_select(0, order // each), own_rows)
         partial = torch.empty_like(answers).index_copy_(0, order, answers).masked_fill_(~here.unsqueeze(1), NOTHING)
-        found = given((yield Exchange(self._collectives, lambda ranks: ranks.sum(partial, dtype=torch.float32))))
+        found = given((yield RankExchange(self._collectives, lambda ranks: ranks.sum(partial, dtype=torch.float32))))
         return Answered(found.view(tokens, each, answers.shape[1]), _sorted(flat, total)[1])
 
 

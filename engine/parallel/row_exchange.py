@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.parallel.collectives import SharedMemoryCollectives
-from engine.parallel.exchange import Exchange, Stages, given
+from engine.parallel.exchange import RankExchange, Stages, given
 from engine.parallel.layout import Place
 
 T = TypeVar("T")
@@ -55,20 +55,20 @@ class RowExchange:
         dtype = torch.float32 if own.dtype == torch.float16 else own.dtype
         return given((yield self._of(lambda ranks: ranks.sum_rows(sums, rows=rows, dtype=dtype)))).to(own.dtype)
 
-    def everywhere(self, own: Tensor) -> Exchange[SharedMemoryCollectives]:
+    def everywhere(self, own: Tensor) -> RankExchange[SharedMemoryCollectives]:
         """[all rows, n] of the `own` [T, n] i64 of every DP rank; -1 where a row is padding."""
         padding = torch.nn.functional.pad(own, (0, 0, 0, self._own - len(own)), value=-1)
         return self._gather(padding)
 
-    def take(self, own: Tensor, wanted: Tensor) -> Exchange[SharedMemoryCollectives]:
+    def take(self, own: Tensor, wanted: Tensor) -> RankExchange[SharedMemoryCollectives]:
         """[len(wanted), n]: rows `wanted` [N] i64 of those of all DP ranks, of which this one has `own` [T, n]."""
         part, first, total = own if self._brings else own[:0], self.first, self._total
         return self._of(lambda ranks: ranks.take_rows(part, first=first, total=total, wanted=wanted))
 
-    def _gather(self, own: Tensor) -> Exchange[SharedMemoryCollectives]:
+    def _gather(self, own: Tensor) -> RankExchange[SharedMemoryCollectives]:
         """[all rows, n] of the `own` [T, n] of every DP rank."""
         part, first, total = own if self._brings else own[:0], self.first, self._total
         return self._of(lambda ranks: ranks.gather_rows(part, first=first, total=total))
 
-    def _of(self, work: Callable[[SharedMemoryCollectives], Tensor]) -> Exchange[SharedMemoryCollectives]:
-        return Exchange(self.ranks, work)
+    def _of(self, work: Callable[[SharedMemoryCollectives], Tensor]) -> RankExchange[SharedMemoryCollectives]:
+        return RankExchange(self.ranks, work)
