@@ -14,7 +14,7 @@ images, divided or not (--mm-enable-dp-encoder)                 tests/e2e/test_i
 
 refused                                                         shown by
 sizes that do not divide the model; --stream inline and stages  tests/engine/test_rank_rules.py
-steps in halves without --ep-size, with adapters, EPLB, states  the same
+steps in halves without --ep-size, with adapters, with states   the same
 files of the hierarchical cache with --nnodes                   the same
 ports of KV events that DP ranks would share                    the same
 """
@@ -135,12 +135,9 @@ def check_two_batches(config: EngineConfig, model: ModelConfig) -> None:
         raise ConfigError(
             f"{flag}: the model's recurrent layers take a step's rows at once; leave it out, --ep-size works without it"
         )
-    for other, is_given, why in (
-        ("--enable-lora", config.enable_lora or bool(config.lora_paths), "adapters know the rows of whole steps"),
-        ("--enable-eplb", config.enable_eplb, "experts move between whole steps"),
-    ):
-        if is_given:
-            raise ConfigError(f"{flag}: not with {other}: {why}; leave one of them out")
+    if config.enable_lora or config.lora_paths:
+        other = "--enable-lora" if config.enable_lora else "--lora-paths"
+        raise ConfigError(f"{flag}: not with {other}: adapters know the rows of whole steps; leave one of them out")
 
 
 def check_device(config: EngineConfig) -> None:

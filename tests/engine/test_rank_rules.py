@@ -75,8 +75,8 @@ def test_ranks_that_cannot_hold_whole_experts_are_refused(tmp_path: Path, flags:
             "--enable-two-batch-overlap auto: not with --enable-lora: ",
         ),
         (
-            {"tp_size": 2, "ep_size": 2, "enable_eplb": True},
-            "--enable-two-batch-overlap auto: not with --enable-eplb: ",
+            {"tp_size": 2, "ep_size": 2, "lora_paths": ("a=b",)},
+            "--enable-two-batch-overlap auto: not with --lora-paths: ",
         ),
     ],
 )

@@ -66,8 +66,10 @@ class Seen:
         {"tp_size": 4, "ep_size": 4, "dp_size": 2, "where": (1, 0, 1, 0)},
         {"tp_size": 2, "ep_size": 2, "pp_size": 2},
         {"tp_size": 4, "ep_size": 4, "nnodes": 2, "dist_init_addr": "127.0.0.1:1"},
+        {"tp_size": 2, "ep_size": 2, "enable_eplb": True, "eplb_rebalance_num_iterations": 4},
+        {"tp_size": 2, "ep_size": 2, "speculative_algorithm": "NGRAM"},
     ],
-    ids=["2 ranks", "2 DP ranks", "one idle DP rank", "2 DP ranks of 2", "2 stages", "2 machines"],
+    ids=["2 ranks", "2 DP ranks", "one idle DP rank", "2 DP ranks of 2", "2 stages", "2 machines", "EPLB", "n-grams"],
 )
 def test_halves_answer_as_whole_steps_do(model: str, shape: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     seen = Seen(monkeypatch)
