@@ -128,6 +128,20 @@ def test_equal_images_of_two_peers_are_encoded_once() -> None:
     assert landed == [cluster.encoder.model.features_of(GOOD)] * 2
 
 
+def test_a_step_encodes_several_images_within_its_budget() -> None:
+    """Of 64 tokens, of which an image of 6 takes 6 to encode, and 8 for its pages."""
+    cluster, rng = EncodeCluster(), random.Random(1)
+    object.__setattr__(cluster.encoder.scheduler.limits, "max_running_requests", 8)
+    for number in range(6):
+        receiver = cluster.wire.receiver(900 + number, bootstrap="", room_attempt=1)
+        while receiver.poll() is not KVPoll.WaitingForInput:
+            assert cluster.wire.step(rng)
+        receiver.provide([1 + 2 * number, 2 + 2 * number], number, work=work_of([image(number, at=0)]))
+    while cluster.wire.step(rng) or cluster.encoder.turn() or cluster.encoder.role.waits_for_outside():
+        pass
+    assert [len(plan.encodes) for plan in cluster.encoder.plans if plan.items] == [4, 2]
+
+
 def test_work_that_ends_is_ended_for_peers() -> None:
     cluster = EncodeCluster()
     cluster.ask("a", GOOD)

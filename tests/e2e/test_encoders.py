@@ -16,9 +16,11 @@ from engine.images import ImageInput
 from engine.messages import FeatureSource
 from engine.model_files.model_config import load_model_config
 from engine.models.vision.tower import Pixels
+from engine.use import EngineUse
 from tests.e2e.encoder_in_process import EncoderInProcess
 from tests.e2e.test_images import FLAGS, NEW, Asked, Tokens, counters, prompts_of
 from tests.e2e.two_engines import REST_S, Alone, Pair, System, WorkerInProcess, disaggregated
+from tests.engine.dp_in_process import dp_ranks
 from tests.engine.engine_in_process import EngineInProcess
 from tests.engine.ranks_in_process import ranks
 from tests.models.tiny_checkpoints import edit_tensors
@@ -223,3 +225,38 @@ def test_an_encoder_that_went_away_costs_no_prompt(served: Served) -> None:
         rest = {rid: body for rid, body in asked.items() if rid != "other"}
         assert ask(system, rest, [source] * 2) == {rid: right[rid] for rid in rest}
         assert counters(system.workers[0])["mm_encoded_images"] == 1, "the second image came before"
+
+
+@ONE
+def test_features_land_at_each_dp_rank_for_itself(served: Served) -> None:
+    """With DP attention, whose ranks step together: of one alone, too, which has nothing else to do."""
+    path, asked, right = served
+    with EngineInProcess(path, **FLAGS) as engine:
+        for rid, (prompt, images) in asked.items():
+            engine.add(rid, prompt, max_new_tokens=1, wanted={"images": images})
+        engine.run()
+        own = features_of(engine)
+    flags = {"chunked_prefill_size": CHUNK, "use": EngineUse(receives_features=True), **FLAGS}
+    with dp_ranks(path, tp_size=4, dp_size=2, **flags) as dp:
+        for engine in dp.engines:
+            put_in_arrivals(engine, asked, own)
+            dp.run()
+            assert len(engine.parts.scheduler.memory.images.take_copied()) == 3  # type: ignore[union-attr]
+        for engine in dp.engines:
+            for rid, (prompt, images) in asked.items():
+                engine.add(rid, prompt, max_new_tokens=NEW, wanted={"images": images})
+        dp.run()
+        assert [{rid: engine.tokens[rid] for rid in asked} for engine in dp.engines] == [right, right]
+        assert [counters(engine)["mm_encoded_images"] for engine in dp.engines] == [0, 0]
+
+
+def put_in_arrivals(engine: EngineInProcess, asked: Asked, own: dict[bytes, torch.Tensor]) -> None:
+    """As an encoder writes them, one image behind the other."""
+    pool, images, first = engine.parts.arrivals, engine.parts.scheduler.memory.images, 1
+    assert pool is not None and images is not None
+    for image in {image.key: image for _, shown in asked.values() for image in shown}.values():
+        pages = list(range(first, first + -(-image.num_tokens // pool.page_size)))
+        for row, features in enumerate(own[image.key]):
+            pool.k(0)[pages[row // pool.page_size], row % pool.page_size, 0] = features
+        assert images.land(image, pages)
+        first = pages[-1] + 1

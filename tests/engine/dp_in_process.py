@@ -17,6 +17,7 @@ from engine.ranks.group import Group
 from engine.ranks.leading_executor import LeadingExecutor
 from engine.ranks.links import Joint
 from engine.ranks.shared_board import SharedBoard
+from engine.use import EngineUse
 from tests.engine.engine_in_process import EngineInProcess
 from tests.engine.ranks_in_process import ranks
 
@@ -86,7 +87,9 @@ class DpRanks:
 
 
 @contextmanager
-def dp_ranks(model_path: str, *, tp_size: int, dp_size: int, **flags: Any) -> Iterator[DpRanks]:
+def dp_ranks(
+    model_path: str, *, tp_size: int, dp_size: int, use: EngineUse | None = None, **flags: Any
+) -> Iterator[DpRanks]:
     """As `ranks`: `tp_size` ranks in all."""
     given = {"enable_dp_attention": True, "dp_size": dp_size, **flags}
     config = EngineConfig(model_path=model_path, tp_size=tp_size, **given)
@@ -97,7 +100,7 @@ def dp_ranks(model_path: str, *, tp_size: int, dp_size: int, **flags: Any) -> It
         engines, errors = [], list[BaseException]()
         for dp_rank in range(dp_size):
             make: Any = partial(DpEngine, called=called)
-            one = ranks(model_path, tp_size=tp_size, joint=Joint(region, dp_rank), make=make, **given)
+            one = ranks(model_path, tp_size=tp_size, joint=Joint(region, dp_rank), make=make, use=use, **given)
             engine = stack.enter_context(one).engine
             assert isinstance(engine, DpEngine)
             engines.append(engine)
