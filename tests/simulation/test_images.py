@@ -6,31 +6,39 @@ from engine.core.plan import FeatureRows, ItemImages, Plan, PlanItem
 from engine.images import key_ids, rope_delta, rope_positions
 from tests.core.images import TOKEN
 from tools.simulation.executor import CheckedModel
-from tools.simulation.images import Sight, delta_of, right_tokens, seen_by_keys, seen_of, turns_of, with_placeholders
+from tools.simulation.images import (
+    PlacedImage,
+    delta_of,
+    right_tokens,
+    seen_by_keys,
+    seen_of,
+    turns_of,
+    with_placeholders,
+)
 
 TEXT = list(range(20))
-SIGHTS = (Sight(2, 4), Sight(8, 2), Sight(14, 4))  # the first comes again
-OTHERS = (Sight(2, 5), Sight(8, 3), Sight(14, 5))  # of the same sizes
-INPUTS = [sight.input() for sight in SIGHTS]
+SHOWN = (PlacedImage(2, 4), PlacedImage(8, 2), PlacedImage(14, 4))  # the first comes again
+OTHERS = (PlacedImage(2, 5), PlacedImage(8, 3), PlacedImage(14, 5))  # of the same sizes
+INPUTS = [placed.input() for placed in SHOWN]
 
 
 def test_prompts_of_equal_tokens_have_other_answers_by_their_images() -> None:
-    prompt = with_placeholders(TEXT, SIGHTS)
+    prompt = with_placeholders(TEXT, SHOWN)
     assert prompt == with_placeholders(TEXT, OTHERS)
-    answers = [right_tokens(prompt, sights, 8, eos=-1, adapter=0) for sights in (SIGHTS, OTHERS, (), SIGHTS[:2])]
+    answers = [right_tokens(prompt, images, 8, eos=-1, adapter=0) for images in (SHOWN, OTHERS, (), SHOWN[:2])]
     assert len(set(map(tuple, answers))) == len(answers)
 
 
 def test_a_path_in_the_radix_tree_is_seen_as_its_prompt() -> None:
-    prompt = with_placeholders(TEXT, SIGHTS)
+    prompt = with_placeholders(TEXT, SHOWN)
     for length in (4, 9, 20):  # two of them cut an image
-        assert seen_by_keys(key_ids(INPUTS, prompt, 0)[:length]) == seen_of(prompt[:length], SIGHTS)
+        assert seen_by_keys(key_ids(INPUTS, prompt, 0)[:length]) == seen_of(prompt[:length], SHOWN)
     assert seen_by_keys(prompt) == seen_of(prompt, ()) == prompt
 
 
 def test_the_product_turns_as_the_oracle_does() -> None:
-    assert list(zip(*rope_positions(INPUTS, 0, 25), strict=True)) == turns_of(SIGHTS, 25)
-    assert rope_delta(INPUTS) == delta_of(SIGHTS) == -8
+    assert list(zip(*rope_positions(INPUTS, 0, 25), strict=True)) == turns_of(SHOWN, 25)
+    assert rope_delta(INPUTS) == delta_of(SHOWN) == -8
 
 
 def _model() -> CheckedModel:
@@ -47,8 +55,8 @@ def _item(rows: tuple[FeatureRows, ...] | None = None, **turned: object) -> Plan
 
 
 def test_rows_turns_and_images_decide_what_is_seen() -> None:
-    model, prompt = _model(), with_placeholders(TEXT, SIGHTS)
-    right = seen_of(prompt, SIGHTS)[2:8]
+    model, prompt = _model(), with_placeholders(TEXT, SHOWN)
+    right = seen_of(prompt, SHOWN)[2:8]
     assert model.seen(_item(), [TOKEN] * 6) == right
     cut = (FeatureRows(0, INPUTS[0].key, 0, 3), FeatureRows(3, INPUTS[0].key, 0, 3))
     for wrong in (_item(rope=None), _item(rope=None, rope_delta=-3), _item(()), _item(cut)):

@@ -24,16 +24,16 @@ from tools.mutants import drafters, experts, prefixes, rewinds, states, ways
 from tools.mutants.cluster import CLUSTER
 from tools.mutants.core import CORE
 from tools.mutants.drafts import DRAFTS
+from tools.mutants.image_sharing import IMAGE_SHARING
 from tools.mutants.images import IMAGES
 from tools.mutants.planting import BROKEN
 from tools.mutants.ranks import RANKS
-from tools.mutants.sights import SIGHTS
 from tools.simulation.__main__ import first_failure
 from tools.soak_core import drive_round
 
 TABLES = {
     "core": {**CORE, **DRAFTS, **IMAGES},
-    "cluster": {**CLUSTER, **RANKS, **SIGHTS},
+    "cluster": {**CLUSTER, **RANKS, **IMAGE_SHARING},
     "drafters": drafters.DRAFTERS,
     "experts": experts.EXPERTS,
     "states": states.STATES,

@@ -19,7 +19,7 @@ from service.kv_events import namespace_of
 from tests.core.hash_model import hidden_of, prefix_hash
 from tools.simulation.executor import adapter_of
 from tools.simulation.http import Call, Head, Request, call
-from tools.simulation.images import Sights, draw_sights, right_tokens, whole_ones, with_placeholders
+from tools.simulation.images import PlacedImages, choose_images, right_tokens, whole_ones, with_placeholders
 from tools.simulation.network import Network
 from tools.simulation.options import Options
 from tools.simulation.returns import Returns, events_of, headers_of, last_id
@@ -51,7 +51,7 @@ class Asked:
     priority: int = 0
     extra_key: str = ""
     embed: bool = False
-    sights: Sights = ()
+    images: PlacedImages = ()
     retry_after: str = ""
     tries: int = 0
     outcome: str = ""  # "ok" | "error" | "left"
@@ -75,7 +75,7 @@ class Asked:
 
     def right_answer(self) -> list[int]:
         adapter = adapter_of(namespace_of(None, self.extra_key))
-        return right_tokens(self.prompt, self.sights, self.new, eos=EOS, adapter=adapter)
+        return right_tokens(self.prompt, self.images, self.new, eos=EOS, adapter=adapter)
 
 
 class Clients:
@@ -102,7 +102,7 @@ class Clients:
         self.live: dict[int, Asked] = {}
         self.outcomes: Counter[str] = Counter()
         self.longest_gap_s = 0.0
-        self.recent: deque[tuple[list[int], Sights]] = deque(maxlen=8)  # answered conversations, to go on with
+        self.recent: deque[tuple[list[int], PlacedImages]] = deque(maxlen=8)  # answered conversations, to go on with
 
     def ask(self, *, big: bool = False, must_succeed: bool = False, capacity: int = 0) -> Asked:
         """A new request now. `capacity`: KV tokens of the smaller worker, which no request may exceed."""
@@ -111,11 +111,11 @@ class Clients:
         limit = max(4, capacity // 2 - 2)
         length = min(draw.randint(20, 60) if big else draw.choice([1, 3, 9, 9, 17, 33]) + draw.randint(0, 3), limit)
         new = min(draw.randint(10, 40) if big else draw.choice([1, 4, 20, 24]) + draw.randint(0, 2), limit)
-        prompt, sights = self._prompt(length)
+        prompt, images = self._prompt(length)
         asked = Asked(
             number=self._num,
             prompt=prompt,
-            sights=sights,
+            images=images,
             new=new,
             num_samples=draw.choice([1, 1, 1, 1, 2, 3]),
             stream=False,
@@ -151,18 +151,18 @@ class Clients:
     def _show_images(self, asked: Asked) -> None:
         """Of the conversation that it goes on with, or new ones in place of some of its text."""
         if asked.embed:
-            asked.sights = ()
-        elif not asked.sights:
-            sights = draw_sights(self._images, len(asked.prompt), self._options)
-            asked.prompt = with_placeholders(asked.prompt, sights)
-            asked.sights = () if self._images.random() < BLIND_SHARE else sights
+            asked.images = ()
+        elif not asked.images:
+            images = choose_images(self._images, len(asked.prompt), self._options)
+            asked.prompt = with_placeholders(asked.prompt, images)
+            asked.images = () if self._images.random() < BLIND_SHARE else images
 
-    def _prompt(self, length: int) -> tuple[list[int], Sights]:
+    def _prompt(self, length: int) -> tuple[list[int], PlacedImages]:
         """Of a family, so that prefixes are shared; or the next turn of an earlier conversation, with its images."""
         if self.recent and self._draw.random() < 0.25:
-            tokens, sights = self._draw.choice(list(self.recent))
+            tokens, images = self._draw.choice(list(self.recent))
             turn = [*tokens, self._draw.randrange(VOCAB_OF_PROMPTS)][:length]
-            return turn, whole_ones(sights, len(turn))
+            return turn, whole_ones(images, len(turn))
         family = self._draw.randrange(FAMILIES)
         tail = self._draw.randrange(VOCAB_OF_PROMPTS)
         return [(family * 7 + k) % VOCAB_OF_PROMPTS for k in range(max(0, length - 1))] + [tail], ()
@@ -373,7 +373,7 @@ class Clients:
         want = asked.right_answer()
         if answers != [want] * asked.num_samples:
             raise Violation(f"client {asked.number}: answers {answers}, must be {want} x {asked.num_samples}")
-        self.recent.append(([*asked.prompt, *want], asked.sights))
+        self.recent.append(([*asked.prompt, *want], asked.images))
         self._close(asked, "ok")
 
     def _judge_vectors(self, asked: Asked, vectors: list[list[float]]) -> None:
@@ -428,6 +428,6 @@ def _request(asked: Asked) -> Request:
         "stream": asked.stream,
         "priority": asked.priority,
         **({"extra_key": asked.extra_key} if asked.extra_key else {}),
-        **({"images": [(sight.start, sight.number) for sight in asked.sights]} if asked.sights else {}),
+        **({"images": [(placed.start, placed.number) for placed in asked.images]} if asked.images else {}),
     }
     return Request("POST", "/generate", msgspec.json.encode(body), headers)

@@ -19,7 +19,7 @@ from typing import Protocol
 from engine.core.plan import Plan, PlanItem, StepResult
 from engine.images import ImageInput
 from tests.core.hash_model import Copy, HashModel, Slot, State, prefix_hash, step_hash
-from tools.simulation.images import Sights, contents, delta_of, seen_at, seen_of
+from tools.simulation.images import PlacedImages, contents, delta_of, seen_at, seen_of
 from tools.simulation.world import Violation
 from transfer_backends.contract import NOTHING_YET, Progress
 
@@ -27,7 +27,7 @@ NOTHING = Slot(-1, -1)  # never written
 OTHER_WEIGHTS = -1
 
 
-Asked = tuple[Sequence[str], Sights]  # a request's namespace and images
+Asked = tuple[Sequence[str], PlacedImages]  # a request's namespace and images
 
 
 def adapter_of(namespace: Sequence[str]) -> int:
@@ -61,15 +61,15 @@ class CheckedModel(HashModel):
         self._parts: dict[tuple[int, int], list[Slot]] = {}  # by layer, of slots that landed layer by layer
         self._expected: dict[int, list[int]] = {}  # slot -> hash at each position
         self._deltas: dict[int, int] = {}  # slot -> RoPE position minus position behind its images
-        self.sights: dict[tuple[int, int], Sights] = {}  # of the requests that plans open, by plan and slot
+        self.images: dict[tuple[int, int], PlacedImages] = {}  # of the requests that plans open, by plan and slot
 
     def run(self, plan: Plan) -> StepResult:
         for opened in plan.opens:
             hashes: list[int] = []
-            sights = self.sights.pop((plan.seq, opened.slot), ())
-            for token in seen_of([*opened.prompt_ids, *opened.output_ids], sights):
+            images = self.images.pop((plan.seq, opened.slot), ())
+            for token in seen_of([*opened.prompt_ids, *opened.output_ids], images):
                 hashes.append(step_hash(hashes[-1] if hashes else opened.adapter, token))
-            self._expected[opened.slot], self._deltas[opened.slot] = hashes, delta_of(sights)
+            self._expected[opened.slot], self._deltas[opened.slot] = hashes, delta_of(images)
         if self.ranks is not None and plan.items:
             self.ranks.join(plan)
         result = super().run(plan)
@@ -221,10 +221,10 @@ class SimExecutor:
         """`plan` with the adapter of each request that it opens; the model learns what that sees."""
         opens = []
         for opened in plan.opens:
-            namespace, sights = self._asked_of(opened.slot)
+            namespace, images = self._asked_of(opened.slot)
             opens.append(replace(opened, adapter=adapter_of(namespace)))
-            if sights:
-                self.model.sights[plan.seq, opened.slot] = sights
+            if images:
+                self.model.images[plan.seq, opened.slot] = images
         return replace(plan, opens=opens)
 
     def launch(self, plan: Plan) -> SimLaunch:

@@ -34,7 +34,7 @@ from service.kv_events import namespace_of
 from service.process.stop_signals import StopSignals
 from tools.simulation.aio import VirtualLoop
 from tools.simulation.http import Reply, Request
-from tools.simulation.images import Sight
+from tools.simulation.images import PlacedImage
 from tools.simulation.kept import KeptStreams
 from tools.simulation.options import Options
 from tools.simulation.world import Process, Violation
@@ -272,7 +272,7 @@ class Frontend:
                 stream=body.stream,
                 priority=body.priority,
                 namespace=namespace_of(None, body.extra_key),
-                images=[Sight(start, number).input() for start, number in body.images],
+                images=[PlacedImage(start, number).input() for start, number in body.images],
             )
             for room, host, port in zip(rooms, hosts, ports, strict=True)
         ]

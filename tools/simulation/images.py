@@ -1,10 +1,10 @@
-"""Images of simulated prompts, and what the hash model sees of such a prompt: the right answers follow from it alone.
+"""Images of simulated prompts, and how the hash model reads such a prompt: the right answers follow from it alone.
 
     tokens      5   9  49  49  49  49   3       49: the placeholder, which a prompt of text may have, too
     contents    5   9  c0  c1  c2  c3   3       c: of the image's pixels, row by row
-    seen        5   9  those of an image and behind it with their RoPE positions, where these are not their places
+    seen        5   9  contents, with their RoPE positions where these differ from their places
 
-Nothing here asks the product for key ids, features or RoPE positions: whoever has other ones computes other KV.
+Nothing here asks the product for key ids, features or RoPE positions: wrong ones give other KV.
 """
 
 import random
@@ -27,7 +27,7 @@ Turn = tuple[int, int, int]  # the RoPE positions of a token: time, row, column
 
 
 @dataclass(frozen=True)
-class Sight:
+class PlacedImage:
     """An image by its number, and where it begins in its prompt."""
 
     start: int
@@ -43,20 +43,20 @@ class Sight:
         return self.start + self.num_tokens
 
     def input(self) -> ImageInput:
-        """As a frontend makes it of the image's file."""
+        """Make the message that a frontend makes of the image's file."""
         rows, columns = SIZES[self.number]
         return image(self.number, at=self.start, rows=rows, columns=columns)
 
 
-Sights = tuple[Sight, ...]
+PlacedImages = tuple[PlacedImage, ...]
 
 
-def sights_of(images: Sequence[ImageInput]) -> Sights:
-    """By their pixels."""
-    return tuple(Sight(shown.start, shown.pixels[0]) for shown in images)
+def placed_images(images: Sequence[ImageInput]) -> PlacedImages:
+    """Return the images by number, which their pixels hold."""
+    return tuple(PlacedImage(shown.start, shown.pixels[0]) for shown in images)
 
 
-# ---- what is seen
+# ---- the model
 
 
 def content(number: int, row: int) -> int:
@@ -64,51 +64,51 @@ def content(number: int, row: int) -> int:
 
 
 def contents(image: ImageInput) -> list[int]:
-    """Features of its pixels, wherever it stands."""
+    """Return the features of its pixels; its place does not count."""
     return [content(image.pixels[0], row) for row in range(image.num_tokens)]
 
 
 def seen_at(content: int, position: int, turn: Turn) -> int:
-    """What the model sees at `position`: the same of as much text as without images."""
+    """Return what the model reads at `position`: the content itself where the RoPE position is the place."""
     return content if turn == (position,) * 3 else prefix_hash([content, *turn])
 
 
-def turns_of(sights: Sights, num_tokens: int) -> list[Turn]:
-    """An image begins behind what is before it, and what follows goes on behind its longer side."""
+def turns_of(images: PlacedImages, num_tokens: int) -> list[Turn]:
+    """Return the RoPE positions of the first `num_tokens` tokens. Text behind an image goes on behind its longer side."""
     turns, following = list[Turn](), 0
-    starts = {sight.start: sight for sight in sights}
+    starts = {placed.start: placed for placed in images}
     while len(turns) < num_tokens:
-        if (sight := starts.get(len(turns))) is None:
+        if (placed := starts.get(len(turns))) is None:
             turns.append((following,) * 3)
             following += 1
             continue
-        rows, columns = SIZES[sight.number]
+        rows, columns = SIZES[placed.number]
         turns += [(following, following + row, following + column) for row in range(rows) for column in range(columns)]
         following += max(rows, columns)
     return turns[:num_tokens]
 
 
-def delta_of(sights: Sights) -> int:
-    """RoPE position minus position behind all of them."""
-    return sum(max(SIZES[sight.number]) - sight.num_tokens for sight in sights)
+def delta_of(images: PlacedImages) -> int:
+    """Return RoPE position minus position behind the last image."""
+    return sum(max(SIZES[placed.number]) - placed.num_tokens for placed in images)
 
 
-def seen_of(tokens: Sequence[int], sights: Sights) -> list[int]:
-    """What the model sees of `tokens`, of a prompt or an answer behind it. The last image may be cut."""
-    if not sights:
+def seen_of(tokens: Sequence[int], images: PlacedImages) -> list[int]:
+    """Return what the model reads of `tokens`, a prompt or a prompt with an answer. The last image may be cut."""
+    if not images:
         return list(tokens)
     found = list(tokens)
-    for sight in sights:
-        for row, position in enumerate(range(sight.start, min(sight.end, len(found)))):
-            found[position] = content(sight.number, row)
+    for placed in images:
+        for row, position in enumerate(range(placed.start, min(placed.end, len(found)))):
+            found[position] = content(placed.number, row)
     return [
-        seen_at(of, at, turn) for at, (of, turn) in enumerate(zip(found, turns_of(sights, len(found)), strict=True))
+        seen_at(of, at, turn) for at, (of, turn) in enumerate(zip(found, turns_of(images, len(found)), strict=True))
     ]
 
 
-def right_tokens(prompt: list[int], sights: Sights, n: int, *, eos: int, adapter: int) -> list[int]:
-    """What greedy generation must give."""
-    value, delta, out = prefix_hash(seen_of(prompt, sights), adapter), delta_of(sights), list[int]()
+def right_tokens(prompt: list[int], images: PlacedImages, n: int, *, eos: int, adapter: int) -> list[int]:
+    """Return the tokens of greedy generation."""
+    value, delta, out = prefix_hash(seen_of(prompt, images), adapter), delta_of(images), list[int]()
     while len(out) < n:
         token, position = next_token(value), len(prompt) + len(out)
         out.append(token)
@@ -119,57 +119,57 @@ def right_tokens(prompt: list[int], sights: Sights, n: int, *, eos: int, adapter
 
 
 def seen_by_keys(keys: Sequence[int]) -> list[int]:
-    """The same of a path in a radix tree, where key ids stand for images."""
-    found, sights = _first_keys(), list[Sight]()
+    """Return what the model reads of a path in a radix tree, where key ids stand for images."""
+    found, images = _first_keys(), list[PlacedImage]()
     for at, key in enumerate(keys):
-        if key in found and not (sights and at < sights[-1].end):
-            sights.append(Sight(at, found[key]))
-    return seen_of(keys, tuple(sights))
+        if key in found and not (images and at < images[-1].end):
+            images.append(PlacedImage(at, found[key]))
+    return seen_of(keys, tuple(images))
 
 
 @cache
 def _first_keys() -> dict[int, int]:
-    """The key id of each image's first token -> its number."""
-    sights = [Sight(0, number) for number in range(len(SIZES))]
-    return {key_ids([sight.input()], [TOKEN] * sight.num_tokens, 0)[0]: sight.number for sight in sights}
+    """Return each image's number by the key id of its first token."""
+    images = [PlacedImage(0, number) for number in range(len(SIZES))]
+    return {key_ids([placed.input()], [TOKEN] * placed.num_tokens, 0)[0]: placed.number for placed in images}
 
 
-# ---- what is asked
+# ---- requests
 
 
-def draw_sights(draw: random.Random, length: int, options: Options) -> Sights:
-    """Images for a prompt of `length` tokens: some, one of them twice, or none. A worker has room for what it needs at once."""
+def choose_images(draw: random.Random, length: int, options: Options) -> PlacedImages:
+    """Choose images for a prompt of `length` tokens: some, one of them twice, or none. A worker has room for those of one part."""
     if draw.random() >= SHARE:
         return ()
-    sights, at = list[Sight](), draw.choice(STARTS)
+    images, at = list[PlacedImage](), draw.choice(STARTS)
     for _ in range(draw.choice([1, 1, 2, 3, 4])):
-        again = bool(sights) and draw.random() < 0.3
-        sight = Sight(at, draw.choice(sights).number if again else draw.randrange(len(SIZES)))
-        if sight.end > length or not _fits([*sights, sight], options):
+        again = bool(images) and draw.random() < 0.3
+        placed = PlacedImage(at, draw.choice(images).number if again else draw.randrange(len(SIZES)))
+        if placed.end > length or not _fits([*images, placed], options):
             break
-        sights.append(sight)
-        at = sight.end + draw.choice(GAPS)
-    return tuple(sights)
+        images.append(placed)
+        at = placed.end + draw.choice(GAPS)
+    return tuple(images)
 
 
-def _fits(sights: Sequence[Sight], options: Options) -> bool:
+def _fits(images: Sequence[PlacedImage], options: Options) -> bool:
     part = GRID if options.state_slots != (0, 0) else options.page_size
-    return all(_needed(sights, start, start + part) <= options.image_room for start in range(sights[-1].end))
+    return all(_needed(images, start, start + part) <= options.image_room for start in range(images[-1].end))
 
 
-def _needed(sights: Sequence[Sight], start: int, end: int) -> int:
-    touched = {sight.number: sight.num_tokens for sight in sights if sight.start < end and sight.end > start}
+def _needed(images: Sequence[PlacedImage], start: int, end: int) -> int:
+    touched = {placed.number: placed.num_tokens for placed in images if placed.start < end and placed.end > start}
     return sum(touched.values())
 
 
-def with_placeholders(prompt: list[int], sights: Sights) -> list[int]:
-    """As a frontend expands it: the same length, some of its text is images."""
+def with_placeholders(prompt: list[int], images: PlacedImages) -> list[int]:
+    """Put placeholders in place of text; the length stays."""
     found = list(prompt)
-    for sight in sights:
-        found[sight.start : sight.end] = [TOKEN] * sight.num_tokens
+    for placed in images:
+        found[placed.start : placed.end] = [TOKEN] * placed.num_tokens
     return found
 
 
-def whole_ones(sights: Sights, length: int) -> Sights:
-    """Those of a longer prompt that its first `length` tokens have whole."""
-    return tuple(sight for sight in sights if sight.end <= length)
+def whole_ones(images: PlacedImages, length: int) -> PlacedImages:
+    """Return the images that end within the first `length` tokens."""
+    return tuple(placed for placed in images if placed.end <= length)

@@ -54,7 +54,7 @@ from tools.simulation.executor import CheckedModel, SimExecutor
 from tools.simulation.frontend import Frontend
 from tools.simulation.group import GroupExecutor, Shape, SimGroup, SimRank, own_checksum
 from tools.simulation.http import serve
-from tools.simulation.images import Sights, sights_of
+from tools.simulation.images import PlacedImages, placed_images
 from tools.simulation.rank_models import RankModel
 from tools.simulation.ranks import Follower, RankView
 from tools.simulation.surroundings import (
@@ -458,10 +458,10 @@ class Worker:
         address = f"{self.process.node}:{HTTP_PORT}"
         serve(self.around.network, self.process, address, self.frontend.handle)
 
-    def _asked_of(self, slot: int) -> tuple[tuple[str, ...], Sights]:
+    def _asked_of(self, slot: int) -> tuple[tuple[str, ...], PlacedImages]:
         request = next(r for r in self.scheduler.stages.live.values() if r.slot == slot)
         self.around.world.seen["recomputes with images"] += bool(request.images) and request.rid.startswith("recompute")
-        return request.namespace, sights_of(request.images)
+        return request.namespace, placed_images(request.images)
 
     # ---- threads
 

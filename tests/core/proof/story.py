@@ -75,7 +75,7 @@ class Ask:
     """One request: a prompt of `length` tokens of one of few families (so that prefixes are shared), and its wishes.
 
     `stop`: "" | "eos" | "ids" | "string"; `stop_at`: which of the expected tokens it is. `logprob_from`: -1 output only. `adapter`: number
-    of its load; 0: the model alone. `sights`: of each image the tokens of text before it, and its number; what does not fit is left out.
+    of its load; 0: the model alone. `image_places`: of each image the tokens of text before it, and its number; what does not fit is left out.
     """
 
     family: int
@@ -93,7 +93,7 @@ class Ask:
     fill: bool  # `new` is as much as the whole memory holds
     adapter: int = 0
     namespace: tuple[str, ...] = ()
-    sights: tuple[tuple[int, int], ...] = ()
+    image_places: tuple[tuple[int, int], ...] = ()
 
     @cached_property
     def prompt(self) -> list[int]:
@@ -105,7 +105,7 @@ class Ask:
     @cached_property
     def images(self) -> tuple[ImageInput, ...]:
         found, at = list[ImageInput](), 0
-        for text, number in self.sights:
+        for text, number in self.image_places:
             rows, columns = SIZES[number]
             begin, at = at + text, at + text + rows * columns
             if at <= self.length:
@@ -235,9 +235,9 @@ def stories_with_groups(*, states: bool = False, windows: bool = False) -> st.Se
 def stories_with_images() -> st.SearchStrategy[Story]:
     """Requests with few images in turn, and without, and room for the features of as few."""
 
-    def shown(story: Story, sights: list[tuple[tuple[int, int], ...]]) -> Story:
-        drawn = itertools.cycle(sights)
-        events = (replace(e, sights=next(drawn)) if isinstance(e, Ask) else e for e in story.events)
+    def shown(story: Story, image_places: list[tuple[tuple[int, int], ...]]) -> Story:
+        drawn = itertools.cycle(image_places)
+        events = (replace(e, image_places=next(drawn)) if isinstance(e, Ask) else e for e in story.events)
         return Story(story.setup, tuple(events))
 
     setup = _setups(
@@ -247,8 +247,8 @@ def stories_with_images() -> st.SearchStrategy[Story]:
     )
     event = st.one_of(asks(), _events(), asks(), _events(), _events())
     told = st.builds(Story, setup.map(_on_the_grid), st.lists(event, min_size=25, max_size=60).map(tuple))
-    sight = st.tuples(st.sampled_from([0, 0, 1, 2, 3, 5]), st.sampled_from(range(len(SIZES))))
-    some = st.lists(st.lists(sight, max_size=5).map(tuple), min_size=4, max_size=12)
+    place = st.tuples(st.sampled_from([0, 0, 1, 2, 3, 5]), st.sampled_from(range(len(SIZES))))
+    some = st.lists(st.lists(place, max_size=5).map(tuple), min_size=4, max_size=12)
     return st.builds(shown, told, some)
 
 

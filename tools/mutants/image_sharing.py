@@ -1,4 +1,4 @@
-"""Bugs in what workers make of each other's images, which the simulated cluster must find by its tokens and its KV."""
+"""Bugs in how workers share images and what stands for them. The simulated cluster must find them by tokens and KV."""
 
 import msgspec
 
@@ -15,25 +15,27 @@ from engine.ranks.messages import step_of
 from tools.mutants.images import IMAGES
 from tools.mutants.planting import Bugs
 
-SIGHTS = Bugs()
+IMAGE_SHARING = Bugs()
 for name in (
     "images count as their placeholders",
     "features are freed early",
     "features are kept beyond their bound",
     "features outlive their weights",
 ):
-    SIGHTS[name] = IMAGES[name]
+    IMAGE_SHARING[name] = IMAGES[name]
 
 
-# ---- what stands for images
+# ---- key ids
 
 
-@SIGHTS.bug("other images have the same key ids", images._ids_of, "Key ids follow from sizes alone: hashes collide.")
+@IMAGE_SHARING.bug(
+    "other images have the same key ids", images._ids_of, "Key ids follow from sizes alone: hashes collide."
+)
 def _(original, image):
     return original(msgspec.structs.replace(image, key=bytes(len(image.key))))
 
 
-@SIGHTS.bug(
+@IMAGE_SHARING.bug(
     "keys of pages count images as their placeholders",
     Request.key_tokens,
     "Prompts with other images find the same pages in the host tier.",
@@ -46,7 +48,7 @@ def _(original, request, start, end):
 # ---- RoPE positions
 
 
-@SIGHTS.bug(
+@IMAGE_SHARING.bug(
     "lose the RoPE delta at the hand-over", SchedulerState.register, "Decode places its tokens as behind as much text."
 )
 def _(original, state, request):
@@ -54,7 +56,7 @@ def _(original, state, request):
     request.rope_delta *= request.prefill_only
 
 
-@SIGHTS.bug(
+@IMAGE_SHARING.bug(
     "lose the RoPE delta with the memory", Departures.retract, "What was retracted goes on as behind as much text."
 )
 def _(original, departures, request):
@@ -62,7 +64,7 @@ def _(original, departures, request):
     request.rope_delta = 0
 
 
-@SIGHTS.bug(
+@IMAGE_SHARING.bug(
     "turn the tokens of an image as a row of text",
     ImageInput.rope_positions,
     "Rows and columns of an image are lost.",
@@ -71,7 +73,7 @@ def _(original, image, base):
     return iter([(base + k, base + k, base + k) for k in range(image.num_tokens)])
 
 
-@SIGHTS.bug("followers get no RoPE deltas", step_of, "Other ranks place an answer as behind as much text.")
+@IMAGE_SHARING.bug("followers get no RoPE deltas", step_of, "Other ranks place an answer as behind as much text.")
 def _(original, plan, **how):
     step = original(plan, **how)
     placed = [(i, msgspec.structs.replace(images, rope_delta=0)) for i, images in step.images]
@@ -81,7 +83,7 @@ def _(original, plan, **how):
 # ---- images that stay behind
 
 
-@SIGHTS.bug(
+@IMAGE_SHARING.bug(
     "ask for placeholders again",
     recompute.packed,
     "Prefill computes what decode has retracted without its images.",
@@ -91,7 +93,9 @@ def _(original, images):
     return b""
 
 
-@SIGHTS.bug("go on without images", going_on, "An answer that goes on at other workers is one to its text alone.")
+@IMAGE_SHARING.bug(
+    "go on without images", going_on, "An answer that goes on at other workers is one to its text alone."
+)
 def _(original, resume, requests):
     found = original(resume, requests)
     return found if resume is None else [msgspec.structs.replace(request, images=[]) for request in found]
