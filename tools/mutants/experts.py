@@ -38,14 +38,16 @@ def _(original, balance, place):
 
 
 @EXPERTS.bug(
-    "weights move a step before the map", ExpertBalance._on_turn, "For one step tokens go where experts have been."
+    "weights move a step before the map", ExpertBalance.on_step, "For one step tokens go where experts have been."
 )
-def _(original, balance, place):
-    late, layer = vars(balance).setdefault("late", {}), balance.layers[place]
-    before = layer.placed = late.pop(place, layer.placed)
-    original(balance, place)
-    if layer.placed is not before:
-        late[place], layer.placed = layer.placed, _placed(before.placement, layer.placed)
+def _(original, balance):
+    for layer in balance.layers:
+        layer.placed = vars(layer).pop("late", layer.placed)
+    before = [layer.placed for layer in balance.layers]
+    original(balance)
+    for layer, was in zip(balance.layers, before, strict=True):
+        if layer.placed is not was:
+            layer.late, layer.placed = layer.placed, _placed(was.placement, layer.placed)
 
 
 @EXPERTS.bug(
