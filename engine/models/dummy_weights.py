@@ -55,12 +55,28 @@ class DummyTensors:
         self, out: Tensor, shape: Sequence[int], taken: Sequence[range], *, start: int, center: float, spread: float
     ) -> None:
         noise = self._noise_on(out.device)
-        row_size = max(1, math.prod(map(len, taken[1:])))
-        rows = taken[0]
+        if all(len(part) == size for part, size in zip(taken[1:], shape[1:], strict=True)):
+            self._fill_run(out.view(-1), noise, start + taken[0].start * math.prod(shape[1:]))
+        else:
+            self._fill_cut(out, noise, shape, taken, start=start)
+        out.mul_(spread).add_(center)
+
+    def _fill_run(self, out: Tensor, noise: Tensor, at: int) -> None:
+        """Neighbours, as of whole rows."""
+        done, at = 0, at % NUMBERS
+        while done < len(out):
+            count = min(len(out) - done, NUMBERS - at)
+            out[done : done + count].copy_(noise[at : at + count])
+            done, at = done + count, 0
+
+    def _fill_cut(
+        self, out: Tensor, noise: Tensor, shape: Sequence[int], taken: Sequence[range], *, start: int
+    ) -> None:
+        rows, row_size = taken[0], max(1, math.prod(map(len, taken[1:])))
         for first in range(0, len(rows), step := max(1, BLOCK // row_size)):
             block = rows[first : first + step]
             places = (_places([block, *taken[1:]], shape, device=out.device) + start) % NUMBERS
-            out[first : first + len(block)].copy_(noise[places].mul_(spread).add_(center))
+            out[first : first + len(block)].copy_(noise[places])
 
     def _noise_on(self, device: torch.device) -> Tensor:
         if device not in self._noise:

@@ -59,6 +59,8 @@ class ExpertBalance:
 
     def on_step(self) -> None:
         """Called on each rank before each step that computes layers, in the thread and the stream of the steps."""
+        if not self.layers:
+            return  # a stage of dense layers
         self._steps += 1
         if self._steps % self._every == 0 and not self._wanted:
             self._plan()

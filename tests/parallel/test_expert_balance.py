@@ -88,3 +88,13 @@ def test_a_round_looks_at_the_loads_since_the_last_one() -> None:
     loads = [later.get(expert, 0) for expert in range(EXPERTS)]
     for at_first, then in run_ranks(RANKS, work):
         assert imbalance(at_first, loads, ranks=2) == 2.0 and imbalance(then, loads, ranks=2) < 1.2
+
+
+def test_a_stage_of_dense_layers_moves_nothing() -> None:
+    def work(collectives: SharedMemoryCollectives) -> int:
+        balance = ExpertBalance(collectives, every=1, groups=1, nodes=1)
+        for _ in range(3):
+            balance.on_step()
+        return balance.rounds
+
+    assert run_ranks(RANKS, work) == [0, 0]
