@@ -3,7 +3,8 @@
 On a CPU the lanes divide the threads (engine/executor/core_share.py). On a GPU both are streams, and decode's has the higher priority.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Protocol
 
@@ -17,6 +18,7 @@ from engine.executor.executor import Executor
 from engine.executor.lane_executor import LaneExecutor
 from engine.executor.stream import CudaLane, Stream, ThreadStream
 from engine.kernels import tape
+from engine.kernels.linear import linear_kernel
 
 FIRST, NEXT = -1, 0  # priorities of streams
 
@@ -59,7 +61,7 @@ def _decodes(config: EngineConfig, share: CoreShare) -> ThreadStream:
         max_delay_s=config.stream_delay_s,
         seed=config.random_seed or 0,
         begin=lambda: tape.let_count(share.for_decodes),
-        around=share.decode_step,
+        around=_around(config, share, Lane.DECODE, share.decode_step),
     )
 
 
@@ -75,8 +77,25 @@ def _prompts(config: EngineConfig, share: CoreShare) -> ThreadStream:
         max_delay_s=config.stream_delay_s,
         seed=(config.random_seed or 0) + 1,
         begin=begin,
-        around=share.prompt_step,
+        around=_around(config, share, Lane.PREFILL, share.prompt_step),
     )
+
+
+def _around(
+    config: EngineConfig, share: CoreShare, lane: Lane, step: Callable[[], AbstractContextManager[None]]
+) -> Callable[[], AbstractContextManager[None]]:
+    """`step`, in which torch has the lane's threads where it multiplies itself."""
+    if config.dtype == "bfloat16" and linear_kernel() is not None:
+        return step
+
+    @contextmanager
+    def with_threads() -> Iterator[None]:
+        with step():
+            if (threads := share.torch_for(lane)) != torch.get_num_threads():
+                torch.set_num_threads(threads)
+            yield
+
+    return with_threads
 
 
 def _nothing(decode_parts: int) -> None:

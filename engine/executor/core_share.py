@@ -13,6 +13,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+from engine.core.lanes import Lane
+
 PROMPT_NICENESS = 5  # of prompts' threads: the loop's thread, decodes and frontends go first where threads share a core
 
 
@@ -51,6 +53,12 @@ class CoreShare:
             yield
         finally:
             self._prompts = False
+
+    def torch_for(self, lane: Lane) -> int:
+        """Return the threads of a whole step of `lane` where torch computes it: they cannot change within."""
+        if lane is Lane.DECODE:
+            return self.for_decodes()
+        return max(1, self.num_threads - self._of_decodes)
 
     def for_decodes(self) -> int:
         """Return the threads of the decode lane's next kernels."""

@@ -47,6 +47,8 @@ class LanePipeline(Generic[L]):
             )
             for lane in (Lane.DECODE, Lane.PREFILL)
         }
+        self._now_s = 0.0  # of the turn
+        self._moved_s = dict.fromkeys(self._lanes, 0.0)  # when a step of the lane was launched or collected last
         self._launched_s = float("-inf")  # the last decode step
         self._waits_until_s = float("inf")
         self.worked = False
@@ -67,7 +69,7 @@ class LanePipeline(Generic[L]):
 
     def next_plan(self, now_s: float, *, paused: bool) -> Plan | None:
         """Plan a step for a lane that has room for one: decodes if they are due, else prompts."""
-        self._waits_until_s = float("inf")
+        self._now_s, self._waits_until_s = now_s, float("inf")
         due_s = self._share.due_s(self._launched_s) if self.beside_prompts else now_s
         if now_s >= due_s:
             plan = self._lanes[Lane.DECODE].next_plan(now_s, paused=paused)
@@ -83,8 +85,14 @@ class LanePipeline(Generic[L]):
         outputs: list[TokenOutput] = []
         for lane, pipeline in self._lanes.items():
             outputs += pipeline.advance(plan if plan is not None and plan.lane is lane else None)
+            if pipeline.worked:
+                self._moved_s[lane] = self._now_s
         self.worked = any(pipeline.worked for pipeline in self._lanes.values())
         return outputs
+
+    def since_s(self, now_s: float) -> float:
+        """Return since when a lane with steps in flight stands still, for the watchdog; now: none does."""
+        return min((self._moved_s[lane] for lane, own in self._lanes.items() if own.num_launched), default=now_s)
 
     def shorten(self, wait_s: float, now_s: float) -> float:
         """Shorten a rest of `wait_s` so that a decode step is planned when it is due."""

@@ -252,7 +252,8 @@ class EngineLoop:
         try:
             while not self.stopped:
                 if not self._awaits_step:
-                    self._turns.turning(self._clock())
+                    now_s = self._clock()
+                    self._turns.turning(now_s if self._lanes is None else self._lanes.since_s(now_s))
                 if not self.turn():
                     self._rest()
         finally:

@@ -126,6 +126,15 @@ def test_prompts_get_what_a_decode_step_leaves_and_all_threads_without_one() -> 
     assert share.for_prompts() == 4
 
 
+def test_where_torch_computes_a_prompt_step_leaves_the_decodes_their_threads() -> None:
+    share = CoreShare(4)
+    share.give(3)
+    with share.prompt_step():
+        assert [share.torch_for(lane) for lane in (Lane.PREFILL, Lane.DECODE)] == [1, 3]
+    share.give(4)
+    assert [share.torch_for(lane) for lane in (Lane.PREFILL, Lane.DECODE)] == [1, 4]
+
+
 def test_prompts_wait_for_a_decode_step_that_leaves_no_thread() -> None:
     share, got = CoreShare(2), list[int]()
     share.give(2)

@@ -123,6 +123,18 @@ def test_the_executor_is_told_the_share_at_first_and_when_it_changes() -> None:
     assert rig.executor.given == [2, 3], "a step alone says nothing"
 
 
+def test_a_lane_that_stands_still_is_seen_while_the_other_goes_on() -> None:
+    rig = Rig(itl_s=None, parts=2).beside_a_prompt()
+    for seq, now_s in ((2, 1.0), (4, 2.0), (5, 3.0)):
+        rig.end(seq)
+        rig.move(now_s)
+    assert rig.pipeline.since_s(9.0) == 0.0
+    rig.end(3)
+    rig.move(4.0)
+    assert rig.pipeline.since_s(9.0) > 0.0
+    assert Rig().pipeline.since_s(9.0) == 9.0
+
+
 def test_a_pause_plans_for_neither_lane() -> None:
     rig = Rig()
     rig.add("a", [1])

@@ -1,4 +1,4 @@
-"""The same tokens from every way to serve: one engine at depth 1, unified at depth 2, mixed, over NIXL and over Mooncake.
+"""The same tokens from every way to serve: one engine at depth 1, unified at depth 2, mixed, multiplexed, over NIXL and over Mooncake.
 
 Random weights in fp32, so that every layer's every KV slot matters and nothing ties.
 """
@@ -16,6 +16,7 @@ MODEL = ("--max-total-tokens", "65536", "--chunked-prefill-size", "128", "--log-
 OVERLAP = ("--stream", "threaded", "--stream-delay", "0.001")
 OTHERS = {  # besides the clusters of this folder
     "mixed": ("--unified", "--enable-mixed-chunk", "--schedule-policy", "lpm", *OVERLAP),
+    "multiplexed": ("--unified", "--enable-pdmux", "--pdmux-itl", "0.05", "--stream-delay", "0.001"),
     "mooncake": ("--transfer-backend", "mooncake", "--page-size", "4"),
 }
 
