@@ -296,3 +296,8 @@ def answers(engine: EngineInProcess) -> dict[str, list[int]]:
         engine.add(str(i), list(range(16, 60 + 90 * (i % 3))), max_new_tokens=5)
     engine.run()
     return dict(engine.tokens)
+
+
+def test_two_lanes_have_room_for_a_prompt_step_beside_a_decode_step() -> None:
+    one = measured(free=100 * MIB, steps=30 * MIB, samples=20 * MIB)
+    assert (one.steps, one.at_once().steps, one.at_once().most) == (30 * MIB, 50 * MIB, 50 * MIB)
