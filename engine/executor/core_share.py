@@ -15,7 +15,9 @@ from contextlib import contextmanager, suppress
 
 from engine.core.lanes import Lane
 
-PROMPT_NICENESS = 5  # of prompts' threads: the loop's thread, decodes and frontends go first where threads share a core
+PROMPT_NICENESS = (
+    2  # more than the process has: the loop's thread, decodes and frontends go first where threads share a core
+)
 
 
 class CoreShare:
@@ -76,4 +78,5 @@ class CoreShare:
 def be_nice() -> None:
     """Let others go before this thread, and those that it starts."""
     with suppress(OSError):  # a system may forbid it: the share still holds
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), PROMPT_NICENESS)
+        thread = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + PROMPT_NICENESS)

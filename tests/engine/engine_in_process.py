@@ -1,6 +1,7 @@
 """The whole engine of one process (real model, pool, kernels, streams, scheduler), driven without sockets."""
 
 import random
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -48,6 +49,7 @@ class EngineInProcess:
     ) -> None:
         config = EngineConfig(model_path=model_path, **{"max_total_tokens": 8192, **flags})  # type: ignore[arg-type]
         self.model = load_model_config(model_path)
+        self._wakeup, self._attention = wakeup, threading.Event()
         self.parts: EngineParts = build_engine(
             config,
             self.model,
@@ -60,7 +62,7 @@ class EngineInProcess:
             gauge=gauge,
             host=host,
             group=group,
-            wakeup=wakeup,
+            wakeup=self._on_wakeup,
         )
         self.pipeline: Pipeline[Any] | RankPipeline[Any] | LanePipeline[Any] = self._pipeline(depth or self.parts.depth)
         self.tokens: dict[str, list[int]] = {}
@@ -82,6 +84,10 @@ class EngineInProcess:
             share=lane_share(parts.config, parts=parts.executor.parts),
             on_step=self.collect,
         )
+
+    def _on_wakeup(self) -> None:
+        self._attention.set()
+        self._wakeup()
 
     def add(
         self,
@@ -130,8 +136,9 @@ class EngineInProcess:
 
     def _turn_of_lanes(self, pipeline: LanePipeline[Any]) -> bool:
         pipeline.advance(pipeline.next_plan(time.monotonic(), paused=False))
-        if not pipeline.worked:
-            time.sleep(0.0005)  # the streams have threads of their own
+        if not pipeline.worked and pipeline.num_launched:
+            self._attention.wait(pipeline.shorten(1.0, time.monotonic()))
+            self._attention.clear()
         return pipeline.worked or pipeline.num_launched > 0
 
     def collect(self, effects: StepEffects) -> list[TokenOutput]:

@@ -1,5 +1,6 @@
 """PD multiplexing with real models: two lanes compute at the same time, and each answer has the tokens that it has without."""
 
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ import pytest
 
 from engine.core.lanes import Lane
 from engine.core.plan import Plan
-from engine.executor.core_share import CoreShare
+from engine.executor.core_share import PROMPT_NICENESS, CoreShare
 from engine.executor.lane_executor import LaneExecutor
 from engine.kernels import tape
 from engine.kernels.linear import linear_kernel
@@ -156,6 +157,18 @@ def test_a_share_that_changes_lets_prompts_go_on() -> None:
         share.give(1)
         prompt.join(60.0)
     assert got == [1]
+
+
+def test_prompts_threads_let_others_go_first_and_the_process_keeps_its_niceness(tmp_path: Path) -> None:
+    def niceness() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    own = niceness()
+    with EngineInProcess(make_tiny_checkpoint(tmp_path / "model", "qwen3"), **FLAGS, **LANES) as engine:
+        executor = engine.parts.executor
+        assert isinstance(executor, LaneExecutor)
+        found = {lane: one.call(niceness) for lane, one in executor.lanes.items()}
+    assert found == {Lane.DECODE: own, Lane.PREFILL: min(19, own + PROMPT_NICENESS)} and niceness() == own
 
 
 @pytest.mark.skipif(linear_kernel() is None, reason="no C kernel")
