@@ -83,8 +83,8 @@ class HealthFlags(FlagSet):
     health_silence_s: float = _seconds(
         1.0, "silence after which other workers are preferred, and take over what runs there", zero="no limit"
     )
-    disable_moves: bool = flag(False, "what runs at a worker that is silent or drains stays there")
-    disable_kv_moves: bool = flag(False, "KV of what moves is not transferred: a prefill worker computes it again")
+    disable_moves: bool = flag(False, "requests at a worker that is silent or drains stay there")
+    disable_kv_moves: bool = flag(False, "requests move without their KV: a prefill worker computes it again")
     rebalance_above: float = flag(
         0.0,
         "share of its KV memory above which a decode worker gives running requests to one with room",

@@ -246,7 +246,7 @@ def _of_responses(store: ResponseStore) -> Iterator[Metric]:
 
 
 def _of_prefixes(prefixes: PrefixHeaders) -> Iterator[Metric]:
-    text = "Requests whose prefill worker was told of another one that has their prefix (--prefix-fetch)"
+    text = "Requests whose prefill worker received the address of another with their prefix (--prefix-fetch)"
     yield CounterMetricFamily("tandem_router_prefix_sources", text, value=prefixes.num_named)
     if (replication := prefixes.replication) is not None:
         text = "Hot prefixes that were to be copied to a second prefill worker"

@@ -4,7 +4,7 @@
     ROUTER [client, "", number] requests the kept batches from that number on;
            answers are [client, "", number, batch] each, and last [client, "", -1, ""]
 
-A gap in the numbers means lost events. Structs and frames are those of vllm/distributed/kv_events.py and
+A gap in the numbers means lost events. Structs and frames are as in vllm/distributed/kv_events.py and
 sglang/srt/disaggregation/kv_events.py; reading is lenient, and their oldest versions read what we write.
 """
 
@@ -15,7 +15,7 @@ import msgspec
 
 BlockHash = int | bytes
 
-MEDIUM = "GPU"  # the name of the tier next to the model, whatever the device
+MEDIUM = "GPU"  # the name of the tier next to the model, on any device
 END_SEQ = (-1).to_bytes(8, "big", signed=True)
 MAX_MESSAGE_BYTES = 16 << 20
 MAX_NAMESPACE_CHARS = 1024  # of each part

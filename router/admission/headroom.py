@@ -51,7 +51,7 @@ class HeadroomOrder(LogReader):
             self._sweep()
 
     def walk(self, size: float) -> Iterator[Worker]:
-        """Yield the workers whose headroom is at least `size`, and those of their last block, in the order of `key`: ask the line of each."""
+        """Yield the workers with a headroom of at least `size` and the rest of their last block, in the order of `key`. Check each by its line."""
         slack = 1e-6 * (1.0 + abs(size))  # what floats are off by
         end = bisect_right(self._begins, (slack - size, math.inf))
         return (self._pool.by_id[key[3]] for key in heapq.merge(*self._blocks[:end]))

@@ -1,11 +1,11 @@
 """The workers of a pool that would keep a request's objectives, without a look at each. Pure.
 
-A policy chooses from the whole pool first: what it takes is nearly always in time, and then it is what it would take of those in time
-alone. If it is not, the policy chooses again without it, a few times, and then from `InTime`, which goes by headroom (headroom.py). If
-none is in time the worker whose line was measured longest ago is tried: it may be faster now. Else the request is refused.
+A policy chooses from the whole pool first. Its worker is nearly always in time; if not, the policy chooses again without it, a few
+times, and then from `InTime`, which goes by headroom (headroom.py). If no worker is in time, the one whose line was measured longest ago is
+tried, as it may be faster now. Else the request is refused.
 
-Two things are of the whole pool, in time or not: the lengths of queues, by which cache_aware weighs a cache, and, of `power_of_two`, the
-two that are compared.
+Workers that are late still count in two places: queue lengths, by which cache_aware weighs a cache, and the two workers that
+`power_of_two` compares.
 """
 
 import math

@@ -1,6 +1,6 @@
 """A pair of workers for a request that names a DP rank: `routed_dp_rank`, or X-data-parallel-rank. Pure.
 
-The rank serves at both workers. One that has a single rank, beside one that has several, is not asked for a rank.
+The rank serves at both workers. A worker with a single rank beside one with several gets no rank.
 """
 
 from collections.abc import Mapping

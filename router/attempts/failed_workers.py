@@ -40,7 +40,7 @@ class FailedWorkers(msgspec.Struct):
         return worker.worker_id in self._failed
 
     def best_of(self, alive: Pool) -> Pool:
-        """Return those of `alive` (one role) to try next."""
+        """Return the workers of `alive` (one role) to try next."""
         left = alive.beside([server for server, count in self._unjoined.items() if count >= MAX_JOINS])
         fresh = left.without(self._failed)
         return fresh.beside(self._unjoined) or fresh or left

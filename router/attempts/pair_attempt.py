@@ -230,7 +230,7 @@ class AttemptGroup:
         return winner
 
     def begin_hedge(self, begin: Callable[[], PairAttempt | None]) -> None:
-        """Have the waiter of `winner` begin another attempt, unless one has settled."""
+        """Make the waiter of `winner` begin another attempt, unless one has settled."""
         self._due = begin
         self.first.waiter.wake()
 

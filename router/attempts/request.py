@@ -60,7 +60,7 @@ class RequestContext(msgspec.Struct, kw_only=True, eq=False):
     headers: Mapping[str, str] = {}  # sent to workers
 
     digest: str = ""  # of what the client sent; "": no one needs it
-    events_first: bytes = b""  # that the client gets before those of a worker
+    events_first: bytes = b""  # sent to the client before a worker's events
 
     keeper: AnswerKeeper | None = None  # None: nothing is remembered of the answer
 

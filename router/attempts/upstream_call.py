@@ -152,7 +152,7 @@ class UpstreamCall:
 
     @property
     def waits_since_s(self) -> float | None:
-        """When anything came last, or the call began (the loop's time); None: what came is not taken yet."""
+        """The loop's time of the last bytes, or of the call's begin; None: bytes are buffered."""
         return None if self.reply.num_buffered else self.reply.received_s
 
     @property

@@ -56,7 +56,7 @@ class CacheAware(Policy):
         return candidates.least_loaded()
 
     def _groups(self, matched: PrefixMatch, hints: RoutingHints, weight: int) -> Sequence["_Group"]:
-        """A match that is too short has no worth; without any it cannot decide, unless it decides who belongs to the pool."""
+        """Group the workers by the length of their match. A match below the threshold has no worth."""
         least = self.flags.cache_threshold * hints.prompt_tokens
         groups = []
         for depth, bits in matched.groups:

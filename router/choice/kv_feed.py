@@ -140,7 +140,7 @@ class _Follower:
         try:
             seq, events = read_message(frames, self.decode)
         except BadEvent as error:
-            log.warning("KV events of %s: %s; what is known of it is dropped", self.source.endpoint, error)
+            log.warning("KV events of %s: %s; its prefixes are forgotten", self.source.endpoint, error)
             self.view.lose()
             return None
         return None if self.view.on_message(seq, events) is None else (seq, events)

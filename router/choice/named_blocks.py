@@ -1,4 +1,4 @@
-"""The blocks of a worker whose hashes are our own keys (service/prefix_chain.py): what it says is what the prefix index has. Pure."""
+"""The blocks of a worker that uses our own keys as hashes (service/prefix_chain.py): they enter the prefix index as they are. Pure."""
 
 from router.choice.prefix_index import PrefixIndex
 from service.kv_events import BlockRemoved, BlockStored, NamesRemoved, NamesStored

@@ -1,4 +1,4 @@
-"""Which worker gets the next request. Pure. Names are those of SGLang's router where it has them (docs/router.md)."""
+"""Which worker gets the next request. Pure. Names follow SGLang's router where it has them (docs/router.md)."""
 
 from abc import ABC, abstractmethod
 from bisect import bisect_right

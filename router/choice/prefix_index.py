@@ -1,7 +1,7 @@
 """Which worker has which prompt prefixes in its cache, as far as a router can know. Pure.
 
 One table for all workers: key of a prefix (router/choice/prefix_keys.py) -> a bit per worker. A key names everything before it, so
-this is the prefix tree, and a look-up walks one path of it whatever the number of workers.
+this is the prefix tree, and a look-up walks one path of it for any number of workers.
 
     guessed    a request with this prefix was sent there; forgotten least recently used first, `max_blocks` per worker
     reported   a KV event of the worker says so; another one will say when it is gone

@@ -70,7 +70,7 @@ class PrefixSources:
                     yield Holder(worker, at, num_blocks)
 
     def holding(self, worker: Worker, num_blocks: int) -> Holder | None:
-        """Return `worker` as one that has this many; None: it sends none."""
+        """Return `worker` as the holder of `num_blocks` blocks; None: it sends no prefixes."""
         found = self._workers.get(worker.worker_id)
         return None if found is None else Holder(*found, num_blocks)
 
@@ -84,5 +84,5 @@ class PrefixSources:
 
 
 def _most(holder: Holder) -> tuple[float, ...]:
-    """Of several with as much the one that has least to do."""
+    """Order holders by the blocks they have, then by the least load."""
     return (holder.num_blocks, *(-part for part in load_key(holder.worker)))

@@ -28,7 +28,7 @@ class _Run:
     """Blocks of `size` tokens that came in one event. `links`: over the prompt, at each end of a block of ours, from the last one before
     the run on; empty: the start of the prompt is unknown.
 
-        data    the token bytes from `links[0]` on: `first` of them are those before the run
+        data    the token bytes from `links[0]` on: `first` of them lie before the run
         keys    of the blocks of ours that end in the run
     """
 
@@ -138,7 +138,7 @@ class TokenBlocks:
 
 
 def _namespace(event: BlockStored) -> list[str]:
-    """The extra keys of the first block, as text: what is no namespace is in no request, either."""
+    """Return the extra keys of the first block as text. Requests have no keys but namespaces."""
     keys = event.extra_keys
     first = keys[0] if isinstance(keys, list) and keys else None
     return [str(key) for key in first] if isinstance(first, list) else []

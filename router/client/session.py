@@ -40,7 +40,7 @@ def open_session(
 
 
 def keep_alive(opened: socket.socket, dead_timeout_s: float) -> None:
-    """Have the kernel probe (tcp(7)): first after a third of the time, then `PROBES` times in the rest; 0: never."""
+    """Turn on TCP keep-alive (tcp(7)): the first probe after a third of the time, then `PROBES` in the rest; 0: none."""
     if dead_timeout_s == 0:
         return
     opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

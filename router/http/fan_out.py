@@ -89,12 +89,12 @@ class FanOutApi:
         return json_response({"success": True}) if answer is None else answer
 
     async def pass_adapter(self, request: web.BaseRequest) -> web.Response:
-        """Load or unload an adapter at the workers of one model: of several, `model` names it (to unload: the one that has it).
+        """Load or unload an adapter at the workers of one model: if there are several, `model` names it (to unload: the model that has it).
 
         Encoder workers have none.
         """
         body, path = await request.read(), request.path
-        fields = object_of(body)  # what is none is for the workers to refuse
+        fields = object_of(body)  # workers refuse a body that is no object
         try:
             model = self.calls.table.models.of_adapter(
                 model=fields.get("model"), adapter=fields.get("lora_name"), loads=path == LOAD_ADAPTER

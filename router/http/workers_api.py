@@ -142,7 +142,7 @@ class WorkersApi:
         return json_response(make_document(None))
 
     def _role_of(self, body: _NewWorker | _RoleSwitch, *others: Role) -> Role:
-        """`others`: that it may name beside those of requests."""
+        """Return the role that `body` names; `others`: roles that it may name beside the router's own."""
         alone, roles = self.calls.roles, [*self.calls.roles, *others]
         word = body.role or body.worker_type or (alone[0].value if len(alone) == 1 else None)
         named = _ROLE_WORDS.get(word or "", word)

@@ -2,9 +2,9 @@
 
     CLOSED     --cb-failure-threshold faults in a row, none older than the window, open it
     OPEN       nothing is sent there until the timeout is over
-    HALF_OPEN  up to --cb-success-threshold requests at a time try it; that many answers that begin close it, one fault opens it again
+    HALF_OPEN  up to --cb-success-threshold requests at a time try it; as many answers that begin close it, one fault opens it again
 
-Only the worker's own faults count (`CallFailed.is_fault`). Names and defaults of the flags are those of SGLang's router.
+Only the worker's own faults count (`CallFailed.is_fault`). The flags have the names and defaults of SGLang's router.
 """
 
 import math
@@ -47,7 +47,7 @@ TRANSITIONS: dict[tuple[State, Event], tuple[State, str]] = {
 
 @dataclass(slots=True)
 class Circuit:
-    """The circuit of one worker. A request sent there calls `send`, and if that returns True `end_trial`, whatever its result.
+    """The circuit of one worker. A request sent there calls `send`, and if that returns True `end_trial`, with any result.
 
     `quiet`: closed, with no fault on record, so only a fault changes it: the usual state. `on_trial`: called when a trial begins or ends.
     """

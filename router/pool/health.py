@@ -224,7 +224,7 @@ class HealthMonitor:
             self.move_calls(worker, f"it holds more than {above:g} of its memory (--rebalance-above)", most=count)
 
     def move_calls(self, worker: Worker, why: str, *, answers: bool = True, most: int | None = None) -> int:
-        """Have other workers take over what runs at `worker`, if there are any; return how many calls. `most`: the latest ones alone.
+        """Move calls of `worker` to other workers, if there are any; return how many. `most`: the latest ones alone.
 
         What a worker that `answers` has computed and not shown is not thrown away: such calls stay.
         """

@@ -6,7 +6,7 @@
             last, silent
 
 The first tier that has workers is the pool. A pool reads from a log which workers have changed, and moves them between its tiers: a
-change costs the same whatever the number of workers, once for each pool that is asked for.
+change costs the same at any number of workers, once for each pool in use.
 """
 
 from collections.abc import Iterable, Mapping

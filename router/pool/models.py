@@ -1,6 +1,6 @@
 """Which models are behind the router, and which of them a request means. Pure.
 
-Workers with the same base model are a group, whatever adapters each has loaded; a worker that reports no model may serve any. With one
+Workers with the same base model are a group; their adapters may differ. A worker that reports no model may serve any. With one
 group the workers check a request's `model`, except that a name only some of them know (an adapter) leads to those.
 """
 
@@ -65,7 +65,7 @@ class Catalogue:
         """The base model whose workers load (or unload) an adapter; "": all workers. `UnknownModel`; `ValueError`.
 
         Of several models, `model` names one; to unload, the adapter's name is enough if one model has it. All workers of the model
-        receive the call: one that has just loaded the adapter may not have reported it yet.
+        receive the call: a worker may have loaded the adapter and not reported it yet.
         """
         if model is not None and not isinstance(model, str):
             raise ValueError("model: must be the name of a model that is served here")

@@ -21,7 +21,7 @@ from service.http.resume import MOVE_OUT, RESUME_HEADER, sign
 from service.waiter import end_tasks
 
 ANSWER_S = 5.0  # a worker's HTTP process answers, and its answers go on meanwhile
-END_S = 5.0  # of a stream: a step in flight, and what its client is slow to take
+END_S = 5.0  # of a stream: a step in flight, and bytes that a slow client has still to take
 
 log = logging.getLogger(__name__)
 

@@ -71,7 +71,7 @@ class KubeApi:
         self._namespace = namespace
 
     async def pods(self, *, timeout_s: float, **parameters: Any) -> aiohttp.ClientResponse:
-        """The answer, whatever its status; the caller closes it."""
+        """Return the answer of any status; the caller closes it."""
         parameters |= {"_request_timeout": timeout_s}
         if self._namespace is None:
             call = self._core.list_pod_for_all_namespaces_without_preload_content(**parameters)

@@ -191,7 +191,7 @@ EMPTY = WorkerPool()
 
 
 class QueuelessWorkers:
-    """The workers of a pool without a queue, as a pool of their own. `Loads.on_report` notes who begins or ends to have one."""
+    """The workers of a pool without a queue, as a pool of their own. `Loads.on_report` notes a queue that begins or ends."""
 
     def __init__(self, pool: WorkerPool) -> None:
         self._pool = pool

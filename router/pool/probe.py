@@ -2,8 +2,8 @@
 
 A process that is frozen, or behind a cut cable, refuses no connection. Its silence is noticed sooner than a failed check, and means less:
 new requests go elsewhere if they can, until the first answer. A worker that streams is never silent. One that sends heartbeats (heartbeats.py)
-is asked when they are late. Of the others one that has requests and says nothing is asked every quarter of the limit, whatever the time
-between checks is; an idle one is not.
+is probed when they are late. Of the others, a busy and silent worker is probed every quarter of the limit, at any check interval; an idle
+one is not.
 
     last byte ---- a beat: asked ---- a beat ---- a beat ---- a beat: the limit, its requests move
 """

@@ -111,7 +111,7 @@ class Worker:
     foreign_tokens: int = 0
     peers: SharedLoad | None = None  # of several router processes
     slot: int = 0  # in `peers`
-    leaving: bool = False  # it gets nothing new, whatever its health
+    leaving: bool = False  # it gets nothing new, even if healthy
     last_resort: bool = False  # it does, while no other worker of its role is up
     silent: bool = False  # it answers no probe: it gets requests only if all others are silent, too
     beats: bool = False  # its heartbeats come: it is not probed while they do

@@ -206,7 +206,7 @@ class WorkerTable:
             worker.incarnation, worker.incarnation_s = incarnation, checked_s
 
     def set_switching(self, worker: Worker, role: Role | None) -> None:
-        """Send nothing new to a worker while it changes its role. None: the change is over, whatever its outcome."""
+        """Send nothing new to a worker while it changes to `role`. None: the change is over or has failed."""
         assert role is None or (worker.switching_to is None and worker.role is not role), (worker.url, worker.role)
         worker.switching_to = role
         self._on_change(worker)

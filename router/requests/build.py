@@ -1,4 +1,4 @@
-"""Puts a dispatcher together, and who receives which event; a feature that no flag turns on is not in the path of a request."""
+"""Composes a dispatcher and its observers. A feature that no flag turns on is not in the path of a request."""
 
 from functools import partial
 

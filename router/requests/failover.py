@@ -1,4 +1,4 @@
-"""An answer whose worker is lost, or lets it go, goes on at others, behind the tokens that its client, or the router, has
+"""Failover: an answer whose worker is lost, or lets it go, goes on at another, behind the tokens that client or router have
 (service/http/resume.py).
 
     lost                          a pair: prefill computes prompt and tokens again
@@ -37,7 +37,7 @@ class Failover:
     launcher: AttemptLauncher
 
     def headers(self) -> dict[str, str]:
-        """What asks a worker for frames."""
+        """Return the header that asks a worker for frames."""
         return {FRAMES_HEADER: "1"}
 
     def open(self, request: RequestContext, end_first: Callable[[], None]) -> "ResumableAnswer":
@@ -61,7 +61,7 @@ class ResumableAnswer:
     _all_rooms: list[int] = field(default_factory=list)
 
     def follow(self, attempt: PairAttempt) -> None:
-        """From now on the answer is that of `attempt`."""
+        """Follow `attempt`, which gives the rest of the answer."""
         answering = attempt.answering
         answering.goes_on = self.record.can_resume
         if attempt.prefill is not None:
@@ -71,7 +71,7 @@ class ResumableAnswer:
         attempt.watch_prefill(self.failover.launcher.on_call_failed)
 
     def _rooms_to_leave(self) -> Mapping[str, int]:
-        """Mint a room for each sample; return those of the ones that have not ended, by the names that their worker knows."""
+        """Mint a room for each sample; return the rooms of live samples by the names that their worker knows."""
         left, count = self.record.samples_left(), self.request.parsed.num_samples
         rooms = self.failover.launcher.rooms
         if not left or max(left) >= count or not rooms.has_room_for(count):
@@ -91,7 +91,7 @@ class ResumableAnswer:
         return CallFailed(worker, reason="status", status=self.record.failed, body=body)
 
     async def take_over(self, lost: PairAttempt, failure: CallFailed, merger: Merger | None) -> PairAttempt | None:
-        """Place the rest of the answer, and tell all; None: it cannot go on, or no worker takes it."""
+        """Place the rest of the answer and notify observers; None: it cannot go on, or no worker takes it."""
         launcher = self.failover.launcher
         if lost.refused is not None:  # reported when it came; decode's stream was cut because of it
             failure = lost.refused
@@ -117,7 +117,7 @@ class ResumableAnswer:
         return found
 
     async def _by_kv(self, lost: PairAttempt) -> PairAttempt | None:
-        """Have another decode worker get the KV from where it waits; None: it is not there, or did not come over."""
+        """Let another decode worker fetch the waiting KV; None: there is none, or the fetch failed."""
         rooms, self._rooms = self._rooms, ()
         if not self.record.has_sources() or self.prefill is None or not rooms:
             return None
@@ -157,7 +157,7 @@ class ResumableAnswer:
         return failure.retryable and not has_erred and not self.request.ends_workers(limits.most)
 
     def close(self) -> None:
-        """Give back what it has."""
+        """End the attempt and release the rooms."""
         self._leave_attempt()
         self.failover.launcher.rooms.release(self._all_rooms)
 
@@ -186,7 +186,7 @@ class ResumableAnswer:
 
 
 def ask_for_rest(request: RequestContext, resume: bytes, secret: bytes | None) -> None:
-    """Have the next attempts go on behind what the client has."""
+    """Make the next attempts go on behind the client's last token."""
     fields = {**request.parsed.fields, RESUME_FIELD: msgspec.Raw(resume)}
     request.parsed = msgspec.structs.replace(request.parsed, fields=fields)
     request.body = write_body(request.parsed)

@@ -1,6 +1,6 @@
 """Serves a streamed request with beats while nothing else is sent. They are no answer: a request that has only beaten may still move.
 
-Once a beat has left, what would have been another answer is the last event of the stream.
+Once a comment has left, an error is the last event of the stream.
 """
 
 import asyncio

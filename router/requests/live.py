@@ -1,4 +1,4 @@
-"""The live requests of a router; its drain (nothing new is taken, what runs is finished or handed back) and its block.
+"""The live requests of a router; its drain (new requests are refused, live ones finish or are handed back) and its block.
 
 While it is blocked new requests wait and those that run go on, so that an operator can change all workers between two requests.
 After SGLang's input blocker, for a cluster.

@@ -53,7 +53,7 @@ class Reconnect:
         return {KEEP_HEADER: f"{sign(self.secret, keep)} {keep.decode()}"}
 
     async def go_on(self, request: RequestContext) -> None:
-        """Have a request that names its last event ask for the rest alone. `ApiError`: 410 where no worker has it, 503 where one may."""
+        """Make a request that names its last event ask for the rest alone. `ApiError`: 410 if no worker has it, 503 if one may."""
         after = request.http.headers.get(LAST_EVENT_HEADER, "")
         if not after or not _is_resumable(request):
             return

@@ -140,7 +140,7 @@ class Switch:
         return "it was restarted" if last is None or last.error is None else last.error
 
     async def _announce(self, worker: Worker, role: Role) -> None:
-        """Have peers check the worker: no request of a client shows them the change."""
+        """Make peer processes check the worker, as no request shows them the change."""
         await self.peers.request("POST", PATH, {"url": worker.url, "role": role.value})
 
 

@@ -31,7 +31,7 @@ class DirectWrites:
         self._error: Exception | None = None
 
     async def wait(self) -> bytes:
-        """Return what the task is to write now. Raises what a callback raised."""
+        """Return the bytes to write now. Raises the error of a callback."""
         await self._stopped.wait()
         if self._error is not None:
             raise self._error

@@ -24,7 +24,7 @@ _EVERY, _LIVE = b"every ", b"live"
 _MOST_BYTES = 4096  # of lines that came together
 
 
-STAMPS, LINES = 0.0, 0.5  # phases: what a line reports is half a period old
+STAMPS, LINES = 0.0, 0.5  # phases: a line's stamps are half a period old
 
 
 class NoHeartbeats(ValueError):

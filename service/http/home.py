@@ -49,7 +49,7 @@ _PAGE = """<!doctype html>
 
 @dataclass(frozen=True, kw_only=True)
 class Home:
-    """`server`: what it is. `models`: names, for callers with a key. `links`: path -> what is there, before `LINKS`."""
+    """`server`: its kind. `models`: names, for callers with a key. `links`: path -> description, before `LINKS`."""
 
     server: str
     models: Callable[[], Sequence[str]]

@@ -3,10 +3,10 @@
 A worker that is asked for them (FRAMES_HEADER) writes frames, lines before the event that they belong to:
 
     :begin {"id": ..., "created": ..., "seeds": [...], "salt": ...}    before the first event
-    :unit BYTES                                                        so many bytes of frames and events follow of which all count, or none
+    :unit BYTES                                                        BYTES of frames and events follow; all count, or none
     :ids INDEX ID,ID,...                                               tokens of a sample that this event is the first to show
-    :logprobs INDEX BASE64                                             those of the tokens, where each event shows all of them
-    :prompt INDEX BASE64                                               those of the prompt
+    :logprobs INDEX BASE64                                             logprobs of the tokens, if each event shows all of them
+    :prompt INDEX BASE64                                               logprobs of the prompt
     :end INDEX {"kind": ...}                                           the sample ends with this event
     :events COUNT                                                      with this one, of an API that numbers them
     :last                                                              all samples had ended before this event

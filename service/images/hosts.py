@@ -14,7 +14,7 @@ DOMAINS, NETWORKS = "--allowed-media-domains", "--allowed-media-networks"
 
 @dataclass(frozen=True, slots=True)
 class _Domain:
-    """`suffix`: ".DOMAIN" of *.DOMAIN; "": the name alone. `port`: None: those of `PORTS`."""
+    """`suffix`: ".DOMAIN" of *.DOMAIN; "": the name alone. `port`: None: any of `PORTS`."""
 
     name: str
     suffix: str
@@ -35,7 +35,7 @@ class AllowedHosts:
         self._networks = AllowedAddresses(networks, loopback=False, flag=NETWORKS)
 
     def refusal_of_name(self, host: str) -> str | None:
-        """Why nothing may be fetched from a host of this name, whatever its port and address; None: it may."""
+        """Return why nothing may be fetched from a host of this name, at any port and address; None: it may."""
         if not self._domains or any(rule.names(host) for rule in self._domains):
             return None
         return f"{host[:100]!r} is not among the hosts of {DOMAINS}"

@@ -28,7 +28,7 @@ _CREDENTIALS = struct.Struct("3i")
 class ForkRequest(msgspec.Struct, frozen=True, kw_only=True):
     """`module`: has `main(argv)`, which returns the exit status. `env`: all of it. `group`: the process group to join.
 
-    `group`: 0 is a new one. `descriptors`: the numbers that those of the message get. `client`: its process. `exits_hard`: it ends
+    `group`: 0 is a new one. `descriptors`: the numbers that the message's descriptors get. `client`: its process. `exits_hard`: it ends
     without waiting for threads, as libraries leave some that never end.
     """
 
@@ -61,7 +61,7 @@ def new_socket() -> socket.socket:
 
 
 def is_own_user(connection: socket.socket) -> bool:
-    """Whether the process at the other end runs as this user: an abstract address belongs to nobody."""
+    """Whether the process at the other end runs as this user: an abstract address has no owner."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return bool(_CREDENTIALS.unpack(credentials)[1] == os.getuid())
 

@@ -1,6 +1,6 @@
 """A process that has imported what others need and does nothing with it: it forks them, ready-made, on request.
 
-An import is paid once for all of them (torch and what stands on it: two seconds), and what it made is one memory for all until
+An import is paid once for all of them (torch: two seconds), and they share its memory until
 one writes there. The server only imports: before a fork there must be no thread, no GPU and no parallel part of OpenMP.
 
     client                                     server
@@ -11,7 +11,7 @@ one writes there. The server only imports: before a fork there must be no thread
 
 A child ends with its client, and with this server; the server ends with the process that started it. Requests wait until the
 imports are done. The address is an abstract socket, which leaves no file. Only processes of the same user are served, and a child is
-one of the modules that the server was started with, whatever a request names.
+one of the modules that the server was started with; a request cannot name others.
 
 usage: python -m service.process.fork_server DESCRIPTOR ROOM MODULE...   ROOM: any word, as long as a child's command line may be
 """

@@ -1,7 +1,7 @@
 """The command line of a process as `ps` shows it, for one that was forked and plays another's part.
 
 Linux shows the memory in which the arguments lay at the start. A process may write there, as many servers do to show what they
-are busy with; what was not there at the start is no room.
+are busy with; memory that came later is no room.
 """
 
 import ctypes

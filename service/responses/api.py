@@ -44,7 +44,7 @@ async def cancel_response(request: web.BaseRequest, book: ResponseBook) -> web.R
 
 
 async def list_input_items(request: web.BaseRequest, book: ResponseBook) -> web.Response:
-    """All items that the response was generated from, also those of the responses before it; newest first unless `order` is asc."""
+    """Return all items that the response was generated from, earlier responses included; newest first unless `order` is asc."""
     found = await _find(request, book)
     return json_response(page_of(input_items(found), request.query))
 

@@ -92,7 +92,7 @@ def references(given: bytes) -> list[str]:
 
 
 def resolved(given: bytes, responses: Mapping[str, StoredResponse]) -> bytes:
-    """`given` with the items themselves. `responses`: by id, those of `references`. Raises ApiError(400)."""
+    """`given` with the items themselves. `responses`: the responses of `references`, by id. Raises ApiError(400)."""
     items = []
     for index, raw in enumerate(_split(given)):
         reference = _reference_in(raw)

@@ -85,7 +85,7 @@ class BrowserRule:
         return {_ALLOWED: origin, **_READABLE, "Vary": "Origin"}
 
     def preflight(self, method: str, headers: Mapping[str, str]) -> Mapping[str, str] | None:
-        """Headers, beside those of `sharing`, of the answer to a browser's question before a request; None: it is no question.
+        """Return the headers, beside `sharing`, of the answer to a preflight request; None: it is none.
 
         `refusal` comes first: the origin may send requests. The request itself still needs its key.
         """

@@ -1,4 +1,4 @@
-"""One Prometheus exposition of those of several processes."""
+"""Merges the Prometheus expositions of several processes into one."""
 
 from collections.abc import Iterable
 

@@ -31,7 +31,7 @@ def set_up_logging(*, level: str, format: str, process: str) -> None:
 
 
 def about(**fields: str | int | float) -> dict[str, dict[str, str | int | float]]:
-    """For `extra=`: what a line is about (request_id, rid, room, ...), without empty values."""
+    """Return the fields of a log line (request_id, rid, room, ...) for `extra=`, without empty values."""
     return {_ABOUT: {name: value for name, value in fields.items() if value not in ("", None)}}
 
 

@@ -42,7 +42,7 @@ MAX_ASKED = 1024
 
 
 class TracesQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which records: those of `ids`, or of the `last` requests that ended."""
+    """Which records to return: of `ids`, or of the `last` requests that ended."""
 
     ids: list[str] | None = None
     last: int | None = None
@@ -92,6 +92,6 @@ class Exporter:
     exports = False
 
     def export(self, record: Record, *, at: TraceParent, parent: TraceParent | None) -> None:
-        """`at`: the record's own place in its trace; `parent`: what it is a part of."""
+        """`at`: the record's own place in its trace; `parent`: the span around it."""
 
     def close(self) -> None: ...
