@@ -121,9 +121,9 @@ class Registry:
             assert worker.incarnation == name, f"worker {name} is filed wrongly"
         for expiries in ([e for _, e in self._workers.values()], [e for _, e in self._rooms.values()]):
             assert expiries == sorted(expiries), "entries are not in the order they expire in"
-        assert self._names == sorted(self._workers), "the sorted names are not those of the workers"
+        assert self._names == sorted(self._workers), "the sorted names differ from the workers'"
         places = {place: name for name, (worker, _) in self._workers.items() for place in _places(worker)}
-        assert self._at == places, "the addresses are not those of the workers"
+        assert self._at == places, "the addresses differ from the workers'"
 
 
 def _places(worker: Registration) -> set[str]:

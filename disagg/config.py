@@ -44,7 +44,7 @@ class DisaggConfig(FlagSet):
         (),
         "bootstrap servers that a request may name to a decode worker, and workers whose KV it may name: HOST, HOST:PORT or a network "
         "like 10.0.0.0/8; "
-        "default: those of this machine if the worker listens on loopback, and those that a router with the cluster's "
+        "default: this machine's if the worker listens on loopback, and any that a router with the cluster's "
         "secret vouches for",
     )
     disaggregation_bootstrap_timeout_s: float = flag(

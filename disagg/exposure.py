@@ -85,7 +85,7 @@ def _engine_warning(disagg: DisaggConfig) -> str | None:
     if not disagg.has_peers or disagg.disaggregation_transfer_backend != "mooncake":
         return None
     return (
-        "the transfer engine mooncake listens on every address of this machine, whatever --host is, without "
+        "the transfer engine mooncake listens on every address of this machine, not on --host alone, without "
         "authentication: keep its ports behind a firewall, or use --disaggregation-transfer-backend nixl"
     )
 

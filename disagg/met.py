@@ -31,7 +31,7 @@ class Met:
         return self._of_leader(PLAN, rank)
 
     def engine_of(self, rank: int) -> socket.socket:
-        """Likewise, to its transfer engine."""
+        """Return the connection to the transfer engine of `rank`."""
         return self._of_leader(ENGINE, rank)
 
     def _of_leader(self, kind: str, rank: int) -> socket.socket:

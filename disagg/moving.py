@@ -28,7 +28,7 @@ class Moves:
     def __init__(
         self, *, scheduler: Scheduler, manager: Senders, pages: PageSender, source: KVSource, moves_bytes: bool
     ) -> None:
-        """`source`: what receivers of this worker's KV are told."""
+        """`source`: the address that receivers of this worker's KV get."""
         self._scheduler = scheduler
         self._manager = manager
         self._pages = pages
@@ -106,7 +106,7 @@ class Moves:
         return self._outgoing.num_rows
 
     def all_counters(self) -> dict[str, float]:
-        """With those of transfers; their failures are not those of what arrives here."""
+        """Return the counters, with transfers; failed moves count apart from failures of arriving KV."""
         failed = sum(self._outgoing.counters.values())
         return {**self.counters, **self._pages.counters, **({"moves_failed": failed} if failed else {})}
 

@@ -29,7 +29,7 @@ def flags_of(engine: EngineConfig, disagg: DisaggConfig) -> dict[str, Any]:
 
 
 def check_same(engine: EngineConfig, disagg: DisaggConfig, theirs: Mapping[str, Any], *, node: int) -> None:
-    """Compare node 0's flags with those of another. Raises ConfigError that names one with both values."""
+    """Compare node 0's flags with another node's. Raises ConfigError that names a flag and both values."""
     mine = flags_of(engine, disagg)
     for field in (*dataclasses.fields(EngineConfig), *dataclasses.fields(DisaggConfig)):
         here, there = mine[field.name], theirs.get(field.name)

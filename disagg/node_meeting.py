@@ -1,7 +1,7 @@
 """How the machines of a group meet: node 0 listens at --dist-init-addr, every other node dials and says hello (node_control.py).
 
-Once all are there, they connect their ranks, one connection for each of `wires` (engine/flags/nodes.py): a node dials those of lower
-numbers and awaits those of higher ones. Each connection begins with a proof of the cluster's secret (engine/parallel/meeting.py),
+Once all are there, they connect their ranks, one connection for each of `wires` (engine/flags/nodes.py): a node dials nodes of lower
+numbers and awaits nodes of higher ones. Each connection begins with a proof of the cluster's secret (engine/parallel/meeting.py),
 a rank's with its name, too.
 """
 

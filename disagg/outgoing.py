@@ -53,7 +53,7 @@ class Outgoing:
         self._handovers[handover.request.rid] = handover
 
     def poll(self, now_s: float) -> list[TokenOutput]:
-        """Advance each; return what its client gets."""
+        """Advance each hand-over; return the outputs of clients."""
         outputs: list[TokenOutput] = []
         for handover in list(self._handovers.values()):
             outputs += handover.for_client(self._move(handover, now_s))
@@ -61,14 +61,14 @@ class Outgoing:
         return outputs
 
     def abort(self, handover: PrefillHandover, reason: FinishReason) -> list[TokenOutput]:
-        """End one, and tell the peer."""
+        """End a hand-over, and abort it at the peer."""
         if handover.stage is HandoverStage.ENDING:
             return []
         handover.sender.abort(reason.message)
         return handover.for_client(self._end(handover, reason))
 
     def refuse(self, handover: PrefillHandover, reason: str) -> None:
-        """End one that has just been opened for a peer's request."""
+        """Refuse a hand-over that was just opened for a peer's request."""
         handover.sender.abort(reason)
         handover.stage = HandoverStage.ENDING
 

@@ -1,4 +1,4 @@
-"""A rank's transfer engine and its memory, as flags and pool say, and what managers are told. Each rank of a worker has its own."""
+"""The transfer engine of a rank and the memory that it registers, by flags and pool; the KVArgs of managers."""
 
 import hashlib
 from collections.abc import Callable, Sequence

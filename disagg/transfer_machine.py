@@ -79,7 +79,7 @@ def memlock_warning(*, limit_bytes: int, effective_capabilities: int, has_rdma: 
     return (
         f"RDMA device, but this process may pin {limit_bytes >> 10} KiB only (RLIMIT_MEMLOCK) and lacks CAP_IPC_LOCK: the "
         "transfer engine may fall back to TCP. Raise the limit: ulimit -l unlimited, docker run --ulimit memlock=-1, or "
-        "LimitMEMLOCK=infinity for the node's containerd; a capability added to a container does not reach a user who is not root"
+        "LimitMEMLOCK=infinity for the node's containerd; a capability added to a container reaches root alone"
     )
 
 

@@ -59,7 +59,7 @@ def run_worker(*, engine: EngineConfig, server: ServerConfig, disagg: DisaggConf
 
 
 def _undone_in_order(run: Callable[[], int]) -> int:
-    """Let signals end `run` by an exception: what it has started is undone."""
+    """Let signals end `run` by an exception, so that it undoes its start."""
     signal.signal(signal.SIGTERM, _leave)
     signal.signal(signal.SIGINT, _leave)
     try:
@@ -107,7 +107,7 @@ class _End:
 
 @dataclass
 class _Worker:
-    """`ports`: the main frontend's, then those of the others."""
+    """`ports`: the main frontend's, then the other frontends'."""
 
     gate: KeyGate
     ports: tuple[ListeningPort, ...]

@@ -51,7 +51,7 @@ def save_profile(profile: Profile, path: str) -> None:
 
 
 def describe(found: StepTimeFit, handover: HandoverTime | None = None) -> str:
-    """Say in one line what a fit is based on, and how well it fits."""
+    """Describe a fit in one line: its data and its error."""
     pair = ""
     if handover is not None:
         pair = f"; hand-over {1000 * handover.request_s:.1f} ms and {1e6 * handover.token_s:.1f} us a token"

@@ -31,7 +31,7 @@ T = TypeVar("T", bound=Hashable)
 
 @dataclass(slots=True, eq=False)
 class Routed(Generic[T]):
-    """The workers that serve a request, the one that answers last, and what it is charged. Times in seconds.
+    """The workers that serve a request, the answering worker last, and their charged load. Times in seconds.
 
     `prompt`: for the forecast; None where it is not asked.
     """

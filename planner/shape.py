@@ -15,7 +15,7 @@ class Shape:
     """What a GPU holds. `layer_params`: weights of layers, each used once per token. `head_params`: of the output layer, once
     per sample.
 
-    `weight_bytes`: all weights in memory; `read_bytes`: those of a step. `kv_bytes`: of one token in all layers. `pair_flops`: of attention for one query
+    `weight_bytes`: all weights in memory; `read_bytes`: read in a step. `kv_bytes`: of one token in all layers. `pair_flops`: of attention for one query
     token and one key token, all layers and heads of this GPU. `hidden`, `vocab`: the model's.
     """
 

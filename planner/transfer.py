@@ -1,6 +1,6 @@
 """A bandwidth model in place of the transfer managers: both sides of a room, and the links between workers.
 
-States are those of transfer_backends (KVPoll). A control message takes `control_s`; a transfer waits for both ends' links
+States follow transfer_backends (KVPoll). A control message takes `control_s`; a transfer waits for both ends' links
 and moves at the speed of the slower one. On a shared host a transfer is a copy, for which both ends use a core.
 """
 
@@ -51,7 +51,7 @@ class PlannedRoom:
 
 class Network:
     def __init__(self, timeline: Timeline, *, page_bytes: int, control_s: float, latency_s: float, host: Host) -> None:
-        """`latency_s`: from the last byte's sending to its arrival, whatever the bandwidth."""
+        """`latency_s`: from the last byte's sending to its arrival, at any bandwidth."""
         self._timeline = timeline
         self._page_bytes = page_bytes
         self._control_s = control_s

@@ -102,7 +102,7 @@ class OfPair(Protocol):
 
 
 def pairs_of(shards: Iterable[OfPair]) -> list[Pair]:
-    """Return the pairs of ranks that need a connection: those of shards, and the leaders."""
+    """Return the pairs of ranks that need a connection: of each shard, and of the leaders."""
     return sorted({LEADERS, *(shard.pair for shard in shards)})
 
 

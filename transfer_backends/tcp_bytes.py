@@ -1,4 +1,4 @@
-"""How many bytes this process's TCP sockets have delivered: evidence of what carried a write, whatever a library says."""
+"""The bytes that this process's TCP sockets have delivered: evidence of the transport that carried a write."""
 
 import contextlib
 import os

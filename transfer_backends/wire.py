@@ -133,8 +133,8 @@ class Recompute(_Message, frozen=True):
     """A transfer of decode's own: compute the KV of `tokens` (int32 little-endian) without sampling, and write it.
 
     `share`: other requests of `namespace` may reuse the KV. `attempt` is above 0, so no room of the router has the same key.
-    `cached`: compute nothing, and write what is cached of them, in as many of the pages as that fills.
-    `images`: those of the tokens, as in `Work`.
+    `cached`: compute nothing, and write the cached part of them into the first pages.
+    `images`: of the tokens, as in `Work`.
     """
 
     room: Room

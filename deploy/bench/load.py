@@ -50,7 +50,7 @@ async def run_in_turns(
     """Each round puts the same share of the requests on every target, one target at a time.
 
     Turns cancel what drifts during a run (heat, neighbours); the order within a round alternates. Records count from the start
-    of the whole run, so those of different turns do not seem to be there at the same time.
+    of the whole run, so records of different turns do not overlap.
     """
     started_at = time.perf_counter()
     totals = [Measured() for _ in sends]

@@ -1,6 +1,6 @@
 """`tandem trace`: the times of requests, as a file for https://ui.perfetto.dev. Needs no collector.
 
-Router and workers keep the times of their last requests (--trace-ring); the router also collects those of its workers.
+Router and workers keep the times of their last requests (--trace-ring); the router also collects its workers' records.
 """
 
 import http.client

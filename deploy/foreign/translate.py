@@ -1,6 +1,6 @@
 """Turns the flags of SGLang's and vLLM's users into ours, before argparse sees them. Pure.
 
-A flag that `known` has is ours, whatever the tables say. One that neither side has passes: argparse names the nearest.
+A flag in `known` is ours, even if the tables have it. An unknown flag passes: argparse names the nearest.
 """
 
 from collections import deque

@@ -1,4 +1,4 @@
-"""The guard: a small process that kills the cluster's process groups when the launcher ends, for whatever reason.
+"""The guard: a small process that kills the cluster's process groups when the launcher ends, for any reason.
 
 Run as a script (standard library only, no site-packages, so it starts in milliseconds). The launcher holds the other
 end of its stdin and writes one line per change: `+PGID` (watch) and `-PGID` (ended and reaped). End of input means that

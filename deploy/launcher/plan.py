@@ -19,7 +19,7 @@ NO_FLAGS: Mapping[str, RoleFlags] = {}
 MEM_FRACTION = "--mem-fraction-static"
 BACKEND = "--disaggregation-transfer-backend"
 
-# OpenMP's waiting threads must not spin against those of others (facts: a spinning team turned 3 ms steps into 756 ms).
+# OpenMP's waiting threads must not spin against threads of others (facts: a spinning team turned 3 ms steps into 756 ms).
 WORKER_ENV = {
     "OMP_WAIT_POLICY": "PASSIVE",
     "TOKENIZERS_PARALLELISM": "false",
@@ -29,7 +29,7 @@ WORKER_ENV = {
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessSpec:
-    """One process to start. It is healthy once GET `url` + `health_path` answers 200. `ranks`: those of a worker."""
+    """One process to start. It is healthy once GET `url` + `health_path` answers 200. `ranks`: of a worker."""
 
     name: str
     role: str  # "router", "prefill", "decode", "unified" or "encode"
@@ -144,7 +144,7 @@ def shared_gpus(specs: Sequence[ProcessSpec]) -> dict[str, list[str]]:
 
 
 def with_env(specs: Sequence[ProcessSpec], names: Collection[str], env: Mapping[str, str]) -> list[ProcessSpec]:
-    """Return `specs`, with `env` added to those of `names`."""
+    """Return `specs`, with `env` added to the processes of `names`."""
     return [replace(spec, env={**spec.env, **env}) if spec.name in names else spec for spec in specs]
 
 

@@ -1,4 +1,4 @@
-"""Which adapters the next step may hold: at most `max_loras_per_batch`, with those of the running requests.
+"""Which adapters the next step may hold: at most `max_loras_per_batch`, adapters of running requests included.
 
 A request whose adapter has no place is skipped, after SGLang. Once it has waited `lora_drain_wait_s`, the adapter in use that
 ends soonest takes no new requests, and the waiting one gets its place.

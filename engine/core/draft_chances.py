@@ -56,7 +56,7 @@ class Chances:
         return min(SURE, max(NEVER, drafts.chance.value(of_class, TRUST_OF_CLASS)))
 
     def of_tokens(self, request: Request, draft: Draft) -> list[float]:
-        """Of each token, that it is kept: it is right, and so are those that it follows."""
+        """Return for each token the chance that it is kept: it and all tokens before it are right."""
         if not draft.confidences:
             return list(accumulate(repeat(self.of_match(request.drafts, draft.match), len(draft.tokens)), mul))
         chances: list[float] = []

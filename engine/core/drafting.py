@@ -2,17 +2,17 @@
 
 A draft guesses the tokens that a request samples next. Each drafted token is one more row of a decode step: it reads the draft, and
 samples what follows. Results (engine/core/results.py) keep a row if the row before it sampled exactly its draft. A sample is a function of
-seed, position and logits alone, so the tokens are those of plain decoding at any temperature, and nothing is drawn twice.
+seed, position and logits alone, so the tokens equal plain decoding's at any temperature, and no sample is taken twice.
 
-Rows are taken in the order of the chance that they are kept, as many as give most of
+Rows are taken in the order of their chance to be kept, in the number that maximizes
 
-    tokens that the step is expected to yield / seconds that so many rows take
+    expected tokens of the step / seconds of a step with these rows
 
 Chances are learned (engine/core/draft_chances.py), and so are seconds (RowCosts). So in a full batch, where rows cost, drafts become short and
-end; a chain ends where its drafter is not sure, and of a tree those branches stay that are likely.
+end; a chain ends where its drafter is not sure, and a tree keeps its likely branches.
 
-A drafter that is a model drafts in the executor (engine/executor/draft_pass.py), in steps of its own that come when decodes have none:
-`ask` says how many passes, which are a part of the seconds. What comes back is a draft as any other.
+A drafter that is a model drafts in the executor (engine/executor/draft_pass.py), in draft steps that come when decodes have no draft:
+`ask` returns the number of passes, whose time is a part of the seconds. Its drafts are drafts as any other.
 """
 
 from bisect import bisect_right
@@ -79,11 +79,11 @@ class DraftAsk:
     topk: int = 1
 
     def places(self, passes: int) -> int:
-        """Count the places behind the known tokens that so many passes write to, or a step that verifies one path of them."""
+        """Count the places behind the known tokens that `passes` passes write to, or a step that verifies one path of them."""
         return max(passes, (passes - 1) * self.topk)
 
     def passes_within(self, places: int, passes: int) -> int:
-        """Return how many of `passes` need no more than so many places."""
+        """Return how many of `passes` fit into `places`."""
         return min(passes, places, 1 + places // self.topk) if places > 0 else 0
 
 
@@ -116,14 +116,14 @@ class Drafting:
         self._counts = counts
 
     def able(self, requests: Sequence[Request]) -> Sequence[Request]:
-        """Return those that drafts may be found for."""
+        """Return the requests that may get drafts."""
         drafts_for_all = self._drafter is not None or self.passes
         return requests if drafts_for_all else [r for r in requests if r.grammar is not None]
 
     def ask(self, requests: Sequence[Request], *, rows: int, overlaps: bool) -> DraftAsk:
-        """Return what the executor's drafter is to draft for those of `requests` that have no draft; the rest as of `choose`.
+        """Return the passes of the executor's drafter for requests without a draft; `rows`, `overlaps` as in `choose`.
 
-        What gives most tokens a second in the step that follows.
+        They maximize the tokens a second of the step that follows.
         """
         bare = [r for r in requests if not self._draft(r).tokens and self._may_ask(r)] if self.passes else []
         if not bare:
@@ -197,7 +197,7 @@ class Drafting:
         if plan.extend or not plan.items or taken_s <= 0:
             return
         if plan.rewinds and not plan.only_drafts and not any(item.draft for item in plan.items):
-            return  # rows without drafts do not cost what those of an earlier step leave to be done
+            return  # the rewinds of an earlier step are no cost of these rows
         if not plan.only_drafts:
             self.costs.note(len(plan.items), taken_s)
             return

@@ -47,7 +47,7 @@ class Draft:
         )
 
     def first(self, count: int) -> "Draft":
-        """Return the first `count` tokens; those of a tree come by their chance."""
+        """Return the first `count` tokens; a tree's tokens are in the order of their chance."""
         if count >= len(self.tokens):
             return self
         return Draft(self.tokens[:count], self.match, self.parents[:count], self.confidences[:count])

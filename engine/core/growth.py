@@ -1,7 +1,7 @@
 """How far present requests will grow together before enough of them have ended: learned from answers that have ended.
 
 The length of a request with g tokens is predicted as the SHARE-quantile of recent answers longer than g.
-Requests that end give their memory back, so what is needed is not the sum of all growth but its peak over time:
+Requests that end give their memory back, so the need is the peak of all growth over time, below its sum:
 
     by remaining tokens, longest first:   r1 >= r2 >= ... >= rn,  held now: c1, c2, ...
     when request i ends, 1..i are there:  sum(c1..ci) + i * ri        peak = the largest of these

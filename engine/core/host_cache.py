@@ -205,7 +205,7 @@ class HostCache:
     # ---- all of it
 
     def forget(self, *, files: bool) -> None:
-        """Forget every page; `files`: delete those of this folder, too. No step may be in flight."""
+        """Forget every page; `files`: delete the folder's files, too. No step may be in flight."""
         for copy in [*self._out, *self._in]:
             self.pages.unpin(copy.host_page)
         self._out, self._in = [], []

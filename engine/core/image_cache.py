@@ -35,7 +35,7 @@ class _Features:
 
 
 class ImageCache:
-    """`max_bytes`: of all features. `token_bytes`: of those of a token."""
+    """`max_bytes`: of all features. `token_bytes`: of a token's features."""
 
     def __init__(self, *, max_bytes: int, token_bytes: int) -> None:
         assert max_bytes > 0 and token_bytes > 0
@@ -58,18 +58,18 @@ class ImageCache:
         return max((self._bytes_of(_from(images, first, image.end - 1 + part)) for first, image in enumerate(images)))
 
     def has_room(self, request: Request, part: int) -> bool:
-        """Whether `part` tokens of the prompt have room beside what others use now, wherever they begin."""
+        """Whether any `part` tokens of the prompt have room beside features in use."""
         return self.most_at_once(request, part) <= self.max_bytes - self._used_bytes
 
     def may_go_on(self, request: Request, part: int) -> bool:
-        """The same of the next `part` tokens."""
+        """Whether the next `part` tokens have room."""
         start = request.launched_len
         return self._bytes_of(self._unused(_touched(request, start, start + part))) <= self._room
 
     def reach(self, request: Request, start: int, *, part: int, budget: float) -> tuple[int, float]:
-        """Return how far a step may compute from `start`, and what is left of its `budget` of tokens.
+        """Return how far a step may compute from `start`, and the rest of its `budget` of tokens.
 
-        To encode an image costs as many as it has. The images of the first `part` tokens are encoded whatever that costs.
+        Encoding an image costs its tokens. The images of the first `part` tokens are encoded at any cost.
         """
         room, seen = self._room, set[bytes]()
         for image in _touched(request, start, request.num_tokens):
@@ -100,7 +100,7 @@ class ImageCache:
     # ---- uses
 
     def use(self, request: Request, start: int, end: int) -> int:
-        """Have a step that computes tokens `start`..`end` - 1 find their features; return how many tokens it encodes for that."""
+        """Provide the features of tokens `start`..`end` - 1 for a step; return how many tokens it encodes for that."""
         before = self.num_encoded_tokens
         for number, image in enumerate(request.images):
             if image.end > start and image.start < end:
@@ -168,9 +168,9 @@ class ImageCache:
         return key in self._features
 
     def land(self, image: ImageInput, pages: list[int]) -> bool:
-        """Have the next step copy features that lie in `pages`, which then are among `take_copied`.
+        """Make the next step copy features that lie in `pages`, which `take_copied` then returns.
 
-        False: they are here already, or those in use leave no room.
+        False: they are here already, or features in use leave no room.
         """
         size = image.num_tokens * self.token_bytes
         if image.key in self._features or size > self._room:
@@ -188,7 +188,7 @@ class ImageCache:
         return copied
 
     def forget_all(self) -> None:
-        """Forget the features of all images: those of other weights. None may be in use."""
+        """Forget the features of all images, as they are of other weights. None may be in use."""
         for key in list(self._features):
             assert not self._features[key].uses, "features are forgotten that a request has still to read"
             self._forget(key)
@@ -209,7 +209,7 @@ class ImageCache:
         self._copied += [land.pages for land in plan.lands]
 
     def on_failed(self, plan: Plan) -> None:
-        """A step found no memory, perhaps before it had the features of its images: whatever needs these next encodes them again."""
+        """Forget the features of a step that found no memory: it may not have encoded them."""
         for key in (*(image.key for image in plan.encodes), *(land.key for land in plan.lands)):
             if key in self._features:
                 self._forget(key)

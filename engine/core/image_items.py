@@ -22,7 +22,7 @@ def with_images(item: PlanItem, request: Request) -> PlanItem:
 
 
 def _turns(image: ImageInput) -> bool:
-    """Whether its RoPE positions, and those behind it, are others than those of as much text."""
+    """Whether its RoPE positions, and all behind it, differ from a text's of its length."""
     _, rows, columns = image.grid
     return rows * columns > 1
 

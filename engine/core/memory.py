@@ -241,7 +241,7 @@ class Memory:
         return end if self.states is None else self.states.cut(request, start, end)
 
     def snapshot(self, request: Request, at: int) -> None:
-        """Keep what the step that is being planned leaves after `at` tokens, if later requests may begin from it."""
+        """Keep the state that the planned step leaves after `at` tokens, if later requests may begin from it."""
         if self.states is not None:
             self.states.snapshot(request, at)
 

@@ -1,6 +1,6 @@
 """Drafts from a request's own text: what followed the last time its newest tokens occurred (prompt lookup, n-gram speculation).
 
-    ... def area ( self ) : ...  def area ( se       the newest 4 tokens have occurred before: what followed is the draft
+    ... def area ( self ) : ...  def area ( se       the newest 4 tokens have occurred before: the tokens behind them are the draft
             ^^^^^^^^^^^^^ lf      ^^^^^^^^^^^^^
 
 An index belongs to one request: with a shared one, the time of an answer would tell what others have written. Idea: Saxena's

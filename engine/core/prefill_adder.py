@@ -69,7 +69,7 @@ class PrefillAdder:
         return AddResult.CONTINUE
 
     def _images_wait(self, request: Request) -> bool:
-        """Whether features that steps in flight need leave no room for those of `request`."""
+        """Whether features of steps in flight leave no room for the images of `request`."""
         images = self._memory.images
         return images is not None and not images.has_room(request, self._limits.part_tokens)
 

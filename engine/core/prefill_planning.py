@@ -2,7 +2,7 @@
 
 The chunked request goes on first, then waiting ones in the policy's order while the budgets of the step last
 (prefill_adder.py). A request is passed over while its prefix is read from disk or comes from another worker, or features of its images do, its adapter has no
-place, or another request computes its beginning (shared_work.py). With images it waits while those of steps in flight leave them no room.
+place, or another request computes its beginning (shared_work.py). With images it waits while features of steps in flight leave no room.
 """
 
 from collections.abc import Iterable
@@ -78,7 +78,7 @@ class PrefillPlanner:
         return items, opens
 
     def _awaits_room(self, request: Request) -> bool:
-        """Whether features that steps in flight need leave no room for those of its next part."""
+        """Whether features of steps in flight leave no room for the images of its next part."""
         images = self._memory.images
         return images is not None and not images.may_go_on(request, self._limits.part_tokens)
 

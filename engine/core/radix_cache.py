@@ -201,7 +201,7 @@ class RadixCache:
         return freed
 
     def forget(self, adapter: int) -> None:
-        """Free the branches of an unloaded adapter; what is locked is evicted later."""
+        """Free the branches of an unloaded adapter; locked nodes are evicted later."""
         tops = [top for branch, top in self._tops.items() if adapter and branch.adapter == adapter]
         for node in reversed(list(self._nodes(tops))):  # children after parents, so reversed leaves come first
             if node.is_evictable:

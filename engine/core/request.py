@@ -76,7 +76,7 @@ class Request:
     grammar: Grammar | None = None  # advanced with every committed token
     keep_kv: bool = True  # others may find its KV; no more once a step of it has failed
     return_hidden_states: bool = False
-    alone: bool = False  # answered by the worker of its prompt, whatever its role
+    alone: bool = False  # answered by the worker of its prompt, in any role
     pooling: str = ""  # "last" | "mean": an embedding request; "labels": one of a classifier
     unit: bool = True  # the embedding is scaled to unit length
     adapter: int = 0  # number of the adapter's load (engine/core/adapters.py); 0: the model alone

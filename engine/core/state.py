@@ -27,7 +27,7 @@ class Counters:
     cached_tokens: int = 0
     generation_tokens: int = 0
     retractions: int = 0
-    out_of_memory: int = 0  # of them, those of a running request whose memory others needed to grow
+    out_of_memory: int = 0  # of them, of running requests whose memory others needed to grow
     out_of_memory_tokens: int = 0  # whose KV these gave up
     preemptions: int = 0
     resumed_computed: int = 0  # retracted requests whose KV this engine computed again
@@ -38,7 +38,7 @@ class Counters:
     wasted_samples: int = 0  # of requests that had ended
     failed_steps: int = 0  # for lack of device memory; their requests were aborted
     joined_steps: int = 0  # that only other ranks of DP attention had something for
-    delayed_steps: int = 0  # in which a prompt waited for those of other ranks
+    delayed_steps: int = 0  # in which a prompt waited for prompts of other ranks
     deferred_samples: int = 0  # steps whose sampling waited for masks
     draft_steps: int = 0  # of the executor's drafter alone
     verify_steps: int = 0  # decode steps with drafts

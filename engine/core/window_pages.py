@@ -81,7 +81,7 @@ class WindowPages:
     # ---- requests
 
     def open(self, request: Request, cached: Sequence[int]) -> None:
-        """Begin with `cached` pages of the tree, of which those of one window are there and are read from now on."""
+        """Begin with `cached` pages of the tree and lock the pages of the last window, all of which are there."""
         self._bounds[request.serial] = self._bound(request)
         first = self.first_page(len(cached) * self.allocator.page_size)
         request.window = [0] * first + list(cached[first:])
@@ -91,14 +91,14 @@ class WindowPages:
             self._idle.pop(page, None)
 
     def adopt(self, request: Request) -> None:
-        """Take pages of its own for the last window of the known tokens, or of all of them but one: KV comes from elsewhere."""
+        """Take pages for the last window of known tokens whose KV comes from elsewhere (of all tokens, or of all but the last)."""
         self._bounds[request.serial] = self._bound(request)
         first = self.first_page(request.num_tokens - 1)
         request.window = [0] * first + self._take(self.allocator.pages_for(request.num_tokens) - first)
         request.window_first = first
 
     def tail(self, request: Request, num_tokens: int) -> list[int]:
-        """Return the pages that the query behind `num_tokens` tokens reads: those that a hand-over brings along."""
+        """Return the pages that the query behind `num_tokens` tokens reads; a hand-over brings them along."""
         return request.window[self.first_page(num_tokens) : self.allocator.pages_for(num_tokens)]
 
     def quarantine(self, request: Request) -> list[int]:
@@ -116,7 +116,7 @@ class WindowPages:
             request.window += self._take(missing)
 
     def retire(self, request: Request) -> None:
-        """Give back the pages that neither a later step nor one in flight reads."""
+        """Free the pages that no later step and no step in flight reads."""
         first = min(self.first_page(request.computed_len), len(request.window))
         for i in range(request.window_first, first):
             self._release(request.window[i])

@@ -4,7 +4,7 @@ A batch takes the graph of the next size. Its padded rows are token 0 at positio
 0 and are not sampled. A graph reads and writes the same memory every time: its input (token ids, positions, slots, output
 lengths; where images may have made RoPE positions others than places, these, too), page table, what requests ask of the sampler, future map, KV pool and weights. Lengths follow from the positions, on the
 device. A step with grammar masks replays the same graph with no row to sample, and is sampled behind it. Where drafts may be trees, a graph
-reads places and paths, too; those of other rows say that all lies at its own place.
+reads places and paths, too; rows without a tree have their own places.
 
 Ranks record the same sizes in the same order: the sums of a step are in its graph.
 """

@@ -12,8 +12,8 @@ from engine.core.drafts import Guess
 class Drafted:
     """What a pass guesses for the items `of`, on the device or the host.
 
-    `tokens` [n, paths, topk] int64 and `confidences`, float32: behind each path. `paths` [n, topk] int64: those of these guesses, in each
-    item numbered, that the next pass goes on from; the first pass has one path, of known tokens.
+    `tokens` [n, paths, topk] int64 and `confidences`, float32: behind each path. `paths` [n, topk] int64: the guesses, numbered in each
+    item, that the next pass goes on from; the first pass has one path, of known tokens.
     """
 
     of: list[int]

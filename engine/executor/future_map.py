@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class FutureMap:
-    """`last` [slots + 1] int64, zero: padded rows of a step store in the cell behind those of the slots."""
+    """`last` [slots + 1] int64, zero: padded rows of a step store in the cell behind the slots."""
 
     def __init__(self, last: Tensor) -> None:
         self._last = last

@@ -51,7 +51,7 @@ class _Paths:
         return self.items[0].topk
 
     def only(self, chosen: list[int], at: Tensor) -> "_Paths":
-        """Return those of the items `chosen`; `at`: the same on the device."""
+        """Return the paths of the items `chosen`; `at`: `chosen` on the device."""
         hidden = None if self.hidden is None else self.hidden.unflatten(0, (-1, self.width))[at].flatten(0, 1)
         slots, starts, turns, ids, scores, places = (
             x[at] for x in (self.slots, self.starts, self.turns, self.ids, self.scores, self.places)

@@ -15,7 +15,7 @@ from engine.parallel.collectives import Collectives
 
 @dataclass(frozen=True, slots=True)
 class JudgedRows:
-    """The rows of all requests with drafts, n in all, those of known tokens included.
+    """The n rows of all requests with drafts, rows of known tokens included.
 
     `items`: of each. `rows`: [n] int64, where it lies in the step. `parents`: [n] int64, the number of the one that samples what it guesses;
     its own, where its token is known. `right`: [n] bool, whether it counts: its token is what its parent sampled, and that counts.

@@ -87,7 +87,7 @@ class SamplePass:
         return output
 
     def _logits(self, model: DenseDecoder, forward: Forward, rows: list[int]) -> Tensor:
-        """[len(rows), V] of these rows, ascending; a recorded step has those of all."""
+        """Return the logits [len(rows), V] of `rows`, ascending; a recorded step has the logits of all rows."""
         if forward.logits is not None:
             return forward.logits
         return model.logits(forward.hidden if len(rows) == len(forward.hidden) else forward.hidden[self._upload(rows)])

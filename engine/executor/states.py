@@ -54,7 +54,7 @@ class States:
         return self._table.rows[slots]
 
     def begin(self, plan: Plan, items: Sequence[PlanItem], step: StepBatch) -> None:
-        """`items`: of the step, which may be more than those of `plan`."""
+        """`items`: of the step; `plan` may have fewer."""
         self.pool.run(plan.states)
         self.pool.step = step
         if step.drafts:

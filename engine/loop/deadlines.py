@@ -1,4 +1,4 @@
-"""Deadlines of requests: the loop ends a request after its own, in whatever stage it is."""
+"""Deadlines of requests: the loop ends a request at its deadline, in any stage."""
 
 import heapq
 import math

@@ -1,7 +1,7 @@
 """What a turn may skip while it only decodes: to read the inbox, to ask the role. Under heavy decode it costs more than it gains.
 
-Flags: --scheduler-recv-interval with --scheduler-recv-weight-*, --disaggregation-decode-polling-interval. The weights are those
-of SGLang's SchedulerRecvSkipper, without a verify step, which no turn here has.
+Flags: --scheduler-recv-interval with --scheduler-recv-weight-*, --disaggregation-decode-polling-interval. The weights are as
+in SGLang's SchedulerRecvSkipper, without its verify step, which no turn here has.
 """
 
 from dataclasses import dataclass

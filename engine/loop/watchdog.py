@@ -41,7 +41,7 @@ def dump_when_asked() -> None:
 
 
 def dump_of_others(pids: Iterable[int]) -> None:
-    """Have processes that `dump_when_asked` write theirs, and give them the time."""
+    """Make processes with `dump_when_asked` write their stacks, and wait for them."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, ASKED)

@@ -3,7 +3,7 @@
 It receives calls, look-up results, messages, lost links and the time, and changes states (`rooms`) and `effects`.
 
     role's thread     rooms          provide, abort, close; states
-    control thread    this module    messages (`statuses`: those of rooms), lost links, deadlines
+    control thread    this module    messages (`statuses`: of rooms), lost links, deadlines
                       connections    to prefill workers; their registration
     thread pools      finder         the prefill worker of a room
                       proofs         whether a lost prefill worker is dead

@@ -140,7 +140,7 @@ class MooncakeEngine:
             peer = msgspec.msgpack.decode(descriptor, type=MooncakePeer)
         except msgspec.MsgspecError as error:
             raise EngineError(f"not a Mooncake descriptor: {error}") from None
-        # Over NVLink the engine maps memory by session and address, for good: a successor's bytes would land in the dead worker's.
+        # Over NVLink the engine maps memory by session and address and never unmaps it: a successor's bytes would land in the dead worker's.
         if not self.caps.carries_host_memory and self._mapped.setdefault(peer.session, incarnation) != incarnation:
             raise EngineError(
                 f"{peer.session} was an earlier worker's, whose memory is still mapped; start this worker again"

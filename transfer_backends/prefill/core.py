@@ -6,7 +6,7 @@ It receives calls, messages, results of operations and the time, and changes sta
     sender thread     outbox         what to post next, and its window
                       completions    what follows when an operation has ended
                       paths          connections to the memory of decode workers; admission: which workers may register
-    control thread    this module    messages (`offers`: those of rooms), lost links, deadlines
+    control thread    this module    messages (`offers`: of rooms), lost links, deadlines
 """
 
 from collections.abc import Callable

@@ -94,7 +94,7 @@ class RemoteEngine:
         return self._start(op, Probe(op.number, peer))
 
     def trial(self, peer: int) -> None:
-        """Not of another process: its bytes cannot be told from those of others."""
+        """Do nothing: the bytes of another process cannot be measured here."""
 
     def fence(self, peer: int) -> RemoteOp:
         op = RemoteOp(self._next())

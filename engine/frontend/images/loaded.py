@@ -1,4 +1,4 @@
-"""An image or a video as its prompt gets it."""
+"""An image or a video, loaded for its prompt."""
 
 from dataclasses import dataclass
 
@@ -7,9 +7,9 @@ from engine.images import ImageInput
 
 @dataclass(frozen=True, slots=True)
 class LoadedMedia:
-    """An image or a video of a prompt. Each of `parts` has one place in it; its `start` is not known yet.
+    """An image or a video. Each of `parts` has one placeholder in the prompt, and no `start` yet.
 
-    `times_s`: of the parts of a video whose times the prompt's text says; empty: it says none.
+    `times_s`: timestamps of a video's parts, which the prompt states as text; empty: none.
     """
 
     parts: tuple[ImageInput, ...]

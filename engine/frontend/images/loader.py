@@ -37,7 +37,7 @@ class ImageLoader:
         self._kept = _Kept(MOST_KEPT_BYTES)
 
     async def load(self, sources: Sequence[MediaSource], *, most_tokens: int) -> list[LoadedMedia]:
-        """Load them all. Raises ApiError(400) that names the first part that is wrong, or that exceeds `most_tokens`."""
+        """Load all sources. Raises ApiError(400) that names the first bad part, or the part that exceeds `most_tokens`."""
         self._check_kinds(sources)
         files = await self._files(sources)
         self._check_count(sources, files)
@@ -46,7 +46,7 @@ class ImageLoader:
         return await self._each(sources, files, self._made)
 
     async def _files(self, sources: Sequence[MediaSource]) -> list[list[bytes]]:
-        """The files of each source, of a video its frames."""
+        """Return the files of each source; a video's files are its frames."""
         remote = [one.url for one in sources if one.is_remote]
         fetched = await self._fetcher.fetch_all(remote, most_bytes=self._most_bytes) if remote else {}
         run = asyncio.get_running_loop().run_in_executor
@@ -68,7 +68,7 @@ class ImageLoader:
     async def _each(
         self, sources: Sequence[MediaSource], files: list[list[bytes]], work: Callable[[MediaSource, list[bytes]], T]
     ) -> list[T]:
-        """Do `work` for each source in threads. The first error in the order of the parts is raised, once none works any more."""
+        """Run `work` for each source in threads. Once all have ended, raise the first error in the order of the parts."""
         run = asyncio.get_running_loop().run_in_executor
         jobs = [run(self._pool, partial(work, *one)) for one in zip(sources, files, strict=True)]
         results = await asyncio.gather(*jobs, return_exceptions=True)
@@ -128,7 +128,7 @@ def _own_data(source: MediaSource) -> bytes:
 
 
 class _Kept:
-    """Images that came last, by key. Threads share it."""
+    """The latest images by key. Thread-safe."""
 
     def __init__(self, most_bytes: int) -> None:
         self._most, self._size = most_bytes, 0

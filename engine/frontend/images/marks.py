@@ -1,4 +1,4 @@
-"""What the tokens of a vision model are called in the text of a prompt."""
+"""The placeholder and marker tokens of a vision model, as text."""
 
 from dataclasses import dataclass
 

@@ -11,14 +11,14 @@ Size = tuple[int, int]  # height, width
 
 
 def range_size(range_: PixelRange, size: Size, *, factor: int) -> Size:
-    """Both sides become multiples of `factor` (`smart_resize` of Qwen2-VL). Raises BadImage for a strip."""
+    """Round both sides to multiples of `factor` within the range of pixels (`smart_resize` of Qwen2-VL). Raises BadImage for a strip."""
     height, width = size
     _check_ratio(height, width)
     return _within(range_, (height, width), factor=factor, frames=1, counted=1)
 
 
 def video_size(range_: PixelRange, size: Size, *, factor: int, frames: int, temporal_patch: int) -> Size:
-    """Likewise for `frames` frames of a video, whose pixels may count together (Qwen3-VL)."""
+    """Return the size of each of `frames` frames of a video, whose pixels may count together (Qwen3-VL). Raises BadImage for a strip."""
     if not range_.over_frames:
         return range_size(range_, size, factor=factor)
     height, width = size
@@ -47,7 +47,7 @@ def _within(range_: PixelRange, size: Size, *, factor: int, frames: int, counted
 
 
 def edge_size(crop: CenterCrop, size: Size) -> Size:
-    """The size before the middle is cut out."""
+    """Return the size to resize to before the centre is cropped."""
     height, width = size
     if not crop.shortest_edge:
         return crop.height, crop.width
@@ -56,7 +56,7 @@ def edge_size(crop: CenterCrop, size: Size) -> Size:
 
 
 def crop_box(crop: CenterCrop, size: Size) -> tuple[int, int, int, int]:
-    """(left, top, right, bottom) of the middle."""
+    """Return (left, top, right, bottom) of the centre."""
     height, width = size
     top, left = (height - crop.height) // 2, (width - crop.width) // 2
     return left, top, left + crop.width, top + crop.height
