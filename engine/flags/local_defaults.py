@@ -12,6 +12,8 @@ from pathlib import Path
 from engine.config import EngineConfig
 from engine.cores import usable_cores
 from engine.gguf.file import open_gguf
+from engine.model_files.model_config import load_model_config
+from service.flags import ConfigError
 
 # A thread needs a few ms of weights to read between two of its hundreds of barriers a step.
 BYTES_A_THREAD = 64 << 20
@@ -42,7 +44,19 @@ def _weight_bytes(model: Path) -> int:
     """Count the bytes of weights that a step reads; each weight of a GGUF file is held as two bytes."""
     if model.is_file():
         return sum(2 * math.prod(tensor.shape) for tensor in open_gguf(model).tensors.values())
-    return sum(file.stat().st_size for file in model.glob("*.safetensors"))
+    files = list(model.glob("*.safetensors"))
+    return sum(file.stat().st_size for file in files) if files else _described_bytes(model)
+
+
+def _described_bytes(model: Path) -> int:
+    """What the matrices of config.json would take in two bytes a weight (--load-format dummy); 0 where the load will say what is wrong."""
+    try:
+        config = load_model_config(str(model))
+    except ConfigError:
+        return 0
+    mlp = config.hidden_size * round(config.mlp_matrices * config.mlp_width(active=False))
+    tables = 2 * config.hidden_size * config.vocab_size
+    return 2 * (config.num_layers * (config.attention_weights() + mlp) + tables)
 
 
 def with_random_seed(config: EngineConfig, bits: Callable[[int], int] = secrets.randbits) -> EngineConfig:

@@ -1,5 +1,6 @@
 """Defaults from the machine: threads by what a checkpoint is worth and the operator allows, and a seed of its own."""
 
+import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 from engine.config import EngineConfig
 from engine.cores import usable_cores
 from engine.flags.local_defaults import BYTES_A_THREAD, default_threads, with_random_seed, with_threads
+from tests.models.tiny_checkpoints import make_tiny_checkpoint
 
 
 @pytest.fixture
@@ -28,6 +30,16 @@ def test_a_small_model_has_one(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"small")
     assert default_threads(str(tmp_path), cores=64) == 1
     assert default_threads(str(tmp_path / "missing"), cores=64) == 1  # the load will say what is wrong
+
+
+def test_made_up_weights_count_as_config_json_describes_them(tmp_path: Path) -> None:
+    """A vocabulary of 2^20 and a hidden size of 64: embedding and head take 128 MiB each in two bytes a weight."""
+    make_tiny_checkpoint(tmp_path, "qwen3")
+    (tmp_path / "model.safetensors").unlink()
+    file = tmp_path / "config.json"
+    assert default_threads(str(tmp_path), cores=64) == 1
+    file.write_text(json.dumps({**json.loads(file.read_text()), "vocab_size": 1 << 20}))
+    assert default_threads(str(tmp_path), cores=64) == 4
 
 
 @pytest.mark.parametrize(("asked", "cores"), [("3", 3), ("5,2", 5), ("0", None), ("many", None), ("", None)])
