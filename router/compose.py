@@ -288,7 +288,7 @@ def _prefixes(config: RouterConfig, chooser: Chooser, secret: bytes | None) -> P
 
 
 def limits_of(config: RouterConfig) -> RequestLimits:
-    """What clients may send, and how slowly."""
+    """Return the limits of clients' bodies and of their time."""
     return RequestLimits(
         max_body_bytes=config.max_body_bytes,
         header_timeout_s=config.header_timeout_s,

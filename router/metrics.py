@@ -106,7 +106,7 @@ class RouterMetrics(Collector):
         self._inflight += 1
 
     def on_answered(self, path: str, status: int, seconds: float) -> None:
-        """It ended. `path`: one of few."""
+        """Count a request that ended. `path`: one of few."""
         self._inflight -= 1
         self._answered[path, status] += 1
         self._duration_s.observe(path, seconds)
@@ -115,7 +115,7 @@ class RouterMetrics(Collector):
         return generate_latest(self._registry)
 
     async def scrape(self) -> bytes:
-        """As `exposition`, but other tasks run between two families: of a thousand workers the whole takes 50 ms."""
+        """Return `exposition`, yielding to other tasks between families: for a thousand workers it takes 50 ms."""
         parts = []
         for family in self._registry.collect():
             parts.append(generate_latest(_OneFamily(family)))
@@ -147,7 +147,7 @@ class RouterMetrics(Collector):
         yield from self._sglang_names(workers)
 
     def _sglang_names(self, workers: Sequence[Worker]) -> Iterator[Metric]:
-        """What SGLang's router 0.3.2 exports, under its labels; of its paths those that generate."""
+        """Yield the metrics of SGLang's router 0.3.2 under its labels, for paths that generate."""
         paths, statuses = Counts[str](), Counts[str]()
         for (path, status), count in self._answered.items():
             paths[path] += count

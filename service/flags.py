@@ -14,7 +14,7 @@ class ConfigError(ValueError):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FlagSpec:
-    """What a flag is, beside its field's name, type and default.
+    """The properties of a flag beside its field's name, type and default.
 
     unit: "s" for seconds, in a field that ends in `_s`    option: the public name, if not the field's without `_s`
     above, least, most, below: of the number, or of each of a tuple    special: values with a meaning of their own

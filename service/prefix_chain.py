@@ -39,7 +39,7 @@ def name_of(link: bytes) -> int:
 
 
 def block_names(names: list[int], page_size: int) -> list[int]:
-    """Those of blocks among the names of pages that follow one another."""
+    """Return the names of blocks among the names of consecutive pages."""
     pages = max(1, BLOCK_TOKENS // page_size)  # of a block
     first = next((place for place, name in enumerate(names[:pages]) if name & 1), len(names))
     return names[first::pages]

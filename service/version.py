@@ -8,7 +8,7 @@ PACKAGE = "tandem-serve"
 
 @cache
 def installed_version() -> str:
-    """As pip shows it; "unknown" for a source tree that was not installed."""
+    """Return the version that pip shows; "unknown" for a source tree that was not installed."""
     try:
         return version(PACKAGE)
     except PackageNotFoundError:

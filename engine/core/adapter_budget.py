@@ -11,7 +11,7 @@ from engine.core.request import Request
 
 
 class AdapterBudget:
-    """For one step. `growing`: requests that compute or are about to; `waiting`: in order of arrival."""
+    """The adapters of one step. `growing`: requests that compute or are about to; `waiting`: in order of arrival."""
 
     def __init__(
         self, limits: Limits, *, growing: Iterable[Request], waiting: Iterable[Request], now_s: float = 0.0

@@ -18,7 +18,7 @@ from engine.core.window_pages import WindowPages
 
 @dataclass(frozen=True, slots=True)
 class CopySize:
-    """Of copies on the host: pages, pages of layers with a window that have their own pool, recurrent states."""
+    """Sizes of copies on the host: pages, pages of layers with a window that have their own pool, recurrent states."""
 
     pages: int = 0
     windows: int = 0

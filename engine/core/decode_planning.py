@@ -62,7 +62,7 @@ class DecodePlanner:
         return ask.passes_within(room, passes)
 
     def _with_slots(self, requests: list[Request]) -> list[Request]:
-        """Those that have a row, or find one: no other loses its own for guesses."""
+        """Return the requests that have a row or find a free one; drafts take no row from others."""
         rowless = [r.rid for r in requests if r.slot is None][self._table.num_free :]
         return [r for r in requests if r.rid not in rowless]
 
@@ -143,7 +143,7 @@ class DecodePlanner:
                 self._state.ratio.on_retraction(self._stages.running)
 
     def _retract_sometimes(self, ready: list[Request]) -> None:
-        """For tests: retract a request as if memory were short, and leave the others a step."""
+        """Retract a request as if memory were short, and leave the others a step (for tests)."""
         self._num_planned += bool(ready)
         if self._num_planned % self._state.limits.test_retract == 0 and len(ready) > 1:
             victim = max(ready, key=self._retraction_order)

@@ -21,7 +21,7 @@ from engine.core.scheduler import Scheduler
 
 @dataclass(frozen=True, slots=True)
 class PromptGate:
-    """From `since_step` on prompts may enter, or not; before it was the other way round."""
+    """Whether prompts may enter from step `since_step` on; before it was the opposite."""
 
     opens: bool = True
     since_step: int = 0

@@ -15,7 +15,7 @@ DECIDES = 0  # the rank that opens and closes the gate for prompts, and whose ti
 
 
 class Padding(Enum):
-    """How the tokens of all ranks come together. MAX_LEN: each rank's padded to the most (all-gather); SUM_LEN: end to end (all-reduce)."""
+    """The exchange of all ranks' tokens. MAX_LEN: each rank's padded to the most (all-gather); SUM_LEN: end to end (all-reduce)."""
 
     MAX_LEN = "max_len"
     SUM_LEN = "sum_len"
@@ -23,7 +23,7 @@ class Padding(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """What a rank brings to step `step`.
+    """A rank's part of step `step`.
 
     `idle`: nothing; it takes part because others ask for the step. `tokens`: of its items. `extend`: parts of prompts are among them. `can_graph`: it could replay a graph. `prefillable`: prompts wait that it could
     compute; `token_usage`: share of its KV memory in use; `running`, `waiting`: its requests. `cut`: where it would halve its tokens, -1: it

@@ -73,7 +73,7 @@ class _Ranked:
 
 @dataclass(frozen=True, slots=True)
 class DraftAsk:
-    """What the executor's drafter is asked for: `passes` by request, each of which guesses `topk` tokens for a place."""
+    """A draft step of the executor's drafter: `passes` by request, each of which guesses `topk` tokens for a place."""
 
     passes: dict[str, int]
     topk: int = 1

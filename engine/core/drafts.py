@@ -66,7 +66,7 @@ class Draft:
 
 
 class Guess(NamedTuple):
-    """Of a drafter in the executor: `parent` and `confidence` as in Draft."""
+    """A token that the executor's drafter guessed; `parent`, `confidence` as in Draft."""
 
     token: int
     parent: int
@@ -74,7 +74,7 @@ class Guess(NamedTuple):
 
 
 def draft_of(guesses: Sequence[Guess]) -> Draft:
-    """What a drafter in the executor guessed."""
+    """The guesses of the executor's drafter."""
     if not guesses:
         return NO_DRAFT
     tokens, parents, confidences = zip(*guesses, strict=True)
@@ -105,7 +105,7 @@ class Chance:
 
 @dataclass(slots=True, eq=False)
 class Drafts:
-    """Of one request. `draft` follows its first `known` tokens; `rows`: drafted tokens in flight. `index`: the drafter's own.
+    """The drafts of one request. `draft` follows its first `known` tokens; `rows`: drafted tokens in flight. `index`: the drafter's own.
 
     `is_asked`: the executor's drafter drafts for it in a step that is in flight; `asked_at`: its known tokens when it was asked last.
 

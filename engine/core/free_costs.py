@@ -8,11 +8,11 @@ class FreeRows:
         return 1 / rows
 
     def note(self, rows: int, taken_s: float) -> None:
-        """Nothing is learned."""
+        """Learn nothing."""
 
 
 class FreePasses(FreeRows):
-    """The same of passes of the executor's drafter."""
+    """`FreeRows` for passes of the executor's drafter."""
 
     def step(self, rows: int) -> float:
         return 0.0

@@ -28,7 +28,7 @@ Use = tuple[int, int]  # serial of a request, and which of its images
 
 @dataclass(slots=True, eq=False)
 class _Features:
-    """Of one image. `uses`: by requests that have tokens of it to compute."""
+    """Features of one image. `uses`: requests that have tokens of it to compute."""
 
     size_bytes: int
     uses: set[Use] = field(default_factory=set)

@@ -247,7 +247,7 @@ class Memory:
 
     @property
     def most_drafted(self) -> int | None:
-        """Of how many requests a step may verify drafts; None: of any."""
+        """Return how many requests of a step may verify drafts; None: any number."""
         return None if self.states is None else self.states.num_shadows
 
     def end_of_drafts(self, request: Request, start: int, end: int) -> int:

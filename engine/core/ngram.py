@@ -19,7 +19,7 @@ INDEXED_AT_ONCE = 4096  # tokens: 1 us each, in the scheduler's thread
 
 @dataclass(slots=True, eq=False)
 class NgramIndex:
-    """Where the n-grams of `least` tokens end in `tokens`, as far as they have been read."""
+    """The ends of n-grams of `least` tokens in the part of `tokens` that has been read."""
 
     least: int
     tokens: list[int] = field(default_factory=list)

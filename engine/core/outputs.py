@@ -10,7 +10,7 @@ from engine.messages import FinishReason, GenerateRequest, TokenLogprob, TokenOu
 
 @dataclass(slots=True)
 class StepEffects:
-    """What follows from a step: `outputs` to send, requests with a finished chunk, and requests with complete prefill.
+    """The effects of a step: `outputs` to send, requests with a finished chunk, and requests with complete prefill.
 
     `prefilled`: each with its sample, and the output to send once its KV is handed over. `lost`: the live requests of a step
     that failed because of `failure`; the caller aborts them. `lane`: with PD multiplexing, whose step it was.

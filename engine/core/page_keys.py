@@ -17,7 +17,7 @@ from engine.images import KEY_BYTES
 
 
 class KVIdentity(msgspec.Struct, frozen=True, kw_only=True):
-    """What KV depends on besides tokens. `layout`: of a page's bytes, with the kind of device.
+    """The identity of KV besides its tokens. `layout`: of a page's bytes, with the kind of device.
 
     `model`: signature of its shape; `weights`: name of their version, and a fingerprint of their files.
     """

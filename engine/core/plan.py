@@ -42,7 +42,7 @@ class FeatureRows(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ItemImages(msgspec.Struct, frozen=True, array_like=True):
-    """What an item has of the images of its request: `rows` that are parts of them, and RoPE positions of its tokens.
+    """The images of an item: `rows` of features, and RoPE positions of its tokens.
 
     `rope`: None: they follow one another from `start + rope_delta` on.
     """

@@ -28,7 +28,7 @@ class AddResult(Enum):
 
 
 class PrefillAdder:
-    """For one step. `decode_tokens`: of decodes that ride along (mixed chunk)."""
+    """Fills one step. `decode_tokens`: of decodes in the same step (mixed chunk)."""
 
     def __init__(
         self,

@@ -44,7 +44,7 @@ class Inserted:
 
 
 class RadixCache:
-    """With `enabled=False` the tree stays empty. `below`: the tier that keeps what the tree forgets. `states`: of a recurrent model. `windows`:
+    """The prefix tree; with `enabled=False` it stays empty. `below`: the tier that keeps what the tree forgets. `states`: of a recurrent model. `windows`:
     of layers with a window.
     """
 

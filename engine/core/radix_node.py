@@ -6,7 +6,7 @@ Rank = tuple[int, int]
 
 
 class Branch(NamedTuple):
-    """What KV depends on besides tokens: the load of an adapter (0: the model alone), and the namespace of the request."""
+    """The identity of a prefix besides its tokens: the load of an adapter (0: the model alone), and the namespace of the request."""
 
     adapter: int = 0
     namespace: tuple[str, ...] = ()

@@ -23,7 +23,7 @@ from engine.sampling_params import SamplingParams
 
 @dataclass(slots=True, eq=False)
 class Unsent:
-    """What no output has carried yet; fields as in TokenOutput."""
+    """Fields of the next output; names as in TokenOutput."""
 
     logprobs: list[TokenLogprob] = field(default_factory=list)
     input_logprobs: list[TokenLogprob] = field(default_factory=list)

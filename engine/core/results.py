@@ -139,7 +139,7 @@ class Results:
 
 
 def _take_drafts(request: Request, item: PlanItem, result: ItemResult) -> None:
-    """Of a step that failed there are none: the request decodes by itself."""
+    """Take the drafter's draft of the request. A step that failed has none: the request decodes without."""
     request.drafts.is_asked = False
     if request.finish is not None or request.num_tokens != item.kv_len:
         return

@@ -59,7 +59,7 @@ class RowCosts:
 
 
 def _between(means: Sequence[float | None], at: int) -> float | None:
-    """What the ranges around range `at` say of it; None: there are none."""
+    """Estimate range `at` from the ranges around it; None: none was measured."""
     known = [(end, mean) for end, mean in zip(ENDS, means, strict=True) if mean is not None]
     below, above = [k for k in known if k[0] < ENDS[at]], [k for k in known if k[0] > ENDS[at]]
     if below and above:
@@ -75,7 +75,7 @@ def _between(means: Sequence[float | None], at: int) -> float | None:
 
 
 def _ratio(rows: int, others: int) -> float:
-    """What `others` rows cost, as a multiple of `rows` rows, as far as is known without a measurement."""
+    """Estimate the cost of `others` rows as a multiple of `rows` rows, without a measurement."""
     return (1 + SHARE * others) / (1 + SHARE * rows)
 
 

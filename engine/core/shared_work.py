@@ -14,7 +14,7 @@ MAX_PASSED_OVER = 32  # per step: bounds the cost of a plan
 
 
 class SharedWork:
-    """For one step. `computing`: requests that may have a step in flight. `min_tokens`: shared ones, for which a prompt waits."""
+    """Prefixes that requests of one step share. `computing`: requests that may have a step in flight. `min_tokens`: shared ones, for which a prompt waits."""
 
     def __init__(self, memory: Memory, computing: Iterable[Request], *, min_tokens: int) -> None:
         self._memory = memory

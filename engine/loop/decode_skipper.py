@@ -11,7 +11,7 @@ from engine.core.plan import Plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnWeights:
-    """How much a turn counts towards the interval, by what it launched; None: the interval ends with it.
+    """The weight of a turn in the interval, by the step that it launched; None: the interval ends with it.
 
     `default`: a step with prompts; `none`: nothing.
     """

@@ -15,7 +15,7 @@ class LoopListener:
         """A request has arrived from the frontend."""
 
     def on_added(self, request: Request, now_s: float) -> None:
-        """It is about to go to the role or to the grammar queue."""
+        """Called before a request goes to the role or to the grammar queue."""
 
     def on_planned(self, now_s: float) -> None:
         """The turn has planned a step or found none."""
@@ -33,4 +33,4 @@ class LoopListener:
         """A turn with a step is over; its wait for the device counts."""
 
     def on_rest(self, now_s: float) -> None:
-        """There is nothing left to compute."""
+        """Called when nothing is left to compute."""

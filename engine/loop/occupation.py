@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class KVMemory(Protocol):
-    """Of the KV pool. Used while no page has a user."""
+    """Releases and restores the KV pool while no page is in use."""
 
     def release(self) -> None:
         """Raises ConfigError, with nothing changed."""
@@ -86,12 +86,12 @@ class OccupationControl:
 
     @property
     def values(self) -> dict[str, int | str]:
-        """What answers say of it, once something was released."""
+        """Return the fields that answers have once something was released."""
         return {"released": ",".join(self.released)} if self._used else {}
 
     @property
     def refusal(self) -> FinishReason | None:
-        """Of a request, while something is released."""
+        """Return the refusal of a request while something is released."""
         if not self.released:
             return None
         text = f"the worker has released its memory ({', '.join(self.released)}): POST /resume_memory_occupation"

@@ -54,7 +54,7 @@ class Peered(Protocol):
     def gauges(self) -> dict[str, float]: ...
 
     def transfer_paths(self) -> list[TransferPath]:
-        """How KV gets to the newest peers; a bounded number."""
+        """Return the transfer paths to the newest peers, a bounded number."""
 
     def avoided_encoders(self) -> list[str]:
         """Control addresses of encoder workers that are asked for nothing at present: they were late, or could not be reached."""
@@ -82,4 +82,4 @@ class UnifiedRole:
         return effects.outputs
 
     def close(self) -> None:
-        """Nothing to end."""
+        """End nothing."""

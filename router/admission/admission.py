@@ -119,7 +119,7 @@ def client_name(http: web.BaseRequest) -> str:
 
 
 def _priority(http: web.BaseRequest, parsed: ParsedBody) -> int:
-    """Of the body, else of the header, else 0; higher goes first."""
+    """Return the priority of the body, else of the header, else 0; higher goes first."""
     named = named_priority(parsed)
     text = http.headers.get(PRIORITY_HEADER)
     if named is None and text is not None:

@@ -23,7 +23,7 @@ _FIRST: _Place = (-math.inf, -1)
 
 
 class HeadroomOrder(LogReader):
-    """Of the workers of `pool`. `also`: whose lines have changed. `headroom`, `key`: of a worker; `key` ends with its id."""
+    """The workers of `pool` by headroom. `also`: ids of workers whose lines have changed. `headroom`, `key`: of a worker; `key` ends with its id."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class HeadroomOrder(LogReader):
         return iter(sorted((self._pool.by_id[i] for i in ids), key=lambda worker: self._of[worker.worker_id][0]))
 
     def _sweep(self) -> None:
-        """As LoadOrder does: other processes change loads without an entry in a log."""
+        """Read some loads again, as LoadOrder does: other processes change them without a log entry."""
         count = len(self._pool)
         for _ in range(min(SWEEP, count)):
             self._next = self._next + 1 if self._next + 1 < count else 0

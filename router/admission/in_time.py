@@ -39,7 +39,7 @@ class Objective:
         return self.forecast.fits(worker)[self.what == "itl"]
 
     def there(self, worker: Worker) -> int:
-        """What is at the worker already, in the unit of `size`."""
+        """Return the worker's load in the unit of `size`."""
         return self.forecast.waiting_tokens(worker) if self.what == "ttft" else worker.requests_everywhere
 
     def left(self, cached_tokens: int) -> float:
@@ -96,7 +96,7 @@ class Objective:
 
 
 def objectives_of(slo: Slo, role: Role, hints: RoutingHints, forecast: Forecast) -> list[Objective]:
-    """Those that depend on a worker of this role."""
+    """Return the objectives that depend on a worker of this role."""
     found = []
     if role is not Role.DECODE and slo.ttft_s < math.inf:
         found.append(Objective("ttft", slo.ttft_s, hints.prompt_tokens, forecast))
@@ -139,7 +139,7 @@ def _one_to_try(
 
 
 def _refusal(policy: Policy, pool: Pool, hints: RoutingHints, objectives: Sequence[Objective]) -> RequestRefused:
-    """By the time at the worker that comes nearest, as far as its headroom tells."""
+    """Return a refusal that names the time at the worker nearest to the objective, by its headroom."""
     for objective in objectives:
         workers = [worker for worker in objective.order(pool, load_key).most() if worker in pool]
         nearest = [*workers[:1], policy.look(pool, hints).worker]
@@ -155,7 +155,7 @@ def _refusal(policy: Policy, pool: Pool, hints: RoutingHints, objectives: Sequen
 
 @dataclass(eq=False)
 class InTime:
-    """Those of `pool` that keep `objectives`. To be asked for one when there is none raises `NoneInTime`."""
+    """The workers of `pool` that keep `objectives`. Raises `NoneInTime` when one is chosen and none is in time."""
 
     pool: Pool
     objectives: Sequence[Objective]

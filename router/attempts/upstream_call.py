@@ -127,11 +127,11 @@ class UpstreamCall:
 
     @property
     def begun(self) -> bool:
-        """There is something for the client, or of what it will get: first bytes of a stream or frames, or the whole of any other answer."""
+        """Whether the answer has begun: first bytes of a stream or frames, or the whole of any other answer."""
         return self.reply.complete or (self.reply.num_buffered > 0 and self._is_of(_IN_PIECES))
 
     def failure(self) -> CallFailed | None:
-        """What went wrong before the answer had begun; after that its reader judges it."""
+        """Return the failure before the answer began; later failures are for its reader."""
         if self._failure is None:
             self._failure = self._find_failure()
         return self._failure
@@ -152,12 +152,12 @@ class UpstreamCall:
 
     @property
     def waits_since_s(self) -> float | None:
-        """The loop's time of the last bytes, or of the call's begin; None: bytes are buffered."""
+        """Return the loop's time of the last bytes, or of the call's begin; None: bytes are buffered."""
         return None if self.reply.num_buffered else self.reply.received_s
 
     @property
     def last_byte_s(self) -> float:
-        """When bytes came last (the loop's time); -inf: none did."""
+        """Return when the last bytes came (the loop's time); -inf: none did."""
         return self.reply.received_s if self.reply.status else -math.inf
 
     def give_up(self, why: str) -> None:

@@ -121,7 +121,7 @@ class _Follower:
     task: "asyncio.Task[None] | None" = None
 
     async def run(self) -> None:
-        """Until it is cancelled. Messages wait in the socket while older ones are replayed."""
+        """Follow the worker until cancelled. Messages wait in the socket while older ones are replayed."""
         with self._socket(zmq.SUB, self.source.endpoint, _plain_socket) as sub:
             sub.subscribe(self.source.topic.encode())
             await self._catch_up(0)

@@ -13,7 +13,7 @@ from router.pool.worker import Role, Worker, worker_id_of
 
 
 class RoutingHints(msgspec.Struct, frozen=True, kw_only=True):
-    """What a policy may know of a request. `keys`: of its prompt's prefixes; `session`: "" unknown. Empty if no policy needs them."""
+    """The properties of a request that a policy reads. `keys`: of its prompt's prefixes; `session`: "" unknown. Empty if no policy needs them."""
 
     prompt_tokens: int = 0
     output_tokens: int = 0
@@ -29,7 +29,7 @@ class Placement(msgspec.Struct, frozen=True):
 
 
 def cost_tokens(choice: Placement, hints: RoutingHints) -> int:
-    """What a request charges to its worker: of prefill the tokens to compute, else all its KV."""
+    """Return the load of a request at its worker: for prefill the tokens to compute, else all its KV."""
     if choice.worker.role is Role.PREFILL:
         return hints.prompt_tokens - choice.cached_tokens
     return hints.prompt_tokens + hints.output_tokens

@@ -43,7 +43,7 @@ class _Run:
         object.__setattr__(self, "step", self.size * TOKEN_BYTES)
 
     def keys_of(self, place: int) -> Sequence[int]:
-        """Those that the block at `place` has completed."""
+        """Return the keys that the block at `place` has completed."""
         if not self.keys:
             return ()
         end = self.first + (place + 1) * self.step

@@ -30,14 +30,14 @@ class FittedLine(NamedTuple):
 
 
 class Objectives(NamedTuple):
-    """What clients want, in seconds: to the first token, and between tokens."""
+    """The clients' objectives in seconds: to the first token, and between tokens."""
 
     ttft_s: float
     itl_s: float
 
 
 class WorkerFigures(NamedTuple):
-    """What is known of a worker. `ttft`: by tokens to compute; `step`: time between tokens by requests there.
+    """The measured times of a worker. `ttft`: by tokens to compute; `step`: time between tokens by requests there.
 
     `waiting_tokens`: to be computed first. `requests` are there, and hold `held_tokens` of `capacity_tokens` of KV (0: unknown).
     `most_requests`: that run at a time; 0: unknown. `company`: how probable it is that answers are there when a prompt comes.

@@ -25,12 +25,12 @@ class Credentials:
         return bearer(self._worker.first or self._api.first)
 
     def own_admin(self) -> dict[str, str]:
-        """For what the router does by itself that needs an admin's key."""
+        """Return the headers of the router's own admin calls."""
         self._refresh()
         return bearer(self._admin.first or self._worker.first or self._api.first)
 
     def for_client(self, authorization: str) -> dict[str, str]:
-        """For a request with that header. A key that workers have, too, is passed on: while one is rotated out, the client
+        """Return the headers for a request with that header. A key that workers have, too, is passed on: while one is rotated out, the client
         knows better than this router which one every worker has.
         """
         self._refresh()
@@ -39,7 +39,7 @@ class Credentials:
         return {"Authorization": authorization} if authorization else {}
 
     def for_admin(self, authorization: str) -> dict[str, str]:
-        """For an admin's call, which this router has let through."""
+        """Return the headers of an admin's call that this router has let through."""
         self._refresh()
         if self._admin.first is None:
             return self.for_client(authorization)

@@ -16,7 +16,7 @@ _SKIPPED_HEADERS = ("User-Agent", "Accept", "Accept-Encoding")
 def open_session(
     *, connect_timeout_s: float, request_timeout_s: float, dead_timeout_s: float = 0.0
 ) -> aiohttp.ClientSession:
-    """For health, load, and an admin's calls: unlimited connections, nothing decoded, no proxies, no cookies.
+    """Open a session for health, load, and admin calls: unlimited connections, nothing decoded, no proxies, no cookies.
 
     `dead_timeout_s`: the kernel closes a connection whose other end has not answered for that long; 0: never.
     """

@@ -181,7 +181,7 @@ class HttpReply:
         self._timer = loop.call_later(timeout_s, self._on_timeout)
 
     def take(self) -> bytes:
-        """What has come since the last time; nothing if nothing has."""
+        """Return the bytes since the last call; b"" if there are none."""
         chunks = self._chunks
         if not chunks:
             return b""
@@ -193,7 +193,7 @@ class HttpReply:
         return data
 
     async def readany(self) -> bytes:
-        """As `take`, but waits for a byte; nothing at the end. `UpstreamError` when it breaks off."""
+        """Wait for bytes and return them; b"" at the end. `UpstreamError` when it breaks off."""
         while not self._chunks:
             if self.error is not None:
                 raise self.error
@@ -224,7 +224,7 @@ class HttpReply:
         self._report_end()
 
     def fail(self, error: UpstreamError) -> None:
-        """Nothing more comes; what came before can still be read."""
+        """End the stream; earlier bytes can still be read."""
         if not self.complete and self.error is None:
             self._timer.cancel()
             self.error = error

@@ -64,7 +64,7 @@ class Dashboard:
         raise ApiError(404, f"no request {key} is remembered any more", code="not_found")
 
     async def memory(self) -> DashboardSnapshot:
-        """What all processes of this router remember."""
+        """Return the records of all processes of this router."""
         others = [decode_or_none(body, DashboardSnapshot) for body in await self.peers.request("GET", SNAPSHOT)]
         return merge([self._own(), *(snapshot for snapshot in others if snapshot is not None)])
 

@@ -4,7 +4,7 @@ import msgspec
 
 
 class Second(msgspec.Struct):
-    """What happened in one second. Latencies are counts by bucket (recorder.py); `failures` are counts by "role reason"."""
+    """The events of one second. Latencies are counts by bucket (recorder.py); `failures` are counts by "role reason"."""
 
     at: int
     arrived: int = 0
@@ -53,7 +53,7 @@ class DashboardRequest(msgspec.Struct):
 
 
 class DashboardSnapshot(msgspec.Struct):
-    """What one process remembers. `switching`: workers that it moves to another role, by URL."""
+    """The records of one process. `switching`: workers that it moves to another role, by URL."""
 
     seconds: list[Second]
     records: list[DashboardRequest]

@@ -34,7 +34,7 @@ def need_of(method: str, path: str) -> Access:
 
 
 def limit_rate(limiter: RateLimiter, metrics: RouterMetrics) -> Callable[[web.BaseRequest, Access], ApiError | None]:
-    """For the guard: 429 for a client above its rate. What needs no key is not counted."""
+    """Refuse a client above its rate with 429. Requests that need no key are not counted."""
 
     def admit(request: web.BaseRequest, need: Access) -> ApiError | None:
         if need is Access.NONE:

@@ -58,7 +58,7 @@ class HealthApi:
         return json_response({"status": "ready", "healthy_workers": healthy, "total_workers": len(workers)})
 
     async def _waits_for(self, request: web.BaseRequest, workers: Sequence[Worker]) -> str:
-        """What keeps `?workers=all` waiting; "": nothing. A peer process gets the answer of this process alone."""
+        """Return why `?workers=all` waits; "": it does not. A peer process gets the answer of this process alone."""
         late = [f"{w.role} {w.url} is {w.health}" for w in workers if not w.answers]
         if late:
             return f"{len(late)} of {len(workers)} workers are not healthy: {', '.join(late)}"

@@ -77,7 +77,7 @@ class WorkerCalls:
         model: str = "",
         encoders: bool = True,
     ) -> list[tuple[Worker, WorkerAnswer]]:
-        """What each worker (that serves `model`) that is not down answers, in the order of the table."""
+        """Call each worker (of `model`) that is not down; return the answers in the order of the table."""
         known = [w for w in self.table.workers() if not model or serves(w.models, model)]
         known = [w for w in known if encoders or w.role is not Role.ENCODE]
         workers = [w for w in known if w.health in (Health.UP, Health.DRAINING)]

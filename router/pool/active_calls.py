@@ -39,7 +39,7 @@ class ActiveCall(Protocol):
 
 
 def last_sign_s(worker: Worker) -> float:
-    """When anything came from `worker` last: an answer to a check, a heartbeat, a byte of a call that runs."""
+    """Return when the last byte came from `worker`: of a check, a heartbeat or a live call."""
     return max((worker.heard_s, *(call.last_byte_s for call in worker.calls)))
 
 
@@ -66,7 +66,7 @@ def give_up_all(worker: Worker, calls: Iterable[ActiveCall], why: str) -> None:
 
 
 def _why_vain(worker: Worker, call: ActiveCall, now_s: float, *, timeout_s: float) -> str:
-    """Why no answer will come; "": it may."""
+    """Return why no answer will come; "": it may."""
     since_s = call.waits_since_s
     if since_s is None:
         return ""

@@ -64,7 +64,7 @@ class Circuit:
 
     @property
     def waits_until_s(self) -> float:
-        """When it may be tried, if it is open; inf: it is not."""
+        """Return when an open circuit may be tried; inf: it is not open."""
         return self._since_s + self.flags.cb_timeout_duration_s if self.state is State.OPEN else math.inf
 
     def takes(self, now_s: float) -> bool:

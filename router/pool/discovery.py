@@ -196,7 +196,7 @@ class PodWorkers:
         self._leaving.pop(url, None)
 
     def _wanted(self, pods: Mapping[Role, Sequence[Pod]]) -> dict[str, Wanted]:
-        """By URL. Of two pods with one address the first counts; the other is a problem."""
+        """Return the pods by URL. Of two pods with one address the first counts; the other is a problem."""
         self.problems = {}
         found: dict[str, Wanted] = {}
         for role in sorted(pods):

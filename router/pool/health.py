@@ -162,7 +162,7 @@ class HealthMonitor:
         )
 
     async def _wait(self, watch: "_Watch", due_s: float) -> None:
-        """Until the next check, a word of the worker's end, or its silence while it has requests or its heartbeats are late."""
+        """Wait for the next check, news of the worker's end, or its silence while it has requests or late heartbeats."""
         while not watch.wake.is_set() and (now_s := loop_time_s()) < due_s:
             beat_s = self._beat_s(watch)
             if beat_s and now_s - max(watch.checked_s, last_sign_s(watch.worker)) >= beat_s:
@@ -174,7 +174,7 @@ class HealthMonitor:
                 continue
 
     def _beat_s(self, watch: "_Watch") -> float:
-        """How long the worker may say nothing before it is asked; 0: until the next check."""
+        """Return the silence after which the worker is probed; 0: at the next check."""
         if not (watch.worker.calls or watch.is_late) or watch.is_fine:
             return 0.0
         beat_s = self._prober.beat_s and max(self._prober.beat_s, len(self._watches) / MOST_CHECKS_PER_S)
@@ -362,12 +362,12 @@ class _Watch:
         return self.heartbeats is not None and self.heartbeats.is_late
 
     def next_s(self, interval_s: float) -> float:
-        """When the next check is due: of a worker that rests, once its `/server_info` is."""
+        """Return when the next check is due; for an idle worker, when its `/server_info` is."""
         due_s = loop_time_s() + self.next_wait_s(interval_s)
         return max(due_s, self.info_due_s) if self.heartbeats is not None and self.heartbeats.rests else due_s
 
     def next_wait_s(self, interval_s: float) -> float:
-        """Until the next check. The first wait is shorter for most, so that workers that came together are not checked together."""
+        """Return the time to the next check. First waits differ, so that workers that came together are not checked together."""
         if self._is_placed:
             return interval_s
         self._is_placed = True

@@ -21,7 +21,7 @@ LoadKey = tuple[float, int, int, int]
 
 
 def load_key(worker: Worker) -> LoadKey:
-    """By tokens; ties: fewer requests, fewer so far, the oldest worker."""
+    """Order by tokens, then by live requests, requests so far, and age."""
     return (worker.load_tokens, worker.inflight_requests, worker.assigned_total, worker.worker_id)
 
 
@@ -134,7 +134,7 @@ class LoadOrder(LogReader):
 
 
 class QueueLengths(LogReader):
-    """How many workers have each number of this router's requests."""
+    """The number of workers by their number of this router's requests."""
 
     def __init__(self, workers: Mapping[int, Worker], log: LoadLog) -> None:
         super().__init__(workers, log)

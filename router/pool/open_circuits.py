@@ -10,7 +10,7 @@ from router.pool.worker import Worker
 
 @dataclass(slots=True)
 class OpenCircuits:
-    """Of the workers of one table."""
+    """The open circuits of one table's workers."""
 
     _unsettled: dict[int, Worker] = field(default_factory=dict)  # whose circuits are not closed
     _shut: frozenset[int] = frozenset()

@@ -10,7 +10,7 @@ _ENDED = ("Failed", "Succeeded")
 
 
 class PodError(ValueError):
-    """What the API server sent is no readable pod."""
+    """The API server sent an unreadable pod."""
 
 
 class _Metadata(msgspec.Struct):

@@ -118,7 +118,7 @@ class WorkerPool(list[Worker]):
 
     @property
     def queueless(self) -> "WorkerPool":
-        """Those whose reports name no request that waits."""
+        """Return the workers whose reports name no waiting request."""
         return self._with_room.pool()
 
     def order_by_tokens(self) -> LoadOrder:
@@ -168,7 +168,7 @@ class WorkerPool(list[Worker]):
         return self._made_without(frozenset(servers), {worker_id for group in groups for worker_id in group})
 
     def derived(self, name: Hashable, make: Callable[["WorkerPool"], T]) -> T:
-        """What `make` has once made of this pool under that name. It follows the pool's log; the least recently used is given up."""
+        """Return what `make` made of this pool under that name. It follows the pool's log; the least recently used is dropped."""
         found = self._derived.pop(name, None)
         if found is None:
             found = make(self)

@@ -44,7 +44,7 @@ UNIFIED: Way = (Role.UNIFIED,)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport:
-    """What a worker reports, in requests and tokens, summed over its ranks. `*_total`: since its start.
+    """A worker's report, in requests and tokens, summed over its ranks. `*_total`: since its start.
 
     `stages`: requests by stage, as far as reported (reports.py). `transfer_*`: means of its last KV transfers.
     `pending_tokens`: KV that requests in decode's prealloc queue want. `busy_ms_total`: with something to compute.
@@ -254,7 +254,7 @@ class Loads:
 
 
 def _compared(worker: Worker) -> tuple[object, ...]:
-    """What orders of workers read of its report."""
+    """Return the part of its report that orders of workers read."""
     report = worker.report
     if report is None:
         return (worker.foreign_tokens,)
@@ -263,5 +263,5 @@ def _compared(worker: Worker) -> tuple[object, ...]:
 
 
 def _reported_tokens(role: Role, report: LoadReport) -> int:
-    """Where no KV is held: what waits to be computed (a cache is no load). Else: what is in the KV cache or waits."""
+    """Return the reported load: for prefill the waiting tokens (a cache is no load), else the tokens in KV or waiting."""
     return report.used_tokens + report.waiting_tokens if role.holds_kv else report.waiting_tokens

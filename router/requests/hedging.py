@@ -23,7 +23,7 @@ MAX_SAVED = 10.0  # hedges that a quiet time may leave for a bad one
 
 @dataclass(slots=True)
 class Budget:
-    """Of n requests at most 1 + `share` * n are hedged, at any time."""
+    """Allows 1 + `share` * n hedges in n requests, at any time."""
 
     share: float
     _saved: float = 1.0
@@ -48,7 +48,7 @@ class Hedging:
     metrics: RouterMetrics
 
     def after_s(self, headers: Mapping[str, str], *, streams: bool) -> float | None:
-        """How long an answer may keep silent; None: for ever, as one that is not streamed and so is silent until it is whole."""
+        """Return the silence after which an answer is hedged; None: never, as an answer without a stream is silent to its end."""
         self.budget.earn()
         named_s = milliseconds(headers, HEDGE_HEADER, zero="no hedge")
         if named_s is None:
@@ -79,7 +79,7 @@ class Hedging:
 
 
 def other_pools(pools: Sequence[Pool], taken: Sequence[Worker]) -> list[Pool] | None:
-    """From each role's pool those where a hedge may go: without a queue, and others than `taken` (the first attempt's).
+    """Return the workers of each role that may take a hedge: without a queue, and none of `taken` (the first attempt's).
 
     The only worker of a role is shared. None: a role has no worker, or all would be the same again.
     """

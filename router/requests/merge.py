@@ -140,13 +140,13 @@ def _shift_offsets(columns: dict[str, Any], shift: int) -> None:
 
 
 def _offset_shift(known: dict[str, Any], columns: dict[str, Any], *, at: int) -> int:
-    """What to add to decode's text offsets: both sides have the first output token, prefill counts from the prompt's start."""
+    """Return the shift of decode's text offsets: both sides have the first output token, prefill counts from the prompt's start."""
     theirs, own = known.get("text_offset") or [], columns.get("text_offset") or []
     return max(0, theirs[at] - own[0]) if len(theirs) > at and own else 0
 
 
 def _items(api: Api, answer: object) -> list[dict[str, Any]]:
-    """By sample: the objects of a native answer, the choices of an OpenAI one."""
+    """Return an object for each sample: of a native answer, or the choices of an OpenAI one."""
     if api is not Api.GENERATE:
         answer = answer.get("choices") if isinstance(answer, dict) else None
         return [c for c in answer if isinstance(c, dict)] if isinstance(answer, list) else []

@@ -90,7 +90,7 @@ class Picker:
         return tuple([policies[pool.role].choose(pool, hints) for pool in ways[0]])
 
     def pools(self, request: RequestContext) -> list[list[Pool]]:
-        """Of each way, the workers of its roles. Where one of them is silent, all are: others would have been preferred."""
+        """Return the workers of each way's roles. If one of them is silent, all are: others would have been preferred."""
         table, model, now_s, failed = self.table, request.model, self.clock(), request.failed
         ways = [[table.ready(role, model, now_s=now_s) for role in way] for way in request.ways]
         return ways if failed is None else [[failed.best_of(pool) for pool in pools] for pools in ways]
@@ -136,7 +136,7 @@ class Picker:
         return [pools for pools in ways if all(is_sound(pool[0]) for pool in pools)] or ways
 
     def _patience_s(self, request: RequestContext) -> float:
-        """How long the request may wait in all, in the table's present state."""
+        """Return how long the request may wait in all, in the table's present state."""
         table, ways, model = self.table, request.ways, request.model
         if missing_roles(table, ways, model):
             return self.wait_s if request.failed is not None else 0.0

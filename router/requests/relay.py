@@ -57,7 +57,7 @@ class StreamSplitter:
         return data[:end]
 
     def rest(self) -> bytes:
-        """What follows the last whole event, at the orderly end of a stream."""
+        """Return the bytes behind the last whole event at the orderly end of a stream."""
         rest, self._tail = self._tail, b""
         return rest
 

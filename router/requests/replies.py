@@ -42,7 +42,7 @@ def failure_response(failure: CallFailed) -> web.Response:
 
 
 def failure_error(failure: CallFailed) -> ApiError:
-    """For the end of a stream that has begun: the worker's error without the JSON around it; else what happened."""
+    """Return the last error of a begun stream: the worker's, without the JSON around it, else ours."""
     return error_of(failure.status or 502, failure.body or str(failure).encode())
 
 

@@ -28,7 +28,7 @@ Pools = Sequence[Pool]
 
 
 class _Fits(NamedTuple):
-    """Of a way: TTFT by tokens, and time between tokens by requests."""
+    """The times of a way: TTFT by tokens, and time between tokens by requests."""
 
     ttft: LineFit
     step: LineFit
@@ -80,7 +80,7 @@ class WayChooser:
         return found[place]
 
     def _fits(self, pools: Pools, way: Placements) -> _Fits:
-        """Of another worker in the pool, until its own are known."""
+        """Return the times of another worker in the pool until its own are known."""
         return _Fits(self._fit(pools[0], way[0].worker, 0), self._fit(pools[-1], way[-1].worker, 1))
 
     def _fit(self, pool: Pool, worker: Worker, which: int) -> LineFit:

@@ -58,7 +58,7 @@ class AutoRoles:
         self._runs = self.config.auto_roles and self.leads
 
     def start(self) -> None:
-        """Nothing happens without --auto-roles, or where another process leads."""
+        """Do nothing without --auto-roles, or if another process leads."""
         if self._runs:
             self._spawn(self._run(), "auto roles")
 

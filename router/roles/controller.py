@@ -180,7 +180,7 @@ class Controller:
 
 
 def _why_unknown(workers: Sequence[Seen], pools: dict[Role, list[Seen]]) -> str:
-    """Why nothing can be decided; "": nothing prevents it."""
+    """Return why nothing can be decided; "": something can."""
     for role in ROLES:
         if not pools[role]:
             return f"there is no {role} worker"

@@ -137,7 +137,7 @@ class Gauge:
 
 @dataclass(frozen=True, slots=True)
 class _Prompts:
-    """Of one model: tokens a second of a prefill worker, and tokens that wait at decode for each of them."""
+    """The rates of one model: tokens a second of a prefill worker, and tokens that wait at decode for each."""
 
     speed: float | None
     blocked_tokens: float

@@ -153,7 +153,7 @@ class _Info(msgspec.Struct):
 
 
 def objection(table: WorkerTable, worker: Worker, role: Role, *, force: bool = False) -> str:
-    """Why `worker` may not become a `role` worker; "": it may. `force`: even if that empties the pool of a model or adapter."""
+    """Return why `worker` may not become a `role` worker; "": it may. `force`: even if that empties the pool of a model or adapter."""
     if worker.role not in PAIR or role not in PAIR:
         return "only prefill and decode workers change their role"
     if worker not in table:

@@ -45,7 +45,7 @@ class ListeningPort:
 
 
 def url_of(host: str, port: int) -> str:
-    """How a client on this machine reaches a server that listens on `host`."""
+    """Return the host by which a client on this machine reaches a server that listens on `host`."""
     if host in ("", "0.0.0.0", "::"):
         host = "127.0.0.1"
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -92,7 +92,7 @@ class StreamLog:
         self.num_bytes = OVERHEAD_BYTES
 
     def rest_after(self, unit: int, event: int | None) -> KeptRest | None:
-        """What a client that has that event lacks; None: it is not known here."""
+        """Return the bytes behind the event that the client has; None: the event is not known here."""
         if not self.is_whole or not 1 <= unit <= len(self._ends):
             return None
         record = FrameRecord()
@@ -110,7 +110,7 @@ class StreamLog:
 
 
 class StreamLogs:
-    """Those of a process, by tag. `now_s`: seconds of any clock."""
+    """The kept streams of a process, by tag. `now_s`: seconds of any clock."""
 
     def __init__(self, *, most_bytes: int = MOST_KEPT_BYTES) -> None:
         self._most_bytes = most_bytes

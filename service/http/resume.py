@@ -44,7 +44,7 @@ _WHOLE = b":whole\n"
 
 
 class Begun(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker has decided for an answer. By sample: `names`, `groups` (other names to abort it by), `seeds`. `salt`: of the ids that it mints on the way."""
+    """The decisions of a worker for an answer. By sample: `names`, `groups` (other names to abort it by), `seeds`. `salt`: of the ids that it mints on the way."""
 
     id: str
     created: int
@@ -62,7 +62,7 @@ class SampleSource(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Resume(Begun, frozen=True, kw_only=True):
-    """What the client has. By sample: `output_ids`; `ended`: how (as the worker wrote it), or None; `logprobs` and `prompt_logprobs`: pieces, in order.
+    """The client's part of an answer. By sample: `output_ids`; `ended`: how (as the worker wrote it), or None; `logprobs` and `prompt_logprobs`: pieces, in order.
 
     `num_events`: of an API that numbers them. `has_last`: it has what follows the ends of all samples, too. `sources`: by sample, where the
     KV of all tokens but the last waits; empty: a prefill worker computes it.

@@ -70,7 +70,7 @@ class Routes:
 
 
 def errors_of(request: web.BaseRequest) -> ApiShape:
-    """How errors of this request look; OpenAI's shape before its route is known."""
+    """Return the shape of this request's errors; OpenAI's before its route is known."""
     route = request.get(ROUTE)
     return OPENAI if route is None else route.errors
 

@@ -41,7 +41,7 @@ class AllowedHosts:
         return f"{host[:100]!r} is not among the hosts of {DOMAINS}"
 
     def refusal_of_address(self, host: str, address: str, port: int) -> str | None:
-        """Why no connection to this address of the host may be made; None: it may."""
+        """Return why no connection to this address of the host may be made; None: it may."""
         if self._networks.admits(address, port):
             return None
         if not is_public(ipaddress.ip_address(address)):

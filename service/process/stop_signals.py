@@ -16,7 +16,7 @@ _CANNOT = (NotImplementedError, RuntimeError, ValueError)  # this thread, or thi
 
 
 class StopSignals:
-    """What the signals requested so far. `requested`: the end, after a drain. `at_once`: the end without one."""
+    """The end that signals requested. `requested`: after a drain. `at_once`: without one."""
 
     def __init__(self) -> None:
         self.requested = asyncio.Event()

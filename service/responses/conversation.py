@@ -30,7 +30,7 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
     input: bytes
 
     def to_keep(self) -> "Conversation":
-        """What is needed of it while the answer is generated: not the history, which may be long."""
+        """Return the part that the answer's end needs, without the history, which may be long."""
         return msgspec.structs.replace(self, history=b"")
 
 

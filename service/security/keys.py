@@ -99,7 +99,7 @@ class KeyRing:
 
 
 class Access(IntEnum):
-    """What a caller may do. Ordered: a higher value includes the lower ones."""
+    """The rights of a caller; a higher value includes the lower ones."""
 
     NONE = 0
     USER = 1
