@@ -127,7 +127,7 @@ def _prefixes(
     checksum: Checksum | None,
     wakeup: Callable[[], None],
 ) -> PrefixExchange:
-    """What is received comes by the same engine into the same memory, with a control plane of its own."""
+    """Compose the exchange of prefixes: one engine and memory for both directions, a control plane for each."""
     receives = DecodeManager(
         transfers.args,
         transfers.engine,
@@ -258,7 +258,7 @@ def _pools(parts: EngineParts) -> RankPools:
 
 @dataclass(frozen=True, slots=True)
 class _Transfers:
-    """What a manager needs: the engine of all ranks, their memory, and the followers' processes."""
+    """The parts of a manager: the engine of all ranks, their memory, and the followers' processes."""
 
     engine: Engine
     args: KVArgs
@@ -318,6 +318,6 @@ def _layer_bytes(parts: EngineParts) -> tuple[int, ...]:
 
 
 def _dtype(parts: EngineParts) -> str:
-    """Of the model, and of its KV where that is another one."""
+    """Return the dtype of the model, and of its KV if it differs."""
     own, kept = parts.config.dtype, parts.config.kv_cache_dtype
     return own if kept == own else f"{own}, KV in {kept}"

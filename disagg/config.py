@@ -133,7 +133,7 @@ class JointSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SchedulerSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker sends the scheduler process of a DP rank. `bootstrap`: host:port of the server to register at (prefill).
+    """The message from a worker to the scheduler process of a DP rank. `bootstrap`: host:port of the server to register at (prefill).
 
     `gpus`: of its ranks; (): each takes what it sees.
     """
@@ -153,18 +153,18 @@ class SchedulerSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def process(self) -> str:
-        """As logs and traces name it."""
+        """Return the name of the process in logs and traces."""
         rank = f" dp{self.dp_rank}" if self.engine.dp_size > 1 else ""
         return f"{role_name(self.disagg)} scheduler{rank}"
 
     def trace_name(self, rank: int) -> str:
-        """Of a rank, in the names of its traces; of a DP rank as in SGLang: DP-1."""
+        """Return the name of a rank in its traces; of a DP rank as in SGLang: DP-1."""
         dp = f"-DP-{self.dp_rank}" if self.engine.dp_size > 1 else ""
         return f"{role_name(self.disagg)}{dp}" + (f"-rank{rank}" if self.engine.num_ranks > 1 else "")
 
 
 class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What a leader sends a follower. `descriptors`: of the memory that the ranks share, of the channel to the leader, and
+    """The message from a leader to a follower. `descriptors`: of the memory that the ranks share, of the channel to the leader, and
     with a peer of the socket to its transfer engine. `wires`: descriptors of its connections to another machine's ranks, by its
     end of them (engine/flags/nodes.py). `store`: descriptor of the file in which ranks on GPUs meet.
     """
@@ -187,7 +187,7 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OtherFrontendSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker sends its other frontend processes, in a file: it may hold keys."""
+    """The message from a worker to its other frontend processes, in a file, as it may hold keys."""
 
     engine: EngineConfig
     server: ServerConfig

@@ -41,7 +41,7 @@ class Handover:
 
     @property
     def log_fields(self) -> dict[str, dict[str, str | int | float]]:
-        """For `extra=` of log lines."""
+        """Return the fields of its log lines, for `extra=`."""
         return about(request_id=self.request.request_id, rid=self.request.rid, room=self.room)
 
 

@@ -36,5 +36,5 @@ class JointMemory:
 
 
 def joint_plan(config: EngineConfig) -> RegionPlan:
-    """What the ranks of all DP ranks share."""
+    """Return the plan of the memory that the ranks of all DP ranks share."""
     return RegionPlan(ranks=config.tp_size, dp_ranks=config.dp_size, beside=config.splits_steps)

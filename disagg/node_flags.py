@@ -21,7 +21,7 @@ OF_A_NODE = frozenset({
 
 
 def flags_of(engine: EngineConfig, disagg: DisaggConfig) -> dict[str, Any]:
-    """As JSON has them."""
+    """Return the flags as JSON values."""
     return {
         **msgspec.json.decode(msgspec.json.encode(engine), type=dict[str, Any]),
         **msgspec.json.decode(msgspec.json.encode(disagg), type=dict[str, Any]),

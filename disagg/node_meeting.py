@@ -59,7 +59,7 @@ class _Meeting:
         return self.stack.enter_context(dial(host, port, secret=self.secret, group=group, within_s=self.left_s))
 
     def await_wires(self, server: socket.socket | None, group: str) -> dict[Wire, socket.socket]:
-        """Those to nodes of higher numbers, which dial. Raises MeetingError."""
+        """Accept the connections of nodes with higher numbers. Raises MeetingError."""
         wanted = {wire.name: wire for wire, node in self.wires.items() if node > self.engine.node_rank}
         found: dict[Wire, socket.socket] = {}
         while wanted:
@@ -71,7 +71,7 @@ class _Meeting:
         return found
 
     def dial_wires(self, addresses: tuple[tuple[str, int], ...], group: str) -> dict[Wire, socket.socket]:
-        """Those to nodes of lower numbers. Raises MeetingError and ChannelClosed."""
+        """Connect to nodes with lower numbers. Raises MeetingError and ChannelClosed."""
         found = {}
         for wire, node in self.wires.items():
             if node < self.engine.node_rank:
@@ -189,7 +189,7 @@ def _server(meeting: _Meeting) -> socket.socket:
 
 
 def _server_for_higher(meeting: _Meeting, host: str) -> socket.socket | None:
-    """Where this machine awaits nodes of higher numbers, at the address from which it came to node 0."""
+    """Listen for nodes with higher numbers, at the address from which this machine reached node 0."""
     if all(node < meeting.engine.node_rank for node in meeting.wires.values()):
         return None
     return meeting.stack.enter_context(_listening(host, 0))

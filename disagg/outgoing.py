@@ -45,7 +45,7 @@ class Outgoing:
 
     @property
     def handovers(self) -> Mapping[str, PrefillHandover]:
-        """By rid of the request."""
+        """Return the hand-overs by rid of the request."""
         return self._handovers
 
     def open(self, handover: PrefillHandover) -> None:

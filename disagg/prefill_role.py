@@ -26,7 +26,7 @@ from transfer_backends.kvpoll import RoomInUse
 
 
 class Directory(Protocol):
-    """Where decode workers look up the worker of a room (the bootstrap server, by its registrar)."""
+    """The directory in which decode workers look up the worker of a room (the bootstrap server, by its registrar)."""
 
     def add_room(self, room: int) -> None: ...
 
@@ -104,7 +104,7 @@ class PrefillRole:
         return self._outgoing.abort(handover, reason)
 
     def move_out(self, rid: str, room: int, now_s: float) -> list[TokenOutput]:
-        """Nothing here has begun its answer: the router sends it to others as a whole."""
+        """Move nothing: no request has begun its answer here, so the router sends it elsewhere whole."""
         return []
 
     def close_to_peers(self, why: str | None) -> None:
@@ -180,7 +180,7 @@ class PrefillRole:
 
     @property
     def prefix_source(self) -> KVSource | None:
-        """Where others get prefixes of this worker; None: nowhere."""
+        """Return the address at which others get this worker's prefixes; None: it sends none."""
         return None if self._prefixes is None else self._prefixes.source
 
     def waits_for_outside(self) -> bool:

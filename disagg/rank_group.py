@@ -153,13 +153,13 @@ def _wires(met: Met | None, rank: int) -> dict[str, socket.socket]:
 
 
 def _late(region: SharedRegion, config: EngineConfig) -> list[int]:
-    """As `late_ranks`. Where a sum needs another machine, whose words are not here, it may be any rank."""
+    """Return the late ranks. If a sum needs another machine, whose progress is not visible here, it may be any rank."""
     late = late_ranks(region)
     return list(range(config.num_ranks)) if config.sums_span_nodes and len(late) == config.ranks_here else late
 
 
 def _late_of_all(region: SharedRegion, joint: Joint, first: int) -> list[int]:
-    """With DP attention, numbered over all DP ranks: late in a sum over all, else without a row of the step, else this one's own."""
+    """Return the late ranks with DP attention, numbered over all DP ranks: late in a joint sum, else without a row of the step, else this rank's own."""
     late = late_ranks(joint.region)
     if len(late) < joint.region.plan.ranks:
         return late

@@ -14,7 +14,7 @@ STATUS_WAIT_S = 0.3  # a process that has closed its socket ends at once, unless
 
 
 def start_rank(children: Children, spec: RankSpec) -> ChildProcess:
-    """It inherits the descriptors that `spec` names."""
+    """Start a rank process, which inherits the descriptors in `spec`."""
     engine, gpus = spec.scheduler.engine, spec.scheduler.gpus
     joint = () if spec.scheduler.joint is None else (spec.scheduler.joint.memory,)
     store = () if spec.store is None else (spec.store,)

@@ -276,7 +276,7 @@ def _services(
 
 
 def _board(spec: SchedulerSpec, parts: "EngineParts") -> "SharedBoard | None":
-    """Of the DP ranks, with DP attention."""
+    """Open the board of the DP ranks, with DP attention."""
     if spec.joint is None:
         return None
     from engine.ranks.shared_board import SharedBoard
@@ -303,7 +303,7 @@ def _loop_settings(parts: "EngineParts", disagg: DisaggConfig) -> LoopSettings:
 
 
 def _facts(parts: "EngineParts", publisher: ZmqPublisher | None, *, load_time_s: float) -> dict[str, Any]:
-    """What /server_info shows of the engine."""
+    """Return the engine's facts for /server_info."""
     from engine.device.machine import machine_facts
 
     allocator, config = parts.scheduler.memory.allocator, parts.config
@@ -336,7 +336,7 @@ def _facts(parts: "EngineParts", publisher: ZmqPublisher | None, *, load_time_s:
 
 
 def _prefix_facts(source: KVSource | None, parts: "EngineParts") -> dict[str, Any]:
-    """What a router needs for --prefix-fetch."""
+    """Return the facts that a router needs for --prefix-fetch."""
     if source is None:
         return {}
     token_bytes = parts.pool.page_bytes // parts.pool.page_size

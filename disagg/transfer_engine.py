@@ -63,7 +63,7 @@ def _units_of_pages(windows: KVPool, units: range) -> SideMemory:
 
 
 def side_pools(pools: RankPools) -> tuple[SidePool, ...]:
-    """What a request has beside pages, in the order of `Memory.tail`. Workers exchange what has one meaning, which the kind names."""
+    """Return the pools that a request uses beside pages, in the order of `Memory.tail`. Workers exchange pools of one kind."""
     found = list[SidePool]()
     if pools.states is not None:
         spec, num_layers = pools.states.specs[0], pools.held.num_state_layers

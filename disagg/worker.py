@@ -97,7 +97,7 @@ async def _live(plan: SessionPlan, gate: KeyGate, ports: tuple[ListeningPort, ..
 
 @dataclass(frozen=True, kw_only=True)
 class _End:
-    """How a session ended. `to`: the next one. `is_reported`: the child has reported the error to the operator."""
+    """The end of a role session. `to`: the next role. `is_reported`: the child has reported the error to the operator."""
 
     to: RoleSwitchState | None = None
     error: Exception | None = None

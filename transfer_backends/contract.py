@@ -49,7 +49,7 @@ class Extent(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SideMemory(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank has of a `SidePool`: of each item its `extents`, in the order of `begin`, none over another."""
+    """A rank's part of a `SidePool`: of each item its `extents`, in the order of `begin`, none over another."""
 
     region: Region
     extents: Annotated[tuple[Extent, ...], msgspec.Meta(min_length=1, max_length=MAX_EXTENTS)]
@@ -234,7 +234,7 @@ class Caps:
 
 @dataclass(frozen=True, kw_only=True)
 class PeerPath:
-    """What a trial write to a peer showed. `near`: on this machine (None: unknown). `transport`: its name or "unknown"."""
+    """The result of a trial write to a peer. `near`: on this machine (None: unknown). `transport`: its name or "unknown"."""
 
     peer: str
     address: str

@@ -178,7 +178,7 @@ class ControlThread:
         return pause_s if pause_s < TICK_S else max(pause_s, self._rest_s())
 
     def _rest_s(self) -> float:
-        """How long nothing is due; 0: something may be at any time. `locked` ends that pause."""
+        """Return the time until something is due; 0: it may be at any time. `locked` ends that pause."""
         with self.lock:
             self._rests = self._core.rests and not self.has_effects
             due_s = self._core.peers.next_ping_s - self._clock()

@@ -139,7 +139,7 @@ class PeerTable(Generic[P]):
 
     @property
     def next_ping_s(self) -> float:
-        """When `beat` has something to do next; inf: no peer is live."""
+        """Return when `beat` is due next; inf: no peer is live."""
         return min((peer.heartbeat.next_s for peer in self._peers.values() if peer.live), default=math.inf)
 
     @property

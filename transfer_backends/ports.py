@@ -53,7 +53,7 @@ class Engine(Protocol):
 
 
 class LayerClock(Protocol):
-    """How far the engine's stream has got. Read by one thread at a time."""
+    """The progress of the engine's stream. Read by one thread at a time."""
 
     def progress(self) -> Progress:
         """Never decreases."""
@@ -130,7 +130,7 @@ class KVReceiver(KVTransfer, Protocol):
         """Times that prefill started over after a failed write."""
 
     def written_pages(self) -> int:
-        """Of the pages given, how many have landed, from the first; known in `Success`. Fewer than all of cached work alone."""
+        """Return how many of the given pages have landed, from the first; known in `Success`. Only cached work may fill fewer."""
 
     def drained(self) -> bool:
         """True once the state is final and no write to the given pages is in flight or can start."""

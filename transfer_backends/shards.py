@@ -42,7 +42,7 @@ class Held:
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """What one pair exchanges of each page: `num_units` units, of each the bytes begin..end of a unit with all layers."""
+    """The part of each page that one pair exchanges: `num_units` units, of each the bytes begin..end of a unit with all layers."""
 
     pair: Pair
     src: Held

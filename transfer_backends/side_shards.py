@@ -31,7 +31,7 @@ class Strip(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SideShard:
-    """What one pair exchanges of each item of pool `pool`. `whole`: all of it, with the padding, so that neighbours make one piece."""
+    """The part of each item of pool `pool` that one pair exchanges. `whole`: all of it, with the padding, so that neighbours make one piece."""
 
     pool: int
     pair: Pair

@@ -23,7 +23,7 @@ class RetryTimer:
 
 
 class Heartbeat:
-    """When to ping a connected peer, and whether it still answers.
+    """The heartbeat of a connected peer: the next ping, and whether it still answers.
 
     Misses are counted per ping, not by the clock: a stall of our own process, which wakes up with the answers unread, costs
     one miss and declares no living peer silent.
@@ -43,7 +43,7 @@ class Heartbeat:
 
     @property
     def next_s(self) -> float:
-        """When the next ping is due."""
+        """Return when the next ping is due."""
         return self._next_s
 
     def on_message(self, now_s: float) -> None:

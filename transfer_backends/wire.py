@@ -76,7 +76,7 @@ class Layout(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Origin(msgspec.Struct, frozen=True, array_like=True):
-    """Where a worker is, for reports alone: `liveness.host_id` of its machine, and the address it was told to have."""
+    """The place of a worker, for reports alone: `liveness.host_id` of its machine, and its configured address."""
 
     machine: Name = ""
     address: Name = ""
@@ -116,7 +116,7 @@ class Refused(_Message, frozen=True):
 
 
 class TransferInfo(_Message, frozen=True):
-    """Where to write: int32 little-endian ids of the prompt's pages after the first `skip_pages`, and a metadata row.
+    """The places to write: int32 little-endian ids of the prompt's pages after the first `skip_pages`, and a metadata row.
 
     `tail`: such ids of the prompt's items in each pool.
     """

@@ -26,7 +26,7 @@ class CompileLog:
         knobs.runtime.jit_post_compile_hook = self._on_end
 
     def serve(self) -> None:
-        """From now on a kernel that compiles is late."""
+        """Count kernels that compile from now on as late."""
         self._serves = True
 
     def close(self) -> None:

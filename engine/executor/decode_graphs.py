@@ -113,7 +113,7 @@ class DecodeGraphs:
         self._adapted: dict[int, Callable[[], Forward]] = {}
 
     def forget(self) -> None:
-        """There are no graphs until `record`."""
+        """Drop all graphs until `record`."""
         self._graphs, self._adapted = {}, {}
 
     def record(self, model: DenseDecoder) -> None:

@@ -146,7 +146,7 @@ class DraftPass:
     def _keep_tails(
         self, runs: Sequence[Sequence[int]], starts: Sequence[int], items: Sequence[PlanItem], features: Tensor
     ) -> None:
-        """Of requests whose rows all count: the last token of each page that their rows touch."""
+        """Keep the tails of requests whose rows all count: of the last token of each page that their rows touch."""
         found = [(item, at) for (i,) in runs for item in [items[i]] for at in self._page_ends(item)]
         if not found:
             return

@@ -10,7 +10,7 @@ from engine.core.drafts import Guess
 
 @dataclass(frozen=True, slots=True)
 class Drafted:
-    """What a pass guesses for the items `of`, on the device or the host.
+    """The guesses of a pass for the items `of`, on the device or the host.
 
     `tokens` [n, paths, topk] int64 and `confidences`, float32: behind each path. `paths` [n, topk] int64: the guesses, numbered in each
     item, that the next pass goes on from; the first pass has one path, of known tokens.

@@ -185,7 +185,7 @@ class ForwardPass:
         return self._halved is not None and self._halved.takes(plan)
 
     def _items(self, plan: Plan) -> list[PlanItem]:
-        """Those of `plan`, and with DP attention what all ranks replay beside them."""
+        """Return the items of `plan`, and with DP attention the padding that all ranks replay."""
         if self._joint is None:
             return plan.items
         assert plan.agreed is not None, "a forward that the other DP ranks know nothing of"

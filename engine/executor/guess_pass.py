@@ -25,7 +25,7 @@ from engine.sampler.make import TokenSampler
 
 @dataclass(frozen=True, slots=True)
 class _Paths:
-    """What a pass goes on from: paths of drafts, of each item as many. Rows of a pass: item after item, path after path.
+    """The input of a pass: paths of drafts, equally many for each item. Rows of a pass: item after item, path after path.
 
     `of`: numbers of `items` in the step; `slots`, `starts`, `turns` [n] int64: theirs, and RoPE positions of their known tokens. `ids` [n, paths] int64 and
     `hidden` [n * paths, size]: of each path's newest token; `scores` [n, paths]: log of the confidence in all of it; `places` [n, paths, drafts] int64: of its drafts' entries.

@@ -90,7 +90,7 @@ class HalvedPass:
         return stages
 
     def _begun(self, half: int, batch: tuple[StepBatch, Tensor, Tensor] | None) -> Any:
-        """What attends for the half, if it has rows."""
+        """Begin the step of a half; return its attention, or None if it has no rows."""
         if batch is None:
             return None
         self._backends[half].begin(batch[0])

@@ -57,7 +57,7 @@ def judged_rows(
 
 
 def _samples(items: Sequence[PlanItem]) -> dict[int, int]:
-    """Of each item that samples, its number among them."""
+    """Number the items that sample."""
     return {i: at for at, i in enumerate(i for i, item in enumerate(items) if item.sample)}
 
 
@@ -70,7 +70,7 @@ def _deepest(parents: Sequence[int]) -> int:
 
 
 def _with_all_before(right: Tensor, parents: Tensor, deepest: int) -> Tensor:
-    """Those that are right, and all that they follow, too: each round looks twice as far."""
+    """Keep the right rows whose predecessors are all right; each round looks twice as far."""
     for _ in range(deepest.bit_length()):
         right, parents = right & right[parents], parents[parents]
     return right

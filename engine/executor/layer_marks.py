@@ -51,7 +51,7 @@ class LayerMarks:
         return marked
 
     def of_parts(self, step: int, attends: Sequence[Attend | None], arrival: Arrival) -> list[Attend | None]:
-        """As `attend`, of parts of a step that go through a layer one after the other: the last one with rows marks it."""
+        """Wrap the attention of a step's parts, which pass through a layer one after the other: the last part with rows marks it."""
         last = max((i for i, attend in enumerate(attends) if attend is not None), default=-1)
         found: list[Attend | None] = []
         for i, attend in enumerate(attends):

@@ -46,11 +46,11 @@ class ModelRunner:
 
     @property
     def balance(self) -> ExpertBalance | None:
-        """Of the model that runs."""
+        """Return the expert balance of the running model."""
         return self.running.model.balance
 
     def expert_gauges(self) -> dict[str, float]:
-        """Of the model that runs, {} while its weights are released; from any thread."""
+        """Return the expert gauges of the running model, {} while its weights are released; from any thread."""
         return {} if self.running.released else expert_gauges(self.running.model)
 
     def expert_loads(self) -> list[list[int]]:

@@ -50,7 +50,7 @@ class PrefillGraphs:
         self._graphs: dict[int, Work] = {}
 
     def forget(self) -> None:
-        """There are no graphs until `record`."""
+        """Drop all graphs until `record`."""
         self._graphs = {}
 
     def record(self, model: DenseDecoder) -> None:

@@ -39,13 +39,13 @@ class SampledEnd:
 
 
 class FollowedEnd:
-    """Of a rank that samples nothing. `is_last`: its stage has the head, of which it gives its columns to the leader."""
+    """The end of a step on a rank that samples nothing. `is_last`: its stage has the head, of which it gives its columns to the leader."""
 
     def __init__(self, *, is_last: bool) -> None:
         self._is_last = is_last
 
     def begin(self, model: DenseDecoder, *, rows: int) -> None:
-        """It keeps nothing."""
+        """Keep nothing."""
 
     def run(self, model: DenseDecoder, hidden: Tensor, slots: Tensor, output_lens: Tensor) -> Forward:
         if self._is_last:

@@ -79,7 +79,7 @@ class SamplePass:
         )
 
     def drafted(self, passes: Sequence[Drafted]) -> StepOutput:
-        """What a step of the drafter gives the host."""
+        """Return the result of a draft step for the host."""
         output = nothing_sampled({})
         output.drafted = [
             Drafted(one.of, _to_host(one.tokens), _to_host(one.confidences), _to_host(one.paths)) for one in passes

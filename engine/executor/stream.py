@@ -49,7 +49,7 @@ class InlineStream:
         return future
 
     def close(self) -> None:
-        """Nothing runs outside submit."""
+        """Do nothing: all work runs in submit."""
 
 
 class ThreadStream:

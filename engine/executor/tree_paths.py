@@ -44,7 +44,7 @@ def tree_rows(items: Sequence[PlanItem], *, like: Tensor) -> Tensor:
 
 
 def _paths(items: Sequence[PlanItem]) -> list[list[int]]:
-    """Of each row, the places of its tokens from the first on that has not its own."""
+    """Return for each row the places of its tokens, from the first that is not at its own place on."""
     paths: list[list[int]] = []
     for i, item in enumerate(items):
         above = paths[i - item.behind] if item.draft else []

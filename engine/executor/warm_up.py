@@ -38,7 +38,7 @@ KINDS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmUp:
-    """What an engine may be given: `prompt_tokens` and `rows` in a step, `positions` of a request.
+    """The limits of an engine's steps: `prompt_tokens` and `rows` in a step, `positions` of a request.
 
     `decodes`: False: it only computes prompts. `mixed`: decodes ride along in prompt steps. `drafts`: a drafter of the executor does.
     `image`: the largest one that a vision tower encodes; None: the model sees none. `encoders`: ranks that divide the images of a step.
@@ -180,7 +180,7 @@ class StepExecutor(Protocol):
 
 
 def by_executor(executor: StepExecutor) -> Callable[[Plan], None]:
-    """What runs a step to its end. It raises DeviceOutOfMemory."""
+    """Runs a step to its end. Raises DeviceOutOfMemory."""
 
     def run(plan: Plan) -> None:
         if failure := executor.collect(executor.launch(plan)).failure:

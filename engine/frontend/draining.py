@@ -55,7 +55,7 @@ async def drain(
 
 
 class Patience:
-    """How long running requests may go on: `switch_timeout_s`, or `end_timeout_s` once the process is to end. Pure."""
+    """The time that running requests may take: `switch_timeout_s`, or `end_timeout_s` once the process is to end. Pure."""
 
     def __init__(self, end_timeout_s: float, switch_timeout_s: float | None) -> None:
         self._end_timeout_s, self._switch_timeout_s = end_timeout_s, switch_timeout_s

@@ -27,7 +27,7 @@ _STAGE_NAMES = {
 
 
 def parse_load(answer: object) -> LoadReport | None:
-    """From `/get_load` or `/v1/loads`: an object, a list (one per rank; summed) or {"loads": [...]}. None: no known field."""
+    """Read a report from `/get_load` or `/v1/loads`: an object, a list (one per rank; summed) or {"loads": [...]}. None: no known field."""
     if isinstance(answer, dict) and isinstance(answer.get("loads"), list):
         answer = answer["loads"]
     rows = [row for row in (answer if isinstance(answer, list) else [answer]) if isinstance(row, dict)]
@@ -79,7 +79,7 @@ def _mean(rows: list[dict[str, Any]], name: str) -> float:
 
 
 def _texts(rows: list[dict[str, Any]], name: str) -> tuple[str, ...]:
-    """Of lists of texts; a bounded number."""
+    """Read lists of texts, a bounded number."""
     found = [text for row in rows if isinstance(texts := row.get(name), list) for text in texts[:MAX_TEXTS]]
     return tuple(text for text in found[:MAX_TEXTS] if isinstance(text, str))
 
@@ -155,7 +155,7 @@ def parse_mode(info: object) -> str | None:
 
 
 def parse_ranks(info: object) -> RankSizes:
-    """From `/server_info`: sizes, as in SGLang, and the processes' numbers."""
+    """Read `/server_info`: sizes, as in SGLang, and the processes' numbers."""
     facts = info if isinstance(info, dict) else {}
     tp, pp, dp = (max(1, count_of(facts.get(f"{name}_size"))) for name in ("tp", "pp", "dp"))
     listed = facts.get("rank_pids")
@@ -165,7 +165,7 @@ def parse_ranks(info: object) -> RankSizes:
 
 @dataclass(frozen=True, slots=True)
 class EventSource:
-    """Where a worker publishes KV events: ZMQ addresses. `curve`: the cluster's secret is needed. `named`: its hashes are names
+    """The ZMQ addresses at which a worker publishes KV events. `curve`: the cluster's secret is needed. `named`: its hashes are names
     (service/prefix_chain.py).
     """
 
@@ -177,7 +177,7 @@ class EventSource:
 
 
 def parse_event_source(info: object, *, url_host: str) -> EventSource | None:
-    """From `kv_events_config` in `/server_info` (JSON, or its text as in SGLang); None: the worker publishes nothing.
+    """Read `kv_events_config` in `/server_info` (JSON, or its text as in SGLang); None: the worker publishes nothing.
 
     Only the port is taken from the worker: the router connects to no other host for it.
     """
@@ -201,7 +201,7 @@ def parse_event_source(info: object, *, url_host: str) -> EventSource | None:
 
 @dataclass(frozen=True, slots=True)
 class PrefixHolder:
-    """Where other prefill workers get a worker's prefixes: "host:port", of which process, and bytes of a token's KV."""
+    """The address at which prefill workers get a worker's prefixes: "host:port", its incarnation, and bytes of a token's KV."""
 
     control: str
     incarnation: str
@@ -209,7 +209,7 @@ class PrefixHolder:
 
 
 def parse_prefix_holder(info: object) -> PrefixHolder | None:
-    """From `prefix_source` in `/server_info`, JSON in a string; None: the worker sends none (--prefix-fetch)."""
+    """Read `prefix_source` in `/server_info`, JSON in a string; None: the worker sends none (--prefix-fetch)."""
     text = info.get("prefix_source") if isinstance(info, dict) else None
     named = object_of(text.encode(errors="replace")) if isinstance(text, str) else {}
     control, incarnation = named.get("control"), named.get("incarnation")
@@ -221,7 +221,7 @@ def parse_prefix_holder(info: object) -> PrefixHolder | None:
 
 
 def parse_encoder(info: object) -> ImageEncoder | None:
-    """From `image_encoder` in `/server_info`, JSON in a string: where prefill workers ask for the features of images."""
+    """Read `image_encoder` in `/server_info`, JSON in a string: where prefill workers ask for the features of images."""
     text = info.get("image_encoder") if isinstance(info, dict) else None
     named: ImageEncoder | None = None
     if isinstance(text, str):
@@ -230,7 +230,7 @@ def parse_encoder(info: object) -> ImageEncoder | None:
 
 
 def fetches_features(info: object) -> bool:
-    """From `/server_info`: whether a worker asks the encoder workers that are named to it."""
+    """Read `/server_info`: whether a worker asks the encoder workers that are named to it."""
     return isinstance(info, dict) and info.get("feature_fetch") is True
 
 

@@ -167,7 +167,7 @@ class Dispatcher:
             await self.reconnect.go_on(request)
 
     async def _take_images(self, request: RequestContext) -> ParsedBody:
-        """Return the properties of the request that balancing and routing read."""
+        """Take the images out of the body; return the body that balancing and routing read."""
         taken = await self.images.take(request.parsed)
         if taken.fetched:
             request.body = write_body(taken.body)

@@ -42,7 +42,7 @@ PENDING, DONE, FAILED, OVERDUE = 0, 1, -1, -2  # of transfer_check_status; OVERD
 
 
 class MooncakePeer(msgspec.Struct, frozen=True, array_like=True):
-    """What an engine says of itself, and its handle at a peer."""
+    """The description that an engine sends, and its handle at a peer."""
 
     session: str
     trial: Region

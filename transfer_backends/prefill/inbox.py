@@ -19,7 +19,7 @@ MAX_REASON_CHARS = 256  # of an ended room's reason, which may be a peer's text
 
 @dataclass(frozen=True)
 class Offer:
-    """Where decode wants the metadata row, the pages after the first `skip_pages`, and the items of each pool (`tail`).
+    """The places at decode of the metadata row, the pages after the first `skip_pages`, and the items of each pool (`tail`).
 
     `partial`: fewer pages may be written.
     """

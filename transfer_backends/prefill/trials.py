@@ -64,7 +64,7 @@ class Trials:
 
     @property
     def paths(self) -> list[PeerPath]:
-        """Those of the newest connected peers, oldest first."""
+        """Return the results of the newest connected peers, oldest first."""
         with self._lock:
             return list(self._paths.values())[-MAX_REPORTED:]
 

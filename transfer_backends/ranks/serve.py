@@ -63,7 +63,7 @@ def serve_engine(engine: Engine, memory: RankMemory, sock: socket.socket, *, rec
 
 
 def _serve(server: "EngineServer", leader: MessageStream) -> None:
-    """Until it is closed. Raises ChannelClosed and ChannelFull."""
+    """Serve until the channel is closed. Raises ChannelClosed and ChannelFull."""
     poller = select.poll()
     poller.register(leader, select.POLLIN)
     while not server.closed:

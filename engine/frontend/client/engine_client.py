@@ -196,7 +196,7 @@ class EngineClient:
             link.send(AbortRequest(rid="", all=True))
 
     async def recent_states(self, *, timeout_s: float = CALL_TIMEOUT_S) -> list[StateReply]:
-        """By rank; of a scheduler in a long step the state before it. Raises ApiError(503) when one is silent or stalled."""
+        """Return the states by rank; of a scheduler in a long step the state before it. Raises ApiError(503) when one is silent or stalled."""
         return await self.leaders.recent_states(timeout_s=timeout_s, closed=self.closed is not None)
 
     def close(self, error: ApiError) -> None:

@@ -64,12 +64,12 @@ class Leaders:
 
     @property
     def lost(self) -> str | None:
-        """Why the ranks cannot serve as one worker any more."""
+        """Return why the ranks can no longer serve as one worker."""
         return self._changes.lost
 
     @property
     def last_message_s(self) -> float:
-        """When the quietest loop last sent anything."""
+        """Return when the quietest loop last sent a message."""
         return min(link.last_message_s for link in self.links)
 
     def now_s(self) -> float:
@@ -82,7 +82,7 @@ class Leaders:
         return self.links[0].mint_wire_rid(name)
 
     async def states(self, *, check: bool = False, timeout_s: float = CALL_TIMEOUT_S) -> list[StateReply]:
-        """By rank. Raises ApiError(503) when one does not answer in time."""
+        """Return the answers by rank. Raises ApiError(503) when one does not come in time."""
         return await self._all([link.state(check=check, timeout_s=timeout_s) for link in self.links])
 
     async def recent_states(self, *, timeout_s: float = CALL_TIMEOUT_S, closed: bool = False) -> list[StateReply]:

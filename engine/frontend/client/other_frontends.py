@@ -35,7 +35,7 @@ class Moved(msgspec.Struct, frozen=True):
 
 
 class RankReply(msgspec.Struct, frozen=True):
-    """What the scheduler of a DP rank answered the main frontend."""
+    """The answer of a DP rank's scheduler to the main frontend."""
 
     rank: int
     reply: ControlReply

@@ -27,11 +27,11 @@ class SharedRequests:
 
     @property
     def num_live(self) -> int:
-        """Of all frontends. Two that begin requests at the same moment may not see each other's."""
+        """Count the live requests of all frontends. Two that begin requests at once may not see each other's."""
         return sum(self._counts[::2])
 
     def loads(self) -> list[RankLoad]:
-        """Of all frontends, by rank."""
+        """Count the live requests of all frontends by rank."""
         counts, step = self._counts.tolist(), 2 * self._num_ranks
         return [RankLoad(sum(counts[2 * r :: step]), sum(counts[2 * r + 1 :: step])) for r in range(self._num_ranks)]
 
