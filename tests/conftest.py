@@ -19,7 +19,7 @@ from deploy.launcher.http_server import MODULES as HTTP_MODULES
 from disagg.children import openmp_env
 from disagg.preloaded import MODULES
 from engine.device.gpus import installed_gpus
-from service.process.fork_messages import HTTP_SERVER_VARIABLE
+from service.process.fork_messages import HTTP_SERVER_VARIABLE, SERVER_VARIABLE
 from tests.machine.needs import complaint
 
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -31,6 +31,7 @@ LONG = (
     *("engine/test_gpu_check.py", "security", "sampler/test_triton_sampler.py", "transfer/test_rank_transfers.py"),
 )
 
+os.environ["HF_HUB_OFFLINE"] = "1"  # here, too, for fork servers: a library reads it as it is imported
 gc.disable()  # while a million objects are imported and collected, which then live to the end
 
 
@@ -42,15 +43,18 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.enable()
     gc.freeze()
     places = tuple(f"tests/{place}/" for place in STARTED)
-    if (
-        not session.config.option.collectonly
-        and not installed_gpus()
-        and any(item.nodeid.startswith(places) for item in session.items)
-    ):
-        env = {**os.environ, **openmp_env(1, os.environ, shares_cores=False)}
-        http = fork_server(HTTP_MODULES, env=os.environ, variable=HTTP_SERVER_VARIABLE)
-        servers = [fork_servers.enter_context(server) for server in (fork_server(MODULES, env=env), http)]
-        os.environ.update(servers[0] | servers[1])
+    if not session.config.option.collectonly and any(item.nodeid.startswith(places) for item in session.items):
+        start_fork_servers()
+
+
+def start_fork_servers() -> None:
+    """Unless they are there: the processes of pytest-xdist have those of their controller."""
+    if installed_gpus() or SERVER_VARIABLE in os.environ:
+        return
+    env = {**os.environ, **openmp_env(1, os.environ, shares_cores=False)}
+    http = fork_server(HTTP_MODULES, env=os.environ, variable=HTTP_SERVER_VARIABLE)
+    servers = [fork_servers.enter_context(server) for server in (fork_server(MODULES, env=env), http)]
+    os.environ.update(servers[0] | servers[1])
 
 
 def pytest_sessionfinish() -> None:
@@ -107,3 +111,6 @@ def pytest_configure(config: pytest.Config) -> None:
     folder = config.invocation_params.dir
     if said := complaint([(folder / arg.partition("::")[0]).resolve() for arg in config.args]):
         raise pytest.UsageError(said)
+    is_metered = config.pluginmanager.has_plugin("tools.cpu_seconds")  # it counts what comes from the process of a test
+    if getattr(config.option, "numprocesses", None) and not is_metered:
+        start_fork_servers()  # for all processes of pytest-xdist

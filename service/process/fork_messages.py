@@ -15,10 +15,10 @@ _READ_LATER = frozenset(
     {
         *("OMP_NUM_THREADS", "MKL_NUM_THREADS"),  # the engine sets its threads itself (torch.set_num_threads)
         "PYTHONUNBUFFERED",  # a forked child's lines are never held back
-        *("TOKENIZERS_PARALLELISM", "CUDA_VISIBLE_DEVICES", "TMPDIR", "PWD", "OLDPWD", "SHLVL", "_"),
+        *("TOKENIZERS_PARALLELISM", "CUDA_VISIBLE_DEVICES", "TMPDIR", "PWD", "OLDPWD", "SHLVL", "_", "COLUMNS", "LINES"),
     }
 )
-_READ_LATER_PREFIXES = ("TANDEM_", "CUDA_MPS_", "PYTEST_")
+_READ_LATER_PREFIXES = ("TANDEM_", "CUDA_MPS_", "OTEL_", "PYTEST_")  # OTEL_: its library is imported where spans go out
 _OPENMP = ("OMP_", "GOMP_")  # read by what computes
 LONGEST_BYTES = 1 << 20
 MOST_DESCRIPTORS = 250  # the kernel takes 253 at once

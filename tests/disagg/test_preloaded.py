@@ -36,3 +36,4 @@ def test_engines_import_nothing_more_and_no_thread_or_gpu_is_before_the_fork() -
     assert (threads, gpu) == (1, False)
     own = set().union(*map(imported_inside, PROCESSES))
     assert len(own) > 8 and own - LATER <= set(modules)
+    assert not {"opentelemetry"} & set(modules), "it reads the environment, which may differ (fork_messages.py)"

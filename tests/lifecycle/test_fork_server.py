@@ -112,7 +112,7 @@ def test_a_child_ends_with_its_server_and_later_ones_start_anew(tmp_path: Path) 
 
 
 def test_a_server_forks_nothing_in_an_environment_that_its_imports_have_not_read(env: dict[str, str]) -> None:
-    assert server_in({**env, "TANDEM_OWN": "1"}) is not None
+    assert server_in({**env, "TANDEM_OWN": "1", "OTEL_BSP_SCHEDULE_DELAY": "7"}) is not None
     assert server_in({**env, "LD_PRELOAD": "/nowhere.so"}) is None
     assert server_in({**env, "GOMP_SPINCOUNT": "7"}) is None
     assert server_in({k: v for k, v in env.items() if k != SERVER_VARIABLE}) is None

@@ -1,5 +1,1 @@
-import os
-
 from tests.one_thread import one_thread  # noqa: F401 (a fixture of every test here)
-
-os.environ["HF_HUB_OFFLINE"] = "1"
