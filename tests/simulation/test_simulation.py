@@ -19,7 +19,7 @@ from tools.simulation.promises import PROMISES, Promise, calm, play
 from tools.simulation.run import Outcome, run
 
 HASHED_SEEDS = (7, 109)  # 109: prefill asks several decode workers at once to poll
-PLANTED = ("skip the quarantine",)  # the others: make sim-mutants
+PLANTED = ("report Success before the last write is done",)  # the others: make sim-mutants
 
 
 def _must_hold(outcome: Outcome) -> None:
@@ -118,22 +118,15 @@ def test_without_faults_every_request_succeeds() -> None:
 
 
 def test_a_seed_is_a_replay_whatever_the_hash_seed(played: Callable[[int], Outcome]) -> None:
+    """Another process has another hash seed than this one."""
     code = (
         "from tools.simulation.options import options_of; from tools.simulation.run import run\n"
         f"print([run(options_of(seed)).trace_hash for seed in {HASHED_SEEDS}])"
     )
-    said = [
-        subprocess.run(
-            [sys.executable, "-c", code],
-            env={**os.environ, "PYTHONHASHSEED": hash_seed},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for hash_seed in ("1", "4242")
-    ]
-    assert said[0] == said[1]
-    assert said[0].strip() == str([played(seed).trace_hash for seed in HASHED_SEEDS])
+    hash_seed = "1" if os.environ.get("PYTHONHASHSEED") == "4242" else "4242"
+    env = {**os.environ, "PYTHONHASHSEED": hash_seed}
+    said = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout
+    assert said.strip() == str([played(seed).trace_hash for seed in HASHED_SEEDS])
 
 
 @pytest.mark.parametrize("path", scenario.all_paths(), ids=lambda path: path.stem)
