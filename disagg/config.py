@@ -16,7 +16,7 @@ class DisaggConfig(FlagSet):
 
     disaggregation_mode: str = flag(
         "null",
-        "role of this worker; null: it serves whole requests; encode: it computes what the vision tower makes of images, for others",
+        "role of this worker; null: it serves whole requests; encode: it computes features of images for other workers",
         choices=("null", "prefill", "decode", "encode"),
     )
     disaggregation_transfer_backend: str = flag(
@@ -97,12 +97,12 @@ class DisaggConfig(FlagSet):
     )
     prefix_fetch: bool = flag(
         False,
-        "a prefill worker gets a prefix that another one has cached from there, where that is faster than to compute it (needed "
+        "a prefill worker fetches a prefix that another one has cached, if that is faster than to compute it (needed "
         "on all prefill workers and on the router)",
     )
     feature_fetch: bool = flag(
         False,
-        "a prefill worker, or one that serves whole requests, gets what the vision tower makes of images from the encode workers that "
+        "a prefill worker, or one that serves whole requests, gets features of images from the encode workers that "
         "the router names; it encodes an image itself where none is named, or the features do not come",
     )
     feature_fetch_timeout_s: float = flag(

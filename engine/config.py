@@ -127,7 +127,7 @@ class EngineConfig(FlagSet):
     )
     reduce_units: int = flag(
         0,
-        "parts in which layers sum their products, in one order whatever --tp-size: answers are then equal to the bit for "
+        "parts in which layers sum their products, in one order at every --tp-size: answers are then equal to the bit for "
         "every --tp-size that divides it",
         least=0,
         most=64,
@@ -333,13 +333,13 @@ class EngineConfig(FlagSet):
     speculative_algorithm: str | None = flag(
         None,
         "verify several tokens of a request in a decode step; NGRAM: guess what followed the same words earlier in its prompt and "
-        "answer; STANDALONE: a small model drafts them; NEXTN: the model's own layer for it (MTP); EAGLE, EAGLE3: a layer trained for "
+        "answer; STANDALONE: a small model drafts them; NEXTN: the model's own MTP layer; EAGLE, EAGLE3: a layer trained for "
         "the model; default: none",
         choices=SPECULATIVE_ALGORITHMS,
     )
     speculative_draft_model_path: str | None = flag(
         None,
-        "with STANDALONE, EAGLE or EAGLE3: checkpoint of what drafts, a directory or a model of the Hugging Face hub",
+        "with STANDALONE, EAGLE or EAGLE3: checkpoint of the drafter, a directory or a model of the Hugging Face hub",
     )
     speculative_num_steps: int | None = flag(
         None,
@@ -363,21 +363,21 @@ class EngineConfig(FlagSet):
     )
     speculative_adaptive: bool = flag(
         True,
-        "draft less where rows and passes cost more than they give; without it as much as the other flags allow, whatever it costs: all "
-        "but tokens that are hardly ever right",
+        "draft less where rows and passes cost more than they give; without it, draft as much as other flags allow, except tokens that "
+        "are almost never right",
     )
     speculative_ngram_min_match_window_size: int = flag(
         2, "with NGRAM: tokens that must have occurred before, at least", least=1
     )
     speculative_ngram_max_match_window_size: int = flag(
         32,
-        "with NGRAM: of places where they occurred, the one counts with the longest match, up to so many tokens",
+        "with NGRAM: the longest match that counts, in tokens; of several places the one with the longest match gives the draft",
         least=1,
     )
     disable_overlap_schedule: bool = flag(False, "collect each step before the next one is launched (depth 1)")
     enable_overlap_schedule: bool = flag(
         False,
-        "on cpu, too, plan a step while another computes, as --stream threaded; on cuda it is so without the flag",
+        "plan a step while another computes, on cpu, too (as --stream threaded); on cuda this is the default",
     )
     disable_cuda_graph: bool = flag(
         False, "launch decode steps kernel by kernel instead of as CUDA graphs (on cpu: as tapes)"
@@ -393,14 +393,14 @@ class EngineConfig(FlagSet):
     )
     vlm_cache_size_mb: int | None = flag(
         None,
-        "memory for what the vision tower makes of images, in units of 2^20 bytes: images that come again are not encoded again; "
+        "memory for features of images, in units of 2^20 bytes: images that come again are not encoded again; "
         "default: 100, or what the largest image needs",
         unit="MB",
         least=1,
     )
     mm_enable_dp_encoder: bool = flag(
         False,
-        "the --tp-size ranks divide the images of a step, and exchange what the vision tower makes of them; without it each encodes all",
+        "the --tp-size ranks divide the images of a step and exchange their features; without it each encodes all",
     )
     enable_lora: bool = flag(False, "requests may name LoRA adapters; --lora-paths implies it")
     lora_paths: tuple[str, ...] = flag(
@@ -484,12 +484,11 @@ class EngineConfig(FlagSet):
     )
     enable_dp_attention: bool = flag(
         False,
-        "the --dp-size schedulers share the --tp-size ranks, which they divide: each attends with its own, and the MLPs are cut "
-        "over all (on cpu)",
+        "the --dp-size schedulers divide the --tp-size ranks for attention, and share all of them for the MLPs (on cpu)",
     )
     enable_prefill_delayer: bool = flag(
         False,
-        "with --enable-dp-attention: prompts of one DP rank wait for those of the others, since each slows all; a decode worker "
+        "with --enable-dp-attention: prompts of one DP rank wait for prompts of the others, since each slows all; a decode worker "
         "ignores it",
     )
     prefill_delayer_max_delay_passes: int = flag(

@@ -221,7 +221,7 @@ class EngineControl:
         self._weights.take(model, model_path=update.model_path, version=update.weight_version)
         if self._together is not None:
             self._together.taken()
-        log.info("weights are those of %s now, version %s", update.model_path, self._weights.version)
+        log.info("weights now come from %s, version %s", update.model_path, self._weights.version)
         names = {"model_path": self._weights.model_path, "weight_version": self._weights.version}
         values = {**names, **self._also()}
         self._accept(update.call_id, "Succeeded to update model weights.", **values)

@@ -88,7 +88,7 @@ def read_windows(fields: Fields, *, hidden: int) -> WindowTower:
     patch, merge = vision.count("patch_size", default=14), vision.count("spatial_merge_size", default=2)
     window = vision.count("window_size", default=112)
     if window % (patch * merge):
-        raise vision.error("window_size", f"{window} pixels are no multiple of {patch * merge}, those of a token")
+        raise vision.error("window_size", f"{window} pixels are no multiple of {patch * merge}, the pixels of a token")
     return WindowTower(
         depth=depth,
         hidden_size=_hidden(vision, default=3584),

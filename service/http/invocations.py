@@ -35,4 +35,4 @@ def invoked_path(body: bytes) -> str:
     for field, path in _PATHS.items():
         if field in fields:
             return path
-    raise ApiError(400, f"the body is of no API here: it has none of {', '.join(_PATHS)}", code="unknown_body")
+    raise ApiError(400, f"the body fits no API: it needs one of {', '.join(_PATHS)}", code="unknown_body")

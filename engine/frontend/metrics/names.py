@@ -113,7 +113,7 @@ COUNTERS = {
     "kv_checksum_failed": Figure("tandem_num_kv_checksum_failed_reqs", "requests whose KV arrived corrupted"),
     "moved_out": Figure("tandem_num_moved_out", "running requests whose KV waited here for another decode worker"),
     "moved_in": Figure("tandem_num_moved_in", "requests that go on here with the KV of another decode worker"),
-    "moves_failed": Figure("tandem_num_failed_moves", "of those that moved out, the ones whose KV nobody got"),
+    "moves_failed": Figure("tandem_num_failed_moves", "requests that moved out and whose KV no worker fetched"),
     "retractions": Figure("tandem_num_retractions", "times that a request lost its memory"),
     "out_of_memory": Figure("tandem_num_out_of_memory_retractions", "retractions because memory ran out"),
     "out_of_memory_tokens": Figure("tandem_out_of_memory_tokens", "tokens whose KV these retractions gave up"),
@@ -124,7 +124,7 @@ COUNTERS = {
     "mixed_steps": Figure("tandem_num_mixed_steps", "prefill steps in which decodes rode along"),
     "joined_steps": Figure("tandem_num_joined_steps", "steps that only other DP ranks had tokens in (DP attention)"),
     "delayed_steps": Figure(
-        "tandem_num_delayed_prefill_steps", "steps that a prompt waited for those of other DP ranks"
+        "tandem_num_delayed_prefill_steps", "steps for which a prompt waited for prompts of other DP ranks"
     ),
     "wasted_samples": Figure("tandem_num_wasted_samples", "tokens sampled after their request had ended, and dropped"),
     "failed_steps": Figure("tandem_num_failed_steps", "steps without device memory, whose requests were aborted"),
