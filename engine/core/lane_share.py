@@ -46,9 +46,17 @@ class LaneShare:
         elif self.decode_parts > 1 and usual_s * self.decode_parts < ROOMY * self._itl_s * (self.decode_parts - 1):
             self._change(-1)
 
-    def due_s(self, launched_s: float) -> float:
-        """Return when a decode step is due beside prompts. `launched_s`: when the last one was launched."""
-        return launched_s + max(self._pace_s, self._left_s)
+    def due_s(self, launched_s: float, joined_s: float | None = None) -> float:
+        """Return when a decode step is due beside prompts. `launched_s`: when the last one was launched.
+
+        `joined_s`: when the first request had its first token that no decode step was planned for since; its next token is due
+        that long after, and the step takes time.
+        """
+        due_s = launched_s + max(self._pace_s, self._left_s)
+        if joined_s is None:
+            return due_s
+        usual_s = self._usual_s if self._taken_s else 0.0
+        return min(due_s, max(launched_s + self._left_s, joined_s + max(0.0, self._pace_s - usual_s)))
 
     @property
     def _pace_s(self) -> float:

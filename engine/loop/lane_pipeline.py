@@ -50,6 +50,7 @@ class LanePipeline(Generic[L]):
         self._now_s = 0.0  # of the turn
         self._moved_s = dict.fromkeys(self._lanes, 0.0)  # when a step of the lane was launched or collected last
         self._launched_s = float("-inf")  # the last decode step
+        self._joined_s: float | None = None  # since then, the first request came from the prefill lane
         self._waits_until_s = float("inf")
         self.worked = False
         watched.give(share.decode_parts)
@@ -70,11 +71,11 @@ class LanePipeline(Generic[L]):
     def next_plan(self, now_s: float, *, paused: bool) -> Plan | None:
         """Plan a step for a lane that has room for one: decodes if they are due, else prompts."""
         self._now_s, self._waits_until_s = now_s, float("inf")
-        due_s = self._share.due_s(self._launched_s) if self.beside_prompts else now_s
+        due_s = self._share.due_s(self._launched_s, self._joined_s) if self.beside_prompts else now_s
         if now_s >= due_s:
             plan = self._lanes[Lane.DECODE].next_plan(now_s, paused=paused)
             if plan is not None:
-                self._launched_s = now_s
+                self._launched_s, self._joined_s = now_s, None
                 return plan
         else:
             self._waits_until_s = due_s
@@ -84,9 +85,12 @@ class LanePipeline(Generic[L]):
         """Launch `plan`, and collect what has ended. `worked`: any of it."""
         outputs: list[TokenOutput] = []
         for lane, pipeline in self._lanes.items():
-            outputs += pipeline.advance(plan if plan is not None and plan.lane is lane else None)
+            new = pipeline.advance(plan if plan is not None and plan.lane is lane else None)
+            outputs += new
             if pipeline.worked:
                 self._moved_s[lane] = self._now_s
+            if lane is Lane.PREFILL and self._joined_s is None and any(output.finish is None for output in new):
+                self._joined_s = self._now_s
         self.worked = any(pipeline.worked for pipeline in self._lanes.values())
         return outputs
 

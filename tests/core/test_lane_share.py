@@ -56,6 +56,19 @@ def test_beside_prompts_a_step_is_due_when_the_objective_asks_for_it() -> None:
     assert share().due_s(5.0) == 5.0 + PACE * 0.1
 
 
+def test_the_second_token_of_a_request_is_due_as_long_after_its_first() -> None:
+    """A step of 0.02 that begins 0.055 after the first token ends 0.075 after it; the others' step would be due later."""
+    found = share(taken_s=0.02)
+    found.note(0.02)
+    assert found.due_s(5.0, 5.01) == pytest.approx(5.01 + PACE * 0.1 - 0.02)
+    assert found.due_s(5.0, 5.07) == 5.0 + PACE * 0.1, "never later than without it"
+
+
+def test_requests_that_join_take_no_time_that_is_left_to_prompts() -> None:
+    found = share(parts=1, itl_s=0.01, taken_s=0.3)
+    assert found.due_s(0.0, 0.0) == found.due_s(0.0)
+
+
 @pytest.mark.parametrize(("itl_s", "left"), [(0.01, LEAST_FOR_PROMPTS), (None, 0.5)])
 def test_steps_that_leave_prompts_no_part_leave_them_time(itl_s: float | None, left: float) -> None:
     found = share(parts=1, itl_s=itl_s, taken_s=0.3)

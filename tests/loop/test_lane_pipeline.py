@@ -1,5 +1,7 @@
 """The loop of two lanes: it waits for no step, decodes go first where they are due, and each lane's steps are timed by themselves."""
 
+import pytest
+
 from engine.core.lane_share import PACE, LaneShare
 from engine.core.lanes import Lane
 from engine.core.outputs import StepEffects
@@ -107,6 +109,26 @@ def test_without_a_prompt_in_flight_decode_steps_follow_at_once_and_nothing_shor
     rig.end(2, 3)
     plan = rig.move(0.0)
     assert plan is not None and plan.lane is Lane.DECODE and rig.pipeline.shorten(1.0, 0.0) == 1.0
+
+
+def test_a_request_that_comes_from_the_prefill_lane_has_its_next_token_in_time() -> None:
+    rig = Rig(depth=2, prefill_max_requests=1)
+    rig.add("a", [1, 2, 3])
+    rig.move()
+    rig.end(1)
+    rig.add("b", [7])
+    rig.add("c", list(range(60)))
+    lanes = [plan.lane for _ in range(4) if (plan := rig.move()) is not None]
+    assert lanes == [Lane.DECODE, Lane.DECODE, Lane.PREFILL, Lane.PREFILL]
+    for _ in range(3):
+        rig.share.note(0.5 * DUE_S)
+    rig.end(2, 3)
+    assert rig.move(0.01) is None
+    rig.end(4)
+    plan = rig.move(0.01)
+    assert "b" in rig.tokens and plan is not None and plan.lane is Lane.PREFILL
+    assert rig.move(0.02) is None
+    assert rig.pipeline.shorten(1.0, 0.02) == pytest.approx(0.01 + 0.5 * DUE_S - 0.02 + POLL_S)
 
 
 def test_the_executor_is_told_the_share_at_first_and_when_it_changes() -> None:
