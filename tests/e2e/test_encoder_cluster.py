@@ -115,10 +115,12 @@ def test_without_a_header_a_worker_encodes_itself(epd: Cluster, right: list[int]
     assert counters(one(epd, "prefill"))["mm_encoded_images"] == before + len(FILES)
 
 
-def test_the_encoder_generates_nothing(epd: Cluster) -> None:
+def test_the_encoder_generates_nothing_and_stays_what_it_is(epd: Cluster) -> None:
     answer = httpx.post(f"{one(epd, 'encode').url}/generate", json=BODY, timeout=60)
     assert answer.status_code == 400 and "this is an encode worker" in answer.json()["error"]["message"]
     assert httpx.get(f"{one(epd, 'encode').url}/health_generate", timeout=60).status_code == 200
+    answer = httpx.post(f"{one(epd, 'encode').url}/switch_role", json={"role": "prefill"}, timeout=60)
+    assert answer.status_code == 400 and "this worker keeps its role" in answer.text
 
 
 def test_an_encoder_that_is_killed_costs_no_request(epd: Cluster, right: list[int]) -> None:
