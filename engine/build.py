@@ -352,7 +352,7 @@ def _kv_memory(config: EngineConfig, use: EngineUse, pools: Pools, device: Devic
 
 
 def _rank_inputs(config: EngineConfig, model: ModelConfig, group: Group | None) -> dict[str, Any]:
-    """What a leader's steps read of other ranks, as `build_device` takes it."""
+    """Return the inputs of a leader's steps from other ranks, for `build_device`."""
     if group is None:
         return {}
     assert config.max_running_requests is not None, "resolved"

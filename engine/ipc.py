@@ -63,7 +63,7 @@ class IpcPaths:
         return f"{self.dir}/{name}{f'.{self.dp_rank}' if self.dp_rank else ''}"
 
     def http_socket(self, row: int) -> Path:
-        """Where a frontend answers the other frontends of its worker."""
+        """Return the socket at which a frontend answers the other frontends of its worker."""
         return Path(self.dir, f"http{row}")
 
     @property

@@ -41,7 +41,7 @@ def weight_updater(
     load: Load,
     rename_pages: Callable[[str, str], None],
 ) -> WeightUpdater[DenseDecoder]:
-    """Of all ranks. `stored`: as the checkpoint says it. `rename_pages`: called with version and fingerprint of the new ones."""
+    """Return the weight updater of all ranks. `stored`: as the checkpoint says it. `rename_pages`: called with version and fingerprint of the new ones."""
 
     runners = device.executor.runners
 

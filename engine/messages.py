@@ -257,7 +257,7 @@ class GetStep(_Message, frozen=True):
 
 
 class FinishReason(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """Why a request ended. `kind`: "stop" | "length" | "abort" | "moved" (another worker goes on with it).
+    """The reason for which a request ended. `kind`: "stop" | "length" | "abort" | "moved" (another worker goes on with it).
 
     `matched`: the stop token id, stop string or pattern (`regex`). `status`: HTTP status of an error; 0: aborted by the user.
     `field`: of the request's body, where the error is about one.
@@ -353,7 +353,7 @@ class ControlReply(_Message, frozen=True):
 
 
 class TransferPath(msgspec.Struct, frozen=True):
-    """How KV gets to a decode worker, measured when prefill connected to it.
+    """The transport of KV to a decode worker, measured when prefill connected to it.
 
     `peer`: incarnation of its transfers. `same_machine`: None: unknown. `transport`: "tcp", "rdma", "cma", "cuda_ipc" or "unknown".
     """
@@ -396,7 +396,7 @@ class StepInfo(msgspec.Struct, frozen=True):
 
 
 class StepReply(_Message, frozen=True):
-    """What the loop's thread does at this moment.
+    """The activity of the loop's thread at this moment.
 
     `busy_s`: duration of the present turn or of the model's load; None at rest. `stalled`: longer than --watchdog-timeout.
     """

@@ -23,7 +23,7 @@ _NS = 1e9
 
 @dataclass(frozen=True, slots=True)
 class Stamped:
-    """What a process stamped last. `busy_since_s`: None: it rests. Times: of `time.monotonic`."""
+    """The latest stamp of a process. `busy_since_s`: None: it rests. Times: of `time.monotonic`."""
 
     name: str
     at_s: float

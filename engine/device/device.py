@@ -71,7 +71,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class ForwardParts:
-    """What computes the first half of steps. `tapes`: of decode steps on a CPU. `joint`: with DP attention.
+    """The parts that compute the first half of steps. `tapes`: of decode steps on a CPU. `joint`: with DP attention.
 
     `states`: of a model with recurrent layers. `window_table`: of layers with a window that have a pool of their own.
     `sees`, `images`: as of ForwardPass. `halves`: what attends in each half of a step, if steps have halves; `exchange`: with DP attention.

@@ -20,7 +20,7 @@ ARRIVING_SHARE = (
 
 
 def feature_spec(model: ModelConfig, vision: VisionConfig, dtype: str) -> CacheSpec:
-    """What a token keeps: its row as the tower gives it."""
+    """Return the spec of a token's features, a row as the tower gives it."""
     size = model.hidden_size * (1 + vision.deepstack_levels)
     return CacheSpec(1, size, dtype, latent=size)
 

@@ -27,10 +27,10 @@ class MemoryGauge(Protocol):
     def total(self) -> int: ...
 
     def free(self) -> int:
-        """What no process uses."""
+        """Return the bytes that no process uses."""
 
     def own(self) -> int:
-        """What this process uses."""
+        """Return the bytes that this process uses."""
 
     def begin_peak(self) -> None: ...
 

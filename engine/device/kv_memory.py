@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 def held_by(config: EngineConfig, model: ModelConfig, place: Place) -> HeldKV:
-    """What of the model's KV the rank at `place` holds. `config` is resolved."""
+    """Return the part of the model's KV that the rank at `place` holds. `config` is resolved."""
     stage = share_of(model, place).layers
     layers, num_layers = model.kv_layers(stage), len(model.kv_layers(range(model.num_layers)))
     drafter = model.drafter is not None  # which counts as one more layer
@@ -35,7 +35,7 @@ def held_by(config: EngineConfig, model: ModelConfig, place: Place) -> HeldKV:
 
 
 def kept_specs(config: EngineConfig, specs: Sequence[CacheSpec]) -> list[CacheSpec]:
-    """What layers keep by --kv-cache-dtype; 8 bits are read as the model's own type. Tails are as they are. `config` is resolved."""
+    """Return the cache specs of layers by --kv-cache-dtype; 8 bits are read as the model's own type. Tails are as they are. `config` is resolved."""
     kept = {"fp8": True} if config.kv_cache_dtype == FP8 else {"dtype": config.kv_cache_dtype}
     return [spec if spec.drafter == TAIL else replace(spec, **kept) for spec in specs]
 

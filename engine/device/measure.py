@@ -207,7 +207,7 @@ def _of_largest_image(peak: int, steps: WarmUp, model: ModelConfig, config: Engi
 
 
 def _agreed(plan: Plan, config: EngineConfig) -> Plan:
-    """With DP attention, the step in which each DP rank has this plan."""
+    """Return the joint step in which each DP rank has this plan, with DP attention."""
     if config.enable_dp_attention:
         rows = Row(step=plan.seq, idle=False, tokens=sum(item.q_len for item in plan.items), extend=True)
         plan.agreed = agree([rows] * config.dp_size)

@@ -47,12 +47,12 @@ class MeasuredMemory:
 
     @property
     def kept(self) -> int:
-        """What is static beside pages and states."""
+        """Return the static bytes beside pages and states."""
         return self.weights + self.features
 
     @property
     def beside_weights(self) -> int:
-        """What weights, features of images and graphs leave."""
+        """Return the bytes that weights, features of images and graphs leave."""
         return self.free - self.kept - self.graphs
 
     @property
@@ -80,7 +80,7 @@ class MeasuredMemory:
 
 
 def unmeasured(free: int, weights: int) -> MeasuredMemory:
-    """Of a CPU's rank whose --max-total-tokens says what pages take: nothing is left to the steps on purpose."""
+    """Return the memory of a CPU's rank with --max-total-tokens: nothing was measured."""
     return MeasuredMemory(
         memory=free, free=free, weights=weights, prompts=0, token_bytes=0, samples=0, graphs=0, on_gpu=False
     )
@@ -234,7 +234,7 @@ def _with_fitting_batch(given: EngineConfig, config: EngineConfig, found: Measur
 
 
 def _smaller_steps(given: EngineConfig) -> str:
-    """What makes the largest steps smaller."""
+    """Return the flags that make the largest steps smaller."""
     if given.chunked_prefill_size == -1:
         return "leave --chunked-prefill-size -1 out, or lower --context-length and --max-prefill-tokens"
     return "lower --chunked-prefill-size and --max-running-requests"

@@ -50,7 +50,7 @@ class Pools:
         return [*(pool.buffer for pool in pools), *([] if states is None else [states.buffer])]
 
     def memory(self, config: EngineConfig, states: StatePool | None) -> KVMemory:
-        """How this rank's memory of requests goes and comes."""
+        """Return the way to release and restore this rank's memory of requests."""
         if config.device == "cpu":
             return MappedMemory(self.buffers(states), touched=config.prefault_kv)
         return self.saver or FixedKV("on a GPU KV memory is released by workers that start with --enable-memory-saver")

@@ -54,7 +54,7 @@ class SplitChoice:
     times: Sequence[StepTimes] = field(default=())
 
     def described(self) -> dict[str, int | str]:
-        """For /server_info. A `_from` of 0: never."""
+        """Return the split for /server_info. A `_from` of 0: never."""
         return {
             "two_batch_overlap": self.mode,
             "two_batch_decodes_from": self.rule.decodes_from,

@@ -58,7 +58,7 @@ def most_image_tokens(vision: VisionConfig) -> int:
 
 
 def _feature_bytes(model: ModelConfig, vision: VisionConfig, dtype: str) -> int:
-    """Of a token."""
+    """Return the bytes of a token's features."""
     return model.hidden_size * (1 + vision.deepstack_levels) * ELEMENT_BYTES[dtype]
 
 

@@ -49,7 +49,7 @@ def _weight_bytes(model: Path) -> int:
 
 
 def _described_bytes(model: Path) -> int:
-    """What the matrices of config.json would take in two bytes a weight (--load-format dummy); 0 where the load will say what is wrong."""
+    """Estimate the bytes of the matrices in config.json at two bytes a weight (--load-format dummy); 0: the load will report the error."""
     try:
         config = load_model_config(str(model))
     except ConfigError:

@@ -84,7 +84,7 @@ def wires_at(node: int, config: EngineConfig, *, transfers: bool) -> dict[Wire, 
 
 
 def address_of(config: EngineConfig) -> tuple[str, int]:
-    """Where the machines meet. Raises ConfigError."""
+    """Return the address at which the machines meet. Raises ConfigError."""
     host, _, port = (config.dist_init_addr or "").rpartition(":")
     if not (host and port.isascii() and port.isdigit() and 0 < int(port) < 65536):
         raise ConfigError(

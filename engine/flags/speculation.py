@@ -77,7 +77,7 @@ def _check_model_flags(config: EngineConfig) -> None:
 
 
 def _why_not(config: EngineConfig) -> str:
-    """Why a decode step has one token of each request, and the remedy; "": it may have more."""
+    """Return why a decode step has one token of each request, and the remedy; "": it may have more."""
     if config.pp_size > 1:
         return f"--pp-size {config.pp_size} has other tokens in flight; leave it out, or give --tp-size"
     if config.enable_dp_attention:
@@ -86,7 +86,7 @@ def _why_not(config: EngineConfig) -> str:
 
 
 def _why_no_trees(model: ModelConfig) -> str:
-    """Why drafts are chains; "": they may be trees."""
+    """Return why drafts are chains; "": they may be trees."""
     if model.recurrent is not None:
         return "a recurrent state follows one path of drafts"
     if model.latent is not None and model.latent.index is not None:

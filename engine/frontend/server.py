@@ -125,7 +125,7 @@ def _dead(processes: EngineProcesses, leaders: Leaders, others: OtherFrontends |
 
 @dataclass(frozen=True)
 class _SessionEnd:
-    """What ends a session: a stop signal, which takes precedence, or a role switch."""
+    """The end of a session: a stop signal, which takes precedence, or a role switch."""
 
     signals: StopSignals
     switch: RoleSwitch | None

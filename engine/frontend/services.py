@@ -44,7 +44,7 @@ INLINE_CHARS = 2000  # the event loop tokenizes shorter texts: that costs less t
 
 @dataclass(frozen=True, kw_only=True)
 class FrontendSpec:
-    """What one role session serves. `extra_info`: for /server_info, no secrets. `switch`: None for a fixed role.
+    """The parts that one role session serves with. `extra_info`: for /server_info, no secrets. `switch`: None for a fixed role.
 
     `warms_up`: a first request is computed before the worker is ready. `secret`: of the cluster.
     """
@@ -122,7 +122,7 @@ class Services:
     def bootstraps_of(
         self, request: web.BaseRequest, fields: BootstrapFields, *, num_prompts: int, n: int
     ) -> list[Bootstrap | None]:
-        """Where each sample meets its other half. Raises ApiError(400), also for a host that may not be named."""
+        """Return the bootstrap address and room of each sample. Raises ApiError(400), also for a host that may not be named."""
         bootstraps = build_bootstraps(
             fields,
             mode=self.spec.mode,

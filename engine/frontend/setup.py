@@ -124,7 +124,7 @@ def _policy(spec: FrontendSpec, *, first: int) -> RankPolicy:
 
 
 def _responses(spec: FrontendSpec) -> LocalBook | None:
-    """Of a worker that serves clients alone; in a cluster the router keeps them."""
+    """Return the store of responses of a worker that serves clients alone; in a cluster the router keeps them."""
     server = spec.server
     if spec.mode != "null" or server.max_stored_responses == 0:
         return None

@@ -23,7 +23,7 @@ StartGrammar = Callable[[], Grammar]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JsonStyle:
-    """How constrained JSON may look. `any_whitespace`: it has spaces between its parts, `max_whitespace` in a row (None: any).
+    """The style of constrained JSON. `any_whitespace`: it has spaces between its parts, `max_whitespace` in a row (None: any).
 
     `closes_objects`: objects hold no other properties than the schema lists, unless it says so (json_schema.py).
     """

@@ -32,7 +32,7 @@ class HostTier:
 
 @dataclass(frozen=True, slots=True)
 class RankFiles:
-    """Of a worker with several ranks. `leader`: the rank that builds the tier. `page_bytes`: of each rank."""
+    """The files of a worker with several ranks. `leader`: the rank that builds the tier. `page_bytes`: of each rank."""
 
     leader: int
     page_bytes: Sequence[int]

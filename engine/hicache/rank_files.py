@@ -94,7 +94,7 @@ class RankFolders:
 
 
 class OtherRanks(Protocol):
-    """What the other ranks do (`FollowerFiles`); the call returns what waits for their outcomes, by rank."""
+    """Applies an operation on the other ranks (`FollowerFiles`); returns the wait for their outcomes, by rank."""
 
     def read(self, work: DiskRead) -> Callable[[], dict[int, str]]: ...
 

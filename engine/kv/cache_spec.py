@@ -12,7 +12,7 @@ ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 @dataclass(frozen=True, slots=True)
 class CacheSpec:
-    """What a layer keeps: K and V of every token. Per token: 2 * num_kv_heads * head_dim elements of `dtype` ("bfloat16" | "float32").
+    """The KV that a layer keeps of every token. Per token: 2 * num_kv_heads * head_dim elements of `dtype` ("bfloat16" | "float32").
 
     `fp8`: kept as codes and exponents (engine/kv/fp8.py), and read as `dtype`.
     `window`: the last tokens that a query sees, its own included; 0: all. `latent`: of latent attention, the first elements of
@@ -31,12 +31,12 @@ class CacheSpec:
 
     @property
     def element_bytes(self) -> int:
-        """Of an element in memory."""
+        """Return the bytes of an element in memory."""
         return 1 if self.fp8 else ELEMENT_BYTES[self.dtype]
 
     @property
     def kept_name(self) -> str:
-        """As --kv-cache-dtype names it, resolved."""
+        """Return the resolved name, as of --kv-cache-dtype."""
         return FP8 if self.fp8 else self.dtype
 
     def bytes_per_token(self) -> int:
@@ -46,7 +46,7 @@ class CacheSpec:
         return self.row_bytes() if self.drafter == TAIL else self.bytes_per_token() * page_size
 
     def row_bytes(self) -> int:
-        """Of K or V of a token and head, or of a tail."""
+        """Return the bytes of K or V of a token and head, or of a tail."""
         return self.head_dim * self.element_bytes + self.fp8
 
     def v_offset(self, page_size: int) -> int:
@@ -60,7 +60,7 @@ def page_bytes_of(specs: Sequence[CacheSpec], page_size: int, *, units: int = 1)
 
 
 def unit_parts(specs: Sequence[CacheSpec], units: int) -> list[CacheSpec]:
-    """Of each layer, what a unit holds."""
+    """Return the part of each layer that a unit holds."""
     heads = [spec.num_kv_heads for spec in specs if spec.drafter != TAIL]
     assert units >= 1 and not any(count % units for count in heads), (units, specs)
     return [spec if spec.drafter == TAIL else replace(spec, num_kv_heads=spec.num_kv_heads // units) for spec in specs]

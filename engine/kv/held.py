@@ -24,7 +24,7 @@ class HeldKV:
 
     @property
     def name(self) -> str:
-        """The same of every rank that holds the same."""
+        """Return the name of the part: ranks that hold the same part have the same name."""
         units, layers = self.units, self.layers
         return f"units {units.start}-{units.stop - 1}, layers {layers.start}-{layers.stop - 1}"
 

@@ -66,7 +66,7 @@ def fingerprint(model_path: str, *, dummy: bool = False) -> str:
 
 
 def fingerprint_of(config: EngineConfig) -> str:
-    """Of the model's files, and of the drafter's, if it has its own: pages hold what both compute. Raises ConfigError."""
+    """Return the fingerprint of the model's files and of a drafter's own, as pages hold the KV of both. Raises ConfigError."""
     dummy, drafter = config.load_format == DUMMY, config.speculative_draft_model_path
     own = fingerprint(config.model_path, dummy=dummy)
     return own if drafter is None else f"{own}+{fingerprint(drafter, dummy=dummy)}"

@@ -46,7 +46,7 @@ def zeroed_bytes(size_bytes: int, device: torch.device) -> torch.Tensor:
 
 
 class Units(NamedTuple):
-    """Of a layer, for kernels that get the K and V of unit 0. `stride`: elements from unit to unit; of one alone it is not read."""
+    """The units of a layer, for kernels that get the K and V of unit 0. `stride`: elements from unit to unit; of one alone it is not read."""
 
     count: int
     stride: int
@@ -120,7 +120,7 @@ class KVPool:
 
     @property
     def num_layers(self) -> int:
-        """Of the model."""
+        """Count the layers of the model."""
         return len(self.specs)
 
     @property
@@ -224,7 +224,7 @@ class KVPool:
         return self.buffer.as_strided(codes.shape[:3], (page, token, 1), codes.storage_offset() + heads * head_dim)
 
     def _views(self, part: CacheSpec, offset_bytes: int) -> list[torch.Tensor]:
-        """Of each unit, where `part` lies `offset_bytes` behind the unit's begin."""
+        """Return the view of `part` in each unit, `offset_bytes` behind the unit's begin."""
         return [self._view(part, unit * self.unit_bytes + offset_bytes) for unit in range(self.units)]
 
     def _view(self, part: CacheSpec, offset_bytes: int) -> torch.Tensor:

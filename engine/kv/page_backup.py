@@ -26,7 +26,7 @@ class PageBackup:
 
 
 class _Copies:
-    """What copies have of one pool, whose `pages` may be states."""
+    """The copies of one pool, whose `pages` may be states."""
 
     def __init__(self, host: HostPool) -> None:
         self._host = host

@@ -26,7 +26,7 @@ class PageTable:
         self._append((item.slot, item.page_start, item.new_pages) for item in items)
 
     def update_windows(self, items: list[PlanItem]) -> None:
-        """As `update`, with the pages of layers that have a window."""
+        """Update the pages of layers with a window."""
         self._append((item.slot, item.window_start, item.new_window) for item in items)
 
     def _append(self, new: Iterable[tuple[int, int, list[int]]]) -> None:

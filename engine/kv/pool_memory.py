@@ -16,7 +16,7 @@ TAG = "kv_cache"
 
 
 class MappedMemory:
-    """Of a CPU, by `zeroed_bytes`: the system keeps the addresses and gives zeros where they are touched next.
+    """Memory of a CPU, by `zeroed_bytes`: the system keeps the addresses and gives zeros where they are touched next.
 
     A peer's engine that copies through the kernel or TCP finds them there. `touched`: at once, as with --prefault-kv.
     """
@@ -39,7 +39,7 @@ class MappedMemory:
 
 
 class SavedMemory:
-    """Of a GPU, by the library torch_memory_saver. Never run on a GPU yet."""
+    """Memory of a GPU, by the library torch_memory_saver. Never run on a GPU yet."""
 
     def __init__(self) -> None:
         """Raises ConfigError where the library is missing."""

@@ -25,7 +25,7 @@ STATE = torch.float32
 
 @dataclass(frozen=True, slots=True)
 class StateSpec:
-    """What a recurrent layer keeps of a request.
+    """The state that a recurrent layer keeps of a request.
 
     `conv`: (channels, kernel - 1), the last inputs of the convolution before its activation, in `dtype` ("bfloat16" | "float32");
     `recurrent`: the state's shape by head, in float32. `held`: what these are of the model's; None: all.
@@ -59,7 +59,7 @@ class StateSpec:
 
     @property
     def whole_bytes(self) -> int:
-        """Of all ranks: the channels of the model, and behind them its heads."""
+        """Return the bytes over all ranks: the model's channels, and behind them its heads."""
         return self.part.num_channels * self.channel_bytes + self.part.num_heads * self.head_bytes
 
 

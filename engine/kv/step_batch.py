@@ -17,7 +17,7 @@ class WindowRows:
 
 @dataclass(slots=True)
 class TreePaths:
-    """Where rows of a tree of drafts find the newest tokens that they see: nodes beside a row's path lie among them.
+    """The places at which rows of a tree of drafts find the newest tokens that they see: nodes beside a row's path lie among them.
 
     starts: [B] int32: tokens of positions before it lie in their own places; of a row without a tree: its kv_len
     places: [B, D] int32: the token of position starts[b] + j lies where the request's pages have position places[b, j]; 0 where unused

@@ -78,7 +78,7 @@ class AdapterBank:
 
 
 class SlicedAdapters:
-    """By torch's operators: two products for each adapter, site and slice of neighbouring rows."""
+    """Computes by torch's operators: two products for each adapter, site and slice of neighbouring rows."""
 
     records = False
 

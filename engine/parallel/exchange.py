@@ -41,7 +41,7 @@ Stages = Generator[RankExchange[R] | None, Tensor | None, T]
 
 
 def given(answer: Tensor | None) -> Tensor:
-    """What an exchange gave."""
+    """Return the result of an exchange."""
     assert answer is not None
     return answer
 

@@ -34,7 +34,7 @@ def balanced(loads: Sequence[float], *, slots: int, ranks: int, groups: int = 1,
 
 
 def rank_loads(placement: Sequence[int], loads: Sequence[float], *, ranks: int) -> list[float]:
-    """What each rank has to do, where an expert's copies share its load equally."""
+    """Return the load of each rank; an expert's copies share its load equally."""
     shares = [loads[expert] / placement.count(expert) for expert in placement]
     each = len(placement) // ranks
     return [sum(shares[rank * each : (rank + 1) * each]) for rank in range(ranks)]
@@ -71,7 +71,7 @@ def _replicated(loads: Sequence[float], slots: int) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertPlan:
-    """Where experts are at the start, by layer of the model (none: in order, with `redundant` slots beyond one each), and how they move:
+    """The experts' places at the start, by layer of the model (none: in order, with `redundant` slots beyond one each), and how they move:
 
     every `rebalance_every` steps (0: never), with the `groups` of the model's router kept in one of `nodes` machines.
     """

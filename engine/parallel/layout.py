@@ -63,7 +63,7 @@ ALONE = Place()  # a model on one rank
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """What a rank holds: ranges of the model's numbers, half open."""
+    """The part that a rank holds: half-open ranges of the model's numbers."""
 
     heads: range
     kv_heads: range
@@ -83,11 +83,11 @@ class Cut:
         return Cut(total, range(total))
 
     def times(self, size: int) -> "Cut":
-        """The same cut, where each unit is `size` rows or columns."""
+        """Return the cut with `size` rows or columns for each unit."""
         return Cut(self.total * size, range(self.taken.start * size, self.taken.stop * size))
 
     def within(self, total: int, *, at: int) -> "Cut":
-        """The same rows or columns of a matrix of `total`, in which this one begins at `at`."""
+        """Return the cut in a matrix of `total` in which this one begins at `at`."""
         return Cut(total, range(at + self.taken.start, at + self.taken.stop))
 
     def __len__(self) -> int:
@@ -120,7 +120,7 @@ def stage_layers(config: ModelConfig, *, pp_size: int, partition: Sequence[int] 
 
 
 def mlp_share(width: int, place: Place) -> range:
-    """What the rank at `place` has of the intermediate of an MLP, or of an expert, that is `width` wide."""
+    """Return the range of an MLP's or expert's intermediate of `width` that the rank at `place` has."""
     return _even(width, place.mlp_rank, place.mlp_size)
 
 
@@ -312,7 +312,7 @@ def _even(total: int, rank: int, size: int) -> range:
 
 
 def shared_range(total: int, rank: int, size: int) -> range:
-    """Of `total` KV heads, units or groups of heads those of a rank; one of them where ranks outnumber them."""
+    """Return a rank's range of `total` KV heads, units or groups of heads; one of them where ranks outnumber them."""
     if size <= total:
         return _even(total, rank, size)
     assert size % total == 0, (total, size)

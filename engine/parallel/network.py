@@ -99,6 +99,6 @@ class NetworkCollectives:
         self._local.close()
 
     def _columns_from(self, machine: int, number: int, total: int) -> range:
-        """Of the ranks of 2 ** number machines, from `machine` on."""
+        """Return the columns of the ranks of 2 ** number machines, from `machine` on."""
         first, last = machine * self._local.size, (machine + (1 << number)) * self._local.size - 1
         return range(columns_of(first, self.size, total).start, columns_of(last, self.size, total).stop)

@@ -9,7 +9,7 @@ from engine.parallel.region import SharedRegion
 
 
 class HiddenStates(Protocol):
-    """From one rank to its neighbour's: one end sends, the other receives, both in the same order."""
+    """Hidden states from one rank to its neighbour: one end sends, the other receives, both in the same order."""
 
     def send(self, x: Tensor) -> None: ...
 

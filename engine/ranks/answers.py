@@ -8,7 +8,7 @@ from engine.ranks.messages import Done, Failed, ToLeader
 
 
 class EndOfGroup(NamedTuple):
-    """Why a group cannot go on. `text` names the rank. `refused`: the operator gave it a wrong flag or file."""
+    """The reason for which a group cannot go on. `text` names the rank. `refused`: the operator gave it a wrong flag or file."""
 
     text: str
     refused: bool
@@ -35,7 +35,7 @@ class Answers:
         self._number = 0
 
     def next_number(self) -> int:
-        """Of the next message that asks for a `Done`."""
+        """Return the number of the next message that asks for a `Done`."""
         self._number += 1
         return self._number
 

@@ -40,7 +40,7 @@ class Process(Protocol):
         """Such as "rank 2 of 4 (pid 4711)"."""
 
     def ended(self) -> str:
-        """How it ended, such as "ended: SIGKILL"."""
+        """Return the end of the process, such as "ended: SIGKILL"."""
 
 
 Member = tuple[Channel[ToLeader], Process]
@@ -164,7 +164,7 @@ class Followers:
             return self.answers.next_number()
 
     def _step_without_images(self, plan: Plan, number: int) -> Step | None:
-        """What ranks of later stages get in place of a step with images; None: the same as all."""
+        """Return the step for ranks of later stages, without images; None: they get the same as all."""
         has_images = bool(plan.encodes or plan.forgets) and self._num_first < NO_LIMIT
         return step_of(plan, answer=number, sees=False) if has_images else None
 

@@ -64,7 +64,7 @@ class LeadingExecutor:
             launch.answer.when_there(attention)
 
     def collect(self, launch: GroupLaunch) -> StepResult:
-        """As `Executor.collect`. Raises GroupEnded for a step without results: other ranks have computed it."""
+        """Collect a step as `Executor.collect` does. Raises GroupEnded for a step without results: other ranks have computed it."""
         if launch.answer is not None:
             launch.answer.wait()
         result = self._own.collect(launch.own)

@@ -72,7 +72,7 @@ def place_of(rank: int, config: EngineConfig, *, dp_rank: int = 0) -> Place:
 
 
 def region_plan(config: EngineConfig, model: ModelConfig) -> RegionPlan:
-    """What the ranks of one machine need to share. `config` is resolved. Stages elsewhere keep their place in it, unused."""
+    """Return the plan of the memory that the ranks of one machine share. `config` is resolved. Stages elsewhere keep their place in it, unused."""
     assert config.max_running_requests is not None, "resolved"
     return RegionPlan(
         ranks=min(config.attention_tp_size, config.ranks_here),
@@ -136,7 +136,7 @@ def _exchange(region: SharedRegion, place: Place) -> RowExchange:
 
 
 def stage_input(links: RankLinks, config: EngineConfig, model: ModelConfig) -> StageInput | None:
-    """What the steps of a later stage begin from. `config` is resolved."""
+    """Return the input of a later stage's steps. `config` is resolved."""
     if links.before is None:
         return None
     if links.tokens is not None or config.disable_cuda_graph:  # on a CPU, or no step is recorded

@@ -56,7 +56,7 @@ class Ready(_Frame, frozen=True):
 
 
 class PoolSize(_Frame, frozen=True):
-    """What every rank allocates: the least of all. `host_pages`, `backup_pages`: of the host tier, of retracted requests; `backup_windows`,
+    """The sizes that every rank allocates: the least of all. `host_pages`, `backup_pages`: of the host tier, of retracted requests; `backup_windows`,
     `backup_states`: of these, in the pools of windows and of states.
 
     `state_slots`: of recurrent states; 0: the model has none; `shadow_slots`: beside them, of those that pass drafts. `apart`: of `num_pages` layers with a window have a pool of their own

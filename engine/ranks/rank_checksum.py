@@ -68,5 +68,5 @@ def alone(own: OwnChecksum) -> Callable[[Sequence[int], Tail, int | None], Value
 
 
 def _all_layers(held: HeldKV, pool: KVPool) -> HeldKV:
-    """Of layers that have a pool of their own, which each rank has all of."""
+    """Return the held part of layers with a pool of their own, which each rank has all of."""
     return HeldKV(held.units, held.num_units, range(pool.num_parts), pool.num_parts)

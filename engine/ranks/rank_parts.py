@@ -26,7 +26,7 @@ from engine.ranks.rank_runner import RankRunner
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankUse:
-    """What a follower's worker needs of it. `decodes`, `prefills`: such steps are recorded. `name`: of the rank, in files."""
+    """The uses of a follower by its worker. `decodes`, `prefills`: such steps are recorded. `name`: of the rank, in files."""
 
     decodes: bool
     prefills: bool
@@ -103,7 +103,7 @@ def rank_parts(
 def steps_of_rank(
     make: Callable[..., tuple[RankRunner, ForwardParts]], config: EngineConfig, pool: KVPool
 ) -> Iterator[Callable[[Plan], None]]:
-    """As `measure` takes them."""
+    """Return the steps of a rank for `measure`."""
     runner, _ = make(pool, max_pages=context_pages(config))
     yield runner.run
     if pool.device.type == "cuda":

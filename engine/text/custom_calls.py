@@ -9,7 +9,7 @@ INPUT = "input"
 
 
 class CustomInputs:
-    """What `reader` reads, where `Arguments` of a call to one of `names` are its input, whole."""
+    """The parts of `reader`, where `Arguments` of a call to one of `names` are its input, whole."""
 
     def __init__(self, reader: PartReader, names: Collection[str]) -> None:
         self._reader = reader

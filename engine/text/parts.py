@@ -57,7 +57,7 @@ class PlainReader:
 
 
 class WithoutReasoning:
-    """What `reader` reads, without the reasoning."""
+    """The parts of `reader` without the reasoning."""
 
     def __init__(self, reader: PartReader) -> None:
         self._reader = reader
@@ -74,7 +74,7 @@ class WithoutReasoning:
 
 
 class FirstCall:
-    """What `reader` reads, without the calls after the first."""
+    """The parts of `reader` without the calls after the first."""
 
     def __init__(self, reader: PartReader) -> None:
         self._reader = reader

@@ -73,7 +73,7 @@ class PythonCall:
 
 
 def _arguments(source: str) -> dict[str, Any]:
-    """Of `(key=value, ...)`. Raises SyntaxError, ValueError and what deep nesting raises."""
+    """Parse the arguments of `(key=value, ...)`. Raises SyntaxError, ValueError and what deep nesting raises."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of an escape that Python does not know
         call = ast.parse(f"f{source}", mode="eval").body

@@ -64,7 +64,7 @@ REASONING_FORMATS = {
 
 
 class Opening(Enum):
-    """What a prompt says about the reasoning: begun, ended, or nothing."""
+    """The state of the reasoning at a prompt's end: begun, ended, or unknown."""
 
     OPEN = "open"
     CLOSED = "closed"

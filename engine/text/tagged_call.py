@@ -144,7 +144,7 @@ class TaggedCall:
         self._num_arguments += 1
 
     def _give_text(self) -> None:
-        """What is surely of the value: neither a marker that may have begun nor a line break that may end it."""
+        """Give the text that surely belongs to the value: no possible begin of a marker, no line break that may end it."""
         held = max(overlap(self._rest, marker) for marker in self._tags.value_ends)
         text = self._rest[: len(self._rest) - held]
         text = text[:-1] if self._tags.lines and text.endswith("\n") else text

@@ -175,7 +175,7 @@ _STEPS = {
 
 
 class _Follow(Enum):
-    """What may follow a call."""
+    """The text that may follow a call."""
 
     NEXT = "next"
     FILLER = "filler"

@@ -27,7 +27,7 @@ def rank_name(rank: int, num_ranks: int) -> str:
 
 
 def total_of(states: Sequence[StateReply]) -> StateReply:
-    """Of one rank: its own."""
+    """Return the total over ranks; of one rank its own report."""
     first = states[0]
     if len(states) == 1:
         return first

@@ -96,7 +96,7 @@ class EngineClient:
 
     @property
     def max_running(self) -> int:
-        """Of one rank. By default the device decides, which the scheduler names when it is ready; until then, the most of any."""
+        """Return the limit of one rank. By default the device decides, and the scheduler reports it when ready; until then the largest default."""
         found = self.leaders.info.get("max_running_requests")
         return self._max_running or (found if isinstance(found, int) else max(MAX_RUNNING_OF.values()))
 
@@ -106,7 +106,7 @@ class EngineClient:
 
     @property
     def num_live(self) -> int:
-        """Of all frontends of the worker."""
+        """Count the live samples of all frontends."""
         return self.loads.num_live
 
     @property
@@ -258,7 +258,7 @@ class EngineClient:
                 self.forecasts[rank].add(sample.wire_rid, sample.num_prompt_tokens, self._now_s())
 
     def _free_names(self, generation: Generation) -> None:
-        """Before the end of the answer is written: a client that has read it may use its name again, at any frontend."""
+        """Free the names before the answer's end is written: a client that has read it may use its name again, at any frontend."""
         gone = {sample.wire_rid for sample in generation.samples}
         for name in (*generation.names, *generation.groups):
             self._names.leave(name, gone)

@@ -48,7 +48,7 @@ class Leaders:
 
     @property
     def info(self) -> dict[str, int | float | str | bool | list[int] | None]:
-        """Of rank 0; the others' differ in what they measured, and in their addresses."""
+        """Return the facts of rank 0; other ranks differ in measurements and addresses."""
         return self.links[0].info
 
     @property

@@ -79,7 +79,7 @@ class OtherFrontends:
         return on_message
 
     async def kept(self, question: KeptQuestion) -> list[bytes]:
-        """What the one that keeps the stream answers."""
+        """Return the answer of the frontend that keeps the stream."""
         return await self._peers.request("POST", KEPT_PATH, question)
 
     async def abort(self, name: str) -> None:

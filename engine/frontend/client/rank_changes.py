@@ -36,7 +36,7 @@ class RankChanges:
         return {**self.first, **link.updated}
 
     async def carry_out(self, message: ControlMessage, *, timeout_s: float) -> ControlReply:
-        """It goes on when the caller has gone, or waits no longer. Raises ApiError."""
+        """Carry out a change, even if the caller leaves or stops waiting. Raises ApiError."""
         if isinstance(message, UpdateWeights) and self._one_update.locked():
             raise ApiError(409, "another update of the weights is running")
         task = asyncio.create_task(self._in_turn(message))

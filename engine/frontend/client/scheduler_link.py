@@ -94,7 +94,7 @@ class SchedulerLink:
         return await self._call(GetState(call_id=f"s{next(self._numbers)}", check=check), StateReply, timeout_s)
 
     async def step(self, *, timeout_s: float = CALL_TIMEOUT_S) -> StepReply:
-        """What the scheduler computes now; its heartbeat thread answers. Raises ApiError(503) if it is frozen or ended."""
+        """Return the step under way, which the heartbeat thread reports. Raises ApiError(503) if it is frozen or ended."""
         return await self._call(GetStep(call_id=f"b{next(self._numbers)}"), StepReply, timeout_s)
 
     async def recent_state(self, *, timeout_s: float = CALL_TIMEOUT_S, closed: bool = False) -> StateReply:

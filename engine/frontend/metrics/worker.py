@@ -169,7 +169,7 @@ class _Alias(Collector):
 
 
 class _SchedulersCollector(Collector):
-    """Of several ranks each figure has the label `dp_rank`, as in SGLang."""
+    """Collects the schedulers' figures; with several ranks each has the label `dp_rank`, as in SGLang."""
 
     def __init__(self, label_values: tuple[str, str]) -> None:
         self.states: Sequence[StateReply] = ()
@@ -195,7 +195,7 @@ def _at(reports: Sequence[R], rank: int) -> R | None:
 
 
 class _Figures:
-    """Of one scheduler. `labels`: beside those of all figures."""
+    """The figures of one scheduler. `labels`: beside the labels of all figures."""
 
     def __init__(self, label_values: tuple[str, str], labels: Mapping[str, str]) -> None:
         self._names = (*LABELS, *labels)

@@ -59,7 +59,7 @@ async def run_other_frontend(
 
 @asynccontextmanager
 async def _handling(s: Services, ipc: IpcPaths) -> AsyncIterator[Handler]:
-    """Only what the main frontend must answer is forwarded."""
+    """Return the handler; only requests that the main frontend must answer are forwarded."""
     own = make_handle(s, max_open=s.client.max_live + SPARE_REQUESTS)
     of_main = Routes(web.route(route.method, route.path, route.handler) for route in ROUTES if not route.anywhere)
     async with forwarding_to(ipc.http_socket(MAIN_FRONTEND)) as forward:

@@ -96,7 +96,7 @@ def check_dead(s: Services) -> None:
 
 
 async def step_if_up(s: Services) -> StepReply | None:
-    """Of the rank whose step has taken longest."""
+    """Return the step of the rank whose step has taken longest."""
     steps = await steps_if_up(s)
     return longest_of(steps) if steps else None
 

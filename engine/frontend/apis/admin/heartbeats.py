@@ -37,7 +37,7 @@ async def heartbeats(request: web.BaseRequest) -> web.StreamResponse:
 
 
 class HeartbeatLines:
-    """What one stream says next."""
+    """The next lines of one stream."""
 
     def __init__(self) -> None:
         self._stamped: dict[str, float] = {}

@@ -54,12 +54,12 @@ def load_summary(s: StateReply) -> dict[str, Any]:
 
 
 def transfer_paths(s: StateReply, *, mode: str) -> dict[str, Any]:
-    """How a prefill worker's KV gets to the newest decode workers; empty for other roles, which do not send."""
+    """Return a prefill worker's transfer paths to the newest decode workers; empty for other roles, which do not send."""
     return {"transfer_paths": [msgspec.structs.asdict(path) for path in s.transfer_paths]} if mode == "prefill" else {}
 
 
 def step_summary(now: StepReply) -> dict[str, Any]:
-    """What the scheduler computes, and since when; empty while it rests."""
+    """Return the step under way and its age; empty while the scheduler rests."""
     if now.busy_s is None:
         return {}
     busy = {"busy_s": round(now.busy_s, 3)}

@@ -81,7 +81,7 @@ class OutputConfig(msgspec.Struct, kw_only=True):
 
 
 class PromptFields(OwnFields, kw_only=True):
-    """What makes the prompt. The last fields belong to Anthropic's own service: they do not change an answer of this one."""
+    """The fields that make the prompt. The last ones belong to Anthropic's own service: they do not change an answer of this one."""
 
     messages: list[Message]
     model: str | None = None

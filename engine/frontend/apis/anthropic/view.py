@@ -19,7 +19,7 @@ FULL = "model_context_window_exceeded"
 
 @dataclass(frozen=True, kw_only=True)
 class MessageShape:
-    """What a view knows before the answer. `reader`: makes the reader of the parts; None: the text is the answer.
+    """The data of a view before the answer. `reader`: makes the reader of the parts; None: the text is the answer.
 
     `mint_id`: the id of a tool call. `fills_context`: the limit of tokens is what the context leaves, less than was requested.
     `shows_thinking`: reasoning is a part of the answer.

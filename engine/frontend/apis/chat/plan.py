@@ -194,7 +194,7 @@ def render_chat(s: Services, body: ChatBody) -> tuple[str, str]:
 
 
 def _places(s: Services) -> Mapping[str, Any]:
-    """What the template gets for images and videos: parts, if it knows of images, else the tokens that stand for them."""
+    """Return the template's input for images and videos: parts if it knows images, else their placeholders."""
     if s.model.template is not None and s.model.template.knows_images:
         return {"image_url": {"type": "image"}, "video_url": {"type": "video"}}
     return {"image_url": s.model.marks.image, "video_url": s.model.marks.video}

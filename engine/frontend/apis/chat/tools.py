@@ -160,7 +160,7 @@ def names_one(choice: str | ToolChoice | None) -> bool:
 
 
 def template_tools(tools: list[Tool]) -> list[dict[str, Any]] | None:
-    """As transformers' templates expect them; a custom tool is a function there."""
+    """Return the tools in the shape of transformers' templates; a custom tool becomes a function."""
     return [{"type": "function", "function": msgspec.to_builtins(tool.function)} for tool in tools] or None
 
 

@@ -69,7 +69,7 @@ def media_sources(body: GenerateBody, num_prompts: int, *, single: bool) -> list
 
 
 def _media_of(field: str, value: MediaData, num_prompts: int, *, single: bool) -> list[list[MediaSource]]:
-    """Of one prompt: one, or a list; of several: one for all, or a list with one, a list or null for each."""
+    """Return the media of each prompt. Of one prompt: one, or a list; of several: one for all, or a list with one, a list or null for each."""
     is_video = field == "video_data"
     if not isinstance(value, list):
         return [_sources(field, value, is_video)] * num_prompts

@@ -27,7 +27,7 @@ Show = Callable[[WholeAnswer], dict[str, Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class OllamaShape:
-    """What a view knows before the answer. `model`: as the client named it; `start_ns`: when its request came.
+    """The data of a view before the answer. `model`: as the client named it; `start_ns`: when its request came.
 
     `show`: text, reasoning and calls, new or whole. `reader`: makes the reader of the parts; None: the text is the answer.
     """

@@ -112,7 +112,7 @@ class ChatView(OpenAIView):
         return ending
 
     def _add_logprobs(self, deltas: list[dict[str, Any]], index: int, output: TextOutput) -> None:
-        """To the first delta of the chunk, or one of their own: text may come later than its tokens."""
+        """Add logprobs to the first delta of the chunk, or to a new one: text may come later than its tokens."""
         first = next((d for d in deltas if "role" not in d["delta"]), None)
         if first is None:
             first = _delta(index, {"content": ""})

@@ -10,7 +10,7 @@ from engine.text.sample import TextOutput
 
 
 class Extras:
-    """Of all samples. In a stream, token ids come with the next text, the prompt's at first, the hidden state at the end."""
+    """The extra fields of all samples. In a stream, token ids come with the next text, the prompt's at first, the hidden state at the end."""
 
     def __init__(self, body: RequestFields, prompts: Sequence[list[int]]) -> None:
         self._token_ids = bool(body.return_token_ids)

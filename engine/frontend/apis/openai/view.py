@@ -24,7 +24,7 @@ def usage_of(counts: Counts) -> dict[str, Any]:
 
 
 class OpenAIView:
-    """What chat and completions share. `prompts`: of each sample, for `return_token_ids`. Subclasses show a whole sample (`_choice`) and choices of new chunks (`_deltas`)."""
+    """The common part of the chat and completions views. `prompts`: of each sample, for `return_token_ids`. Subclasses show a whole sample (`_choice`) and choices of new chunks (`_deltas`)."""
 
     object: str
     chunk_object: str

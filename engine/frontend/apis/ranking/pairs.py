@@ -33,7 +33,7 @@ _QUESTION = (
 
 
 class PairBody(AloneBody, kw_only=True):
-    """What bodies with pairs share. `instruct`: what Qwen3-Reranker is to look for."""
+    """The common fields of bodies with pairs. `instruct`: the instruction of Qwen3-Reranker."""
 
     instruct: str | None = None
     user: str | None = None
@@ -116,7 +116,7 @@ def _yes_no(s: Services) -> tuple[int, int]:
 
 
 def _sigmoid(x: float) -> float:
-    """Of differences of logprobs, too, which may be infinite; 0.5 where both answers are impossible."""
+    """Return the sigmoid, also of infinite differences of logprobs; 0.5 if both answers are impossible."""
     if math.isnan(x):
         return 0.5
     return 1.0 / (1.0 + math.exp(-x)) if x >= 0 else math.exp(max(x, -700.0)) / (1.0 + math.exp(max(x, -700.0)))

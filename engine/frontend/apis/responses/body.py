@@ -45,7 +45,7 @@ _REFUSED = {
 
 
 class Part(msgspec.Struct, kw_only=True):
-    """Of a message, a tool's output, or reasoning."""
+    """A part of a message, a tool's output, or reasoning."""
 
     type: str
     text: str | None = None

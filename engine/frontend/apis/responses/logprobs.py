@@ -8,7 +8,7 @@ from typing import Any
 
 
 class TextLogprobs:
-    """Of one answer: `feed` its text and tokens as they come, `take` those of each text in order. `only_text`: it has no other parts."""
+    """The logprobs of one answer: `feed` its text and tokens as they come, `take` those of each text in order. `only_text`: it has no other parts."""
 
     def __init__(self, *, only_text: bool) -> None:
         self._only_text = only_text
@@ -36,7 +36,7 @@ class TextLogprobs:
         return taken
 
     def rest(self) -> list[dict[str, Any]]:
-        """Those of no text yet."""
+        """Return the logprobs whose text has not come."""
         rest = [logprob for _, logprob in self._waiting]
         self._waiting.clear()
         return rest

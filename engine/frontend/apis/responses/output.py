@@ -36,7 +36,7 @@ class OutputItems:
                 return [self._event("response.function_call_arguments.delta", delta=text)]
 
     def add_logprobs(self, logprobs: list[dict[str, Any]]) -> list[Event]:
-        """Of tokens without text at the answer's end; those of a call or of reasoning are not shown."""
+        """Add the logprobs of tokens without text at the answer's end; a call's and the reasoning's are not shown."""
         if self.items and self._open != "message":
             return []
         return [*self._begin_unless("message"), *self._grow("", logprobs)]

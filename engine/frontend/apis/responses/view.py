@@ -122,7 +122,7 @@ def usage_of(counts: Counts) -> dict[str, Any]:
 
 
 def _echo(body: ResponseBody, plan: ChatPlan) -> dict[str, Any]:
-    """What the request asked for, with the values that hold."""
+    """Return the request's fields with the values in effect."""
     text = body.text
     return {
         "background": False,

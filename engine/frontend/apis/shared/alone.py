@@ -43,7 +43,7 @@ class Prompts:
 
 
 class AloneBody(msgspec.Struct, kw_only=True):
-    """What bodies of such prompts share."""
+    """The common fields of bodies of such prompts."""
 
     model: str | None = None
     rid: str | None = None
@@ -57,7 +57,7 @@ class AloneBody(msgspec.Struct, kw_only=True):
 async def prompts_in(
     request: web.BaseRequest, body: AloneBody, given: str | Sequence[str | int | list[int]], *, field: str, prefix: str
 ) -> Prompts:
-    """Those of `field`, one or several. `prefix`: of a name where the body has none. Raises ApiError(400, 404)."""
+    """Return the prompts of `field`, one or several. `prefix`: of a name where the body has none. Raises ApiError(400, 404)."""
     s = request[SERVICES]
     several = prompts_of(given, field=field)  # type: ignore[arg-type]
     check_num_samples(len(several), 1, field=field)
@@ -98,7 +98,7 @@ async def embed(request: web.BaseRequest, prompts: Prompts) -> list[TextOutput]:
 
 
 async def label_logits(request: web.BaseRequest, prompts: Prompts) -> list[list[float]]:
-    """For each prompt, the logits of a classifier's labels."""
+    """Return for each prompt the logits of a classifier's labels."""
     return [vector_of(answer).tolist() for answer in await _pooled(request, prompts, "labels")]
 
 
@@ -127,7 +127,7 @@ def vector_of(answer: TextOutput) -> "array.array[float]":
 async def next_logprobs(
     request: web.BaseRequest, prompts: Prompts, *, token_ids: tuple[int, ...], priority: int
 ) -> list[list[float]]:
-    """For each prompt, the logprobs of these tokens as its next one. Raises ApiError(404) where the model has no head for them."""
+    """Return for each prompt the logprobs of these tokens as its next one. Raises ApiError(404) where the model has no head for them."""
     check_generates(request[SERVICES])
     requests = [
         GenerateRequest(

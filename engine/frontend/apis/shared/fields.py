@@ -141,7 +141,7 @@ def check_stream_interval(value: int | None, *, field: str = "stream_interval") 
 
 
 def check_priority(value: int | None) -> int:
-    """Only --enable-priority-scheduling reads it. Raises ApiError(400)."""
+    """Check the range of a priority, which only --enable-priority-scheduling reads. Raises ApiError(400)."""
     if value is not None and not -MAX_PRIORITY <= value <= MAX_PRIORITY:
         raise bad_field("priority", f"must be between {-MAX_PRIORITY} and {MAX_PRIORITY}, got {value}")
     return value or 0

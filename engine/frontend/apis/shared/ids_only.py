@@ -44,7 +44,7 @@ def _is_given(value: Any) -> bool:
 
 
 def _is_text(value: Any) -> bool:
-    """Of a prompt: token ids, and lists of them, are none. Handlers refuse an empty one."""
+    """Whether a prompt is text; token ids and lists of them are not. Handlers refuse an empty one."""
     if isinstance(value, list):
         return any(map(_is_text, value))
     return isinstance(value, msgspec.Struct) or (isinstance(value, str) and bool(value))

@@ -29,7 +29,7 @@ class OwnFields(msgspec.Struct, kw_only=True):
 
 
 def own_fields(body: OwnFields) -> dict[str, Any]:
-    """For the ChatBody that the body is written into."""
+    """Return the fields for the ChatBody that the body becomes."""
     return {name: getattr(body, name) for name in OwnFields.__struct_fields__}
 
 

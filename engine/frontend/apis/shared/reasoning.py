@@ -11,7 +11,7 @@ def reasoning_format(s: Services) -> ReasoningFormat | None:
 
 
 def needed_format(s: Services, *, field: str) -> ReasoningFormat:
-    """For a field that needs one. Raises ApiError(400)."""
+    """Return the reasoning format for a field that needs one. Raises ApiError(400)."""
     format = reasoning_format(s)
     if format is None:
         raise bad_field(field, "this server was started without --reasoning-parser", code="unsupported_parameter")

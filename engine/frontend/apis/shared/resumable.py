@@ -184,7 +184,7 @@ def _leaving(moved: Mapping[int, KVSource | None]) -> bytes:
 
 
 class Frames:
-    """What goes before events. Tokens whose text is held back wait for the event that shows it.
+    """The frames before events. Tokens whose text is held back wait for the event that shows it.
 
     `repeats`: each event shows all logprobs of its sample. `num_events`: that the client has, of an API that numbers them; else None.
     `kept`: keeps them, and names the events; None: nothing does. `has_logprobs`: events show logprobs.
@@ -283,7 +283,7 @@ class WholeFrames:
 
 
 class _Said(NamedTuple):
-    """How much of a sample: tokens, logprobs of the prompt and of tokens, its end."""
+    """The part of a sample that was sent: tokens, logprobs of the prompt and of tokens, its end."""
 
     ids: int
     prompt: int

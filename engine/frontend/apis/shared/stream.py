@@ -23,7 +23,7 @@ LOWEST_LOGPROB = -9999.0  # JSON has no -inf; OpenAI's own stand-in
 
 
 class View(Protocol):
-    """How an API shows the samples of a request. `last` follows the last chunk."""
+    """An API's view of the samples of a request. `last` follows the last chunk."""
 
     def body(self, answers: list[TextOutput]) -> Any: ...
     def chunks(self, index: int, output: TextOutput) -> list[Any]: ...
@@ -32,7 +32,7 @@ class View(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Framing:
-    """How an API writes a stream. `encode`: one chunk of its view; `done`: after the last. Errors: service/http/api_shapes.py.
+    """An API's framing of a stream. `encode`: one chunk of its view; `done`: after the last. Errors: service/http/api_shapes.py.
 
     `number_from`: where each chunk holds its number, has a view count on from one.
     """
