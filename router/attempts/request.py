@@ -75,8 +75,9 @@ class RequestContext(msgspec.Struct, kw_only=True, eq=False):
     alive: KeepAlive | None = None  # keeps the client's stream open; None: nothing does
 
     def headers_at(self, now_s: float) -> Mapping[str, str]:
-        """The headers of an attempt that begins then, when less of the client's time is left."""
-        return less_time(self.headers, now_s - self.started_s)
+        """The headers of an attempt that begins then, when less of the client's time is left. They count milliseconds."""
+        elapsed_s = now_s - self.started_s
+        return self.headers if elapsed_s < LEAST_S else less_time(self.headers, elapsed_s)
 
     def note_failed(self, failure: CallFailed, workers: Sequence[Worker]) -> None:
         """Record that `failure` ended the attempt at `workers`: others come first for the next."""

@@ -203,13 +203,10 @@ class Dispatcher:
             message = "the router has too many samples in flight"
             raise ApiError(429, message, code="queue_full", retry_after_s=RETRY_AFTER_S)
         for number in range(self.retry_max + 1):
-            placements, headers = self.picker.pick(request), request.headers
-            if number > 0 or placements is None:
-                placements = placements or await self.picker.pick_later(request)
-                headers = request.headers_at(self.launcher.clock())
+            placements = self.picker.pick(request) or await self.picker.pick_later(request)
             if placements is None:
                 return self._none_left(request)
-            attempt = self.launcher.begin(request, headers, placements)
+            attempt = self.launcher.begin(request, request.headers_at(self.launcher.clock()), placements)
             if number == self.retry_max:
                 attempt.stay()
             try:

@@ -1,5 +1,6 @@
 """Images through the router: what URLs name is fetched once, and both workers of a pair get the same bytes."""
 
+import asyncio
 import json
 from typing import Any
 
@@ -82,6 +83,21 @@ async def test_retries_send_what_was_fetched() -> None:
         c.decodes[0].behave = c.decodes[1].behave = fail_once
         await c.post("/v1/chat/completions", {**CHAT, **body_of("/v1/chat/completions", outside.url)})
         assert len(outside.seen) == 1
+
+
+async def test_workers_get_the_time_that_fetching_leaves() -> None:
+    """The client's deadline runs meanwhile: they got all of it."""
+
+    async def slow(request: web.Request) -> web.StreamResponse:
+        await asyncio.sleep(0.2)
+        return await answer_png(request)
+
+    async with host(slow) as outside, cluster(allowed_media_networks=NETWORKS) as c:
+        body = body_of("/generate", f"{outside.url}/a")
+        assert (await c.post("/generate", body, headers={"X-Request-Timeout": "60"}))[0] == 200
+        (prefill,), (decode,) = c.prefills[0].seen, c.decodes[0].seen
+        assert 0 < float(prefill.headers["x-request-timeout"]) <= 59.8
+        assert 0 < float(decode.headers["x-request-timeout"]) <= 59.8
 
 
 async def test_a_conversation_brings_its_images() -> None:
