@@ -28,6 +28,7 @@ def _must_hold(outcome: Outcome) -> None:
 
 # What the fixed seeds must inject, and bring about, all together: so often at least.
 LEAST_INJECTED: dict[int, str] = {
+    1: "cut encode; drain encode; freeze encode; kill encode, fast restart; kill encode, slow restart",
     2: "freeze bootstrap; freeze router",
     5: """broken stream; damaged page; fence error; freeze decode; freeze prefill; hostile bootstrap body; hostile control frames;
         hostile http body; kill bootstrap, fast restart; kill bootstrap, slow restart; kill router, fast restart;
@@ -39,9 +40,9 @@ LEAST_INJECTED: dict[int, str] = {
     50: "transfer error; write after the failure",
 }
 LEAST_SEEN: dict[int, str] = {
-    1: "features evicted; resumed through prefill; moves landed; answers to a second return",
+    1: "encoders with other weights; feature fetches late; feature fetches refused; features evicted; resumed through prefill; moves landed; answers to a second return",
     2: "damaged pages found; early rejections",
-    5: "features found again; weights taken; workers that lost a rank; prefixes fetched",
+    5: "features fetched; features found again; images that encoders compute; weights taken; workers that lost a rank; prefixes fetched",
     10: "images encoded; clients that came again; pages from the host tier; copies restored, tokens; hedges won; retractions; workers with quarantined pages",
     20: "late writes; prefixes refused",
     50: "hedges lost; late messages; notices in time; writes of followers",

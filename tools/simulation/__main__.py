@@ -45,6 +45,8 @@ FIXED_SEEDS = (
     3015,
     5001,  # and of workers that send heartbeats, and see images
     5037,
+    6018,  # and of encoder workers
+    6040,
 )
 
 

@@ -75,6 +75,12 @@ class VirtualLoop:
         task.add_done_callback(lambda _: self._tasks.pop(number, None))
         return task
 
+    def run_in_executor(self, executor: None, work: Callable[[], Any]) -> "asyncio.Future[Any]":
+        """A thread does `work` in no time."""
+        future = self.create_future()
+        future.set_result(work())
+        return future
+
     def call_exception_handler(self, context: dict[str, Any]) -> None:
         self.errors.append(context)
 

@@ -192,7 +192,7 @@ class Clients:
         return self._routers[0] if len(self._routers) == 1 else self._returns.draw.choice(self._routers)
 
     def _request(self, asked: Asked, *, again: bool) -> Request:
-        request = _request(asked)
+        request = _request(asked, files=self._options.num_encode > 0)
         if self._options.resume_window_s and asked.stream:
             request.headers.update(headers_of(f"c{asked.number}-{asked.tries}", bytes(asked.body), again=again))
         if self._options.hedge_after_ms and asked.number % 2:  # whole answers are hedged where their clients say so
@@ -417,7 +417,8 @@ def _is_close(a: float, b: float) -> bool:
     return math.isclose(a, b, rel_tol=1e-5, abs_tol=1e-6)
 
 
-def _request(asked: Asked) -> Request:
+def _request(asked: Asked, *, files: bool) -> Request:
+    """`files`: images come as such, too: a router sees which are the same."""
     headers = {} if asked.timeout_s is None else {TIMEOUT_HEADER: f"{asked.timeout_s:g}"}
     if asked.embed:
         body: dict[str, Any] = {"input": [asked.prompt] * asked.num_samples}
@@ -429,5 +430,10 @@ def _request(asked: Asked) -> Request:
         "priority": asked.priority,
         **({"extra_key": asked.extra_key} if asked.extra_key else {}),
         **({"images": [(placed.start, placed.number) for placed in asked.images]} if asked.images else {}),
+        **(
+            {"image_data": [f"data:image/png,{placed.number}" for placed in asked.images]}
+            if files and asked.images
+            else {}
+        ),
     }
     return Request("POST", "/generate", msgspec.json.encode(body), headers)

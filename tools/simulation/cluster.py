@@ -8,6 +8,7 @@ from bootstrap_server.registry import Registry
 from router.pool.worker import Role
 from tools.simulation.bootstrap import SimBootstrap
 from tools.simulation.clients import Clients
+from tools.simulation.encoder import Encoder
 from tools.simulation.http import Request
 from tools.simulation.network import Network
 from tools.simulation.notices import Notices
@@ -20,11 +21,12 @@ from tools.simulation.world import Event, Process, Violation, World
 from transfer_backends.contract import TransferConfig
 
 ALONE = f"b0:{BOOTSTRAP_PORT}"
+ROLES = {"prefill": Role.PREFILL, "decode": Role.DECODE, "encode": Role.ENCODE}
 
 
 @dataclass
 class Node:
-    """`kind`: "prefill" | "decode" | "router" | "bootstrap". `process`: its present or last life."""
+    """`kind`: "prefill" | "decode" | "encode" | "router" | "bootstrap". `process`: its present or last life."""
 
     name: str
     kind: str
@@ -54,6 +56,8 @@ class Cluster:
         names = [f"p{i}" for i in range(options.num_prefill)] + [f"d{i}" for i in range(options.num_decode)]
         for name in names:
             self.nodes[name] = Node(name, "prefill" if name[0] == "p" else "decode")
+        for i in range(options.num_encode):
+            self.nodes[f"e{i}"] = Node(f"e{i}", "encode")
         routers = [f"r{i}" for i in range(options.num_routers)]
         for name in routers:
             self.nodes[name] = Node(name, "router")
@@ -104,16 +108,12 @@ class Cluster:
         node.lives += 1
         process = node.process = Process(self.world, node=node.name, life=node.lives, skew_s=node.skew_s)
         if node.kind == "router":
-            workers = [
-                (n.name, Role.PREFILL if n.kind == "prefill" else Role.DECODE)
-                for n in self.nodes.values()
-                if n.kind in ("prefill", "decode")
-            ]
+            workers = [(n.name, ROLES[n.kind]) for n in self.nodes.values() if n.kind in ROLES]
             node.part = Router(process=process, network=self.network, options=self.options, workers=workers)
         elif node.kind == "bootstrap":
             node.part = SimBootstrap(process, Registry(BootstrapConfig(lease_s=3.0, room_ttl_s=20.0), shared=True))
         else:
-            node.part = Worker(self.around, process, node.kind)
+            node.part = (Encoder if node.kind == "encode" else Worker)(self.around, process, node.kind)
             self.all_workers.append(node.part)
             self.notices.add(node.part)
             self._watch_posts(node.part)

@@ -64,7 +64,7 @@ class WorkerEnding:
     def _close(self) -> None:
         """The scheduler process, after its loop has ended."""
         worker = self._worker
-        if isinstance(worker.manager, PrefillManager):
+        if worker.role_name == "prefill":
             worker.registrar.close()
             self._demand_left()
         for manager in worker.managers.values():

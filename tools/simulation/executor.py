@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from engine.core.plan import Plan, PlanItem, StepResult
+from engine.core.plan import FeatureLand, Plan, PlanItem, StepResult
 from engine.images import ImageInput
 from tests.core.hash_model import Copy, HashModel, Slot, State, prefix_hash, step_hash
 from tools.simulation.images import PlacedImages, contents, delta_of, seen_at, seen_of
@@ -32,6 +32,10 @@ Asked = tuple[Sequence[str], PlacedImages]  # a request's namespace and images
 
 def adapter_of(namespace: Sequence[str]) -> int:
     return prefix_hash(list("\0".join(namespace).encode()))
+
+
+def _nothing_arrived(land: FeatureLand) -> list[int]:
+    raise Violation("a step copies features where none arrive")
 
 
 class Ranks(Protocol):
@@ -62,6 +66,7 @@ class CheckedModel(HashModel):
         self._expected: dict[int, list[int]] = {}  # slot -> hash at each position
         self._deltas: dict[int, int] = {}  # slot -> RoPE position minus position behind its images
         self.images: dict[tuple[int, int], PlacedImages] = {}  # of the requests that plans open, by plan and slot
+        self.arrived: Callable[[FeatureLand], list[int]] = _nothing_arrived
 
     def run(self, plan: Plan) -> StepResult:
         for opened in plan.opens:
@@ -81,6 +86,10 @@ class CheckedModel(HashModel):
                 seen = seen_at(sampled.token, item.kv_len, (turn,) * 3)
                 hashes.append(step_hash(hashes[item.kv_len - 1], seen))
         return result
+
+    def _land(self, land: FeatureLand) -> None:
+        assert land.key not in self.features, "features land that are here already"
+        self.features[land.key], self.encoded_by[land.key] = self.arrived(land), self.weights
 
     def features_of(self, image: ImageInput) -> list[int]:
         return contents(image)

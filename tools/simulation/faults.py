@@ -12,7 +12,7 @@ from tools.simulation.ending import ending_of
 from tools.simulation.hostile import Hostile
 from tools.simulation.http import Call, call
 from tools.simulation.options import MOVE_FAULT, RANK_FAULT, RETURN_FAULT
-from tools.simulation.weights import BROKEN
+from tools.simulation.weights import BROKEN, OTHER, OWN
 from tools.simulation.worker import Worker
 from tools.simulation.world import Process
 
@@ -36,6 +36,10 @@ class Faults:
             "connection reset": self._reset,
             "kill prefill": lambda: self._kill("prefill"),
             "kill decode": lambda: self._kill("decode"),
+            "kill encode": lambda: self._kill("encode"),
+            "drain encode": lambda: self._drain("encode"),
+            "freeze encode": lambda: self._freeze("encode"),
+            "cut encode": self._cut_encoder,
             "kill router": lambda: self._kill("router"),
             "kill bootstrap": lambda: self._kill("bootstrap"),
             "freeze": self._freeze,
@@ -113,6 +117,15 @@ class Faults:
     def _one_way(self) -> None:
         self._cut({self._pair()})
         self._count("one-way partition")
+
+    def _cut_encoder(self) -> None:
+        """From a prefill worker, in one direction or in both."""
+        encoder, prefill = self._some("encode"), self._some("prefill")
+        if encoder is None or prefill is None:
+            return
+        there, back = (encoder.name, prefill.name), (prefill.name, encoder.name)
+        self._cut(self._draw.choice([{there}, {back}, {there, back}]))
+        self._count("cut encode")
 
     def _cut(self, ways: set[tuple[str, str]]) -> None:
         network = self._cluster.network
@@ -198,8 +211,8 @@ class Faults:
         elif tries:
             self._world.after(0.02, "migrate", self._migrate, tries - 1)
 
-    def _freeze(self) -> None:
-        node = self._some()
+    def _freeze(self, *kinds: str) -> None:
+        node = self._some(*kinds)
         if node is None or node.process is None or node.process.frozen:
             return
         process = node.process
@@ -225,7 +238,7 @@ class Faults:
         self._count("clock jump")
 
     def _pause(self) -> None:
-        node = self._some("prefill", "decode")
+        node = self._some("prefill", "decode", "encode")
         if node is None or not isinstance(node.part, Worker):
             return
         worker = node.part
@@ -234,13 +247,17 @@ class Faults:
         self._count("pause generation")
 
     def _update(self) -> None:
-        node = self._some("prefill", "decode")
+        node = self._some("prefill", "decode", "encode")
         if node is None or not isinstance(node.part, Worker):
             return
-        path = BROKEN if self._draw.random() < 0.2 else "other weights"
+        path = BROKEN if self._draw.random() < 0.2 else self._weights()
         version, abort_all = str(self._world.num_events), self._draw.random() < 0.3
         node.part._to_scheduler(UpdateWeights("sim", path, version, abort_all))
         self._count("update weights")
+
+    def _weights(self) -> str:
+        """Workers that exchange features have the same now and then."""
+        return self._draw.choice([OWN, OTHER]) if self._cluster.options.num_encode else OTHER
 
     def _continue(self, worker: Worker) -> None:
         if worker.process.alive:

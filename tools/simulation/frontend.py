@@ -5,7 +5,8 @@ early rejected or handed back (engine/frontend/client/engine_client.py, forecast
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -14,12 +15,13 @@ from engine.frontend.apis.admin.heartbeats import HeartbeatLines
 from engine.frontend.apis.admin.load import v1_loads_entry
 from engine.frontend.apis.control.engine import MoveOutBody
 from engine.frontend.apis.shared.alone import NOTHING_NEW, vector_of
+from engine.frontend.apis.shared.image_encoders import with_image_encoders
 from engine.frontend.apis.shared.resumable import Frames, WholeFrames, earlier_of, going_on
 from engine.frontend.client.engine_client import EngineClient
 from engine.frontend.client.generation import Generation, add
 from engine.frontend.client.leaders import Leaders
 from engine.frontend.client.scheduler_link import SchedulerLink
-from engine.frontend.services import request_timeout_s
+from engine.frontend.services import SERVICES, request_timeout_s
 from engine.messages import Bootstrap, GenerateRequest, GetStep, SchedulerReady, ToFrontend, TokenOutput, ToScheduler
 from engine.sampling_params import SamplingParams
 from engine.stamps import Stamped
@@ -191,7 +193,7 @@ class Frontend:
         body = decode_body(request.body, GenerateBody)
         if (body.resume is None) is (RESUME_HEADER in request.headers):
             raise Violation(f"{self._process.name}: a resumed answer and its header belong together")
-        requests = going_on(body.resume, self._read(body))
+        requests = with_image_encoders(self._as_web(request), going_on(body.resume, self._read(body)))
         with self._begin(requests, request, earlier=earlier_of(body.resume, requests)) as generation:
             generation.can_move = FRAMES_HEADER in request.headers
             if body.stream:
@@ -257,12 +259,20 @@ class Frontend:
         if left and self._process.thawed_s < since_s:
             raise Violation(f"{self._process.name}: {left[0]} lives {LATE_S:g} s past its deadline of {timeout_s:g} s")
 
+    def _as_web(self, request: Request) -> Any:
+        """What of a `web.Request` names encoder workers."""
+        spec = SimpleNamespace(
+            mode=self._role, secret=None, bootstrap_allowlist=SimpleNamespace(admits=lambda at: True)
+        )
+        return _Web(request.headers, spec)
+
     def _read(self, body: GenerateBody) -> list[GenerateRequest]:
         """Samples of one body."""
         rooms, hosts, ports = map(_listed, (body.bootstrap_room, body.bootstrap_host, body.bootstrap_port))
         if not (len(rooms) == len(hosts) == len(ports) == body.sampling_params.n):
             raise bad_field("bootstrap_room", "as many rooms as samples")
         num_new = min(body.sampling_params.max_new_tokens, MAX_NEW_TOKENS)
+        images = [PlacedImage(start, number).input() for start, number in body.images]
         return [
             GenerateRequest(
                 rid=self._new_rid(),
@@ -272,7 +282,7 @@ class Frontend:
                 stream=body.stream,
                 priority=body.priority,
                 namespace=namespace_of(None, body.extra_key),
-                images=[PlacedImage(start, number).input() for start, number in body.images],
+                images=images,
             )
             for room, host, port in zip(rooms, hosts, ports, strict=True)
         ]
@@ -280,6 +290,14 @@ class Frontend:
     def _new_rid(self) -> str:
         self._num_requests += 1
         return f"{self._process.name}-{self._num_requests}"
+
+
+class _Web(dict[Any, Any]):
+    """`headers` of a request, and the services of its worker."""
+
+    def __init__(self, headers: Mapping[str, str], spec: SimpleNamespace) -> None:
+        super().__init__({SERVICES: SimpleNamespace(spec=spec)})
+        self.headers = headers
 
 
 class _NoText:

@@ -18,7 +18,6 @@ from tests.core.images import TOKEN, image
 from tools.simulation.options import GRID, Options
 
 SIZES = ((1, 1), (1, 2), (2, 2), (2, 2), (2, 3), (2, 3), (3, 3))  # of images by number: rows and columns of tokens
-LARGEST = 9  # tokens of an image
 STARTS, GAPS = (0, 2, 5), (0, 0, 1, 4)  # text before the first image of a prompt, and before the others
 SHARE = 0.6  # of prompts that bring images
 FIRST_CONTENT = 1000  # no token id is so high
@@ -125,6 +124,13 @@ def seen_by_keys(keys: Sequence[int]) -> list[int]:
         if key in found and not (images and at < images[-1].end):
             images.append(PlacedImage(at, found[key]))
     return seen_of(keys, tuple(images))
+
+
+def contents_by_keys(keys: Sequence[int]) -> list[int]:
+    """Of an image alone, or its beginning."""
+    number = _first_keys()[keys[0]]
+    rows, columns = SIZES[number]
+    return [content(number, row) for row in range(min(len(keys), rows * columns))]
 
 
 @cache

@@ -29,14 +29,24 @@ def bound_s(options: Options) -> float:
 
 @dataclass(frozen=True)
 class Side:
-    """A manager of a worker: it sends KV, or receives it. The other end of a room is the other kind of side."""
+    """A manager of a worker: it sends KV, or receives it; or features. The other end of a room is the other kind of side."""
 
     worker: Worker
     sends: bool
+    features: bool = False
 
     @property
     def manager(self) -> Any:
-        return self.worker.sender if self.sends else self.worker.receiver
+        if self.sends:
+            return self.worker.sender
+        return self.worker.feature_receiver if self.features else self.worker.receiver
+
+    @property
+    def kind(self) -> tuple[bool, bool]:
+        return self.sends, self.features
+
+    def faces(self, other: "Side") -> bool:
+        return self.features is other.features and self.sends is not other.sends
 
     @property
     def name(self) -> str:
@@ -47,7 +57,9 @@ class Side:
 
 
 def sides_of(worker: Worker) -> list[Side]:
-    return [Side(worker, True), *([] if worker.receiver is None else [Side(worker, False)])]
+    sides = [Side(worker, True, features=worker.role_name == "encode")]
+    sides += [] if worker.receiver is None else [Side(worker, False)]
+    return sides + ([] if worker.feature_receiver is None else [Side(worker, False, features=True)])
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +79,7 @@ class Notices:
 
     def __init__(self, world: World, options: Options) -> None:
         self._world = world
-        self._sides: dict[tuple[str, bool], Side] = {}  # of living processes, by incarnation
+        self._sides: dict[tuple[str, tuple[bool, bool]], Side] = {}  # of living processes, by incarnation
         self._moves: dict[Side, int] = {}
         self._failed: dict[Side, set[RoomKey]] = {}
         self._bound_s = bound_s(options)
@@ -75,7 +87,7 @@ class Notices:
 
     def add(self, worker: Worker) -> None:
         for side in sides_of(worker):
-            self._sides[side.name, side.sends] = side
+            self._sides[side.name, side.kind] = side
             self._moves[side], self._failed[side] = -1, set()
         worker.process.on_death.append(lambda: self._on_death(worker))
 
@@ -86,7 +98,7 @@ class Notices:
 
     def _look_at(self, side: Side) -> None:
         rooms = side.manager.core.rooms
-        if (side.name, side.sends) not in self._sides or rooms.num_moves == self._moves[side]:
+        if (side.name, side.kind) not in self._sides or rooms.num_moves == self._moves[side]:
             return
         self._moves[side] = rooms.num_moves
         failed = {room.key for room in rooms if room.state is KVPoll.Failed}
@@ -97,16 +109,16 @@ class Notices:
                 self._expect(side, other, key, str(rooms[key].reason))
 
     def _on_death(self, worker: Worker) -> None:
-        dead = [self._sides.pop((side.name, side.sends)) for side in sides_of(worker)]
+        dead = [self._sides.pop((side.name, side.kind)) for side in sides_of(worker)]
         for side in dead:
-            for other in [other for other in self._sides.values() if other.sends is not side.sends]:
+            for other in [other for other in self._sides.values() if other.faces(side)]:
                 for room in other.manager.core.rooms:
                     if _partner(other, room.key) == side.name and not room.final:
                         self._expect(side, other, room.key, "it has died")
 
     def _other_side(self, side: Side, key: RoomKey) -> Side | None:
         """Who must be told: both sides know each other, and the room lives over there."""
-        other = self._sides.get((_partner(side, key) or "", not side.sends))
+        other = self._sides.get((_partner(side, key) or "", (not side.sends, side.features)))
         if other is None or not _is_open(other, key):
             return None
         return other if _partner(other, key) in (None, side.name) else None
@@ -167,5 +179,5 @@ def _role_holds(hearer: Side, key: RoomKey) -> bool:
     if hearer.sends:
         outgoing: Any = hearer.worker.handovers_out()
         return any(e.sender._room.key == key and e.stage is not HandoverStage.ENDING for e in outgoing)
-    entries: Any = hearer.worker.handovers_in()
+    entries: Any = hearer.worker.features_in() if hearer.features else hearer.worker.handovers_in()
     return any(e.receiver._receiver._room.key == key and e.receiver.poll() is KVPoll.Failed for e in entries)

@@ -24,16 +24,19 @@ EARLIER_FAULTS = (
     "pause generation",
 )
 LATER_FAULTS = ("drain prefill", "drain decode", "drain router", "update weights")
+LARGEST_IMAGE = 9  # tokens
 GRID = 4  # where prompts of a model with recurrent layers may be cut: a multiple of every page
 FIRST_WITH_GROUPS = 1000  # what earlier seeds draw stays
 FIRST_WITH_PREFIXES = 2000
 FIRST_WITH_RETURNS = 3000
 FIRST_WITH_HEARTBEATS = 4000
 FIRST_WITH_IMAGES = 5000
+FIRST_WITH_ENCODERS = 6000
 RANK_FAULT = "kill rank"  # in clusters that have followers
 MOVE_FAULT = "migrate"  # an operator moves what runs at a decode worker
 RETURN_FAULT = "broken stream"  # a client loses its connection, and comes again
-FAULTS = (*EARLIER_FAULTS, *LATER_FAULTS, RANK_FAULT, MOVE_FAULT, RETURN_FAULT)
+ENCODER_FAULTS = ("kill encode", "drain encode", "freeze encode", "cut encode")
+FAULTS = (*EARLIER_FAULTS, *LATER_FAULTS, RANK_FAULT, MOVE_FAULT, RETURN_FAULT, *ENCODER_FAULTS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +96,16 @@ class Options:
     heartbeats: bool = False  # workers send the router some over an open stream
     prefix_fetch: bool = False  # prefill workers are told of others, which may have a prompt's prefix
     image_room: int = 0  # tokens of images whose features a worker keeps; 0: the model sees none
+    num_encode: int = 0  # encoder workers, which compute these features for prefill workers
+    feature_page: int = 1  # tokens whose features are one page of a transfer
+    feature_pages: tuple[int, int] = (
+        0,
+        0,
+    )  # in which features arrive at a prefill worker, and that an encoder worker keeps
+    feature_rows: int = 16  # metadata rows beside those of KV
+    feature_timeout_s: float = 2.0  # the longest that a prompt waits for features
+    encode_room: int = 9  # tokens of images that a step of an encoder worker computes
+    encoder_engine: EngineBehaviour | None = None  # that encoder workers write by; None: as all
 
     def lines(self) -> list[str]:
         return [f"  {name:18} {value}" for name, value in asdict(self).items()]
@@ -180,7 +193,7 @@ def options_of(seed: int, *, nodes: int | None = None, faults: tuple[str, ...] |
             most_kept_bytes=returns.choice([2000, MOST_KEPT_BYTES, MOST_KEPT_BYTES]),
         ),
     )
-    return _with_images(seed, options)
+    return _with_encoders(seed, _with_images(seed, options), strikes=faults is None)
 
 
 def _fetches(seed: int) -> bool:
@@ -221,6 +234,29 @@ def _with_images(seed: int, options: Options) -> Options:
         options,
         image_room=draw.choice([9, 12, 20, 60]),
         host_pages=0 if has_groups else draw.choice([options.host_pages, 20, 200]),
+    )
+
+
+def _with_encoders(seed: int, options: Options, *, strikes: bool) -> Options:
+    """Of most seeds from `FIRST_WITH_ENCODERS` on, encoder workers compute what the model sees. Pools hold few of the images.
+
+    `strikes`: faults of encoder workers are drawn, too.
+    """
+    draw = random.Random(f"{seed}/encoders")
+    if seed < FIRST_WITH_ENCODERS or not options.image_room or options.stages[0] > 1 or draw.random() < 0.2:
+        return options
+    page = draw.choice([1, 2, 4])
+    largest = -(-LARGEST_IMAGE // page)
+    drawn = tuple(kind for kind in ENCODER_FAULTS if draw.random() < 0.6)
+    return replace(
+        options,
+        faults=options.faults + drawn if strikes else options.faults,
+        num_encode=draw.choice([1, 2, 3]),
+        feature_page=page,
+        feature_pages=(largest * draw.choice([1, 2, 5]), largest * draw.choice([1, 2, 5])),
+        feature_rows=draw.choice([1, 3, 16]),
+        feature_timeout_s=draw.choice([0.1, 0.5, 3.0]),
+        encode_room=draw.choice([9, 20]),
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from service.http.reconnect import MOST_KEPT_BYTES
 from tools.simulation.options import MOVE_FAULT, RETURN_FAULT, Options, options_of
 from tools.simulation.run import Outcome, run
+from tools.simulation.transfer_engine import EngineBehaviour
 
 SUCCESS = frozenset(["ok"])
 
@@ -80,11 +81,82 @@ def _seeing(seed: int, *faults: str, image_room: int, num_each: int, **more: Any
     return _of(seed, *faults, fault_every_s=0.25, **more)
 
 
+def _encoding(seed: int, *faults: str, **more: Any) -> Options:
+    """Encoder workers have pools for few images, prefill workers for as few that arrive, and little beside."""
+    pools: dict[str, Any] = {"feature_page": 2, "feature_pages": (10, 15), "feature_rows": 4, "encode_room": 9}
+    asked: dict[str, Any] = {"image_room": 9, "num_each": 2, "num_encode": 2, "pages": (60, 60), "length_s": 8.0}
+    return _seeing(seed, *faults, **{**pools, **asked, "feature_timeout_s": 1.0, **more})
+
+
 def _drained() -> Options:
     """With these times no two workers of a role drain at once."""
     options = calm(options_of(11, nodes=6, faults=("drain prefill", "drain decode")))
     return replace(options, seed=18, ranks=(1, 1), kv_units=1, drain_timeout_s=20.0, retry_max=5, fault_every_s=1.5)
 
+
+_FAULTY = EngineBehaviour(
+    copy_s=(0.001, 0.004),
+    slow_rate=0.2,
+    slow_s=1.0,
+    fail_rate=0.2,
+    late_done_rate=0.1,
+    late_rate=0.9,
+    max_linger_s=2.0,
+    connect_fail_rate=0.05,
+    fence_fail_rate=0.2,
+    fence_s=0.3,
+    settle_s=0.5,
+    gives_up_s=1.0,
+    flip_rate=0.02,
+)
+OF_ENCODERS = (
+    Promise(
+        name="encoder workers compute images for prefill workers, each once for all that ask at a time",
+        options=_encoding(3, "memory pressure", "client disconnect"),
+        least={"features fetched": 25, "images that encoders have": 10, "features evicted": 10, "client disconnect": 3},
+        never=("feature fetches late", "feature fetches refused"),
+        outcomes=frozenset(["ok", "left"]),
+    ),
+    Promise(
+        name="encoder workers that die, drain, freeze or come back with other weights cost requests nothing but time",
+        options=_encoding(2, "kill encode", "drain encode", "freeze encode", "memory pressure"),
+        least={
+            "kill encode, fast restart": 2,
+            "drain encode": 2,
+            "freeze encode": 3,
+            "encoders with other weights": 1,
+            "features fetched": 15,
+            "feature fetches refused": 5,
+        },
+    ),
+    Promise(
+        name="slow, failed, damaged and late writes of features are seen in no answer",
+        options=_encoding(
+            4,
+            "cut encode",
+            "memory pressure",
+            encoder_engine=_FAULTY,
+            checksum=True,
+            transfer_retries=0,
+            feature_timeout_s=0.3,
+        ),
+        least={
+            "transfer error": 3,
+            "write after the failure": 3,
+            "slow transfer": 3,
+            "late writes": 2,
+            "damaged pages found": 1,
+            "cut encode": 8,
+            "features fetched": 10,
+            "feature fetches late": 3,
+        },
+    ),
+    Promise(
+        name="no features outlive their weights at either end",
+        options=_encoding(2, "update weights", "memory pressure"),
+        least={"weights taken": 8, "features fetched": 20, "feature fetches refused": 5},
+    ),
+)
 
 PROMISES = (
     Promise(
@@ -161,6 +233,7 @@ PROMISES = (
         options=_seeing(2, "update weights", image_room=60, num_each=1),
         least={"weights taken": 5, "features found again": 8},
     ),
+    *OF_ENCODERS,
     Promise(
         name="streams go on with clients that come again, at whichever router",
         options=_of(1, RETURN_FAULT, "kill router", fault_every_s=0.3, num_routers=2, resume_window_s=3.0),

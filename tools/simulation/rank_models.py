@@ -76,9 +76,11 @@ class RankModel(CheckedModel):
         return value
 
     def see(self, plan: Plan) -> None:
-        """Forget and encode images."""
+        """Forget, copy and encode images."""
         for key in plan.forgets:
             self.features.pop(key, None)
+        for land in plan.lands:
+            self._land(land)
         self._encode(plan)
 
     def begin_layers(self) -> None:

@@ -1,9 +1,12 @@
 """What a worker must look like at rest: nothing open, all memory back, the dead forgotten, right KV in the cache."""
 
 from collections import Counter
+from collections.abc import Mapping
 
 from engine.core.radix_node import TRUNK
+from tools.simulation.encoder import Encoder
 from tools.simulation.executor import adapter_of
+from tools.simulation.features import Arrivals
 from tools.simulation.images import seen_by_keys
 from tools.simulation.worker import Worker
 
@@ -16,7 +19,7 @@ def leftovers(worker: Worker) -> list[str]:
     open_things = {
         "held states and window pages": sum(group["held"] + group["quarantined"] for group in beside),
         "requests": len(worker.scheduler.stages.live),
-        "role entries": len(worker.handovers_in()) + len(worker.handovers_out()),
+        "role entries": len(worker.handovers_in()) + len(worker.handovers_out()) + len(worker.features_in()),
         "held pages": counts["held"],
         "quarantined pages": counts["quarantined"],
         "locked cached pages": worker.scheduler.memory.cache.num_pages - worker.scheduler.memory.cache.num_evictable,
@@ -32,7 +35,20 @@ def leftovers(worker: Worker) -> list[str]:
         "images with other features than the cache knows": _strange_features(worker),
         "ranks with other copies": sum(model.copies.keys() != worker.model.copies.keys() for model in worker.models),
     }
+    if worker.arrivals is not None:
+        open_things |= _left_of_features(worker, worker.arrivals)
     return [f"{worker.process.name}: {count} {what}" for what, count in open_things.items() if count]
+
+
+def _left_of_features(worker: Worker, arrivals: Arrivals) -> dict[str, int]:
+    counts = arrivals.allocator.counts()
+    return {
+        "pages of features that are held": counts["held"],
+        "pages of features in quarantine": counts["quarantined"],
+        "metadata rows of features": arrivals.metadata.num_used,
+        "exposed pages of features": sum(sum(exposed.values()) for exposed in arrivals.exposed.values()),
+        "features that no step has copied": len(worker.scheduler.memory.images._lands),  # type: ignore[union-attr]
+    }
 
 
 def _dead_peers(worker: Worker) -> list[str]:
@@ -52,6 +68,8 @@ def _strange_features(worker: Worker) -> int:
 
 def check_cached(worker: Worker) -> None:
     """Every page that others may find holds the KV of its prefix, in its namespace."""
+    if isinstance(worker, Encoder):
+        return worker.check_cached()
     cache = worker.scheduler.memory.cache
     for branch, top in [(TRUNK, cache.root), *cache._tops.items()]:
         stack = [(node, list(node.key), list(node.pages)) for node in top.children.values()]
@@ -64,6 +82,17 @@ def check_cached(worker: Worker) -> None:
                     model.verify_state(node.state, tokens, adapter=adapter_of(branch.namespace))
                 model.verify_window(node.pages, node.window)
             stack += [(c, [*keys, *c.key], [*pages, *c.pages]) for c in node.children.values()]
+
+
+def _counted_of_features(worker: Worker, roles: Mapping[str, float]) -> dict[str, int]:
+    if isinstance(worker, Encoder):
+        asked, found = int(roles["mm_cache_queries"]), int(roles["mm_cache_hits"])
+        return {"images that encoders compute": asked - found, "images that encoders have": found}
+    ends = ("late", "refused", "aborted", "forgone")
+    return {
+        "features fetched": int(roles.get("features_fetched", 0)),
+        **{f"feature fetches {end}": int(roles.get(f"feature_fetches_{end}", 0)) for end in ends},
+    }
 
 
 def counted(worker: Worker) -> dict[str, int]:
@@ -88,6 +117,7 @@ def counted(worker: Worker) -> dict[str, int]:
         "images encoded": 0 if images is None else images.num_encoded,
         "features found again": 0 if images is None else images.num_hits,
         "features evicted": 0 if images is None else images.num_evicted,
+        **_counted_of_features(worker, roles),
         "preemptions": worker.scheduler.counters.preemptions,
         "damaged pages found": int(roles.get("kv_checksum_failed", 0)),
         "checksums verified": int(roles.get("kv_checksum_verified", 0)),

@@ -16,9 +16,11 @@ from multidict import CIMultiDict
 from yarl import URL
 
 from router.admission.admission import Admission
+from router.attempts.encoder_headers import EncoderHeaders
 from router.attempts.pair_attempt import AttemptLauncher, RoomMinter
 from router.body import Api
 from router.choice.chooser import make_chooser
+from router.choice.encoders import Encoders
 from router.client.credentials import Credentials
 from router.config import RouterConfig
 from router.history.recorder import Recorder
@@ -77,6 +79,7 @@ class Router:
         )
         chooser = make_chooser(config, draw=draw.randrange)
         self.table = WorkerTable(on_gone=chooser.forget)
+        self.encoders = EncoderHeaders(encoders=Encoders(), table=self.table, secret=None)
         self.rooms = RoomMinter(draw.getrandbits)
         session: Any = _Session(network, process, config)
         self._upstream = SimulatedUpstream(
@@ -97,6 +100,7 @@ class Router:
             credentials=credentials,
             upstream=self._upstream if options.heartbeats else None,
             let_go=self.moves.let_go,
+            on_info=self.encoders.encoders.on_info,
         )
         admission, recorder = Admission(config), Recorder(self.aio.time)
         traces = RequestTraces(Tracer(ring_size=0), recorder)
@@ -110,6 +114,7 @@ class Router:
             ),
             secret=None,
             clock=self.aio.time,
+            encoders=self.encoders,
         )
         self.dispatcher = make_dispatcher(
             config,

@@ -128,7 +128,9 @@ class SimEngine:
         behaviour: EngineBehaviour,
         directory: dict[bytes, Memory],
         on_progress: Any,
+        label: str = "",
     ) -> None:
+        """`label`: tells it from the other engine of its process."""
         self.caps = caps
         self.faulty = True
         self._world = world
@@ -137,7 +139,8 @@ class SimEngine:
         self._behaviour = behaviour
         self._directory = directory
         self._on_progress = on_progress
-        self._draw = world.rng(f"engine/{memory.process.name}")
+        self._name = memory.process.name + label
+        self._draw = world.rng(f"engine/{self._name}")
         self._process = memory.process
         self._died_s = 0.0
         self._process.on_death.append(self._note_death)
@@ -148,7 +151,7 @@ class SimEngine:
         self._directory[self.descriptor()] = self._memory
 
     def descriptor(self) -> bytes:
-        return descriptor_of(self._process.name)
+        return descriptor_of(self._name)
 
     def connect(self, incarnation: str, descriptor: bytes) -> Peer:
         target = self._directory.get(bytes(descriptor))

@@ -13,18 +13,25 @@ from tools.simulation.world import Process
 
 READ_S = (0.001, 0.5)
 BROKEN = "broken"  # a checkpoint that cannot be read
+OWN, OTHER = "simulated", "other weights"
 
 
 class SimWeights:
     """engine/loop/control.py's `Weights`."""
 
-    def __init__(self, process: Process, forget: Callable[[], None], draw: random.Random) -> None:
-        self.model_path = "simulated"
+    def __init__(
+        self, process: Process, forget: Callable[[], None], draw: random.Random, *, model_path: str = OWN
+    ) -> None:
+        self.model_path = model_path
         self.version = "default"
         self.released = False
         self._process = process
         self._forget = forget
         self._draw = draw
+
+    def number(self) -> int:
+        """Return what tells them from others: features of one number are not those of another."""
+        return int(self.model_path != OWN)
 
     def read(self, model_path: str, *, when_done: Callable[[], None]) -> "Future[Any]":
         result: Future[Any] = Future()

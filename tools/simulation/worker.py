@@ -18,6 +18,8 @@ import numpy as np
 from bootstrap_server.config import BootstrapConfig
 from bootstrap_server.registry import Registry
 from disagg.decode_role import DecodeRole
+from disagg.encode_role import EncodeRole
+from disagg.feature_fetching import FeatureFetch, FeatureFetches
 from disagg.fetch_policy import FetchPolicy
 from disagg.handover import DecodeHandover, PrefillHandover
 from disagg.metadata import ROW, Checksum, MetadataBuffers
@@ -51,6 +53,7 @@ from tools.simulation.activity import Activity, Flag
 from tools.simulation.bootstrap import SimBootstrap, SimRegistrar, look_up_in
 from tools.simulation.control_ports import SimConnectPort, SimListenPort
 from tools.simulation.executor import CheckedModel, SimExecutor
+from tools.simulation.features import Arrivals
 from tools.simulation.frontend import Frontend
 from tools.simulation.group import GroupExecutor, Shape, SimGroup, SimRank, own_checksum
 from tools.simulation.http import serve
@@ -67,9 +70,9 @@ from tools.simulation.surroundings import (
     make_states,
     make_windows,
 )
-from tools.simulation.transfer_engine import SimEngine, make_caps
+from tools.simulation.transfer_engine import EngineBehaviour, SimEngine, make_caps
 from tools.simulation.watched import WatchedReceivers
-from tools.simulation.weights import SimWeights
+from tools.simulation.weights import OWN, SimWeights
 from tools.simulation.world import Process, Violation
 from transfer_backends.contract import Caps, Region, Route
 from transfer_backends.decode.manager import DecodeManager
@@ -85,18 +88,46 @@ SECRET = b"a secret of the simulated cluster"
 CONTROL_TURN_S = 0.1  # production: 0.02; fewer events
 MOVE_TIMEOUT_S = 4.0  # production: 30
 CONTROL, SENDER_CONTROL, PREFIX_CONTROL = "control", "sender control", "prefix control"
+FEATURE_CONTROL = "feature control"
 CONTROL_PORT, SENDER_CONTROL_PORT = 9000, 9500
 NAMED_RATE = 0.7  # of requests, whose router knows of another worker that may have their prefix
 HTTP_PORT, BOOTSTRAP_PORT = 80, 8998
 
 
 class Worker:
-    """`role_name`: "prefill" | "decode"."""
+    """`role_name`: "prefill" | "decode" | "encode" (encoder.py)."""
 
     def __init__(self, around: Surroundings, process: Process, role_name: str) -> None:
         self.around, self.process, self.role_name = around, process, role_name
         self.draw = around.world.rng(f"worker/{process.name}")
-        options, is_prefill = around.options, role_name == "prefill"
+        self.threads: dict[str, Activity] = {}
+        self.inbox: list[ToScheduler] = []
+        self._arrivals: dict[str, float] = {}  # of the last message on each way
+        self.wait_s = 0.0
+        self.said: dict[str, int] = {}
+        self.most_quarantined = 0
+        self._num_idle = 0
+        self.on_stopped: Callable[[], None] = lambda: None  # the loop has ended
+        self.bootstrap: SimBootstrap | None = None
+        self.prefix_receiver: DecodeManager | None = None
+        self.arrivals: Arrivals | None = None
+        self.weights = SimWeights(process, self._forget, self.draw, model_path=self._first_weights())
+        self._build()
+        self.turns = TurnClock(limit_s=0)
+        self.turns.loaded()
+        self.loop = self._loop()
+        self._start_frontend()
+        self.threads["loop"] = self._thread("loop", self._turn)
+        self.threads["loop"].wake()
+        for name in self.managers:
+            self.threads[name].wake()
+
+    # ---- parts
+
+    def _build(self) -> None:
+        """Memory, scheduler, managers and role."""
+        process, around = self.process, self.around
+        options, is_prefill = around.options, self.role_name == "prefill"
         self.model = CheckedModel(page_size=options.page_size, name=process.name)
         self.model.window, self.model.image_room = options.window, options.image_room
         if options.step_fail_rate:
@@ -121,35 +152,18 @@ class Worker:
         self.views = [RankView(self, i, rank, layers=options.layers) for i, rank in enumerate(ranks)]
         kinds = ("kv", "aux", *(pool.kind for pool in self.kv_args.pools))
         self.exposed: dict[str, Counter[int]] = {kind: Counter() for kind in kinds}
-        self.said: dict[str, int] = {}
-        self.most_quarantined = 0
-        self._num_idle = 0
-        self.inbox: list[ToScheduler] = []
-        self._arrivals: dict[str, float] = {}  # of the last message on each way
-        self.wait_s = 0.0
-        self.on_stopped: Callable[[], None] = lambda: None  # the loop has ended
+        self.depth, self.watched = options.depth[0 if is_prefill else 1] + stages - 1, stages > 1
         self.scheduler = make_scheduler(
             options, num_pages=num_pages, draw=self.draw, decodes=not is_prefill, stages=stages, **groups
         )
-        self.threads: dict[str, Activity] = {}
         self.manager = self._prefill_manager() if is_prefill else self._decode_manager()
         self.sender = self.manager if isinstance(self.manager, PrefillManager) else self._moves_manager()
         self.managers = {CONTROL: self.manager, **({} if is_prefill else {SENDER_CONTROL: self.sender})}
         self.prefix_receiver = self._prefix_manager() if is_prefill and options.prefix_fetch else None
         if self.prefix_receiver is not None:
             self.managers[PREFIX_CONTROL] = self.prefix_receiver
-        self.bootstrap: SimBootstrap | None = None
-        self.role = self._prefill_role() if is_prefill else self._decode_role()
-        self.turns = TurnClock(limit_s=0)
-        self.turns.loaded()
-        self.loop = self._loop(options.depth[0 if is_prefill else 1] + stages - 1, watched=stages > 1)
-        self._start_frontend()
-        self.threads["loop"] = self._thread("loop", self._turn)
-        self.threads["loop"].wake()
-        for name in self.managers:
-            self.threads[name].wake()
-
-    # ---- parts
+        self.features = self._feature_fetches() if is_prefill and options.num_encode else None
+        self.role: PrefillRole | DecodeRole | EncodeRole = self._prefill_role() if is_prefill else self._decode_role()
 
     def _start_followers(self, count: int) -> list[Follower]:
         world, process = self.around.world, self.process
@@ -206,7 +220,10 @@ class Worker:
     def _lag_s(self) -> float:
         return self.draw.uniform(0.00002, self.around.options.clock_s)
 
-    def _environment(self, thread: str = CONTROL, first_port: int = CONTROL_PORT) -> Environment:
+    def _environment(
+        self, thread: str = CONTROL, first_port: int = CONTROL_PORT, rows: Arrivals | None = None
+    ) -> Environment:
+        """`rows`: where metadata rows are that cross as messages; None: they are the worker's."""
         around, process, wake = self.around, self.process, partial(self._wake_control, thread)
 
         def listen(host: str, port: int, *, secret: bytes | None) -> SimListenPort:
@@ -220,8 +237,8 @@ class Worker:
             connect=lambda *, secret: SimConnectPort(around.network, process, wake),
             pool=lambda num_threads, name: SimPool(around, process, self.draw),
             liveness=lambda mark, control: around.liveness(process.node, mark, control),
-            read_item=self._read_row,
-            write_item=self._write_row,
+            read_item=self._read_row if rows is None else rows.read_row,
+            write_item=self._write_row if rows is None else rows.write_row,
         )
 
     @property
@@ -242,23 +259,28 @@ class Worker:
     def _engine(
         self, on_progress: Callable[[], None], share: Callable[[Engine], Engine] = lambda engine: engine
     ) -> Engine:
-        around, caps = self.around, self._caps()
-        self._engines = [
-            SimEngine(
-                world=around.world,
-                network=around.network,
-                memory=view,
-                caps=caps,
-                behaviour=around.options.engine,
-                directory=around.directory,
-                on_progress=on_progress,
-            )
-            for view in self.views
-        ]
+        caps = self._caps()
+        self._engines = [self._engine_of(view, on_progress, caps) for view in self.views]
         for follower in self._engines[1:]:
             follower.register([])
         shared = [share(engine) for engine in self._engines]
         return RankEngines(shared) if len(shared) > 1 else shared[0]
+
+    def _engine_of(self, view: RankView, on_progress: Callable[[], None], caps: Caps, *, label: str = "") -> SimEngine:
+        around = self.around
+        return SimEngine(
+            world=around.world,
+            network=around.network,
+            memory=view,
+            caps=caps,
+            behaviour=self._behaviour(),
+            directory=around.directory,
+            on_progress=on_progress,
+            label=label,
+        )
+
+    def _behaviour(self) -> EngineBehaviour:
+        return self.around.options.engine
 
     def _step_fails(self, plan: Plan) -> bool:
         """The same of a plan each time."""
@@ -305,6 +327,29 @@ class Worker:
         manager.set_wakeup(self._wake_loop)
         self._wake_control(PREFIX_CONTROL)
         return manager
+
+    def _feature_fetches(self) -> FeatureFetches:
+        """As disagg/compose.py: of an engine and memory of their own."""
+        around = self.around
+        self.arrivals = arrivals = Arrivals(
+            self.process, around.options, weights_of=self.weights.number, num_ranks=len(self.models)
+        )
+        for model in self.models:
+            model.arrived = arrivals.features_of
+        engine = self._engine_of(arrivals.view, self._wake_loop, self._caps(), label=" features")
+        self._engines.append(engine)
+        manager = DecodeManager(
+            arrivals.kv_args,
+            engine,
+            around.config,
+            lookup=self._look_up,
+            clock=self.process.clock,
+            environment=self._environment(FEATURE_CONTROL, rows=arrivals),
+        )
+        manager.set_wakeup(self._wake_loop)
+        self._wake_control(FEATURE_CONTROL)
+        self.managers[FEATURE_CONTROL] = manager
+        return arrivals.fetches(self.scheduler.memory, manager)
 
     def _prefixes(self, checksum: Checksum | None) -> PrefixExchange | None:
         if self.prefix_receiver is None:
@@ -393,6 +438,7 @@ class Worker:
             directory=registrar,
             bounds=Bounds(VOCAB, context_length=10_000, vision=SEES if self.around.options.image_room else None),
             prefixes=self._prefixes(checksum),
+            features=self.features,
         )
 
     def _decode_role(self) -> DecodeRole:
@@ -425,35 +471,47 @@ class Worker:
             return self.group.checksum()
         return alone(own_checksum(self.model, self.shape.held(0)))
 
-    def _loop(self, depth: int, *, watched: bool) -> EngineLoop:
+    def _loop(self) -> EngineLoop:
         idle: Any = SimpleNamespace()
-        forget = self.model.forget if self.group is None else self._forget_everywhere
-        weights = SimWeights(self.process, forget, self.draw)
         executor: Any = self.executor
         if self.group is not None:
-            executor = GroupExecutor(executor, self.group, attention=self._wake_loop if watched else None)
+            executor = GroupExecutor(executor, self.group, attention=self._wake_loop if self.watched else None)
         return EngineLoop(
             scheduler=self.scheduler,
             executor=executor,
             role=self.role,
             ports=_Ports(self),
-            services=LoopServices(weights=weights, profiler=idle, watched=executor if watched else None),
+            services=LoopServices(weights=self.weights, profiler=idle, watched=executor if self.watched else None),
             turns=self.turns,
-            settings=LoopSettings(depth=depth, eos_ids=frozenset({EOS})),
+            settings=LoopSettings(depth=self.depth, eos_ids=frozenset({EOS})),
             clock=self.process.clock,
         )
 
-    def _forget_everywhere(self) -> None:
-        assert self.group is not None
-        self.group.forget()
+    def _first_weights(self) -> str:
+        return OWN
+
+    def _forget(self) -> None:
+        if self.group is not None:
+            self.group.forget()
         self.model.forget()
 
-    def _start_frontend(self) -> None:
-        info: dict[str, Any] = {"disaggregation_mode": self.role_name, "disaggregation_bootstrap_port": BOOTSTRAP_PORT}
+    def _info(self) -> dict[str, Any]:
+        """What /server_info says."""
+        info: dict[str, Any] = {
+            "disaggregation_bootstrap_port": BOOTSTRAP_PORT,
+            "feature_fetch": self.features is not None,
+        }
         if self.around.shared_bootstrap is not None:
             info["disaggregation_bootstrap_server"] = self.around.shared_bootstrap
+        return info
+
+    def _start_frontend(self) -> None:
         self.frontend = Frontend(
-            process=self.process, role=self.role_name, options=self.around.options, send=self._to_scheduler, info=info
+            process=self.process,
+            role=self.role_name,
+            options=self.around.options,
+            send=self._to_scheduler,
+            info={"disaggregation_mode": self.role_name, **self._info()},
         )
         address = f"{self.process.node}:{HTTP_PORT}"
         serve(self.around.network, self.process, address, self.frontend.handle)
@@ -574,8 +632,8 @@ class Worker:
     @property
     def transfers(self) -> bool:
         """Bytes are on their way, from here or to here."""
-        receives = self.receiver is not None and self.receiver.core.rooms.num_exposed > 0
-        return receives or self.sender.driver.busy
+        receivers = [manager for manager in self.managers.values() if isinstance(manager, DecodeManager)]
+        return self.sender.driver.busy or any(manager.core.rooms.num_exposed for manager in receivers)
 
     # ---- memory, for the views of its ranks
 
@@ -624,6 +682,12 @@ class Worker:
         return self.prefix_receiver if isinstance(self.manager, PrefillManager) else self.manager
 
     @property
+    def feature_receiver(self) -> DecodeManager | None:
+        manager = self.managers.get(FEATURE_CONTROL)
+        assert manager is None or isinstance(manager, DecodeManager)
+        return manager
+
+    @property
     def exchange(self) -> PrefixExchange | None:
         role = self.role
         return role._prefixes if isinstance(role, PrefillRole) else None
@@ -632,7 +696,10 @@ class Worker:
         """Those of KV that comes."""
         if self.exchange is not None:
             return [*self.exchange._fetches._fetches.values()]
-        return [] if isinstance(self.role, PrefillRole) else [*self.role._handovers.values()]
+        return [*self.role._handovers.values()] if isinstance(self.role, DecodeRole) else []
+
+    def features_in(self) -> list[FeatureFetch]:
+        return [] if self.features is None else [*self.features._fetches.values()]
 
     def handovers_out(self) -> list[PrefillHandover]:
         served = [] if self.exchange is None else [*self.exchange._server._outgoing.handovers.values()]
@@ -642,6 +709,8 @@ class Worker:
     def outgoing(self) -> Outgoing:
         """What leaves it for decode workers."""
         role = self.role
+        if isinstance(role, EncodeRole):
+            return role._server._outgoing
         if isinstance(role, PrefillRole):
             return role._outgoing
         assert role._moves is not None
