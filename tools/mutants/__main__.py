@@ -1,6 +1,6 @@
 """`make mutants`, `make sim-mutants`: plants each bug in a process of its own and demands that it is found.
 
-usage: python -m tools.mutants core|cluster|drafters|experts|states|rewinds|ways|prefixes [--only TEXT] [--report FILE]
+usage: python -m tools.mutants core|cluster|encoders|drafters|experts|states|rewinds|ways|prefixes [--only TEXT] [--report FILE]
 
 The core's bugs are for the stories of tests/core/proof, the cluster's for the fixed seeds and scenarios of
 tools/simulation, those of experts that move, of drafters, of states and prefixes that cross or go back, and of
@@ -24,16 +24,18 @@ from tools.mutants import drafters, experts, prefixes, rewinds, states, ways
 from tools.mutants.cluster import CLUSTER
 from tools.mutants.core import CORE
 from tools.mutants.drafts import DRAFTS
+from tools.mutants.encoders import ENCODERS
 from tools.mutants.image_sharing import IMAGE_SHARING
 from tools.mutants.images import IMAGES
 from tools.mutants.planting import BROKEN
 from tools.mutants.ranks import RANKS
-from tools.simulation.__main__ import first_failure
+from tools.simulation.__main__ import encoder_outcomes, first_failure, fixed_outcomes
 from tools.soak_core import drive_round
 
 TABLES = {
     "core": {**CORE, **DRAFTS, **IMAGES},
     "cluster": {**CLUSTER, **RANKS, **IMAGE_SHARING},
+    "encoders": ENCODERS,
     "drafters": drafters.DRAFTERS,
     "experts": experts.EXPERTS,
     "states": states.STATES,
@@ -58,7 +60,9 @@ def look(table: str) -> str:
     """What the proof of `table` finds in this process; "": nothing."""
     if table in FINDERS:
         return _look_by_tests(FINDERS[table])
-    return {"core": _look_by_stories, "cluster": first_failure}[table]()
+    if table == "core":
+        return _look_by_stories()
+    return first_failure(encoder_outcomes() if table == "encoders" else fixed_outcomes())
 
 
 def _look_by_tests(paths: Sequence[str]) -> str:

@@ -11,9 +11,10 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from tools.simulation import report, scenario
 from tools.simulation.options import Options, options_of
-from tools.simulation.promises import PROMISES, play
+from tools.simulation.promises import OF_ENCODERS, PROMISES, play
 from tools.simulation.run import Outcome, run
 
+ENCODER_SEEDS = (6018, 6040)  # of encoder workers
 FIXED_SEEDS = (
     *range(1, 41),
     47,
@@ -45,8 +46,7 @@ FIXED_SEEDS = (
     3015,
     5001,  # and of workers that send heartbeats, and see images
     5037,
-    6018,  # and of encoder workers
-    6040,
+    *ENCODER_SEEDS,
 )
 
 
@@ -97,9 +97,15 @@ def fixed_outcomes() -> Iterator[Outcome]:
     yield from (run(scenario.load(path).options) for path in scenario.all_paths())
 
 
-def first_failure() -> str:
-    """Return what is wrong in the first of the fixed runs that fails; "": nothing in any."""
-    return next((f"seed {found.options.seed}: {found.problem}" for found in fixed_outcomes() if not found.ok), "")
+def encoder_outcomes() -> Iterator[Outcome]:
+    """Run those of the fixed runs that have encoder workers."""
+    yield from map(play, OF_ENCODERS)
+    yield from map(run, map(options_of, ENCODER_SEEDS))
+
+
+def first_failure(outcomes: Iterator[Outcome]) -> str:
+    """Return what is wrong in the first that fails; "": nothing in any."""
+    return next((f"seed {found.options.seed}: {found.problem}" for found in outcomes if not found.ok), "")
 
 
 def soak(args: argparse.Namespace) -> int:
