@@ -21,6 +21,7 @@ _RIGHT, _HYBRID = "tests/engine/test_eagle.py", "tests/engine/test_mtp_of_hybrid
 _TREES = "tests/engine/test_draft_trees.py"
 FINDERS = (
     "tests/models/test_draft_models.py",
+    "tests/models/test_drafters_see.py",
     f"{_RIGHT}::test_behind_rejected_drafts_the_next_ones_are_right",
     f"{_RIGHT}::test_a_drafter_that_is_right_gives_all_that_a_step_can_hold",
     f"{_RIGHT}::test_prefixes_bring_their_tails",
@@ -158,23 +159,28 @@ def _(original, sampler, logits, slots, output_lens):
 
 
 @DRAFTERS.bug("MTP reads the hidden state first", NextnLayer.forward, "The halves of eh_proj are exchanged.")
-def _(original, layer, ids, features, positions, attend):
+def _(original, layer, ids, features, positions, attend, images=None):
     join, half = layer._join, features.shape[1]
     layer._join = lambda both: join(both.roll(half, 1))
     try:
-        return original(layer, ids, features, positions, attend)
+        return original(layer, ids, features, positions, attend, images)
     finally:
         layer._join = join
 
 
 @DRAFTERS.bug("a hybrid's MTP reads the hidden state first", NextnLayer.forward, "The halves of mtp.fc are exchanged.")
-def _(original, layer, ids, features, positions, attend):
+def _(original, layer, ids, features, positions, attend, images=None):
     join, half = layer._join, features.shape[1]
     layer._join = (lambda both: join(both.roll(half, 1))) if layer._model.state_specs() else join
     try:
-        return original(layer, ids, features, positions, attend)
+        return original(layer, ids, features, positions, attend, images)
     finally:
         layer._join = join
+
+
+@DRAFTERS.bug("MTP sees no image", NextnLayer.forward, "Its tokens have the embeddings of the table.")
+def _(original, layer, ids, features, positions, attend, images=None):
+    return original(layer, ids, features, positions, attend)
 
 
 @DRAFTERS.bug("a hybrid's MTP norms add no 1", ModelPart.norm, "They are plain ones, as those of DeepSeek's MTP.")
@@ -187,11 +193,11 @@ def _(original, part, name):
 @DRAFTERS.bug(
     "a hybrid's MTP goes on from states without norm", NextnLayer.forward, "A pass gives what its layer adds."
 )
-def _(original, layer, ids, features, positions, attend):
+def _(original, layer, ids, features, positions, attend, images=None):
     norm = layer._norm
     layer._norm = _Sum() if layer._model.state_specs() else norm
     try:
-        return original(layer, ids, features, positions, attend)
+        return original(layer, ids, features, positions, attend, images)
     finally:
         layer._norm = norm
 
@@ -202,8 +208,8 @@ class _Sum:
 
 
 @DRAFTERS.bug("EAGLE-3 goes on from normed states", EagleLayer.forward, "A further pass reads what the head reads.")
-def _(original, layer, ids, features, positions, attend):
-    rows = original(layer, ids, features, positions, attend)
+def _(original, layer, ids, features, positions, attend, images=None):
+    rows = original(layer, ids, features, positions, attend, images)
     return layer._norm(rows) if layer._reads_inside else rows
 
 
