@@ -100,7 +100,7 @@ def check_url(option: str, url: str) -> None:
 
 
 def message_of(body: bytes) -> str:
-    """What an error says: OpenAI's `error.message`, or the body's beginning, on one line."""
+    """Return the message of an error: OpenAI's `error.message`, or the body's beginning, on one line."""
     try:
         said = msgspec.json.decode(body)["error"]["message"]
     except (msgspec.DecodeError, LookupError, TypeError):

@@ -12,7 +12,7 @@ from engine.parallel.layout import Place, share_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """What a GPU holds. `layer_params`: weights of layers, each used once per token. `head_params`: of the output layer, once
+    """The weights and KV of a GPU. `layer_params`: weights of layers, each used once per token. `head_params`: of the output layer, once
     per sample.
 
     `weight_bytes`: all weights in memory; `read_bytes`: read in a step. `kv_bytes`: of one token in all layers. `pair_flops`: of attention for one query

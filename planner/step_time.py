@@ -53,7 +53,7 @@ def load_of(plan: Plan) -> StepLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beside:
-    """How much longer steps take while all other cores of their machine compute: 0.1: a tenth. Memory and caches are shared.
+    """The slowdown of steps while all other cores of their machine compute: 0.1: a tenth. Memory and caches are shared.
 
     `prefill`: of steps with prompts, `decode`: of others.
     """

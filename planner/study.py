@@ -226,7 +226,7 @@ def _engine(config: PlanConfig) -> EngineConfig:
 
 
 def _folder(given: str | None) -> str | None:
-    """Where a drafter's config.json lies."""
+    """Return the folder of a drafter's config.json."""
     if given is None:
         return None
     path = Path(given)

@@ -113,7 +113,7 @@ class ChatClient:
 
 
 def answering_of(attempts: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Of the attempts in a router's record the one that answers, or may yet: none that failed, or was ended for the other of two."""
+    """Return the attempt in a router's record that answers or may still: not failed, not ended in favour of another."""
     going = [attempt for attempt in attempts if attempt["failure"] == "" and attempt["cancelled_s"] is None]
     return (going or attempts)[-1]
 
@@ -151,7 +151,7 @@ def _checked(data: bytes) -> StreamChunk:
 
 
 def _refusal(status: int, body: bytes) -> str:
-    """What the server says, and what helps."""
+    """Return the server's error and its remedy."""
     try:
         code = msgspec.json.decode(body)["error"]["code"]
     except (msgspec.DecodeError, LookupError, TypeError):

@@ -38,7 +38,7 @@ class Terminal:
         self._out: Output = self._lines.app.output
 
     async def talk(self) -> None:
-        """Until Ctrl-D or /exit."""
+        """Talk until Ctrl-D or /exit."""
         self._note(f"{self._client.model} at {self._client.url}. /help shows the commands, Ctrl-D ends.\n")
         with self._in.raw_mode():  # between two lines, too: a key is a key
             while (line := await self._line()) is not None:
@@ -51,7 +51,7 @@ class Terminal:
                     await self._answer(line)
 
     async def _line(self) -> str | None:
-        """What was written; None: no more will be."""
+        """Read a message; None: the input has ended."""
         while True:
             try:
                 return (await self._lines.prompt_async()).strip()
@@ -104,7 +104,7 @@ class Terminal:
 
 
 async def _end_of(show: "asyncio.Task[None]") -> str:
-    """How an answer ended before it was whole; "": it is."""
+    """Return how an answer broke off; "": it is whole."""
     try:
         await show
     except ChatFailed as error:

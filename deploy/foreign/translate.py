@@ -10,7 +10,7 @@ from enum import Enum
 
 
 class Values(Enum):
-    """How many words follow a flag."""
+    """The number of words behind a flag."""
 
     NONE = 0
     ONE = 1
@@ -19,7 +19,7 @@ class Values(Enum):
 
 @dataclass(frozen=True)
 class Ignored:
-    """It changes nothing here. `why`: the rest of the warning."""
+    """A flag without effect here. `why`: the rest of the warning."""
 
     why: str
     values: Values = Values.NONE

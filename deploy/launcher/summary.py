@@ -26,7 +26,7 @@ class Member:
 
 
 def ready_info(members: Sequence[Member], *, front: str) -> dict[str, Any]:
-    """What the ready file says."""
+    """Return the content of the ready file."""
     workers = [{"role": m.role, "url": m.url, "pid": m.pid} for m in members if m.role != "router"]
     return {"router": front, "workers": workers}
 

@@ -72,7 +72,7 @@ def make_attention_backend(name: str, pool: KVPool, *, num_heads: int, needs: Se
 
 
 def _lacks(name: str, needs: Sequence[str]) -> list[str]:
-    """What of `needs` a backend does not have."""
+    """Return the part of `needs` that a backend lacks."""
     if name in ("cpu", "torch"):
         return []
     return [need for need in needs if name == "flashinfer" or need in NOT_IN_TRITON]

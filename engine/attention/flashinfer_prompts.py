@@ -45,7 +45,7 @@ def check_specs(specs: tuple[CacheSpec, ...]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PagedLayout:
-    """Where the K and V of requests lie, as FlashInfer asks for it; on the host.
+    """The places of requests' K and V in FlashInfer's form, on the host.
 
     qo_indptr [n + 1], kv_indptr [n + 1], last_page_lens [n], kv_lens [n] int32: rows, pages, tokens of the last page
     at [2, pages] int64: of each page of all requests, its request in the step and its place in that one's pages

@@ -131,7 +131,7 @@ class _Request:
 
 
 def _paths_of(step: StepBatch) -> list[list[int]]:
-    """Of each request, where its newest tokens lie, as far as the step says it."""
+    """Return the places of each request's newest tokens, if the step has them."""
     if step.paths is None:
         return [[] for _ in step.kv_lens]
     starts, places = step.paths.starts.tolist(), step.paths.places.tolist()
@@ -165,7 +165,7 @@ def _attention(
 def _written_out(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, softmax: Softmax, mask: torch.Tensor | None
 ) -> torch.Tensor:
-    """As `_attention`, of softmaxes that SDPA does not have; in fp32."""
+    """Attend as `_attention` with softmaxes that SDPA lacks; in fp32."""
     heads, group = q.shape[1], q.shape[1] // len(keys)
     grouped = q.float().unflatten(1, (len(keys), group))  # [n, kv_heads, group, head_dim]
     scores = torch.einsum("nhgd,hsd->hgns", grouped, keys.float()) * softmax.scale

@@ -29,7 +29,7 @@ _STRING, _ARRAY = 8, 9
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """How a tensor type lies in the file: `elements` of a row take `size_bytes`."""
+    """The storage of a tensor type in the file: `elements` of a row take `size_bytes`."""
 
     name: str
     elements: int

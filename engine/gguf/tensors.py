@@ -50,7 +50,7 @@ class GGUFTensors:
         return str(self._file.path)
 
     def open(self, name: str, shape: Sequence[int], taken: Sequence[range]) -> Callable[[torch.Tensor], object]:
-        """What fills a tensor with the `taken` part; of rows that RoPE turns in pairs, whole heads."""
+        """Return the function that fills a tensor with the `taken` part; of rows that RoPE turns in pairs, whole heads."""
         tensor = self._tensor(name, shape)
         return lambda out: self._fill(tensor, out, taken)
 

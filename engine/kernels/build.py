@@ -63,7 +63,7 @@ def load_library(source: Path, *, flags: tuple[str, ...] = (), kind: Kind | None
 
 @cache
 def cpu_features() -> frozenset[str]:
-    """What all cores of this CPU have, as /proc/cpuinfo names it; nothing where there is no such file."""
+    """Return the features of all cores of this CPU, as in /proc/cpuinfo; none without that file."""
     try:
         lines = CPU_INFO.read_text().splitlines()
     except OSError:

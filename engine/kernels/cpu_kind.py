@@ -23,7 +23,7 @@ class Kind(IntEnum):
 
     @property
     def label(self) -> str:
-        """As users write and read it."""
+        """Return the name that users write and read."""
         return self.name.lower().replace("_", "-")
 
 

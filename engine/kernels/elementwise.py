@@ -148,7 +148,7 @@ class Elementwise:
         return self._gated(self._silu_mul, x)
 
     def gelu_mul(self, x: torch.Tensor) -> torch.Tensor:
-        """As `silu_mul`, with gelu by tanh."""
+        """Compute `silu_mul` with gelu by tanh."""
         return self._gated(self._gelu_mul, x)
 
     def _gated(self, kernel: tape.Kernel, x: torch.Tensor) -> torch.Tensor:

@@ -31,7 +31,7 @@ def group_steps(weight: Integers, *, segments: int) -> int:
 
 
 def packed_bytes(weight: Integers, *, segments: int, offsets: bool) -> int:
-    """Of all `packed_parts`."""
+    """Return the bytes of all `packed_parts`."""
     outputs, inputs = weight.shape
     steps = -(-(inputs // segments) // STEP)
     groups = -(-steps // group_steps(weight, segments=segments))

@@ -52,7 +52,7 @@ class LayerCall:
 
 
 def layout_of(pool: KVPool) -> dict[str, int]:
-    """What of `args` is the same in all layers."""
+    """Return the part of `args` that all layers share."""
     return {
         "page_stride_bytes": pool.page_bytes,
         "unit_stride_bytes": pool.unit_bytes,

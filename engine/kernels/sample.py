@@ -29,7 +29,7 @@ class _Args(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class SampledRows:
-    """What to sample: `rows` [n] int64 of the logits; parallel to it best logit, its first token, key and filters.
+    """The rows to sample: `rows` [n] int64 of the logits; parallel to it best logit, its first token, key and filters.
 
     `greedy`, `keys`, `top_k` (vocabulary size: off) int64, the rest float32.
     """

@@ -359,7 +359,7 @@ def decode_split_kernel(
 
 @dataclass(frozen=True, slots=True)
 class Grains:
-    """How rows of pages are counted: a grain divides a row and the strides of pages and units. `size`: in elements.
+    """The unit in which rows of pages are counted: a grain divides a row and the strides of pages and units. `size`: in elements.
 
     `wide`: the pool has more than 32 bits count.
     """
@@ -385,7 +385,7 @@ def cache_constants(
     rest: int = 0,
     grains: Grains | None = None,
 ) -> dict[str, Any]:
-    """What kernels that read K and V know when they are compiled. `dtype`: of the cache; `rest`: of latents, what K has behind V.
+    """Return the compile-time constants of kernels that read K and V. `dtype`: of the cache; `rest`: of latents, what K has behind V.
 
     `grains`: None: a row, or what its parts have in common.
     """
@@ -430,7 +430,7 @@ def split_constants(cache: dict[str, Any], tiles: DecodeTiles, *, window: int = 
 
 
 def split_options(tiles: DecodeTiles) -> dict[str, int]:
-    """How a split kernel is launched. Without `maxnreg` ptxas makes room for more programs than are launched, and spills."""
+    """Return the launch options of a split kernel. Without `maxnreg` ptxas makes room for more programs than are launched, and spills."""
     registers = min(MOST_REGISTERS, REGISTERS // (32 * tiles.warps * tiles.per_sm) // 8 * 8)
     return {"num_warps": tiles.warps, "num_stages": tiles.stages, "maxnreg": registers}
 

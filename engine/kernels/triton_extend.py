@@ -323,7 +323,7 @@ class ExtendWork:
 
 
 def lists_of(plan: ExtendPlan) -> list[list[int]]:
-    """What of a plan goes to the device."""
+    """Return the lists of a plan that go to the device."""
     return [plan.whole, *(each for now in plan.rounds for each in (now.split, now.merges))]
 
 

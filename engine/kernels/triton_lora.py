@@ -154,7 +154,7 @@ def lora_expand_kernel(
 
 
 def site_constants(*, width: int, rows: Sequence[int], sites: int, max_rank: int, dtype: torch.dtype) -> dict[str, Any]:
-    """What both kernels know of a site [sum of `rows`, width] when they are compiled. `sites`: of the table."""
+    """Return the compile-time constants of both kernels for a site [sum of `rows`, width]. `sites`: of the table."""
     assert 1 <= len(rows) < PARTS, rows
     aligned = all(size * dtype.itemsize % VECTOR_BYTES == 0 for size in (width, *rows))
     return {

@@ -47,7 +47,7 @@ _FIRST_BIN = tl.constexpr((127 - 8) << 23)  # gaps from 2**-8 in bins of an octa
 
 @triton.jit
 def _request_at(slot, integers_ptr, floats_ptr):
-    """What the request in a slot asks for: pointers to its row of the table."""
+    """Return pointers to the row of a slot's sampling parameters in the table."""
     return integers_ptr + slot * _INTEGERS_OF_ROW, floats_ptr + slot * _FLOATS_OF_ROW + _FLOATS_FROM
 
 

@@ -15,7 +15,7 @@ SCORES_AT_ONCE = 1 << 24  # of the index, over rows, heads and tokens: 64 MiB
 
 @dataclass(frozen=True, slots=True)
 class TokenChooser:
-    """What chooses tokens for new ones (DeepSeek V3.2): q [T, heads, dim] of the index; weights [T, heads] fp32 of its heads.
+    """Chooses the tokens that new ones read (DeepSeek V3.2): q [T, heads, dim] of the index; weights [T, heads] fp32 of its heads.
 
     The score of a token is the sum over heads of weight * relu(q . key); its key is the last `dim` elements that the cache keeps.
     """
@@ -32,7 +32,7 @@ class TokenChooser:
         return self._mask(rows, len(keys), self.scores(keys))
 
     def scores(self, keys: Tensor) -> Scores:
-        """By torch."""
+        """Compute the scores by torch."""
         floats = keys.float()
 
         def of_rows(first: int, end: int) -> Tensor:

@@ -42,7 +42,7 @@ class Linear:
     exchanges = 0  # of `stages`
 
     def stages(self, x: torch.Tensor) -> Stages[Collectives, torch.Tensor]:
-        """As `self(x)`: no other rank is asked."""
+        """Compute `self(x)` in stages; there is no exchange."""
         yield from ()
         return self(x)
 
@@ -73,7 +73,7 @@ class Linear:
 
 
 class _OneDnnMatrix:
-    """The same bits as a plain weight's, 1.15 to 1.6 times faster at decode's batch sizes."""
+    """A matrix by oneDNN: the bits of a plain weight's product, 1.15 to 1.6 times faster at decode's batch sizes."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, None)
@@ -120,7 +120,7 @@ def _float32_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def sums_matrix(weight: Weight, bias: torch.Tensor | None, *, segments: int) -> PackedMatrix | _SumsMatrix:
-    """What gives unrounded sums (`partial`), segments added in a tree. The caller drops the plain weight."""
+    """Return the matrix that gives unrounded sums (`partial`), segments added in a tree. The caller drops the plain weight."""
     kernel = kernel_for(weight)
     if kernel is not None:
         return kernel.pack(packable(weight, segments=segments), bias, segments=segments)
@@ -128,12 +128,12 @@ def sums_matrix(weight: Weight, bias: torch.Tensor | None, *, segments: int) -> 
 
 
 def kernel_for(weight: Weight) -> LinearKernel | None:
-    """What multiplies by `weight`, or None: torch does."""
+    """Return the kernel that multiplies by `weight`; None: torch does."""
     return kernel_on(weight.device, weight.dtype)
 
 
 def kernel_on(device: torch.device, dtype: torch.dtype) -> LinearKernel | None:
-    """What multiplies by weights of `dtype`, or None: torch does."""
+    """Return the kernel that multiplies by weights of `dtype`; None: torch does."""
     return linear_kernel() if device.type == "cpu" and dtype == torch.bfloat16 else None
 
 

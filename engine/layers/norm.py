@@ -31,7 +31,7 @@ class RMSNorm:
 
 
 class OffsetNorm:
-    """As RMSNorm, multiplying by weight + offset (Gemma): the sum is fp32, whatever the weight's type."""
+    """RMSNorm that multiplies by weight + offset (Gemma): the sum is fp32 for any type of weight."""
 
     def __init__(self, weight: torch.Tensor, *, eps: float, offset: float) -> None:
         self._weight = weight

@@ -129,7 +129,7 @@ def inverse_frequencies(rope: RopeConfig) -> torch.Tensor:
 
 
 def attention_factor(rope: RopeConfig) -> float:
-    """What cos and sin are multiplied by."""
+    """Return the factor of cos and sin."""
     scaling = rope.scaling
     return scaling.attention_factor if isinstance(scaling, YarnScaling | FrequencyFactors) else 1.0
 

@@ -9,7 +9,7 @@ from engine.model_files.model_config import ModelConfig
 
 
 class _NoRope:
-    """As `Rope`, turning by no angle (NoPE)."""
+    """RoPE by no angle (NoPE)."""
 
     def __init__(self, dim: int, *, dtype: torch.dtype, device: torch.device) -> None:
         self._one = torch.ones((1, 1, dim), dtype=dtype, device=device)

@@ -116,7 +116,7 @@ def read_falcon(fields: Fields) -> Arithmetic:
 
 
 def read_multipliers(fields: Fields, name: str, *, count: int) -> tuple[float, ...]:
-    """Of parts; 1 each where the field is not there."""
+    """Return the multipliers of parts; 1 each without the field."""
     return (1.0,) * count if fields.get(name) is None else fields.positive_numbers(name, count=count)
 
 

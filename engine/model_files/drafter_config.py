@@ -30,7 +30,7 @@ class DrafterConfig:
     head_rows: int = 0
 
     def signature(self) -> str:
-        """What prefill and decode must agree on."""
+        """Return the signature on which prefill and decode must agree."""
         if not self.path:
             return self.kind
         inside = f" of {','.join(map(str, self.inside))}" if self.inside else ""
@@ -84,7 +84,7 @@ def load_eagle(path: str, model: ModelConfig, *, kind: str) -> DrafterConfig:
 
 
 def _architecture(fields: Fields) -> str:
-    """Of the layers, which are those of a model."""
+    """Return the architecture of the layers, which are a model's."""
     names = fields.get("architectures")
     name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
     for mark in EAGLE_MARKS:

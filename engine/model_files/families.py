@@ -76,7 +76,7 @@ class NextnNames:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """What an architecture fixes that its config.json does not say.
+    """The properties of an architecture that its config.json does not have.
 
     qkv_bias:       q, k, v have a bias (None: `attention_bias` in the config decides, or else `default_bias`)
     out_bias:       o has one where q, k, v do

@@ -26,11 +26,11 @@ class Fields:
         return dict(self._values)
 
     def with_values(self, **values: Any) -> "Fields":
-        """The same file, with some fields otherwise."""
+        """Return the fields with other values for some."""
         return Fields(self._path, {**self._values, **values})
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> "Fields":
-        """The same file, with values for fields that it leaves out."""
+        """Return the fields with values for missing ones."""
         return Fields(self._path, {**defaults, **self._values})
 
     def names(self) -> tuple[str, ...]:

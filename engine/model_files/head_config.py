@@ -50,7 +50,7 @@ def read_family(fields: Fields) -> tuple[str, Family, str]:
 
 
 def family_of(architecture: str) -> Family:
-    """Of a class that `read_family` has accepted."""
+    """Return the family of a class that `read_family` has accepted."""
     found = _found(architecture)
     assert found is not None, architecture
     return found[0]

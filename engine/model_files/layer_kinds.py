@@ -28,7 +28,7 @@ def read_kinds(fields: Fields, *, family: Family, num_layers: int) -> list[str]:
 
 
 def read_windows(fields: Fields, kinds: list[str], *, family: Family, context: int) -> tuple[int, ...]:
-    """As `ModelConfig.windows`."""
+    """Return the windows of layers, as of `ModelConfig.windows`."""
     if family.gated_window and not fields.flag("use_sliding_window", default=False):
         return ()
     if fields.get("sliding_window", family.default_window) is None:

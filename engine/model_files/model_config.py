@@ -98,7 +98,7 @@ class ModelConfig:
         return self.layer_ropes[layer] if self.layer_ropes else self.rope
 
     def attention_needs(self) -> tuple[str, ...]:
-        """What its attention has beyond the plain one, beside windows."""
+        """Return the features of its attention beyond plain attention and windows."""
         has = {"softcaps of scores": self.arithmetic.score_cap, "attention sinks": self.arithmetic.sinks}
         return tuple(name for name, there in has.items() if there)
 
@@ -112,18 +112,18 @@ class ModelConfig:
         return recurrent is None or recurrent.beside_attention or layer not in recurrent.layers
 
     def kv_layers(self, layers: range) -> range:
-        """Those of `layers` that have KV, in numbers of such layers."""
+        """Return the layers of `layers` that have KV, numbered among such layers."""
         first = sum(map(self.has_kv, range(layers.start)))
         return range(first, first + sum(map(self.has_kv, layers)))
 
     def state_layers(self, layers: range) -> range:
-        """Those of `layers` that are recurrent, in numbers of such layers."""
+        """Return the recurrent layers of `layers`, numbered among such layers."""
         places = () if self.recurrent is None else self.recurrent.layers
         first = sum(layer < layers.start for layer in places)
         return range(first, first + sum(layer in layers for layer in places))
 
     def recurrent_sizes(self) -> dict[str, int]:
-        """What recurrent layers give to their last product, by what it is called."""
+        """Return the input sizes of the recurrent layers' last product, by name."""
         return {} if self.recurrent is None else self.recurrent.sizes()
 
     def mlp_sizes(self) -> dict[str, int]:
@@ -138,7 +138,7 @@ class ModelConfig:
 
     @property
     def mlp_matrices(self) -> int:
-        """Of an MLP, each [its intermediate, hidden]."""
+        """Return the number of an MLP's matrices, each [intermediate, hidden]."""
         return 3 if self.arithmetic.is_gated else 2
 
     def mlp_width(self, *, active: bool) -> float:
@@ -163,7 +163,7 @@ class ModelConfig:
         return 4 * self.num_heads * self.head_dim
 
     def attended_dim(self) -> int:
-        """Of a head, as the output product reads it."""
+        """Return the size of a head at the output product."""
         return self.head_dim if self.latent is None else self.latent.value_dim
 
     def quantized(self, scheme: str | None) -> "ModelConfig":
@@ -171,7 +171,7 @@ class ModelConfig:
         return replace(self, quantization="+".join(filter(None, (self.quantization, scheme))))
 
     def signature(self) -> str:
-        """What prefill and decode must agree on: "Qwen3ForCausalLM/L2/kv1x128/V528/1f2e3d4c5b6a".
+        """Return the signature on which prefill and decode must agree: "Qwen3ForCausalLM/L2/kv1x128/V528/1f2e3d4c5b6a".
 
         The tail hashes every field that changes the numbers, but a quantization and a drafter, which stand behind it.
         """
@@ -286,7 +286,7 @@ def _model_config(fields: Fields, generation: Fields, *, folder: Path) -> ModelC
 
 
 def _unused_size(experts: ExpertsConfig | None) -> int | None:
-    """What stands for the MLPs' intermediate size where no layer has one."""
+    """Return the stand-in for the MLPs' intermediate size where no layer has an MLP."""
     return None if experts is None or experts.dense_layers else experts.intermediate
 
 

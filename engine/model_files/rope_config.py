@@ -84,7 +84,7 @@ def read_rope(
 
 
 def softmax_factor(fields: Fields, rope: RopeConfig) -> float:
-    """What latent attention multiplies its scores by beside the square root (DeepSeek's YaRN): mscale of all dims, squared."""
+    """Return the factor of latent attention's scores beside the square root (DeepSeek's YaRN): mscale of all dims, squared."""
     over_all = fields.inside(_name(fields)).number("mscale_all_dim", default=0.0)
     if not isinstance(rope.scaling, YarnScaling) or not over_all:
         return 1.0

@@ -24,7 +24,7 @@ class Pooling:
 
 
 def read_pooling(folder: Path) -> Pooling | None:
-    """How vectors are made of the states; None: the checkpoint in `folder` is no embedding model. Raises ConfigError."""
+    """Return the pooling of states into vectors; None: the checkpoint in `folder` is no embedding model. Raises ConfigError."""
     path = folder / FILE
     if not folder.is_dir() or not path.is_file():
         return None

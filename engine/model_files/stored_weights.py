@@ -13,14 +13,14 @@ _COMPRESSED = ("int-quantized", "float-quantized", "pack-quantized", "naive-quan
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """How integers lie in memory: `bits` each, a scale for `group` inputs of an output (0: for all), with an offset beside it or not."""
+    """The layout of integers in memory: `bits` each, a scale for `group` inputs of an output (0: for all), with an offset beside it or not."""
 
     bits: int
     group: int
     offsets: bool
 
     def size_bytes(self, outputs: int, inputs: int) -> int:
-        """Of a matrix, but for what fills its last panels. Scales and offsets are fp32."""
+        """Return the bytes of a matrix without the padding of its last panels. Scales and offsets are fp32."""
         groups = -(-inputs // self.group) if self.group else 1
         return outputs * inputs * self.bits // 8 + 4 * outputs * groups * (1 + self.offsets)
 

@@ -74,7 +74,7 @@ class ClipTower(TowerConfig):
 
     @property
     def num_tokens(self) -> int:
-        """Of an image."""
+        """Return the tokens of an image."""
         return self.side**2 + self.keeps_class
 
 
@@ -82,7 +82,7 @@ Tower = WindowTower | LearnedTower | ClipTower
 
 
 def read_windows(fields: Fields, *, hidden: int) -> WindowTower:
-    """Of Qwen2.5-VL. `hidden`: of the text model."""
+    """Read the tower of Qwen2.5-VL. `hidden`: of the text model."""
     vision = fields.inside(VISION)
     depth = vision.count("depth", default=32, most=MOST_LAYERS)
     patch, merge = vision.count("patch_size", default=14), vision.count("spatial_merge_size", default=2)
@@ -105,7 +105,7 @@ def read_windows(fields: Fields, *, hidden: int) -> WindowTower:
 
 
 def read_learned(fields: Fields, *, hidden: int, deepstack: bool) -> LearnedTower:
-    """Of Qwen3-VL, and without `deepstack` of Qwen3.5. `hidden`: of the text model."""
+    """Read the tower of Qwen3-VL, and without `deepstack` of Qwen3.5. `hidden`: of the text model."""
     vision = fields.inside(VISION)
     depth = vision.count("depth", default=27, most=MOST_LAYERS)
     positions = vision.count("num_position_embeddings", default=2304)
@@ -132,7 +132,7 @@ def read_learned(fields: Fields, *, hidden: int, deepstack: bool) -> LearnedTowe
 
 
 def read_clip(fields: Fields) -> ClipTower:
-    """Of LLaVA 1.5."""
+    """Read the tower of LLaVA 1.5."""
     vision = fields.inside(VISION)
     if (kind := vision.text("model_type", default="clip_vision_model")) != "clip_vision_model":
         raise fields.error(VISION, f"model_type {kind} is not supported in LlavaForConditionalGeneration; CLIP's is")

@@ -79,7 +79,7 @@ def read_vision(
 
 
 def seeing_family(fields: Fields) -> VisionFamily | None:
-    """Of the architecture that config.json's `fields` name; None: it is not known to see."""
+    """Return the vision family of the architecture in config.json's `fields`; None: it has no tower here."""
     names = fields.get("architectures")
     return VISION_FAMILIES.get(names[0]) if isinstance(names, list) and names and isinstance(names[0], str) else None
 

@@ -33,7 +33,7 @@ class MropeConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionFamily:
-    """What an architecture fixes that its config.json does not say.
+    """The properties of an architecture that its config.json does not have.
 
     text:         architecture of its text model; "": the one of `text_config`'s model_type
     text_fields:  what that means where its fields are left out

@@ -78,7 +78,7 @@ class Checkpoint:
         self._tensors.close()
 
     def again(self) -> "Checkpoint":
-        """The same files once more, later. Raises `ConfigError` where they are others."""
+        """Open the same files again, later. Raises `ConfigError` if they have changed."""
         path, dtype, device, stored = self._opened
         if _stamp(path) != self._stamp:
             raise ConfigError(f"{path}: its files are not those that were loaded; update the weights, or restore them")
@@ -119,7 +119,7 @@ class Checkpoint:
         return name in self._left
 
     def shape_of(self, name: str) -> list[int]:
-        """Of tensor `name`, which the safetensors have."""
+        """Return the shape of tensor `name` in the safetensors."""
         assert isinstance(self._tensors, _Safetensors | QuantizedTensors), "a GGUF file"
         return self._tensors.shape_of(name)
 
@@ -228,7 +228,7 @@ class _Safetensors:
         return str(self._file_of[name])
 
     def open(self, name: str, shape: Sequence[int], taken: Sequence[range]) -> Callable[[torch.Tensor], object]:
-        """What fills a tensor with the `taken` part of tensor `name`. Raises `ConfigError` if it has not this `shape`."""
+        """Return the function that fills a tensor with the `taken` part of tensor `name`. Raises `ConfigError` if it has not this `shape`."""
         name, _, index = name.partition("[")
         source = self._stored(name, index.removesuffix("]"), list(shape))
         source = source[tuple(slice(part.start, part.stop) for part in taken)]
@@ -242,7 +242,7 @@ class _Safetensors:
         self._files.clear()
 
     def stored(self, name: str) -> torch.Tensor:
-        """Of any type and shape: a view of the mapped file."""
+        """Return a tensor of any type and shape, a view of the mapped file."""
         file = self._file_of[name]
         try:
             tensor: torch.Tensor = self._files[file].get_tensor(self._name_in_file[name])

@@ -80,7 +80,7 @@ class DenseDecoder:
 
     @property
     def attention_needs(self) -> tuple[str, ...]:
-        """As `make_attention_backend` takes them."""
+        """Return the needs of attention for `make_attention_backend`."""
         return self._config.attention_needs()
 
     @property
@@ -88,11 +88,11 @@ class DenseDecoder:
         return self._config.vocab_size
 
     def cache_specs(self) -> list[CacheSpec]:
-        """Of the rank's layers and KV heads, and what its drafter keeps."""
+        """Return the specs of the rank's layers and KV heads, and of its drafter."""
         return list(self._specs) + ([] if self.drafter is None else self.drafter.cache_specs())
 
     def state_specs(self) -> list[StateSpec]:
-        """Of the rank's recurrent layers, in their order."""
+        """Return the specs of the rank's recurrent layers, in order."""
         return [layer.states.spec for layer in self._recurrent]
 
     def use_states(self, states: StatePool) -> None:
@@ -106,7 +106,7 @@ class DenseDecoder:
         return [site for layer in self._layers for site in layer.sites]
 
     def other_sites(self) -> list[SiteShape]:
-        """Those of other stages: the layers are alike."""
+        """Return the sites of other stages, whose layers are alike."""
         return [
             SiteShape(site.shape.in_size, tuple((_of_layer(index, name), rows) for name, rows in site.shape.parts))
             for index in range(self._config.num_layers)
@@ -116,17 +116,17 @@ class DenseDecoder:
 
     @property
     def collectives(self) -> Collectives | None:
-        """Of the ranks of the stage; None where there is one."""
+        """Return the collectives of the stage's ranks; None for one rank."""
         return self._collectives
 
     @property
     def num_layers(self) -> int:
-        """Of the model, all stages."""
+        """Count the layers of the model over all stages."""
         return self._config.num_layers
 
     @property
     def balance(self) -> ExpertBalance | None:
-        """What moves experts between the stage's ranks."""
+        """Return the balance that moves experts between the stage's ranks."""
         return self._balance
 
     def mixtures(self) -> dict[int, Mixture]:

@@ -72,7 +72,7 @@ class ExpertBalance:
         return VOTE_EVERY_ON_GPU if self.layers[0].loads.is_cuda else 1
 
     def imbalances(self) -> list[float]:
-        """Of each layer, the largest load of a rank over the mean one, since the last round."""
+        """Return for each layer the largest load of a rank over the mean, since the last round."""
         return [self._imbalance(self.layers[place].placed.placement, self._loads(place)) for place in self._places]
 
     @property
@@ -118,7 +118,7 @@ class ExpertBalance:
         del self._wanted[place]
 
     def _votes(self, moving: "Future[Any]") -> list[int]:
-        """Of all ranks: what each says of its own."""
+        """Return the votes of all ranks."""
         own = torch.zeros((1, self._ranks.size), device=self.layers[0].loads.device)
         if moving.done():
             own[0, self._ranks.rank] = READ if moving.exception() is None else FAILED

@@ -6,7 +6,7 @@ from engine.models.decoder import DenseDecoder
 
 
 def expert_gauges(model: DenseDecoder) -> dict[str, float]:
-    """By name of the figure; {} without experts. Counts may be those of a step that runs."""
+    """Return the figures by name; {} without experts. Counts may include a running step."""
     mixtures, balance = model.mixtures().values(), model.balance
     if not mixtures:
         return {}

@@ -99,7 +99,7 @@ class ExpertParallelMLP:
 
     @torch.inference_mode()
     def moved(self, placement: Placement) -> Placed:
-        """What `placed` becomes: read beside the steps, in any thread. Raises ConfigError where the checkpoint is another now."""
+        """Return the next `placed`: read beside the steps, in any thread. Raises ConfigError where the checkpoint is another now."""
         with self._part.checkpoint.again() as checkpoint:
             found = self._load(self._part.over(checkpoint), placement)
         if self.loads.is_cuda:

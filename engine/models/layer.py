@@ -129,7 +129,7 @@ def _feed_forward(part: ModelPart, prefix: str, index: int) -> "DenseMLP | Share
 
 
 class FeedForward(Protocol):
-    """What a layer computes behind attention, on all ranks of its stage at once: of every token, or of those that a router of
+    """The part of a layer behind attention, on all ranks of its stage at once: of every token, or of those that a router of
     experts dispatches to a rank.
     """
 

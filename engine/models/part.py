@@ -71,7 +71,7 @@ class ModelPart:
         self.kv = Cut(config.num_kv_heads, self.share.kv_heads).times(config.head_dim)
 
     def over(self, checkpoint: Checkpoint) -> "ModelPart":
-        """The same part, of other files."""
+        """Return the part of other files."""
         other = copy(self)
         other.checkpoint = checkpoint
         return other
@@ -97,7 +97,7 @@ class ModelPart:
         return self.checkpoint.take(name, [Cut(self.config.vocab_size, self.share.vocab), self.config.hidden_size])
 
     def cache_spec(self, *, window: int = 0) -> CacheSpec:
-        """What a layer with attention keeps on this rank."""
+        """Return the spec of a layer with attention on this rank."""
         return layer_spec(self.config, self.share, dtype=self.checkpoint.dtype_name, window=window)
 
     def head(self, table: torch.Tensor | None) -> Linear:
@@ -167,7 +167,7 @@ class ModelPart:
         return self.checkpoint.take(name, [self.config.hidden_size])
 
     def norm(self, name: str) -> Norm:
-        """Of the family's kind, over the hidden size."""
+        """Return a norm of the family's kind over the hidden size."""
         arithmetic, eps = self.config.arithmetic, self.config.rms_norm_eps
         if arithmetic.norm == "bare":
             return LayerNorm(None, None, eps=eps)
@@ -267,7 +267,7 @@ class ModelPart:
 
 
 def in_one(rows: Sequence[Cut]) -> list[Cut]:
-    """The same cuts in one matrix, where the parts lie one above the other."""
+    """Return the cuts in one matrix of all parts, one above the other."""
     total = sum(cut.total for cut in rows)
     starts = accumulate((cut.total for cut in rows), initial=0)
     return [cut.within(total, at=at) for cut, at in zip(rows, starts, strict=False)]

@@ -36,7 +36,7 @@ class StandaloneModel:
         attend: Attend,
         images: ImageRows | None = None,
     ) -> Tensor:
-        """It reads text alone: `images` say nothing to it."""
+        """Compute hidden states of text alone; `images` are ignored."""
         return self._model.forward(ids, positions, attend)
 
     def logits(self, rows: Tensor) -> Tensor | None:

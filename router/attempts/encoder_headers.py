@@ -48,7 +48,7 @@ class EncoderHeaders:
         return Encoding({**headers, ENCODERS_HEADER: value}, leases)
 
     def _pool(self, compute: Worker, now_s: float) -> Pool:
-        """Those of the same model that `compute` reaches. With one model behind the router it is all, whatever names they have."""
+        """Return the encoder workers of the same model that `compute` reaches; with one model behind the router, of any name."""
         several = self.table.models.several and compute.models
         pool = self.table.ready(Role.ENCODE, compute.models[0] if several else "", now_s=now_s)
         return pool.without(self.encoders.avoided_by(compute)) if pool else pool

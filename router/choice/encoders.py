@@ -25,7 +25,7 @@ class EncoderChoice(NamedTuple):
 
 
 class Encoders:
-    """Where each encoder worker is asked, and which workers ask (--feature-fetch), as they report."""
+    """The addresses of encoder workers, and the workers that ask them (--feature-fetch), as they report."""
 
     def __init__(self) -> None:
         self._at: dict[int, ImageEncoder] = {}

@@ -8,7 +8,7 @@ from torch.nn import functional
 
 
 def gelu(x: Tensor) -> Tensor:
-    """By the error function."""
+    """Compute gelu by the error function."""
     return torch.ops.aten.gelu_(x)
 
 

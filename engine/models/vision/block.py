@@ -12,7 +12,7 @@ from engine.models.vision.weights import VisionWeights
 
 
 class VisionMLP(Protocol):
-    """What a layer computes of each patch by itself."""
+    """The part of a layer that computes each patch by itself."""
 
     def of_norm(self, norm: Norm, x: Tensor, delta: Tensor | None) -> Tensor:
         """The MLP of norm(x + delta), which x becomes before the norm."""

@@ -60,7 +60,7 @@ class ProjectedClip:
         return self._down(self._activation(self._up(rows)))
 
     def _states(self, x: Tensor) -> dict[int, Tensor]:
-        """What is taken, by number: 0 is `x`, which goes into the first layer."""
+        """Return the taken states by number: 0 is `x`, the input of the first layer."""
         layout, whole = FrameLayout(1, None), [Spans(0, 1, len(x))]
         found = {0: x.clone()} if 0 in self._config.taken else {}
         delta = None
