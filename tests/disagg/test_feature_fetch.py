@@ -5,6 +5,7 @@ import random
 import pytest
 
 from disagg.feature_fetching import AVOIDED_S, rooms_of
+from disagg.fetching_role import FetchingRole
 from engine.images import ImageInput
 from engine.messages import FeatureSource
 from tests.core.hash_model import expected_tokens
@@ -95,6 +96,7 @@ def test_an_encoder_that_cannot_be_reached_costs_others_nothing() -> None:
     cluster.ask("a", ONE)
     cluster.run()
     cluster.wire.unreachable = False
+    assert avoided(cluster) == [SOURCE.control], "the router hears of it"
     cluster.ask("b", TWO)
     cluster.run()
     assert cluster.engine.tokens == {"a": right(ONE), "b": right(TWO)}
@@ -103,8 +105,13 @@ def test_an_encoder_that_cannot_be_reached_costs_others_nothing() -> None:
     cluster.engine.now_s = AVOIDED_S
     cluster.ask("later", image(4, at=2))
     cluster.run()
-    assert cluster.told("features_fetched") == 2
+    assert cluster.told("features_fetched") == 2 and avoided(cluster) == []
     cluster.assert_all_back()
+
+
+def avoided(cluster: EncodeCluster) -> list[str]:
+    assert isinstance(cluster.engine.role, FetchingRole)
+    return cluster.engine.role.avoided_encoders()
 
 
 def test_an_encoder_that_is_late_costs_a_prompt_its_time_alone() -> None:
