@@ -104,7 +104,7 @@ def test_server_that_starts_late(serve: Any, register: Any) -> None:
     assert registrar.registered.wait(60)
 
 
-def test_a_server_that_starts_again_is_told_the_latest_rooms_once_more(serve: Any, register: Any) -> None:
+def test_a_restarted_server_gets_the_latest_rooms_once_more(serve: Any, register: Any) -> None:
     """Without a new room: requests that decode still looks for were registered at the one that died."""
     first = serve(lease_s=0.3)
     registrar = register(first.port, "a")
@@ -118,7 +118,7 @@ def test_a_server_that_starts_again_is_told_the_latest_rooms_once_more(serve: An
 
 
 @pytest.mark.parametrize(("is_own", "pause_s"), [(False, LONGEST_PAUSE_S), (True, 10.0)])
-def test_a_worker_s_own_server_is_told_no_oftener_than_its_lease_requires(
+def test_a_worker_renews_at_its_own_server_no_oftener_than_its_lease_requires(
     serve: Any, is_own: bool, pause_s: float
 ) -> None:
     server = serve(lease_s=30.0)

@@ -36,7 +36,7 @@ def test_another_load_of_a_name_is_another_adapter() -> None:
     assert adapters.loaded() == {"a": "/other"}
 
 
-def test_who_uses_an_adapter_that_leaves_goes_on_and_nobody_new_comes() -> None:
+def test_requests_of_an_unloading_adapter_go_on_and_no_new_one_enters() -> None:
     adapters = loaded("a")
     adapters.acquire("old", "a")
     adapters.begin_unload("a")
@@ -136,7 +136,7 @@ def test_who_waits_too_long_gets_the_place_of_the_adapter_that_ends_soonest() ->
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_who_has_no_place_is_passed_over_and_holds_up_nobody(policy: str) -> None:
+def test_a_request_without_a_place_is_skipped_and_blocks_no_other(policy: str) -> None:
     engine = EngineInATest(policy=policy, max_loras_per_batch=1, max_running=3)
     engine.add("first", [1, 2], adapter=1, max_new_tokens=30)
     engine.turn()
@@ -171,7 +171,7 @@ def test_the_step_that_fills_the_last_place_goes_on_behind_it() -> None:
 
 
 @pytest.mark.parametrize("policy", ["lpm", "dfs-weight"])
-def test_nobody_waits_for_a_prefix_of_another_adapter(policy: str) -> None:
+def test_no_request_waits_for_a_prefix_of_another_adapter(policy: str) -> None:
     """Of two that share an uncached prefix the second goes last; other adapters share nothing."""
     engine = EngineInATest(policy=policy, max_loras_per_batch=2, chunk=None, max_prefill_tokens=1000)
     for rid, adapter in (("a", 1), ("a2", 1), ("b", 2)):
@@ -189,7 +189,7 @@ def test_no_request_waits_for_a_prefix_of_another_namespace(policy: str) -> None
     assert {item.rid for item in engine.plans[0].items} == {"a", "b"}
 
 
-def test_nobody_starves_while_others_keep_coming() -> None:
+def test_no_request_starves_while_others_keep_coming() -> None:
     engine = EngineInATest(max_loras_per_batch=1, max_running=2, lora_drain_wait_s=20.0)
     for turn in range(200):
         if turn % 4 == 0:
@@ -214,7 +214,7 @@ def test_nobody_starves_while_others_keep_coming() -> None:
     policy=st.sampled_from(POLICIES),
     wait_s=st.sampled_from([None, 5.0]),
 )
-def test_whatever_is_batched_each_adapter_sees_its_own_kv_only(
+def test_each_adapter_sees_its_own_kv_only_in_any_batch(
     seed: int, depth: int, places: int, num_pages: int, mixed: bool, policy: str, wait_s: float | None
 ) -> None:
     """Shared prompts, tiny pools (retractions, evictions), adapters that come and go: `check()` bounds every batch."""

@@ -70,7 +70,7 @@ def test_drafts_behind_an_end_were_verified_and_not_accepted() -> None:
     assert counts.drafted == sum(item.draft for plan in again.plans for item in plan.items) > counts.accepted
 
 
-def test_without_drafting_nothing_is_told() -> None:
+def test_without_drafting_no_draft_is_reported() -> None:
     engine = EngineInATest()
     engine.add("r", [1, 2, 3], max_new_tokens=9)
     engine.run()

@@ -204,7 +204,7 @@ def test_who_shares_a_prefix_that_is_being_computed_waits_a_step_and_finds_it(de
     assert engine.tokens == {rid: expected_tokens(prompt, 3) for rid, prompt in prompts.items()}
 
 
-def test_who_shares_little_or_could_not_find_it_waits_for_nobody() -> None:
+def test_a_request_that_shares_little_or_cannot_find_it_does_not_wait() -> None:
     short = [i % 50 for i in range(124)]
     engine = EngineInATest(page_size=4, chunk=1024, max_prefill_tokens=4096, num_pages=512)
     for rid in ("first", "second"):
@@ -232,7 +232,7 @@ def test_who_waits_for_a_long_prompt_goes_when_that_is_aborted() -> None:
     assert next(item.start for plan in engine.plans for item in plan.items if item.rid == "second") == 512
 
 
-def test_of_many_who_share_a_prefix_a_plan_looks_at_some() -> None:
+def test_of_many_requests_with_one_prefix_a_plan_looks_at_some() -> None:
     engine = EngineInATest(page_size=4, chunk=1024, max_prefill_tokens=4096, num_pages=512, max_running=64)
     for i in range(40):
         engine.add(f"r{i}", [*PREFIX, i], max_new_tokens=1)

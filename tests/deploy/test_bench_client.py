@@ -145,7 +145,7 @@ async def test_a_finish_reason_ends_an_answer_without_done() -> None:
         ("hang", "timeout"),
     ],
 )
-async def test_errors_are_told_apart(behaviour: str, kind: str) -> None:
+async def test_errors_are_distinguished(behaviour: str, kind: str) -> None:
     async with serving() as server:
         server.behaviour = behaviour
         timeout_s = 0.3 if behaviour == "hang" else 60.0

@@ -240,7 +240,7 @@ async def test_bytes_that_are_no_text_are_sent_and_a_reader_may_leave() -> None:
         assert bodies(c)[0]["messages"][0]["content"] == "caf\ufffd"
 
 
-def test_a_terminal_whose_output_is_a_pipe_is_told_what_to_do() -> None:
+def test_a_terminal_with_output_to_a_pipe_names_the_remedy() -> None:
     leader, follower = pty.openpty()
     try:
         done = subprocess.run(

@@ -93,7 +93,7 @@ def test_a_unified_worker_takes_the_first() -> None:
     assert worker.env[VISIBLE] == "1"
 
 
-def test_engines_on_cpus_are_told_of_no_gpu() -> None:
+def test_engines_on_cpus_get_no_gpu() -> None:
     assert all(VISIBLE not in worker.env for worker in cluster_of(2, 2, []))
 
 

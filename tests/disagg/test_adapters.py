@@ -9,7 +9,7 @@ from tests.core.hash_model import expected_tokens
 from tests.disagg.two_roles import Cluster
 
 
-def test_decode_passes_over_who_has_no_place() -> None:
+def test_decode_skips_requests_without_a_place() -> None:
     cluster = Cluster(pages=(200, 200), depth=2, rows=8, places=1)
     rng = random.Random(3)
     cluster.submit("a", [9, 9, 1], 1, new=100, adapter=1)
@@ -32,7 +32,7 @@ def test_decode_passes_over_who_has_no_place() -> None:
     pages=st.tuples(st.integers(16, 40), st.integers(16, 40)),
     kept=st.sampled_from([{}, {"backup_pages": 100}, {"resume_elsewhere": True}]),
 )
-def test_tokens_cross_whatever_the_batches_hold(
+def test_tokens_cross_in_batches_of_any_content(
     seed: int, depth: int, places: int, pages: tuple[int, int], kept: dict[str, int]
 ) -> None:
     """Two adapters and the model on shared prompts, memory short on either side, retractions."""

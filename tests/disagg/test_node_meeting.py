@@ -151,7 +151,7 @@ def test_a_node_that_does_not_come_is_named_beside_those_that_did() -> None:
     assert "or another node did not come" in far
 
 
-def test_two_nodes_of_one_number_are_told_apart() -> None:
+def test_two_nodes_of_one_number_are_distinguished() -> None:
     """The last one counts: it may have been started again."""
     address = free_address()
     sizes = {"tp_size": 1, "pp_size": 4, "nnodes": 4}

@@ -124,7 +124,7 @@ def late(cluster: PrefixCluster, rng: random.Random, *, events: int) -> None:
 
 
 @pytest.mark.parametrize("events", range(0, 26, 2))
-def test_a_late_fetch_is_given_up_and_its_late_writes_harm_nobody(events: int) -> None:
+def test_a_late_fetch_is_given_up_and_its_late_writes_harm_no_request(events: int) -> None:
     """Its pages stay in quarantine while the source may write them; the request computes, and so do others in all of the memory."""
     cluster = PrefixCluster(pages=(200, 40, 200))
     cluster.warm(PROMPT)

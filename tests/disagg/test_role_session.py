@@ -106,14 +106,14 @@ def test_weights_and_adapters_that_came_while_it_ran_go_with_it(tmp_path: Path) 
     ("adapters", "says"),
     [({"a": "/no/such/directory"}, "'a' cannot be loaded again: /no/such/directory"), ({"a=b": "/tmp"}, "a '=' in it")],
 )
-def test_adapters_that_cannot_be_loaded_again_are_told_before_anything_is_drained(
+def test_adapters_that_cannot_be_loaded_again_are_reported_before_any_drain(
     adapters: dict[str, str], says: str
 ) -> None:
     with pytest.raises(ConfigError, match=says):
         next_session(plan(), replace(UNCHANGED, adapters=adapters))
 
 
-def test_new_weights_without_a_tokenizer_or_without_a_model_are_told(tmp_path: Path) -> None:
+def test_new_weights_without_a_tokenizer_or_a_model_are_reported(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=str(tmp_path)):
         next_session(plan(), replace(UNCHANGED, model_path=str(tmp_path)))
     (tmp_path / "config.json").write_bytes((Path(DEFAULT_MODEL_PATH) / "config.json").read_bytes())

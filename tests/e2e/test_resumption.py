@@ -43,7 +43,7 @@ def bodies(count: int, new: int) -> list[dict[str, Any]]:
     ]
 
 
-async def test_prefill_computes_it_again_and_nobody_can_tell(pd: Cluster, qwen3: str) -> None:
+async def test_prefill_computes_it_again_with_the_same_tokens(pd: Cluster, qwen3: str) -> None:
     asked = bodies(8, new=160)
     answers = await generate_all(pd.router, asked)
     assert [a["output_ids"] for a in answers] == tokens_of(qwen3, asked)

@@ -67,7 +67,7 @@ def test_a_kernel_compiled_while_serving_is_a_warning(heard: CompileLog, caplog:
     )
 
 
-def test_every_kernel_of_an_engine_is_heard(
+def test_every_kernel_compile_of_an_engine_is_counted(
     heard: CompileLog, caplog: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The hooks are called as for a compilation, with each kernel's own constants, and nothing is compiled."""

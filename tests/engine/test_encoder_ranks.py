@@ -68,7 +68,7 @@ def test_each_image_is_encoded_once_and_all_ranks_have_its_features(ranks: int, 
         assert memory == [x.nbytes for x in features], "an image that is forgotten leaves memory behind"
 
 
-def test_patches_decide_who_encodes_what() -> None:
+def test_patches_decide_which_rank_encodes_an_image() -> None:
     towers = [Counts() for _ in range(2)]
     run_ranks(RegionPlan(ranks=2), lambda rank: encoded_by(rank, towers[rank.rank], IMAGES))
     assert [tower.encoded for tower in towers] == [[1], [0, 2, 3, 4, 5]], "100 patches on one rank, 96 on the other"

@@ -176,7 +176,7 @@ def test_a_loosened_link_has_lost_nothing(echo: tuple[Network, Link]) -> None:
             _said(sock, b"b", within_s=0.1)
 
 
-def test_a_link_to_nobody_is_reset() -> None:
+def test_a_link_without_a_server_is_reset() -> None:
     port, target = free_ports(2)
     network = Network()
     try:
@@ -247,7 +247,7 @@ def test_progress_is_lines_where_there_is_no_terminal() -> None:
     assert "\r" not in out.getvalue() and "0/4" in lines[0] and "4/4" in lines[-1]
 
 
-def test_the_page_is_written_from_whatever_there_is(tmp_path: Path) -> None:
+def test_the_page_is_written_from_the_parts_that_exist(tmp_path: Path) -> None:
     write_page(tmp_path, tmp_path / "page.md")
     text = (tmp_path / "page.md").read_text()
     assert text.count("not run") == len(chosen([])) and "n/a" not in text

@@ -35,7 +35,7 @@ sys.exit(3)
 """
 
 
-def test_what_is_typed_into_a_terminal_is_heard_and_what_comes_back_is_plain():
+def test_a_terminal_gives_typed_lines_and_plain_output():
     session = Session(["/usr/bin/env", "TERM=xterm", sys.executable, "-c", IN_A_TERMINAL], "talk", in_terminal=True)
     session.until_said(">", 60)
     session.type("hello")

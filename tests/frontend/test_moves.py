@@ -176,7 +176,7 @@ def resume_of(source: SampleSource | None) -> dict[str, Any]:
     return msgspec.to_builtins(resume)  # type: ignore[no-any-return]
 
 
-def test_the_scheduler_is_told_where_the_kv_is(decode: Worker) -> None:
+def test_the_scheduler_gets_the_address_of_the_kv(decode: Worker) -> None:
     body = {**META, "prompt": "abc", "max_tokens": 4, RESUME_FIELD: resume_of(KV)}
     answer = decode.post("/v1/completions", body, headers={RESUME_HEADER: "-"})
     assert answer.status_code == 200, answer.text

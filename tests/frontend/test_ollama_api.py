@@ -49,7 +49,7 @@ def test_a_chat(client: ollama.Client, worker: Worker) -> None:
     assert answer.total_duration > 0 and answer.created_at.endswith("Z")
 
 
-def test_a_chat_streams_unless_told_not_to(client: ollama.Client, worker: Worker) -> None:
+def test_a_chat_streams_unless_stream_is_false(client: ollama.Client, worker: Worker) -> None:
     text = "🎉 naïve\u2028你好\x85"  # two of its characters end lines for some readers
     limit = len(f"<|user|>{text}".encode())
     messages = [{"role": "user", "content": text}]

@@ -29,7 +29,7 @@ def seen(worker: Worker, header: str | None, path: str = "/v1/completions", **bo
 
 
 @pytest.mark.parametrize("copy", [False, True])
-def test_the_scheduler_is_told_of_the_source(prefill: Worker, copy: bool) -> None:
+def test_the_scheduler_gets_the_source(prefill: Worker, copy: bool) -> None:
     source = PrefixSourceHeader(control=SOURCE.control, incarnation="p1", num_tokens=4096, copy=copy)
     told = PrefixSource(SOURCE.control, "p1", 4096, copy)
     header = write_header(source, None)
@@ -42,7 +42,7 @@ def test_the_scheduler_is_told_of_the_source(prefill: Worker, copy: bool) -> Non
     assert prefill.scheduler.seen[before].prefix_source == told
 
 
-def test_the_samples_of_the_first_prompt_alone_are_told(prefill: Worker) -> None:
+def test_only_samples_of_the_first_prompt_get_the_source(prefill: Worker) -> None:
     told = PrefixSource(SOURCE.control, "p1", 4096)
     assert seen(prefill, write_header(SOURCE, None), prompt=["abc", "abd"], n=2) == [told, told, None, None]
 

@@ -86,7 +86,7 @@ def test_a_rank_s_load_is_its_prompts_and_answers_until_they_end() -> None:
     assert aborted == [[long.samples[0].wire_rid, third.samples[0].wire_rid], []], "each to its own rank, once"
 
 
-def test_a_name_is_free_when_its_sample_has_ended_whoever_still_writes_the_answer() -> None:
+def test_a_name_is_free_when_its_sample_has_ended_even_while_the_answer_is_written() -> None:
     two = Two(Rule.ROUND_ROBIN)
     with two.client.generate([request("name", 3)], groups=["group"]) as first:
         with pytest.raises(ApiError, match="'name' is running"):

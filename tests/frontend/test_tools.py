@@ -46,7 +46,7 @@ def body(**more: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": CALL}], "max_tokens": len(PROMPT), "tools": [TOOL], **more}
 
 
-def test_a_call_in_the_text_is_told_as_one(qwen: Worker) -> None:
+def test_a_call_in_the_text_is_reported_as_one(qwen: Worker) -> None:
     answer = qwen.post(CHAT, body(stop="<|assistant|>")).json()["choices"][0]
     assert answer["message"]["content"] == "<|user|>" and answer["finish_reason"] == "tool_calls"
     (call,) = answer["message"]["tool_calls"]

@@ -136,7 +136,7 @@ def test_tokens_do_not_depend_on_depth_or_batch(
     assert {rid: f.kind for rid, f in engine.finish.items()} == {rid: f.kind for rid, f in reference.finish.items()}
 
 
-def test_an_end_token_in_the_grammar_is_told(checkpoint: str, compiler: Compiler) -> None:
+def test_an_end_token_in_the_grammar_is_reported(checkpoint: str, compiler: Compiler) -> None:
     """After `[ab]+` the text may go on or end: the sampled end token ends it, ignore_eos or not."""
     for ignore_eos in (False, True):
         grammar, bias = compiler.compile(GrammarSpec("regex", "[ab]+"))(), {EOS: 20.0}

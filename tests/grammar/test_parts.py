@@ -118,7 +118,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_bad_grammar_is_told_in_one_line(compiler: Compiler, name: str) -> None:
+def test_a_bad_grammar_is_reported_in_one_line(compiler: Compiler, name: str) -> None:
     with pytest.raises(GrammarInvalid) as error:
         compiler.compile(GrammarSpec(*BAD[name]))
     assert str(error.value) and "\n" not in str(error.value) and len(str(error.value)) <= 300
@@ -275,7 +275,7 @@ def test_every_choice_of_the_flag_is_there(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["llguidance", "xgrammar"])
-def test_a_missing_library_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+def test_a_missing_library_is_reported_in_one_line(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
     monkeypatch.delitem(sys.modules, f"engine.grammar.{backend}_backend", raising=False)
     monkeypatch.setitem(sys.modules, backend, None)
     with pytest.raises(ConfigError, match=rf"^--grammar-backend {backend}: .*pip install {backend}") as error:

@@ -101,7 +101,7 @@ def test_a_slow_grammar_does_not_hold_others_up_and_is_refused_in_time(rig: Rig)
 @pytest.mark.parametrize(
     ("source", "says"), [("bad", "regex: unclosed group"), ("crash", "regex: MemoryError: too big")]
 )
-def test_what_does_not_compile_is_told_and_remembered(rig: Rig, source: str, says: str) -> None:
+def test_a_grammar_that_does_not_compile_is_reported_and_remembered(rig: Rig, source: str, says: str) -> None:
     for rid in ("a", "b"):
         rig.add(rid, source)
         rig.settle()
@@ -146,7 +146,7 @@ def test_the_queue_is_bounded_and_names_are_unique() -> None:
     rig.compiler.gate.set()
 
 
-def test_a_compilation_nobody_waits_for_is_not_begun() -> None:
+def test_a_compilation_without_waiting_requests_is_not_begun() -> None:
     rig = Rig(num_threads=1)
     rig.add("a", "slow")
     rig.add("b", "never")

@@ -59,7 +59,7 @@ def assert_refused(answer: httpx.Response, *statuses: int) -> None:
     assert error["message"] and error["type"] == "invalid_request_error", error
 
 
-def test_half_open_requests_stop_nobody(doors: Doors) -> None:
+def test_half_open_requests_stop_no_other(doors: Doors) -> None:
     """Slow loris: a header, or a body, that never ends; hundreds of them."""
     begun = (
         b"POST /generate HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nX: ",
@@ -73,7 +73,7 @@ def test_half_open_requests_stop_nobody(doors: Doors) -> None:
         assert doors.alone.post(COMPLETE, {"prompt": "fine", "max_tokens": 5}).json()["choices"][0]["text"] == "fine"
 
 
-def test_an_answer_that_nobody_reads_stops_nobody(doors: Doors) -> None:
+def test_an_unread_answer_stops_no_other(doors: Doors) -> None:
     """A client that asks for much and reads nothing."""
     body = {**PROMPT, "stream": True, "sampling_params": {"max_new_tokens": 2000, "ignore_eos": True}}
     sent = post(GENERATE, body).head(b"127.0.0.1")
@@ -129,7 +129,7 @@ def _live_requests(url: str) -> float:
 # ---- meeting places that are dead or lie
 
 
-def test_dead_bootstrap_hosts_fail_in_bounded_time_and_slow_nobody(doors: Doors) -> None:
+def test_dead_bootstrap_hosts_fail_in_bounded_time_and_slow_no_request(doors: Doors) -> None:
     bodies = [
         {**PROMPT, "bootstrap_host": host, "bootstrap_port": 1, "bootstrap_room": 900 + i}
         for i, host in enumerate(table.DEAD * 4)
@@ -263,7 +263,7 @@ def test_sockets_of_the_wrong_kind(doors: Doors, kind: int) -> None:
         doors.serve_well()
 
 
-def test_a_flood_of_frames_stops_nobody(doors: Doors) -> None:
+def test_a_flood_of_frames_stops_no_request(doors: Doors) -> None:
     with means.dealer(means.route(doors.cluster).control) as sock:
         for _ in range(20_000):
             with contextlib.suppress(zmq.Again):

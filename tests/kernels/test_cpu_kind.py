@@ -35,7 +35,7 @@ def test_the_best_kind_is_the_first(machine: str, features: set[str], best: Kind
     assert kinds[0] is best and kinds[-1] is Kind.GENERIC and kinds == sorted(kinds, reverse=True)
 
 
-def test_flags_are_those_of_the_kind_whatever_else_the_cpu_has() -> None:
+def test_compiler_flags_depend_on_the_kind_of_cpu_alone() -> None:
     assert flags_of(Kind.AVX2, SAPPHIRE) == flags_of(Kind.AVX2, HASWELL)
     assert "-mavx512vbmi" in flags_of(Kind.AVX512_BF16, ZEN4)
     assert "-mavx512vbmi" not in flags_of(Kind.AVX512_BF16, ZEN4 - {"avx512vbmi"})

@@ -157,7 +157,7 @@ def test_spans_have_a_way_out_to_the_collector() -> None:
 
 
 @each_overlay
-def test_the_router_s_selectors_choose_its_workers_and_nobody_else(overlay: str) -> None:
+def test_the_router_s_selectors_choose_its_workers_and_no_other_pod(overlay: str) -> None:
     config = router_config(overlay)
     assert config.service_discovery and config.service_discovery_namespace == "tandem"
     selectors = {"prefill": config.prefill_selector, "decode": config.decode_selector, "encode": config.encode_selector}
@@ -288,7 +288,7 @@ def allows(overlay: str, subject: Pods, other: Pods, port: str | None, way: str,
 
 
 @each_overlay
-def test_who_must_talk_can_and_who_must_not_cannot(overlay: str) -> None:
+def test_network_policies_allow_what_must_talk_and_nothing_else(overlay: str) -> None:
     router, prefill, decode = (one(overlay, name) for name in ("router", "prefill", "decode"))
     for worker in (one(overlay, name) for name in workers_of(overlay)):
         assert reaches(overlay, router, worker, "http")

@@ -58,7 +58,7 @@ async def test_what_signals_ask_for(sent: list[signal.Signals], asked: bool, at_
     assert (signals.requested.is_set(), signals.at_once.is_set()) == (asked, at_once)
 
 
-async def test_who_is_told_by_others_when_to_end_catches_only_the_hangup() -> None:
+async def test_a_process_that_its_parent_ends_catches_only_the_hangup() -> None:
     signals, hung_up = StopSignals(), asyncio.Event()
     with signals.caught(on_hangup=hung_up.set, only_hangup=True):
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

@@ -170,7 +170,7 @@ def test_new_weights_wait_for_running_requests_and_hold_new_ones() -> None:
     assert list(rig.finish) == ["during", "old", "after"]
 
 
-def test_new_weights_may_abort_those_who_run_but_not_for_a_bad_checkpoint() -> None:
+def test_new_weights_may_abort_running_requests_but_not_for_a_bad_checkpoint() -> None:
     rig = Rig()
     rig.ask("a", PROMPTS["a"], 30)
     rig.turns(2)
@@ -201,7 +201,7 @@ def test_kv_on_its_way_to_a_peer_is_no_ground_for_new_weights() -> None:
     assert not rig.control.blocks_input
 
 
-def test_a_profile_ends_when_told_or_after_its_steps() -> None:
+def test_a_profile_ends_on_request_or_after_its_steps() -> None:
     rig = Rig()
     rig.tell(StopProfile("none"))
     assert rig.replies["none"].status == 400
@@ -239,7 +239,7 @@ EVENTS = st.lists(
     mixed=st.booleans(),
     num_pages=st.integers(14, 40),
 )
-def test_whatever_is_paused_and_updated_no_token_changes(
+def test_pauses_and_updates_change_no_token(
     events: list[tuple[int, str, int, int]], depth: int, chunk: int | None, mixed: bool, num_pages: int
 ) -> None:
     """The "new" weights are the same here: what is retracted, flushed and computed again must give the same tokens."""

@@ -65,7 +65,7 @@ def test_chunks_suit_the_device_and_the_page(asked: int | None, page_size: int, 
     ("asked", "device", "mixed"),
     [(None, "cpu", True), (None, "cuda", False), (False, "cpu", False), (True, "cuda", True)],
 )
-def test_answers_go_on_beside_prompts_on_a_cpu_unless_told(asked: bool | None, device: str, mixed: bool) -> None:
+def test_answers_go_on_beside_prompts_on_a_cpu_by_default(asked: bool | None, device: str, mixed: bool) -> None:
     config = EngineConfig(model_path=DEFAULT_MODEL_PATH, enable_mixed_chunk=asked, device=device)
     assert resolve(config, load_model_config(DEFAULT_MODEL_PATH), cuda=True).enable_mixed_chunk is mixed
 

@@ -131,7 +131,7 @@ def test_a_request_that_comes_from_the_prefill_lane_has_its_next_token_in_time()
     assert rig.pipeline.shorten(1.0, 0.02) == pytest.approx(0.01 + 0.5 * DUE_S - 0.02 + POLL_S)
 
 
-def test_the_executor_is_told_the_share_at_first_and_when_it_changes() -> None:
+def test_the_executor_gets_the_share_at_first_and_when_it_changes() -> None:
     rig = Rig(parts=4).beside_a_prompt()
     plan = rig.pipeline.last
     assert rig.executor.given == [2] and plan is not None

@@ -57,11 +57,11 @@ def ask(**fields: object) -> GenerateRequest:
         (9, ask(sampling={"stop": ("x",), "min_new_tokens": 3}), [[1], [2], [3], [4], [5], [6], [7], [8]]),
     ],
 )
-def test_tokens_are_told_every_interval(engine: int, request_: GenerateRequest, messages: list[list[int]]) -> None:
+def test_tokens_are_reported_every_interval(engine: int, request_: GenerateRequest, messages: list[list[int]]) -> None:
     assert told(StreamGate(interval=engine), request_, 8) == messages
 
 
-def test_what_nobody_reads_along_is_flushed_every_50() -> None:
+def test_unstreamed_outputs_are_flushed_every_50() -> None:
     sizes = [len(ids) for ids in told(StreamGate(interval=1), ask(), 120)]
     assert sizes == [1, FORCED_INTERVAL, FORCED_INTERVAL, 19]
 

@@ -90,7 +90,7 @@ def test_the_forward_of_a_constrained_step_does_not_wait_for_the_token_before_it
 
 
 @pytest.mark.parametrize("depth", [2, 3])
-def test_a_grammar_that_ends_leaves_one_sample_that_nobody_sees(depth: int) -> None:
+def test_a_grammar_that_ends_wastes_one_sample(depth: int) -> None:
     """Its request has ended when the masks are filled in: no mask for it, its token is dropped, the others go on."""
     rig = Rig(depth)
     ends, goes_on = Fixed(3), Fixed(8)

@@ -31,7 +31,7 @@ def test_a_late_call_for_attention_is_no_error_and_writes_to_no_reused_descripto
 
 @pytest.mark.parametrize("name", ["a", "a:b@7", "@1", "recompute-7-1", ":", "ü@2:x"])
 @pytest.mark.parametrize("row", [0, 1, 63])
-def test_the_name_on_the_wire_says_where_answers_go_whatever_the_client_called_it(name: str, row: int) -> None:
+def test_the_wire_rid_routes_answers_for_any_name_of_a_client(name: str, row: int) -> None:
     assert row_of(addressed(f"{name}:1f", row)) == row
 
 

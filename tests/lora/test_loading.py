@@ -136,7 +136,7 @@ def _rename(tensors: dict[str, torch.Tensor], before: str, after: str) -> None:
         tensors[name.replace(before, after, 1)] = tensors.pop(name)
 
 
-def test_broken_and_missing_files_are_told_in_one_line(
+def test_broken_and_missing_files_are_reported_in_one_line(
     checkpoint: str, shapes: list[SiteShape], tmp_path: Path
 ) -> None:
     adapter = Path(make_tiny_adapter(tmp_path / "a", checkpoint, seed=1, rank=6))

@@ -131,7 +131,7 @@ def test_an_equal_prefix_is_not_computed_again_and_history_counts() -> None:
 
 
 @pytest.mark.parametrize("name", ["1U", "2U-mixed", "1P1D", "2P3D"])
-def test_every_request_ends_whatever_the_memory(name: str) -> None:
+def test_every_request_ends_with_any_memory(name: str) -> None:
     """More than memory holds at once: waits and retractions, and in the end all is back. No device is busy twice."""
     draw = random.Random(5)
     requests = [

@@ -7,7 +7,7 @@ import pytest
 from planner.host import Host, Threads, core_shares
 
 
-def test_enough_cores_or_none_named_slow_nobody_down() -> None:
+def test_enough_cores_or_none_named_slow_no_step() -> None:
     for host in (Host(2), Host(None)):
         assert host.finish("a", at_s=1.0, work_s=3.0) == pytest.approx(4.0)
         assert host.finish("b", at_s=2.0, work_s=3.0) == pytest.approx(5.0)

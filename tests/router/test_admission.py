@@ -42,7 +42,7 @@ def limits_of(running: int, *, per_client: int = 0, queue: int) -> AdmissionFlag
     )
 
 
-def test_higher_priority_goes_first_then_who_came_first() -> None:
+def test_higher_priority_goes_first_then_the_earlier_request() -> None:
     waits = line(running=1)
     runs, _ = waits.arrive("a", priority=0, now_s=0.0)
     tickets = [waits.arrive("a", priority=p, now_s=0.0)[0] for p in (0, 5, 5)]
@@ -84,7 +84,7 @@ def test_a_client_at_its_limit_is_passed_over() -> None:
     waits.check()
 
 
-def test_who_waited_too_long_is_refused_and_who_leaves_makes_no_room() -> None:
+def test_a_request_that_waited_too_long_is_refused_and_one_that_leaves_makes_no_room() -> None:
     waits = line(running=1, queue=9)
     waits.arrive("a", priority=0, now_s=0.0)
     early, _ = waits.arrive("a", priority=0, now_s=1.0)
@@ -197,7 +197,7 @@ def test_only_workers_that_are_in_time_are_left_and_the_unknown_may_be() -> None
     assert taken(forecast, [slow], Slo(ttft_s=2.0), tokens=5000, now_s=61.0) is slow
 
 
-def test_one_request_tries_a_worker_of_which_nothing_was_heard_for_long() -> None:
+def test_one_request_tries_a_worker_that_was_silent_for_long() -> None:
     """Else it would be refused for ever what became fast meanwhile: who is refused teaches nothing."""
     table, [slow] = pool(1, Role.PREFILL)
     forecast = Forecast()
@@ -221,7 +221,7 @@ def test_requests_of_a_former_incarnation_teach_nothing() -> None:
     assert forecast.ttft_s(worker, 1000) is None
 
 
-def test_time_between_tokens_is_foretold_by_the_requests_at_the_worker() -> None:
+def test_time_between_tokens_is_forecast_by_the_requests_at_the_worker() -> None:
     forecast = Forecast()
     launched = Launched(events=Events(on_sent=(forecast.on_sent,), on_attempt_ended=(forecast.on_attempt_ended,)))
     table, worker, request = launched.table, launched.worker(Role.DECODE, "http://d0"), make_request()
@@ -287,7 +287,7 @@ async def test_requests_wait_their_turn_by_priority_and_the_line_is_bounded() ->
     ("flags", "said"),
     [({"queue_size": 5, "queue_timeout_s": 0.0}, "queue_timeout"), ({}, "--max-concurrent-requests-per-client")],
 )
-async def test_a_client_has_its_own_limit_and_one_that_waits_too_long_is_told(flags: dict[str, Any], said: str) -> None:
+async def test_a_client_has_its_own_limit_and_a_long_wait_is_refused(flags: dict[str, Any], said: str) -> None:
     gate = asyncio.Event()
     async with cluster(unified=1, max_concurrent_requests_per_client=1, **flags) as c:
         c.decodes[0].behave = holds_first(gate)
@@ -337,7 +337,7 @@ async def test_a_router_learns_the_law_of_its_workers_and_refuses_what_would_be_
         assert 'tandem_router_refused_total{why="slo_ttft"} 2.0' in await c.metrics()
 
 
-def test_metrics_show_circuits_what_is_foretold_and_who_waits() -> None:
+def test_metrics_show_circuits_forecasts_and_waiting_requests() -> None:
     table = WorkerTable()
     known, unknown = (table.add(f"http://{name}:1", role=Role.PREFILL) for name in "ab")
     config = RouterConfig(max_concurrent_requests=1, queue_size=3)

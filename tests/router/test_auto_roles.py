@@ -153,7 +153,7 @@ async def test_one_process_of_a_fleet_moves_workers_and_the_others_ask_it() -> N
     assert not other.auto.status()["runs"]
 
 
-async def test_without_the_flag_a_router_looks_at_nobody() -> None:
+async def test_without_the_flag_a_router_watches_no_worker() -> None:
     """(With it: tests/router/test_dashboard.py.)"""
     async with cluster() as c:
         told = (await c.get(PATH))[1]

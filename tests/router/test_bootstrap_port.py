@@ -78,7 +78,7 @@ async def test_a_wrong_port_keeps_a_worker_out_and_the_remedy_is_named(
     assert f"{worker.url} gets no request: {worker.last_error}" in caplog.text
 
 
-async def test_a_request_is_told_why_there_is_no_worker() -> None:
+async def test_a_refusal_says_why_there_is_no_worker() -> None:
     async with cluster() as c, workers(1, mode="prefill") as (late,):
         c.prefills[0].info["disaggregation_bootstrap_port"] = late.info["disaggregation_bootstrap_port"] = SAID
         async with c.client.delete(c.url + "/workers", json={"url": c.prefills[0].url}) as response:

@@ -235,7 +235,7 @@ async def test_after_a_cut_it_goes_on_from_the_last_bookmark(started: Started) -
 
 
 @pytest.mark.parametrize("way", ["event", "status"])
-async def test_an_expired_version_is_listed_anew_and_who_went_meanwhile_leaves(started: Started, way: str) -> None:
+async def test_an_expired_version_is_listed_anew_and_deleted_pods_leave(started: Started, way: str) -> None:
     async with started(shown=True) as setup:
         lists = len(setup.kube.lists)
         setup.kube.refuse = 410 if way == "status" else 500  # nothing comes through meanwhile
@@ -251,7 +251,7 @@ async def test_an_expired_version_is_listed_anew_and_who_went_meanwhile_leaves(s
         assert len(setup.kube.lists) >= lists + 2
 
 
-async def test_junk_between_events_harms_nobody(started: Started) -> None:
+async def test_junk_between_events_does_no_harm(started: Started) -> None:
     """A line that is no JSON, an event without a pod, a pod with half its fields, two pods at one address."""
     async with started(shown=True) as setup:
         await setup.kube.say(b'{"type": "MODIFIED"}\n{"type": "NEW", "object": {}}\n\n')
@@ -283,7 +283,7 @@ async def test_a_pod_that_is_relabelled_changes_its_pool(started: Started) -> No
         await setup.alive(Role.DECODE, setup.decodes[1])
 
 
-async def test_a_worker_that_changed_its_role_stays_where_it_says_whatever_its_label(started: Started) -> None:
+async def test_a_worker_s_reported_role_wins_over_its_label(started: Started) -> None:
     """Neither an event of its pod nor a new list moves it back, or takes it out."""
     async with started(shown=True) as setup:
         mover, kube = setup.decodes[0], setup.kube

@@ -151,7 +151,7 @@ class Fleet:
         return [(worker.inflight_requests, worker.inflight_tokens) for worker in self.workers]
 
 
-def test_who_computes_the_prompt_is_told_and_no_other() -> None:
+def test_only_the_worker_that_computes_the_prompt_gets_the_source() -> None:
     fleet = Fleet(4)
     wanted = [IMAGES[3], IMAGES[0], IMAGES[3]]
     where = [fleet.send([image]) and fleet.named_to(fleet.pair[0]) for image in wanted]

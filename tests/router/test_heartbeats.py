@@ -166,7 +166,7 @@ def test_lines_say_what_a_worker_does() -> None:
     assert reader.every_s == 0.25
 
 
-async def test_a_router_that_was_held_up_takes_nobody_for_silent() -> None:
+async def test_a_router_that_was_held_up_counts_no_worker_as_silent() -> None:
     """What came meanwhile is not read when its timers are."""
     loop, told, received_s = asyncio.get_running_loop(), list[bool](), [0.0]
     received_s[0] = loop.time()

@@ -50,9 +50,7 @@ async def hedges(c: Cluster) -> tuple[float, float, float]:
 
 @pytest.mark.parametrize("slow", ["prefills", "decodes"])
 @pytest.mark.parametrize("body", [STREAM, {**STREAM, "n": 3}], ids=["one", "three"])
-async def test_a_hedge_answers_for_a_silent_pair_which_is_told_of_the_end_on_both_legs(
-    slow: str, body: dict[str, Any]
-) -> None:
+async def test_a_hedge_answers_for_a_silent_pair_whose_calls_both_end(slow: str, body: dict[str, Any]) -> None:
     async with cluster(prefill=2, decode=2, **SOON) as c:
         (first_prefill, prefill), (first_decode, decode) = c.prefills, c.decodes
         first_prefill.behave = first_decode.behave = hang
@@ -70,7 +68,7 @@ async def test_a_hedge_answers_for_a_silent_pair_which_is_told_of_the_end_on_bot
         await c.settled()
 
 
-async def test_whoever_loses_is_blamed_for_nothing_and_shown_as_ended() -> None:
+async def test_the_losing_pair_gets_no_fault_and_is_shown_as_ended() -> None:
     async with cluster(prefill=2, decode=2, cb_failure_threshold=1, **SOON) as c:
         c.prefills[0].behave = c.decodes[0].behave = hang
         assert (await c.post("/v1/chat/completions", STREAM, headers={"X-Request-Id": "r"}))[0] == 200
@@ -231,7 +229,7 @@ def others_of(pools: list[list[Worker]], taken: list[Worker]) -> list[list[Worke
     return None if found is None else [[*pool] for pool in found]
 
 
-def test_a_hedge_goes_to_others_where_there_are_any_and_to_nobody_with_a_queue() -> None:
+def test_a_hedge_goes_to_other_workers_without_a_queue() -> None:
     p0, p1, p2 = prefills = pool(Role.PREFILL, None, BUSY, LoadReport(running_reqs=9))
     d0, d1 = decodes = pool(Role.DECODE, None, None)
     assert others_of([prefills, decodes], [p0, d0]) == [[p2], [d1]]

@@ -167,7 +167,7 @@ def taker() -> BodyImages:
     return BodyImages(ImageFlags(), most_bytes=1 << 26)
 
 
-async def test_an_image_counts_some_tokens_whatever_its_bytes() -> None:
+async def test_an_image_counts_as_some_tokens_at_any_size() -> None:
     given = parsed(Api.CHAT, {"messages": [{"role": "user", "content": [part(BIG), part("data:,b")]}]})
     taken = await taker().take(given)
     assert 2 * TOKENS_PER_IMAGE < taken.body.prompt_tokens == taken.shown.prompt_tokens < 2 * TOKENS_PER_IMAGE + 200

@@ -112,7 +112,7 @@ async def test_an_answer_that_is_whole_or_unwanted_gets_no_comment() -> None:
             assert status == 200 and b": keep" not in body
 
 
-async def test_a_worker_that_streams_nothing_is_heard_in_one_event() -> None:
+async def test_an_answer_without_a_stream_is_one_event() -> None:
     async with cluster(**BEATS) as c:
         may_go = asyncio.Event()
 

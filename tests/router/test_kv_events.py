@@ -197,7 +197,7 @@ def test_pages_of_any_size_make_the_keys_that_requests_have(size: int) -> None:
     index.check()
 
 
-def test_adapters_unknown_parents_and_nonsense_are_nobodys_prefix() -> None:
+def test_adapters_unknown_parents_and_nonsense_are_no_prefix() -> None:
     told, index = view()
     good = stored(PROMPT)
     told.on_message(0, [msgspec.structs.replace(good, lora_id=1), BlockRemoved([99])])

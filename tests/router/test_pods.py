@@ -101,7 +101,7 @@ def test_workers_named_or_removed_by_hand_are_left_alone() -> None:
     assert core.show([a_pod()]) == core.show([]) == [] and core.table.workers() == []
 
 
-def test_of_two_pods_with_one_address_the_first_serves_and_the_other_is_told_of() -> None:
+def test_of_two_pods_with_one_address_the_first_serves_and_the_other_is_reported() -> None:
     core = Core()
     assert core.show([a_pod("a"), a_pod("b")]) == [("join", URL)]
     assert core.workers.problems == {"ns/b": f"pod ns/a has its address {URL}"}
@@ -195,7 +195,7 @@ POD_STATES = st.lists(
 
 
 @given(st.lists(st.tuples(POD_STATES, st.booleans()), max_size=12))
-def test_whatever_comes_the_pool_ends_as_the_pods_say(steps: list[tuple[list[Pod], bool]]) -> None:
+def test_the_pool_ends_as_the_pods_say_after_any_events(steps: list[tuple[list[Pod], bool]]) -> None:
     """No double join, no leave of a stranger, and the end is right."""
     core = Core()
     for pods, ended in steps:

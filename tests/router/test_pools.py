@@ -107,7 +107,7 @@ def queue_ends(candidates: Sequence[Worker]) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_pools_hold_who_may_be_chosen_whatever_happened(seed: int) -> None:
+def test_pools_hold_the_eligible_workers_after_any_events(seed: int) -> None:
     story = Story(random.Random(seed), workers=8)
     seen = set()
     for _ in range(600):
@@ -189,7 +189,7 @@ def test_cache_aware_takes_the_same_worker_as_a_look_at_each(seed: int) -> None:
 # ---- what a pool remembers
 
 
-def test_an_order_that_nobody_read_for_long_is_right_again() -> None:
+def test_an_order_unread_for_long_is_right_again() -> None:
     story = Story(random.Random(7))
     pool = story.table.pool(Role.DECODE, "")
     pool.least_loaded()

@@ -133,14 +133,14 @@ def test_a_worker_that_cannot_send_it_is_not_named(why: str) -> None:
     assert fleet.named(0) is None
 
 
-def test_a_worker_without_the_flag_is_told_nothing() -> None:
+def test_a_worker_without_the_flag_gets_no_source() -> None:
     fleet = Fleet(2)
     fleet.has(1, 4)
     fleet.sources.on_info(fleet.prefill[0], {})
     assert fleet.named(0) is None
 
 
-def test_only_the_prefill_worker_is_told() -> None:
+def test_only_the_prefill_worker_gets_the_source() -> None:
     fleet = Fleet()
     fleet.has(1, 4)
     fleet.send(0)

@@ -74,7 +74,7 @@ def test_a_short_pool_gets_a_worker_after_as_long_as_a_move_takes() -> None:
     assert "prefill is short since 20 s: pressure 1.50" in move.reason
 
 
-def test_a_burst_that_is_over_sooner_moves_nobody() -> None:
+def test_a_burst_that_is_over_sooner_moves_no_worker() -> None:
     pools = Pools(1, 3)
     for _ in range(20):
         assert pools.until_move(1.5, 0.6, looks=19) is None
@@ -108,7 +108,7 @@ def test_the_measured_time_of_moves_is_waited_for() -> None:
         (1.5, 1.9, "decode is short, but prefill cannot"),
     ],
 )
-def test_nobody_moves_where_the_other_pool_would_suffer_as_much(prefill: float, decode: float, said: str) -> None:
+def test_no_worker_moves_if_the_other_pool_would_suffer_as_much(prefill: float, decode: float, said: str) -> None:
     pools = Pools(2, 2)
     assert pools.until_move(prefill, decode) is None and said in pools.verdict
 
@@ -130,7 +130,7 @@ def test_the_least_loaded_worker_moves_and_of_equal_ones_the_oldest() -> None:
     assert move.worker_id == 2
 
 
-def test_while_somebody_is_away_or_moves_nobody_does() -> None:
+def test_no_worker_moves_while_another_is_away_or_moves() -> None:
     pools = Pools(1, 3)
     for _ in range(100):
         assert pools.look(1.5, 0.6, absent=True) is None
@@ -182,7 +182,7 @@ sizes = st.integers(1, 6)
     st.integers(1, 2),
     st.lists(st.tuples(works, works, works, st.integers(1, 90), st.booleans()), max_size=25),
 )
-def test_whatever_comes_no_worker_goes_back_soon_and_minimums_hold(
+def test_no_worker_goes_back_soon_and_minimums_hold_under_any_load(
     prefill: int, decode: int, min_prefill: int, min_decode: int, series: list[tuple[float, float, float, int, bool]]
 ) -> None:
     pools = Pools(prefill, decode, replace(FLAGS, auto_roles_min_prefill=min_prefill, auto_roles_min_decode=min_decode))

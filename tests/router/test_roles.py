@@ -173,7 +173,7 @@ async def test_an_admin_moves_a_worker_and_requests_follow_it() -> None:
         await c.settled()
 
 
-async def test_the_router_sees_by_itself_that_somebody_else_moved_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_router_notices_a_worker_that_another_client_moved(monkeypatch: pytest.MonkeyPatch) -> None:
     """However seldom it reads what a worker says of itself: another life is a reason to."""
     monkeypatch.setattr("router.pool.health.BOOTSTRAP_REFRESH_S", 1e9)
     async with movable() as c:
@@ -192,9 +192,7 @@ async def test_the_router_sees_by_itself_that_somebody_else_moved_a_worker(monke
         (end, 502, "it has ended"),
     ],
 )
-async def test_a_switch_that_comes_to_nothing_is_told_and_the_worker_is_used_as_it_is(
-    behave: Any, status: int, says: str
-) -> None:
+async def test_a_failed_switch_is_reported_and_the_worker_keeps_its_role(behave: Any, status: int, says: str) -> None:
     async with movable() as c:
         c.prefills[0].behave = behave
         got, said = await ask(c, {"url": c.prefills[0].url, "role": "decode"})

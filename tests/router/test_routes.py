@@ -132,7 +132,7 @@ def test_what_a_worker_may_say_of_its_load(told: dict[str, Any]) -> None:
     assert all(row["num_tokens"] == row["num_reqs"] == 0 for row in rows)
 
 
-async def test_ping_is_health_and_the_version_is_told_without_a_key() -> None:
+async def test_ping_is_health_and_the_version_needs_no_key() -> None:
     async with cluster(api_key="k", retry_max=0) as c:
         for method in ("GET", "POST", "HEAD"):
             async with c.client.request(method, c.url + "/ping") as response:

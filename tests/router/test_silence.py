@@ -179,7 +179,7 @@ async def test_a_request_that_waits_goes_to_a_worker_that_comes() -> None:
     [({}, {"X-Request-Timeout": "0.2"}), ({"dead_worker_timeout_s": 0.2}, {})],
     ids=["client", "router"],
 )
-async def test_nobody_waits_for_ever(flags: dict[str, Any], headers: dict[str, str]) -> None:
+async def test_no_request_waits_for_ever(flags: dict[str, Any], headers: dict[str, str]) -> None:
     async with cluster(**LASTING, **flags) as c:
         status, _, answer = await (await held(c, **headers))
         assert status == 503 and b"no decode worker answers" in answer and b"does not answer" in answer

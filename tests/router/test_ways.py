@@ -81,7 +81,7 @@ def test_a_short_prompt_skips_the_hand_over_where_the_first_token_is_in_a_hurry(
     ]
 
 
-def test_where_nobody_is_held_up_the_hand_over_decides() -> None:
+def test_without_waiting_requests_the_hand_over_decides() -> None:
     assert goes_alone(1000, alone=FREE._replace(company=0.0)) and not goes_alone(1000)
 
 

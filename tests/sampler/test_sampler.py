@@ -92,7 +92,7 @@ def test_a_sample_does_not_depend_on_the_batch():
     assert tokens_of(sampler, logits[few], few, [3] * len(few)).tolist() == [alone[i] for i in few]
 
 
-def test_ties_rank_by_token_id_whatever_the_batch_asks_for():
+def test_ties_rank_by_token_id_in_any_batch():
     """Equal logits at the edge of top_k: which of them is kept must not change with a neighbour's larger top_k."""
     logits = torch.zeros(2, 3000)
     logits[:, 1500] = 1.0

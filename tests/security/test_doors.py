@@ -86,7 +86,7 @@ def test_every_route_that_changes_a_worker_is_an_admin_s() -> None:
 # ---- whom a decode worker asks because a request says so
 
 
-def test_a_decode_worker_dials_nobody_that_it_does_not_know(tmp_path: Path) -> None:
+def test_a_decode_worker_dials_no_unknown_host(tmp_path: Path) -> None:
     disagg = DisaggConfig(disaggregation_mode="decode", disaggregation_bootstrap_allowed=("10.7.0.0/16",))
     local = make_allowlist(ServerConfig(), disagg, control_host="127.0.0.1")
     public = make_allowlist(ServerConfig(host="10.0.0.1"), disagg, control_host="127.0.0.1")
@@ -176,7 +176,7 @@ async def test_rate_limits_are_a_key_s_own(tmp_path: Path) -> None:
 # ---- what does not start
 
 
-def test_everything_binds_loopback_unless_told_otherwise() -> None:
+def test_everything_binds_loopback_by_default() -> None:
     assert all(is_loopback(c.host) for c in (ServerConfig(), RouterConfig(), BootstrapConfig()))
     assert is_loopback(TransferConfig().control_host) and DisaggConfig().disaggregation_control_host is None  # --host's
 
@@ -254,7 +254,7 @@ def check_start(
     assert "INSECURE" in caplog.text
 
 
-def test_a_transfer_engine_that_listens_everywhere_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_transfer_engine_that_listens_everywhere_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     for mode, backend, told in (("null", "mooncake", 0), ("prefill", "nixl", 0), ("prefill", "mooncake", 1)):
         disagg = DisaggConfig(disaggregation_mode=mode, disaggregation_transfer_backend=backend)
         check_exposure(ServerConfig(), disagg, control_host="127.0.0.1")
@@ -271,7 +271,7 @@ def test_a_transfer_engine_that_listens_everywhere_is_told_of(caplog: pytest.Log
         ('{"endpoint": "tcp://127.0.0.1:1", "replay_endpoint": "tcp://10.0.0.1:2"}', None, True),
     ],
 )
-def test_prompts_are_not_told_to_strangers_by_kv_events(
+def test_kv_events_show_no_prompts_to_strangers(
     config: str | None, secret: str | None, refused: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine, disagg = EngineConfig(kv_events_config=config), DisaggConfig(cluster_secret_file=secret)

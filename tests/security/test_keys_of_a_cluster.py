@@ -91,7 +91,7 @@ def models(guarded: Guarded, key: str) -> set[str]:
     return found[0]
 
 
-def test_rotation_disturbs_nobody_who_has_the_new_key(guarded: Guarded) -> None:
+def test_rotation_disturbs_no_client_with_the_new_key(guarded: Guarded) -> None:
     """Old key alone, both, new key alone. Who asks all the time, and changes keys while both are valid, sees only 200."""
     url = f"{guarded.cluster.router}/generate"
     assert ask("POST", url, NEW, prompt()).status_code == 401

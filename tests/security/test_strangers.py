@@ -89,7 +89,7 @@ def luring(host: str, port: int) -> tuple[list[tuple[str, dict[str, Any]]], dict
     return bodies, dict.fromkeys(names.split(), away)
 
 
-def test_a_worker_dials_nobody_whom_a_request_names(guarded: Worker) -> None:
+def test_a_worker_dials_no_host_that_a_request_names(guarded: Worker) -> None:
     with means.trap("127.0.0.1") as port:
         bodies, headers = luring("127.0.0.1", port)
         for path, body in bodies:
@@ -100,7 +100,7 @@ def test_a_worker_dials_nobody_whom_a_request_names(guarded: Worker) -> None:
         assert guarded.scheduler.num_running == 0
 
 
-async def test_a_router_dials_nobody_whom_a_request_names() -> None:
+async def test_a_router_dials_no_host_that_a_request_names() -> None:
     with means.trap("127.0.0.1") as port:
         async with cluster() as c:
             bodies, headers = luring("127.0.0.1", port)

@@ -118,7 +118,7 @@ def test_without_faults_every_request_succeeds() -> None:
     assert set(outcome.outcomes) == {"ok"} and not outcome.injected
 
 
-def test_a_seed_is_a_replay_whatever_the_hash_seed(played: Callable[[int], Outcome]) -> None:
+def test_a_seed_is_a_replay_under_any_hash_seed(played: Callable[[int], Outcome]) -> None:
     """Another process has another hash seed than this one."""
     code = (
         "from tools.simulation.options import options_of; from tools.simulation.run import run\n"

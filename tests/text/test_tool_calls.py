@@ -160,7 +160,7 @@ CASES: list[tuple[CallFormat, str, Read]] = [
 
 
 @pytest.mark.parametrize(("format", "text", "expected"), CASES, ids=range(len(CASES)))
-def test_calls_and_text_whatever_the_chunks(format: CallFormat, text: str, expected: Read) -> None:
+def test_calls_and_text_in_any_chunks(format: CallFormat, text: str, expected: Read) -> None:
     for pieces in chunks.splits(text):
         assert read(format, pieces) == expected
 

@@ -38,7 +38,7 @@ X86 = replace(GPU, built_in=lambda name: name == "SUPPORT_INTRA_NVLINK", has_fab
         ("nvlink", [], GPU, "nvlink", {"MC_FORCE_MNNVL": "1"}),
     ],
 )
-def test_what_is_taken_and_what_mooncake_is_told(
+def test_the_protocol_taken_and_passed_to_mooncake(
     asked: str, given: list[str], machine: Machine, taken: str, added: dict[str, str]
 ) -> None:
     assert choose(asked, dict.fromkeys(given, "0"), machine) == taken  # Mooncake reads any value as yes

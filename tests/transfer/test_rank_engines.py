@@ -64,7 +64,7 @@ class Prefill:
         return [[op.what for op in engine.ops if op.state is PENDING] for engine in self.engines]
 
 
-def test_success_waits_for_the_last_rank_whatever_ends_first() -> None:
+def test_success_waits_for_the_last_rank_in_any_order() -> None:
     prefill = Prefill()
     assert prefill.pending == [["post"] * 3, ["post"] * 2]  # two posts of two pages each, and the leader's row
     prefill.end(0, "post")

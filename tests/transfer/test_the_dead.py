@@ -77,7 +77,7 @@ def test_a_room_whose_owner_is_gone_fails_long_before_the_handshake_times_out(wo
     assert decode.counters["rooms"] == decode.counters["peers"] == 0
 
 
-def test_dead_and_mute_peers_slow_nobody_else(workers: Workers) -> None:
+def test_dead_and_mute_peers_slow_no_other(workers: Workers) -> None:
     """Look-ups that hang, a peer that accepts and never speaks, one that is gone: a good one is served meanwhile."""
     hang, prefill = threading.Event(), workers.prefill()
     with socket.create_server(("127.0.0.1", 0)) as mute:
@@ -108,7 +108,7 @@ def test_dead_and_mute_peers_slow_nobody_else(workers: Workers) -> None:
         assert decode.counters["rooms"] == 0
 
 
-def test_a_bootstrap_server_that_hangs_slows_nobody_else(workers: Workers) -> None:
+def test_a_bootstrap_server_that_hangs_slows_no_other_room(workers: Workers) -> None:
     """It is known to serve several prefill workers, so each room looks it up; all threads would hang there."""
     hang, asked, prefill = threading.Event(), list[int](), workers.prefill()
     good = Route(prefill.control_address, prefill.incarnation)
@@ -167,7 +167,7 @@ def test_the_dead_are_not_connected_to_again() -> None:
     assert list(core.proofs._dead) == ["late"]
 
 
-def test_who_answers_is_not_dead_whatever_a_late_proof_says() -> None:
+def test_a_peer_that_answers_is_not_dead_despite_a_late_proof() -> None:
     core, route = decode_core(), Route("p:1", "p", shared=True)
     core.open(1, 0, "b", 0.0)
     core.finder.on_route("b", 1, route, 0.0)

@@ -82,7 +82,7 @@ def test_a_slow_way_of_a_gpu_s_pages_has_a_cause_and_a_remedy(
         assert cause is not None and re.search(text, cause)
 
 
-def test_machines_and_namespaces_are_told_apart() -> None:
+def test_machines_and_namespaces_are_distinguished() -> None:
     def where(theirs: str) -> tuple[bool | None, bool | None]:
         found = surroundings_of("boot-1/pid:[1]", theirs, rdma=NO_RDMA, inside="cma", backend="nixl", ucx_tls="")
         return found.near, found.one_namespace
