@@ -16,6 +16,7 @@ from tests.engine.kinds import usual
 from tests.models.float64_oracle import Float64Oracle
 
 NEW_TOKENS = 6
+LONG = prompt_of(100, 2)  # of all tests: the oracle answers once
 WAYS = {
     "whole": {},
     "chunked": {"chunked_prefill_size": 64, "page_size": 4},
@@ -64,7 +65,7 @@ class Engine(EngineInProcess):
 @pytest.mark.parametrize("way", WAYS)
 def test_hidden_states_equal_transformers(checkpoint: str, oracle: Float64Oracle, way: str) -> None:
     """Twice: what is cached is computed again, because its states are wanted."""
-    prompts = {"short": prompt_of(5, 1), "long": prompt_of(100, 2)}
+    prompts = {"short": prompt_of(5, 1), "long": LONG}
     with Engine(checkpoint, **WAYS[way]) as engine:
         for _ in range(2):
             for rid, prompt in prompts.items():
@@ -90,7 +91,7 @@ POOLED = {("whole", "mean"), ("chunked", "last"), ("chunked", "mean"), ("overlap
 def test_embeddings_equal_transformers_and_keep_no_kv(
     checkpoint: str, oracle: Float64Oracle, way: str, pooling: str
 ) -> None:
-    prompts = {f"r{n}": prompt_of(n, n) for n in (1, 16, 90)}
+    prompts = {"one": prompt_of(1, 1), "page": prompt_of(16, 16), "long": LONG[:90]}
     with Engine(checkpoint, **WAYS[way]) as engine:
         for rid, prompt in prompts.items():
             engine.ask(rid, prompt, new=0, pooling=pooling, keep_kv=False)
@@ -111,7 +112,7 @@ def pooled(states: torch.Tensor, pooling: str) -> torch.Tensor:
 @usual()  # a family's logits: test_parity.py
 @pytest.mark.parametrize("way", WAYS)
 def test_logprobs_of_chosen_ids_equal_transformers(checkpoint: str, oracle: Float64Oracle, way: str) -> None:
-    prompt, ids = prompt_of(100, 3), (271, 17, 40)
+    prompt, ids = LONG, (271, 17, 40)
     with Engine(checkpoint, **WAYS[way]) as engine:
         engine.ask("r", prompt, logprobs=LogprobOptions(3, 1, ids))
         said = engine.answers()["r"]

@@ -6,7 +6,9 @@ ill-conditioned, as a gated norm of a state near 0 is, the copies spread as far 
 depends on the CPU.
 """
 
+import random
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -16,6 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 COPIES = 8
 HALF_ULP = 2.0**-24
+POOL = 1 << 22  # errors that are drawn once: each result takes as many as it has numbers, from a place drawn anew
 # A product of fp32 rounds at each of its terms, that of a copy once: a right program is some spreads away. Over all families, with
 # SSE, AVX2, AVX-512, AMX, three orders of summation and without a C compiler, the engine's worst token is 9 spreads off (the median
 # 3), that of transformers in fp32 11.
@@ -49,7 +52,7 @@ class Exact(NamedTuple):
 
 
 class Float64Oracle:
-    """One checkpoint. Answers are kept: tests ask for the same prompt again and again."""
+    """One checkpoint. Answers are kept: tests ask for the same prompt again and again, and a decoder's rows are those of a longer one."""
 
     def __init__(self, path: str) -> None:
         eager = {"attn_implementation": "eager", "experts_implementation": "eager"}  # fused kernels refuse float64
@@ -59,28 +62,56 @@ class Float64Oracle:
             if type(module).__name__.endswith("RotaryEmbedding"):
                 module.register_forward_pre_hook(self._arithmetic.pause)
                 module.register_forward_hook(self._arithmetic.resume)
-        self._answers: dict[tuple[str, tuple[int, ...]], Exact] = {}
+        self._model.model.register_forward_hook(self._keep_states)
+        self._states = torch.empty(0)
+        self._answers: dict[tuple[int, ...], _Answer] = {}
 
     def logits(self, ids: Sequence[int]) -> Exact:
         """Rows: tokens; columns: the vocabulary."""
-        return self._answer("logits", lambda batch: self._model(batch).logits, ids)
+        return self._answer(ids).logits.map(lambda rows: rows[..., : len(ids), :])
 
     def logprobs(self, ids: Sequence[int]) -> Exact:
         return self.logits(ids).map(lambda logits: logits.log_softmax(-1))
 
     def states(self, ids: Sequence[int]) -> Exact:
         """Rows: tokens; columns: the hidden state after the final norm."""
-        return self._answer("states", lambda batch: self._model.model(batch).last_hidden_state, ids)
+        return self._answer(ids).states.map(lambda rows: rows[..., : len(ids), :])
+
+    def _answer(self, ids: Sequence[int]) -> "_Answer":
+        key = tuple(ids)
+        found = next((answer for known, answer in self._answers.items() if known[: len(key)] == key), None)
+        if found is None:
+            found = self._answers[key] = self._computed(key)
+        return found
 
     @torch.inference_mode()
-    def _answer(self, name: str, run: Callable[[Tensor], Tensor], ids: Sequence[int]) -> Exact:
-        key = name, tuple(ids)
-        if key not in self._answers:
-            with self._arithmetic.rounding(0.0):
-                value = run(torch.tensor([ids]))[0]
-            with self._arithmetic.rounding(HALF_ULP):
-                self._answers[key] = Exact(value, run(torch.tensor([ids] * COPIES)))
-        return self._answers[key]
+    def _computed(self, ids: tuple[int, ...]) -> "_Answer":
+        with self._arithmetic.rounding(rounds=False):
+            logits, states = self._run([ids])
+        with self._arithmetic.rounding(rounds=True):
+            near_logits, near_states = self._run([ids] * COPIES)
+        return _Answer(Exact(logits[0], near_logits), Exact(states[0], near_states))
+
+    def _run(self, batch: list[tuple[int, ...]]) -> tuple[Tensor, Tensor]:
+        logits: Tensor = self._model(torch.tensor(batch)).logits
+        return logits, self._states
+
+    def _keep_states(self, _: object, __: object, output: Any) -> None:
+        self._states = output.last_hidden_state
+
+
+class _Answer(NamedTuple):
+    logits: Exact
+    states: Exact
+
+
+@cache
+def _factors() -> Tensor:
+    """[POOL]: what rounding makes of 1."""
+    errors = torch.empty(POOL, dtype=torch.float64).uniform_(
+        -HALF_ULP, HALF_ULP, generator=torch.Generator().manual_seed(0)
+    )
+    return errors.add_(1)
 
 
 class _Float64(TorchFunctionMode):
@@ -88,12 +119,12 @@ class _Float64(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._error, self._paused, self._generator = 0.0, False, torch.Generator()
+        self._rounds, self._paused, self._random = False, False, random.Random()
 
-    def rounding(self, error: float) -> Self:
-        """`error`: relative, the largest of an operation; 0.0: none."""
-        self._error = error
-        self._generator.manual_seed(0)
+    def rounding(self, rounds: bool) -> Self:
+        """`rounds`: whether operations are off by as much as rounding may bring."""
+        self._rounds = rounds
+        self._random.seed(0)
         return self
 
     def pause(self, *_: object) -> None:
@@ -109,15 +140,16 @@ class _Float64(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         func = torch.Tensor.double if func is torch.Tensor.float else func
         out = func(*map(_wide, args), **{name: _wide(value) for name, value in (kwargs or {}).items()})
-        return self._rounded(out) if self._error and func.__name__ in ROUNDED else out
+        return self._rounded(out) if self._rounds and func.__name__ in ROUNDED else out
 
     def _rounded(self, out: Tensor) -> Tensor:
         if not out.is_floating_point():
             return out
-        errors = torch.empty(out.shape, dtype=torch.float32).uniform_(
-            -self._error, self._error, generator=self._generator
-        )
-        return out * (1 + errors.double())
+        factors = _factors()
+        if out.numel() > POOL // 2:
+            factors = factors.repeat(2 + out.numel() // POOL)
+        begin = self._random.randrange(POOL // 2)
+        return out.mul_(factors[begin : begin + out.numel()].view(out.shape))
 
 
 def _wide(argument: Any) -> Any:
