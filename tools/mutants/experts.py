@@ -86,7 +86,7 @@ def _(original, mlp, placement):
 
 
 def _of_own_rows(original, rows, own, slots, compute, *, total):
-    found = original(rows, own, slots, compute, total=total)
+    found = yield from original(rows, own, slots, compute, total=total)
     return Answered(found.answers, torch.bincount(slots.reshape(-1), minlength=total))
 
 
