@@ -271,7 +271,7 @@ class FeatureFetches:
         )
         for fetch in self._fetches.values():
             gone = [r.rid for r in fetch.waiting.values() if r.finish is None and not r.features_arriving]
-            assert fetch.waiting and not gone, f"nobody waits for features any more: {gone}"
+            assert fetch.waiting and not gone, f"fetches without a waiting request: {gone}"
         assert self.num_rows == self._metadata.num_used, f"{self._metadata.num_used} rows used, {self.num_rows} owned"
         self._metadata.check()
         self._allocator.check()

@@ -1,4 +1,4 @@
-"""Features of images that an encoder worker computes for others: each image once, whoever asks for it.
+"""Features of images that an encoder worker computes for others: each image once for all that ask.
 
     take -> WAITING --its image is not being encoded for another one--> COMPUTING, by Outgoing as a prompt:
         in the tree    locked there, and sent

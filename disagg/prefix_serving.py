@@ -1,4 +1,4 @@
-"""Prefixes that a prefill worker sends to another one: what its tree has of the tokens, computed by nobody.
+"""Prefixes that a prefill worker sends to another one: the part of the tokens in its tree; nothing is computed.
 
     take --locked in the tree, settled--> Outgoing, as a prompt whose KV is computed --> unlocked once nothing reads it
 

@@ -23,7 +23,7 @@ LOAD_BALANCE_METHODS = (
 )
 SPECULATIVE_ALGORITHMS = ("NGRAM", "STANDALONE", "NEXTN", "EAGLE", "EAGLE3")
 MAX_DRAFT_TOKENS = 64
-MAX_TOPK = 16  # a pass has so many rows of each request
+MAX_TOPK = 16  # rows of each request in a pass
 MAX_PAGE_SIZE = 1024
 MAX_PORT = 65535
 MAX_NODES = 64

@@ -1,4 +1,4 @@
-"""Costs by which every draft pays, however long a step of so many rows takes: for --no-speculative-adaptive. Pure."""
+"""Costs by which every draft pays, however long its steps take: for --no-speculative-adaptive. Pure."""
 
 
 class FreeRows:

@@ -1,6 +1,6 @@
 """A GPU's memory: what reads it, and the wait for this process's share of it (engine/device/memory_plan.py).
 
-Two workers on one GPU never race: each keeps to its share of the total, whatever the other has taken yet.
+Two workers on one GPU never race: each keeps to its share of the total, even before the other has taken its own.
 """
 
 import logging

@@ -61,12 +61,12 @@ class MeasuredMemory:
         return self.beside_weights - self.steps
 
     def fitting(self, tokens: int, room: int) -> int:
-        """Return how many of `tokens`, whose step was measured, fit in so many bytes; 0 or less: none."""
+        """Return how many of `tokens`, whose step was measured, fit in the given bytes; 0 or less: none."""
         over = self.prompts - room
         return tokens if over <= 0 or self.token_bytes == 0 else tokens - math.ceil(over / self.token_bytes)
 
     def with_fewer(self, tokens: int) -> "MeasuredMemory":
-        """Return it for prompt steps shorter by so many tokens."""
+        """Return the memory for prompt steps shorter by the given tokens."""
         return replace(self, prompts=max(0, int(self.prompts - tokens * self.token_bytes)))
 
     def at_once(self) -> "MeasuredMemory":

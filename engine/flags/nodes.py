@@ -1,6 +1,6 @@
 """Which ranks a machine holds where --nnodes has them share a model, and which pairs of ranks on two machines are connected. Never torch.
 
-Ranks are numbered stage by stage. Node 0 has the leader's block of them, so that it is the one that serves, whatever is split.
+Ranks are numbered stage by stage. Node 0 has the leader's block of them, so that it serves in every split.
 """
 
 from typing import NamedTuple

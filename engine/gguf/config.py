@@ -11,7 +11,7 @@ ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen
 ROPE_FACTORS = "rope_freqs.weight"  # Llama 3.1: one divisor for each pair of a head
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 
-# Tokens that end an answer whatever the metadata says of them, as in llama.cpp (llama-vocab.cpp).
+# Tokens that end an answer even if the metadata does not mark them, as in llama.cpp (llama-vocab.cpp).
 _ENDS = ("<|eot_id|>", "<|im_end|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>", "</s>")
 _CONTROL = 3
 

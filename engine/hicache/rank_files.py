@@ -20,7 +20,7 @@ MISSING = "no file"
 class FollowerFiles:
     """A follower's part of its leader's reads and writes: two threads beside its steps, as the leader's Disk has.
 
-    Each call returns what it came to: "" is well, else what went wrong. `identity`: of this rank's KV, whatever the weights.
+    Each call returns its error; "": none. `identity`: of this rank's KV, without the weights.
     """
 
     def __init__(self, path: Path, *, page_of: PageView, identity: KVIdentity) -> None:
@@ -130,7 +130,7 @@ class RanksStore:
 
 @contextlib.contextmanager
 def _together(theirs: Callable[[], dict[int, str]], error: type[Exception]) -> Iterator[None]:
-    """Do the leader's part, and wait for the others whatever comes of it: their threads may still use the page."""
+    """Do the leader's part, and wait for the others even if it fails: their threads may still use the page."""
     try:
         yield
     finally:

@@ -28,7 +28,7 @@ class StateRows:
         return ctypes.addressof(self._rows)
 
     def begin(self, lens: Sequence[int], slots: torch.Tensor) -> None:
-        """Requests of so many rows each, one behind the other, whose states are in `slots` [batch] int32, none twice."""
+        """Requests of equally many rows, one behind the other, whose states are in `slots` [batch] int32, none twice."""
         assert slots.dtype == torch.int32 and len(slots) == len(lens), slots
         low, high = slots.aminmax()
         assert int(low) >= 0 and int(high) <= self._pool.num_slots, (int(low), int(high))  # C trusts them

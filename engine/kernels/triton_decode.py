@@ -11,7 +11,7 @@ program waits for another, and each merges behind its loop over splits, which ne
 
 Lengths are read on the device: `split_list` lists all splits once a step, and each of n programs takes every n-th. So one
 captured graph serves every length, and a long context costs a short request nothing. For the same reason numbers that
-change from step to step are in `do_not_specialize`: a kernel is compiled once for a model, whatever it serves.
+change from step to step are in `do_not_specialize`: a kernel is compiled once for a model.
 
 Latents (MLA) are one row of a token for all heads: V is the first DIM elements of K, and REST are behind them. What is called a
 kv head then is a tile of query heads. V is loaded anew, from a cache: the small products need another layout of it than of

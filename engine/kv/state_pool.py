@@ -3,7 +3,7 @@
     base ->  | slot 0 (scratch) | slot 1 | ... | slot num_slots | shadow 0 | ... |          slot_bytes apart
     slot ->  | layer 0 conv [channels, kernel - 1] | layer 0 recurrent, float32 | layer 1 conv | ... | pad |
 
-A slot is what a request remembers in all recurrent layers, whatever its length: one run, so a transfer is one piece. Shadows are of states
+A slot holds a request's states of all recurrent layers, of one size at any length: one run, so a transfer is one piece. Shadows are of states
 while drafts are verified (engine/executor/states.py); no request has one, and no peer.
 """
 

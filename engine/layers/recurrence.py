@@ -56,7 +56,7 @@ class StepStates:
         self._lay(lens, slots, decodes)
 
     def begin_again(self, counts: Sequence[int], slots: Tensor) -> None:
-        """Expect so many rows of answers of each request, whose states are in `slots` [n] int32."""
+        """Expect equally many rows of answers of each request, whose states are in `slots` [n] int32."""
         self._lay(counts, slots, [True] * len(counts))
 
     def _lay(self, lens: Sequence[int], slots: Tensor, decodes: Sequence[bool]) -> None:

@@ -27,7 +27,7 @@ class StepAdapters(Protocol):
         """Compute from now on as a recorded step of `rows` rows does, until the next `begin`."""
 
     def compile(self) -> None:
-        """Compile whatever a step may launch."""
+        """Compile all kernels that a step may launch."""
 
     def delta(self, index: int) -> Delta: ...
 

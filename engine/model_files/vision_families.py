@@ -11,7 +11,7 @@ from engine.model_files.tower_config import ClipTower, Tower, read_clip, read_le
 
 @dataclass(frozen=True, slots=True)
 class MropeConfig:
-    """M-RoPE (arXiv:2409.12191): of the pairs of a head that RoPE turns, so many by time, row and column.
+    """M-RoPE (arXiv:2409.12191): the numbers of a head's pairs that RoPE turns by time, row and column.
 
     `interleaved`: pairs 1, 4, ... by row and 2, 5, ... by column; else they follow one another.
     """
@@ -37,7 +37,7 @@ class VisionFamily:
 
     text:         architecture of its text model; "": the one of `text_config`'s model_type
     text_fields:  what that means where its fields are left out
-    fixed:        fields of that which it has whatever the file says
+    fixed:        its fields that the file cannot change
     flat:         older files have the text model's fields beside the others
     either_ties:  embedding and head are one where either part's fields say so; else the outer ones count
     tower:        reads the tower, given the text model's hidden size

@@ -24,7 +24,7 @@ ROOT_3 = math.sqrt(3)  # half the width of the uniform distribution with standar
 
 
 class DummyTensors:
-    """As the tensors of files: all that are asked for, in whatever shape. `folder`: of config.json."""
+    """Stands in for the tensors of files: each requested one, in any shape. `folder`: of config.json."""
 
     described_by = "config.json"
 

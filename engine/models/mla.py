@@ -23,7 +23,7 @@ from engine.parallel.collectives import Collectives
 from engine.parallel.exchange import Stages
 from engine.parallel.layout import Cut
 
-EPS = 1e-6  # of the norms inside, whatever the config says of the others
+EPS = 1e-6  # of the norms inside; the config's is of the others
 
 
 class LatentAttention:

@@ -1,7 +1,7 @@
 """The index of DeepSeek V3.2's sparse attention: small queries and keys of its own, which choose the tokens that attention sees.
 
 Its products are rows of the layer's own matrices: key and weights of heads beside the latents, queries beside q. All ranks have all of
-it. Its RoPE pairs dims (i, i + rope_dim / 2), whatever attention does; in GLM-5 (2 i, 2 i + 1), which are put in that order here.
+it. Its RoPE pairs dims (i, i + rope_dim / 2), independent of attention's; in GLM-5 (2 i, 2 i + 1), which are put in that order here.
 """
 
 import torch

@@ -82,7 +82,7 @@ class NextnLayer:
 
 
 def _check(checkpoint: Checkpoint, join: str) -> None:
-    """Quantized copies of a model often lack the layer, whatever their config.json says."""
+    """Check for the layer, which quantized copies of a model often lack in spite of their config.json."""
     if not checkpoint.is_dummy and not checkpoint.has(f"{join}.weight"):
         raise ConfigError(
             f"--speculative-algorithm: the checkpoint has no tensor {join}.weight, so no layer that drafts; take one that was published "

@@ -1,4 +1,4 @@
-"""What an answer is made of, whatever its chunks and whichever API shows it: reasoning, text, tool calls. Pure."""
+"""The parts of an answer, in any chunks and for any API: reasoning, text, tool calls. Pure."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""Reads tool calls out of a growing text: the same parts whatever the chunks. Pure.
+"""Reads tool calls out of a growing text: the same parts for any chunks. Pure.
 
     TEXT --marker--> OPEN --opener--> CALL (a scanner of the format) --its end--> AFTER --separator, opener--> OPEN
                                                                                     \\--closer, or anything else--> TEXT

@@ -89,7 +89,7 @@ def _begun_turn(messages: list[ChatMessage]) -> ChatMessage:
 
 
 def _turn(messages: list[ChatMessage]) -> ChatMessage:
-    """The assistant's message for a call: the last one, whatever it has."""
+    """The assistant's message for a call: the last one, with any content."""
     if not messages or messages[-1].role != "assistant":
         messages.append(ChatMessage(role="assistant"))
     return messages[-1]

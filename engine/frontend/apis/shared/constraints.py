@@ -79,7 +79,7 @@ def format_constraint(format: ResponseFormat | None) -> Constraint | None:
 
 
 def closed_schema(schema: Any, *, field: str) -> Any:
-    """A strict schema: closed, whatever the server's default for silent schemas is. Raises ApiError(400)."""
+    """Return a strict schema: closed, under any server default. Raises ApiError(400)."""
     try:
         return closed(schema)
     except RecursionError:

@@ -58,7 +58,7 @@ def _constrains(value: ResponseFormat | None) -> bool:
     return value is not None and value.type != "text"
 
 
-# By field, whatever the body; what holds the prompt comes first.
+# By field, for any body; fields of the prompt come first.
 _RULES = {
     **dict.fromkeys(("documents", "text_1", "text_2"), _Rule(_is_given, PAIRS)),
     **dict.fromkeys(("input", "prompt", "query", "items"), _Rule(_is_text, IDS)),

@@ -1,4 +1,4 @@
-"""Images and videos of a request, whatever its API: from the parts that name them to the prompt that holds them."""
+"""Images and videos of a request of any API: from the parts that name them to the prompt that holds them."""
 
 from collections.abc import MutableMapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
