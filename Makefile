@@ -32,7 +32,7 @@ NODES ?=
 MINUTES ?= 10
 SIM := $(BIN)/python -m tools.simulation $(if $(NODES),--nodes $(NODES)) $(if $(SEED),--seed $(SEED))
 
-.PHONY: help setup run chat test slow-tests fresh-check soak-core mutants sim sim-soak sim-mutants scale-fleet bench bench-peers fuzz manifests image-pins pins triton-versions house api-table model-table k8s-drill fault-matrix death-notice churn-soak rank-faults rank-shapes rank-soak goodput plan-error gpu-check lint format clean
+.PHONY: help setup run chat test slow-tests fresh-check soak-core mutants sim sim-soak sim-mutants scale-fleet bench bench-peers fuzz manifests image-pins pins triton-versions house api-table model-table k8s-drill fault-matrix encoder-faults death-notice churn-soak rank-faults rank-shapes rank-soak goodput plan-error gpu-check lint format clean
 
 help:
 	@echo "make run [ARGS=...]    start a cluster on this machine; Ctrl-C ends it"
@@ -48,6 +48,7 @@ help:
 	@echo "make plan-error        plan_error.md: the same requests on real workers and in tandem plan"
 	@echo "make gpu-check [PYTHON=python3]       gpu_check.json: kernels, steps and transfers on a GPU (4 minutes, at most 12)"
 	@echo "make goodput [ARGS='--trace PATH']    goodput.md: requests a second within objectives, by cluster, on all cores (25 minutes)"
+	@echo "make encoder-faults    encoder_faults.json: real processes, every fault of an encoder worker"
 	@echo "make fault-matrix [CELLS=kill:prefill:*] [JOBS=2]  reliability.md: real processes, every fault in every phase"
 	@echo "                       (the rows unplug need root and iproute2: network namespaces)"
 	@echo "make death-notice      reliability.md: how soon the router notices a frozen or cut worker"
@@ -68,7 +69,7 @@ help:
 	@echo "make house             house.md: sizes, arrows between parts, files of a plain request"
 	@echo
 	@echo "make sim [SEED=7 NODES=8]  simulate one cluster with faults"
-	@echo "make sim-mutants       plant bugs in whole clusters; fixed seeds and scenarios must find each"
+	@echo "make sim-mutants       plant bugs in whole clusters; fixed seeds and scenarios must find each; encoder_mutants.json"
 	@echo "make manifests         render deploy/kubernetes for the tests (after a change there; needs kubectl)"
 	@echo "make model-table       write the table of docs/models.md (after a change of what a model family works with)"
 	@echo "make api-table         write docs/api.md (after a change of routes or fields)"
@@ -133,6 +134,10 @@ gpu-check: $(if $(PYTHON),,$(STAMP))
 fault-matrix: $(STAMP)
 	$(BIN)/python -m tools.faults.matrix --jobs $(JOBS) $(if $(CELLS),--again '$(CELLS)')
 
+# A few minutes.
+encoder-faults: $(STAMP)
+	$(BIN)/python -m tools.faults.encoders $(ARGS)
+
 # About three minutes. Run it alone on the machine.
 death-notice: $(STAMP)
 	$(BIN)/python -m tools.faults.death_notice $(ARGS)
@@ -165,6 +170,7 @@ sim-soak: $(STAMP)
 
 sim-mutants: $(STAMP)
 	$(BIN)/python -m tools.mutants cluster
+	$(BIN)/python -m tools.mutants encoders --report docs/reports/encoder_mutants.json
 
 # Schemathesis has a venv of its own, because of its pytest plugin and its versions.
 FUZZ_VENV := .venv-fuzz

@@ -51,9 +51,10 @@ class Rig:
 
     layout = Layout.PLAIN
     switched: tuple[str, ...] = ("prefill",)  # roles of workers that `switch` reaches
+    beside: tuple[str, ...] = ()  # workers of other roles
 
     def __init__(self, backend: str, size: Size = Size.SINGLE) -> None:
-        self.backend, self.workers = backend, workers_of(size)
+        self.backend, self.workers = backend, (*workers_of(size), *self.beside)
         self.household = Household()
         self.parts = self.household.parts
         self._switches = self.household.folder / "s"

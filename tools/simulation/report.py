@@ -6,6 +6,7 @@ from pathlib import Path
 
 from deploy.bench.environment import commit
 from tools.mutants.cluster import CLUSTER
+from tools.mutants.encoders import ENCODERS
 from tools.mutants.image_sharing import IMAGE_SHARING
 from tools.mutants.ranks import RANKS
 from tools.simulation import scenario
@@ -72,9 +73,8 @@ def write(total: Total, path: Path) -> None:
 | longest time from the last fault to full rest (virtual) | {total.longest_rest_s:.1f} s |
 | failed | {len(total.failed)} |"""
     seen = "\n".join(f"| {what} | {count} |" for what, count in sorted(total.seen.items()))
-    planted = "\n".join(
-        f"- {bug.name}: {bug.what}" for bug in (*CLUSTER.values(), *RANKS.values(), *IMAGE_SHARING.values())
-    )
+    tables = (CLUSTER, RANKS, IMAGE_SHARING, ENCODERS)
+    planted = "\n".join(f"- {bug.name}: {bug.what}" for table in tables for bug in table.values())
     path.write_text(
         template.replace("{{figures}}", figures)
         .replace("{{faults}}", faults)
