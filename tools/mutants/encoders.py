@@ -63,24 +63,21 @@ def _(original, first):
 )
 def _(original, images, plan):
     original(images, plan)
-    pages = [land.pages for land in plan.lands][::-1]
-    plan.lands = [replace(land, pages=other) for land, other in zip(plan.lands, pages, strict=True)]
+    sizes = {len(land.pages) for land in plan.lands}
+    pages = {size: [land.pages for land in plan.lands if len(land.pages) == size] for size in sizes}
+    plan.lands = [replace(land, pages=pages[len(land.pages)].pop()) for land in plan.lands]
 
 
 @ENCODERS.bug("a partly written image is whole", FeatureFetches._move, "It lands while its transfer is under way.")
 def _(original, fetches, fetch, now_s):
-    if fetch.stage is HandoverStage.TRANSFER and fetch.receiver.poll() is KVPoll.Transferring:
-        fetches._images.land(fetch.image, fetch.pages)
+    under_way = fetch.receiver.poll() not in (KVPoll.Success, KVPoll.Failed)
+    if fetch.stage is HandoverStage.TRANSFER and under_way and fetches._images.land(fetch.image, fetch.pages):
         fetches._landed.append(fetch.pages)
         fetches._forget(fetch)
-        fetches._close(fetch)
+        fetch.pages = []
+        fetches._exposed.append(fetch)
         return
     original(fetches, fetch, now_s)
-
-
-@ENCODERS.bug("a copy begins with the second page", ImageCache.land, "Rows of an image are out of order.")
-def _(original, images, image, pages):
-    return original(images, image, pages[1:] + pages[:1])
 
 
 @ENCODERS.bug("the last page of an image is not sent", PageSender._send_last, "It keeps what was there before.")

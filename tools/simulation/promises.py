@@ -109,11 +109,14 @@ _FAULTY = EngineBehaviour(
     gives_up_s=1.0,
     flip_rate=0.08,
 )
+_SLOW = replace(
+    _FAULTY, copy_s=(0.01, 0.03), slow_rate=0.0, fail_rate=0.0, late_done_rate=0.0, late_rate=0.0, flip_rate=0.0
+)
 OF_ENCODERS = (
     Promise(
         name="encoder workers compute images for prefill workers, each once for all that ask at a time",
-        options=_encoding(3, "memory pressure", "client disconnect"),
-        least={"features fetched": 25, "images that encoders have": 10, "features evicted": 10, "client disconnect": 3},
+        options=_encoding(3, "memory pressure", "client disconnect", encoder_engine=_SLOW, feature_pages=(10, 8), length_s=5.0),
+        least={"features fetched": 20, "images that encoders have": 5, "features evicted": 10, "client disconnect": 2},
         never=("feature fetches late", "feature fetches refused"),
         outcomes=frozenset(["ok", "left"]),
     ),
