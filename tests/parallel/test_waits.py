@@ -168,7 +168,7 @@ def test_a_long_wait_costs_no_core(regions: list[SharedRegion]) -> None:
 
 @pytest.mark.skipif(allreduce() is None, reason="no compiler")
 def test_ranks_that_share_a_core_give_it_to_one_another() -> None:
-    """Four on one core take a few times the CPU of Python's barrier, which sleeps at once; dozens of times where a wait only spins."""
+    """Four on one core take twice the CPU of the barrier of Python, which sleeps at once; fifteen times where a wait only spins."""
     sums, cores = 400, os.sched_getaffinity(0)
     barrier = threading.Barrier(4)
 
@@ -184,7 +184,7 @@ def test_ranks_that_share_a_core_give_it_to_one_another() -> None:
         waits = [partial(rank.sum, torch.ones(1, 64), dtype=torch.float32) for rank in ranks]
         ours = together([partial(used_s, wait) for wait in waits], region=regions[0])
         barriers = together([partial(used_s, barrier.wait)] * 4, region=regions[0])
-    assert sum(ours) < 20 * sum(barriers)
+    assert sum(ours) < 5 * sum(barriers)
 
 
 def until(done: Callable[[], bool]) -> None:
