@@ -4,7 +4,6 @@ from msgspec.structs import replace
 
 from disagg import feature_fetching
 from disagg.feature_fetching import FeatureFetches
-from disagg.feature_serving import FeatureServer
 from disagg.handover import HandoverStage
 from disagg.page_sender import PageSender
 from engine.core.image_cache import ImageCache
@@ -98,17 +97,6 @@ def _(original, memory, request):
     memory.cache.unlock(request.lock)
     request.lock = None
     return num_pages
-
-
-@ENCODERS.bug("part of a cached image counts as all of it", FeatureServer._is_cached, "The rest is sent as it is.")
-def _(original, server, request):
-    ids = request.key_tokens(0, request.num_tokens)
-    return server._scheduler.memory.cache.num_cached(ids, branch=request.branch) > 0
-
-
-ENCODERS.skip(
-    "an encoder answers by its old weights", FeatureServer.end_all, "What it has begun goes on under the new ones."
-)
 
 
 # ---- prompts that wait
