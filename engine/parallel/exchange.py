@@ -31,8 +31,8 @@ class RankExchange(Generic[R]):
 
     def run_beside(self) -> Tensor:
         """The same by the other way between the ranks."""
-        beside = self.ranks.beside
-        assert isinstance(beside, type(self.ranks)), "ranks without a second way compute no step in halves"
+        beside, kind = self.ranks.beside, type(self.ranks)
+        assert isinstance(beside, kind), "ranks without a second way compute no step in halves"
         return self.work(beside)
 
 

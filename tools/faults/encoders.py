@@ -107,9 +107,12 @@ async def play(rig: RigWithEncoder, name: str, seeds: range, right: dict[int, An
 
 
 async def play_other_weights(rig: RigWithEncoder, seeds: range, right: dict[int, Any]) -> dict[str, Any]:
-    """The encoder worker comes back with another checkpoint, and then with its own."""
+    """The encoder worker comes back with another checkpoint, and then with its own.
+
+    It starts in this thread: a worker ends with the thread that started it.
+    """
     fetched = rig.num_fetched
-    await asyncio.to_thread(_restart, rig, True)
+    _restart(rig, True)
     await asyncio.to_thread(rig.await_refusal)
     answers = await rig.ask(*(body_of(seed) for seed in seeds))
     problems = [
@@ -117,7 +120,7 @@ async def play_other_weights(rig: RigWithEncoder, seeds: range, right: dict[int,
     ]
     if rig.num_fetched != fetched:
         problems.append("features of other weights were taken")
-    await asyncio.to_thread(_restart, rig, False)
+    _restart(rig, False)
     await asyncio.to_thread(rig.await_encoder)
     problems += await _unclean(rig, ["prefill", "decode", ENCODE])
     return {"what": "SIGKILL, a start with another checkpoint", "ok": not problems, "problems": problems, "fetched": 0}

@@ -38,7 +38,8 @@ async def test_a_real_cluster_is_on_the_page(nixl: Cluster, devtools: str) -> No
             url = nixl.of(role)[0].url
             usage = f"document.querySelector('#{role} .card[data-url=\"{url}\"] .usage').innerText"
             await page.until(f"document.querySelector('#{role} .card') !== null && {usage}.startsWith('KV ')")
-        names = "[...document.querySelectorAll('.stages span')].map((n) => n.textContent).join(' ')"
+        shown = "[...document.querySelectorAll('.stages span')].filter((n) => n.checkVisibility())"
+        names = f"{shown}.map((n) => n.textContent).join(' ')"
         assert await page.js(names) == "bootstrap waiting running inflight prealloc transfer running"
         # Until the workers' reports of it have come round: each figure is of the last minute.
         served = 0
