@@ -115,7 +115,9 @@ _SLOW = replace(
 OF_ENCODERS = (
     Promise(
         name="encoder workers compute images for prefill workers, each once for all that ask at a time",
-        options=_encoding(3, "memory pressure", "client disconnect", encoder_engine=_SLOW, feature_pages=(10, 8), length_s=5.0),
+        options=_encoding(
+            3, "memory pressure", "client disconnect", encoder_engine=_SLOW, feature_pages=(10, 8), length_s=5.0
+        ),
         least={"features fetched": 20, "images that encoders have": 5, "features evicted": 10, "client disconnect": 2},
         never=("feature fetches late", "feature fetches refused"),
         outcomes=frozenset(["ok", "left"]),
