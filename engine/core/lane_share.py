@@ -4,8 +4,8 @@
     decode lane    | step |                          | step |          due PACE of it behind the one before
     prefill lane   | what a step leaves | whole device | ...
 
-A decode step has as many parts of the device as let it end within PACE of the objective, and is not due before that: what it does not
-need is the prompts'. Where all parts are not enough, LEAST_FOR_PROMPTS of the time stays theirs. Without an objective a decode step has
+A decode step gets the fewest parts of the device with which it ends within PACE of the objective, and is not due before that. The rest is
+the prompts'. Where all parts are not enough, LEAST_FOR_PROMPTS of the time stays theirs. Without an objective a decode step has
 a half: of the parts, or where these cannot be divided, of the time. Nothing waits where no prompt is computed.
 
 Sources of the idea: a share of decode that follows from its objective, in Semi-PD (arXiv:2504.19867) and DynaServe (arXiv:2504.09285).

@@ -1,4 +1,4 @@
-"""The threads of two lanes on a CPU: which of them compute what, kernel by kernel.
+"""The threads of two lanes on a CPU, shared out kernel by kernel.
 
     prefill lane   |####|####|##        |####|    all threads, and what a decode step leaves while one runs
     decode lane              |# # # # # |         its share, or all threads where no prompt is computed
@@ -32,7 +32,7 @@ class CoreShare:
         self._changed = threading.Condition()
 
     def give(self, decode_threads: int) -> None:
-        """Let decode steps have so many threads beside prompts, from their next one on."""
+        """Set the threads of decode steps beside prompts, from the next step on."""
         assert 1 <= decode_threads <= self.num_threads
         with self._changed:
             self._of_decodes = decode_threads

@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class LaneExecutor:
-    """`give`: lets decode steps have so many parts of the device, of `parts`. `attention` is called in any thread when a step has ended."""
+    """`give`: sets the parts of the device, of `parts`, that decode steps have. `attention` is called in any thread when a step has ended."""
 
     def __init__(
         self, lanes: Mapping[Lane, Executor], *, parts: int, give: Callable[[int], None], attention: Callable[[], None]

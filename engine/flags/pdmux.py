@@ -48,5 +48,5 @@ def check_pdmux_role(config: EngineConfig, mode: str) -> None:
 
 
 def lane_share(config: EngineConfig, *, parts: int) -> LaneShare:
-    """Return decode's share of a device of so many parts. `config` is resolved."""
+    """Return the share of decodes. `parts`: of the device. `config` is resolved."""
     return LaneShare(parts=parts, itl_s=config.pdmux_itl_s, waits=config.device == "cpu")

@@ -23,7 +23,7 @@ L_contra = TypeVar("L_contra", contravariant=True)
 
 class LaneSteps(WatchedSteps[L_contra], Protocol[L_contra]):
     def give(self, decode_parts: int) -> None:
-        """Let decode steps have so many parts of the device beside prompts."""
+        """Set the parts of the device that decode steps have beside prompts."""
 
 
 class LanePipeline(Generic[L]):
