@@ -59,17 +59,25 @@ class Page:
 
     async def js(self, expression: str) -> Any:
         """The value of a JavaScript expression; a promise is waited for. `AssertionError` when it throws."""
-        said = await self.call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
+        said = await self._evaluate(expression)
+        assert "error" not in said, (expression, said["error"])
         assert "exceptionDetails" not in said, (expression, said["exceptionDetails"])
         return said["result"].get("value")
 
+    async def _evaluate(self, expression: str) -> dict[str, Any]:
+        return await self.call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
+
     async def until(self, expression: str) -> Any:
-        """The first true value of the expression."""
+        """The first true value of the expression. A question that meets a page on its way to another has no answer: it is asked again."""
         value = None
         try:
             async with asyncio.timeout(DEADLINE_S):
-                while not (value := await self.js(expression)):
-                    await asyncio.sleep(0.03)
+                while not value:
+                    said = await self._evaluate(expression)
+                    assert "exceptionDetails" not in said, (expression, said["exceptionDetails"])
+                    value = None if "error" in said else said["result"].get("value")
+                    if not value:
+                        await asyncio.sleep(0.03)
         except TimeoutError:
             seen = await self.js("document.body.innerText")
             raise AssertionError(f"never true: {expression}; complaints {self.complaints}; the page: {seen}") from None
