@@ -27,7 +27,7 @@ class EncodeRole:
         page_bytes: int,
         source: KVSource,
     ) -> None:
-        """`source`: what others are told of this worker. `page_bytes`: of a page of features."""
+        """`source`: the address of this worker for others. `page_bytes`: of a page of features."""
         self.source = source
         self._scheduler = scheduler
         self._manager = manager

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from disagg.handover import HandoverStage, Receivers
-from disagg.metadata import Checksum, FirstToken, KVCorrupt, MetadataBuffers, MetadataCorrupt, PendingChecksum, verify
+from disagg.metadata import Checksum, FirstToken, KVCorrupt, MetadataBuffers, MetadataCorrupt, PendingChecksum, verified
 from disagg.prefix_fetching import fits_weights
 from disagg.recompute import fits, packed
 from engine.core.image_cache import ImageCache
@@ -199,10 +199,7 @@ class FeatureFetches:
         first = self._metadata.read(fetch.row, room=fetch.room)
         if self._checksum is not None:
             fetch.checksum = fetch.checksum or self._checksum(fetch.pages, (), None)
-            found = fetch.checksum()
-            if found is None:
-                return None
-            verify(first, found, num_pages=len(fetch.pages))
+            return verified(first, fetch.checksum, num_pages=len(fetch.pages))
         return first
 
     def _end(self, fetch: FeatureFetch, how: str, reason: str) -> None:

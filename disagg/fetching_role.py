@@ -35,7 +35,7 @@ class FetchingRole:
     # ---- as others see a role with peers
 
     def close_to_peers(self, why: str | None) -> None:
-        """None asks it for anything."""
+        """Do nothing: no peer asks this worker for work."""
 
     def end_peers_work(self, why: str) -> None:
         self._features.end_all(why)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
-from disagg.metadata import Checksum, FirstToken, MetadataBuffers, PendingChecksum, verify
+from disagg.metadata import Checksum, FirstToken, MetadataBuffers, PendingChecksum, verified
 from engine.core.request import Request
 from engine.messages import TokenOutput
 from service.telemetry.logs import about
@@ -111,10 +111,7 @@ class DecodeHandover(Handover):
             self.request.keep_kv = False
         if checksum is not None and self.moves_bytes:
             self.checksum = self.checksum or checksum(pages, tail, num_tokens)
-            found = self.checksum()
-            if found is None:
-                return None
-            verify(first, found, num_pages=len(pages))
+            return verified(first, self.checksum, num_pages=len(pages))
         return first
 
 

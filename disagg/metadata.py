@@ -80,6 +80,15 @@ def verify(first: "FirstToken", found: int, *, num_pages: int) -> None:
         raise KVCorrupt(f"checksum of {num_pages} pages is {found & MASK:016x}, prefill sent {sent}: KV was corrupted")
 
 
+def verified(first: "FirstToken", pending: PendingChecksum, *, num_pages: int) -> "FirstToken | None":
+    """Return `first` once the checksum of what has landed equals the sent one; None: it is not computed yet. Raises KVCorrupt."""
+    found = pending()
+    if found is None:
+        return None
+    verify(first, found, num_pages=num_pages)
+    return first
+
+
 @dataclass(frozen=True, slots=True)
 class FirstToken:
     """The content of a row. `queue_s`, `prefill_s`: the prompt's times on the prefill worker.

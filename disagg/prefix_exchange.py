@@ -17,7 +17,7 @@ class PrefixExchange:
     def __init__(
         self, *, fetches: PrefixFetches, server: PrefixServer, policy: FetchPolicy, source: KVSource | None = None
     ) -> None:
-        """`source`: what others are told of this worker."""
+        """`source`: the address of this worker for others."""
         self.source = source
         self._fetches = fetches
         self._server = server

@@ -105,9 +105,9 @@ def _of_link(folder: str, delay_ms: float | None, rounds: int) -> list[dict[str,
         ]
         for rank in ranks:
             stack.callback(rank.kill)
-        told, _ = ranks[0].communicate(timeout=END_S)
+        printed, _ = ranks[0].communicate(timeout=END_S)
         assert [rank.wait(END_S) for rank in ranks] == [0, 0]
-    return [{"delay_ms": delay_ms, **row} for row in json.loads(told.splitlines()[-1])]
+    return [{"delay_ms": delay_ms, **row} for row in json.loads(printed.splitlines()[-1])]
 
 
 def _start(
