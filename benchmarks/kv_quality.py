@@ -21,10 +21,10 @@ from deploy.bench import environment
 from deploy.bench.report import table
 from engine.attention.cpu_backend import CpuBackend
 from engine.config import EngineConfig
+from engine.flags.model_source import with_local_model
 from engine.kv.kv_pool import KVPool
 from engine.kv.step_batch import StepBatch
 from engine.model_files.model_config import load_model_config
-from engine.model_files.source import with_local_model
 from engine.models.decoder import DenseDecoder
 from engine.models.load import load_model
 from engine.text.tokenizer import load_tokenizer

@@ -24,10 +24,10 @@ from disagg.node import run_node
 from disagg.role_session import RoleSession, SessionPlan, check_next_session, next_session, plan_session, started
 from engine.config import EngineConfig, ServerConfig
 from engine.flags.local_defaults import with_random_seed, with_threads
+from engine.flags.model_source import with_local_model
 from engine.frontend.role_switch import RoleSwitch, RoleSwitchState
 from engine.frontend.server import WorkerDied, run_frontend
 from engine.frontend.setup import open_worker_gate
-from engine.model_files.source import with_local_model
 from service.flags import ConfigError
 from service.http.listening import ListeningPort, open_port, open_shared_ports
 from service.process.collector import spare_what_lives

@@ -98,8 +98,8 @@ def set_local_model(args: argparse.Namespace) -> None:
     given = {name: value for name, value in vars(args).items() if name in _MODEL_FLAGS}
     if not given:
         return  # the model that ships with Tandem
+    from engine.flags.model_source import with_local_model
     from engine.model_files.model_config import load_model_config
-    from engine.model_files.source import with_local_model
 
     formats = {"load_format": args.load_format} if hasattr(args, "load_format") else {}
     local = with_local_model(EngineConfig(**given, **formats))

@@ -8,12 +8,13 @@ from typing import Any
 from engine.config import EngineConfig
 from engine.frontend.images.marks import NO_MARKS, Marks
 from engine.lora.names import lora_enabled
+from engine.model_files.folder import ModelFolder, open_folder
 from engine.model_files.head_config import NOTHING, TOKENS, HeadConfig
 from engine.model_files.model_config import DEFAULT_MODEL_PATH, load_model_config
 from engine.model_files.vision_config import VisionConfig
 from engine.sampling_params import InvalidParam, SamplingParams, check_sampling_params
 from engine.text.chat_template import ChatTemplate, load_chat_template
-from engine.text.tokenizer import Tokenizer, load_tokenizer, read_json
+from engine.text.tokenizer import Tokenizer, load_tokenizer
 from service.flags import ConfigError
 from service.http.errors import ApiError
 
@@ -26,6 +27,7 @@ ANY_MODEL = ("", "default", "unknown")  # "unknown" is what sglang-router writes
 class ServedModel:
     """`loaded_tokenizer`: None with --skip-tokenizer-init. `info`: what /model_info shows. `lora`: requests may name adapters.
 
+    `template`: None: it has no chats. `tool_template`: the one for chats with tools, which may be the same.
     `vision`: None: the model reads text alone. `marks`: texts of its tokens for images.
     """
 
@@ -34,6 +36,7 @@ class ServedModel:
     loaded_tokenizer: Tokenizer | None
     head: HeadConfig
     template: ChatTemplate | None
+    tool_template: ChatTemplate | None
     vocab_size: int
     context_length: int
     sampling_defaults: Mapping[str, float | int]
@@ -53,6 +56,10 @@ class ServedModel:
             raise ApiError(400, f"{NO_TOKENIZER}; send input_ids to /generate", code="unsupported_parameter")
         return self.loaded_tokenizer
 
+    def template_for(self, *, tools: bool) -> ChatTemplate | None:
+        """The chat template of a request with `tools`, or without."""
+        return self.tool_template if tools else self.template
+
     @property
     def own_names(self) -> tuple[str, ...]:
         """Names of the model in requests; no adapter may have them."""
@@ -62,24 +69,27 @@ class ServedModel:
 def load_served_model(engine: EngineConfig, *, mode: str) -> ServedModel:
     """Raises ConfigError for a checkpoint that cannot be used."""
     path = engine.model_path or DEFAULT_MODEL_PATH
-    config = load_model_config(path)
+    folder = open_folder(path)
+    config = load_model_config(folder)
     head = replace(config.head, kind=NOTHING) if engine.is_embedding and config.generates else config.head
     if mode == "decode" and head.kind != TOKENS:
         raise ConfigError(
             f"--disaggregation-mode decode: the model of {path} generates nothing, so nothing is decoded; "
             "start one worker for it: tandem serve without the flag, or tandem up --unified"
         )
-    tokenizer = None if engine.skip_tokenizer_init else load_tokenizer(path)
+    tokenizer = None if engine.skip_tokenizer_init else load_tokenizer(folder)
+    template, tool_template = _templates(folder, tokenizer)
     served_name = engine.served_model_name or _name_of(path)
     return ServedModel(
         path=path,
         served_name=served_name,
         loaded_tokenizer=tokenizer,
         head=head,
-        template=None if tokenizer is None else _template(path, tokenizer),
+        template=template,
+        tool_template=tool_template,
         vocab_size=config.vocab_size,
         context_length=engine.context_length or config.max_position_embeddings,
-        sampling_defaults=load_sampling_defaults(path, vocab_size=config.vocab_size),
+        sampling_defaults=load_sampling_defaults(folder, vocab_size=config.vocab_size),
         info={
             "model_path": path,
             "served_model_name": served_name,
@@ -102,13 +112,20 @@ def _marks(vision: VisionConfig, tokenizer: Tokenizer) -> Marks:
     return Marks(*("" if id is None else tokenizer.token_text(id) for id in ids))
 
 
-def _template(path: str, tokenizer: Tokenizer) -> ChatTemplate | None:
-    return load_chat_template(path, config=tokenizer.config, special_tokens=tokenizer.special_tokens)
+def _templates(folder: ModelFolder, tokenizer: Tokenizer | None) -> tuple[ChatTemplate | None, ChatTemplate | None]:
+    """The chat templates for requests without tools and with them, one object where they are the same."""
+    if tokenizer is None:
+        return None, None
+    template = load_chat_template(folder, special_tokens=tokenizer.special_tokens)
+    if folder.template(tools=True) == folder.template(tools=False):
+        return template, template
+    return template, load_chat_template(folder, special_tokens=tokenizer.special_tokens, tools=True)
 
 
-def load_sampling_defaults(model_path: str, *, vocab_size: int) -> dict[str, float | int]:
+def load_sampling_defaults(model: str | ModelFolder, *, vocab_size: int) -> dict[str, float | int]:
     """generation_config.json's values for fields that an OpenAI request leaves open, as in SGLang and vLLM."""
-    config = read_json(Path(model_path) / "generation_config.json")
+    folder = open_folder(model)
+    config = folder.generation.values()
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     values = {n: config[n] for n in names if isinstance(config.get(n), int | float) and not isinstance(config[n], bool)}
     if "top_k" in values:
@@ -116,7 +133,7 @@ def load_sampling_defaults(model_path: str, *, vocab_size: int) -> dict[str, flo
     try:
         check_sampling_params(SamplingParams(**values), vocab_size=vocab_size)
     except InvalidParam as e:
-        raise ConfigError(f"{model_path}/generation_config.json: {e}") from None
+        raise ConfigError(f"{folder.path}/generation_config.json: {e}") from None
     return values
 
 

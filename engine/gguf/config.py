@@ -3,6 +3,7 @@
 import struct
 from typing import Any
 
+from engine.gguf.ends import end_ids
 from engine.gguf.file import GGUFFile
 
 # general.architecture -> the class of engine.model_files.families.FAMILIES. Converters write Mistral's models as "llama".
@@ -10,10 +11,6 @@ ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen
 
 ROPE_FACTORS = "rope_freqs.weight"  # Llama 3.1: one divisor for each pair of a head
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
-
-# Tokens that end an answer even if the metadata does not mark them, as in llama.cpp (llama-vocab.cpp).
-_ENDS = ("<|eot_id|>", "<|im_end|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>", "</s>")
-_CONTROL = 3
 
 
 def config_fields(file: GGUFFile) -> dict[str, Any]:
@@ -50,7 +47,7 @@ def config_fields(file: GGUFFile) -> dict[str, Any]:
         "rope_parameters": _rope(keys, file),
         "dtype": stored_dtype(file),
         "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": _end_ids(file),
+        "eos_token_id": end_ids(file),
     }
 
 
@@ -90,13 +87,6 @@ def _rotary_share(keys: "_Keys", *, heads: Any, hidden: Any) -> float:
         return 1.0
     dim = keys.get("attention.key_length", hidden // heads)
     return float(turned / dim) if isinstance(dim, int) and dim > 0 else 1.0  # the fields are checked by their reader
-
-
-def _end_ids(file: GGUFFile) -> list[Any]:
-    named = [file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-    tokens, kinds = file.values("tokenizer.ggml.tokens", str), file.values("tokenizer.ggml.token_type", int)
-    control = {token: index for index, (token, kind) in enumerate(zip(tokens, kinds, strict=False)) if kind == _CONTROL}
-    return [*(value for value in named if value is not None), *(control[end] for end in _ENDS if end in control)]
 
 
 class _Keys:

@@ -1,7 +1,7 @@
 """The tokenizer of a GGUF file for the `tokenizers` library, and the equivalent of its tokenizer_config.json.
 
 Two kinds: "gpt2" (byte-level BPE; `pre` names how to cut text) and "llama" (SentencePiece's BPE with bytes as a fallback).
-The ids are those of transformers.
+The ids are those of llama.cpp, and of transformers for the checkpoint that the file was made from.
 """
 
 from typing import Any
@@ -9,10 +9,12 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 
+from engine.gguf.ends import TEXTS
 from engine.gguf.file import GGUFFile
 from service.flags import ConfigError
 
-_CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5
+_UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5
+_TEMPLATE = "tokenizer.chat_template"
 
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -29,8 +31,8 @@ _SPLITS = {**dict.fromkeys(_LLAMA3_NAMES, _LLAMA3), **dict.fromkeys(_QWEN2_NAMES
 PRE_TOKENIZERS = (*_GPT2_NAMES, *_SMOLLM_NAMES, *_LLAMA3_NAMES, *_QWEN2_NAMES)
 
 
-def gguf_tokenizer(file: GGUFFile) -> tuple[Tokenizer, dict[str, Any]]:
-    """(tokenizer, its config with special tokens, `add_bos_token` and chat template). Raises `ConfigError`."""
+def gguf_tokenizer(file: GGUFFile) -> Tokenizer:
+    """The tokenizer of `file`. Raises `ConfigError`."""
     kind = file.value("tokenizer.ggml.model", str, "")
     tokens = file.values("tokenizer.ggml.tokens", str)
     if not kind or not tokens:
@@ -45,7 +47,7 @@ def gguf_tokenizer(file: GGUFFile) -> tuple[Tokenizer, dict[str, Any]]:
         reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
         raise file.error(f"its tokenizer cannot be used ({reason}); convert the model again") from None
     _add_tokens(backend, file, tokens)
-    return backend, _config(file, tokens, kind=kind)
+    return backend
 
 
 def _byte_level(file: GGUFFile, tokens: tuple[str, ...]) -> Tokenizer:
@@ -80,9 +82,9 @@ def _sentencepiece(file: GGUFFile, tokens: tuple[str, ...]) -> Tokenizer:
     model = BPE(vocab=vocabulary, merges=merges, unk_token=tokens[unknown], fuse_unk=True, byte_fallback=True)
     backend = Tokenizer(model)
     prefix = file.value("tokenizer.ggml.add_space_prefix", bool, True)
-    backend.pre_tokenizer = pre_tokenizers.Metaspace(
-        replacement="▁", prepend_scheme="first" if prefix else "never", split=False
-    )
+    spaces = normalizers.Replace(" ", "▁")
+    # Each text between special tokens begins with a space, also one that has its own (as in llama.cpp, and in Llama 2's tokenizer.json).
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), spaces]) if prefix else spaces
     parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     backend.decoder = decoders.Sequence([*parts, decoders.Strip(content=" ", left=1)] if prefix else parts)
     return backend
@@ -119,20 +121,39 @@ def _merges_by_score(file: GGUFFile, tokens: tuple[str, ...], vocabulary: dict[s
 
 
 def _add_tokens(backend: Tokenizer, file: GGUFFile, tokens: tuple[str, ...]) -> None:
-    """Control tokens are special; user-defined ones only stay whole in any text."""
-    kinds = file.values("tokenizer.ggml.token_type", int)
-    for wanted, special in ((_CONTROL, True), (_USER_DEFINED, False)):
-        found = [token for token, kind in zip(tokens, kinds, strict=False) if kind == wanted and token]
-        backend.add_tokens([AddedToken(token, normalized=False, special=special) for token in found])
+    """Control tokens, the unknown one and ends are special; user-defined ones only stay whole in any text."""
+    kinds = dict(zip(tokens, file.values("tokenizer.ggml.token_type", int), strict=False))
+    special = [token for token, kind in kinds.items() if token and (kind in (_CONTROL, _UNKNOWN) or token in TEXTS)]
+    whole = [token for token, kind in kinds.items() if token and kind == _USER_DEFINED and token not in TEXTS]
+    for found, is_special in ((special, True), (whole, False)):
+        backend.add_tokens([AddedToken(token, normalized=False, special=is_special) for token in found])
 
 
-def _config(file: GGUFFile, tokens: tuple[str, ...], *, kind: str) -> dict[str, Any]:
-    adds_bos = kind == "llama" or file.value("tokenizer.ggml.pre", str, "") in _LLAMA3_NAMES
-    config: dict[str, Any] = {"add_bos_token": file.value("tokenizer.ggml.add_bos_token", bool, adds_bos)}
-    if template := file.value("tokenizer.chat_template", str, ""):
-        config["chat_template"] = template
+def gguf_tokenizer_config(file: GGUFFile) -> dict[str, Any]:
+    """The equivalent of its tokenizer_config.json: special tokens, `add_bos_token`, `add_eos_token` and `chat_template`."""
+    adds_bos = file.value("tokenizer.ggml.model", str, "") == "llama"
+    adds_bos = adds_bos or file.value("tokenizer.ggml.pre", str, "") in _LLAMA3_NAMES
+    config: dict[str, Any] = {
+        "add_bos_token": file.value("tokenizer.ggml.add_bos_token", bool, adds_bos),
+        "add_eos_token": file.value("tokenizer.ggml.add_eos_token", bool, False),
+    }
+    if templates := _templates(file):
+        config["chat_template"] = templates
+    tokens = file.values("tokenizer.ggml.tokens", str)
     for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
         index = file.value(f"tokenizer.ggml.{key}_token_id", int, -1)
         if 0 <= index < len(tokens):
             config[f"{name}_token"] = tokens[index]
     return config
+
+
+def _templates(file: GGUFFile) -> str | list[dict[str, str]]:
+    """The chat template, or all as named ones where there are several; "": none."""
+    default = file.value(_TEMPLATE, str, "")
+    keys = [key for key in file.metadata if key.startswith(f"{_TEMPLATE}.")]
+    named = [
+        {"name": key.removeprefix(f"{_TEMPLATE}."), "template": template}
+        for key in keys
+        if (template := file.value(key, str, ""))
+    ]
+    return [*([{"name": "default", "template": default}] if default else []), *named] if named else default

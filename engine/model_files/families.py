@@ -96,6 +96,7 @@ class Family:
     default_window: the window where the config says nothing
     window_period:  all layers but each such one have the window where the config names none (0: all have it)
     rope_of_kinds:  layers with a window turn otherwise than those without
+    context_is_scaled: max_position_embeddings is what RoPE's scaling makes of the context, not what it is made from
     some_unturned:  some layers do not turn q and k
     named_rope:     layers turn q and k only where `position_embedding_type` is "rope"
     mlp:            names of a dense MLP
@@ -130,6 +131,7 @@ class Family:
     default_window: int | None = None
     window_period: int = 0
     rope_of_kinds: bool = False
+    context_is_scaled: bool = False
     some_unturned: bool = False
     named_rope: bool = False
     mlp: MlpNames = MlpNames()
@@ -180,6 +182,7 @@ _GEMMA3 = replace(
     qk_norm="head",
     window_period=6,
     rope_of_kinds=True,
+    context_is_scaled=True,
     defaults={
         "vocab_size": 262208,
         "num_attention_heads": 8,

@@ -4,6 +4,7 @@ import os
 import re
 from pathlib import Path
 
+from engine.model_files.folder import TEMPLATES
 from engine.model_files.other_kinds import PIPELINE, check_pipeline
 from service.flags import ConfigError
 
@@ -21,8 +22,10 @@ FILES = (
     "processor_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
+    "special_tokens_map.json",
     "chat_template.jinja",
     "chat_template.json",
+    f"{TEMPLATES}/*.jinja",
     "modules.json",
     "*_Pooling/config.json",
 )

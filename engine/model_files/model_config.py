@@ -4,22 +4,24 @@ Field names are those of transformers 4 and 5 (config.json, generation_config.js
 """
 
 import hashlib
+import itertools
 import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.gguf.config import config_fields
 from engine.gguf.file import open_gguf
 from engine.model_files.arithmetic import PLAIN, Arithmetic
 from engine.model_files.experts_config import ExpertsConfig
-from engine.model_files.fields import Fields, read_fields
+from engine.model_files.families import Family
+from engine.model_files.fields import Fields
+from engine.model_files.folder import ModelFolder, open_folder
 from engine.model_files.head_config import TOKEN_HEAD, TOKENS, HeadConfig, read_family, read_head
 from engine.model_files.latent_config import LatentConfig, read_latent, rope_dim
 from engine.model_files.layer_kinds import read_kinds, read_ropes, read_windows
 from engine.model_files.other_kinds import check_gguf, check_pipeline
 from engine.model_files.recurrent_config import RecurrentConfig
-from engine.model_files.rope_config import RopeConfig
+from engine.model_files.rope_config import RopeConfig, scaled_context
 from engine.model_files.stored_weights import StoredWeights, read_stored_weights
 from engine.model_files.text_part import text_part
 from engine.model_files.vision_config import VisionConfig, read_vision
@@ -37,10 +39,10 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """A decoder-only model. Sizes in elements; `max_position_embeddings` in tokens.
+    """A decoder-only model. Sizes in elements; `max_position_embeddings` in tokens, to which RoPE's scaling lengthens its context.
 
     `attention_bias`: q, k and v have a bias; `attention_out_bias`: o has one too. `dtype`: of the stored weights.
-    `eos_token_ids`: of both files, ascending. `qk_norm`, `norms`, `fused_qkv`, `fused_mlp`: as in `Family`.
+    `eos_token_ids`: of all files, ascending. `qk_norm`, `norms`, `fused_qkv`, `fused_mlp`: as in `Family`.
     `quantization`: how weights are quantized; "": they are floats. `stored`: how they are in the files.
     `experts`: of a mixture (None: all MLPs are dense, of `intermediate_size`).
     `latent`: of latent attention; `num_kv_heads` is 1 then, and `head_dim` what the cache keeps of a token.
@@ -197,31 +199,27 @@ class ModelConfig:
         )
 
 
-def load_model_config(model_path: str, *, architecture: str = "") -> ModelConfig:
-    """Read and check the configuration of `model_path`, a directory or a GGUF file. `architecture`: in place of the named one.
+def load_model_config(model: str | Path | ModelFolder, *, architecture: str = "") -> ModelConfig:
+    """Read and check the configuration of `model`, a directory or a GGUF file. `architecture`: in place of the named one.
 
     Raises ConfigError.
     """
-    path = Path(model_path)
+    folder = open_folder(model)
+    path = folder.path
     if path.is_dir():
         check_pipeline(path)
-        fields = read_fields(path / "config.json", required=True)
-        return _model_config(
-            fields.with_values(architectures=[architecture]) if architecture else fields,
-            read_fields(path / "generation_config.json", required=False),
-            folder=path,
+    elif path.is_file():
+        check_gguf(path, open_gguf(path).value("general.architecture", str, ""))
+    else:
+        raise ConfigError(
+            f"--model-path {path}: no such directory or file; give a checkpoint directory, a .gguf file, "
+            "a model of the Hugging Face hub (ORGANIZATION/NAME), smollm2, or recall-wide"
         )
-    if path.is_file():
-        file = open_gguf(path)
-        check_gguf(path, file.value("general.architecture", str, ""))
-        return _model_config(Fields(path, config_fields(file)), Fields(path, {}), folder=path)
-    raise ConfigError(
-        f"--model-path {model_path}: no such directory or file; give a checkpoint directory, a .gguf file, "
-        "a model of the Hugging Face hub (ORGANIZATION/NAME), smollm2, or recall-wide"
-    )
+    fields = folder.config
+    return _model_config(folder, fields.with_values(architectures=[architecture]) if architecture else fields)
 
 
-def _model_config(fields: Fields, generation: Fields, *, folder: Path) -> ModelConfig:
+def _model_config(folder: ModelFolder, fields: Fields) -> ModelConfig:
     whole, fields = fields, text_part(fields)
     name, family, kind = read_family(fields)
     fields = fields.with_defaults(family.defaults)
@@ -235,12 +233,13 @@ def _model_config(fields: Fields, generation: Fields, *, folder: Path) -> ModelC
     hidden = fields.count("hidden_size")
     kv_heads, head_dim = (1, rope_dim(fields)) if family.latent else _kv_heads(fields, heads=heads, hidden=hidden)
     vocab = fields.count("vocab_size")
-    context = fields.count("max_position_embeddings")
+    trained = fields.count("max_position_embeddings")
+    context = _context(fields, trained, family)
     bias = family.qkv_bias
     if bias is None:
         bias = fields.flag("attention_bias", default=family.default_bias)
     kinds = read_kinds(fields, family=family, num_layers=num_layers)
-    rope, layer_ropes = read_ropes(fields, kinds, family=family, context=context, head_dim=head_dim)
+    rope, layer_ropes = read_ropes(fields, kinds, family=family, context=trained, head_dim=head_dim)
     latent = read_latent(fields, rope, family) if family.latent else None
     experts = None if family.experts is None else family.experts(fields, num_layers)
     return ModelConfig(
@@ -263,7 +262,7 @@ def _model_config(fields: Fields, generation: Fields, *, folder: Path) -> ModelC
         norms=family.norms,
         fused_qkv=family.fused_qkv,
         fused_mlp=family.fused_mlp,
-        head=read_head(fields, kind, folder=folder),
+        head=read_head(fields, kind, folder=folder.path),
         arithmetic=arithmetic,
         latent=latent,
         experts=experts,
@@ -274,15 +273,23 @@ def _model_config(fields: Fields, generation: Fields, *, folder: Path) -> ModelC
         max_position_embeddings=context,
         windows=read_windows(fields, kinds, family=family, context=context),
         nextn_layers=_nextn_layers(fields, default=family.nextn.default),
-        vision=read_vision(whole, fields, rope=rope, num_layers=num_layers, folder=folder),
+        vision=read_vision(whole, fields, rope=rope, num_layers=num_layers, folder=folder.path),
         dtype=_dtype(fields),
         bos_token_id=next(iter(_token_ids(fields, "bos_token_id", vocab=vocab)), None),
-        eos_token_ids=tuple(
-            sorted(
-                {*_token_ids(fields, "eos_token_id", vocab=vocab), *_token_ids(generation, "eos_token_id", vocab=vocab)}
-            )
-        ),
+        eos_token_ids=_ends(folder, whole, fields, vocab=vocab),
     )
+
+
+def _ends(folder: ModelFolder, *configs: Fields, vocab: int) -> tuple[int, ...]:
+    """Join the ends of all files. The tokenizer may name one that the model has no row for."""
+    named = [_token_ids(fields, "eos_token_id", vocab=vocab) for fields in (*configs, folder.generation)]
+    return tuple(sorted({*itertools.chain(*named), *(id for id in folder.end_ids if id < vocab)}))
+
+
+def _context(fields: Fields, trained: int, family: Family) -> int:
+    """Return the longest request. `model_max_length` (Cohere) has precedence, as in SGLang and vLLM."""
+    named = fields.count("model_max_length", default=trained)
+    return named if family.context_is_scaled else scaled_context(fields, context=named)
 
 
 def _unused_size(experts: ExpertsConfig | None) -> int | None:

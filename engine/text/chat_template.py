@@ -13,7 +13,7 @@ from jinja2.nodes import CallBlock
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from engine.text.tokenizer import read_json
+from engine.model_files.folder import ModelFolder, open_folder
 from service.flags import ConfigError
 
 _FAILURES = (
@@ -64,29 +64,19 @@ class ChatTemplate:
 
 
 def load_chat_template(
-    model_path: str | Path, *, config: dict[str, Any], special_tokens: dict[str, str]
+    model: str | Path | ModelFolder, *, special_tokens: dict[str, str], tools: bool = False
 ) -> ChatTemplate | None:
-    """chat_template.jinja, chat_template.json, `chat_template` of tokenizer_config.json, or None. Raises ConfigError."""
-    source = _find_source(Path(model_path), config)
+    """The template of `model` for requests with `tools`, or without; None: it has none. Raises ConfigError."""
+    folder = open_folder(model)
+    source = folder.template(tools=tools)
     if source is None:
         return None
     try:
         return ChatTemplate(source, special_tokens=special_tokens)
     except jinja2.TemplateSyntaxError as e:
         raise ConfigError(
-            f"{model_path}: the chat template has a syntax error in line {e.lineno}: {e.message}"
+            f"{folder.path}: the chat template has a syntax error in line {e.lineno}: {e.message}"
         ) from None
-
-
-def _find_source(path: Path, config: dict[str, Any]) -> str | None:
-    file = path / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
-    value = read_json(path / "chat_template.json").get("chat_template") or config.get("chat_template")
-    if isinstance(value, list):  # several named templates
-        named = {t.get("name"): t.get("template") for t in value if isinstance(t, dict)}
-        value = named.get("default") or next(iter(named.values()), None)
-    return value if isinstance(value, str) else None
 
 
 class _Generation(Extension):

@@ -6,6 +6,7 @@ Thread-safe: `tokenizers` releases the GIL, and nothing here changes after loadi
 import codecs
 import json
 import re
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -14,17 +15,19 @@ import tokenizers
 
 from engine.gguf.file import open_gguf
 from engine.gguf.tokenizer import gguf_tokenizer
+from engine.model_files.folder import TOKENIZER, ModelFolder, content_of, open_folder
 from service.flags import ConfigError
 
 BROKEN = "�"  # what a decoder puts where bytes are not UTF-8
 
 
 class Tokenizer:
-    """One checkpoint's tokenizer. `config`: tokenizer_config.json, {} when the file is absent."""
+    """One checkpoint's tokenizer. `config`: as `ModelFolder.tokenizer_config`."""
 
-    def __init__(self, backend: tokenizers.Tokenizer, *, config: dict[str, Any] | None = None) -> None:
+    def __init__(self, backend: tokenizers.Tokenizer, *, config: Mapping[str, Any] | None = None) -> None:
         self.backend = backend
         self.config = config or {}
+        self._bos_id, self._eos_id = self._added_id("bos_token"), self._added_id("eos_token")
         self.byte_level = _is_byte_level(backend)
         self.special_ids = frozenset(i for i, t in backend.get_added_tokens_decoder().items() if t.special)
         backend.no_truncation()
@@ -44,20 +47,15 @@ class Tokenizer:
 
     @property
     def special_tokens(self) -> dict[str, str]:
-        names = ("bos_token", "eos_token", "pad_token", "unk_token")
-        return {name: _content(self.config[name]) for name in names if self.config.get(name)}
+        return _special_tokens(self.config)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`. Raises ValueError for text that is not valid Unicode (a lone surrogate)."""
-        add_bos = self.config.get("add_bos_token")
         try:
-            ids: list[int] = self.backend.encode(
-                text, add_special_tokens=add_special_tokens and add_bos is not False
-            ).ids
+            ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         except (TypeError, UnicodeEncodeError):
             raise ValueError("text is not valid Unicode") from None
-        bos = self._bos_id() if add_special_tokens and add_bos is True else None
-        return [bos, *ids] if bos is not None and ids[:1] != [bos] else ids
+        return self._with_ends(ids) if add_special_tokens else ids
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
         """Ids outside the vocabulary (a padded model) have no text."""
@@ -97,50 +95,59 @@ class Tokenizer:
         # Word-level and SentencePiece decoders drop the space before the first token: look at a second one.
         return self.decode([token_id, token_id], skip_special_tokens=False)[len(alone) :]
 
-    def _bos_id(self) -> int | None:
-        bos = self.special_tokens.get("bos_token")
-        return None if bos is None else self.backend.token_to_id(bos)
+    def _with_ends(self, ids: list[int]) -> list[int]:
+        """`ids` with the tokens that the config adds where neither the template of tokenizer.json nor the text has them."""
+        before = [self._bos_id] if self._bos_id is not None and ids[:1] != [self._bos_id] else []
+        behind = [self._eos_id] if self._eos_id is not None and ids[-1:] != [self._eos_id] else []
+        return [*before, *ids, *behind] if before or behind else ids
+
+    def _added_id(self, name: str) -> int | None:
+        """Id of the token `name` if the config adds it to texts."""
+        token = self.special_tokens.get(name) if self.config.get(f"add_{name}") is True else None
+        return None if token is None else self.backend.token_to_id(token)
 
 
-def load_tokenizer(model_path: str | Path) -> Tokenizer:
-    """Load tokenizer.json (required) and tokenizer_config.json, or a GGUF file's. Raises ConfigError, one line."""
-    path = Path(model_path)
-    if path.is_file():
-        backend, config = gguf_tokenizer(open_gguf(path))
-        return Tokenizer(backend, config=config)
-    file = path / "tokenizer.json"
+def load_tokenizer(model: str | Path | ModelFolder) -> Tokenizer:
+    """Load tokenizer.json (required) and what other files say of its tokens, or a GGUF file's. Raises ConfigError, one line."""
+    folder = open_folder(model)
+    if folder.path.is_file():
+        return Tokenizer(gguf_tokenizer(open_gguf(folder.path)), config=folder.tokenizer_config)
+    file = folder.path / TOKENIZER
     if not file.is_file():
         raise ConfigError(
-            f"--model-path {path}: no tokenizer.json there; give --skip-tokenizer-init to send and read token ids, or convert "
-            "an older tokenizer with transformers' save_pretrained"
+            f"--model-path {folder.path}: no tokenizer.json there; give --skip-tokenizer-init to send and read token ids, or "
+            "convert an older tokenizer with transformers' save_pretrained"
         )
     try:
         backend = tokenizers.Tokenizer.from_file(str(file))
     except Exception as e:  # tokenizers raises bare Exception for a broken file
         raise ConfigError(f"{file}: not a tokenizer that can be read ({_one_line(e)})") from None
-    return Tokenizer(backend, config=read_json(path / "tokenizer_config.json"))
+    _add_tokens(backend, folder.tokenizer_config)
+    return Tokenizer(backend, config=folder.tokenizer_config)
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object from a file of the checkpoint; {} when it is absent. Raises ConfigError, one line."""
-    if not file.is_file():
-        return {}
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as e:
-        raise ConfigError(f"{file}: not JSON ({_one_line(e)})") from None
-    if not isinstance(value, dict):
-        raise ConfigError(f"{file}: expected a JSON object")
-    return value
+def _add_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:
+    """Tokens that tokenizer_config.json adds to the vocabulary, or names as special, stay whole in any text."""
+    for id, token in sorted((config.get("added_tokens_decoder") or {}).items(), key=lambda item: int(item[0])):
+        if backend.token_to_id(content_of(token)) is not None or int(id) == backend.get_vocab_size():
+            backend.add_tokens([tokenizers.AddedToken(**token)])
+    lists = [config.get(name) for name in ("additional_special_tokens", "extra_special_tokens")]
+    unnamed = (content_of(token) for tokens in lists if isinstance(tokens, list) for token in tokens)
+    special = [*_special_tokens(config).values(), *unnamed]
+    backend.add_special_tokens([token for token in special if backend.token_to_id(token) is not None])
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """Texts of the special tokens that have names, as templates know them."""
+    extra = config.get("extra_special_tokens")
+    named = {**config, **(extra if isinstance(extra, dict) else {})}
+    texts = {name: content_of(token) for name, token in named.items() if name.endswith("_token")}
+    return {name: text for name, text in texts.items() if text}
 
 
 def _is_byte_level(backend: tokenizers.Tokenizer) -> bool:
     decoder = json.loads(backend.to_str()).get("decoder") or {}
     return any(d.get("type") == "ByteLevel" for d in [decoder, *decoder.get("decoders", [])])
-
-
-def _content(token: str | dict[str, Any]) -> str:
-    return token if isinstance(token, str) else str(token.get("content", ""))
 
 
 def _one_line(e: BaseException) -> str:

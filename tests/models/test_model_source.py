@@ -18,9 +18,10 @@ from deploy.commands.up import set_local_model
 from deploy.commands.up_flags import build_parser
 from deploy.flags import given_argv
 from engine.config import EngineConfig
+from engine.flags.model_source import with_local_model
 from engine.model_files import source
 from engine.model_files.model_config import DEFAULT_MODEL_PATH, WIDE_MODEL_PATH
-from engine.model_files.source import SMOLLM2_REQUIREMENT, smollm2_file, with_local_model
+from engine.model_files.source import SMOLLM2_REQUIREMENT, smollm2_file
 from service.flags import ConfigError
 from tests.models.hub_stand_in import TOKEN, Hub, hub_stand_in
 from tests.models.tiny_checkpoints import make_tiny_checkpoint
@@ -30,7 +31,7 @@ MODEL = "acme/tiny-llama"
 SCRIPT = """
 import json, sys
 from engine.config import EngineConfig
-from engine.model_files.source import with_local_model
+from engine.flags.model_source import with_local_model
 from service.flags import ConfigError
 try:
     config = with_local_model(EngineConfig(**json.loads(sys.argv[1])))

@@ -33,7 +33,7 @@ from engine.images import ImageInput
 from engine.messages import LogprobOptions
 from engine.sampling_params import ReasoningGate, SamplingParams
 from engine.text.call_formats import CallFormat
-from engine.text.chat_template import TemplateRefused
+from engine.text.chat_template import ChatTemplate, TemplateRefused
 from engine.text.parts import PartReader
 from engine.text.reasoning import HARMONY, Opening, ReasoningFormat, ReasoningTokens, opening_of
 from engine.text.tokenizer import Tokenizer
@@ -173,29 +173,29 @@ async def answer_chat(
 
 def render_chat(s: Services, body: ChatBody) -> tuple[str, str]:
     """The prompt's text, and the beginning of the answer that follows it (`continue_final_message`)."""
-    if s.model.template is None:
+    tools = template_tools([] if body.tool_choice == "none" else body.tools or [])
+    template = s.model.template_for(tools=tools is not None)
+    if template is None:
         raise bad_field("messages", "this model has no chat template; use /v1/completions")
-    messages = template_messages(body.messages, _places(s))
+    messages = template_messages(body.messages, _places(s, template))
     prefix = messages.pop()["content"] if body.continue_final_message and messages[-1]["role"] == "assistant" else ""
     if not isinstance(prefix, str):
         raise bad_field(f"messages[{len(messages)}].content", "the answer continues it: it must be text alone")
     extra = {
-        "tools": template_tools([] if body.tool_choice == "none" else body.tools or []),
+        "tools": tools,
         **_effort(body.reasoning_effort),
         **(body.chat_template_kwargs or {}),
     }
     try:
-        prompt = s.model.template.render(
-            messages, add_generation_prompt=body.add_generation_prompt is not False, extra=extra
-        )
+        prompt = template.render(messages, add_generation_prompt=body.add_generation_prompt is not False, extra=extra)
     except TemplateRefused as e:
         raise bad_field("messages", str(e)) from None
     return prompt, prefix
 
 
-def _places(s: Services) -> Mapping[str, Any]:
+def _places(s: Services, template: ChatTemplate) -> Mapping[str, Any]:
     """Return the template's input for images and videos: parts if it knows images, else their placeholders."""
-    if s.model.template is not None and s.model.template.knows_images:
+    if template.knows_images:
         return {"image_url": {"type": "image"}, "video_url": {"type": "video"}}
     return {"image_url": s.model.marks.image, "video_url": s.model.marks.video}
 

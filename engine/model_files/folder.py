@@ -1,0 +1,188 @@
+"""What the files of a model say beside its weights: configuration, special tokens, ends, chat templates. Never torch.
+
+A directory's facts stand in several files, which contradict each other; here is who has precedence. A GGUF file has them in its metadata.
+"""
+
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from engine.gguf.config import config_fields
+from engine.gguf.file import open_gguf
+from engine.gguf.tokenizer import gguf_tokenizer_config
+from engine.model_files.fields import Fields, read_fields
+from service.flags import ConfigError
+
+TOKENIZER = "tokenizer.json"
+DEFAULT, TOOL_USE = "default", "tool_use"
+TEMPLATES = "additional_chat_templates"
+# Ends of a turn that checkpoints of Llama 3 do not always name, as in SGLang.
+_UNNAMED_ENDS = ("<|eom_id|>",)
+# What the tokens of these classes are follows flags of tokenizer_config.json; other classes never read them (as in SGLang).
+_FLAG_CLASSES = ("LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer", "CohereTokenizer")
+
+
+class ModelFolder:
+    """The facts of one directory, each file read when it is first asked for. Raises ConfigError for a broken one."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @cached_property
+    def config(self) -> Fields:
+        """config.json, which must be there."""
+        return read_fields(self.path / "config.json", required=True)
+
+    @cached_property
+    def generation(self) -> Fields:
+        """generation_config.json; empty where there is none."""
+        return read_fields(self.path / "generation_config.json", required=False)
+
+    @cached_property
+    def tokenizer_config(self) -> Mapping[str, Any]:
+        """tokenizer_config.json, with special tokens of special_tokens_map.json, whose names count in folders before transformers 4.34.
+
+        `add_bos_token`, `add_eos_token`: whether the token is added where the template of tokenizer.json does not.
+        """
+        values = self._json("tokenizer_config.json")
+        if "added_tokens_decoder" not in values:
+            values |= self._json("special_tokens_map.json")
+        has_flags = str(values.get("tokenizer_class", "")).removesuffix("Fast") in _FLAG_CLASSES
+        return values | {
+            "add_bos_token": has_flags and values.get("add_bos_token") is not False,
+            "add_eos_token": has_flags and values.get("add_eos_token") is True and self._makes_vectors,
+        }
+
+    @cached_property
+    def templates(self) -> Mapping[str, str]:
+        """Sources of the chat templates by name. A file of the default one replaces all in tokenizer_config.json."""
+        files = self._template_files()
+        return files if DEFAULT in files else _named(self.tokenizer_config.get("chat_template")) | files
+
+    def template(self, *, tools: bool) -> str | None:
+        """The source for requests with `tools`, or without; None: the model has no template."""
+        names = (TOOL_USE, DEFAULT) if tools else (DEFAULT,)
+        found = next((self.templates[name] for name in names if name in self.templates), None)
+        return found or next(iter(self.templates.values()), None)
+
+    @cached_property
+    def end_ids(self) -> tuple[int, ...]:
+        """The tokenizer's own ends. config.json and generation_config.json name others: `ModelConfig.eos_token_ids` has them all."""
+        named = content_of(self.tokenizer_config.get("eos_token"))
+        ids = (self._token_ids.get(text) for text in (named, *_UNNAMED_ENDS))
+        return tuple(dict.fromkeys(id for id in ids if id is not None))
+
+    @cached_property
+    def _makes_vectors(self) -> bool:
+        """Whether it is an embedding model: in prompts to be continued, nothing stands behind the text."""
+        names = self._json("config.json").get("architectures") or [""]
+        return (self.path / "modules.json").is_file() or str(names[0]).endswith("Model")
+
+    @cached_property
+    def _token_ids(self) -> Mapping[str, int]:
+        """Ids of added tokens, and of the tokenizer's eos_token."""
+        added = self.tokenizer_config.get("added_tokens_decoder") or {}
+        named = {content_of(token): int(id) for id, token in added.items()}
+        return named | _ids_of(self.path / TOKENIZER, content_of(self.tokenizer_config.get("eos_token")))
+
+    def _template_files(self) -> dict[str, str]:
+        found = {file.stem: _text(file) for file in sorted((self.path / TEMPLATES).glob("*.jinja"))}
+        if (file := self.path / "chat_template.jinja").is_file():
+            return found | {DEFAULT: _text(file)}
+        # A processor's; it has none for tools, for which vLLM takes the tokenizer's.
+        source = self._json("chat_template.json").get("chat_template")
+        if not isinstance(source, str):
+            return found
+        named = _named(self.tokenizer_config.get("chat_template"))
+        own = named.get(TOOL_USE) or named.get(DEFAULT)
+        return ({TOOL_USE: own} if own else {}) | found | {DEFAULT: source}
+
+    def _json(self, name: str) -> dict[str, Any]:
+        return read_fields(self.path / name, required=False).values()
+
+
+class GGUFFolder(ModelFolder):
+    """The same facts of a GGUF file. Its config has all ends."""
+
+    @cached_property
+    def config(self) -> Fields:
+        return Fields(self.path, config_fields(open_gguf(self.path)))
+
+    @cached_property
+    def generation(self) -> Fields:
+        return Fields(self.path, {})
+
+    @cached_property
+    def tokenizer_config(self) -> Mapping[str, Any]:
+        return gguf_tokenizer_config(open_gguf(self.path))
+
+    @cached_property
+    def templates(self) -> Mapping[str, str]:
+        return _named(self.tokenizer_config.get("chat_template"))
+
+    @cached_property
+    def end_ids(self) -> tuple[int, ...]:
+        return ()
+
+
+def open_folder(model: str | Path | ModelFolder) -> ModelFolder:
+    """The facts of the directory or GGUF file at `model`, or those already open."""
+    if isinstance(model, ModelFolder):
+        return model
+    path = Path(model)
+    return GGUFFolder(path) if path.is_file() else ModelFolder(path)
+
+
+def content_of(token: Any) -> str:
+    """The text of a special token, which files have as a string or as an object."""
+    return token if isinstance(token, str) else str(token.get("content", "")) if isinstance(token, dict) else ""
+
+
+def _named(value: Any) -> dict[str, str]:
+    """`chat_template` of a tokenizer_config.json: one template, or a list of named ones (an object in transformers 5)."""
+    if isinstance(value, str):
+        return {DEFAULT: value}
+    pairs: Iterable[tuple[Any, Any]] = value.items() if isinstance(value, dict) else ()
+    if isinstance(value, list):
+        pairs = ((one.get("name"), one.get("template")) for one in value if isinstance(one, dict))
+    return {name: source for name, source in pairs if isinstance(name, str) and isinstance(source, str)}
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        raise ConfigError(f"{file}: cannot be read as UTF-8; download the file again") from None
+
+
+class _AddedToken(msgspec.Struct):
+    id: int
+    content: str
+
+
+class _Model(msgspec.Struct):
+    """A vocabulary of ids by token, or of (token, score) in the order of ids."""
+
+    vocab: dict[str, int] | list[tuple[str, float]] = {}
+
+
+class _TokenizerFile(msgspec.Struct):
+    added_tokens: list[_AddedToken] = []
+    model: msgspec.Raw = msgspec.Raw(b"{}")
+
+
+def _ids_of(file: Path, text: str) -> dict[str, int]:
+    """Ids of the tokens added in tokenizer.json, and of `text`. Where it cannot be read, none: its loading says why."""
+    try:
+        read = msgspec.json.decode(file.read_bytes(), type=_TokenizerFile)
+        found = {token.content: token.id for token in read.added_tokens}
+        if text and text not in found:
+            vocab = msgspec.json.decode(read.model, type=_Model).vocab
+            ids = vocab if isinstance(vocab, dict) else {token: id for id, (token, _) in enumerate(vocab)}
+            found |= {text: ids[text]} if text in ids else {}
+    except (OSError, msgspec.DecodeError, RecursionError):
+        return {}
+    return found
