@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from tokenizers import AddedToken
 
 from engine.gguf.config import config_fields
-from engine.gguf.file import open_gguf
+from engine.gguf.file import GGUFFile, open_gguf
 from engine.gguf.tokenizer import gguf_tokenizer_config
 from engine.model_files.fields import Fields, read_fields
 from service.flags import ConfigError
@@ -57,6 +58,17 @@ class ModelFolder:
         }
 
     @cached_property
+    def added_tokens(self) -> Mapping[int, AddedToken]:
+        """Tokens that tokenizer_config.json adds to the vocabulary, by id, ascending."""
+        found = self.tokenizer_config.get("added_tokens_decoder") or {}
+        try:
+            return {id: AddedToken(**found[str(id)]) for id in sorted(map(int, found))}
+        except (AttributeError, KeyError, TypeError, ValueError):
+            raise ConfigError(
+                f"{self.path / 'tokenizer_config.json'}: added_tokens_decoder: must have tokens by id; download the file again"
+            ) from None
+
+    @cached_property
     def templates(self) -> Mapping[str, str]:
         """Sources of the chat templates by name. A file of the default one replaces all in tokenizer_config.json."""
         files = self._template_files()
@@ -84,8 +96,7 @@ class ModelFolder:
     @cached_property
     def _token_ids(self) -> Mapping[str, int]:
         """Ids of added tokens, and of the tokenizer's eos_token."""
-        added = self.tokenizer_config.get("added_tokens_decoder") or {}
-        named = {content_of(token): int(id) for id, token in added.items()}
+        named = {token.content: id for id, token in self.added_tokens.items()}
         return named | _ids_of(self.path / TOKENIZER, content_of(self.tokenizer_config.get("eos_token")))
 
     def _template_files(self) -> dict[str, str]:
@@ -107,9 +118,13 @@ class ModelFolder:
 class GGUFFolder(ModelFolder):
     """The same facts of a GGUF file. Its config has all ends."""
 
+    def __init__(self, file: GGUFFile) -> None:
+        super().__init__(file.path)
+        self.file = file
+
     @cached_property
     def config(self) -> Fields:
-        return Fields(self.path, config_fields(open_gguf(self.path)))
+        return Fields(self.path, config_fields(self.file))
 
     @cached_property
     def generation(self) -> Fields:
@@ -117,7 +132,7 @@ class GGUFFolder(ModelFolder):
 
     @cached_property
     def tokenizer_config(self) -> Mapping[str, Any]:
-        return gguf_tokenizer_config(open_gguf(self.path))
+        return gguf_tokenizer_config(self.file)
 
     @cached_property
     def templates(self) -> Mapping[str, str]:
@@ -129,11 +144,18 @@ class GGUFFolder(ModelFolder):
 
 
 def open_folder(model: str | Path | ModelFolder) -> ModelFolder:
-    """The facts of the directory or GGUF file at `model`, or those already open."""
+    """The facts of the directory or GGUF file at `model`, or those already open. Raises ConfigError."""
     if isinstance(model, ModelFolder):
         return model
     path = Path(model)
-    return GGUFFolder(path) if path.is_file() else ModelFolder(path)
+    if path.is_file():
+        return GGUFFolder(open_gguf(path))
+    if path.is_dir():
+        return ModelFolder(path)
+    raise ConfigError(
+        f"--model-path {model}: no such directory or file; give a checkpoint directory, a .gguf file, "
+        "a model of the Hugging Face hub (ORGANIZATION/NAME), smollm2, or recall-wide"
+    )
 
 
 def content_of(token: Any) -> str:

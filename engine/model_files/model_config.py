@@ -10,12 +10,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.gguf.file import open_gguf
 from engine.model_files.arithmetic import PLAIN, Arithmetic
 from engine.model_files.experts_config import ExpertsConfig
 from engine.model_files.families import Family
 from engine.model_files.fields import Fields
-from engine.model_files.folder import ModelFolder, open_folder
+from engine.model_files.folder import GGUFFolder, ModelFolder, open_folder
 from engine.model_files.head_config import TOKEN_HEAD, TOKENS, HeadConfig, read_family, read_head
 from engine.model_files.latent_config import LatentConfig, read_latent, rope_dim
 from engine.model_files.layer_kinds import read_kinds, read_ropes, read_windows
@@ -25,7 +24,6 @@ from engine.model_files.rope_config import RopeConfig, scaled_context
 from engine.model_files.stored_weights import StoredWeights, read_stored_weights
 from engine.model_files.text_part import text_part
 from engine.model_files.vision_config import VisionConfig, read_vision
-from service.flags import ConfigError
 
 if TYPE_CHECKING:
     from engine.model_files.drafter_config import DrafterConfig
@@ -205,16 +203,10 @@ def load_model_config(model: str | Path | ModelFolder, *, architecture: str = ""
     Raises ConfigError.
     """
     folder = open_folder(model)
-    path = folder.path
-    if path.is_dir():
-        check_pipeline(path)
-    elif path.is_file():
-        check_gguf(path, open_gguf(path).value("general.architecture", str, ""))
+    if isinstance(folder, GGUFFolder):
+        check_gguf(folder.path, folder.file.value("general.architecture", str, ""))
     else:
-        raise ConfigError(
-            f"--model-path {path}: no such directory or file; give a checkpoint directory, a .gguf file, "
-            "a model of the Hugging Face hub (ORGANIZATION/NAME), smollm2, or recall-wide"
-        )
+        check_pipeline(folder.path)
     fields = folder.config
     return _model_config(folder, fields.with_values(architectures=[architecture]) if architecture else fields)
 

@@ -13,9 +13,8 @@ from typing import Any
 
 import tokenizers
 
-from engine.gguf.file import open_gguf
 from engine.gguf.tokenizer import gguf_tokenizer
-from engine.model_files.folder import TOKENIZER, ModelFolder, content_of, open_folder
+from engine.model_files.folder import TOKENIZER, GGUFFolder, ModelFolder, content_of, open_folder
 from service.flags import ConfigError
 
 BROKEN = "�"  # what a decoder puts where bytes are not UTF-8
@@ -110,8 +109,8 @@ class Tokenizer:
 def load_tokenizer(model: str | Path | ModelFolder) -> Tokenizer:
     """Load tokenizer.json (required) and what other files say of its tokens, or a GGUF file's. Raises ConfigError, one line."""
     folder = open_folder(model)
-    if folder.path.is_file():
-        return Tokenizer(gguf_tokenizer(open_gguf(folder.path)), config=folder.tokenizer_config)
+    if isinstance(folder, GGUFFolder):
+        return Tokenizer(gguf_tokenizer(folder.file), config=folder.tokenizer_config)
     file = folder.path / TOKENIZER
     if not file.is_file():
         raise ConfigError(
@@ -122,19 +121,21 @@ def load_tokenizer(model: str | Path | ModelFolder) -> Tokenizer:
         backend = tokenizers.Tokenizer.from_file(str(file))
     except Exception as e:  # tokenizers raises bare Exception for a broken file
         raise ConfigError(f"{file}: not a tokenizer that can be read ({_one_line(e)})") from None
-    _add_tokens(backend, folder.tokenizer_config)
+    _add_tokens(backend, folder)
     return Tokenizer(backend, config=folder.tokenizer_config)
 
 
-def _add_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:
+def _add_tokens(backend: tokenizers.Tokenizer, folder: ModelFolder) -> None:
     """Tokens that tokenizer_config.json adds to the vocabulary, or names as special, stay whole in any text."""
-    for id, token in sorted((config.get("added_tokens_decoder") or {}).items(), key=lambda item: int(item[0])):
-        if backend.token_to_id(content_of(token)) is not None or int(id) == backend.get_vocab_size():
-            backend.add_tokens([tokenizers.AddedToken(**token)])
+    for id, token in folder.added_tokens.items():
+        if backend.token_to_id(token.content) is not None or id == backend.get_vocab_size():
+            backend.add_tokens([token])
+    config = folder.tokenizer_config
     lists = [config.get(name) for name in ("additional_special_tokens", "extra_special_tokens")]
     unnamed = (content_of(token) for tokens in lists if isinstance(tokens, list) for token in tokens)
     special = [*_special_tokens(config).values(), *unnamed]
-    backend.add_special_tokens([token for token in special if backend.token_to_id(token) is not None])
+    known = {token.content: token for token in backend.get_added_tokens_decoder().values()}
+    backend.add_special_tokens([known.get(text, text) for text in special if backend.token_to_id(text) is not None])
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:

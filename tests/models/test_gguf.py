@@ -20,11 +20,10 @@ from transformers import AutoModelForCausalLM
 
 from engine.flags.local_defaults import default_threads
 from engine.gguf import tensors
-from engine.gguf.config import config_fields
 from engine.gguf.file import STORAGES, open_gguf
-from engine.gguf.tokenizer import gguf_tokenizer
+from engine.gguf.tokenizer import gguf_tokenizer, gguf_tokenizer_config
 from engine.kv.identity import fingerprint
-from engine.model_files.fields import Fields
+from engine.model_files.folder import GGUFFolder
 from engine.model_files.model_config import _model_config, load_model_config
 from engine.models.checkpoint import Checkpoint
 from engine.models.load import load_model
@@ -266,8 +265,9 @@ def test_a_value_of_another_type_is_a_clear_error_too(value: object, good: Path)
     for key in file.metadata:
         changed = dataclasses.replace(file, metadata={**file.metadata, key: value})
         for read in (
-            lambda f: _model_config(Fields(f.path, config_fields(f)), Fields(f.path, {}), folder=f.path),
+            lambda f: _model_config(GGUFFolder(f), GGUFFolder(f).config),
             gguf_tokenizer,
+            gguf_tokenizer_config,
         ):
             try:
                 read(changed)

@@ -244,7 +244,7 @@ def make_tiny_checkpoint(
     4 layers, hidden 64, 4 heads and 2 KV heads of 16, vocabulary 272, context 4096, fp32, one file. `overrides` are
     fields of config.json; `shards` > 1 spreads the tensors over that many files with an index.
     """
-    config = _config(family, dtype) | overrides
+    config = tiny_config(family, dtype) | overrides
     assert config["vocab_size"] >= VOCAB_SIZE, "the byte-level tokenizer needs every id up to 271"
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "config.json", config)
@@ -507,7 +507,7 @@ def write_json(path: Path, value: object) -> None:
     path.write_text(json.dumps(value, indent=2), encoding="utf-8")
 
 
-def _config(family: str, dtype: str) -> dict[str, Any]:
+def tiny_config(family: str, dtype: str = "float32") -> dict[str, Any]:
     config: dict[str, Any] = {
         "architectures": [ARCHITECTURES[family]],
         "model_type": family,
