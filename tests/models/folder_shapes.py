@@ -16,6 +16,9 @@ from tests.models.tiny_checkpoints import tiny_config, write_json
 
 BYTES, LLAMA2, MISTRAL, GEMMA = "bytes", "llama2", "mistral", "gemma"  # how a tokenizer.json spells text
 WORDS = ("hello", "world", "user", "the", "tool")
+QWEN_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 FAST, LLAMA, QWEN = "PreTrainedTokenizerFast", "LlamaTokenizerFast", "Qwen2Tokenizer"
 TRAINED = 4096  # max_position_embeddings of all
 
@@ -66,7 +69,8 @@ PARTS = chat(
 class Shape:
     """One folder. `special`, `plain`: added tokens, which answers hide or show. `post`: the template of tokenizer.json.
 
-    `config`, `generation`: ends in config.json and generation_config.json, by text. `ends`: what ends an answer.
+    `config`, `generation`: ends in config.json and generation_config.json, by text. `ends`: what ends an answer; `unnamed`: others,
+    which no file names.
     `fields`: of config.json. `files`: others, by path. `padding`: rows of the model without a token.
     `generic`: compared with transformers' generic class, which reads tokenizer.json alone; with AutoTokenizer else.
     `before`, `behind`: tokens that transformers 5 does not add. `why`: the engines differ here, and whom this follows.
@@ -82,6 +86,7 @@ class Shape:
     config: tuple[str, ...] = ()
     generation: tuple[str, ...] = ()
     ends: tuple[str, ...]
+    unnamed: tuple[str, ...] = ()
     fields: dict[str, Any] = field(default_factory=dict)
     files: dict[str, Any] = field(default_factory=dict)
     context: int = TRAINED
@@ -123,12 +128,17 @@ _SPM_NAMES = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
 _GEMMA_TOKENS = ("<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>")
 _GEMMA_NAMES = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>", "unk_token": "<unk>"}
 _DEEPSEEK = ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>")
-_VISION = {"hidden_size": 32, "num_heads": 2, "depth": 2, "intermediate_size": 48, "out_hidden_size": 64}
+_VISION: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_heads": 2,
+    "depth": 2,
+    "intermediate_size": 48,
+    "out_hidden_size": 64,
+}
+_VISION |= {"fullatt_block_indexes": [1]}
 _QWEN_NAMES = {"tokenizer_class": QWEN, "add_bos_token": False, "bos_token": None, "pad_token": "<|endoftext|>"}
 _IM_END = {**_QWEN_NAMES, "eos_token": "<|im_end|>"}
-_METASPACE = (
-    "transformers 5 and SGLang on it build Metaspace anew for the class; ids follow tokenizer.json, as in transformers 4"
-)
+_METASPACE = "transformers 5 and SGLang on it build Metaspace anew for the class; ids follow tokenizer.json, as in transformers 4"
 
 SHAPES = [
     Shape(
@@ -208,7 +218,8 @@ SHAPES = [
             "chat_template": PARTS,
         },
         config=("<|end_of_text|>", "<|eot_id|>"),
-        ends=("<|end_of_text|>", "<|eot_id|>", "<|eom_id|>"),
+        ends=("<|end_of_text|>", "<|eot_id|>"),
+        unnamed=("<|eom_id|>",),
         fields=_llama3(32.0),
         why="SGLang takes <|eom_id|> for an end of every tokenizer that has it; vLLM follows the files",
     ),
@@ -421,7 +432,9 @@ SHAPES = [
         config=("</s>",),
         generation=("</s>",),
         ends=("</s>", "<|im_end|>"),
-        files={"special_tokens_map.json": {"eos_token": {"content": "<|im_end|>", "lstrip": False}, "bos_token": "<s>"}},
+        files={
+            "special_tokens_map.json": {"eos_token": {"content": "<|im_end|>", "lstrip": False}, "bos_token": "<s>"}
+        },
         generic=True,
         why=_METASPACE,
     ),
@@ -440,7 +453,11 @@ SHAPES = [
         config=("<|endoftext|>", "<|user|>", "<|observation|>"),
         generation=("<|endoftext|>", "<|user|>", "<|observation|>"),
         ends=("<|endoftext|>", "<|user|>", "<|observation|>"),
-        files={"chat_template.jinja": chat("<|{{ m.role }}|>\n{{ m.content }}", start="[gMASK]<sop>", tools="{{ tools | tojson }}")},
+        files={
+            "chat_template.jinja": chat(
+                "<|{{ m.role }}|>\n{{ m.content }}", start="[gMASK]<sop>", tools="{{ tools | tojson }}"
+            )
+        },
         padding=14,
     ),
     Shape(
@@ -522,19 +539,8 @@ SHAPES = [
         },
         config=("<|im_end|>",),
         ends=("<|im_end|>",),
-    ),
-    Shape(
-        name="SmolLM 3",
-        family="smollm3",
-        special=("<|begin_of_text|>", "<|end_of_text|>", "<|im_start|>", "<|im_end|>"),
-        plain=("<think>", "</think>"),
-        post="<|begin_of_text|> $A",
-        tokenizer={"tokenizer_class": FAST, "eos_token": "<|im_end|>", "bos_token": None},
-        config=("<|im_end|>",),
-        ends=("<|im_end|>",),
-        fields={"rope_scaling": {"type": "linear", "factor": 2.0}},
-        files={"chat_template.jinja": HERMES},
-        context=2 * TRAINED,
+        generic=True,
+        why="transformers 5 cuts digits as GPT-2 does; ids follow tokenizer.json, as in SGLang and transformers 4",
     ),
     Shape(
         name="e5-mistral",
@@ -545,8 +551,7 @@ SHAPES = [
         tokenizer={"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "add_eos_token": True, **_SPM_NAMES},
         config=("</s>",),
         ends=("</s>",),
-        fields={"architectures": ["MistralModel"], "rope_scaling": {"type": "dynamic", "factor": 4.0}},
-        context=4 * TRAINED,
+        fields={"architectures": ["MistralModel"]},
         generic=True,
         behind=("</s>",),
         why=(
@@ -555,6 +560,17 @@ SHAPES = [
         ),
     ),
 ]
+
+TINYLLAMA = Shape(  # of which GGUF files are made
+    name="TinyLlama",
+    family="llama",
+    spelling=LLAMA2,
+    special=_SPM,
+    post="<s> $A",
+    tokenizer={"tokenizer_class": "LlamaTokenizer", **_SPM_NAMES},
+    config=("</s>",),
+    ends=("</s>",),
+)
 
 
 def write_folder(folder: Path, shape: Shape) -> dict[str, int]:
@@ -587,7 +603,11 @@ def _config(shape: Shape, ids: dict[str, int], size: int) -> dict[str, Any]:
     seeing = {"llava": "llama", "qwen2_5_vl": "qwen2"}
     base = tiny_config(seeing.get(shape.family, shape.family))
     base |= {"vocab_size": size, "max_position_embeddings": TRAINED, "bos_token_id": None, "eos_token_id": None}
-    base |= {"pad_token_id": None, **({"eos_token_id": _some(shape.config, ids)} if shape.config else {}), **shape.fields}
+    base |= {
+        "pad_token_id": None,
+        **({"eos_token_id": _some(shape.config, ids)} if shape.config else {}),
+        **shape.fields,
+    }
     if shape.family == "llava":
         whole = {"architectures": ["LlavaForConditionalGeneration"], "model_type": "llava", "text_config": base}
         return {**whole, "vision_config": {"model_type": "clip_vision_model"}, "image_token_index": ids["<image>"]}
@@ -637,8 +657,10 @@ def _tokenizer(spelling: str) -> Tokenizer:
 def _byte_level() -> Tokenizer:
     vocab = {letter: id for id, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(BPE(vocab, _merges(vocab, [f"Ġ{word}" for word in WORDS])))
-    split = pre_tokenizers.Split(Regex(r"\p{N}| ?\p{L}+|\s+|."), behavior="isolated")
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    split = pre_tokenizers.Split(Regex(QWEN_WORDS), behavior="isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 

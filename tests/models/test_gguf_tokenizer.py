@@ -6,16 +6,20 @@ from pathlib import Path
 
 import gguf
 import pytest
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
 from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer, get_gguf_tokenizer
 
 from benchmarks.gguf_file import add_tokenizer, write
+from engine.gguf.ends import end_ids
+from engine.gguf.file import open_gguf
 from engine.gguf.tokenizer import PRE_TOKENIZERS
+from engine.model_files.folder import open_folder
 from engine.model_files.source import smollm2_file
 from engine.text.chat_template import load_chat_template
 from engine.text.tokenizer import Tokenizer as OurTokenizer
 from engine.text.tokenizer import load_tokenizer
+from tests.models.folder_shapes import TINYLLAMA, write_folder
 from tests.models.varied_texts import varied_texts
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -88,8 +92,7 @@ def test_byte_level_ids_are_those_of_transformers(pre: str, tmp_path: Path) -> N
         theirs = AutoTokenizer.from_pretrained(tmp_path, gguf_file="model.gguf")
     ours = load_tokenizer(tmp_path / "model.gguf")
     adds_bos = pre == "llama-bpe"  # llama.cpp's rule where the file does not say; transformers adds none then
-    ours.config["add_bos_token"] = False
-    assert_same_ids(ours, theirs, (*SPECIAL, TOOL))
+    assert_same_ids(OurTokenizer(ours.backend), theirs, (*SPECIAL, TOOL))
     ours = load_tokenizer(tmp_path / "model.gguf")
     assert ours.encode("Hi")[:1] == [0] if adds_bos else ours.encode("Hi")[:1] != [0]
     assert ours.special_ids == {0, 1, 2}
@@ -101,6 +104,12 @@ def test_sentencepiece_ids_are_those_of_transformers(prefix: bool | None, bos: b
     file = tmp_path / "model.gguf"
     write_sentencepiece(file, prefix=prefix, bos=bos)
     ours, theirs = load_tokenizer(file), AutoTokenizer.from_pretrained(tmp_path, gguf_file="model.gguf")
+    # Each text between special tokens begins with a space, for llama.cpp and in the tokenizer.json of Llama 2 and TinyLlama; transformers'
+    # reading of GGUF files has it at the beginning alone.
+    theirs.backend_tokenizer.pre_tokenizer = None
+    theirs.backend_tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
     assert_same_ids(ours, theirs, ("<s>", "</s>", "<|im_start|>"))
     assert ours.token_bytes(ours.backend.token_to_id("<0xE2>")) == b"\xe2"
 
@@ -139,6 +148,60 @@ def write_sentencepiece(file: Path, *, prefix: bool | None, bos: bool | None) ->
     write(writer)
 
 
+def test_a_gguf_file_of_tinyllama_reads_as_its_folder(tmp_path: Path) -> None:
+    """Ids, what stands before and behind, and named templates are those of the files that it was made from."""
+    write_folder(tmp_path / "model", TINYLLAMA)
+    file = tmp_path / "model.gguf"
+    model = json.loads((tmp_path / "model" / "tokenizer.json").read_text())
+    tokens = sorted(model["model"]["vocab"], key=model["model"]["vocab"].get)
+    learned = ["".join(pair) for pair in model["model"]["merges"]]
+    writer = gguf.GGUFWriter(file, "llama")
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(tokens)
+    writer.add_token_scores([-float(learned.index(token)) if token in learned else -1e4 for token in tokens])
+    writer.add_token_types([2, 3, 3, *(6 if len(t) == 6 and t.startswith("<0x") else 1 for t in tokens[3:])])
+    writer.add_unk_token_id(0)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_add_eos_token(True)
+    writer.add_chat_template([{"name": name, "template": name} for name in ("default", "tool_use", "rag")])
+    write(writer)
+    ours, theirs = load_tokenizer(file), PreTrainedTokenizerFast.from_pretrained(tmp_path / "model")
+    assert theirs.encode("a")[:1] == [1]
+    for text in ("hello world", " the", "<s>hello", "hello</s>user hi</s>\nthe  tool", "<unk>user", "鬱", ""):
+        plain = theirs.encode(text, add_special_tokens=False)
+        assert ours.encode(text, add_special_tokens=False) == plain, text
+        assert ours.encode(text) == [*([] if plain[:1] == [1] else [1]), *plain, 2], text
+        assert ours.decode(plain) == theirs.decode(plain, skip_special_tokens=True), text
+    folder = open_folder(file)
+    assert (folder.template(tools=False), folder.template(tools=True)) == ("default", "tool_use")
+    assert end_ids(open_gguf(file)) == [2, 2]
+
+
+QWEN_TOKENS = ("<|endoftext|>", "<|im_end|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "x")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "named", "ends"),
+    [
+        (("<|end|>", "<end_of_turn>", "<|eot_id|>", "x", "y"), {"eos": 3}, "<|end|> <end_of_turn> <|eot_id|> x"),
+        (("</s>", "<|im_end|>", "x", "y"), {"eot": 2, "eom": 3}, "</s> <|im_end|> x y"),
+        (QWEN_TOKENS, {}, "<|endoftext|> <|im_end|> <|fim_pad|> <|repo_name|> <|file_sep|>"),
+        (QWEN_TOKENS, {"fim_pad": 5}, "<|endoftext|> <|im_end|> <|repo_name|> <|file_sep|> x"),
+        (("<|return|>", "<|call|>", "<|end|>", "<|endoftext|>"), {}, "<|return|> <|call|> <|endoftext|>"),
+        (("<|tool_response>", "</s>", "<turn|>"), {}, "<|tool_response> <turn|>"),
+    ],
+)
+def test_ends_are_those_of_llama_cpp(tokens: tuple[str, ...], named: dict[str, int], ends: str, tmp_path: Path) -> None:
+    """Whatever type the file gives them, as llama-vocab.cpp has them."""
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
+    writer.add_token_list(tokens)
+    for name, id in named.items():
+        writer.add_uint32(f"tokenizer.ggml.{name}_token_id", id)
+    write(writer)
+    assert {tokens[id] for id in end_ids(open_gguf(tmp_path / "model.gguf"))} == set(ends.split())
+
+
 def test_every_name_that_is_supported_is_tried_here() -> None:
     """Names for one way to cut text stand beside one that is tried above."""
     names = "default gpt-2 smollm llama-bpe llama3 llama-v3 qwen2 deepseek-r1-qwen"
@@ -163,7 +226,7 @@ def test_smollm2_ids_are_those_of_transformers(smollm2: OurTokenizer) -> None:
 
 
 def test_smollm2_has_its_special_tokens_and_template(smollm2: OurTokenizer) -> None:
-    template = load_chat_template(smollm2_file(), config=smollm2.config, special_tokens=smollm2.special_tokens)
+    template = load_chat_template(smollm2_file(), special_tokens=smollm2.special_tokens)
     assert template is not None
     text = template.render([{"role": "user", "content": "Hi 2026"}])
     assert text.endswith("<|im_start|>user\nHi 2026<|im_end|>\n<|im_start|>assistant\n")

@@ -9,16 +9,20 @@ from typing import Any
 
 import pytest
 from transformers import AutoConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from engine.layers.rope import inverse_frequencies
 from engine.model_files.arithmetic import Arithmetic
 from engine.model_files.head_config import HeadConfig
 from engine.model_files.model_config import DEFAULT_MODEL_PATH, ModelConfig, load_model_config
 from engine.model_files.rope_config import LinearScaling, Llama3Scaling, RopeConfig
 from service.flags import ConfigError
 from tests.models.headless import make_embedding_model
-from tests.models.tiny_checkpoints import make_tiny_checkpoint, write_json
+from tests.models.tiny_checkpoints import EOS, make_tiny_checkpoint, write_json
+from tests.models.tiny_seeing import make_seeing_checkpoint
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LONGROPE = {"original_max_position_embeddings": 512}
 
 
 def edited(folder: Path, family: str = "llama", **changes: Any) -> ModelConfig:
@@ -72,10 +76,63 @@ def test_what_transformers_writes_reads_as_what_it_was_made_from(tmp_path: Path)
     assert before.rope.scaling == Llama3Scaling(8.0, 1.0, 4.0, 512)
 
 
-def test_end_tokens_are_the_union_of_both_files(tmp_path: Path) -> None:
+def test_end_tokens_are_the_union_of_all_files(tmp_path: Path) -> None:
     make_tiny_checkpoint(tmp_path, "llama", eos_token_id=[7, 2])
     write_json(tmp_path / "generation_config.json", {"eos_token_id": [9, 2]})
     assert load_model_config(str(tmp_path)).eos_token_ids == (2, 7, 9)
+    write_json(tmp_path / "tokenizer_config.json", {"eos_token": "<special_5>"})
+    assert load_model_config(str(tmp_path)).eos_token_ids == (2, 5, 7, 9)
+    write_json(tmp_path / "special_tokens_map.json", {"eos_token": {"content": "<special_6>"}})
+    assert load_model_config(str(tmp_path)).eos_token_ids == (2, 6, 7, 9)
+    write_json(tmp_path / "tokenizer_config.json", {"eos_token": "a", "added_tokens_decoder": {}})
+    letter = json.loads((tmp_path / "tokenizer.json").read_text())["model"]["vocab"]["a"]
+    assert load_model_config(str(tmp_path)).eos_token_ids == (2, 7, 9, letter)
+    for broken in ("{", json.dumps({"model": {"vocab": 3}})):
+        (tmp_path / "tokenizer.json").write_text(broken)
+        assert load_model_config(str(tmp_path)).eos_token_ids == (2, 7, 9), "its loading says what is broken"
+
+
+def test_ends_of_both_parts_of_a_model_that_sees(tmp_path: Path) -> None:
+    make_seeing_checkpoint(tmp_path, "llava", eos_token_id=9)
+    assert load_model_config(str(tmp_path)).eos_token_ids == (EOS, 9)
+
+
+@pytest.mark.parametrize(
+    ("family", "scaling", "more", "context"),
+    [
+        ("llama", None, {}, 4096),
+        ("llama", {"type": "yarn", "factor": 4.0}, {}, 16384),
+        ("llama", {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 3072}, {}, 12288),
+        ("llama", {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 1024}, {}, 4096),
+        ("llama", {"type": "yarn", "original_max_position_embeddings": 1024}, {}, 4096),
+        ("llama", {"type": "linear", "factor": 2.5}, {}, 10240),
+        ("llama", {"type": "dynamic", "factor": 2.0}, {}, 8192),
+        ("llama", {**LLAMA3, "original_max_position_embeddings": 512}, {}, 4096),
+        ("phi3", {"type": "longrope", "long_factor": [1.0] * 8, "short_factor": [1.0] * 8}, LONGROPE, 4096),
+        ("gemma3_text", {"rope_type": "linear", "factor": 8.0}, {}, 4096),
+        ("llama", None, {"model_max_length": 6000}, 6000),
+        ("llama", {"type": "linear", "factor": 2.0}, {"model_max_length": 6000}, 12000),
+    ],
+)
+def test_scaling_of_rope_lengthens_the_context(
+    family: str, scaling: dict[str, Any] | None, more: dict[str, Any], context: int, tmp_path: Path
+) -> None:
+    """Factor times the original length, but where max_position_embeddings is with the scaling already."""
+    assert edited(tmp_path, family, rope_scaling=scaling, **more).max_position_embeddings == context
+
+
+def test_a_window_counts_in_a_longer_context(tmp_path: Path) -> None:
+    scaling = {"type": "linear", "factor": 2.0}
+    assert edited(tmp_path, "mistral", sliding_window=4096, rope_scaling=scaling).windows == (4096,) * 4
+
+
+def test_dynamic_scaling_has_the_base_of_its_longest_context(tmp_path: Path) -> None:
+    """As transformers computes it at that length."""
+    config = edited(tmp_path, rope_scaling={"rope_type": "dynamic", "factor": 2.0})
+    theirs = AutoConfig.from_pretrained(tmp_path)
+    frequencies, factor = ROPE_INIT_FUNCTIONS["dynamic"](theirs, "cpu", seq_len=config.max_position_embeddings)
+    assert inverse_frequencies(config.rope).tolist() == pytest.approx(frequencies.tolist(), rel=1e-6)
+    assert factor == 1.0 and config.rope.scaling is None
 
 
 def test_families_fix_what_the_config_leaves_out(tmp_path: Path) -> None:
@@ -152,7 +209,9 @@ BAD_FIELDS: list[tuple[str, str, dict[str, Any]]] = [
     ("head_dim", "llama", {"head_dim": 15}),
     ("rms_norm_eps", "llama", {"rms_norm_eps": "small"}),
     ("rope_theta", "llama", {"rope_theta": -1.0}),
-    ("rope_scaling", "llama", {"rope_scaling": {"type": "dynamic", "factor": 4.0}}),
+    ("rope_scaling", "llama", {"rope_scaling": {"type": "ntk", "factor": 4.0}}),
+    ("factor", "llama", {"rope_scaling": {"type": "dynamic"}}),
+    ("model_max_length", "llama", {"model_max_length": 0}),
     ("rope_scaling", "llama", {"rope_scaling": {"type": "linear", "factor": -4.0}}),
     ("rope_scaling", "llama", {"rope_scaling": {"type": "yarn", "factor": 4.0, "beta_fast": 0.5}}),
     ("long_factor", "phi3", {"rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 32}),

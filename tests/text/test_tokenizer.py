@@ -2,15 +2,20 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import tokenizers
+from tokenizers import models, processors
 
 from engine.frontend.served_model import load_sampling_defaults
+from engine.model_files.folder import open_folder
 from engine.text.chat_template import ChatTemplate, TemplateRefused, load_chat_template
-from engine.text.tokenizer import Tokenizer, load_tokenizer
+from engine.text.tokenizer import load_tokenizer
 from service.flags import ConfigError
 from tests.frontend.conftest import byte_tokenizer, write_checkpoint
 
+CAUSAL, LLAMA = "LlamaForCausalLM", "LlamaTokenizer"
 HELLO = [{"role": "user", "content": "hi <b> é"}]
 
 
@@ -20,15 +25,60 @@ def rewritten(folder: Path, config: object) -> Path:
     return path
 
 
-def test_bos_follows_the_post_processor_unless_the_config_decides(tmp_path: Path) -> None:
-    for config, num_bos in (
-        ({}, 1),
-        ({"add_bos_token": False, "bos_token": "<s>"}, 0),
-        ({"add_bos_token": True, "bos_token": {"content": "<s>"}}, 1),
+@pytest.mark.parametrize(
+    ("post", "config", "architecture", "ids"),
+    [
+        ("<s> $A", {}, CAUSAL, "<s> a"),
+        ("<s> $A", {"add_bos_token": False, "tokenizer_class": LLAMA}, CAUSAL, "<s> a"),
+        ("$A </s>", {"add_bos_token": False}, CAUSAL, "a </s>"),
+        ("<s> $A </s>", {"add_bos_token": False, "add_eos_token": False}, CAUSAL, "<s> a </s>"),
+        ("", {"add_bos_token": True, "tokenizer_class": LLAMA}, CAUSAL, "<s> a"),
+        ("", {"tokenizer_class": f"{LLAMA}Fast"}, CAUSAL, "<s> a"),
+        ("", {"add_bos_token": False, "tokenizer_class": LLAMA}, CAUSAL, "a"),
+        ("", {"add_bos_token": True, "tokenizer_class": "Qwen2Tokenizer"}, CAUSAL, "a"),
+        ("$A </s>", {"add_bos_token": True, "tokenizer_class": "GemmaTokenizer"}, CAUSAL, "<s> a </s>"),
+        ("<s> $A", {"add_eos_token": True, "tokenizer_class": LLAMA}, "LlamaModel", "<s> a </s>"),
+        ("<s> $A", {"add_eos_token": True, "tokenizer_class": LLAMA}, CAUSAL, "<s> a"),
+        ("<s> $A </s>", {"add_eos_token": True, "tokenizer_class": LLAMA}, "LlamaModel", "<s> a </s>"),
+    ],
+)
+def test_what_is_added_before_and_behind(
+    post: str, config: dict[str, Any], architecture: str, ids: str, tmp_path: Path
+) -> None:
+    """The template of tokenizer.json stays; flags add what it has not, of the classes that read them, and an end to embeddings alone."""
+    vocab = {"<unk>": 0, "<s>": 1, "</s>": 2, "a": 3}
+    backend = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    backend.add_special_tokens(["<s>", "</s>"])
+    if post:
+        backend.post_processor = processors.TemplateProcessing(single=post, special_tokens=[("<s>", 1), ("</s>", 2)])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    names = {"bos_token": {"content": "<s>"}, "eos_token": "</s>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**names, **config}))
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture]}))
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.encode("a") == [vocab[token] for token in ids.split()]
+    assert tokenizer.encode("a", add_special_tokens=False) == [3]
+
+
+def test_tokens_that_only_the_config_names_stay_whole(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path)
+    size = load_tokenizer(path).backend.get_vocab_size()
+    added = {"content": "<new>", "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    config = {"added_tokens_decoder": {str(size): added}, "eos_token": "<new>", "extra_special_tokens": ["a", "none"]}
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = load_tokenizer(path)
+    assert tokenizer.encode("<new>b", add_special_tokens=False)[0] == size
+    assert tokenizer.is_special("a") and tokenizer.is_special("<new>") and not tokenizer.is_special("none")
+    assert open_folder(path).end_ids == (size,)
+
+
+@pytest.mark.parametrize("broken", [[], "x", {"1": 2}, {"x": {}}, {"1": {"content": 3}}])
+def test_broken_added_tokens_are_named(broken: object, tmp_path: Path) -> None:
+    path = rewritten(tmp_path, {"added_tokens_decoder": broken or ["x"]})
+    with pytest.raises(
+        ConfigError, match=r"tokenizer_config\.json: added_tokens_decoder: must have tokens by id; download"
     ):
-        assert load_tokenizer(rewritten(tmp_path, config)).encode("a").count(256) == num_bos
-    plain = Tokenizer(byte_tokenizer().backend, config={"add_bos_token": True, "bos_token": "<s>"})
-    assert plain.encode("a", add_special_tokens=False)[0] != 256
+        load_tokenizer(path)
 
 
 def test_a_lone_surrogate_is_a_value_error() -> None:
@@ -37,17 +87,31 @@ def test_a_lone_surrogate_is_a_value_error() -> None:
 
 
 def test_where_templates_are_found(tmp_path: Path) -> None:
-    def found(config: dict[str, object]) -> str | None:
-        template = load_chat_template(tmp_path, config=config, special_tokens={"bos_token": "<s>"})
+    def found(chat_template: object = None, *, tools: bool = False) -> str | None:
+        if chat_template is not None:
+            (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": chat_template}))
+        template = load_chat_template(tmp_path, special_tokens={"bos_token": "<s>"}, tools=tools)
         return template.render(HELLO) if template else None
 
-    assert found({}) is None
-    assert found({"chat_template": "{{ bos_token }}plain"}) == "<s>plain"
+    assert found() is None
+    assert found("{{ bos_token }}plain") == found(tools=True) == "<s>plain"
     named = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
-    assert found({"chat_template": named}) == "D"
-    assert found({"chat_template": named[:1]}) == "T"
+    assert (found(named), found(tools=True)) == ("D", "T")
+    assert found({"default": "D", "tool_use": "T"}, tools=True) == "T"
+    assert found(named[:1]) == found(tools=True) == "T"
+    assert found(7) is None
+    (tmp_path / "chat_template.json").write_text('{"chat_template": "processor"}')
+    assert (found(named), found(tools=True)) == ("processor", "T")
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("more")
+    assert (found(), found(tools=True)) == ("processor", "more")
     (tmp_path / "chat_template.jinja").write_text("file")
-    assert found({"chat_template": "plain"}) == "file"
+    assert (found(), found(tools=True)) == ("file", "more")
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").unlink()
+    assert (found(), found(tools=True)) == ("file", "file")
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(ConfigError, match=r"chat_template\.jinja: cannot be read as UTF-8; download"):
+        found()
 
 
 @pytest.mark.parametrize(
