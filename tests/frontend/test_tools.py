@@ -28,7 +28,7 @@ from engine.frontend.apis.chat.tools import (
 from engine.frontend.apis.shared.constraints import Constraint
 from engine.text.call_formats import GLM45, KIMI_K2, LLAMA3, LLAMA4, PYTHONIC, QWEN3_CODER, QWEN25
 from service.http.errors import ApiError
-from tests.frontend.conftest import Worker, start_worker
+from tests.frontend.conftest import TEMPLATE, Worker, start_worker, write_checkpoint
 
 CHAT = "/v1/chat/completions"
 TOOL: dict[str, Any] = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
@@ -38,7 +38,11 @@ PROMPT = f"<|user|>{CALL}<|assistant|>"
 
 @pytest.fixture(scope="module")
 def qwen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
-    with start_worker(tmp_path_factory.mktemp("qwen"), engine={"tool_call_parser": "qwen25"}) as w:
+    folder = tmp_path_factory.mktemp("qwen")
+    named = write_checkpoint(folder / "tiny") / "additional_chat_templates"
+    named.mkdir()
+    (named / "tool_use.jinja").write_text(TEMPLATE.replace("== 'tool'", "== 'nobody'"))
+    with start_worker(folder, engine={"tool_call_parser": "qwen25"}) as w:
         yield w
 
 
@@ -66,6 +70,15 @@ def test_a_call_in_a_stream_comes_in_deltas(qwen: Worker) -> None:
         assert all(p["index"] == 0 for p in parts)
         assert [c["finish_reason"] for c in choices if c["finish_reason"]] == ["tool_calls"]
         assert choices[-1]["finish_reason"] == "tool_calls"
+
+
+def test_tools_are_shown_by_the_template_for_them(qwen: Worker) -> None:
+    """The other one refuses the role."""
+    messages = [{"role": "user", "content": "a"}, {"role": "tool", "content": "b"}]
+    assert qwen.post(CHAT, body(messages=messages)).status_code == 200
+    for more in ({"tools": None}, {"tool_choice": "none"}):
+        answer = qwen.post(CHAT, body(messages=messages, **more))
+        assert answer.status_code == 400 and "no tools here" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("more", [{"tool_choice": "none"}, {"tools": []}, {"tools": None}])

@@ -23,7 +23,7 @@ class Hub:
     folder: Path
     url: str = ""
     gated: set[str] = field(default_factory=set)
-    cut: set[str] = field(default_factory=set)  # file names
+    cut: set[str] = field(default_factory=set)  # paths of files
     downloads: Counter[str] = field(default_factory=Counter)
 
     async def info(self, request: web.Request) -> web.Response:
@@ -34,35 +34,37 @@ class Hub:
             return _refusal(404, "RepoNotFound", "Repository not found")
         for path in folder.iterdir():
             if revision in (path.name, _commit(path)):
-                names = [{"rfilename": file.name} for file in path.iterdir()]
+                names = [{"rfilename": name} for name in _files(path)]
                 return web.json_response({"id": model, "modelId": model, "sha": _commit(path), "siblings": names})
         return _refusal(404, "RevisionNotFound", f"Invalid rev id: {revision}")
 
     async def tree(self, request: web.Request) -> web.Response:
-        files = sorted(self._at(request).iterdir())
-        return web.json_response(
-            [{"type": "file", "path": f.name, "size": f.stat().st_size, "oid": _digest(f.read_bytes())} for f in files]
-        )
+        files = [
+            {"type": "file", "path": name, "size": file.stat().st_size, "oid": _digest(file.read_bytes())}
+            for name, file in _files(self._at(request)).items()
+        ]
+        return web.json_response(files)
 
     async def file(self, request: web.Request) -> web.StreamResponse:
-        model, file = self._model(request), self._at(request) / request.match_info["path"]
+        model, folder, name = self._model(request), self._at(request), request.match_info["path"]
+        file = folder / name
         if model in self.gated and request.headers.get("Authorization") != f"Bearer {TOKEN}":
             return _refusal(403, "GatedRepo", "Access to this model is restricted")
         if not file.is_file():
             return _refusal(404, "EntryNotFound", "Entry not found")
         data = file.read_bytes()
-        headers = {"ETag": f'"{_digest(data)}"', "X-Repo-Commit": _commit(file.parent), "Accept-Ranges": "bytes"}
+        headers = {"ETag": f'"{_digest(data)}"', "X-Repo-Commit": _commit(folder), "Accept-Ranges": "bytes"}
         if request.method == "HEAD":
             return web.Response(headers=headers | {"Content-Length": str(len(data))})
         start = 0
         if wanted := request.headers.get("Range"):
             start = int(wanted.removeprefix("bytes=").partition("-")[0])
             headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
-        self.downloads[file.name] += 1
+        self.downloads[name] += 1
         response = web.StreamResponse(status=206 if start else 200, headers=headers)
         response.content_length = len(data) - start
         await response.prepare(request)
-        if file.name in self.cut:
+        if name in self.cut:
             await response.write(data[start : start + CUT_AFTER])
             assert request.transport is not None
             request.transport.abort()
@@ -91,7 +93,7 @@ def hub_stand_in(folder: Path) -> Iterator[Hub]:
             (f"/api/models/{model}", hub.info),
             (f"/api/models/{model}/revision/{{revision}}", hub.info),
             (f"/api/models/{model}/tree/{{revision}}", hub.tree),
-            (f"/{model}/resolve/{{revision}}/{{path}}", hub.file),
+            (f"/{model}/resolve/{{revision}}/{{path:.+}}", hub.file),
         ):
             app.router.add_get(path, handler)
         runner = web.AppRunner(app)
@@ -116,6 +118,11 @@ def hub_stand_in(folder: Path) -> Iterator[Hub]:
     finally:
         started.call_soon_threadsafe(started.stop)
         thread.join(30)
+
+
+def _files(folder: Path) -> dict[str, Path]:
+    """All files of a revision by their paths in it."""
+    return {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
 def _commit(folder: Path) -> str:

@@ -70,9 +70,17 @@ NOWHERE = "http://127.0.0.1:9"  # the discard port: refused
 
 
 def test_only_the_files_that_serving_reads_are_downloaded_once(hub: Hub, tmp_path: Path) -> None:
-    images = {"preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json"}
-    for name in images:
-        (tmp_path / "hub" / MODEL / "main" / name).write_text(json.dumps({"name": name}))  # equal files come once
+    more = {
+        "preprocessor_config.json",
+        "video_preprocessor_config.json",
+        "processor_config.json",
+        "special_tokens_map.json",
+    }
+    more |= {"chat_template.jinja", "additional_chat_templates/tool_use.jinja", "1_Pooling/config.json", "modules.json"}
+    main = tmp_path / "hub" / MODEL / "main"
+    for name in (*more, "additional_chat_templates/notes.txt"):
+        (main / name).parent.mkdir(exist_ok=True)
+        (main / name).write_text(json.dumps({"name": name}))  # equal files come once
     answer = ask(tmp_path / "home", hub.url)
     assert (answer["name"], answer["revision"]) == (MODEL, None)
     needed = {
@@ -81,9 +89,10 @@ def test_only_the_files_that_serving_reads_are_downloaded_once(hub: Hub, tmp_pat
         "model.safetensors",
         "tokenizer.json",
         "tokenizer_config.json",
-        *images,
+        *more,
     }
-    assert {path.name for path in Path(answer["path"]).iterdir()} == needed
+    found = Path(answer["path"])
+    assert {str(path.relative_to(found)) for path in found.rglob("*") if not path.is_dir()} == needed
     assert answer["path"].startswith(str(tmp_path / "home"))
     assert hub.downloads == dict.fromkeys(needed, 1)
     assert ask(tmp_path / "home", hub.url) == answer
