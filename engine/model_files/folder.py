@@ -90,8 +90,9 @@ class ModelFolder:
     @cached_property
     def _makes_vectors(self) -> bool:
         """Whether it is an embedding model: in prompts to be continued, nothing stands behind the text."""
-        names = self._json("config.json").get("architectures") or [""]
-        return (self.path / "modules.json").is_file() or str(names[0]).endswith("Model")
+        named = self._json("config.json").get("architectures")
+        first = named[0] if isinstance(named, list) and named else ""
+        return (self.path / "modules.json").is_file() or str(first).endswith("Model")
 
     @cached_property
     def _token_ids(self) -> Mapping[str, int]:

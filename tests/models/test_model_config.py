@@ -19,7 +19,6 @@ from engine.model_files.rope_config import LinearScaling, Llama3Scaling, RopeCon
 from service.flags import ConfigError
 from tests.models.headless import make_embedding_model
 from tests.models.tiny_checkpoints import EOS, make_tiny_checkpoint, write_json
-from tests.models.tiny_seeing import make_seeing_checkpoint
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LONGROPE = {"original_max_position_embeddings": 512}
@@ -93,7 +92,10 @@ def test_end_tokens_are_the_union_of_all_files(tmp_path: Path) -> None:
 
 
 def test_ends_of_both_parts_of_a_model_that_sees(tmp_path: Path) -> None:
-    make_seeing_checkpoint(tmp_path, "llava", eos_token_id=9)
+    make_tiny_checkpoint(tmp_path, "llama")
+    config = json.loads((tmp_path / "config.json").read_text())
+    seeing = {"architectures": ["LlavaForConditionalGeneration"], "model_type": "llava", "vision_config": {}}
+    write_json(tmp_path / "config.json", {**seeing, "text_config": config, "image_token_index": 5, "eos_token_id": 9})
     assert load_model_config(str(tmp_path)).eos_token_ids == (EOS, 9)
 
 
