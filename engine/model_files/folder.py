@@ -44,7 +44,7 @@ class ModelFolder:
 
     @cached_property
     def tokenizer_config(self) -> Mapping[str, Any]:
-        """tokenizer_config.json, with special tokens of special_tokens_map.json, whose names count in folders before transformers 4.34.
+        """tokenizer_config.json; without its added_tokens_decoder special_tokens_map.json has precedence, as in transformers.
 
         `add_bos_token`, `add_eos_token`: whether the token is added where the template of tokenizer.json does not.
         """

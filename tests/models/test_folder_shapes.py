@@ -1,4 +1,4 @@
-"""What 27 folders say of their text, against transformers: ids of prompts, chats with and without tools, ends, contexts."""
+"""What folders after real checkpoints say, against transformers: ids of prompts, chats with and without tools, ends, contexts."""
 
 import json
 from pathlib import Path
