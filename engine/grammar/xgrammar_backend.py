@@ -175,18 +175,12 @@ def _mask_of(tokens: Sequence[int], num_words: int) -> np.ndarray:
 
 
 def _check_schema(schema: object, *, depth: int = 0) -> None:
-    """Refuse what xgrammar accepts and cannot do: references to other documents, schemas too deep for it."""
+    """Refuse schemas too deep for xgrammar, which accepts them."""
     if depth > MAX_NESTING:
         raise GrammarInvalid(f"nested deeper than {MAX_NESTING} levels")
-    if isinstance(schema, dict):
-        reference = schema.get("$ref", "#")
-        if isinstance(reference, str) and not reference.startswith("#"):
-            raise GrammarInvalid(f"$ref {reference[:80]!r}: only references into the schema itself can be followed")
-        for value in schema.values():
-            _check_schema(value, depth=depth + 1)
-    elif isinstance(schema, list):
-        for value in schema:
-            _check_schema(value, depth=depth + 1)
+    inner = schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ()
+    for value in inner:
+        _check_schema(value, depth=depth + 1)
 
 
 def _one_line(text: str) -> str:

@@ -157,11 +157,12 @@ def names_in(schema: dict[str, Any]) -> list[str]:
     return [name for s in schema["items"]["anyOf"] for name in s["properties"]["name"]["enum"]]
 
 
-def test_definitions_of_functions_move_to_the_root() -> None:
+def test_definitions_of_functions_move_to_the_root_under_their_names() -> None:
     parameters = {"$defs": {"A": {"type": "integer"}}, "properties": {"a": {"$ref": "#/$defs/A"}}}
-    schema = schema_of(forced_calls([Tool(function=ToolFunction(name="f", parameters=parameters))], only_one=True))
-    assert schema["$defs"] == {"A": {"type": "integer"}}
-    assert schema["items"]["anyOf"][0]["properties"]["parameters"] == {"properties": {"a": {"$ref": "#/$defs/A"}}}
+    tools = [Tool(function=ToolFunction(name=name, parameters=parameters)) for name in ("f", "g")]
+    schema = schema_of(forced_calls(tools, only_one=True))
+    assert schema["$defs"] == {"f:A": {"type": "integer"}, "g:A": {"type": "integer"}}
+    assert schema["items"]["anyOf"][1]["properties"]["parameters"] == {"properties": {"a": {"$ref": "#/$defs/g:A"}}}
 
 
 def test_allowed_tools_leave_the_others_to_the_template() -> None:

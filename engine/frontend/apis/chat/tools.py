@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from engine.frontend.apis.shared.constraints import Constraint, closed_schema
+from engine.frontend.apis.shared.constraints import Constraint, closed_schema, moved_schema
 from engine.sampling_params import GrammarSpec
 from engine.text.call_formats import CallFormat
 from engine.text.custom_calls import INPUT
@@ -165,14 +165,16 @@ def template_tools(tools: list[Tool]) -> list[dict[str, Any]] | None:
 
 
 def forced_calls(tools: list[Tool], *, only_one: bool) -> Constraint:
+    """An array of calls. Each function's definitions move to its root under names of their own. Raises ApiError(400)."""
+    definitions: dict[str, Any] = {}
+    calls = [_call_schema(tool.function, definitions) for tool in tools]
     schema: dict[str, Any] = {
         "type": "array",
         "minItems": 1,
         **({"maxItems": 1} if only_one else {}),
-        "items": {"anyOf": [_call_schema(tool.function) for tool in tools]},
+        "items": {"anyOf": calls},
+        **({"$defs": definitions} if definitions else {}),
     }
-    if definitions := _definitions(tools):
-        schema["$defs"] = definitions
     return Constraint(GrammarSpec("json_schema", json.dumps(schema, ensure_ascii=False)), "tools")
 
 
@@ -213,8 +215,10 @@ def refuse_strict(tools: list[Tool]) -> None:
             )
 
 
-def _call_schema(function: ToolFunction) -> dict[str, Any]:
-    parameters = {k: v for k, v in _parameters(function).items() if k != "$defs"}
+def _call_schema(function: ToolFunction, definitions: dict[str, Any]) -> dict[str, Any]:
+    """`definitions`: of the root, grown by the function's own."""
+    parameters, own = moved_schema(_parameters(function), namespace=function.name, field="tools", of=_named(function))
+    definitions |= own
     return {
         "type": "object",
         "properties": {"name": {"enum": [function.name]}, "parameters": parameters},
@@ -225,18 +229,11 @@ def _call_schema(function: ToolFunction) -> dict[str, Any]:
 
 def _parameters(function: ToolFunction) -> dict[str, Any]:
     schema: dict[str, Any] = function.parameters or {"type": "object"}
-    return closed_schema(schema, field="tools") if function.strict else schema
+    return closed_schema(schema, field="tools", of=_named(function)) if function.strict else schema
 
 
-def _definitions(tools: list[Tool]) -> dict[str, Any]:
-    """`#/$defs/X` is looked up at the root: the functions' definitions move there."""
-    found: dict[str, Any] = {}
-    for i, tool in enumerate(tools):
-        definitions = _parameters(tool.function).get("$defs", {})
-        for name, value in definitions.items() if isinstance(definitions, dict) else ():
-            if found.setdefault(name, value) != value:
-                raise bad_field(f"tools[{i}].function.parameters", f"another function defines $defs/{name} otherwise")
-    return found
+def _named(function: ToolFunction) -> str:
+    return f"the parameters of {function.name!r}: "
 
 
 def _as_function(tool: CustomTool) -> ToolFunction:

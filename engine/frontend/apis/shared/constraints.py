@@ -1,6 +1,8 @@
 """Constraints on an answer: `response_format` (OpenAI's, and SGLang's structural_tag), and SGLang's plain fields. Pure."""
 
+import contextlib
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +10,7 @@ import msgspec
 
 from engine.grammar.json_schema import closed
 from engine.sampling_params import GRAMMAR_KINDS, GrammarSpec
+from engine.schema_references import BadReference, moved
 from service.http.errors import bad_field
 
 ANY_OBJECT = '{"type": "object"}'
@@ -78,12 +81,26 @@ def format_constraint(format: ResponseFormat | None) -> Constraint | None:
     return Constraint(GrammarSpec("json_schema", as_text(schema)), "response_format")
 
 
-def closed_schema(schema: Any, *, field: str) -> Any:
-    """Return a strict schema: closed, under any server default. Raises ApiError(400)."""
-    try:
+def closed_schema(schema: Any, *, field: str, of: str = "") -> Any:
+    """Return a strict schema: closed, under any server default. `of`: the part of the field, for errors. Raises ApiError(400)."""
+    with _schema_refused(field, of):
         return closed(schema)
+
+
+def moved_schema(schema: Any, *, namespace: str, field: str, of: str) -> tuple[Any, dict[str, Any]]:
+    """Return the schema for a place below another root, and the `$defs` which that root must hold. Raises ApiError(400)."""
+    with _schema_refused(field, of):
+        return moved(schema, namespace=namespace)
+
+
+@contextlib.contextmanager
+def _schema_refused(field: str, of: str) -> Iterator[None]:
+    try:
+        yield
+    except BadReference as error:
+        raise bad_field(field, f"{of}{error}") from None
     except RecursionError:
-        raise bad_field(field, "is nested too deeply") from None
+        raise bad_field(field, f"{of}is nested too deeply") from None
 
 
 def only_one(*constraints: Constraint | None) -> Constraint | None:
