@@ -22,7 +22,7 @@ from engine.text.tagged_call import GLM_TAGS, QWEN_TAGS, Schemas, TaggedCall
 
 
 class CallScanner(Protocol):
-    """One call. `broken`: the text is none. `done`: it has ended."""
+    """One call. `name`: once the text surely is one. `broken`: the text is none. `done`: the call has ended."""
 
     @property
     def name(self) -> str | None: ...
@@ -36,7 +36,11 @@ class CallScanner(Protocol):
     def feed(self, text: str) -> int:
         """Characters taken; below 0: as many of those taken before are given back."""
 
-    def new_arguments(self) -> str: ...
+    def end(self) -> None:
+        """The text has ended: a call that has begun is closed."""
+
+    def new_arguments(self) -> str:
+        """More of the arguments' JSON; from a call's begin to its end it is one object."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +64,11 @@ class CallFormat:
     begin: str = ""
     after_number: str = ""
     end: str = ""
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """The marker, and an opener that no other text begins with: models leave the marker out."""
+        return tuple(mark for mark in (self.marker, self.opener if len(self.opener) > 1 else "") if mark)
 
 
 def _headed(pattern: str) -> Callable[[Schemas], CallScanner]:
@@ -93,6 +102,10 @@ class MistralCall:
         if self._call is None:
             self._call = JsonCall() if text.startswith("{") else HeadedCall(_MISTRAL_HEADER)
         return self._call.feed(text)
+
+    def end(self) -> None:
+        if self._call is not None:
+            self._call.end()
 
     def new_arguments(self) -> str:
         return "" if self._call is None else self._call.new_arguments()

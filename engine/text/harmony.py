@@ -9,6 +9,7 @@ Source: openai/harmony, docs/format.md.
 import re
 from collections.abc import Callable, Collection
 
+from engine.text.json_value import JsonValue
 from engine.text.parts import Arguments, CallBegins, Part, PartReader, PlainText, ReasoningText, overlap
 
 CHANNEL, MESSAGE, START = "<|channel|>", "<|message|>", "<|start|>"
@@ -16,6 +17,59 @@ ENDS = ("<|end|>", "<|return|>", "<|call|>", START)
 HEADS = (CHANNEL, "to=", *ENDS)  # how a header begins
 _CHANNEL = re.compile(r"<\|channel\|>(\w+)")
 _RECIPIENT = re.compile(r"to=functions\.([\w.-]+)")
+
+
+class _ChannelCall:
+    """The message that is a call: its header, and the arguments. Another body than one object stays text."""
+
+    def __init__(self, header: str, name: str, index: int) -> None:
+        self.begun = False
+        self._header = header
+        self._name = name
+        self._index = index
+        self._body = ""  # of the message
+        self._at = 0  # characters of the body that the arguments have taken
+        self._shown = 0  # characters of the body that are shown as text
+        self._arguments = JsonValue()
+
+    def feed(self, text: str) -> list[Part]:
+        arguments, start = self._arguments, len(self._body)
+        self._body += text
+        if not (arguments.done or arguments.broken):
+            self._at = start + arguments.feed(text)
+        if arguments.first in ("", "n") and not arguments.broken:  # it may be empty, or null
+            return []
+        if not self.begun and arguments.first != "{":
+            return self._rest(0)
+        parts = self._begin()
+        if new := arguments.new():
+            parts.append(Arguments(self._index, new))
+        return parts + (self._rest(self._at) if arguments.done or arguments.broken else [])
+
+    def end(self, *, cut: bool) -> list[Part]:
+        """`cut`: the text has ended, not the message."""
+        arguments = self._arguments
+        if not (arguments.done or arguments.broken):
+            arguments.end()
+        if self.begun or self._shown:
+            return [Arguments(self._index, new)] if self.begun and (new := arguments.new()) else []
+        if self._body.strip() == "null" or (not self._body.strip() and not cut):
+            return [*self._begin(), Arguments(self._index, "{}")]
+        return self._rest(0)
+
+    def _begin(self) -> list[Part]:
+        was_begun, self.begun = self.begun, True
+        return [] if was_begun else [CallBegins(self._index, self._name)]
+
+    def _rest(self, start: int) -> list[Part]:
+        """The body from `start` on, where that is no call's, as text."""
+        start = max(start, self._shown)
+        header = "" if self.begun or self._shown else self._header
+        text = header + self._body[start:]
+        if not self._shown and not text.strip():
+            return []
+        self._shown = len(self._body)
+        return [PlainText(text)]
 
 
 class HarmonyReader:
@@ -31,14 +85,16 @@ class HarmonyReader:
         self._answer = answer
         self._separates = separates
         self._streams = streams
-        self._own_calls = 0
+        self._ended_calls = 0
+        self._call: _ChannelCall | None = None  # that is being read
         self._buffer = ""
         self._reasoning = ""  # of this message, while it is not streamed
         self._show: Callable[[str], list[Part]] | None = None  # of the message that is being read; None: in a header
 
     @property
     def num_calls(self) -> int:
-        return self._own_calls + self._answer.num_calls
+        own = self._ended_calls + (self._call is not None and self._call.begun)
+        return own + self._answer.num_calls
 
     def feed(self, text: str) -> list[Part]:
         self._buffer += text
@@ -54,7 +110,7 @@ class HarmonyReader:
         elif not self._buffer.lstrip().startswith(HEADS):
             parts = self._answer.feed(self._buffer)
         self._buffer = ""
-        return [*parts, *self._release(), *self._answer.end()]
+        return [*parts, *self._end_message(cut=True), *self._answer.end()]
 
     def _step(self) -> list[Part] | None:
         """Parts of the next piece of the buffer; None: more must come."""
@@ -75,10 +131,9 @@ class HarmonyReader:
         """The message's kind by its header."""
         channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
         if recipient is not None and recipient[1] in self._names:
-            index = self.num_calls
-            self._own_calls += 1
-            self._show = lambda text: [Arguments(index, text)] if text else []
-            return [CallBegins(index, recipient[1])]
+            self._call = _ChannelCall(header + MESSAGE, recipient[1], self.num_calls)
+            self._show = self._call.feed
+            return []
         if channel is not None and channel[1] in ("final", "commentary") and recipient is None:
             self._show = self._answer.feed
             return []
@@ -98,7 +153,8 @@ class HarmonyReader:
         text = self._buffer[:at]
         self._buffer = self._buffer[at:] if marker == START else self._buffer[at + len(marker) :]
         self._show = None
-        return [*show(text), *self._release()] if text else self._release()
+        parts = show(text) if text else []
+        return [*parts, *self._end_message(cut=False)]
 
     def _reason(self, text: str) -> list[Part]:
         if self._streams:
@@ -106,6 +162,11 @@ class HarmonyReader:
         self._reasoning += text
         return []
 
-    def _release(self) -> list[Part]:
+    def _end_message(self, *, cut: bool) -> list[Part]:
+        call, self._call = self._call, None
         held, self._reasoning = self._reasoning, ""
-        return [ReasoningText(held)] if held else []
+        if call is None:
+            return [ReasoningText(held)] if held else []
+        parts = call.end(cut=cut)
+        self._ended_calls += call.begun
+        return parts

@@ -2,11 +2,17 @@
 
 import re
 
+from engine.text.json_value import JsonValue
+
 MAX_HEADER_CHARS = 512
+NULL = "null"  # arguments of a function that takes none
 
 
 class HeadedCall:
-    """`header`: matches all before the first brace, with the groups `name` and perhaps `id`. `broken`: this is no call."""
+    """`header`: matches all before the first brace, with the groups `name` and perhaps `id`. `broken`: this is no call.
+
+    A call that breaks in its arguments has ended there.
+    """
 
     def __init__(self, header: re.Pattern[str]) -> None:
         self.name: str | None = None
@@ -15,46 +21,44 @@ class HeadedCall:
         self.done = False
         self._pattern = header
         self._header = ""
-        self._depth = 0
-        self._in_string = False
-        self._escaped = False
-        self._new = ""
+        self._arguments = JsonValue()
+        self._text = ""  # of arguments that are not written as an object
 
     def feed(self, text: str) -> int:
-        """Characters taken: all, or up to the closing brace."""
-        for i, c in enumerate(text):
-            if self._depth == 0 and c != "{":
-                self._header += c
-                self.broken = len(self._header) > MAX_HEADER_CHARS
-            else:
-                self._take(c)
-            if self.done or self.broken:
-                return i + 1
-        return len(text)
+        """Characters taken: all, or up to the closing brace; below 0: as many of those taken before are given back."""
+        at = 0
+        while at < len(text) and self.name is None and not self.broken:
+            at = self._take(text[at], at)
+        if self.name is None or self.done:
+            return at
+        at = self._arguments.feed(text, at)
+        self.done = self._arguments.done or self._arguments.broken
+        return at
+
+    def end(self) -> None:
+        """The text has ended: arguments that have begun are closed."""
+        if self.name is not None and not self.done:
+            self._arguments.end()
+            self.done = True
 
     def new_arguments(self) -> str:
-        new, self._new = self._new, ""
-        return new
+        text, self._text = self._text, ""
+        return text or self._arguments.new()
 
-    def _take(self, c: str) -> None:
-        if self._depth == 0 and not self._read_header():
-            return
-        self._new += c
-        if self._in_string:
-            self._in_string = c != '"' or self._escaped
-            self._escaped = c == "\\" and not self._escaped
-        elif c == '"':
-            self._in_string = True
-        elif c in "{[":
-            self._depth += 1
-        elif c in "}]":
-            self._depth -= 1
-            self.done = self._depth == 0
+    def _take(self, c: str, at: int) -> int:
+        if c == "{":
+            self.broken = not self._read_header(self._header)
+            return at
+        self._header += c
+        if self._header.endswith(NULL) and self._read_header(self._header.removesuffix(NULL)):
+            self._text, self.done = "{}", True
+        self.broken = len(self._header) > MAX_HEADER_CHARS
+        return at + 1
 
-    def _read_header(self) -> bool:
-        found = self._pattern.fullmatch(self._header)
-        self.broken = found is None
-        if found is not None:
-            groups = found.groupdict()
-            self.name, self.id = groups["name"].strip(), groups.get("id") or ""
-        return found is not None
+    def _read_header(self, header: str) -> bool:
+        found = self._pattern.fullmatch(header)
+        if found is None:
+            return False
+        groups = found.groupdict()
+        self.name, self.id = groups["name"].strip(), groups.get("id") or ""
+        return True

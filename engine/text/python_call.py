@@ -1,10 +1,11 @@
 """A tool call as Python writes it: NAME(key=value, ...), each value a literal. Pure."""
 
 import ast
-import json
 import re
 import warnings
 from typing import Any
+
+from engine.text.json_value import json_text
 
 _NAME = re.compile(r"[A-Za-z_][\w.-]*\Z")
 _CONSTANTS = {"true": True, "false": False, "null": None}
@@ -36,6 +37,9 @@ class PythonCall:
                 return i + 1
         return len(text)
 
+    def end(self) -> None:
+        """Its arguments come whole, or not at all."""
+
     def new_arguments(self) -> str:
         new, self._new = self._new, ""
         return new
@@ -65,7 +69,7 @@ class PythonCall:
 
     def _end(self) -> None:
         try:
-            self._new = json.dumps(_arguments(self._raw[len(self._name) :]), ensure_ascii=False, allow_nan=False)
+            self._new = json_text(_arguments(self._raw[len(self._name) :]))
         except _ERRORS:
             self.broken = True
             return

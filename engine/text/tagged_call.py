@@ -10,10 +10,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from engine.text.argument_types import ArgumentTypes, Types
+from engine.text.json_value import json_text
 from engine.text.parts import overlap
 
 Schemas = Mapping[str, dict[str, Any] | None]
 _LONGEST = 16  # characters of the longest marker
+MAX_NAME_CHARS = 256
+MAX_KEY_CHARS = 512
+MAX_TAGS_CHARS = 128  # around a key, with the space between them
 _PYTHON = {"True": True, "False": False, "None": None}
 
 
@@ -37,7 +42,7 @@ class Tags:
 GLM_TAGS = Tags(
     begin="",
     name_ends=("\n", "<arg_key>", "</tool_call>"),
-    key=re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>", re.DOTALL),
+    key=re.compile(rf"<arg_key>(.{{0,{MAX_KEY_CHARS}}}?)</arg_key>\s{{0,64}}<arg_value>", re.DOTALL),
     key_begins="<arg_key>",
     value_ends=("</arg_value>",),
     end="</tool_call>",
@@ -46,7 +51,7 @@ GLM_TAGS = Tags(
 QWEN_TAGS = Tags(
     begin="<function=",
     name_ends=(">",),
-    key=re.compile(r"<parameter=(.*?)>", re.DOTALL),
+    key=re.compile(rf"<parameter=(.{{0,{MAX_KEY_CHARS}}}?)>", re.DOTALL),
     key_begins="<parameter=",
     value_ends=("</parameter>", "<parameter=", "</function>"),
     end="</function>",
@@ -55,7 +60,10 @@ QWEN_TAGS = Tags(
 
 
 class TaggedCall:
-    """`schemas`: parameters of the functions. Texts come out as they come, other arguments whole. `broken`: this is no call."""
+    """`schemas`: parameters of the functions. Texts come out as they come, other arguments whole. `broken`: this is no call.
+
+    `name`: once an argument has begun or the call has ended. Where the model leaves the format behind that, the call ends.
+    """
 
     def __init__(self, tags: Tags, schemas: Schemas) -> None:
         self.name: str | None = None
@@ -64,6 +72,8 @@ class TaggedCall:
         self.done = False
         self._tags = tags
         self._schemas = schemas
+        self._name: str | None = None  # as it was read
+        self._types: ArgumentTypes | None = None
         self._rest = ""  # not read yet
         self._key: str | None = None  # of the value that is being read
         self._is_text = False  # the value is a text, given out as it comes
@@ -79,42 +89,55 @@ class TaggedCall:
             pass
         return len(text) - len(self._rest) if self.done or self.broken else len(text)
 
+    def end(self) -> None:
+        """The text has ended. A text is kept as far as it came, another value if it is whole."""
+        if self.name is None or self.done:
+            return
+        value = self._rest[: len(self._rest) - self._held()]
+        if self._key is not None and (self._is_text or _from_json(value) is not None):
+            self._end_value(self._key, value)
+        self._rest = ""
+        self._end(None)
+
     def new_arguments(self) -> str:
         new, self._new = self._new, ""
         return new
 
     def _step(self) -> bool:
         """Return whether to go on."""
-        if self.name is None:
+        if self._name is None:
             return self._read_name()
-        return self._read_between() if self._key is None else self._read_value(self._key)
+        return self._read_between(self._name) if self._key is None else self._read_value(self._key)
 
     def _read_name(self) -> bool:
         begin, ends = self._tags.begin, self._tags.name_ends
         if not self._rest.startswith(begin):
             self.broken = not begin.startswith(self._rest)
             return False
-        found = _first(self._rest, ends, start=len(begin))
+        found = _first(self._rest[: MAX_NAME_CHARS + _LONGEST], ends, start=len(begin))
         if found is None:
+            self.broken = len(self._rest) > MAX_NAME_CHARS + _LONGEST
             return False
         at, end = found
-        self.name = self._rest[len(begin) : at].strip()
+        self._name = self._rest[len(begin) : at].strip()
         self._rest = self._rest[at + len(end) * (end == ends[0]) :]
         return True
 
-    def _read_between(self) -> bool:
+    def _read_between(self, name: str) -> bool:
         rest = self._rest.lstrip()
         if rest.startswith(self._tags.end):
+            self.name = name
             self._end(rest)
             return False
         found = self._tags.key.match(rest)
         if found is not None:
-            self._rest = rest[found.end() :]
+            self.name, self._rest = name, rest[found.end() :]
             self._open(found[1].strip())
             return True
         begins = self._tags.key_begins
-        if not (rest.startswith(begins) or begins.startswith(rest) or self._tags.end.startswith(rest)):
-            self._end(None)  # the model has left its format: what it said so far is the call
+        may_come = rest.startswith(begins) and len(rest) <= MAX_KEY_CHARS + MAX_TAGS_CHARS
+        if not (may_come or begins.startswith(rest) or self._tags.end.startswith(rest)):
+            self._end(None)  # the model has left its format: what it said so far is the call, if it is one
         return False
 
     def _read_value(self, key: str) -> bool:
@@ -126,31 +149,41 @@ class TaggedCall:
             return False
         at, end = found
         value, self._rest = self._rest[:at], self._rest[at + len(end) * (end == self._tags.value_ends[0]) :]
-        self._searched = 0
-        if self._is_text:
-            self._new += _escaped(self._without_breaks(value, ends=True)) + '"'
-        else:
-            self._new += json.dumps(
-                value_of(self._without_breaks(value, ends=True), self._schema(key)), ensure_ascii=False
-            )
-        self._key = None
+        self._end_value(key, value)
         return True
 
     def _open(self, key: str) -> None:
         """A key came, and its value begins."""
-        self._key, self._at_start = key, True
-        self._is_text = _types_of(self._schema(key)) == {"string"}
-        self._new += (", " if self._num_arguments else "{") + json.dumps(key) + ": " + '"' * self._is_text
+        self._key, self._at_start, self._searched = key, True, 0
+        self._is_text = self._types_of(key) == {"string"}
+        if self._is_text:
+            self._give_key(key)
+            self._new += '"'
+
+    def _give_key(self, key: str) -> None:
+        self._new += (", " if self._num_arguments else "{") + json.dumps(key) + ": "
         self._num_arguments += 1
+
+    def _end_value(self, key: str, value: str) -> None:
+        text = self._without_breaks(value, ends=True)
+        if self._is_text:
+            self._new += _escaped(text) + '"'
+        else:
+            self._give_key(key)
+            self._new += json_text(value_of(text, self._types_of(key)))
+        self._key = None
 
     def _give_text(self) -> None:
         """Give the text that surely belongs to the value: no possible begin of a marker, no line break that may end it."""
-        held = max(overlap(self._rest, marker) for marker in self._tags.value_ends)
-        text = self._rest[: len(self._rest) - held]
+        text = self._rest[: len(self._rest) - self._held()]
         text = text[:-1] if self._tags.lines and text.endswith("\n") else text
         if text:
             self._rest, self._searched = self._rest[len(text) :], 0
             self._new += _escaped(self._without_breaks(text, ends=False))
+
+    def _held(self) -> int:
+        """Characters at the end of the rest that may begin a marker."""
+        return max(overlap(self._rest, marker) for marker in self._tags.value_ends)
 
     def _without_breaks(self, text: str, *, ends: bool) -> str:
         if not self._tags.lines:
@@ -159,45 +192,40 @@ class TaggedCall:
         self._at_start = False
         return text.removesuffix("\n") if ends else text
 
-    def _schema(self, key: str) -> Any:
-        parameters = self._schemas.get(self.name or "") or {}
-        return (parameters.get("properties") or {}).get(key) if isinstance(parameters, dict) else None
+    def _types_of(self, key: str) -> Types:
+        if self._types is None:
+            self._types = ArgumentTypes(self._schemas.get(self.name or ""))
+        return self._types.of(key)
 
     def _end(self, rest: str | None) -> None:
-        self.done = True
+        self.done = self.name is not None
+        self.broken = not self.done
         self._new += "}" if self._num_arguments else "{}"
         if rest is not None:
             self._rest = rest[len(self._tags.end) :]
 
 
-def value_of(text: str, schema: Any) -> Any:
-    """A value from its text: a string where the schema wants one, else JSON (or Python's constants), else a string."""
-    types = _types_of(schema)
+def value_of(text: str, types: Types) -> Any:
+    """A value from its text: a string where nothing else may stand, else JSON (or Python's constants), else a string."""
     if types == {"string"} or (types == {"string", "null"} and text != "null"):
         return text
+    value = _from_json(text)
+    return text if value is None else value[0]
+
+
+def _from_json(text: str) -> tuple[Any] | None:
+    """The value in a tuple; None for text that is none."""
     try:
-        return json.loads(text)
+        value = json.loads(text)
+        json_text(value)
     except (ValueError, RecursionError):
-        return _PYTHON.get(text.strip(), text)
+        text = text.strip()
+        return (_PYTHON[text],) if text in _PYTHON else None
+    return (value,)
 
 
 def _escaped(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
-
-
-def _types_of(schema: Any) -> set[str]:
-    """Types that the schema names at its top; empty: it names none."""
-    if not isinstance(schema, dict):
-        return set()
-    type = schema.get("type")
-    if isinstance(type, str):
-        return {type}
-    if isinstance(type, list):
-        return {t for t in type if isinstance(t, str)}
-    if isinstance(schema.get("enum"), list):
-        return {"string" if isinstance(v, str) else "other" for v in schema["enum"]}
-    options = schema.get("anyOf") or schema.get("oneOf") or []
-    return {t for option in options for t in _types_of(option)} if isinstance(options, list) else set()
 
 
 def _first(text: str, markers: tuple[str, ...], *, start: int = 0) -> tuple[int, str] | None:

@@ -3,7 +3,8 @@
     TEXT --marker--> OPEN --opener--> CALL (a scanner of the format) --its end--> AFTER --separator, opener--> OPEN
                                                                                     \\--closer, or anything else--> TEXT
 
-Text that only looks like a call (no JSON, no name, an unknown function) stays text. Formats: call_formats.py.
+Text that only looks like a call (no name, an unknown function, arguments that are no object) stays text. A call that has
+begun may already be shown: where its format breaks off, or the text ends, it is closed, and what follows is text. Formats: call_formats.py.
 """
 
 from enum import Enum
@@ -45,6 +46,9 @@ class ToolCalls:
         return self._taken()
 
     def end(self) -> list[Part]:
+        if self._stage is _Stage.CALL:
+            self._scanner.end()
+            self._show_call()
         if not self._begun:
             self._emit(self._raw + self._buffer)
         if not self.num_calls and self._space:
@@ -63,12 +67,14 @@ class ToolCalls:
             if rest.startswith(self._format.bare):
                 self._begin("", self._buffer[: len(self._buffer) - len(rest)], rest)
                 return True
-        marker = self._format.marker
-        before, found, after = self._buffer.partition(marker) if marker else ("", "", "")
+        marks = self._format.marks
+        found = [(at, mark) for mark in marks if (at := self._buffer.find(mark)) >= 0]
         if found:
-            self._begin(before, marker, after)
+            at, mark = min(found)
+            opens = at + len(mark) * (mark == self._format.marker)
+            self._begin(self._buffer[:at], self._buffer[at:opens], self._buffer[opens:])
             return True
-        held = overlap(self._buffer, marker)
+        held = max((overlap(self._buffer, mark) for mark in marks), default=0)
         self._emit(self._buffer[: len(self._buffer) - held])
         self._buffer = self._buffer[len(self._buffer) - held :]
         return False
@@ -97,13 +103,7 @@ class ToolCalls:
     def _read_call(self) -> bool:
         scanner = self._scanner
         self._move(scanner.feed(self._buffer))
-        if scanner.name in self._functions and not self._begun:
-            self._begun = True
-            assert scanner.name is not None
-            self._parts.append(CallBegins(self.num_calls, scanner.name, scanner.id))
-            self.num_calls += 1
-        if self._begun and (new := scanner.new_arguments()):
-            self._parts.append(Arguments(self.num_calls - 1, new))
+        self._show_call()
         if scanner.broken:
             self._finish_call(0, _Stage.TEXT)
         elif scanner.done:
@@ -123,6 +123,17 @@ class ToolCalls:
         return True
 
     # ---- moves
+
+    def _show_call(self) -> None:
+        """Give out what is new of the call, once its name is one that may be called."""
+        scanner = self._scanner
+        if scanner.name in self._functions and not self._begun:
+            self._begun = True
+            assert scanner.name is not None
+            self._parts.append(CallBegins(self.num_calls, scanner.name, scanner.id))
+            self.num_calls += 1
+        if self._begun and (new := scanner.new_arguments()):
+            self._parts.append(Arguments(self.num_calls - 1, new))
 
     def _finish_call(self, length: int, stage: _Stage) -> None:
         self._move(length)

@@ -110,8 +110,18 @@ def test_later_calls_are_left_out_on_request(qwen: Worker) -> None:
 
 
 def test_a_call_cut_by_length_says_so(qwen: Worker) -> None:
-    answer = qwen.post(CHAT, body(max_tokens=len(PROMPT) - 35)).json()["choices"][0]
-    assert answer["finish_reason"] == "length" and answer["message"]["tool_calls"]
+    """Its arguments are closed; cut before they begin it is no call."""
+    for cut, arguments in ((CALL.index(": 1"), "{}"), (CALL.index("}"), '{"a": 1}'), (CALL.index('{"a"'), None)):
+        asked = body(max_tokens=len("<|user|>") + cut)
+        answer = qwen.post(CHAT, asked).json()["choices"][0]
+        assert answer["finish_reason"] == "length"
+        calls = answer["message"]["tool_calls"] or []
+        assert [call["function"]["arguments"] for call in calls] == ([] if arguments is None else [arguments])
+        streamed = [c for e in qwen.events(CHAT, {**asked, "stream": True}) for c in e["choices"]]
+        deltas = [part for c in streamed for part in c["delta"].get("tool_calls", [])]
+        assert "".join(part["function"]["arguments"] for part in deltas) == (arguments or "")
+        assert "".join(c["delta"].get("content") or "" for c in streamed) == (answer["message"]["content"] or "")
+        assert [c["finish_reason"] for c in streamed if c["finish_reason"]] == ["length"]
 
 
 def test_what_the_engine_is_asked_for(qwen: Worker) -> None:

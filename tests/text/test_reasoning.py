@@ -148,7 +148,7 @@ HARMONY_TEXT = (
         (HARMONY_TEXT, WholeAnswer("Need add.", "Let me add.", [ToolCall("add", "", '{"a": 1}')])),
         (
             HARMONY_TEXT.removesuffix("}<|call|>"),
-            WholeAnswer("Need add.", "Let me add.", [ToolCall("add", "", '{"a": 1')]),
+            WholeAnswer("Need add.", "Let me add.", [ToolCall("add", "", '{"a": 1}')]),
         ),
         (
             ' to=functions.add<|channel|>commentary json<|message|>{"a": 2}<|call|>',
@@ -165,6 +165,30 @@ HARMONY_TEXT = (
 def test_channels_of_harmony(text: str, expected: WholeAnswer, streams: bool) -> None:
     whole = same_of_all_splits(lambda: HarmonyReader(["add"], answer=PlainReader(), streams=streams), text)
     assert whole == expected
+
+
+CALL_HEAD = "<|channel|>commentary to=functions.add <|constrain|>json<|message|>"
+
+
+@pytest.mark.parametrize(
+    ("body", "text", "arguments"),
+    [
+        ('{"a": "x\ny"}<|call|>', "", r'{"a": "x\ny"}'),
+        ("<|call|>", "", "{}"),
+        ("null<|call|>", "", "{}"),
+        (' {"a": 1} \n<|call|>', "", '{"a": 1}'),
+        ('{"a": 1} so <|call|>', " so ", '{"a": 1}'),
+        ('{"a": 1, b: 2} <|call|>', ", b: 2} ", '{"a": 1}'),
+        ('{"a": "b', "", '{"a": "b"}'),
+        ("[1] <|call|>", CALL_HEAD + "[1] ", None),
+        ("nope <|call|>", CALL_HEAD + "nope ", None),
+        ("null so <|call|>", CALL_HEAD + "null so ", None),
+        ("", CALL_HEAD, None),
+    ],
+)
+def test_arguments_of_harmony_are_an_object_or_there_is_no_call(body: str, text: str, arguments: str | None) -> None:
+    whole = same_of_all_splits(lambda: HarmonyReader(["add"], answer=PlainReader()), CALL_HEAD + body)
+    assert whole == WholeAnswer("", text, [] if arguments is None else [ToolCall("add", "", arguments)])
 
 
 def test_an_unknown_function_of_harmony_is_no_call() -> None:

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.text.argument_types import ArgumentTypes
 from engine.text.call_formats import (
     ARRAY,
     CALL_FORMATS,
@@ -57,7 +58,37 @@ CASES: list[tuple[CallFormat, str, Read]] = [
     ),
     (QWEN25, f"<tool_call>{CALL}</tool_call> and so on", (" and so on", [ADD])),
     (QWEN25, f"<tool_call>\n{CALL}", ("", [ADD])),  # ended by the closing tag as a stop string, or by length
-    (QWEN25, '<tool_call>\n{"name": "add", "arguments": {"a', ("", [("add", '{"a')])),
+    (QWEN25, '<tool_call>\n{"name": "add", "arguments": {"a', ("", [("add", "{}")])),
+    (
+        QWEN25,
+        '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2, "x',
+        ("", [("add", '{"a": 1, "b": [2, "x"]}')]),
+    ),
+    (QWEN25, '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": tr', ("", [("add", '{"a": 1}')])),
+    (QWEN25, '<tool_call>\n{"name": "add", "arguments": ', ('<tool_call>\n{"name": "add", "arguments": ', [])),
+    # slips: a brace too few, raw line breaks, escapes and constants that JSON does not have, a comma too many
+    (QWEN25, '<tool_call>\n{"name": "add", "arguments": {"a": 1}\n</tool_call> so', (" so", [("add", '{"a": 1}')])),
+    (QWEN25, '<tool_call>\n{"name": "add", "arguments": {"a": 1\n</tool_call>', ("", [("add", '{"a": 1}')])),
+    (LLAMA3, '{"name": "look_up", "parameters": {"q": "a\n\tb"}}', ("", [("look_up", '{"q": "a\\n\\tb"}')])),
+    (LLAMA3, r"""{"name": "look_up", "parameters": {"q": "\d'\'"}}""", ("", [("look_up", r"""{"q": "\\d''"}""")])),
+    (
+        LLAMA3,
+        r'{"name": "look_up", "parameters": {"q": "\ud83d\ude00\ud83d"}}',
+        ("", [("look_up", r'{"q": "\ud83d\ude00\ufffd"}')]),
+    ),
+    (LLAMA3, '{"name": "look_up", "parameters": {"deep": True,}}', ("", [("look_up", '{"deep": true}')])),
+    # arguments of nothing, inside a string, of another kind
+    (QWEN25, '<tool_call>{"name": "add", "arguments": null}</tool_call>', ("", [("add", "{}")])),
+    (QWEN25, '<tool_call>{"arguments": "", "name": "add"}</tool_call>', ("", [("add", "{}")])),
+    (QWEN25, '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1"}</tool_call>', ("", [("add", '{"a": 1}')])),
+    *[
+        (QWEN25, text, (text, []))
+        for wrong in ("7", "[1]", "true", '"so"', '"{} x"', "oops", "NaN")
+        for text in (f'<tool_call>{{"name": "add", "arguments": {wrong}}}</tool_call>',)
+    ],
+    # what breaks behind its begin is closed, and the rest is text
+    (LLAMA3, '{"name": "add", "parameters": {"a": 1, b: 2}}', (", b: 2}}", [("add", '{"a": 1}')])),
+    (LLAMA3, '{"name": "add", "parameters": {"a": 1, "b": NaN}} so', (', "b": NaN}} so', [("add", '{"a": 1}')])),
     (QWEN25, '<tool_call>\n{"name": "add"}\n</tool_call>', ("", [("add", "{}")])),
     (QWEN25, '<tool_call>\n{"name": "add", "arguments": "{\\"a\\": 1}"}\n</tool_call>', ("", [("add", '{"a": 1}')])),
     (
@@ -90,6 +121,9 @@ CASES: list[tuple[CallFormat, str, Read]] = [
         '[TOOL_CALLS]add[CALL_ID]x7[ARGS]{}[TOOL_CALLS]look_up[ARGS]{"q": 1}',
         ("", [("add", "{}"), ("look_up", '{"q": 1}')]),
     ),
+    (MISTRAL, '[TOOL_CALLS]add[ARGS]{"a": 1, "b": [2', ("", [("add", '{"a": 1, "b": [2]}')])),
+    (MISTRAL, "[TOOL_CALLS]add[ARGS]null", ("", [("add", "{}")])),
+    (MISTRAL, "[TOOL_CALLS]add[ARGS][1]", ("[TOOL_CALLS]add[ARGS][1]", [])),
     (MISTRAL, "[TOOL_CALLS]rm[ARGS]{}", ("[TOOL_CALLS]rm[ARGS]{}", [])),
     (MISTRAL, "[TOOL_CALLS] or so", ("[TOOL_CALLS] or so", [])),
     (PYTHONIC, "[add(a=1, b=[2, {'c': '}\"{'}])]", ("", [ADD])),
@@ -107,6 +141,7 @@ CASES: list[tuple[CallFormat, str, Read]] = [
     (PYTHONIC, "[add(a='\\d')]", ("", [("add", '{"a": "\\\\d"}')])),
     (PYTHONIC, "Call [add(a=1)]", ("Call [add(a=1)]", [])),
     (PYTHONIC, "[add(a=1", ("[add(a=1", [])),
+    (PYTHONIC, "[look_up(q='\\ud800')]", ("", [("look_up", '{"q": "?"}')])),
     (LLAMA4, "[add(a=1)]", ("", [("add", '{"a": 1}')])),
     (
         LLAMA4,
@@ -127,6 +162,11 @@ CASES: list[tuple[CallFormat, str, Read]] = [
         "<｜tool▁call▁begin｜>look_up<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
         ("", [ADD, ("look_up", "{}")]),
     ),
+    (
+        DEEPSEEK_V31,  # without the section's begin
+        "So. <｜tool▁call▁begin｜>add<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        ("So.", [("add", "{}")]),
+    ),
     (DEEPSEEK_V31, "<｜tool▁calls▁begin｜>nothing", ("<｜tool▁calls▁begin｜>nothing", [])),
     (
         KIMI_K2,
@@ -145,8 +185,12 @@ CASES: list[tuple[CallFormat, str, Read]] = [
     (GLM45, "<tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>", ("", [("add", '{"a": 1}')])),
     (GLM45, "<tool_call>add</tool_call> done", ("done", [("add", "{}")])),
     (GLM45, "<tool_call>rm\n</tool_call>", ("<tool_call>rm\n</tool_call>", [])),
-    (GLM45, "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1", ("", [("add", '{"a": ')])),
-    (GLM45, "<tool_call>add\n<arg_x", ("<arg_x", [("add", "{}")])),
+    (GLM45, "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1", ("", [("add", '{"a": 1}')])),
+    (GLM45, "<tool_call>add\n<arg_key>b</arg_key>\n<arg_value>[1", ("", [("add", "{}")])),
+    (GLM45, "<tool_call>look_up\n<arg_key>q</arg_key>\n<arg_value>a b</arg_", ("", [("look_up", '{"q": "a b"}')])),
+    (GLM45, "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>NaN</arg_value>", ("", [("add", '{"a": "NaN"}')])),
+    (GLM45, "<tool_call>add\n<arg_x", ("<tool_call>add\n<arg_x", [])),
+    (GLM45, "<tool_call>add\n", ("<tool_call>add\n", [])),
     (
         QWEN3_CODER,
         "Hm.\n<tool_call>\n<function=look_up>\n<parameter=q>\na\n<b>\n</parameter>\n<parameter=deep>\nTrue\n</parameter>\n"
@@ -154,6 +198,19 @@ CASES: list[tuple[CallFormat, str, Read]] = [
         ("Hm.", [("look_up", '{"q": "a\\n<b>", "deep": true}'), ("add", '{"a": 1}')]),
     ),
     (QWEN3_CODER, "<tool_call>\n<function=add>\n</function>\n</tool_call>", ("", [("add", "{}")])),
+    *[
+        (QWEN3_CODER, text + ends, ("", [("look_up", '{"q": "abc"}')]))
+        for text in ("<tool_call>\n<function=look_up>\n<parameter=q>\nabc",)
+        for ends in ("", "\n</param", "\n</parameter>", "\n</parameter>\n</function>", "\n</parameter>\n</tool_call>")
+    ],
+    (
+        QWEN3_CODER,  # without the first tag
+        "I look.\n\n<function=look_up>\n<parameter=q>\n*.md\n</parameter>\n</function>\n</tool_call>\n"
+        "<function=add>\n</function> done",
+        ("I look.\n\n\ndone", [("look_up", '{"q": "*.md"}'), ("add", "{}")]),
+    ),
+    (QWEN3_CODER, "Write <function=add> there", ("Write <function=add> there", [])),
+    (QWEN3_CODER, "<function=rm>\n</function>", ("<function=rm>\n</function>", [])),
     (QWEN3_CODER, "<tool_call>\nfunction", ("<tool_call>\nfunction", [])),
     (QWEN3_CODER, "<tool_call><function=add><parameter=a>1</function></tool_call>", ("", [("add", '{"a": 1}')])),
 ]
@@ -192,6 +249,17 @@ def test_calls_after_the_first_may_be_left_out() -> None:
 @pytest.mark.parametrize(
     ("text", "schema", "value"),
     [
+        ("1", {"$ref": "#/$defs/e"}, "1"),
+        ("1", {"$ref": "#/$defs/a~1b"}, "1"),
+        ("1", {"$ref": "#/$defs/loop"}, 1),
+        ("1", {"$ref": "#/$defs/nowhere"}, 1),
+        ("1", {"allOf": [{"$ref": "#/$defs/e"}], "description": "x"}, "1"),
+        ("true", {"anyOf": [{"$ref": "#/$defs/e"}, {"type": "null"}]}, "true"),
+        ("null", {"anyOf": [{"$ref": "#/$defs/e"}, {"type": "null"}]}, None),
+        ("12", {"const": "12"}, "12"),
+        ("12", {"anyOf": [{"type": "string"}, {}]}, 12),
+        ("1e999", {"type": "number"}, "1e999"),
+        ("NaN", {}, "NaN"),
         ("12", {"type": "string"}, "12"),
         ("12", {"type": "integer"}, 12),
         ("12", None, 12),
@@ -206,15 +274,39 @@ def test_calls_after_the_first_may_be_left_out() -> None:
     ],
 )
 def test_the_schema_says_what_a_text_is(text: str, schema: object, value: object) -> None:
-    assert value_of(text, schema) == value
+    parameters = {"properties": {"v": schema}, "$defs": DEFINITIONS}
+    assert value_of(text, ArgumentTypes(parameters).of("v")) == value
+
+
+DEFINITIONS = {"e": {"type": "string", "enum": ["1"]}, "a/b": {"enum": ["1"]}, "loop": {"$ref": "#/$defs/loop"}}
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"$ref": "#/$defs/p", "$defs": {"p": {"properties": {"v": {"type": "string"}}}}},
+        {"allOf": [{"properties": {"w": {}}}, {"properties": {"v": {"type": "string"}}}]},
+        {"anyOf": [{"properties": {"v": {"type": "string"}}}, {"properties": {"v": {"const": "1"}}}]},
+        {"properties": {"w": {}}, "additionalProperties": {"type": "string"}},
+        {"properties": {"v": {"type": "string"}, "w": {"$ref": "http://e.com/"}}},
+    ],
+)
+def test_the_type_of_an_argument_is_found_wherever_its_schema_stands(parameters: object) -> None:
+    assert ArgumentTypes(parameters).of("v") == {"string"}
+
+
+@pytest.mark.parametrize("parameters", [None, 5, {}, {"properties": 3}, {"properties": {"v": {"type": 3, "enum": 3}}}])
+def test_a_schema_that_says_nothing_allows_any_type(parameters: object) -> None:
+    assert ArgumentTypes(parameters).of("v") == frozenset()
 
 
 def test_arguments_stream_before_their_call_ends() -> None:
     reader = ToolCalls(QWEN25, FUNCTIONS)
     begin = '<tool_call>\n{"name": "add", "arguments": {"a": '
-    assert reader.feed(begin) == [CallBegins(0, "add"), Arguments(0, '{"a":')]
-    assert reader.feed("12") == [Arguments(0, " 12")]
-    assert reader.feed("}}\n</tool_call>") == [Arguments(0, "}")]
+    assert reader.feed(begin) == [CallBegins(0, "add"), Arguments(0, "{")]
+    assert reader.feed('12, "b": ["x') == [Arguments(0, '"a": 12, "b": ["x')]
+    assert reader.feed("y\\") == [Arguments(0, "y")]
+    assert reader.feed('n"]}}\n</tool_call>') == [Arguments(0, '\\n"]}')]
 
 
 MARKS = sorted(
@@ -260,7 +352,9 @@ def test_any_text_in_any_chunks(format: CallFormat, pieces: list[str], rng: rand
     cuts = sorted(rng.randrange(len(text) + 1) for _ in range(rng.randint(0, 6)))
     parts = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     assert read(format, parts) == read(format, list(text)) == whole
-    assert all(name in FUNCTIONS for name, _ in whole[1])
+    assert whole[1] or whole[0] == text
+    for name, arguments in whole[1]:
+        assert name in FUNCTIONS and isinstance(json.loads(arguments, parse_constant=pytest.fail), dict)
 
 
 @given(st.dictionaries(st.text(min_size=1, max_size=5), st.one_of(st.integers(), st.text(max_size=9), st.none())))

@@ -1,0 +1,245 @@
+"""A JSON value that grows, as text that can be closed at any time: what was given out never needs to be taken back. Pure.
+
+A model's slips that leave no doubt are mended: raw line breaks in strings, unknown escapes, a comma before a closing bracket,
+Python's constants. What else is no JSON breaks the value there, and it is closed.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from enum import Enum
+from typing import Any
+
+SPACE = " \t\n\r"
+_CLOSERS = {"{": "}", "[": "]"}
+_RUN = re.compile(r'[^"\\\x00-\x1f]*')  # characters that stand in a string as they are
+_HIGH, _LOW, _HEX = (
+    "u[dD][89abAB]",
+    "u[dD][c-fC-F]",
+    "[0-9a-fA-F]",
+)  # of pairs of surrogates, which stand for one character
+_ESCAPE = re.compile(rf'\\(?:["\\/bfnrt]|(?!{_HIGH}|{_LOW})u{_HEX}{{4}}|{_HIGH}{_HEX}{{2}}\\{_LOW}{_HEX}{{2}})')
+_ESCAPE_BEGINS = re.compile(rf"\\(?:u{_HEX}{{0,3}}|{_HIGH}{_HEX}{{2}}(?:\\(?:u(?:[dD](?:[c-fC-F]{_HEX}?)?)?)?)?)?")
+_HALF = re.compile(rf"\\(?:{_HIGH}|{_LOW}){_HEX}{{2}}")
+_REPLACEMENT = r"\ufffd"
+_SCALAR_CHARS = re.compile(r"[-+.\w]", re.ASCII)
+_SCALAR = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?|true|false|null")
+PYTHON_CONSTANTS = {"True": "true", "False": "false", "None": "null"}
+
+
+def json_text(value: Any) -> str:
+    """The value's JSON, in letters as they are. Raises ValueError for a number that JSON does not have."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    return text.encode(errors="replace").decode()  # half a pair of surrogates is no character
+
+
+class _State(Enum):
+    VALUE = "value"  # a value must come
+    ITEM = "item"  # an item or the list's end
+    KEY = "key"  # a key or the object's end
+    IN_KEY = "in key"
+    COLON = "colon"
+    IN_STRING = "in string"
+    IN_SCALAR = "in scalar"
+    NEXT = "next"  # a comma or an end
+
+
+class JsonValue:
+    """`first`: its first character, "" before it. `done`: the value has ended. `broken`: what follows cannot belong to it."""
+
+    def __init__(self) -> None:
+        self.first = ""
+        self.done = False
+        self.broken = False
+        self._state = _State.VALUE
+        self._open: list[str] = []  # the brackets that close it, the next one last
+        self._held = ""  # comma, key, colon, space: they count when a value follows
+        self._num_held = 0  # characters of the text that are not given out: those held, and a scalar
+        self._comma = False  # the last thing held
+        self._scalar = ""
+        self._escape = ""  # the beginning of one
+        self._new = ""
+
+    def feed(self, text: str, at: int = 0) -> int:
+        """Read `text` from `at` on; return where the value ends: where it broke, before what was held (below 0: in earlier texts)."""
+        while at < len(text) and not self.done and not self.broken:
+            at = _STEPS[self._state](self, text, at)
+        return at - self._num_held if self.broken else at
+
+    def end(self) -> None:
+        """The text has ended: close the value. What was held is dropped; a value that never began is broken."""
+        if not self.done and not self.broken:
+            whole = self._finish_scalar() or bool(self._open) or self._state is _State.IN_STRING
+            self._close()
+            self.done, self.broken = whole, not whole
+
+    def new(self) -> str:
+        """The text that has come since the last call."""
+        new, self._new = self._new, ""
+        return new
+
+    # ---- steps: each reads something at `at` and returns where it ended
+
+    def _read_value(self, text: str, at: int) -> int:
+        c = text[at]
+        if c in SPACE:
+            return self._hold(c, at) if self.first else at + 1
+        if c in _CLOSERS:
+            self._give(c)
+            self._open.append(_CLOSERS[c])
+            self._state = _State.KEY if c == "{" else _State.ITEM
+        elif c == '"':
+            self._give(c)
+            self._state = _State.IN_STRING
+        elif _SCALAR_CHARS.match(c):
+            self.first = self.first or c
+            self._state = _State.IN_SCALAR
+            return at
+        else:
+            return self._break(at)
+        return at + 1
+
+    def _read_item(self, text: str, at: int) -> int:
+        if text[at] == "]":
+            return self._end_bracket(at)
+        if text[at] not in SPACE:
+            self._state = _State.VALUE
+        return self._read_value(text, at)
+
+    def _read_key(self, text: str, at: int) -> int:
+        c = text[at]
+        if c in SPACE:
+            return self._hold(c, at)
+        if c == "}":
+            return self._end_bracket(at)
+        if c != '"':
+            return self._break(at)
+        self._state = _State.IN_KEY
+        return self._hold(c, at)
+
+    def _read_colon(self, text: str, at: int) -> int:
+        c = text[at]
+        if c == ":":
+            self._state = _State.VALUE
+        elif c not in SPACE:
+            return self._break(at)
+        return self._hold(c, at)
+
+    def _read_next(self, text: str, at: int) -> int:
+        c = text[at]
+        if c in SPACE:
+            return self._hold(c, at)
+        if c == self._open[-1]:
+            return self._end_bracket(at)
+        if c != ",":
+            return self._break(at)
+        self._state = _State.KEY if self._open[-1] == "}" else _State.ITEM
+        self._comma = True
+        return self._hold(c, at)
+
+    def _read_in_key(self, text: str, at: int) -> int:
+        end, shown, ended = self._string(text, at)
+        self._held += shown
+        self._num_held += end - at
+        self._state = _State.COLON if ended else _State.IN_KEY
+        return end
+
+    def _read_in_string(self, text: str, at: int) -> int:
+        end, shown, ended = self._string(text, at)
+        self._new += shown
+        if ended:
+            self._end_value()
+        return end
+
+    def _read_in_scalar(self, text: str, at: int) -> int:
+        if _SCALAR_CHARS.match(text[at]):
+            self._scalar += text[at]
+            self._num_held += 1
+            return at + 1
+        return at if self._finish_scalar() else self._break(at)
+
+    # ---- moves
+
+    def _string(self, text: str, at: int) -> tuple[int, str, bool]:
+        """More of a string: where it was read to, its text as JSON, and whether it has ended."""
+        if self._escape:
+            escape = self._escape + text[at]
+            if _ESCAPE_BEGINS.fullmatch(escape):
+                self._escape = escape
+                return at + 1, "", False
+            self._escape = ""
+            return self._escaped(escape, at)
+        end = _RUN.match(text, at).end()  # type: ignore[union-attr]
+        if end == len(text):
+            return end, text[at:end], False
+        shown, c = text[at:end], text[end]
+        if c == "\\":
+            self._escape = c
+            return end + 1, shown, False
+        return end + 1, shown + (c if c == '"' else json.dumps(c)[1:-1]), c == '"'
+
+    def _escaped(self, escape: str, at: int) -> tuple[int, str, bool]:
+        """As `_string`: an escape up to the character at `at`, with which it ends or has become none."""
+        if _ESCAPE.fullmatch(escape):
+            return at + 1, escape, False
+        if escape == r"\'":
+            return at + 1, "'", False
+        if half := _HALF.match(escape):
+            rest = escape[half.end() :]
+            self._escape = rest[:-1]
+            return at + (not rest), _REPLACEMENT, False
+        return at, "\\" + escape[:-1], False
+
+    def _hold(self, c: str, at: int) -> int:
+        self._held += c
+        self._num_held += 1
+        return at + 1
+
+    def _give(self, text: str) -> None:
+        """Give out what was held, and the beginning of a value."""
+        self._new += self._held + text
+        self.first = self.first or text[0]
+        self._held, self._num_held, self._comma = "", 0, False
+
+    def _finish_scalar(self) -> bool:
+        """Return whether it is one."""
+        scalar = PYTHON_CONSTANTS.get(self._scalar, self._scalar)
+        if not _SCALAR.fullmatch(scalar):
+            return False
+        self._give(scalar)
+        self._scalar = ""
+        self._end_value()
+        return True
+
+    def _end_bracket(self, at: int) -> int:
+        """Of an object or a list; a comma before it is left out."""
+        self._held = "" if self._comma else self._held
+        self._give(self._open[-1])
+        self._open.pop()
+        self._end_value()
+        return at + 1
+
+    def _end_value(self) -> None:
+        self._state = _State.NEXT
+        self.done = not self._open
+
+    def _break(self, at: int) -> int:
+        self.broken = True
+        self._close()
+        return at
+
+    def _close(self) -> None:
+        self._new += ('"' if self._state is _State.IN_STRING else "") + "".join(reversed(self._open))
+        self._open = []
+
+
+_STEPS: dict[_State, Callable[[JsonValue, str, int], int]] = {
+    _State.VALUE: JsonValue._read_value,
+    _State.ITEM: JsonValue._read_item,
+    _State.KEY: JsonValue._read_key,
+    _State.IN_KEY: JsonValue._read_in_key,
+    _State.COLON: JsonValue._read_colon,
+    _State.IN_STRING: JsonValue._read_in_string,
+    _State.IN_SCALAR: JsonValue._read_in_scalar,
+    _State.NEXT: JsonValue._read_next,
+}
