@@ -14,6 +14,7 @@ from hypothesis import Phase, settings
 from engine.frontend.routes import ROUTES, make_document
 from router.http import openapi as router_openapi
 from tools.fuzz import bodies, sockets
+from tools.fuzz.answers import Answers
 from tools.fuzz.footprint import Footprint, Leak, assert_no_leak, footprint
 from tools.fuzz.parts import ROUND
 from tools.fuzz.report import CUT, DONE, Report
@@ -53,6 +54,13 @@ def test_bootstrap_bodies(secret: bytes | None) -> None:
         for data in stories(25):
             caller.run(data)
         assert caller.num_calls > 500 and caller.statuses.keys() >= {200, 400, 404, 405} | ({401} if secret else set())
+
+
+def test_answers() -> None:
+    answers = Answers()
+    for data in stories(60):
+        answers.run(data)
+    assert answers.num_answers > 500 and answers.num_calls > 150  # else it would prove little
 
 
 def test_a_leak_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

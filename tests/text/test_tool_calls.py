@@ -357,6 +357,27 @@ def test_any_text_in_any_chunks(format: CallFormat, pieces: list[str], rng: rand
         assert name in FUNCTIONS and isinstance(json.loads(arguments, parse_constant=pytest.fail), dict)
 
 
+LIST = json.dumps(json.loads(ADD[1])["b"])
+WRITTEN = {  # a call to add, with what a reader makes of it
+    "qwen25": f"<tool_call>\n{CALL}\n</tool_call>",
+    "mistral": f"[TOOL_CALLS] [{CALL}]",
+    "llama4": "<|python_start|>[add(a=1, b=[2, {'c': '}\"{'}])]<|python_end|>",
+    "deepseekv31": f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{ADD[1]}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "kimi_k2": f"<|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>{ADD[1]}<|tool_call_end|>",
+    "glm45": f"<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n<arg_key>b</arg_key>\n<arg_value>{LIST}"
+    "</arg_value>\n</tool_call>",
+    "qwen3_coder": f"<function=add>\n<parameter=a>1</parameter>\n<parameter=b>{LIST}</parameter>\n</function>",
+}
+
+
+@given(st.sampled_from(list(WRITTEN)), st.lists(st.text("ab é.\n", max_size=9), min_size=2, max_size=4))
+def test_text_around_calls_is_kept(name: str, words: list[str]) -> None:
+    text = WRITTEN[name].join(words)
+    shown, calls = whole = read(CALL_FORMATS[name], [text])
+    assert calls == [ADD] * (len(words) - 1) and read(CALL_FORMATS[name], list(text)) == whole
+    assert "".join(shown.split()) == "".join("".join(words).split())
+
+
 @given(st.dictionaries(st.text(min_size=1, max_size=5), st.one_of(st.integers(), st.text(max_size=9), st.none())))
 def test_arguments_are_what_the_model_wrote(arguments: dict[str, object]) -> None:
     written = json.dumps(arguments)

@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, note, seed, settings
 
 from tests.transfer.rig import until
 from tools.fuzz import bodies, sockets
+from tools.fuzz.answers import Answers
 from tools.fuzz.footprint import SETTLE_S, assert_no_leak, footprint, told
 from tools.fuzz.progress import Progress
 from tools.fuzz.source import STORY_BYTES
@@ -93,6 +94,18 @@ def _call(secret: bytes | None, asked: Asked, progress: Progress) -> str:
         until(lambda: caller.num_tasks <= num_tasks, timeout_s=SETTLE_S, what="its tasks are as many as before")
         statuses = ", ".join(f"{count:,} x {status}" for status, count in sorted(caller.statuses.items()))
         return f"{statuses}; {held}"
+
+
+def fuzz_answers(asked: Asked, progress: Progress) -> str:
+    answers = Answers()
+
+    def one(data: bytes) -> int:
+        before = answers.num_answers
+        answers.run(data)
+        return answers.num_answers - before
+
+    held = _until_enough(asked, progress, one)
+    return f"{answers.num_calls:,} calls were found; {held}"
 
 
 def _until_enough(asked: Asked, progress: Progress, one: Callable[[bytes], int]) -> str:

@@ -1,4 +1,4 @@
-"""`make fuzz`: fuzzed frames, bootstrap calls and HTTP until enough inputs have been seen; figures to a report.
+"""`make fuzz`: fuzzed frames, bootstrap calls, answers and HTTP until enough inputs have been seen; figures to a report.
 
     python -m tools.fuzz.run --inputs 100000 --schemathesis .venv-fuzz/bin/schemathesis --report docs/reports/fuzz.md
     python -m tools.fuzz.run --parts frames,sockets --inputs 5000        some parts
@@ -16,13 +16,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tools.fuzz.openapi import DOORS, Doors, doors, fuzz_control, fuzz_door
-from tools.fuzz.parts import Asked, fuzz_bodies, fuzz_frames, fuzz_sockets
+from tools.fuzz.parts import Asked, fuzz_answers, fuzz_bodies, fuzz_frames, fuzz_sockets
 from tools.fuzz.progress import Progress
 from tools.fuzz.report import CUT, DONE, FAILED, Report
 
 # Part -> its share of the inputs.
-SHARES = {"frames": 0.6, "sockets": 0.15, "bootstrap": 0.25}
-INSIDE = {"frames": fuzz_frames, "sockets": fuzz_sockets, "bootstrap": fuzz_bodies}
+SHARES = {"frames": 0.5, "sockets": 0.15, "bootstrap": 0.2, "answers": 0.15}
+INSIDE = {"frames": fuzz_frames, "sockets": fuzz_sockets, "bootstrap": fuzz_bodies, "answers": fuzz_answers}
 CONTROL = "control"
 PARTS = (*SHARES, *DOORS, CONTROL)
 
@@ -112,12 +112,14 @@ def _parts(text: str) -> tuple[str, ...]:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="fuzz the control plane, the bootstrap server and every HTTP door")
+    parser = argparse.ArgumentParser(
+        description="fuzz the control plane, the bootstrap server, the readers of answers and every HTTP door"
+    )
     parser.add_argument(
         "--parts", type=_parts, default=PARTS, help=f"of {','.join(PARTS)}; without it all, from the start"
     )
     parser.add_argument("--resume", action="store_true", help="leave out what this commit has done already")
-    parser.add_argument("--inputs", type=int, default=100_000, help="frames and bootstrap calls together")
+    parser.add_argument("--inputs", type=int, default=100_000, help="frames, bootstrap calls and answers together")
     parser.add_argument(
         "--examples", type=int, default=60, help="most examples that schemathesis draws for an operation"
     )
