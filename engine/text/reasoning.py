@@ -129,14 +129,18 @@ class Trimmed:
     """A growing text without the space at its ends: space within it is given out once more text follows."""
 
     def __init__(self) -> None:
-        self._space = ""
+        self._space: list[str] = []
         self._begun = False
 
     def push(self, text: str) -> str:
-        text = self._space + text if self._begun else text.lstrip()
+        text = text if self._begun else text.lstrip()
         kept = text.rstrip()
-        self._space = text[len(kept) :]
-        self._begun = self._begun or bool(kept)
+        space = text[len(kept) :]
+        if kept:
+            self._begun = True
+            kept = "".join((*self._space, kept))
+            self._space.clear()
+        self._space.append(space)
         return kept
 
 

@@ -124,7 +124,7 @@ class TaggedCall:
         return True
 
     def _read_between(self, name: str) -> bool:
-        rest = self._rest.lstrip()
+        rest = self._rest = self._rest.lstrip()
         if rest.startswith(self._tags.end):
             self.name = name
             self._end(rest)

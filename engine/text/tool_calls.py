@@ -31,7 +31,7 @@ class ToolCalls:
         self._stage = _Stage.TEXT
         self._buffer = ""  # not read yet
         self._raw = ""  # read since the text ended, in case it was text after all
-        self._space = ""  # leading space of a text: counts only if more text comes
+        self._space: list[str] = []  # behind the text so far: counts only if more text comes
         self._at_start = True
         self._may_bracket = False  # the bracket before the first call may come
         self._scanner: CallScanner = format.scanner(functions)
@@ -51,9 +51,9 @@ class ToolCalls:
             self._show_call()
         if not self._begun:
             self._emit(self._raw + self._buffer)
-        if not self.num_calls and self._space:
-            self._parts.append(PlainText(self._space))
-        self._buffer = self._raw = self._space = ""
+        if not self.num_calls and (space := "".join(self._space)):
+            self._parts.append(PlainText(space))
+        self._buffer = self._raw = ""
         return self._taken()
 
     # ---- stages: each looks at the buffer and returns whether to go on
@@ -105,7 +105,7 @@ class ToolCalls:
         self._move(scanner.feed(self._buffer))
         self._show_call()
         if scanner.broken:
-            self._finish_call(0, _Stage.TEXT)
+            self._finish_call(0 if self._raw else 1, _Stage.TEXT)  # else the same opener would be found again
         elif scanner.done:
             self._stage = _Stage.AFTER
         return bool(self._buffer)
@@ -166,11 +166,11 @@ class ToolCalls:
         return not self._buffer
 
     def _emit(self, text: str) -> None:
-        text = self._space + text
-        self._space = "" if text.strip() else text
-        if text.strip():
-            self._space = text[len(text.rstrip()) :]
-            self._parts.append(PlainText(text.rstrip()))
+        kept = text.rstrip()
+        if kept:
+            self._parts.append(PlainText("".join((*self._space, kept))))
+            self._space.clear()
+        self._space.append(text[len(kept) :])
 
     def _taken(self) -> list[Part]:
         parts, self._parts = self._parts, []

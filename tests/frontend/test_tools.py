@@ -175,6 +175,38 @@ def test_definitions_of_functions_move_to_the_root_under_their_names() -> None:
     assert schema["items"]["anyOf"][1]["properties"]["parameters"] == {"properties": {"a": {"$ref": "#/$defs/g:A"}}}
 
 
+TREE: dict[str, Any] = {"type": "object", "properties": {"kid": {"$ref": "#"}}}
+MOVED = {"f": {"type": "object", "properties": {"kid": {"$ref": "#/$defs/f"}}}}
+ASKED: dict[str, dict[str, Any]] = {
+    CHAT: {
+        "messages": [{"role": "user", "content": "x"}],
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": TREE}}],
+        "tool_choice": {"type": "function", "function": {"name": "f"}},
+    },
+    "/v1/messages": {
+        "model": "default",
+        "messages": [{"role": "user", "content": "x"}],
+        "tools": [{"name": "f", "input_schema": TREE}],
+        "tool_choice": {"type": "tool", "name": "f"},
+    },
+    "/v1/responses": {
+        "input": "x",
+        "tools": [{"type": "function", "name": "f", "parameters": TREE}],
+        "tool_choice": {"type": "function", "name": "f"},
+    },
+}
+
+
+@pytest.mark.parametrize("path", ASKED)
+def test_a_forced_tool_of_each_api_brings_its_references_along(qwen: Worker, path: str) -> None:
+    limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+    answer = qwen.post(path, {**ASKED[path], limit: 16})
+    assert answer.status_code == 200, answer.text
+    schema = json.loads(qwen.scheduler.seen[-1].sampling.json_schema or "")
+    assert schema["$defs"] == MOVED
+    assert schema["items"]["anyOf"][0]["properties"]["parameters"] == {"$ref": "#/$defs/f"}
+
+
 def test_allowed_tools_leave_the_others_to_the_template() -> None:
     tools = [Tool(function=ToolFunction(name=name)) for name in ("f", "g")]
     for mode, is_forced in (("required", True), ("auto", False)):

@@ -70,7 +70,7 @@ class MessageView:
         return [*blocks, *map(self._call_block, whole.calls)]
 
     def _call_block(self, call: ToolCall) -> dict[str, Any]:
-        """Arguments that the limit of tokens has cut are no object, which a client's type demands."""
+        """Arguments too deep to be read become an empty object, which a client's type demands."""
         return {**self._call_head(call.name, call.id), "input": object_of(call.arguments.encode())}
 
     def _call_head(self, name: str, id: str) -> dict[str, Any]:

@@ -44,7 +44,7 @@ class Reading:
         if self.in_channels:
             return ["<|channel|>"]
         shown = [self.reasoning.start, self.reasoning.end] if self.separates and self.reasoning is not None else []
-        return shown + ([self.calls.marker] if self.calls is not None else [])
+        return shown + (list(self.calls.marks) if self.calls is not None else [])
 
     @property
     def interrupts(self) -> str:

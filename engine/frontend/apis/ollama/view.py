@@ -128,7 +128,7 @@ def _head(model: str) -> dict[str, Any]:
 
 
 def _call(call: ToolCall) -> dict[str, Any]:
-    """Arguments that the limit of tokens has cut are no object, which a client's type demands."""
+    """Arguments too deep to be read become an empty object, which a client's type demands."""
     function = {"name": call.name, "arguments": object_of(call.arguments.encode())}
     return {**({"id": call.id} if call.id else {}), "function": function}
 
