@@ -10,6 +10,8 @@ from collections.abc import Callable
 from typing import Any
 from urllib.parse import unquote, urljoin
 
+import msgspec
+
 Path = tuple[str, ...]  # keys and indexes from the schema's root
 SCHEMAS = ("items", "additionalItems", "unevaluatedItems", "contains", "additionalProperties", "unevaluatedProperties")
 CONDITIONS = ("if", "then", "else", "not")  # schemas for the same value
@@ -22,6 +24,7 @@ _NAMED = (*NAMED_CONDITIONS, *_DEFINITIONS, "properties", "patternProperties")
 _ANCHORS = ("$anchor", "$dynamicAnchor")
 _PLACES = ("$id", *_ANCHORS, *_DEFINITIONS)  # what only references need
 _DYNAMIC = ("$dynamicRef", "$recursiveRef")
+_MARKS = re.compile(rb'"\$(?:ref|dynamicRef|recursiveRef|id)"')  # in the text of a schema that may hold references
 _NOT_PLAIN = re.compile(r"[^\w.-]", re.ASCII)
 MAX_SHOWN_CHARS = 80
 
@@ -32,8 +35,8 @@ class BadReference(ValueError):
 
 def local(schema: Any) -> Any:
     """The same schema with references to "#" or "#/$defs/NAME" alone. Raises BadReference, RecursionError for one too deep."""
-    references = _References(schema)
-    if not references.names:
+    references = _References(schema) if _may_refer(schema) else None
+    if references is None or not references.names:
         return schema
     whole = references.body(())
     definitions = {name: references.body(path) for path, name in references.names.items() if path}
@@ -45,9 +48,16 @@ def moved(schema: Any, *, namespace: str) -> tuple[Any, dict[str, Any]]:
 
     Raises BadReference, RecursionError for one too deep.
     """
+    if not _may_refer(schema):
+        return schema, {}
     references = _References(schema, namespace)
     definitions = {name: references.body(path) for path, name in references.names.items()}
     return references.placed((), schema), definitions
+
+
+def _may_refer(schema: Any) -> bool:
+    """A cheap look, for most schemas hold no reference."""
+    return _MARKS.search(msgspec.json.encode(schema)) is not None
 
 
 def mapped(schema: dict[str, Any], change: Callable[[Any, Path], Any]) -> dict[str, Any]:

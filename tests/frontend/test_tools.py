@@ -238,11 +238,19 @@ def test_a_custom_tool_receives_a_text(qwen: Worker) -> None:
     assert "".join(p["custom"]["input"] for p in parts) == 'a\n"b"'
 
 
-def test_an_input_that_length_cuts_is_shown_as_far_as_it_came(qwen: Worker) -> None:
-    cut = len("<|user|>") + RUN.index("\\n")
-    more = {"messages": [{"role": "user", "content": RUN}], "tools": [CUSTOM], "max_tokens": cut}
+@pytest.mark.parametrize(("cut", "input"), [("\\n", "a"), ("input", "")])
+def test_an_input_that_length_cuts_is_shown_as_far_as_it_came(qwen: Worker, cut: str, input: str) -> None:
+    length = len("<|user|>") + RUN.index(cut)
+    more = {"messages": [{"role": "user", "content": RUN}], "tools": [CUSTOM], "max_tokens": length}
     (call,) = qwen.post(CHAT, body(**more)).json()["choices"][0]["message"]["tool_calls"]
-    assert call["custom"]["input"] == "a"
+    assert call["custom"]["input"] == input
+
+
+def test_a_reader_sees_the_opener_that_may_stand_without_its_section() -> None:
+    markers = reading_of(
+        chat(tools=[Tool(function=ToolFunction(name="f"))]), reasoning=None, tool_parser="kimi_k2"
+    ).markers
+    assert markers == ["<|tool_calls_section_begin|>", "<|tool_call_begin|>"]
 
 
 def test_what_a_custom_tool_is_for_the_model() -> None:

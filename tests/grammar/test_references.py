@@ -42,7 +42,11 @@ RIGHT: dict[str, dict[str, Any]] = {
     "a chain": having("#/$defs/A", **{"$defs": {"A": {"allOf": [{"$ref": "#/$defs/B"}]}, "B": E}}),
     "a property named $ref": having("#/properties/$ref", properties={"$ref": E, "k": {"$ref": "#/properties/$ref"}}),
     "of the whole": {"$ref": "#/$defs/A", "$defs": {"A": having("#/$defs/K"), "K": E}},
-    "two alike": having("#/$defs/K", **{"$defs": {"K": {"$ref": "#/definitions/K"}}, "definitions": {"K": E}}),
+    "two alike": having(
+        "#/$defs/K",
+        properties={"k": {"$ref": "#/$defs/K"}, "z": {"$ref": "#/definitions/K"}},
+        **{"$defs": {"K": E}, "definitions": {"K": {"type": "integer"}}},
+    ),
 }
 
 
@@ -124,6 +128,13 @@ def test_a_reference_that_cannot_be_followed_is_named(compiler: Compiler, refere
             forced_calls([tool(having(reference), strict=strict)], only_one=True)
         assert (refused.value.status, refused.value.field) == (400, "tools")
         assert f"the parameters of 'f': {BAD[reference]}" in str(refused.value)
+
+
+def test_a_schema_that_no_grammar_can_hold_is_refused_before_it_is_walked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.frontend.apis.shared.constraints.moved", lambda *args, **kwargs: pytest.fail("walked"))
+    long = {"properties": {str(i): {"$ref": "#"} for i in range(60_000)}}
+    with pytest.raises(ApiError, match=r"the parameters of 'f': must have at most 262144 characters"):
+        forced_calls([tool(long)], only_one=True)
 
 
 def test_dynamic_references_are_refused() -> None:

@@ -9,11 +9,12 @@ from typing import Any
 import msgspec
 
 from engine.grammar.json_schema import closed
-from engine.sampling_params import GRAMMAR_KINDS, GrammarSpec
+from engine.sampling_params import GRAMMAR_KINDS, MAX_GRAMMAR_CHARS, GrammarSpec
 from engine.schema_references import BadReference, moved
 from service.http.errors import bad_field
 
 ANY_OBJECT = '{"type": "object"}'
+MAX_CHAR_BYTES = 4  # of UTF-8
 FORMATS = ("text", "json_object", "json_schema", "structural_tag")
 
 
@@ -83,19 +84,22 @@ def format_constraint(format: ResponseFormat | None) -> Constraint | None:
 
 def closed_schema(schema: Any, *, field: str, of: str = "") -> Any:
     """Return a strict schema: closed, under any server default. `of`: the part of the field, for errors. Raises ApiError(400)."""
-    with _schema_refused(field, of):
+    with _schema_refused(schema, field, of):
         return closed(schema)
 
 
 def moved_schema(schema: Any, *, namespace: str, field: str, of: str) -> tuple[Any, dict[str, Any]]:
     """Return the schema for a place below another root, and the `$defs` which that root must hold. Raises ApiError(400)."""
-    with _schema_refused(field, of):
+    with _schema_refused(schema, field, of):
         return moved(schema, namespace=namespace)
 
 
 @contextlib.contextmanager
-def _schema_refused(field: str, of: str) -> Iterator[None]:
+def _schema_refused(schema: Any, field: str, of: str) -> Iterator[None]:
+    """A schema far too long for a grammar is refused before it is walked."""
     try:
+        if len(msgspec.json.encode(schema)) > MAX_CHAR_BYTES * MAX_GRAMMAR_CHARS:
+            raise bad_field(field, f"{of}must have at most {MAX_GRAMMAR_CHARS} characters")
         yield
     except BadReference as error:
         raise bad_field(field, f"{of}{error}") from None
