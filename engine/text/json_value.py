@@ -13,11 +13,8 @@ from typing import Any
 SPACE = " \t\n\r"
 _CLOSERS = {"{": "}", "[": "]"}
 _RUN = re.compile(r'[^"\\\x00-\x1f]*')  # characters that stand in a string as they are
-_HIGH, _LOW, _HEX = (
-    "u[dD][89abAB]",
-    "u[dD][c-fC-F]",
-    "[0-9a-fA-F]",
-)  # of pairs of surrogates, which stand for one character
+_HEX = "[0-9a-fA-F]"
+_HIGH, _LOW = "u[dD][89abAB]", "u[dD][c-fC-F]"  # of pairs of surrogates, which stand for one character
 _ESCAPE = re.compile(rf'\\(?:["\\/bfnrt]|(?!{_HIGH}|{_LOW})u{_HEX}{{4}}|{_HIGH}{_HEX}{{2}}\\{_LOW}{_HEX}{{2}})')
 _ESCAPE_BEGINS = re.compile(rf"\\(?:u{_HEX}{{0,3}}|{_HIGH}{_HEX}{{2}}(?:\\(?:u(?:[dD](?:[c-fC-F]{_HEX}?)?)?)?)?)?")
 _HALF = re.compile(rf"\\(?:{_HIGH}|{_LOW}){_HEX}{{2}}")

@@ -94,7 +94,7 @@ class TaggedCall:
         if self.name is None or self.done:
             return
         value = self._rest[: len(self._rest) - self._held()]
-        if self._key is not None and (self._is_text or _from_json(value) is not None):
+        if self._key is not None and (_is_text(self._types_of(self._key)) or _from_json(value) is not None):
             self._end_value(self._key, value)
         self._rest = ""
         self._end(None)
@@ -207,10 +207,15 @@ class TaggedCall:
 
 def value_of(text: str, types: Types) -> Any:
     """A value from its text: a string where nothing else may stand, else JSON (or Python's constants), else a string."""
-    if types == {"string"} or (types == {"string", "null"} and text != "null"):
+    if types == {"string"} or (_is_text(types) and text != "null"):
         return text
     value = _from_json(text)
     return text if value is None else value[0]
+
+
+def _is_text(types: Types) -> bool:
+    """Whether a value is a string, if it is not null."""
+    return types - {"null"} == {"string"}
 
 
 def _from_json(text: str) -> tuple[Any] | None:

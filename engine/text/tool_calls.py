@@ -4,7 +4,8 @@
                                                                                     \\--closer, or anything else--> TEXT
 
 Text that only looks like a call (no name, an unknown function, arguments that are no object) stays text. A call that has
-begun may already be shown: where its format breaks off, or the text ends, it is closed, and what follows is text. Formats: call_formats.py.
+begun may be shown already: where its format breaks off, or the text ends, it is closed, and what follows is text.
+Formats: call_formats.py.
 """
 
 from enum import Enum

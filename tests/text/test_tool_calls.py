@@ -30,7 +30,10 @@ from tests.text import chunks
 
 FUNCTIONS = {
     "add": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "array"}}},
-    "look_up": {"type": "object", "properties": {"q": {"type": "string"}, "deep": {"type": "boolean"}}},
+    "look_up": {
+        "type": "object",
+        "properties": {"q": {"type": "string"}, "deep": {"type": "boolean"}, "at": {"type": ["string", "null"]}},
+    },
 }
 Read = tuple[str, list[tuple[str, str]]]
 
@@ -189,6 +192,7 @@ CASES: list[tuple[CallFormat, str, Read]] = [
     (GLM45, "<tool_call>add\n<arg_key>b</arg_key>\n<arg_value>[1", ("", [("add", "{}")])),
     (GLM45, "<tool_call>look_up\n<arg_key>q</arg_key>\n<arg_value>a b</arg_", ("", [("look_up", '{"q": "a b"}')])),
     (GLM45, "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>NaN</arg_value>", ("", [("add", '{"a": "NaN"}')])),
+    (GLM45, "<tool_call>look_up<arg_key>at</arg_key><arg_value>[a", ("", [("look_up", '{"at": "[a"}')])),
     (GLM45, "<tool_call>add\n<arg_x", ("<tool_call>add\n<arg_x", [])),
     (GLM45, "<tool_call>add\n", ("<tool_call>add\n", [])),
     (
