@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,12 @@ class ServedModel:
         if self.loaded_tokenizer is None:
             raise ApiError(400, f"{NO_TOKENIZER}; send input_ids to /generate", code="unsupported_parameter")
         return self.loaded_tokenizer
+
+    @cached_property
+    def template_names(self) -> frozenset[str]:
+        """All fields that its chat templates name."""
+        templates = [template for template in (self.template, self.tool_template) if template is not None]
+        return frozenset[str]().union(*(template.reads.names for template in templates))
 
     def template_for(self, *, tools: bool) -> ChatTemplate | None:
         """The chat template of a request with `tools`, or without."""

@@ -14,6 +14,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from engine.model_files.folder import ModelFolder, open_folder
+from engine.text.template_reads import reads_of
 from service.flags import ConfigError
 
 _FAILURES = (
@@ -27,7 +28,7 @@ class TemplateRefused(ValueError):
 
 
 class ChatTemplate:
-    """`special_tokens`: bos_token and so on, which templates write into the text themselves."""
+    """`special_tokens`: bos_token and so on, which templates write into the text themselves. `reads`: what it reads of messages."""
 
     def __init__(self, source: str, *, special_tokens: dict[str, str] | None = None) -> None:
         environment = ImmutableSandboxedEnvironment(
@@ -37,6 +38,7 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
         self.source = source
+        self.reads = reads_of(environment.parse(source))
         self._template = environment.from_string(source)
         self._special_tokens = special_tokens or {}
 

@@ -10,7 +10,7 @@ import pytest
 
 from engine.frontend.apis.anthropic.body import MESSAGES
 from engine.frontend.apis.anthropic.translate import sampled_chat_of
-from engine.frontend.apis.chat.body import template_messages
+from engine.frontend.apis.chat.messages import template_messages
 from service.http.errors import ApiError
 from tests.frontend.conftest import CONTEXT, TEMPLATE, Worker, byte_tokenizer, start_worker, wait_for, write_checkpoint
 
@@ -335,6 +335,13 @@ def test_every_block_has_its_place_in_the_template() -> None:
     ]
     assert [(r["role"], r["tool_call_id"], r["content"]) for r in results] == [("tool", "t1", "2"), ("tool", "t2", "")]
     assert (then["role"], then["content"]) == ("user", "and?\nnow")
+
+
+def test_texts_of_two_messages_of_one_turn_are_two_lines() -> None:
+    """How parts of one message are joined is the chat template's to say."""
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    (message,) = translated(messages=[{"role": "user", "content": parts}, {"role": "user", "content": "c"}]).messages
+    assert [part.text for part in message.content] == ["a", "b\nc"]
 
 
 def test_choices_thinking_and_formats() -> None:

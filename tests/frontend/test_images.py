@@ -211,9 +211,9 @@ def test_an_answer_goes_on_behind_an_image(seeing: Worker) -> None:
     assert last(seeing)[0].endswith("<4><|vision_end|><|assistant|>It is")
 
 
-def test_texts_in_parts_stay_as_they_were(seeing: Worker) -> None:
-    seeing.post(CHAT, {"messages": user(text("a"), text("b")), "max_tokens": 1}).raise_for_status()
-    assert last(seeing) == ("<|user|>a\nb<|assistant|>", [])
+def test_a_template_that_loops_over_parts_joins_their_texts_itself(seeing: Worker) -> None:
+    seeing.post(CHAT, {"messages": user(text("a "), text("b")), "max_tokens": 1}).raise_for_status()
+    assert last(seeing) == ("<|user|>a b<|assistant|>", [])
 
 
 def test_an_image_that_comes_again_is_decoded_once(seeing: Worker, monkeypatch: pytest.MonkeyPatch) -> None:

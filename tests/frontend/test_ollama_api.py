@@ -7,7 +7,7 @@ from typing import Any
 import ollama
 import pytest
 
-from engine.frontend.apis.chat.body import template_messages
+from engine.frontend.apis.chat.messages import template_messages
 from engine.frontend.apis.ollama.body import CHAT, GENERATE
 from engine.frontend.apis.ollama.translate import chat_of, completion_of
 from service.http.errors import ApiError

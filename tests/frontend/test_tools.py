@@ -5,12 +5,14 @@ The stand-in's model repeats its prompt, so a prompt that holds a call makes an 
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from engine.frontend.apis.chat.body import ChatBody, ChatMessage, template_messages
+from engine.frontend.apis.chat.body import ChatBody, ChatMessage
+from engine.frontend.apis.chat.messages import template_messages
 from engine.frontend.apis.chat.plan import chat_constraint
 from engine.frontend.apis.chat.reading import reading_of
 from engine.frontend.apis.chat.tools import (
@@ -79,6 +81,22 @@ def test_tools_are_shown_by_the_template_for_them(qwen: Worker) -> None:
     for more in ({"tools": None}, {"tool_choice": "none"}):
         answer = qwen.post(CHAT, body(messages=messages, **more))
         assert answer.status_code == 400 and "no tools here" in answer.json()["error"]["message"]
+
+
+def test_ids_are_of_the_parsers_style_in_each_api(tmp_path: Path) -> None:
+    said = '[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}]'
+    turns: dict[str, Any] = {"messages": [{"role": "user", "content": said}], "max_tokens": 64}
+    claude = {"tools": [{"name": "add", "input_schema": {"type": "object"}}]}
+    ollama = {"model": "tiny", "stream": False, "options": {"num_predict": 64}, "tools": [TOOL]}
+    with start_worker(tmp_path, engine={"tool_call_parser": "mistral"}) as w:
+        (call,) = w.post(CHAT, turns | {"tools": [TOOL]}).json()["choices"][0]["message"]["tool_calls"]
+        response = {"input": said, "max_output_tokens": 64, "tools": [TOOL["function"] | {"type": "function"}]}
+        items = w.post("/v1/responses", response).json()["output"]
+        blocks = w.post("/v1/messages", turns | claude).json()["content"]
+        (shown,) = w.post("/api/chat", ollama | {"messages": turns["messages"]}).json()["message"]["tool_calls"]
+    ids = [call["id"], shown["id"], *(item["call_id"] for item in items if item["type"] == "function_call")]
+    ids += [block["id"] for block in blocks if block["type"] == "tool_use"]
+    assert len(set(ids)) == 4 and all(len(id) == 9 and id.isalnum() for id in ids)
 
 
 @pytest.mark.parametrize("more", [{"tool_choice": "none"}, {"tools": []}, {"tools": None}])
@@ -358,5 +376,6 @@ def test_templates_get_tools_and_the_arguments_as_objects() -> None:
         {"function": {"name": "g", "arguments": "no json"}},
     ]
     (message,) = template_messages([ChatMessage(role="assistant", tool_calls=calls)])
-    assert [c["function"]["arguments"] for c in message["tool_calls"]] == [{"a": 1}, "no json"]
+    arguments = [c["function"]["arguments"] for c in message["tool_calls"]]
+    assert arguments == [{"a": 1}, {}] and list(map(str, arguments)) == ['{"a": 1}', "no json"]
     assert calls[0]["function"]["arguments"] == '{"a": 1}', "the body is left as it is"

@@ -10,6 +10,8 @@ from engine.frontend.apis.chat.body import READER
 from engine.frontend.apis.shared import refused
 from engine.frontend.ignored_fields import IGNORED_HEADER, MAX_NOTED, IgnoredFields, shown
 from tests.frontend.conftest import Worker
+from tests.frontend.rendering import rendered, template_of
+from tests.text.chat_templates import SHAPES
 
 CHAT = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
 COMPLETE = {"prompt": "x", "max_tokens": 1}
@@ -58,6 +60,18 @@ INNER: list[tuple[str, dict[str, Any], list[str]]] = [
         ["response_format.odd", "response_format.json_schema.odd"],
     ),
     (
+        "/v1/chat/completions",
+        {
+            **CHAT,
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}]},
+                {"role": "assistant", "content": "y", "reasoning": "r", "refusal": None, "images": None, "odd": 1},
+                {"role": "user", "content": [{"type": "text", "text": "x", "odd": 1}]},
+            ],
+        },
+        ["messages[].odd", "messages[].content[].cache_control", "messages[].content[].odd"],
+    ),
+    (
         "/v1/completions",
         {**COMPLETE, "odd": 1, "stream": True, "stream_options": {"include_obfuscation": False}},
         ["odd", "stream_options.include_obfuscation"],
@@ -65,7 +79,7 @@ INNER: list[tuple[str, dict[str, Any], list[str]]] = [
     (
         "/v1/responses",
         {
-            "input": "x",
+            "input": [{"role": "user", "odd": 1, "content": [{"type": "input_text", "text": "x", "odd": 1}]}],
             "max_output_tokens": 1,
             "store": False,
             "tools": [{"type": "function", "name": "f", "parameters": SCHEMA, "odd": 1}],
@@ -76,25 +90,27 @@ INNER: list[tuple[str, dict[str, Any], list[str]]] = [
             },
             "text": {"format": {"type": "text", "odd": 1}},
         },
-        ["tools[].odd", "tool_choice.tools[].odd", "text.format.odd"],
+        ["input[].odd", "input[].content[].odd", "tools[].odd", "tool_choice.tools[].odd", "text.format.odd"],
     ),
     (
         "/v1/messages",
         {
-            **CHAT,
+            "max_tokens": 1,
+            "system": [{"type": "text", "text": "x", "odd": 1, "cache_control": {"type": "ephemeral"}}],
+            "messages": [{"role": "user", "odd": 1, "content": [{"type": "text", "text": "x", "odd": 1}]}],
             "tools": [{"name": "f", "input_schema": SCHEMA, "odd": 1, "cache_control": {"type": "ephemeral"}}],
             "tool_choice": {"type": "auto", "odd": 1},
         },
-        ["tools[].odd", "tool_choice.odd"],
+        ["system[].odd", "messages[].odd", "messages[].content[].odd", "tools[].odd", "tool_choice.odd"],
     ),
     (
         "/api/chat",
         {
             "model": "tiny",
-            "messages": CHAT["messages"],
+            "messages": [{"role": "user", "content": "x", "odd": 1}],
             "tools": [{"type": "function", "odd": 1, "function": {"name": "f"}}],
         },
-        ["tools[].odd"],
+        ["messages[].odd", "tools[].odd"],
     ),
 ]
 
@@ -121,6 +137,26 @@ def test_a_body_of_known_fields_is_decoded_once() -> None:
     assert type(strictly) is READER.strict and ignored == [] and named == ["odd"]
     assert msgspec.to_builtins(strictly) == msgspec.to_builtins(loosely)
     assert strictly.tools is not None and strictly.tools[0].function.name == "a"
+
+
+def test_fields_of_messages_that_the_template_reads_are_not_ignored(worker: Worker) -> None:
+    """The worker's template has the word "tool"."""
+    for field, names in (("tool", None), ("odd", "messages[].odd")):
+        answer = worker.post("/v1/chat/completions", {**CHAT, "messages": [{"role": "user", "content": "x", field: 1}]})
+        assert answer.status_code == 200 and answer.headers.get(IGNORED_HEADER) == names
+
+
+def test_fields_of_messages_that_the_template_reads_reach_it() -> None:
+    """Phi's template finds tools in the system's message."""
+    source = SHAPES["phi 4 mini"].source
+    messages = [
+        {"role": "system", "content": "s", "tools": "[TOOLS]", "odd": 1},
+        {"role": "user", "content": "x", "odd": 2},
+    ]
+    data = msgspec.json.encode({"messages": messages, "odd": 1})
+    body, ignored = READER.decode(data, template_of(source).reads.names)
+    assert ignored == ["messages[].odd", "odd"]
+    assert "s<|tool|>[TOOLS]<|/tool|>" in "".join(rendered(template_of(source), body))
 
 
 def test_an_error_names_ignored_fields_too(worker: Worker) -> None:

@@ -234,7 +234,7 @@ CHATS: list[tuple[str, list[Any]]] = [
         ],
     ),
     ("tools", [{}, [5], [{"type": "function"}], [{"function": {"name": "f", "parameters": 5}}]]),
-    ("messages", [[{"role": "user", "content": [{"type": "video"}]}], [{"role": "tool"}]]),
+    ("messages", [[{"role": "user", "content": [{"type": "video"}]}], [{"role": "system"}]]),
 ]
 EMBEDDINGS: list[tuple[str, dict[str, Any]]] = [
     *(("input", {"input": given}) for given in ("", [], ["a", [1]], [600])),

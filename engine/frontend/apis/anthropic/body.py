@@ -10,16 +10,17 @@ from engine.frontend.apis.shared.other_apis import OwnFields, missing_in
 
 
 class ImageSource(msgspec.Struct, kw_only=True):
-    """`type`: "base64" (with `data`) or "url"."""
+    """`type`: "base64" (with `data`) or "url". `file_id` is of a type that is refused."""
 
     type: str
     media_type: str | None = None
     data: str | None = None
     url: str | None = None
+    file_id: str | None = None
 
 
 class Block(msgspec.Struct, kw_only=True):
-    """A part of a message. `translate.py` says which fields a type needs; others (cache_control, citations) say nothing to a model."""
+    """A part of a message. `translate.py` says which fields a type needs. The last ones say nothing to a model."""
 
     type: str
     text: str | None = None
@@ -30,6 +31,13 @@ class Block(msgspec.Struct, kw_only=True):
     tool_use_id: str | None = None
     source: ImageSource | None = None
     content: "str | list[Block] | None" = None
+    cache_control: Any = None
+    caller: Any = None
+    citations: Any = None
+    data: Any = None
+    is_error: Any = None
+    signature: Any = None
+    toolset_name: Any = None
 
 
 class PlacedImage(Block, kw_only=True):
@@ -120,6 +128,6 @@ _REFUSED = {
     "container": Unserved("leave it out; this server runs no tools"),
     "mcp_servers": Unserved("call them yourself, as tools"),
 }
-_LOOKED_INTO = ("tools", "tool_choice", "thinking", "output_config")
+_LOOKED_INTO = ("messages", "system", "tools", "tool_choice", "thinking", "output_config")
 MESSAGES = BodyReader(body=MessagesBody, refused=_REFUSED, looked_into=_LOOKED_INTO)
 COUNT_TOKENS = BodyReader(body=CountTokensBody, refused=_REFUSED, looked_into=_LOOKED_INTO)

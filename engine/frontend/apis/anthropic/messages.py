@@ -38,7 +38,7 @@ async def count_tokens(request: web.BaseRequest) -> web.StreamResponse:
 def _shape(s: Services, body: MessagesBody, plan: ChatPlan, ids: MintedIds) -> MessageShape:
     return MessageShape(
         reader=plan.reader,
-        mint_id=partial(ids.mint, "toolu_"),
+        mint_id=plan.call_ids.minted_by(ids.mint, "toolu_"),
         fills_context=len(plan.input_ids) + body.max_tokens > s.context_length,
         shows_thinking=body.thinking is None or body.thinking.display != "omitted",
     )

@@ -1,6 +1,7 @@
 """Anthropic's messages as a ChatBody: so they are planned, constrained and read as every chat is. Pure."""
 
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 from engine.frontend.apis.anthropic.body import (
@@ -82,14 +83,34 @@ def _system(system: str | list[Block] | None) -> list[ChatMessage]:
 
 def _messages(messages: list[Message]) -> Iterator[ChatMessage]:
     """Messages of one role in a row are one turn."""
-    turn: list[Block] = []
+    turn: list[list[Block]] = []
     for i, message in enumerate(messages):
         if message.role not in ROLES:
             raise bad_field(f"messages[{i}].role", f"{message.role!r} is not one of {', '.join(ROLES)}")
-        turn += _blocks(message.content, f"messages[{i}].content", of=message.role)
+        turn.append(_blocks(message.content, f"messages[{i}].content", of=message.role))
         if i + 1 == len(messages) or messages[i + 1].role != message.role:
-            yield from _TURNS[message.role](turn)
+            said = list(chain.from_iterable(turn)) if message.role == "assistant" else _in_lines(turn)
+            yield from _TURNS[message.role](said)
             turn = []
+
+
+def _in_lines(turn: list[list[Block]]) -> list[Block]:
+    """The blocks of all messages. Texts of two that meet are lines of one block, however the chat template joins blocks."""
+    found: list[Block] = []
+    lines: list[str] = []  # of the last block, if it is a text
+    for number, block in ((number, block) for blocks in turn for number, block in enumerate(blocks)):
+        if number or block.type != "text":
+            found += _text_block(lines)
+            lines = []
+        if block.type == "text":
+            lines.append(block.text or "")
+        else:
+            found.append(block)
+    return found + _text_block(lines)
+
+
+def _text_block(lines: list[str]) -> list[Block]:
+    return [Block(type="text", text="\n".join(lines))] if lines else []
 
 
 def _user_turn(blocks: list[Block]) -> Iterator[ChatMessage]:
@@ -151,7 +172,7 @@ def _blocks(content: str | list[Block], field: str, *, of: str) -> list[Block]:
     """The blocks of a content, checked. `of`: the role."""
     if isinstance(content, str):
         return [Block(type="text", text=content)]
-    if not content:
+    if not content and of != "assistant":  # whose answers may be empty
         raise bad_field(field, "must not be empty")
     known, found = _BLOCKS[of], []
     for i, block in enumerate(content):

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from engine.frontend.apis.chat.calls import MintId
 from engine.frontend.apis.shared.usage import Counts, Usage
 from engine.text.answer import AnswerReaders
 from engine.text.parts import Arguments, CallBegins, Part, PartReader, PlainText, ReasoningText, ToolCall, joined
@@ -26,7 +27,7 @@ class MessageShape:
     """
 
     reader: Callable[[], PartReader] | None
-    mint_id: Callable[[], str]
+    mint_id: MintId
     fills_context: bool
     shows_thinking: bool
 
@@ -67,14 +68,14 @@ class MessageView:
         whole = joined(parts)
         blocks = [_thinking_block(whole.reasoning)] if whole.reasoning else []
         blocks += [{"type": "text", "text": whole.text}] if whole.text else []
-        return [*blocks, *map(self._call_block, whole.calls)]
+        return [*blocks, *(self._call_block(index, call) for index, call in enumerate(whole.calls))]
 
-    def _call_block(self, call: ToolCall) -> dict[str, Any]:
+    def _call_block(self, index: int, call: ToolCall) -> dict[str, Any]:
         """Arguments too deep to be read become an empty object, which a client's type demands."""
-        return {**self._call_head(call.name, call.id), "input": object_of(call.arguments.encode())}
+        return {**self._call_head(index, call.name, call.id), "input": object_of(call.arguments.encode())}
 
-    def _call_head(self, name: str, id: str) -> dict[str, Any]:
-        return {"type": "tool_use", "id": id or self._shape.mint_id(), "name": name}
+    def _call_head(self, index: int, name: str, id: str) -> dict[str, Any]:
+        return {"type": "tool_use", "id": id or self._shape.mint_id(name, index), "name": name}
 
     # ---- events
 
@@ -90,8 +91,8 @@ class MessageView:
                 return [*self._enter("text", {"type": "text", "text": ""}), self._delta("text", text)]
             case ReasoningText(text):
                 return [*self._enter("thinking", _thinking_block("")), self._delta("thinking", text)]
-            case CallBegins(_, name, id):
-                return [*self._close(), *self._enter("tool_use", {**self._call_head(name, id), "input": {}})]
+            case CallBegins(call, name, id):
+                return [*self._close(), *self._enter("tool_use", {**self._call_head(call, name, id), "input": {}})]
             case Arguments(_, text):
                 return [self._delta("input_json", text, name="partial_json")]
 

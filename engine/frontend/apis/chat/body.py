@@ -3,7 +3,7 @@
 The routes of other APIs write theirs into a ChatBody, so that a feature of chats is one.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection
 from typing import Any
 
 import msgspec
@@ -13,15 +13,16 @@ from engine.frontend.apis.shared.body_reader import BodyReader
 from engine.frontend.apis.shared.refused import CHAT, NO_AUDIO
 from engine.frontend.apis.shared.request import RequestFields, check_range, check_request
 from engine.frontend.images.source import MediaSource
-from engine.text.custom_calls import INPUT
 from service.http.errors import bad_field
+from service.http.json_depth import decode_or_none
 
 MAX_TOP_LOGPROBS = 20
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+MAY_BE_NULL = ("assistant", "tool", "function")  # the content of their messages
 MEDIA = ("image_url", "video_url")
-PARTS = ("text", *MEDIA)
+PARTS = ("text", *MEDIA, "refusal")
 AUDIO = ("input_audio", "audio_url", "audio")
-NO_PLACES: Mapping[str, Any] = {}
+_OF_A_MESSAGE = "messages[]."  # how paths of ignored fields begin
 
 
 class MediaUrl(msgspec.Struct, kw_only=True):
@@ -35,6 +36,7 @@ class MediaUrl(msgspec.Struct, kw_only=True):
 class ContentPart(msgspec.Struct, kw_only=True):
     type: str
     text: str | None = None
+    refusal: str | None = None
     image_url: str | MediaUrl | None = None
     video_url: str | MediaUrl | None = None
 
@@ -54,12 +56,29 @@ class PlacedPart(ContentPart, kw_only=True):
 
 
 class ChatMessage(msgspec.Struct, kw_only=True):
+    """`reasoning`: vLLM's name of `reasoning_content`. `function_call`: what `tool_calls` was first. The last field is of answers, and says nothing to a model."""
+
     role: str
     content: str | list[ContentPart] | None = None
     name: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
+    refusal: str | None = None
     tool_call_id: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
+    function_call: dict[str, Any] | None = None
+    audio: Any = None
+    annotations: Any = None
+
+
+class KeptMessage(ChatMessage, kw_only=True):
+    """`kept`: fields that no API has, for the chat template that reads them."""
+
+    kept: dict[str, Any]
+
+
+class _Messages(msgspec.Struct):
+    messages: list[dict[str, Any]]
 
 
 class ChatBody(RequestFields, kw_only=True):
@@ -82,11 +101,6 @@ class ChatBody(RequestFields, kw_only=True):
     modalities: list[str] | None = None
 
 
-READER = BodyReader(
-    body=ChatBody, refused=CHAT, looked_into=("tools", "tool_choice", "stream_options", "response_format")
-)
-
-
 def check_chat(body: ChatBody) -> None:
     check_request(body)
     if body.function_call not in (None, "none", "auto"):
@@ -100,12 +114,17 @@ def check_chat(body: ChatBody) -> None:
     _check_messages(body.messages)
 
 
-def template_messages(messages: list[ChatMessage], places: Mapping[str, Any] = NO_PLACES) -> list[dict[str, Any]]:
-    """Plain dicts for chat templates: text parts joined, `developer` as `system`, which more templates know.
-
-    `places`: what the template gets for a part of each type in `MEDIA`, in a list of parts, or in the text if it is one.
-    """
-    return [_template_message(m, places) for m in messages]
+def keep_read_fields(body: ChatBody, data: bytes, ignored: list[str], names: Collection[str]) -> list[str]:
+    """Keep fields of messages that no API has, but that the chat template reads (`names`). Returns those that stay ignored."""
+    read = {path.removeprefix(_OF_A_MESSAGE) for path in ignored if path.startswith(_OF_A_MESSAGE)} & set(names)
+    given = decode_or_none(data, _Messages) if read else None
+    if given is None:
+        return ignored
+    body.messages = [
+        KeptMessage(**msgspec.structs.asdict(m), kept={name: fields[name] for name in read & fields.keys()})
+        for m, fields in zip(body.messages, given.messages, strict=True)
+    ]
+    return [path for path in ignored if path.removeprefix(_OF_A_MESSAGE) not in read]
 
 
 def sources_of(messages: list[ChatMessage]) -> list[MediaSource]:
@@ -131,54 +150,32 @@ def _source(part: ContentPart, field: str) -> MediaSource:
     )
 
 
-def _template_message(m: ChatMessage, places: Mapping[str, Any]) -> dict[str, Any]:
-    content = m.content if isinstance(m.content, str) else _template_content(m.content or [], places)
-    extra = {
-        k: v for k in ("name", "reasoning_content", "tool_call_id", "tool_calls") if (v := getattr(m, k)) is not None
-    }
-    if m.tool_calls is not None:
-        extra["tool_calls"] = [_template_call(call) for call in m.tool_calls]
-    return {"role": "system" if m.role == "developer" else m.role, "content": content, **extra}
-
-
-def _template_content(parts: list[ContentPart], places: Mapping[str, Any]) -> str | list[dict[str, Any]]:
-    if all(part.type == "text" for part in parts):
-        return "\n".join(part.text or "" for part in parts)
-    shown = [places[part.type] if part.type in MEDIA else part.text or "" for part in parts]
-    if all(isinstance(one, str) for one in shown):
-        return "\n".join(shown)
-    return [{"type": "text", "text": one} if isinstance(one, str) else one for one in shown]
-
-
-def _template_call(call: dict[str, Any]) -> dict[str, Any]:
-    """Templates write the arguments themselves: they want the object, clients send its JSON text. A custom call is a function's."""
-    custom = call.get("custom")
-    if isinstance(custom, dict):
-        seen = {"name": custom.get("name"), "arguments": {INPUT: custom.get("input")}}
-        return {"id": call.get("id"), "type": "function", "function": seen}
-    function = call.get("function")
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
-        return call
-    try:
-        arguments = msgspec.json.decode(function["arguments"] or "{}")
-    except (msgspec.DecodeError, RecursionError):
-        return call
-    return {**call, "function": {**function, "arguments": arguments}}
-
-
 def _check_messages(messages: list[ChatMessage]) -> None:
     if not messages:
         raise bad_field("messages", "must not be empty")
     for i, m in enumerate(messages):
         if m.role not in ROLES:
             raise bad_field(f"messages[{i}].role", f"{m.role!r} is not one of {', '.join(ROLES)}")
-        if m.content is None and not m.tool_calls:
+        if m.content is None and m.role not in MAY_BE_NULL:
             raise bad_field(f"messages[{i}].content", "is missing")
+        if m.audio is not None:
+            raise bad_field(f"messages[{i}].audio", NO_AUDIO, code="unsupported_parameter")
         for j, part in enumerate(m.content if isinstance(m.content, list) else []):
-            if part.type in AUDIO:
-                raise bad_field(f"messages[{i}].content[{j}].{part.type}", NO_AUDIO, code="unsupported_parameter")
-            if part.type not in PARTS or getattr(part, part.type) is None:
-                raise bad_field(
-                    f"messages[{i}].content[{j}]",
-                    f"must be a part of type {', '.join(PARTS)} with a field of that name, got {part.type[:100]!r}",
-                )
+            _check_part(part, f"messages[{i}].content[{j}]")
+
+
+def _check_part(part: ContentPart, field: str) -> None:
+    if part.type in AUDIO:
+        raise bad_field(f"{field}.{part.type}", NO_AUDIO, code="unsupported_parameter")
+    if part.type not in PARTS or getattr(part, part.type) is None:
+        raise bad_field(
+            field, f"must be a part of type {', '.join(PARTS)} with a field of that name, got {part.type[:100]!r}"
+        )
+
+
+READER = BodyReader(
+    body=ChatBody,
+    refused=CHAT,
+    looked_into=("messages", "tools", "tool_choice", "stream_options", "response_format"),
+    keep=keep_read_fields,
+)

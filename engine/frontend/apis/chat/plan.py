@@ -8,7 +8,9 @@ from typing import Any
 
 from aiohttp import web
 
-from engine.frontend.apis.chat.body import ChatBody, check_chat, sources_of, template_messages
+from engine.frontend.apis.chat.body import ChatBody, check_chat, sources_of
+from engine.frontend.apis.chat.calls import CallIds, as_taken, call_ids
+from engine.frontend.apis.chat.messages import template_messages
 from engine.frontend.apis.chat.reading import Reading, reading_of
 from engine.frontend.apis.chat.tools import (
     forced,
@@ -27,6 +29,7 @@ from engine.frontend.apis.shared.reasoning import check_budget, gate_of, reasoni
 from engine.frontend.apis.shared.samples import answer_samples, body_constraint, sampling_of
 from engine.frontend.apis.shared.stream import EVENTS, Framing, View
 from engine.frontend.images.loaded import LoadedMedia
+from engine.frontend.images.marks import Marks
 from engine.frontend.images.source import MediaSource
 from engine.frontend.services import Services
 from engine.images import ImageInput
@@ -34,6 +37,7 @@ from engine.messages import LogprobOptions
 from engine.sampling_params import ReasoningGate, SamplingParams
 from engine.text.call_formats import CallFormat
 from engine.text.chat_template import ChatTemplate, TemplateRefused
+from engine.text.continued import render_continued
 from engine.text.parts import PartReader
 from engine.text.reasoning import HARMONY, Opening, ReasoningFormat, ReasoningTokens, opening_of
 from engine.text.tokenizer import Tokenizer
@@ -50,6 +54,7 @@ class ChatPlan:
     """`sampling.n` samples of one prompt. `reader`: makes the reader of a sample's parts; None: its text is the answer.
 
     `count_reasoning`: makes the counter of a sample's reasoning; None: it has none. `images`: in their places in `input_ids`.
+    `call_ids`: how ids of calls look.
     """
 
     input_ids: list[int]
@@ -60,6 +65,7 @@ class ChatPlan:
     model: Chosen
     reader: Callable[[], PartReader] | None
     count_reasoning: Callable[[], ReasoningTokens] | None
+    call_ids: CallIds
 
 
 async def plan_chat(
@@ -98,6 +104,7 @@ async def plan_chat(
         model=model,
         reader=reading.reader(opening),
         count_reasoning=None if reasoning is None else partial(_counter, reading, opening, s.model.tokenizer),
+        call_ids=call_ids(s.spec.engine.tool_call_parser, s.model.tool_template, messages=body.messages),
     )
 
 
@@ -177,27 +184,38 @@ def render_chat(s: Services, body: ChatBody) -> tuple[str, str]:
     template = s.model.template_for(tools=tools is not None)
     if template is None:
         raise bad_field("messages", "this model has no chat template; use /v1/completions")
-    messages = template_messages(body.messages, _places(s, template))
-    prefix = messages.pop()["content"] if body.continue_final_message and messages[-1]["role"] == "assistant" else ""
-    if not isinstance(prefix, str):
-        raise bad_field(f"messages[{len(messages)}].content", "the answer continues it: it must be text alone")
+    messages = template_messages(body.messages, reads=template.reads, places=_places(template, s.model.marks))
+    messages = as_taken(messages, template.reads)
     extra = {
         "tools": tools,
         **_effort(body.reasoning_effort),
         **(body.chat_template_kwargs or {}),
     }
     try:
-        prompt = template.render(messages, add_generation_prompt=body.add_generation_prompt is not False, extra=extra)
+        if body.continue_final_message:
+            return _continued(body, messages, partial(template.render, add_generation_prompt=False, extra=extra))
+        return template.render(messages, add_generation_prompt=body.add_generation_prompt is not False, extra=extra), ""
     except TemplateRefused as e:
         raise bad_field("messages", str(e)) from None
-    return prompt, prefix
 
 
-def _places(s: Services, template: ChatTemplate) -> Mapping[str, Any]:
+def _continued(
+    body: ChatBody, messages: list[dict[str, Any]], render: Callable[[list[dict[str, Any]]], str]
+) -> tuple[str, str]:
+    last = body.messages[-1]
+    in_reasoning = last.content is None and not last.refusal and "reasoning_content" in messages[-1]
+    split = render_continued(render, messages, in_reasoning=in_reasoning)
+    if split is None:
+        field = f"messages[{len(body.messages) - 1}].content"
+        raise bad_field(field, "the answer continues it: it must end with text, which the model's chat template writes")
+    return split
+
+
+def _places(template: ChatTemplate, marks: Marks) -> Mapping[str, Any]:
     """Return the template's input for images and videos: parts if it knows images, else their placeholders."""
     if template.knows_images:
         return {"image_url": {"type": "image"}, "video_url": {"type": "video"}}
-    return {"image_url": s.model.marks.image, "video_url": s.model.marks.video}
+    return {"image_url": marks.image, "video_url": marks.video}
 
 
 def _effort(effort: str | None) -> dict[str, Any]:

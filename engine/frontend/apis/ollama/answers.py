@@ -7,6 +7,7 @@ from typing import Any
 from aiohttp import web
 
 from engine.frontend.apis.chat.body import ChatBody
+from engine.frontend.apis.chat.calls import CallIds
 from engine.frontend.apis.chat.plan import answer_chat, plan_chat
 from engine.frontend.apis.ollama.body import CHAT, GENERATE, OllamaFields, OllamaGenerateBody
 from engine.frontend.apis.ollama.translate import NAMES, chat_of, completion_of, prompted_chat_of
@@ -21,6 +22,7 @@ from engine.frontend.apis.ollama.view import (
 from engine.frontend.apis.shared.fields import prompt_ids
 from engine.frontend.apis.shared.models import choose_model
 from engine.frontend.apis.shared.other_apis import in_words_of
+from engine.frontend.apis.shared.resumable import ids_of
 from engine.frontend.apis.shared.samples import answer_samples, body_constraint, sampling_of
 from engine.frontend.apis.shared.stream import Framing
 from engine.frontend.services import SERVICES, Services
@@ -56,7 +58,8 @@ async def _answer_chat(
     request: web.BaseRequest, body: OllamaFields, chat: ChatBody, *, show: Show, start_ns: int
 ) -> web.StreamResponse:
     plan = await plan_chat(request[SERVICES], chat)
-    shape = OllamaShape(model=body.model, start_ns=start_ns, show=show, reader=plan.reader)
+    mint_id = plan.call_ids.minted_by(ids_of(request).mint, "call_")
+    shape = OllamaShape(model=body.model, start_ns=start_ns, show=show, reader=plan.reader, mint_id=mint_id)
     return await answer_chat(
         request, chat, plan, id_prefix="chat-", view=partial(OllamaView, shape), framing=LINES, cut=True
     )
@@ -67,7 +70,8 @@ async def _complete(
 ) -> web.StreamResponse:
     s, fields = request[SERVICES], completion_of(body)
     model, constraint = choose_model(s, fields.model, fields.lora_path), body_constraint(fields)
-    shape = OllamaShape(model=body.model, start_ns=start_ns, show=response_text, reader=None)
+    mint_id = CallIds().minted_by(ids_of(request).mint, "call_")
+    shape = OllamaShape(model=body.model, start_ns=start_ns, show=response_text, reader=None, mint_id=mint_id)
     return await answer_samples(
         request,
         fields,

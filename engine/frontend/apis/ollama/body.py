@@ -95,7 +95,7 @@ class ShowBody(msgspec.Struct, kw_only=True):
 
 _INSIDE = Inside(field="options", type=Options, refused={})
 _REFUSED = missing_in(OllamaChatBody, READER, "put it into options if it is there, or ask /v1/chat/completions")
-CHAT = BodyReader(body=OllamaChatBody, refused=_REFUSED, looked_into=("tools",), inside=_INSIDE)
+CHAT = BodyReader(body=OllamaChatBody, refused=_REFUSED, looked_into=("messages", "tools"), inside=_INSIDE)
 GENERATE = BodyReader(
     body=OllamaGenerateBody,
     refused={

@@ -109,9 +109,12 @@ def _thinking(think: bool | str | None) -> dict[str, Any]:
 def _message(message: OllamaMessage, field: str) -> ChatMessage:
     if message.role not in ROLES:
         raise bad_field(f"{field}.role", f"{message.role!r} is not one of {', '.join(ROLES)}")
+    content = _content(message.content, message.images, f"{field}.images")
+    if message.role == "assistant" and message.thinking:
+        content = content or None  # an answer that ended in its reasoning: Ollama has no null
     return ChatMessage(
         role=message.role,
-        content=_content(message.content, message.images, f"{field}.images"),
+        content=content,
         reasoning_content=message.thinking or None,
         tool_calls=[{"type": "function", **call} for call in message.tool_calls or []] or None,
         name=message.tool_name,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
+from engine.frontend.apis.chat.calls import MintId
 from engine.frontend.apis.shared.usage import Usage
 from engine.text.answer import AnswerReaders
 from engine.text.parts import (
@@ -30,12 +31,14 @@ class OllamaShape:
     """The data of a view before the answer. `model`: as the client named it; `start_ns`: when its request came.
 
     `show`: text, reasoning and calls, new or whole. `reader`: makes the reader of the parts; None: the text is the answer.
+    `mint_id`: the id of a call whose format has none.
     """
 
     model: str
     start_ns: int
     show: Show
     reader: Callable[[], PartReader] | None
+    mint_id: MintId
 
 
 class OllamaView:
@@ -60,8 +63,13 @@ class OllamaView:
     def _parts(self, output: TextOutput) -> list[Part]:
         self._usage.add(0, output)
         if self._readers is not None:
-            return self._readers.read(0, output)
+            return [self._with_id(part) for part in self._readers.read(0, output)]
         return [PlainText(output.text)] if output.text else []
+
+    def _with_id(self, part: Part) -> Part:
+        if not isinstance(part, CallBegins) or part.id:
+            return part
+        return CallBegins(part.index, part.name, self._shape.mint_id(part.name, part.index))
 
     def _news(self, part: Part) -> list[WholeAnswer]:
         match part:
@@ -130,7 +138,7 @@ def _head(model: str) -> dict[str, Any]:
 def _call(call: ToolCall) -> dict[str, Any]:
     """Arguments too deep to be read become an empty object, which a client's type demands."""
     function = {"name": call.name, "arguments": object_of(call.arguments.encode())}
-    return {**({"id": call.id} if call.id else {}), "function": function}
+    return {"id": call.id, "function": function}
 
 
 def _nanoseconds(seconds: Any) -> int:

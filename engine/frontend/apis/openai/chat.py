@@ -20,7 +20,7 @@ async def chat_completions(request: web.BaseRequest) -> web.StreamResponse:
         body,
         tokenizer=s.model.tokenizer,
         reader=plan.reader,
-        mint_id=partial(ids_of(request).mint, "call_"),
+        mint_id=plan.call_ids.minted_by(ids_of(request).mint, "call_"),
         prompts=[plan.input_ids] * plan.sampling.n,
         weight_version=lambda: s.weight_version,
     )

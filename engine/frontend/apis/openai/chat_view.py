@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from engine.frontend.apis.chat.body import ChatBody
+from engine.frontend.apis.chat.calls import MintId
 from engine.frontend.apis.chat.logprobs import token_logprobs
 from engine.frontend.apis.openai.view import OpenAIView, ending_of
 from engine.text.answer import AnswerReaders
@@ -24,7 +25,7 @@ class ChatView(OpenAIView):
         *,
         tokenizer: Tokenizer,
         reader: Callable[[], PartReader] | None,
-        mint_id: Callable[[], str],
+        mint_id: MintId,
         **head: Any,
     ) -> None:
         super().__init__(body, **head)
@@ -85,7 +86,7 @@ class ChatView(OpenAIView):
             case CallBegins(call, name, id):
                 if name in self._customs:
                     self._custom_calls.add((sample, call))
-                return {"tool_calls": [{"index": call, **self._call(ToolCall(name, id))}]}
+                return {"tool_calls": [{"index": call, **self._call(call, ToolCall(name, id))}]}
             case Arguments(call, text):
                 more = {"custom": {"input": text}} if (sample, call) in self._custom_calls else _arguments(text)
                 return {"tool_calls": [{"index": call, **more}]}
@@ -96,11 +97,11 @@ class ChatView(OpenAIView):
         return {
             "content": whole.text or nothing,
             "reasoning_content": whole.reasoning or None,
-            "tool_calls": [self._call(call) for call in whole.calls] or None,
+            "tool_calls": [self._call(index, call) for index, call in enumerate(whole.calls)] or None,
         }
 
-    def _call(self, call: ToolCall) -> dict[str, Any]:
-        id = call.id or self._mint_id()
+    def _call(self, index: int, call: ToolCall) -> dict[str, Any]:
+        id = call.id or self._mint_id(call.name, index)
         if call.name in self._customs:
             return {"id": id, "type": "custom", "custom": {"name": call.name, "input": call.arguments}}
         return {"id": id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}

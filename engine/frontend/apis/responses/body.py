@@ -45,7 +45,7 @@ _REFUSED = {
 
 
 class Part(msgspec.Struct, kw_only=True):
-    """A part of a message, a tool's output, or reasoning."""
+    """A part of a message, a tool's output, or reasoning. The last fields say nothing to a model."""
 
     type: str
     text: str | None = None
@@ -53,10 +53,12 @@ class Part(msgspec.Struct, kw_only=True):
     image_url: str | None = None
     file_id: str | None = None
     detail: str | None = None
+    annotations: Any = None
+    logprobs: Any = None
 
 
 class Item(msgspec.Struct, kw_only=True):
-    """Any item; which fields count depends on `type` (None: a message)."""
+    """Any item; which fields count depends on `type` (None: a message). The last ones say nothing to a model."""
 
     type: str | None = None
     id: str | None = None
@@ -67,6 +69,9 @@ class Item(msgspec.Struct, kw_only=True):
     arguments: str | None = None
     output: str | list[Part] | None = None
     summary: list[Part] | None = None
+    encrypted_content: Any = None
+    phase: Any = None
+    status: Any = None
 
 
 class ResponseTool(msgspec.Struct, kw_only=True):
@@ -138,7 +143,7 @@ class ResponseBody(RequestFields, kw_only=True):
 READER = BodyReader(
     body=ResponseBody,
     refused=_REFUSED,
-    looked_into=("tools", "tool_choice", "stream_options", "text", "reasoning"),
+    looked_into=("input", "tools", "tool_choice", "stream_options", "text", "reasoning"),
 )
 
 

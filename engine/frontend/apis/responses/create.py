@@ -98,7 +98,7 @@ async def _answer(
         body,
         plan,
         tokenizer=s.model.tokenizer,
-        mint_id=partial(ids_of(request).mint, "call_"),
+        mint_id=plan.call_ids.minted_by(ids_of(request).mint, "call_"),
         on_done=_nothing if keeper is None else keeper.put,
     )
     with nullcontext() if keeper is None else keeper.running(chat.rid):

@@ -44,7 +44,8 @@ def _add(messages: list[ChatMessage], item: Item, field: str) -> None:
             }
             entry = {"id": _text_of(item.call_id, f"{field}.call_id"), "type": "function", "function": call}
             turn = _turn(messages)
-            turn.tool_calls = [*(turn.tool_calls or ()), entry]
+            turn.tool_calls = turn.tool_calls or []
+            turn.tool_calls.append(entry)
         case "function_call_output":
             content = _content(item.output, f"{field}.output")
             call_id = _text_of(item.call_id, f"{field}.call_id")
@@ -66,7 +67,12 @@ def _add_message(messages: list[ChatMessage], item: Item, field: str) -> None:
         raise bad_field(f"{field}.role", f"{item.role!r} is not one of {', '.join(ROLES)}")
     content = _content(item.content, f"{field}.content")
     if item.role == "assistant":
-        _begun_turn(messages).content = content
+        turn = _begun_turn(messages)
+        if turn.content is None:
+            turn.content = content
+        else:
+            turn.content = _parts(turn.content)
+            turn.content += _parts(content)
     else:
         messages.append(ChatMessage(role=item.role, content=content))
 
@@ -81,9 +87,9 @@ def _add_reasoning(messages: list[ChatMessage], item: Item, field: str) -> None:
 
 
 def _begun_turn(messages: list[ChatMessage]) -> ChatMessage:
-    """The assistant's message for reasoning or text: one that has neither text nor calls."""
+    """The assistant's message for reasoning or text: one that has no text, or calls without results, which belong to one answer."""
     last = messages[-1] if messages else None
-    if last is None or last.role != "assistant" or last.content is not None or last.tool_calls:
+    if last is None or last.role != "assistant" or (last.content is not None and not last.tool_calls):
         messages.append(ChatMessage(role="assistant"))
     return messages[-1]
 
@@ -101,6 +107,10 @@ def _content(content: str | list[Part] | None, field: str) -> str | list[Content
     if isinstance(content, str):
         return content
     return [_part(part, f"{field}[{i}]") for i, part in enumerate(content)]
+
+
+def _parts(content: str | list[ContentPart]) -> list[ContentPart]:
+    return content if isinstance(content, list) else [ContentPart(type="text", text=content)]
 
 
 def _part(part: Part, field: str) -> ContentPart:

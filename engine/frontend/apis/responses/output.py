@@ -4,9 +4,9 @@ output_item.added, content_part.added, *_text.delta..., *_text.done, content_par
 output_item.added, function_call_arguments.delta..., function_call_arguments.done, output_item.done            a call
 """
 
-from collections.abc import Callable
 from typing import Any
 
+from engine.frontend.apis.chat.calls import MintId
 from engine.text.parts import Arguments, CallBegins, Part, PlainText, ReasoningText
 from service.responses.items import item_id
 
@@ -16,7 +16,7 @@ Event = dict[str, Any]
 class OutputItems:
     """`items`: those that have begun, as they are now. `mint_id`: the `call_id` of a call whose format has none."""
 
-    def __init__(self, response_id: str, *, mint_id: Callable[[], str]) -> None:
+    def __init__(self, response_id: str, *, mint_id: MintId) -> None:
         self.items: list[dict[str, Any]] = []
         self._response_id = response_id
         self._mint_id = mint_id
@@ -29,8 +29,9 @@ class OutputItems:
                 return [*self._begin_unless("reasoning"), *self._grow(text, [])]
             case PlainText(text):
                 return [*self._begin_unless("message"), *self._grow(text, logprobs)]
-            case CallBegins(_, name, id):
-                return self._begin("function_call", call_id=id or self._mint_id(), name=name, arguments="")
+            case CallBegins(call, name, id):
+                id = id or self._mint_id(name, call)
+                return self._begin("function_call", call_id=id, name=name, arguments="")
             case Arguments(_, text):
                 self.items[-1]["arguments"] += text
                 return [self._event("response.function_call_arguments.delta", delta=text)]

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from engine.frontend.apis.chat.calls import MintId
 from engine.frontend.apis.chat.logprobs import token_logprobs
 from engine.frontend.apis.chat.plan import ChatPlan
 from engine.frontend.apis.responses.body import ResponseBody
@@ -30,7 +31,7 @@ class ResponseView:
         plan: ChatPlan,
         *,
         tokenizer: Tokenizer,
-        mint_id: Callable[[], str],
+        mint_id: MintId,
         on_done: Callable[[dict[str, Any]], None],
         id: str,
         model: str,

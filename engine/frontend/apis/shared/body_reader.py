@@ -5,7 +5,7 @@ the objects in some of its fields, such as `tools` (inner_fields.py).
 """
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -40,12 +40,14 @@ class BodyReader(Generic[T]):
     """`looked_into`: fields whose objects may have unknown fields, which are ignored by their paths.
 
     `inside`: a field that holds an object or a list of them, whose fields must all be known; its type and refused fields.
+    `keep`: keeps ignored fields that the chat template reads (body, its JSON, ignored fields, names in the template); returns the others.
     """
 
     body: type[T]
     refused: Mapping[str, Unserved]
     looked_into: tuple[str, ...] = ()
     inside: "Inside | None" = None
+    keep: Callable[[T, bytes, list[str], Collection[str]], list[str]] | None = None
     strict: type[T] = field(init=False)
     names: frozenset[str] = field(init=False)
     inner: Mapping[str, Any] = field(init=False)
@@ -59,7 +61,8 @@ class BodyReader(Generic[T]):
 
     async def read(self, request: web.BaseRequest) -> T:
         """Raises ApiError(400)."""
-        body, ignored = self.decode(take_resume(request, await request.read()))
+        data = take_resume(request, await request.read())
+        body, ignored = self.decode(data, request[SERVICES].model.template_names)
         if ignored:
             extra = request[EXTRA_HEADERS] | {IGNORED_HEADER: shown(ignored)}
             request[EXTRA_HEADERS] = extra
@@ -67,8 +70,8 @@ class BodyReader(Generic[T]):
         check_ids_only(request[SERVICES], body)
         return body
 
-    def decode(self, data: bytes) -> tuple[T, list[str]]:
-        """The body, and the names of its fields that are ignored. Raises ApiError(400)."""
+    def decode(self, data: bytes, names: Collection[str] = ()) -> tuple[T, list[str]]:
+        """The body, and the names of its fields that are ignored. `names`: those in the chat templates. Raises ApiError(400)."""
         try:
             return decode_body(data, self.strict), []
         except ApiError:
@@ -78,7 +81,8 @@ class BodyReader(Generic[T]):
         ignored = list(self._unknown(fields))
         if self.inside is not None:
             self.inside.check(fields.get(self.inside.field))
-        return decode_body(data, self.body), ignored
+        body = decode_body(data, self.body)
+        return body, ignored if self.keep is None else self.keep(body, data, ignored, names)
 
     def _unknown(self, fields: Mapping[str, msgspec.Raw]) -> Iterator[str]:
         for name, raw in fields.items():

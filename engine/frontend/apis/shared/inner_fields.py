@@ -37,7 +37,8 @@ def _strict_type(type_: Any, above: tuple[type, ...]) -> Any:
 
 
 def unknown_inside(raw: msgspec.Raw, type_: Any, path: str) -> list[str]:
-    """Paths of the fields that `type_` does not have, each once; `[]` stands for any place of a list."""
+    """Paths of the fields that `type_` does not have, each once; `[]` stands for any place of a list. Nulls, which SDKs write for what
+    they have not, ask for nothing."""
     return list(dict.fromkeys(_unknown(decode_or_none(raw), type_, path)))
 
 
@@ -53,7 +54,7 @@ def _unknown(value: Any, type_: Any, path: str) -> Iterator[str]:
         for name, inner in value.items():
             if name in known:
                 yield from _unknown(inner, known[name], f"{path}.{name}")
-            else:
+            elif inner is not None:
                 yield f"{path}.{name}"
 
 

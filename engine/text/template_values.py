@@ -1,0 +1,65 @@
+"""What chat templates get of messages where some read an object or a list, and others write a text. Pure."""
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from service.http.json_depth import object_of
+
+
+class _Written:
+    """Stands as its text where a template adds it to another."""
+
+    def __add__(self, other: Any) -> Any:
+        return str(self) + other if isinstance(other, str) else NotImplemented
+
+    def __radd__(self, other: Any) -> Any:
+        return other + str(self) if isinstance(other, str) else NotImplemented
+
+
+class TextPart(_Written, dict[str, Any]):
+    def __init__(self, text: str) -> None:
+        super().__init__(type="text", text=text)
+
+    def __str__(self) -> str:
+        return str(self["text"])
+
+
+class Parts(_Written, list[Any]):
+    """The parts of a content; where the template knows it as a string alone (a system prompt, say), the texts in lines."""
+
+    @classmethod
+    def of_text(cls, text: str) -> "Parts":
+        return cls([TextPart(text)])
+
+    def __str__(self) -> str:
+        return joined(self)
+
+    def __contains__(self, item: object) -> bool:
+        return item in str(self) if isinstance(item, str) else super().__contains__(item)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(str(self), name)
+
+
+class CallArguments(_Written, dict[str, Any]):
+    """The arguments of a call, as the object that `text` is; no object: empty, and still written as `text`."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(object_of(text.encode()))
+        self._text = text
+
+    @classmethod
+    def of(cls, given: Any) -> "CallArguments":
+        """`given`: JSON text, as clients send it, or the value itself."""
+        if isinstance(given, str):
+            return cls(given or "{}")
+        return cls(json.dumps({} if given is None else given, ensure_ascii=False))
+
+    def __str__(self) -> str:
+        return self._text
+
+
+def joined(parts: Iterable[Any]) -> str:
+    """The texts of parts, one a line, as vLLM joins them."""
+    return "\n".join(str(part) for part in parts if isinstance(part, TextPart))
