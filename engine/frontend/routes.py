@@ -25,6 +25,7 @@ from engine.frontend.apis.openai.bodies import CompletionBody
 from engine.frontend.apis.openai.chat import chat_completions
 from engine.frontend.apis.openai.completions import completions
 from engine.frontend.apis.openai.embeddings import EmbeddingBody, embeddings
+from engine.frontend.apis.openai.render import render_chat_completion, render_completion
 from engine.frontend.apis.ranking.classify import ClassifyBody, classify
 from engine.frontend.apis.ranking.rerank import RerankBody, rerank
 from engine.frontend.apis.ranking.score import PairScoreBody, score_pairs
@@ -102,6 +103,8 @@ _ROUTES = (
     ApiRoute("GET", "/flush_cache", engine.flush_cache, need=Access.ADMIN, plain_text=True),
     _tokens("/v1/completions", completions, CompletionBody, streams=EVENTS_TYPE),
     _tokens("/v1/chat/completions", chat_completions, ChatBody, streams=EVENTS_TYPE),
+    _tokens("/v1/completions/render", render_completion, CompletionBody, computes=False),
+    _tokens("/v1/chat/completions/render", render_chat_completion, ChatBody, computes=False),
     ApiRoute("POST", "/v1/responses", create_response, ResponseBody, streams=EVENTS_TYPE, computes=True),
     ApiRoute("GET", "/v1/responses/{id}", stored.get_response),
     ApiRoute("DELETE", "/v1/responses/{id}", stored.delete_response),
@@ -150,6 +153,7 @@ _ROUTES = (
 _ALIASES = {
     "/get_model_info": "/model_info",
     "/get_server_info": "/server_info",
+    "/loads": "/v1/loads",  # SMG asks there first
     "/v1/tokenize": "/tokenize",
     "/v1/detokenize": "/detokenize",
     "/rerank": "/v1/rerank",

@@ -70,6 +70,10 @@ class Tokenizer:
                 return bytes.fromhex(token[3:5])
         return self.token_text(token_id).encode()
 
+    def names(self, ids: list[int]) -> list[str]:
+        """Entries of the vocabulary, as transformers' `convert_ids_to_tokens`; "" for an id that has none."""
+        return [self.backend.id_to_token(i) or "" for i in ids]
+
     def is_special(self, text: str) -> bool:
         return self.backend.token_to_id(text) in self.special_ids
 

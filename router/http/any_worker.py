@@ -19,7 +19,14 @@ from service.model_names import untagged
 from service.security.keys import authorization_of
 
 _MODEL = "/v1/models/"
-ASKED = ("/v1/messages/count_tokens", "/tokenize", "/detokenize", "/api/show")  # POST, with the model in the body
+_RENDERED = ("/v1/completions/render", "/v1/chat/completions/render")
+ASKED = (
+    "/v1/messages/count_tokens",
+    "/tokenize",
+    "/detokenize",
+    *_RENDERED,
+    "/api/show",
+)  # POST, with the model in the body
 _ALIASES = ("/v1/tokenize", "/v1/detokenize")
 DESCRIBED = ("/get_model_info", "/model_info", "/api/version")
 LISTS = {  # where the rows are, and in them the names

@@ -1,6 +1,5 @@
 """GET /v1/loads and /get_load: the load of all workers, in the shapes of one server of SGLang with a rank for each."""
 
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -10,9 +9,11 @@ from aiohttp import web
 from router.http.worker_calls import WorkerCalls
 from router.pool.reports import count_of
 from service.http.json_depth import object_of
+from service.http.loads import loads_answer
 from service.http.stream import json_response
 from service.security.keys import authorization_of
-from service.version import installed_version
+
+LOADS = ("/v1/loads", "/loads")  # SMG asks for the second first
 
 
 @dataclass(eq=False)
@@ -20,11 +21,11 @@ class LoadsApi:
     calls: WorkerCalls
 
     def routes(self) -> list[web.RouteDef]:
-        return [web.get("/v1/loads", self.loads), web.get("/get_load", self.old_load)]
+        return [*(web.get(path, self.loads) for path in LOADS), web.get("/get_load", self.old_load)]
 
     async def loads(self, request: web.BaseRequest) -> web.Response:
         rows = await self._rows(request)
-        return json_response({"timestamp": time.time(), "version": installed_version(), "loads": rows})
+        return json_response(loads_answer(rows))
 
     async def old_load(self, request: web.BaseRequest) -> web.Response:
         return json_response([old_row(row) for row in await self._rows(request)])

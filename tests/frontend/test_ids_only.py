@@ -145,6 +145,8 @@ REFUSED: list[tuple[tuple[str, dict[str, Any]], str, str]] = [
     (("/v1/rerank", {"query": "a", "documents": ["b"]}), "documents", "/v1/score"),
     (("/score", {"text_1": "a", "text_2": "b"}), "text_1", "/v1/score"),
     (("/tokenize", {"prompt": "hello"}), "prompt", "tokenize it yourself"),
+    (("/tokenize", CHAT), "messages", "send input_ids to /generate"),
+    (("/v1/chat/completions/render", CHAT), "messages", "send input_ids to /generate"),
     (("/detokenize", {"tokens": IDS}), "tokens", "decode them yourself"),
 ]
 

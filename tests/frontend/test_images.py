@@ -93,6 +93,18 @@ def test_chat(seeing: Worker) -> None:
     assert answer.usage.prompt_tokens == len(seeing.scheduler.seen[-1].input_ids)
 
 
+def test_a_rendered_chat_says_where_its_images_stand(seeing: Worker) -> None:
+    body = {"messages": user(text("a"), image_part(url_of(FOUR)), image_part(url_of(SIX))), "max_tokens": 1}
+    seeing.post(CHAT, body).raise_for_status()
+    _, images = last(seeing)
+    rendered = seeing.post(f"{CHAT}/render", body).json()
+    assert rendered["token_ids"] == seeing.scheduler.seen[-1].input_ids
+    assert rendered["features"] == {
+        "mm_hashes": {"image": [image.key.hex() for image in images]},
+        "mm_placeholders": {"image": [{"offset": image.start, "length": image.num_tokens} for image in images]},
+    }
+
+
 def test_messages(seeing: Worker) -> None:
     with anthropic.Anthropic(base_url=seeing.url, api_key="none", max_retries=0) as client:
         png = {"type": "base64", "media_type": "image/png", "data": base64_of(FOUR)}

@@ -5,6 +5,7 @@ import itertools
 import json
 import re
 import socket
+from datetime import datetime
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -126,9 +127,14 @@ def test_information(worker: Worker) -> None:
         info = worker.http.get(path).json()
         assert info["architectures"] == ["Qwen3ForCausalLM"] and info["is_generation"] is True
         assert info["max_model_len"] == CONTEXT
+    assert [card["owned_by"] for card in worker.http.get("/v1/models").json()["data"]] == ["sglang"]  # SMG reads it
     (load,) = worker.http.get("/get_load").json()
     assert load == {"dp_rank": 0, "num_reqs": 2, "num_waiting_reqs": 2, "num_tokens": 0}
-    (entry,) = worker.http.get("/v1/loads?include=core,disagg").json()["loads"]
+    loads = worker.http.get("/v1/loads?include=core,disagg").json()
+    assert loads["dp_rank_count"] == 1 and datetime.fromisoformat(loads["timestamp"]).tzinfo is not None
+    (entry,) = loads["loads"]
+    assert (entry["num_waiting_reqs"], entry["num_running_reqs"], entry["num_total_reqs"]) == (0, 0, 0)
+    assert worker.http.get("/loads").json()["loads"] == [entry]
     assert entry["disaggregation"]["decode_prealloc_queue_reqs"] == 2 and entry["max_running_requests"] == 64
     assert entry["speculative"] == {"accept_length": 2.5, "accept_rate": 0.75}
 

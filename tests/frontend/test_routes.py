@@ -36,6 +36,8 @@ ANYWHERE = {
         "/v1/tokenize",
         "/detokenize",
         "/v1/detokenize",
+        "/v1/completions/render",
+        "/v1/chat/completions/render",
         "/liveness",
     ),
 }

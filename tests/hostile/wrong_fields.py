@@ -161,6 +161,12 @@ WRONG_FIELDS: list[tuple[str, dict[str, Any], str]] = [
     ("/detokenize", {"tokens": [-1]}, "tokens"),
     ("/detokenize", {"tokens": [1, [2]]}, "tokens"),
     ("/tokenize", {"prompt": 5}, "prompt"),
+    ("/tokenize", {}, "prompt"),
+    ("/tokenize", {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}, "prompt"),
+    ("/tokenize", {"prompt": "a", "tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+    ("/tokenize", {"messages": [{"role": "king", "content": "a"}]}, "messages[0].role"),
+    ("/v1/chat/completions/render", {"messages": []}, "messages"),
+    ("/v1/completions/render", {"prompt": "a", "temperature": -1}, "temperature"),
 ]
 
 # ---- for the shipped model, through a router: what differs there, and fields that only /generate has

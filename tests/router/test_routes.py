@@ -1,6 +1,7 @@
 """Routes of the router beside generation that clients of SGLang, vLLM and SageMaker use; paths and methods that do not exist."""
 
 import json
+from datetime import datetime
 from typing import Any
 
 import pytest
@@ -22,7 +23,8 @@ async def test_one_worker_that_answers_turns_text_into_tokens() -> None:
         dead, alive = c.decodes
         alive.behave = c.prefills[0].behave = names
         await dead.stop()
-        for path in ("/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize", "/tokenize/"):
+        asked = ("/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize", "/tokenize/")
+        for path in (*asked, "/v1/completions/render", "/v1/chat/completions/render"):
             status, _, answer = await c.post(path, {"prompt": "a", "model": "m"})
             told = {"from": alive.name, "at": path.rstrip("/"), "got": {"prompt": "a", "model": "m"}}
             assert (status, json.loads(answer)) == (200, told)
@@ -106,7 +108,8 @@ async def test_loads_are_those_of_all_workers() -> None:
         for worker in (c.prefills[0], c.decodes[1]):
             worker.loads = {"timestamp": 1, "loads": [ROW, {**ROW, "dp_rank": 1}]}
         status, told = await c.get("/v1/loads")
-        assert status == 200 and told["version"] and told["timestamp"]
+        assert status == 200 and told["version"] and told["dp_rank_count"] == 4
+        assert datetime.fromisoformat(told["timestamp"]).tzinfo is not None
         assert [(row["dp_rank"], row["worker"], row["role"]) for row in told["loads"]] == [
             *((i, c.prefills[0].url, "prefill") for i in (0, 1)),
             *((i, c.decodes[1].url, "decode") for i in (2, 3)),  # the other one has no such route
@@ -138,7 +141,7 @@ async def test_ping_is_health_and_the_version_needs_no_key() -> None:
             async with c.client.request(method, c.url + "/ping") as response:
                 assert response.status == 200
         assert (await c.get("/version"))[1].keys() == {"version"}
-        for path in ("/v1/loads", "/get_load"):
+        for path in ("/v1/loads", "/loads", "/get_load"):
             assert (await c.get(path))[0] == 401
         for path in ("/tokenize", "/invocations"):
             assert (await c.post(path, {}))[0] == 401

@@ -69,7 +69,10 @@ def test_every_route_that_changes_a_worker_is_an_admin_s() -> None:
     user |= {"/v1/models", "/v1/models/{model}", "/model_info", "/get_model_info", "/server_info", "/get_server_info"}
     user |= {
         "/get_load",
+        "/loads",
         "/v1/loads",
+        "/v1/completions/render",
+        "/v1/chat/completions/render",
         "/abort_request",
         "/invocations",
         "/v1/messages/count_tokens",

@@ -1,6 +1,5 @@
 """Information about a worker: model, configuration, load, metrics, self-check, traces."""
 
-import time
 from typing import Any
 
 import msgspec
@@ -14,6 +13,7 @@ from engine.frontend.client.scheduler_link import SchedulerLink
 from engine.frontend.services import SERVICES, Services
 from engine.messages import StateReply
 from service.http.errors import DRAINING, ApiError, decode_body
+from service.http.loads import loads_answer
 from service.http.stream import json_response
 from service.telemetry.expositions import merge_expositions
 from service.telemetry.records import Records, TracesQuery, query_error
@@ -38,7 +38,7 @@ def _model_cards(s: Services) -> list[dict[str, Any]]:
         "id": s.model.served_name,
         "object": "model",
         "created": s.started_unix_s,
-        "owned_by": "tandem",
+        "owned_by": "sglang",
         "root": s.model.path,
         "parent": None,
         "max_model_len": s.context_length,
@@ -117,7 +117,7 @@ async def loads(request: web.BaseRequest) -> web.Response:
         )
         for rank, (state, live) in enumerate(zip(await s.client.recent_states(), s.client.loads.of_all(), strict=True))
     ]
-    return json_response({"timestamp": time.time(), "version": installed_version(), "loads": entries})
+    return json_response(loads_answer(entries))
 
 
 async def old_load(request: web.BaseRequest) -> web.Response:

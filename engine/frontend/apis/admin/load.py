@@ -84,6 +84,7 @@ def v1_loads_entry(
     return {
         "dp_rank": rank,
         **summary,
+        "num_total_reqs": summary["num_running_reqs"] + summary["num_waiting_reqs"],
         "num_live_reqs": num_live,
         "num_active_tokens": summary["num_used_tokens"],
         "max_running_requests": max_running_requests,

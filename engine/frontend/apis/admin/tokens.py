@@ -1,19 +1,43 @@
-"""Text to token ids and back."""
+"""Text to token ids and back. A text is a prompt, or what the chat template writes of messages (vLLM's second form)."""
+
+from typing import Any
 
 import msgspec
 from aiohttp import web
 
+from engine.frontend.apis.chat.body import ChatBody, ChatMessage
+from engine.frontend.apis.chat.plan import plan_chat
+from engine.frontend.apis.chat.tools import Tool
+from engine.frontend.apis.shared.body_reader import BodyReader
 from engine.frontend.apis.shared.fields import check_token_ids, id_lists
 from engine.frontend.apis.shared.ids_only import check_ids_only
-from engine.frontend.services import SERVICES
-from service.http.errors import decode_body
+from engine.frontend.apis.shared.refused import CHAT
+from engine.frontend.services import SERVICES, Services
+from service.http.errors import bad_field, decode_body
 from service.http.stream import json_response
+
+OF_CHATS = ("add_generation_prompt", "continue_final_message", "tools", "chat_template_kwargs")
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):
-    prompt: str | list[str]
+    """`prompt`, or `messages` with the fields `OF_CHATS`. `add_special_tokens`: by default for a prompt alone."""
+
+    prompt: str | list[str] | None = None
+    messages: list[ChatMessage] | None = None
     model: str | None = None
     add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    tools: list[Tool] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+READER = BodyReader(
+    body=TokenizeBody,
+    refused={name: CHAT[name] for name in ("chat_template", "media_io_kwargs", "mm_processor_kwargs")},
+    looked_into=("tools",),
+)
 
 
 class DetokenizeBody(msgspec.Struct, kw_only=True):
@@ -24,15 +48,35 @@ class DetokenizeBody(msgspec.Struct, kw_only=True):
 
 async def tokenize(request: web.BaseRequest) -> web.Response:
     s = request[SERVICES]
-    body = decode_body(await request.read(), TokenizeBody)
-    check_ids_only(s, body)
-    add = body.add_special_tokens is not False
-    single = isinstance(body.prompt, str)
+    body = await READER.read(request)
+    if body.messages is not None:
+        lists, single = [await _chat_ids(s, body)], True
+    else:
+        lists, single = await _prompt_ids(s, body), isinstance(body.prompt, str)
+    shown: dict[str, list[Any]] = {"tokens": lists, "count": [len(ids) for ids in lists]}
+    if body.return_token_strs:
+        shown["token_strs"] = [s.model.tokenizer.names(ids) for ids in lists]
+    answer = {name: values[0] for name, values in shown.items()} if single else shown
+    return json_response({**answer, "max_model_len": s.context_length})
+
+
+async def _chat_ids(s: Services, body: TokenizeBody) -> list[int]:
+    """The prompt's token ids, as /v1/chat/completions would compute them. Raises ApiError."""
+    if body.prompt is not None:
+        raise bad_field("prompt", "give prompt or messages, not both")
+    given = {name: getattr(body, name) for name in ("messages", "model", *OF_CHATS)}
+    return (await plan_chat(s, ChatBody(**given), add_special_tokens=bool(body.add_special_tokens))).input_ids
+
+
+async def _prompt_ids(s: Services, body: TokenizeBody) -> list[list[int]]:
+    if body.prompt is None:
+        raise bad_field("prompt", "is missing: give prompt, or messages")
+    for name in OF_CHATS:
+        if getattr(body, name):
+            raise bad_field(name, "is for messages: a prompt is tokenized as it is")
     texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
-    tokens = [await s.encode(t, field="prompt", add_special_tokens=add) for t in texts]
-    counts = [len(t) for t in tokens]
-    shown = {"tokens": tokens[0], "count": counts[0]} if single else {"tokens": tokens, "count": counts}
-    return json_response({**shown, "max_model_len": s.context_length})
+    add = body.add_special_tokens is not False
+    return [await s.encode(text, field="prompt", add_special_tokens=add) for text in texts]
 
 
 async def detokenize(request: web.BaseRequest) -> web.Response:

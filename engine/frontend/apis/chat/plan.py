@@ -69,9 +69,13 @@ class ChatPlan:
 
 
 async def plan_chat(
-    s: Services, body: ChatBody, known: MutableMapping[MediaSource, LoadedMedia] | None = None
+    s: Services,
+    body: ChatBody,
+    known: MutableMapping[MediaSource, LoadedMedia] | None = None,
+    *,
+    add_special_tokens: bool = False,
 ) -> ChatPlan:
-    """`known`: images of the request, for one that plans several times. Raises ApiError."""
+    """`known`: images of the request, for one that plans several times. `add_special_tokens`: beside the template's. Raises ApiError."""
     model = choose_model(s, body.model, body.lora_path)
     check_chat(body)
     reasoning = reasoning_format(s)
@@ -87,7 +91,7 @@ async def plan_chat(
     loaded = await load_media(s, sources, known) if sources else []
     prompt, prefix = render_chat(s, body)
     opening = Opening.CLOSED if reasoning is None else opening_of(reasoning, prompt, prefix=prefix)
-    input_ids, images = await _prompt(s, prompt + prefix, loaded)
+    input_ids, images = await _prompt(s, prompt + prefix, loaded, add_special_tokens=add_special_tokens)
     return ChatPlan(
         sampling=sampling_of(
             s,
@@ -108,10 +112,10 @@ async def plan_chat(
     )
 
 
-async def _prompt(s: Services, text: str, loaded: list[LoadedMedia]) -> Prompt:
+async def _prompt(s: Services, text: str, loaded: list[LoadedMedia], *, add_special_tokens: bool) -> Prompt:
     if loaded:
-        return await media_prompt(s, text, loaded, field="messages", add_special_tokens=False)
-    return Prompt(await prompt_ids(s, text, field="messages", add_special_tokens=False), [])
+        return await media_prompt(s, text, loaded, field="messages", add_special_tokens=add_special_tokens)
+    return Prompt(await prompt_ids(s, text, field="messages", add_special_tokens=add_special_tokens), [])
 
 
 def check_calls(body: ChatBody, reading: Reading) -> None:

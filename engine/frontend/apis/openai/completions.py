@@ -1,21 +1,35 @@
-"""POST /v1/completions: body -> samples -> view."""
+"""POST /v1/completions: body -> plan -> view."""
 
+from dataclasses import dataclass
 from functools import partial
 
 from aiohttp import web
 
-from engine.frontend.apis.openai.bodies import DEFAULT_COMPLETION_TOKENS, READER, check_completion
+from engine.frontend.apis.openai.bodies import DEFAULT_COMPLETION_TOKENS, READER, CompletionBody, check_completion
 from engine.frontend.apis.openai.view import CompletionView
+from engine.frontend.apis.shared.constraints import Constraint
 from engine.frontend.apis.shared.fields import check_num_samples, prompt_ids, prompts_of
-from engine.frontend.apis.shared.models import choose_model
+from engine.frontend.apis.shared.models import Chosen, choose_model
 from engine.frontend.apis.shared.samples import answer_samples, body_constraint, sampling_of
 from engine.frontend.services import SERVICES, Services
 from engine.messages import LogprobOptions
+from engine.sampling_params import SamplingParams
 
 
-async def completions(request: web.BaseRequest) -> web.StreamResponse:
-    s = request[SERVICES]
-    body = await READER.read(request)
+@dataclass(frozen=True, kw_only=True)
+class CompletionPlan:
+    """`prompts`: as the body has them; `input_ids`: of each."""
+
+    prompts: list[str | list[int]]
+    input_ids: list[list[int]]
+    sampling: SamplingParams
+    constraint: Constraint | None
+    logprobs: LogprobOptions | None
+    model: Chosen
+
+
+async def plan_completion(s: Services, body: CompletionBody) -> CompletionPlan:
+    """Raises ApiError."""
     model = choose_model(s, body.model, body.lora_path)
     check_completion(body)
     prompts = prompts_of(body.prompt, field="prompt")
@@ -27,24 +41,33 @@ async def completions(request: web.BaseRequest) -> web.StreamResponse:
     logprobs = None
     if body.logprobs is not None:
         logprobs = LogprobOptions(start_len=0 if body.echo else -1, top_num=body.logprobs)
-    echoes = [_echo(s, p) if body.echo else "" for p in prompts for _ in range(params.n)]
+    return CompletionPlan(
+        prompts=prompts, input_ids=ids, sampling=params, constraint=constraint, logprobs=logprobs, model=model
+    )
+
+
+async def completions(request: web.BaseRequest) -> web.StreamResponse:
+    s = request[SERVICES]
+    body = await READER.read(request)
+    plan = await plan_completion(s, body)
+    n, ids = plan.sampling.n, plan.input_ids
     return await answer_samples(
         request,
         body,
         id_prefix="cmpl-",
         prompts=ids,
-        params=params,
-        logprobs=logprobs,
-        constraint=constraint,
-        model=model,
+        params=plan.sampling,
+        logprobs=plan.logprobs,
+        constraint=plan.constraint,
+        model=plan.model,
         field="prompt",
         cut=body.max_tokens is None,
         view=partial(
             CompletionView,
             body,
-            echoes=echoes,
+            echoes=[_echo(s, p) if body.echo else "" for p in plan.prompts for _ in range(n)],
             has_text=s.model.has_text,
-            prompts=[p for p in ids for _ in range(params.n)],
+            prompts=[p for p in ids for _ in range(n)],
             weight_version=lambda: s.weight_version,
         ),
     )

@@ -1,0 +1,139 @@
+"""What a prompt is in token ids, without computing it: /tokenize with messages, and vLLM's render routes."""
+
+from typing import Any
+
+import pytest
+
+from engine.frontend.apis.admin.tokens import OF_CHATS
+from tests.frontend.conftest import CONTEXT, Worker
+
+CHAT = "/v1/chat/completions"
+MESSAGES = [{"role": "user", "content": "né"}]
+BEGUN = [*MESSAGES, {"role": "assistant", "content": "so"}]
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+BOS = 256
+
+
+def computed(worker: Worker, path: str, body: dict[str, Any]) -> Any:
+    """The request that the scheduler gets for `body`."""
+    assert worker.post(path, body).status_code == 200
+    return worker.scheduler.seen[-1]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"add_generation_prompt": False},
+        {"messages": BEGUN, "continue_final_message": True},
+        {"tools": [TOOL], "chat_template_kwargs": {"add_generation_prompt": False}},
+    ],
+    ids=["plain", "no generation prompt", "continued", "tools and kwargs"],
+)
+def test_tokens_of_messages_are_those_that_are_computed(worker: Worker, more: dict[str, Any]) -> None:
+    body = {"model": "tiny", "messages": MESSAGES, **more}
+    wanted = computed(worker, CHAT, {**body, "max_tokens": 1}).input_ids
+    seen = len(worker.scheduler.seen)
+    answer = worker.post("/tokenize", body).json()
+    assert answer == {"tokens": wanted, "count": len(wanted), "max_model_len": CONTEXT}
+    assert worker.post(f"{CHAT}/render", body).json()["token_ids"] == wanted
+    assert len(worker.scheduler.seen) == seen
+
+
+def test_special_tokens_and_names_of_tokens(worker: Worker) -> None:
+    plain = worker.post("/tokenize", {"messages": MESSAGES}).json()["tokens"]
+    more = worker.post(
+        "/tokenize", {"messages": MESSAGES, "add_special_tokens": True, "return_token_strs": True}
+    ).json()
+    assert more["tokens"] == [BOS, *plain] and more["token_strs"][:2] == ["<s>", "<"]
+    assert len(more["token_strs"]) == more["count"]
+    two = worker.post("/tokenize", {"prompt": ["n", " é"], "return_token_strs": True}).json()
+    assert two["token_strs"] == [["<s>", "n"], ["<s>", "Ġ", "Ã", "©"]] and two["count"] == [2, 4]
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({}, "prompt: is missing: give prompt, or messages"),
+        ({"prompt": "a", "messages": MESSAGES}, "prompt: give prompt or messages, not both"),
+        ({"messages": MESSAGES, "chat_template": "{{ 1 }}"}, "chat_template: is not supported by this server; "),
+        ({"messages": [{"role": "king", "content": "a"}]}, "messages[0].role: "),
+        ({"messages": MESSAGES, "model": 5}, "model: "),
+        *(({"prompt": "a", name: [TOOL] if name == "tools" else {"a": 1} if name.endswith("kwargs") else True}, f"{name}: is for messages") for name in OF_CHATS),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_tokenized_is_named(worker: Worker, body: dict[str, Any], said: str) -> None:
+    answer = worker.post("/tokenize", body)
+    assert answer.status_code == 400 and answer.json()["error"]["message"].startswith(said), answer.text
+
+
+def test_a_rendered_chat_says_how_it_would_be_sampled(worker: Worker) -> None:
+    body = {
+        "model": "tiny",
+        "messages": MESSAGES,
+        "temperature": 0.5,
+        "top_k": 4,
+        "seed": 7,
+        "stop": "Z",
+        "min_tokens": 2,
+        "logprobs": True,
+        "top_logprobs": 3,
+        "bad_words": ["no"],
+        "logit_bias": {"70": 1.5},
+        "cache_salt": "mine",
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "guided_regex": "[ab]+",
+        "rid": "r1",
+    }
+    answer = worker.post(f"{CHAT}/render", body).json()
+    room = CONTEXT - len(answer["token_ids"])
+    assert answer.pop("sampling_params") == {
+        "temperature": 0.5,
+        "top_k": 4,
+        "seed": 7,
+        "stop": ["Z"],
+        "min_tokens": 2,
+        "max_tokens": room,
+        "logprobs": 3,
+        "bad_words": ["no"],
+        "logit_bias": {"70": 1.5},
+        "structured_outputs": {"regex": "[ab]+"},
+    }
+    answer.pop("token_ids")
+    assert answer == {
+        "request_id": "r1",
+        "model": "tiny",
+        "features": None,
+        "stream": True,
+        "stream_options": {"include_usage": True, "continuous_usage_stats": None},
+        "priority": 0,
+        "cache_salt": "mine",
+    }
+
+
+def test_rendered_prompts_are_a_list(worker: Worker) -> None:
+    body = {"model": "tiny", "prompt": [[70, 71], [72]], "cache_salt": ["x", "y"]}
+    first, second = worker.post("/v1/completions/render", body).json()
+    assert (first["token_ids"], second["token_ids"]) == ([70, 71], [72])
+    assert (first["cache_salt"], second["cache_salt"]) == ("x", "y")
+    assert first["sampling_params"] == {"max_tokens": 16}
+    assert first["request_id"].removesuffix("-0") == second["request_id"].removesuffix("-1")
+    (alone,) = worker.post("/v1/completions/render", {"prompt": "a", "max_tokens": 3, "ignore_eos": True}).json()
+    assert alone["token_ids"] == worker.post("/tokenize", {"prompt": "a"}).json()["tokens"]
+    assert alone["sampling_params"] == {"max_tokens": 3, "ignore_eos": True} and alone["model"] == "tiny"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        (f"{CHAT}/render", {"messages": []}, "messages"),
+        (f"{CHAT}/render", {"messages": MESSAGES, "max_tokens": CONTEXT}, "messages"),
+        (f"{CHAT}/render", {"messages": MESSAGES, "kv_transfer_params": {"a": 1}}, "kv_transfer_params"),
+        ("/v1/completions/render", {"prompt": [70] * CONTEXT}, "prompt"),
+        ("/v1/completions/render", {"prompt": "a", "temperature": -1}, "temperature"),
+    ],
+)
+def test_what_would_be_refused_is_not_rendered(worker: Worker, path: str, body: dict[str, Any], field: str) -> None:
+    answer = worker.post(path, body)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == field, answer.text
