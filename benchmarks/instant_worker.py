@@ -1,6 +1,6 @@
 """A worker that answers at once, for benchmarks of what stands before it. HTTP/1.1 by hand on uvloop, so that it costs little.
 
-usage: python -m benchmarks.instant_worker PORT [--events N] [--pause-ms MS] [--host HOST]
+usage: python -m benchmarks.instant_worker PORT [--events N] [--pause-ms MS] [--host HOST] [--mode prefill|decode]
 
 A POST whose body holds `"stream":true` is answered with N server-sent events, all at once or one every MS; any other
 with a small JSON answer; a GET with 200 and what a worker says of itself.
@@ -8,6 +8,8 @@ with a small JSON answer; a GET with 200 and what a worker says of itself.
 
 import argparse
 import asyncio
+from collections.abc import Mapping
+from functools import partial
 from typing import cast
 
 import uvloop
@@ -22,9 +24,9 @@ EVENT = (
 )
 ABOUT = {  # path -> what it says of itself
     b"/health": b'{"incarnation":"0123456789abcdef"}',
-    b"/server_info": b'{"served_model_name":"m"}',
     b"/v1/loads": b'{"loads":[{"num_running_reqs":0,"num_waiting_reqs":0,"num_used_tokens":0,"max_total_num_tokens":1000000}]}',
 }
+INFO = b'{"served_model_name":"m","disaggregation_mode":"%s","disaggregation_bootstrap_port":8998}'
 DONE = b"data: [DONE]\n\n"
 STREAM_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 
@@ -41,8 +43,9 @@ def chunk(data: bytes) -> bytes:
 class InstantWorker(asyncio.Protocol):
     """One connection."""
 
-    def __init__(self, *, events: int, pause_s: float) -> None:
+    def __init__(self, *, events: int, pause_s: float, about: Mapping[bytes, bytes]) -> None:
         self._events = events
+        self._about = about
         self._pause_s = pause_s
         self._seen = b""
         self._streams: set[asyncio.Task[None]] = set()
@@ -70,7 +73,7 @@ class InstantWorker(asyncio.Protocol):
 
     def _answer(self, head: bytes, body: bytes) -> None:
         if head.startswith(b"get "):
-            self._transport.write(whole(ABOUT.get(head.split(b" ", 2)[1], b"{}")))
+            self._transport.write(whole(self._about.get(head.split(b" ", 2)[1], b"{}")))
         elif b'"stream":true' not in body and b'"stream": true' not in body:
             self._transport.write(whole(ANSWER))
         elif self._pause_s == 0:
@@ -99,9 +102,10 @@ def _content_length(head: bytes) -> int:
     return 0 if at < 0 else int(head[at + 15 :].split(b"\r\n", 1)[0])
 
 
-async def serve(port: int, *, events: int, pause_s: float, host: str = "127.0.0.1") -> None:
-    loop = asyncio.get_running_loop()
-    server = await loop.create_server(lambda: InstantWorker(events=events, pause_s=pause_s), host, port, backlog=1024)
+async def serve(port: int, *, events: int, pause_s: float, host: str, mode: str) -> None:
+    loop, about = asyncio.get_running_loop(), {**ABOUT, b"/server_info": INFO % mode.encode()}
+    make = partial(InstantWorker, events=events, pause_s=pause_s, about=about)
+    server = await loop.create_server(make, host, port, backlog=1024)
     async with server:
         await server.serve_forever()
 
@@ -112,8 +116,9 @@ def main() -> None:
     parser.add_argument("--events", type=int, default=64)
     parser.add_argument("--pause-ms", type=float, default=0.0)
     parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--mode", default="null", help="the role that it says it has")
     args = parser.parse_args()
-    uvloop.run(serve(args.port, events=args.events, pause_s=args.pause_ms / 1e3, host=args.host))
+    uvloop.run(serve(args.port, events=args.events, pause_s=args.pause_ms / 1e3, host=args.host, mode=args.mode))
 
 
 if __name__ == "__main__":

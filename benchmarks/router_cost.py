@@ -109,7 +109,8 @@ def measure(case: Case, *, seconds: float, rounds: int, names: list[str]) -> lis
     pause_ms = case.pause_ms or 0.0
     ports = free_ports(2 + len(names))
     with ExitStack() as stack:
-        prefill, decode = (["--events", "1"], ["--events", str(EVENTS), "--pause-ms", str(pause_ms)])
+        prefill = ["--mode", "prefill", "--events", "1"]
+        decode = ["--mode", "decode", "--events", str(EVENTS), "--pause-ms", str(pause_ms)]
         for port, flags in zip(ports, (prefill, decode), strict=False):
             argv = [sys.executable, "-m", "benchmarks.instant_worker", str(port), *flags]
             stack.enter_context(running(argv, port))

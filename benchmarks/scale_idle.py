@@ -39,9 +39,7 @@ def address(number: int) -> str:
 async def watch(workers: int, port: int, *, seconds: float) -> dict[str, float]:
     """A router with so many workers, after `seconds` of checks."""
     urls = [f"http://{address(i)}:{port}" for i in range(workers)]
-    config = RouterConfig(
-        port=0, pd_disaggregation=True, prefill=tuple((url, None) for url in urls[::2]), decode=tuple(urls[1::2])
-    )
+    config = RouterConfig(port=0, worker_urls=tuple(urls))
     async with start_router(config) as router:
         until_s = time.monotonic() + UP_S
         while any(worker.health is not Health.UP for worker in router.table.workers()):

@@ -12,9 +12,10 @@ from router.client.credentials import Credentials
 from router.client.session import CALL_TIMEOUT_S, WorkerAnswer, call_worker
 from router.pool.models import serves
 from router.pool.states import Health
+from router.pool.vllm import VLLM, lack_of, lacks_route, vllm_call
 from router.pool.worker import Role, Way, Worker
 from router.pool.workers import WorkerTable, missing_roles
-from router.requests.replies import no_worker
+from router.requests.replies import no_route, no_worker
 from service.http.stream import json_response
 from service.security.keys import authorization_of
 
@@ -36,7 +37,9 @@ class WorkerCalls:
         method, path = "POST" if request.method == "POST" else "GET", request.rel_url.raw_path
         for role in reversed(self.roles):
             for worker in tuple(self.table.pool(role, model)):
-                answer = await call_worker(self.session, method, worker.url + path, headers, body)
+                answer = await self._call(worker, method, path, headers, body)
+                if lacks_route(answer.status, answer.body):
+                    raise no_route(worker, request.path)
                 if answer.status:
                     return web.Response(status=answer.status, body=answer.body, headers=answer.headers)
         raise no_worker(self.table, missing_roles(self.table, self.ways, model) or self.roles, model)
@@ -81,10 +84,31 @@ class WorkerCalls:
         known = [w for w in self.table.workers() if not model or serves(w.models, model)]
         known = [w for w in known if encoders or w.role is not Role.ENCODE]
         workers = [w for w in known if w.health in (Health.UP, Health.DRAINING)]
-        calls = (call_worker(self.session, method, w.url + path, headers, body, timeout_s=timeout_s) for w in workers)
-        return list(zip(workers, await asyncio.gather(*calls), strict=True))
+        calls = (self._call(w, method, path, headers, body, timeout_s=timeout_s) for w in workers)
+        answers = zip(workers, await asyncio.gather(*calls), strict=True)
+        return [(worker, _without_lack(worker, path, answer)) for worker, answer in answers]
+
+    async def _call(
+        self,
+        worker: Worker,
+        method: str,
+        path: str,
+        headers: Mapping[str, str],
+        body: bytes,
+        *,
+        timeout_s: float = CALL_TIMEOUT_S,
+    ) -> WorkerAnswer:
+        if worker.runtime_type == VLLM:
+            method, path, body = vllm_call(method, path, body)
+        return await call_worker(self.session, method, worker.url + path, headers, body, timeout_s=timeout_s)
 
     async def abort(self, headers: Mapping[str, str], rid: str) -> None:
         """End a request that was sent to workers with `headers`; only they know ids."""
         shown = {name: headers[name] for name in ("Authorization",) if name in headers}
         await self.answers("POST", "/abort_request", shown, msgspec.json.encode({"rid": rid}))
+
+
+def _without_lack(worker: Worker, path: str, answer: WorkerAnswer) -> WorkerAnswer:
+    if not lacks_route(answer.status, answer.body):
+        return answer
+    return WorkerAnswer(501, lack_of(worker.runtime_type, path).encode(), {})

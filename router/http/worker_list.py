@@ -37,6 +37,7 @@ def describe(worker: Worker) -> dict[str, Any]:
         "switching_to": None if worker.switching_to is None else worker.switching_to.value,
         "circuit": worker.circuit.state.value,
         "models": worker.models,
+        "runtime_type": worker.runtime_type,
         "discovered": worker.discovered,
         "last_error": worker.last_error,
         "bootstrap_host": worker.bootstrap_host if worker.role is Role.PREFILL else None,

@@ -34,6 +34,7 @@ from router.pool.reports import (
     why_draining,
 )
 from router.pool.states import Check, Health
+from router.pool.vllm import NO_PAIR, VLLM, runtime_of
 from router.pool.worker import PAIR, LoadReport, Role, Worker
 from router.pool.workers import WorkerTable
 from service.http.listening import url_of
@@ -57,6 +58,14 @@ MOST_CHECKS_PER_S = 64  # of all workers with requests and without heartbeats: a
 BETWEEN_S = 0.0005  # two first checks
 GOLDEN = 0.6180339887  # its multiples spread evenly over an interval, however many there are (Knuth, vol. 3, 6.4)
 NO_WORKER = "/health answers, but neither /server_info nor /v1/models says anything: is this URL a worker's?"
+NO_HALF = (
+    "/server_info does not say which half of a pair it is (disaggregation_mode): start it with --disaggregation-mode prefill or "
+    "decode, or give it as a unified worker (--worker-urls)"
+)
+NO_BOOTSTRAP = (
+    "/server_info names no bootstrap server (disaggregation_bootstrap_port), so no decode worker would get its KV: start it with "
+    "--disaggregation-mode prefill, or give it as a unified worker (--worker-urls)"
+)
 NO_ENCODER = (
     "/server_info names no image_encoder: prefill workers would not find it; is it a Tandem worker of this version?"
 )
@@ -269,10 +278,10 @@ class HealthMonitor:
         """Read role, models and bootstrap address; returns what is wrong. After an error the known ones stay."""
         worker = watch.worker
         info, error = await self._prober.first_json(worker, _INFO_PATHS)
-        error = error or await self._read_models(worker, info) or self._read_role(worker, parse_mode(info))
+        error = error or await self._read_models(worker, info) or self._read_role(worker, info)
         if error:
             return error
-        if info is not None and worker.role is Role.PREFILL:
+        if worker.role is Role.PREFILL:
             error = await self._read_bootstrap(watch, info)
             if error:
                 return error
@@ -284,9 +293,9 @@ class HealthMonitor:
         return ""
 
     async def _read_bootstrap(self, watch: "_Watch", info: object) -> str:
-        """Take the bootstrap address that a worker reports. Another port may be given; returns what is wrong with that one.
+        """Take the bootstrap address that a worker reports; returns what is wrong. Another port may be given.
 
-        It is right if a bootstrap server answers there: ports may be mapped. Else each of its requests would fail, one by one.
+        That one is right if a bootstrap server answers there: ports may be mapped. Else each of its requests would fail, one by one.
         That is asked once of a process: a server that hangs would hold up the worker's checks, and hide its silence.
         """
         worker = watch.worker
@@ -294,21 +303,32 @@ class HealthMonitor:
         given = worker.given_bootstrap_port
         if given is None:
             self.table.on_bootstrap(worker, host, port)
+            return NO_BOOTSTRAP if port is None else ""
         claim = (worker.incarnation, worker.bootstrap_host, port)
-        if given in (None, port) or port is None or claim == watch.proven:
+        if given == port or claim == watch.proven:
             return ""
         url = f"{url_of(worker.bootstrap_host, given)}/health"
         answer = await call_worker(self.session, "GET", url, {}, timeout_s=self.config.health_check_timeout_s)
         if is_bootstrap_server(answer.status, answer.body):
             watch.proven = claim
             return ""
+        if port is None:
+            return f"{NO_BOOTSTRAP}; the given bootstrap port, {given}, is no bootstrap server's"
         return (
             f"its bootstrap port was given as {given}, where no bootstrap server answers; it says {port}: leave the port "
             f"out (--prefill, bootstrap_port, the pod's annotation), or give {port}"
         )
 
-    def _read_role(self, worker: Worker, mode: str | None) -> str:
-        """Take the role that a worker reports; returns what is wrong. It may change between prefill and decode."""
+    def _read_role(self, worker: Worker, info: object) -> str:
+        """Take the role that a worker reports; returns what is wrong. It may change between prefill and decode.
+
+        A server that does not know its role in a pair would ignore the other half, and compute each request whole.
+        """
+        mode = parse_mode(info)
+        if worker.role in PAIR and worker.runtime_type == VLLM:
+            return NO_PAIR
+        if worker.role in PAIR and mode is None:
+            return NO_HALF
         role = worker.role if mode is None else _ROLES.get(mode)
         if role is worker.role:
             return ""
@@ -323,7 +343,7 @@ class HealthMonitor:
     async def _read_models(self, worker: Worker, info: object) -> str:
         """Read which models a worker serves; returns what is wrong: a server that reports nothing is no worker."""
         listed = None
-        if not isinstance(info, dict) or has_adapters(info):
+        if not isinstance(info, dict) or has_adapters(info) or runtime_of(info, None) == VLLM:
             listed, error = await self._prober.first_json(worker, _MODEL_PATHS)
             if error:
                 return error
@@ -331,6 +351,7 @@ class HealthMonitor:
             model_info, error = await self._prober.first_json(worker, _MODEL_INFO_PATHS)
             if error or not isinstance(model_info, dict):
                 return error or NO_WORKER
+        worker.runtime_type = runtime_of(info, listed)
         self.table.on_models(worker, parse_models(info, listed))
         return ""
 

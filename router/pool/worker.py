@@ -86,7 +86,7 @@ ONE_RANK = RankSizes()
 @dataclass(slots=True, eq=False, kw_only=True)
 class Worker:
     """`WorkerTable` and `Loads` change it; `HealthMonitor` and its parts set `bootstrap_*` (where decode finds a prefill worker), `busy_s`,
-    `heard_s`, `beats` and `ranks`."""
+    `heard_s`, `beats`, `ranks` and `runtime_type`."""
 
     worker_id: int
     url: str
@@ -121,6 +121,7 @@ class Worker:
     switching_to: Role | None = None  # the role that this router requested of it
     discovered: bool = False  # each process of this router finds it by itself
     models: tuple[str, ...] = ()  # names that it serves, its own first; none: unknown
+    runtime_type: str | None = None  # VLLM (vllm.py); None: any other
     circuit: Circuit = field(default_factory=Circuit)
     calls: dict["ActiveCall", None] = field(default_factory=dict)  # that run there, oldest first
 

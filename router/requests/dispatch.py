@@ -213,7 +213,7 @@ class Dispatcher:
                 return await self._attempt(request, attempt)
             except CallFailed as failure:
                 if not failure.retryable or number == self.retry_max or self._ends_workers(request):
-                    return failure_response(failure)
+                    return failure_response(failure, request.path)
                 for notify in self.launcher.events.on_retry:
                     notify(failure)
             await asyncio.sleep(pause_s(number, self.retry_backoff_s))
@@ -269,7 +269,7 @@ class Dispatcher:
                 if rest is None and failure.retryable and not answer.record.can_resume():
                     raise failure
                 if rest is None:
-                    return failure_response(failure)
+                    return failure_response(failure, request.path)
                 attempt = rest
                 body = await read_whole(attempt.answering, answer.record)
             return _whole(request, attempt, merger, body)
@@ -348,7 +348,7 @@ class Dispatcher:
     def _none_left(self, request: RequestContext) -> web.Response:
         missing = self.picker.missing(request)
         if request.failed is not None and not missing:
-            return failure_response(request.failed.last)
+            return failure_response(request.failed.last, request.path)
         for notify in self.launcher.events.on_no_worker:
             notify(missing)
         raise no_worker(self.launcher.table, missing, request.model, retry_after_s=RETRY_AFTER_S)

@@ -5,6 +5,7 @@ from aiohttp import web
 from router.attempts.upstream_call import CallFailed
 from router.pool.models import serves
 from router.pool.reports import parse_error
+from router.pool.vllm import lack_of, lacks_route
 from router.pool.worker import Role, Worker
 from router.pool.workers import WorkerTable
 from router.requests.relay import answer_headers
@@ -33,12 +34,18 @@ def _state(worker: Worker) -> str:
     return "it does not answer its checks" if worker.silent else worker.last_error or worker.health.value
 
 
-def failure_response(failure: CallFailed) -> web.Response:
-    """A worker's error as it came. `ApiError`: the worker gave no answer."""
+def failure_response(failure: CallFailed, path: str) -> web.Response:
+    """A worker's error as it came. `ApiError`: the worker gave no answer, or has no such route (`path`)."""
+    if lacks_route(failure.status, failure.body):
+        raise no_route(failure.worker, path) from None
     if failure.reason == "status":
         return web.Response(status=failure.status, body=failure.body, headers=answer_headers(failure.headers))
     status = 504 if failure.reason == "timeout" else 502
     raise ApiError(status, str(failure), code=f"worker_{failure.reason}") from None
+
+
+def no_route(worker: Worker, path: str) -> ApiError:
+    return ApiError(501, lack_of(worker.runtime_type, path), code="not_implemented")
 
 
 def failure_error(failure: CallFailed) -> ApiError:

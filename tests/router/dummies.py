@@ -21,6 +21,7 @@ from service.http import heartbeats
 from service.http.resume import MOVE_OUT
 
 DEADLINE_S = 60.0
+BOOTSTRAP_PORT = 8998  # of each prefill worker, as it says
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 STREAM = {**CHAT, "stream": True}
 
@@ -155,6 +156,9 @@ class DummyWorker:
             runner, self.runner = self.runner, None
             await runner.cleanup()
 
+    def _bootstrap(self) -> dict[str, Any]:
+        return {"disaggregation_bootstrap_port": BOOTSTRAP_PORT} if self.mode == "prefill" else {}
+
     async def _beat(self, request: web.Request) -> web.StreamResponse:
         assert request.transport is not None
         self.beating.append(request.transport)
@@ -179,7 +183,7 @@ class DummyWorker:
             said = {**({"incarnation": self.incarnation} if self.incarnation else {}), **self.health_says}
             return web.json_response(said, status=200 if self.healthy else 503)
         if request.path == "/server_info":
-            return web.json_response({"disaggregation_mode": self.mode, **self.info})
+            return web.json_response({"disaggregation_mode": self.mode, **self._bootstrap(), **self.info})
         if request.path == "/get_load" and self.load is not None:
             return web.json_response(self.load)
         if request.path == "/openapi.json" and self.openapi is not None:

@@ -23,6 +23,7 @@ from service.flags import ConfigError
 from tests.router.dummies import DEADLINE_S, DummyWorker, later, until
 from tests.router.kube_server import NAMESPACE, KubeServer, kube_server, pod
 
+PORT = 7001  # of its bootstrap server
 LABELS = {role: {"app": "tandem", "role": role.value} for role in (Role.PREFILL, Role.DECODE, Role.ENCODE)}
 
 
@@ -45,7 +46,7 @@ class Setup:
         await self.kube.put(pod(name or worker.name, worker.host, labels=LABELS[role], **more))
 
     async def show_all(self) -> None:
-        await self.show(self.prefill, Role.PREFILL, annotations={"sglang.ai/bootstrap-port": "7001"})
+        await self.show(self.prefill, Role.PREFILL, annotations={"sglang.ai/bootstrap-port": str(PORT)})
         for decode in self.decodes:
             await self.show(decode, Role.DECODE)
 
@@ -89,7 +90,7 @@ async def start(config: Path, *, shown: bool = False, **more: Any) -> AsyncItera
     """An API server, one prefill and two decode workers; their pods are `shown`, or there are none."""
     async with AsyncExitStack() as stack:
         kube = await stack.enter_async_context(kube_server(config))
-        prefill = DummyWorker("prefill-0", "prefill", host="127.0.0.11")
+        prefill = DummyWorker("prefill-0", "prefill", host="127.0.0.11", info={"disaggregation_bootstrap_port": PORT})
         decodes = [DummyWorker(f"decode-{i}", "decode", host=f"127.0.0.{20 + i}") for i in range(2)]
         for worker in (prefill, *decodes):
             worker.port = prefill.port  # pods listen on one port, each at its own address
@@ -116,7 +117,7 @@ async def test_pods_that_are_ready_serve_and_a_deleted_one_leaves(started: Start
         await setup.alive(Role.DECODE, first, second)
         assert (await setup.generate())[0] == 200
         body = setup.prefill.seen[0].body
-        assert (body["bootstrap_host"], body["bootstrap_port"]) == (setup.prefill.host, 7001)
+        assert (body["bootstrap_host"], body["bootstrap_port"]) == (setup.prefill.host, PORT)
         await setup.kube.delete(first.name)
         await setup.alive(Role.DECODE, second)
         await until(lambda: first.url not in [w.url for w in setup.router.table.workers()])

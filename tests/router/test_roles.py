@@ -16,7 +16,7 @@ from router.pool.worker import LoadReport, Role, Worker
 from router.pool.workers import WorkerTable
 from router.roles.switch import Switch, SwitchProgress, SwitchRefused, objection, progress
 from service.security.keys import KeyRing
-from tests.router.dummies import Cluster, DummyWorker, cluster, later, obey, until
+from tests.router.dummies import BOOTSTRAP_PORT, Cluster, DummyWorker, cluster, later, obey, until
 
 # ---- pure
 
@@ -164,7 +164,7 @@ async def test_an_admin_moves_a_worker_and_requests_follow_it() -> None:
         for _ in range(4):
             assert (await c.post("/v1/completions", {"prompt": "a"}))[0] == 200
         legs = [seen.body for seen in mover.seen if seen.path == "/v1/completions"]
-        assert len(legs) == 2 and {leg["bootstrap_port"] for leg in legs} == {None}
+        assert len(legs) == 2 and {leg["bootstrap_port"] for leg in legs} == {BOOTSTRAP_PORT}
         assert len([s for s in c.prefills[1].seen if s.path == "/v1/completions"]) == 4
         assert (await ask(c, {"url": mover.url, "role": "decode"}))[0] == 200, "nothing to do"
         assert len([seen for seen in mover.seen if seen.path == "/switch_role"]) == 1

@@ -1,0 +1,50 @@
+"""vLLM's workers: how one is known, and where it has what Tandem's and SGLang's have elsewhere, or not at all. Pure."""
+
+from typing import Any
+
+import msgspec
+
+from service.http.json_depth import object_of
+
+VLLM = "vllm"
+NO_PAIR = (
+    "vLLM's prefill and decode workers share KV in vLLM's own way (kv_transfer_params), which this router does not speak: each would "
+    "compute the whole request; give them as unified workers (--worker-urls), or put vllm-router before the pair"
+)
+ABORT, ABORT_AT_VLLM = "/abort_request", "/inference/v1/abort_requests"
+_INSTEAD = {
+    ABORT: " with abort_all: they end requests by their ids alone (rid)",
+    "/generate": "; ask /v1/completions or /v1/chat/completions",
+}
+
+
+def runtime_of(info: object, listed: object) -> str | None:
+    """Read `/server_info` and `/v1/models` (None: no answer, or not requested): VLLM, or None for any other server."""
+    if isinstance(info, dict) and "vllm_config" in info:  # it has /server_info with VLLM_SERVER_DEV_MODE alone
+        return VLLM
+    rows: Any = listed.get("data") if isinstance(listed, dict) else None
+    first = rows[0] if isinstance(rows, list) and rows else None
+    return VLLM if isinstance(first, dict) and first.get("owned_by") == VLLM else None
+
+
+def vllm_call(method: str, path: str, body: bytes) -> tuple[str, str, bytes]:
+    """Return (method, path, body) of the call that does at a vLLM worker what the given one does at ours.
+
+    vLLM names the sequences of a completion by the answer's id and their places.
+    """
+    if path == "/health_generate":
+        return "GET", "/health", b""
+    fields = object_of(body) if path == ABORT else {}
+    if isinstance(rid := fields.get("rid"), str) and not fields.get("abort_all"):
+        return "POST", ABORT_AT_VLLM, msgspec.json.encode({"request_ids": [rid, f"{rid}-0"]})
+    return method, path, body
+
+
+def lacks_route(status: int, body: bytes) -> bool:
+    """Whether an answer is that of FastAPI (vLLM, SGLang) for a path that it does not have."""
+    return status == 404 and object_of(body).get("detail") == "Not Found"
+
+
+def lack_of(runtime: str | None, path: str) -> str:
+    """Say that workers have no such route, and what they have."""
+    return f"{'vLLM workers' if runtime == VLLM else 'these workers'} have no {path}{_INSTEAD.get(path, '')}"
