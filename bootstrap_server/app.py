@@ -40,6 +40,9 @@ def make_handle(
     )
     metrics = BootstrapMetrics(registry, lambda: check.num_refused)
     routes = Routes(BootstrapHandlers(registry, clock, check, metrics).routes())
+    for path, methods in routes.paths().items():
+        for method in methods if path not in OPEN_PATHS else ():
+            metrics.expect(f"{method} {path}")
     guard = make_guard(routes, gate=NO_KEYS, need_of=lambda method, path: Access.NONE, browser=browser)
 
     async def signed(request: web.BaseRequest) -> web.StreamResponse:

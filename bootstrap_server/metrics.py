@@ -8,6 +8,8 @@ from prometheus_client.registry import Collector
 
 from bootstrap_server.registry import Registry
 
+STATUSES = (200, 400, 401, 404, 500, 503)
+
 
 class BootstrapMetrics:
     """`num_refused`: number of calls without a valid signature."""
@@ -19,8 +21,12 @@ class BootstrapMetrics:
             "tandem_bootstrap_calls", "calls that were answered", ["call", "status"], registry=self._metrics
         )
 
+    def expect(self, call: str) -> None:
+        """Count its answers from 0: `rate()` does not see the event with which a series begins. `call`: such as "PUT /route"."""
+        for status in STATUSES:
+            self._calls.labels(call, str(status))
+
     def on_answered(self, call: str, status: int) -> None:
-        """`call`: such as "PUT /route"."""
         self._calls.labels(call, str(status)).inc()
 
     def exposition(self) -> bytes:

@@ -119,6 +119,7 @@ class Router:
             responses=self.responses,
             prefixes=self.prefixes,
             encoders=self.encoders,
+            ways=ways_of(config),
         )
 
     async def connect(self, stack: AsyncExitStack) -> None:

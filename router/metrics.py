@@ -9,7 +9,7 @@ from bisect import bisect_left
 from collections import Counter as Counts
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, chain, combinations, product
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
@@ -23,15 +23,24 @@ from router.attempts.pair_attempt import PairAttempt
 from router.attempts.prefix_headers import PrefixHeaders
 from router.attempts.request import RequestContext
 from router.attempts.upstream_call import MOVED, CallFailed
+from router.body import Api
 from router.choice.kv_feed import KVEventFeed
 from router.pool.breaker import State
-from router.pool.worker import Role, Worker
+from router.pool.worker import Role, Way, Worker
 from router.pool.workers import WorkerTable
 from service.http.guard import CLIENT_GONE, answer_of
 from service.http.routes import Handler
 from service.responses.store import ResponseStore
 
 CIRCUITS = {State.CLOSED: 0, State.OPEN: 1, State.HALF_OPEN: 2}
+# Labels that are known beforehand: their series begin at 0, for `rate()` does not see the event with which a series begins.
+_FAULTS = ("refused", "lost", "timeout", "down", "http_500", "http_502", "http_503")
+_REFUSALS = ("browser", "client_limit", "key", "model", "queue_full", "queue_timeout", "rate", "slo_itl", "slo_ttft")
+_RETRIED = ("refused", "lost", "down", "status", MOVED)
+_FAILOVERS = (*((reason, end) for reason in ("lost", "down", MOVED) for end in ("went_on", "ended")), (MOVED, "moved"))
+_HEDGES, _WITHHELD = ("started", "won", "lost"), ("busy", "no_other", "budget")
+_MOVES = ("moved", "refused", "failed")
+_STATUSES = (200, 400, 429, CLIENT_GONE, 500, 502, 503, 504)
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _BOUNDS = (*(str(float(bound)) for bound in _SECONDS), "+Inf")
 
@@ -41,7 +50,7 @@ WorkerValue = Callable[[Worker], float | None]
 class RouterMetrics(Collector):
     """Counts what happens to requests; `exposition()` is the text of /metrics.
 
-    What every request counts are plain numbers: the library's own counters take a lock and eight calls for each.
+    What every request counts are plain numbers: the library's own counters take a lock and eight calls for each. `ways`: of requests.
     """
 
     def __init__(
@@ -53,6 +62,7 @@ class RouterMetrics(Collector):
         responses: ResponseStore | None = None,
         prefixes: PrefixHeaders | None = None,
         encoders: EncoderHeaders | None = None,
+        ways: Sequence[Way] = (),
     ) -> None:
         self._prefixes = prefixes
         self._encoders = encoders
@@ -80,6 +90,26 @@ class RouterMetrics(Collector):
         withheld = "Requests that were due for a hedge and got none"
         self.hedges_withheld = count("tandem_router_hedges_withheld", withheld, ["why"])
         registry.register(self)
+        self._begin_at_zero(ways)
+
+    def _begin_at_zero(self, ways: Sequence[Way]) -> None:
+        known = (
+            (self.refused, _REFUSALS),
+            (self.retries, _RETRIED),
+            (self.hedges, _HEDGES),
+            (self.hedges_withheld, _WITHHELD),
+        )
+        for counter, values in known:
+            for value in values:
+                counter.labels(value)
+        for labels in _FAILOVERS:
+            self.failovers.labels(*labels)
+        for role in chain.from_iterable(ways):
+            for reason in _FAULTS:
+                self.errors.labels(reason, role.value)
+        for missing in _what_may_be_missing(ways):
+            self.errors.labels("no_worker", ",".join(missing))
+        self._answered.update({(api.value, status): 0 for api in Api for status in _STATUSES})
 
     def on_refused(self, why: str) -> None:
         self.refused.labels(why).inc()
@@ -92,6 +122,12 @@ class RouterMetrics(Collector):
 
     def on_retry(self, failure: CallFailed) -> None:
         self.retries.labels(failure.reason).inc()
+
+    def on_pressure(self, model: str, role: Role, pressure: float) -> None:
+        """Take a pool's pressure (--auto-roles): from now on workers may move to it."""
+        self.role_pressure.labels(model, role.value).set(pressure)
+        for result in _MOVES:
+            self.role_moves.labels(model, role.value, result)
 
     def on_failover(self, failure: CallFailed, attempt: PairAttempt | None) -> None:
         """`attempt`: where the stream goes on."""
@@ -165,6 +201,13 @@ class RouterMetrics(Collector):
         for role, count in sorted(Counts(worker.role.value for worker in workers).items()):
             pool.add_metric([role], count)
         yield pool
+
+
+def _what_may_be_missing(ways: Sequence[Way]) -> Iterator[tuple[Role, ...]]:
+    """Yield the roles that may be without a worker when no way is whole, in the order in which they are named."""
+    lacks = [[lack for size in range(1, len(way) + 1) for lack in combinations(way, size)] for way in ways]
+    for of_each in product(*lacks) if ways else ():
+        yield tuple(chain.from_iterable(of_each))
 
 
 class _OneFamily(CollectorRegistry):

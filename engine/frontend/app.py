@@ -32,6 +32,10 @@ def make_handle(services: Services, *, max_open: int = 1 << 16) -> Handler:
     )
     guard = make_guard(routes, gate=services.gate, need_of=lambda method, path: need_of(path), browser=services.browser)
 
+    for route in ROUTES:
+        if route.streams and not route.is_alias:
+            services.metrics.expect(route.path, route.method)
+
     async def handle(request: web.BaseRequest) -> web.StreamResponse:
         start_s, status = time.monotonic(), CLIENT_GONE
         endpoint = routes.of(request).path or "other"

@@ -104,7 +104,7 @@ class AutoRoles:
             self._spawn(self._carry_out(move, worker), f"move {worker.url}")
         for model, standing in self.controller.standings.items():
             for role, pressure in standing.pressure.items():
-                self.metrics.role_pressure.labels(model, role.value).set(pressure)
+                self.metrics.on_pressure(model, role, pressure)
 
     async def _run(self) -> None:
         while True:

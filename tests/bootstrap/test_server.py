@@ -166,6 +166,14 @@ def num_registrations(port: int) -> float:
     return sum(s.value for s in samples if s.name == "tandem_bootstrap_calls_total" and s.labels == labels)
 
 
+def test_calls_are_counted_from_0(serve: Any) -> None:
+    text = fetch(serve(shared=False).port, "GET", "/metrics").text
+    for call_ in ("PUT /route", "GET /route", "DELETE /route", "POST /rooms"):
+        for status in (200, 404, 500):
+            assert f'tandem_bootstrap_calls_total{{call="{call_}",status="{status}"}} 0.0' in text
+    assert "/health" not in text
+
+
 def test_leases_are_renewed_and_end(serve: Any, register: Any) -> None:
     server = serve(shared=False, lease_s=2.0)
     registrar = register(server.port, "a")

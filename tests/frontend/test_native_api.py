@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from engine.frontend.metrics.worker import Metrics
 from tests.frontend.conftest import CONTEXT, Worker, start_worker, wait_for
 from tests.frontend.stand_in import NUM_PAGES, PAGE_SIZE
 
@@ -146,6 +147,19 @@ def test_used_tokens_show_while_running(worker: Worker) -> None:
         assert flush.status_code == 400 and "running" in flush.json()["error"]["message"]
     worker.wait_idle()
     assert worker.http.get("/flush_cache").text == "flushed\n"
+
+
+def test_counters_begin_at_zero(worker: Worker) -> None:
+    """`rate()` does not see the event with which a series begins."""
+    reasons = ("stop", "length", "abort", "error", "moved")
+    shown = Metrics(model_name="m", mode="null").exposition().decode()
+    for reason in reasons:
+        labels = f'engine_type="unified",finished_reason="{reason}",model_name="m"'
+        assert f"vllm:request_success_total{{{labels}}} 0.0" in shown
+    text = worker.http.get("/metrics").text  # nobody has PUT
+    put = r'endpoint="/generate",engine_type="unified",method="PUT",model_name="tiny"'
+    assert f"sglang:http_requests_total{{{put}}} 0.0" in text
+    assert f'sglang:http_responses_total{{{put},status_code="503"}} 0.0' in text
 
 
 def test_metrics_have_a_head_and_the_counts_of_the_scheduler(worker: Worker) -> None:

@@ -35,8 +35,9 @@ SOON: dict[str, Any] = {"hedge_after_s": 0.02, "hedge_budget": 1.0}
 
 
 async def counts(c: Cluster, name: str) -> dict[str, float]:
-    """Values of a metric, by its label."""
-    return {line.split('"')[1]: float(line.split()[-1]) for line in await c.metrics() if line.startswith(name + "{")}
+    """Values of a metric that are not 0, by its label."""
+    lines = [line for line in await c.metrics() if line.startswith(name + "{") and not line.endswith(" 0.0")]
+    return {line.split('"')[1]: float(line.split()[-1]) for line in lines}
 
 
 async def hedges(c: Cluster) -> tuple[float, float, float]:

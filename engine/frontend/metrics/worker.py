@@ -30,6 +30,9 @@ TTFT_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 6, 8, 10, 2
 ITL_S = (0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.06, 0.08, 0.1, 0.2, 0.4, 0.8, 1, 2, 4, 8)  # fmt: skip
 E2E_S = (0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 6, 8, 10, 20, 40, 60, 80, 100, 200, 400, 600, 1200)
 
+# Labels that are known beforehand: their series begin at 0, for `rate()` does not see the event with which a series begins.
+FINISHES = ("stop", "length", "abort", "error", "moved")
+STATUSES = (200, 400, 499, 500, 503)
 STAGES = ("bootstrap_time", "queue_time", "prefill_time", "transfer_time", "decode_time")
 
 
@@ -52,6 +55,8 @@ class Metrics:
         self._rejected = self._one(Counter, "tandem_num_early_rejections", help)
         help = "requests that ended, by the reason"
         self._finished = self._family(Counter, "vllm:request_success", help, "finished_reason")
+        for reason in FINISHES:
+            self._finished.labels(*self._label_values, reason)
         self._http_requests = self._family(Counter, "sglang:http_requests", "HTTP requests", "endpoint", "method")
         help = "HTTP answers (499: the client went away)"
         self._http_responses = self._family(Counter, "sglang:http_responses", help, "endpoint", "method", "status_code")
@@ -76,6 +81,12 @@ class Metrics:
         help = "streams kept for clients whose connection breaks"
         self._one(Gauge, "tandem_kept_streams", help).set_function(lambda: len(streams))
         self._one(Gauge, "tandem_kept_stream_bytes", "bytes of these").set_function(lambda: streams.num_bytes)
+
+    def expect(self, endpoint: str, method: str) -> None:
+        """Count requests of an endpoint, and their answers, from 0."""
+        self._http_requests.labels(*self._label_values, endpoint, method)
+        for status in STATUSES:
+            self._http_responses.labels(*self._label_values, endpoint, method, str(status))
 
     def on_start(self, num_prompt_tokens: int) -> None:
         self._requests.inc()

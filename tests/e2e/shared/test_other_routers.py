@@ -1,4 +1,4 @@
-"""sglang-router (0.3.2, from PyPI) in the place of ours, in front of our workers."""
+"""Other projects' routers (from PyPI) in the place of ours, in front of our workers: the core cases that each has."""
 
 import asyncio
 import contextlib
@@ -20,32 +20,51 @@ from tests.e2e.workload import recall_body
 
 PROMPT = "k17 v42 k03 v91 k17"
 READY_S = 60.0
+# Module and flags of each router, by its name and what is behind it.
+SGLANG = ("sglang_router.launch_router", "--worker-startup-check-interval", "1", "--log-level", "warn")
+SMG = ("smg", "launch", "--worker-startup-check-interval", "1", "--log-level", "debug")
+VLLM = ("vllm_router.launch_router", "--worker-startup-check-interval", "1", "--log-level", "debug")
+PAIR = ("--pd-disaggregation", "--policy", "random")
+ROUTERS = {
+    "sglang-router, a pair": (*SGLANG, *PAIR),
+    "sglang-router": SGLANG,
+    "smg, a pair": (*SMG, *PAIR),
+    "smg": SMG,
+    "vllm-router": VLLM,
+    "vllm-router, a pair": (*VLLM, "--vllm-pd-disaggregation", "--policy", "random"),
+}
 
 
-@pytest.fixture(scope="module")
-def front(nixl: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with sglang_router(nixl, tmp_path_factory.mktemp("sglang") / "router.log") as url:
+@pytest.fixture(scope="module", params=ROUTERS)
+def front(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    behind: Cluster = request.getfixturevalue("nixl" if request.param.endswith("pair") else "unified")
+    with other_router(ROUTERS[request.param], behind, tmp_path_factory.mktemp("other") / "router.log") as url:
         yield url
 
 
 @contextlib.contextmanager
-def sglang_router(c: Cluster, log: Path) -> Iterator[str]:
+def other_router(command: tuple[str, ...], behind: Cluster, log: Path) -> Iterator[str]:
     port, prometheus = free_ports(2)
-    command = [sys.executable, "-m", "sglang_router.launch_router", "--pd-disaggregation", "--policy", "random"]
-    for worker in c.of("prefill"):
-        info = httpx.get(f"{worker.url}/server_info").json()
-        command += ["--prefill", worker.url, str(info["disaggregation_bootstrap_port"])]
-    for worker in c.of("decode"):
-        command += ["--decode", worker.url]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(prometheus)]
-    command += ["--worker-startup-check-interval", "1", "--log-level", "warn"]
-    process = start_process(command, log)
+    whole = [sys.executable, "-m", *command, *worker_flags(behind)]
+    whole += ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(prometheus)]
+    process = start_process(whole, log)
     url = f"http://127.0.0.1:{port}"
     try:
-        wait_until(lambda: _is_ready(url, process, log), within_s=READY_S, what="sglang-router ready")
+        wait_until(lambda: _is_ready(url, process, log), within_s=READY_S, what="the router ready")
         yield url
     finally:
         end_tree(process)
+
+
+def worker_flags(behind: Cluster) -> list[str]:
+    flags = []
+    for worker in behind.workers:
+        if worker.role == "prefill":
+            info = httpx.get(f"{worker.url}/server_info").json()
+            flags += ["--prefill", worker.url, str(info["disaggregation_bootstrap_port"])]
+        else:
+            flags += ["--decode" if worker.role == "decode" else "--worker-urls", worker.url]
+    return flags
 
 
 def _is_ready(url: str, process: Leader, log: Path) -> bool:
@@ -71,7 +90,7 @@ def client(front: str) -> Iterator[openai.OpenAI]:
 
 def test_chat_and_its_stream(client: openai.OpenAI) -> None:
     ask: dict[str, Any] = {
-        "model": "default",
+        "model": "recall",
         "messages": [{"role": "user", "content": PROMPT}],
         "temperature": 0,
         "max_tokens": 5,
@@ -84,7 +103,7 @@ def test_chat_and_its_stream(client: openai.OpenAI) -> None:
 
 
 def test_completions_and_their_stream(client: openai.OpenAI) -> None:
-    ask: dict[str, Any] = {"model": "default", "prompt": PROMPT, "temperature": 0, "max_tokens": 3}
+    ask: dict[str, Any] = {"model": "recall", "prompt": PROMPT, "temperature": 0, "max_tokens": 3}
     assert client.completions.create(**ask).choices[0].text.split() == ["v42", "k03", "v91"]
     streamed = "".join(e.choices[0].text for e in client.completions.create(**ask, stream=True))
     assert streamed.split() == ["v42", "k03", "v91"]
@@ -94,7 +113,7 @@ def test_completions_and_their_stream(client: openai.OpenAI) -> None:
 
 def test_two_samples(client: openai.OpenAI) -> None:
     """sglang-router gives chat a room a sample, and completions one room for both."""
-    ask: dict[str, Any] = {"model": "default", "temperature": 0, "n": 2, "max_tokens": 1}
+    ask: dict[str, Any] = {"model": "recall", "temperature": 0, "n": 2, "max_tokens": 1}
     chat = client.chat.completions.create(**ask, messages=[{"role": "user", "content": PROMPT}])
     assert [(c.message.content or "").strip() for c in chat.choices] == ["v42", "v42"]
     text = client.completions.create(**ask, prompt=PROMPT)
