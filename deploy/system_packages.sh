@@ -6,6 +6,7 @@
 #   python3-venv                    `python3 -m venv` on Debian's own Python
 # With the argument "tests" also what only those need:
 #   chromium                        shows the dashboard to them
+#   prometheus                      its promtool tries the alert rules; the server that comes with it is turned off
 #   gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user   C kernels of other CPUs than this one
 # With "--list" before it the script installs nothing: it prints the packages that are missing, on one line.
 set -euo pipefail
@@ -28,6 +29,7 @@ command -v gcc >/dev/null || command -v cc >/dev/null || missing+=(gcc)
 python3 -c 'import ensurepip' 2>/dev/null || missing+=(python3-venv)
 if [ "${1:-}" = tests ]; then
     [ -x /usr/bin/chromium ] || missing+=(chromium)
+    command -v promtool >/dev/null || missing+=(prometheus)
     command -v aarch64-linux-gnu-gcc >/dev/null || missing+=(gcc-aarch64-linux-gnu)
     [ -e /usr/aarch64-linux-gnu/include/stdlib.h ] || missing+=(libc6-dev-arm64-cross)
     command -v qemu-aarch64 >/dev/null || missing+=(qemu-user)
@@ -54,4 +56,6 @@ export DEBIAN_FRONTEND=noninteractive
 echo "installing system packages: ${missing[*]}"
 if ! { as_root apt-get update -qq && as_root $install -qq; }; then
     echo "tandem: could not install them; run: sudo $install" >&2
+elif [[ " ${missing[*]} " == *" prometheus "* ]] && command -v systemctl >/dev/null; then
+    as_root systemctl disable --now prometheus >/dev/null 2>&1 || true # Debian starts what it installs
 fi

@@ -18,7 +18,7 @@ class Machine:
     def __init__(self, folder: Path) -> None:
         self._bin = folder / "bin"
         self._bin.mkdir()
-        self._log = folder / "calls"
+        self.log = folder / "calls"
         self.stub("ldconfig", "true")
         self.stub("python3", f'exec {sys.executable} "$@"')
 
@@ -32,7 +32,7 @@ class Machine:
         self.stub("sudo", '[ "$1" = -n ] || exit 9; shift; SUDO=sudo- "$@"' if sudo else "exit 1")
 
     def apt_get(self, *, status: int = 0) -> None:
-        self.stub("apt-get", f'echo "${{SUDO:-}}apt-get $*" >> {self._log}; exit {status}')
+        self.stub("apt-get", f'echo "${{SUDO:-}}apt-get $*" >> {self.log}; exit {status}')
 
     def run(self, *args: str) -> str:
         """What it prints to stderr."""
@@ -42,7 +42,7 @@ class Machine:
         return done.stderr
 
     def calls(self) -> list[str]:
-        return self._log.read_text().splitlines() if self._log.exists() else []
+        return self.log.read_text().splitlines() if self.log.exists() else []
 
 
 @pytest.fixture
@@ -82,3 +82,20 @@ def test_an_installation_that_fails_is_said(machine: Machine):
     machine.user(0, sudo=False)
     machine.apt_get(status=100)
     assert "could not install" in machine.run()
+
+
+def test_the_server_that_comes_with_promtool_is_turned_off(machine: Machine):
+    machine.user(0, sudo=False)
+    machine.stub("systemctl", f'echo "systemctl $*" >> {machine.log}')
+    machine.run("tests")
+    _, install, *rest = machine.calls()
+    assert "prometheus" in install.split() and rest == ["systemctl disable --now prometheus"]
+
+
+@pytest.mark.parametrize("args", [(), ("tests",)], ids=["there is none", "it was there before"])
+def test_nothing_else_is_turned_off(machine: Machine, args: tuple[str, ...]):
+    machine.user(0, sudo=False)
+    machine.stub("promtool", "true")
+    machine.stub("systemctl", f'echo "systemctl $*" >> {machine.log}')
+    machine.run(*args)
+    assert not any(call.startswith("systemctl") for call in machine.calls())

@@ -73,6 +73,29 @@ _SPECS: dict[tuple[str, str], dict[str, Any]] = {
             ),
         },
     ),
+    ("monitoring.coreos.com/v1", "PrometheusRule"): _closed(
+        ["groups"],
+        groups={
+            "type": "array",
+            "minItems": 1,
+            "items": _closed(
+                ["name", "rules"],
+                name={"type": "string"},
+                rules={
+                    "type": "array",
+                    "minItems": 1,
+                    "items": _closed(
+                        ["alert", "expr"],
+                        alert={"type": "string", "pattern": "^[A-Z][A-Za-z]+$"},
+                        expr={"type": "string"},
+                        labels=_STRINGS,
+                        annotations=_STRINGS,
+                        **{"for": {"type": "string", "pattern": "^[0-9]+(s|m|h)$"}},
+                    ),
+                },
+            ),
+        },
+    ),
     ("keda.sh/v1alpha1", "ScaledObject"): _closed(
         ["scaleTargetRef", "triggers"],
         scaleTargetRef=_closed(

@@ -39,7 +39,17 @@ from tools.kubernetes.cluster_objects import (
     pods,
     selects,
 )
-from tools.kubernetes.render import KEYS, RENDERED, SOURCES, first_line, overlays, warnings_of
+from tools.kubernetes.render import (
+    KEYS,
+    OPERATOR_RULES,
+    RENDERED,
+    RULES,
+    SOURCES,
+    first_line,
+    operator_rules,
+    overlays,
+    warnings_of,
+)
 
 WORKER_GETS = {route.path for route in ROUTES if route.method == "GET"}
 OVERLAYS = overlays()
@@ -54,6 +64,10 @@ def test_what_is_tested_is_what_kustomize_builds_now() -> None:
         with (RENDERED / f"{name}.yaml").open() as lines:
             assert next(lines) == first_line(), f"{name}: run `make manifests`"
     assert sorted(path.stem for path in RENDERED.glob("*.yaml")) == OVERLAYS
+
+
+def test_the_operator_has_the_alerts_that_prometheus_has() -> None:
+    assert OPERATOR_RULES.read_text() == operator_rules(), "run `make manifests`"
 
 
 def test_every_overlay_of_the_plan_is_there() -> None:
@@ -439,6 +453,7 @@ def test_prometheus_scrapes_every_service(overlay: str) -> None:
         assert all(endpoint["port"] in [port["name"] for port in s["spec"]["ports"]] for s in services)
         assert endpoint["path"] in WORKER_GETS and worker_need_of(endpoint["path"]) is Access.NONE
     named(overlay, "ConfigMap", "tandem-dashboard")
+    assert named(overlay, "PrometheusRule", "tandem")["spec"] == yaml.safe_load(RULES.read_text())
 
 
 def test_groups_have_one_leader_that_prefills_and_workers_that_decode() -> None:

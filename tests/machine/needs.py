@@ -22,12 +22,14 @@ BROWSER = (
 )
 MOONCAKE = ("deploy", "e2e", "faults", "machine", "security", "transfer")
 OTHER_CPUS = ("kernels/test_other_cpus.py",)
+ALERTS = ("deploy/test_alert_rules.py",)
 # Which tests need a package. A package that is not here is needed by all.
 USERS = {
     "chromium": BROWSER,
     "libibverbs1": MOONCAKE,
     "libnuma1": MOONCAKE,
     "libcurl4": MOONCAKE,
+    "prometheus": ALERTS,
     "gcc-aarch64-linux-gnu": OTHER_CPUS,
     "libc6-dev-arm64-cross": OTHER_CPUS,
     "qemu-user": OTHER_CPUS,

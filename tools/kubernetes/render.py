@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ import yaml
 
 REPO = Path(__file__).parents[2]
 SOURCES = REPO / "deploy" / "kubernetes"
-DASHBOARD = REPO / "deploy" / "monitoring"
+MONITORING = REPO / "deploy" / "monitoring"
+RULES, OPERATOR_RULES = MONITORING / "alert-rules.yaml", MONITORING / "prometheus-rule.yaml"
 RENDERED = REPO / "tests" / "kubernetes" / "rendered"
 KEYS = ("cluster.secret", "api.keys", "admin.keys")
 
@@ -30,7 +32,7 @@ def overlays() -> list[str]:
 
 def digest_of_sources() -> str:
     """Of all that kustomize reads; the dashboard's contents are another test's business."""
-    files = [*SOURCES.rglob("*.yaml"), *DASHBOARD.glob("*.yaml")]
+    files = [*SOURCES.rglob("*.yaml"), *MONITORING.glob("*.yaml")]
     text = "\0".join(f"{path.relative_to(REPO)}\0{path.read_text()}" for path in sorted(files))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -39,7 +41,15 @@ def first_line() -> str:
     return f"# Built by `make manifests` from deploy/kubernetes, digest {digest_of_sources()}. Do not edit.\n"
 
 
+def operator_rules() -> str:
+    """Return the manifest with the plain rules in it: the Prometheus operator reads no file of rules, and Prometheus no manifest."""
+    head = {"apiVersion": "monitoring.coreos.com/v1", "kind": "PrometheusRule", "metadata": {"name": "tandem"}}
+    groups = textwrap.indent(RULES.read_text()[RULES.read_text().index("groups:") :], "  ")
+    return f"# Written by `make manifests` from {RULES.name}. Do not edit.\n{yaml.safe_dump(head)}spec:\n{groups}"
+
+
 def main() -> int:
+    OPERATOR_RULES.write_text(operator_rules())
     command = shlex.split(os.environ.get("KUSTOMIZE", "kubectl kustomize"))
     RENDERED.mkdir(exist_ok=True)
     for old in RENDERED.glob("*.yaml"):
@@ -89,7 +99,7 @@ def _pod_specs(found: Any) -> Iterator[Mapping[str, Any]]:
 def _copy(folder: Path) -> Path:
     """The tree as a user has it after make_secrets.sh, with sample keys and an empty dashboard."""
     shutil.copytree(SOURCES, folder / "kubernetes", ignore=shutil.ignore_patterns("secrets"))
-    shutil.copytree(DASHBOARD, folder / "monitoring")
+    shutil.copytree(MONITORING, folder / "monitoring")
     (folder / "monitoring" / "grafana-dashboard.json").write_text("{}\n")
     secrets = folder / "kubernetes" / "base" / "secrets"
     secrets.mkdir()

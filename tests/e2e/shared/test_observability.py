@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from deploy.commands.trace import fetch
@@ -21,11 +22,12 @@ from tests.e2e.cluster import Cluster, wait_until
 from tests.packages import ROOT
 
 DASHBOARD = ROOT / "deploy" / "monitoring" / "grafana-dashboard.json"
-METRIC = re.compile(r"\b(?:sglang:|vllm:|tandem_|smg_)[a-z0-9_:]+")
+RULES = ROOT / "deploy" / "monitoring" / "alert-rules.yaml"
+METRIC = re.compile(r"\b((?:sglang:|vllm:|tandem_|smg_)[a-z0-9_:]+)(?:\{([^}]*)\})?")
 GROUPED = re.compile(r"\b(?:by|without) \(([^)]*)\)")
-SELECTED = re.compile(r"\{([^}]*)\}")
-ADDED_BY_PROMETHEUS = {"instance", "job", "le"}
+ADDED_BY_PROMETHEUS = {"instance", "job", "le", "namespace"}
 CHUNK = 256  # of the fixture
+Exported = dict[str, dict[str, set[str]]]  # of each process: the names that it exports, each with its labels
 PROMPT = list(range(16, 16 + CHUNK)) * 2 + [40] * 60
 
 
@@ -57,10 +59,10 @@ async def _bootstrap_url(cluster: Cluster) -> str:
 
 
 @pytest.fixture(scope="module")
-def exported(nixl: Cluster) -> dict[str, dict[str, set[str]]]:
-    """Of each process: the names it exports, each with its labels (empty as long as nothing was counted)."""
+def exported(nixl: Cluster) -> Exported:
+    """Labels are empty as long as nothing was counted."""
 
-    async def scrape() -> dict[str, dict[str, set[str]]]:
+    async def scrape() -> Exported:
         await _served(nixl, request_id="before-the-scrape", stream=True)
         urls = {worker.role: worker.url for worker in nixl.workers}
         urls |= {"router": nixl.router, "bootstrap": await _bootstrap_url(nixl)}
@@ -89,17 +91,27 @@ def _expressions(dashboard: dict[str, Any]) -> Iterator[tuple[str, str]]:
             yield f"variable {variable['name']}", variable["query"]["query"]
 
 
-def test_every_panel_shows_what_is_exported(exported: dict[str, dict[str, set[str]]]) -> None:
+def assert_exported(exported: Exported, where: str, expression: str) -> None:
+    """That each metric of `expression` exists, with the labels that it asks for."""
     known = {name: labels for names in exported.values() for name, labels in names.items()}
+    found = METRIC.findall(expression)
+    assert found and not {metric for metric, _ in found} - known.keys(), (where, found)
+    grouped = {label.strip() for group in GROUPED.findall(expression) for label in group.split(",")}
+    for metric, selector in found:
+        asked = {re.split(r"[=!]", part)[0].strip() for part in selector.split(", ") if part}
+        labels = known[metric] | ADDED_BY_PROMETHEUS
+        assert not known[metric] or grouped | asked <= labels, (where, expression, labels)
+
+
+def test_every_alert_reads_what_is_exported(exported: Exported) -> None:
+    for rule in yaml.safe_load(RULES.read_text())["groups"][0]["rules"]:
+        assert_exported(exported, rule["alert"], rule["expr"])
+
+
+def test_every_panel_shows_what_is_exported(exported: Exported) -> None:
     dashboard = json.loads(DASHBOARD.read_text())
     for title, expression in _expressions(dashboard):
-        metrics = METRIC.findall(expression)
-        assert metrics and not set(metrics) - known.keys(), (title, set(metrics) - known.keys())
-        asked = {label.strip() for group in GROUPED.findall(expression) for label in group.split(",")}
-        asked |= {re.split(r"[=!]", part)[0].strip() for s in SELECTED.findall(expression) for part in s.split(", ")}
-        counted = [known[metric] for metric in metrics if known[metric]]
-        for labels in counted:
-            assert asked <= labels | ADDED_BY_PROMETHEUS, (title, expression, labels)
+        assert_exported(exported, title, expression)
         assert expression.count("(") == expression.count(")") and expression.count("{") == expression.count("}"), title
     panels = [panel for panel in dashboard["panels"] if panel["type"] != "row"]
     assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
@@ -124,7 +136,7 @@ ROUTER = """smg_http_requests_total smg_http_responses_total smg_http_request_du
     smg_worker_requests_active smg_worker_pool_size"""
 
 
-def test_the_names_that_users_of_other_servers_know(exported: dict[str, dict[str, set[str]]]) -> None:
+def test_the_names_that_users_of_other_servers_know(exported: Exported) -> None:
     """What dashboards, autoscalers and the Gateway API's inference extension ask for."""
     for role, names in (("prefill", f"{WORKERS} {PREFILL}"), ("decode", f"{WORKERS} {DECODE}")):
         wanted = {f"sglang:{name}" for name in names.split()} | {f"vllm:{name}" for name in VLLM.split()}
@@ -134,7 +146,7 @@ def test_the_names_that_users_of_other_servers_know(exported: dict[str, dict[str
     assert {"tandem_bootstrap_workers", "tandem_bootstrap_calls_total"} <= exported["bootstrap"].keys()
 
 
-def test_the_documented_names_are_the_exported_ones(exported: dict[str, dict[str, set[str]]]) -> None:
+def test_the_documented_names_are_the_exported_ones(exported: Exported) -> None:
     text = (ROOT / "docs" / "observability.md").read_text()
     known = {name for names in exported.values() for name in names}
     families = {re.sub(r"_(total|bucket|sum|count)$", "", name) for name in known}
