@@ -5,6 +5,7 @@ import contextlib
 import random
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,27 +20,43 @@ from tests.e2e.leaders import Leader, start_process
 from tests.e2e.workload import recall_body
 
 PROMPT = "k17 v42 k03 v91 k17"
+CHAT: dict[str, Any] = {"model": "recall", "messages": [{"role": "user", "content": PROMPT}], "temperature": 0}
 READY_S = 60.0
-# Module and flags of each router, by its name and what is behind it.
-SGLANG = ("sglang_router.launch_router", "--worker-startup-check-interval", "1", "--log-level", "warn")
-SMG = ("smg", "launch", "--worker-startup-check-interval", "1", "--log-level", "debug")
-VLLM = ("vllm_router.launch_router", "--worker-startup-check-interval", "1", "--log-level", "debug")
 PAIR = ("--pd-disaggregation", "--policy", "random")
-ROUTERS = {
-    "sglang-router, a pair": (*SGLANG, *PAIR),
+SGLANG = ("sglang_router.launch_router", "--worker-startup-check-interval", "1", "--log-level", "warn")
+SMG = ("smg", "launch", "--worker-startup-check-interval", "1", "--log-level", "warn")
+VLLM = ("vllm_router.launch_router", "--worker-startup-check-interval", "1", "--log-level", "warning")
+ROUTERS = {  # modules and flags
+    "sglang-router, pair": (*SGLANG, *PAIR),
     "sglang-router": SGLANG,
-    "smg, a pair": (*SMG, *PAIR),
+    "smg, pair": (*SMG, *PAIR),
     "smg": SMG,
-    "vllm-router": VLLM,
-    "vllm-router, a pair": (*VLLM, "--vllm-pd-disaggregation", "--policy", "random"),
+    "vllm-router": (*VLLM, "--policy", "cache_aware"),
+    "vllm-router, pair": (*VLLM, "--vllm-pd-disaggregation", "--policy", "random"),
 }
+PAIRS = ("sglang-router, pair", "smg, pair")
+SERVING = (*PAIRS, "sglang-router", "smg", "vllm-router")  # vLLM's pairs share KV in vLLM's way
 
 
-@pytest.fixture(scope="module", params=ROUTERS)
-def front(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    behind: Cluster = request.getfixturevalue("nixl" if request.param.endswith("pair") else "unified")
-    with other_router(ROUTERS[request.param], behind, tmp_path_factory.mktemp("other") / "router.log") as url:
-        yield url
+def before(*names: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("front", names, indirect=True)
+
+
+@dataclass(frozen=True)
+class Front:
+    """A router before the workers of `behind`."""
+
+    name: str
+    url: str
+    behind: Cluster
+
+
+@pytest.fixture(scope="module")
+def front(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
+    name: str = request.param
+    behind: Cluster = request.getfixturevalue("nixl" if name.endswith("pair") else "unified")
+    with other_router(ROUTERS[name], behind, tmp_path_factory.mktemp("other") / "router.log") as url:
+        yield Front(name, url, behind)
 
 
 @contextlib.contextmanager
@@ -53,6 +70,7 @@ def other_router(command: tuple[str, ...], behind: Cluster, log: Path) -> Iterat
         wait_until(lambda: _is_ready(url, process, log), within_s=READY_S, what="the router ready")
         yield url
     finally:
+        process.kill()  # they drain for seconds, with nothing to lose
         end_tree(process)
 
 
@@ -76,32 +94,39 @@ def _is_ready(url: str, process: Leader, log: Path) -> bool:
 
 
 @pytest.fixture(autouse=True)
-def all_back(nixl: Cluster) -> Iterator[None]:
+def all_back(front: Front) -> Iterator[None]:
     """After each test: every page, row and room."""
     yield
-    asyncio.run(assert_all_back(nixl))
+    asyncio.run(assert_all_back(front.behind))
 
 
 @pytest.fixture
-def client(front: str) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{front}/v1", api_key="any", max_retries=0, timeout=60) as api:
+def client(front: Front) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{front.url}/v1", api_key="any", max_retries=0, timeout=60) as api:
         yield api
 
 
+@before(*SERVING)
 def test_chat_and_its_stream(client: openai.OpenAI) -> None:
-    ask: dict[str, Any] = {
-        "model": "recall",
-        "messages": [{"role": "user", "content": PROMPT}],
-        "temperature": 0,
-        "max_tokens": 5,
-    }
-    answer = client.chat.completions.create(**ask)
+    answer = client.chat.completions.create(**CHAT, max_tokens=5)
     assert (answer.choices[0].message.content or "").strip() == "v42" and answer.choices[0].finish_reason == "stop"
-    events = list(client.chat.completions.create(**ask, stream=True, stream_options={"include_usage": True}))
+    events = list(
+        client.chat.completions.create(**CHAT, max_tokens=5, stream=True, stream_options={"include_usage": True})
+    )
     text = "".join(e.choices[0].delta.content or "" for e in events if e.choices)
     assert text.strip() == "v42" and events[-1].usage is not None and events[-1].usage.completion_tokens == 2
 
 
+@before(*SERVING)
+def test_a_client_that_leaves_ends_its_request(client: openai.OpenAI) -> None:
+    """`all_back` waits until the workers have its memory again."""
+    with client.completions.create(
+        model="recall", prompt=PROMPT, max_tokens=20_000, stream=True, extra_body={"ignore_eos": True}
+    ) as stream:
+        assert next(iter(stream)).choices[0].text.strip() == "v42"
+
+
+@before(*SERVING)
 def test_completions_and_their_stream(client: openai.OpenAI) -> None:
     ask: dict[str, Any] = {"model": "recall", "prompt": PROMPT, "temperature": 0, "max_tokens": 3}
     assert client.completions.create(**ask).choices[0].text.split() == ["v42", "k03", "v91"]
@@ -111,52 +136,108 @@ def test_completions_and_their_stream(client: openai.OpenAI) -> None:
     assert [c.text.split() for c in batch.choices] == [["v42"], ["v02"]]
 
 
+@before(*SERVING)
 def test_two_samples(client: openai.OpenAI) -> None:
-    """sglang-router gives chat a room a sample, and completions one room for both."""
-    ask: dict[str, Any] = {"model": "recall", "temperature": 0, "n": 2, "max_tokens": 1}
-    chat = client.chat.completions.create(**ask, messages=[{"role": "user", "content": PROMPT}])
+    """Routers of a pair give chat a room a sample, and completions one room for both."""
+    ask: dict[str, Any] = {"n": 2, "max_tokens": 1}
+    chat = client.chat.completions.create(**CHAT, **ask)
     assert [(c.message.content or "").strip() for c in chat.choices] == ["v42", "v42"]
-    text = client.completions.create(**ask, prompt=PROMPT)
+    text = client.completions.create(model="recall", temperature=0, prompt=PROMPT, **ask)
     assert [c.text.strip() for c in text.choices] == ["v42", "v42"]
 
 
+@before(*SERVING)
+def test_logprobs_and_a_constraint(client: openai.OpenAI) -> None:
+    likely = client.chat.completions.create(**CHAT, max_tokens=1, logprobs=True, top_logprobs=2).choices[0].logprobs
+    assert likely is not None and likely.content is not None and len(likely.content[0].top_logprobs) == 2
+    answer = client.chat.completions.create(**CHAT, max_tokens=1, extra_body={"regex": " v0[12]"})
+    assert answer.choices[0].message.content in (" v01", " v02")
+
+
+@before("smg, pair", "smg", "vllm-router")
+def test_responses_and_messages(front: Front, client: openai.OpenAI) -> None:
+    answer = client.responses.create(model="recall", input=PROMPT, temperature=0, max_output_tokens=5, store=False)
+    assert answer.output_text.strip() == "v42"
+    body = {"model": "recall", "messages": CHAT["messages"], "max_tokens": 5, "temperature": 0}
+    message = httpx.post(f"{front.url}/v1/messages", json=body, timeout=60).json()
+    assert [block["text"].strip() for block in message["content"]] == ["v42"]
+
+
+@before("vllm-router")
+def test_tokens_of_chats(front: Front, client: openai.OpenAI) -> None:
+    """vllm-router asks for them itself, to find the worker that caches the beginning of a chat."""
+    asked = num_rendered(front)
+    client.chat.completions.create(**CHAT, max_tokens=1)
+    assert num_rendered(front) == asked + 1
+    body = {"model": "recall", "messages": CHAT["messages"]}
+    rendered, counted = (
+        httpx.post(f"{front.url}{path}", json=body).json() for path in ("/v1/chat/completions/render", "/tokenize")
+    )
+    assert rendered["token_ids"] == counted["tokens"] and counted["count"] == 8
+
+
+def num_rendered(front: Front) -> float:
+    lines = httpx.get(f"{front.behind.router}/metrics").text.splitlines()
+    good = [line for line in lines if "http_responses_total" in line and "/render" in line and '"200"' in line]
+    return sum(float(line.rpartition(" ")[2]) for line in good)
+
+
+@before(*SERVING)
 @pytest.mark.parametrize("stream", [False, True])
-async def test_native_requests_side_by_side_recall_exactly(front: str, stream: bool) -> None:
+async def test_native_requests_side_by_side_recall_exactly(front: Front, stream: bool) -> None:
     rng = random.Random(11)
     drawn = [recall_body(rng, rng.randint(5, 250), max_new_tokens=4) for _ in range(24)]
-    answers = await generate_all(front, [{**body, "stream": stream} for body, _ in drawn])
+    answers = await generate_all(front.url, [{**body, "stream": stream} for body, _ in drawn])
     assert [a["output_ids"] for a in answers] == [wanted for _, wanted in drawn]
 
 
-def test_native_batches_and_samples(front: str) -> None:
+@before(*PAIRS, "sglang-router", "smg")
+def test_native_batches_and_samples(front: Front) -> None:
     rng = random.Random(12)
     (one, first), (two, second) = (recall_body(rng, 20, max_new_tokens=3) for _ in range(2))
     sampling = one["sampling_params"]
     body = {"input_ids": [one["input_ids"], two["input_ids"]], "sampling_params": sampling}
-    assert [a["output_ids"] for a in _post(front, body)] == [first, second]
+    assert [a["output_ids"] for a in generate(front, body)] == [first, second]
     samples = {"input_ids": one["input_ids"], "sampling_params": {**sampling, "n": 2}}
-    assert [a["output_ids"] for a in _post(front, samples)] == [first, first]
+    assert [a["output_ids"] for a in generate(front, samples)] == [first, first]
 
 
-def test_native_input_logprobs_are_merged(front: str) -> None:
+@before(*PAIRS, "sglang-router", "smg")
+def test_native_input_logprobs_are_merged(front: Front) -> None:
     body = {"text": PROMPT, "sampling_params": {"temperature": 0, "max_new_tokens": 2}, "return_logprob": True}
-    answer = _post(front, {**body, "logprob_start_len": 0})
+    answer = generate(front, {**body, "logprob_start_len": 0})
     logprobs = answer["meta_info"]["input_token_logprobs"]
     assert len(logprobs) == answer["meta_info"]["prompt_tokens"] and logprobs[0][0] is None
 
 
-def test_errors_keep_their_message(front: str) -> None:
-    answer = httpx.post(f"{front}/generate", json={"text": PROMPT, "sampling_params": {"temperature": -1}})
+def generate(front: Front, body: dict[str, Any]) -> Any:
+    response = httpx.post(f"{front.url}/generate", json=body, timeout=60)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+@before(*SERVING)
+def test_errors_keep_their_message(front: Front) -> None:
+    answer = httpx.post(f"{front.url}/generate", json={"text": PROMPT, "sampling_params": {"temperature": -1}})
     assert answer.status_code == 400 and "temperature" in answer.text
 
 
-def test_it_knows_our_workers(front: str) -> None:
-    workers = httpx.get(f"{front}/workers").json()["workers"]
-    assert sorted(w["worker_type"] for w in workers) == ["decode", "prefill"] and all(w["is_healthy"] for w in workers)
-    assert httpx.get(f"{front}/health_generate").status_code == 200
+@before(*PAIRS, "sglang-router", "smg")
+def test_it_knows_our_workers(front: Front) -> None:
+    workers = httpx.get(f"{front.url}/workers").json()["workers"]
+    wanted = ["regular" if worker.role == "unified" else worker.role for worker in front.behind.workers]
+    assert sorted(w["worker_type"] for w in workers) == sorted(wanted) and all(w["is_healthy"] for w in workers)
 
 
-def _post(url: str, body: dict[str, Any]) -> Any:
-    response = httpx.post(f"{url}/generate", json=body, timeout=60)
-    assert response.status_code == 200, response.text
-    return response.json()
+@before("smg, pair", "smg")
+def test_smg_takes_our_workers_for_sglang_s_and_reads_their_load(front: Front) -> None:
+    workers = httpx.get(f"{front.url}/workers").json()["workers"]
+    assert {worker["runtime_type"] for worker in workers} == {"sglang"}
+    for load in httpx.get(f"{front.url}/get_loads").json()["loads"]:
+        assert load["max_total_num_tokens"] == 65536 and load["max_running_requests"] == 64
+
+
+@before("vllm-router, pair")
+def test_pairs_of_vllm_s_kind_are_refused_with_the_remedy(front: Front) -> None:
+    answer = httpx.post(f"{front.url}/v1/chat/completions", json=CHAT)
+    assert answer.status_code == 400 and "kv_transfer_params: " in answer.text and "tandem router" in answer.text

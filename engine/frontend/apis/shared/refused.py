@@ -32,7 +32,9 @@ REQUEST = {
     "ec_transfer_params": Unserved("leave it out; tandem router pairs workers"),
     "input_embeds": Unserved(TEXT_ONLY),
     "input_ids": Unserved("send token ids to /v1/completions or /generate"),
-    "kv_transfer_params": Unserved("leave it out; tandem router pairs workers"),
+    "kv_transfer_params": Unserved(
+        "leave it out: tandem router, sglang-router and smg pair these workers, vllm-router does not"
+    ),
     "logprob_token_ids": Unserved("ask /generate, which has token_ids_logprob"),
     "mm_processor_kwargs": Unserved(TEXT_ONLY),
     "prompt_embeds": Unserved(TEXT_ONLY),
