@@ -302,8 +302,8 @@ def _of_prefixes(prefixes: PrefixHeaders) -> Iterator[Metric]:
 def _of_encoders(encoders: EncoderHeaders) -> Metric:
     text = "Images of requests, by the encoder worker that was named for them: their owner, the least loaded, or none"
     images = CounterMetricFamily("tandem_router_images", text, labels=["encoder"])
-    for which, count in sorted(encoders.num_images.items()):
-        images.add_metric([which], count)
+    for which in ("least_loaded", "none", "owner"):
+        images.add_metric([which], encoders.num_images[which])
     return images
 
 

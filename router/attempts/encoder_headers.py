@@ -27,7 +27,7 @@ class EncoderHeaders:
     encoders: Encoders
     table: WorkerTable
     secret: bytes | None
-    num_images: Counter[str] = field(default_factory=lambda: Counter(owner=0, least_loaded=0, none=0))
+    num_images: Counter[str] = field(default_factory=Counter)
 
     def named_in(self, headers: Mapping[str, str], images: Sequence[str], compute: Worker, *, now_s: float) -> Encoding:
         """Name an encoder worker for each of `images` (digests, in order of appearance) to `compute`.
