@@ -118,12 +118,14 @@ def test_chat_and_its_stream(client: openai.OpenAI) -> None:
 
 
 @before(*SERVING)
-def test_a_client_that_leaves_ends_its_request(client: openai.OpenAI) -> None:
-    """`all_back` waits until the workers have its memory again."""
-    with client.completions.create(
-        model="recall", prompt=PROMPT, max_tokens=20_000, stream=True, extra_body={"ignore_eos": True}
-    ) as stream:
-        assert next(iter(stream)).choices[0].text.strip() == "v42"
+def test_a_client_that_leaves_ends_its_request(front: Front, client: openai.OpenAI) -> None:
+    aborted = total(front, "sglang:num_aborted_requests_total")
+    endless: dict[str, Any] = {"max_tokens": 20_000, "temperature": 0, "extra_body": {"ignore_eos": True}}
+    with client.completions.create(model="recall", prompt=PROMPT, stream=True, **endless) as stream:
+        assert next(iter(stream)).choices[0].text.split()[0] == "v42"
+    wait_until(
+        lambda: total(front, "sglang:num_aborted_requests_total") > aborted, within_s=READY_S, what="the request ended"
+    )
 
 
 @before(*SERVING)
@@ -166,20 +168,22 @@ def test_responses_and_messages(front: Front, client: openai.OpenAI) -> None:
 @before("vllm-router")
 def test_tokens_of_chats(front: Front, client: openai.OpenAI) -> None:
     """vllm-router asks for them itself, to find the worker that caches the beginning of a chat."""
-    asked = num_rendered(front)
+    rendered = ("sglang:http_responses_total", "/v1/chat/completions/render", '"200"')
+    before_it = total(front, *rendered)
     client.chat.completions.create(**CHAT, max_tokens=1)
-    assert num_rendered(front) == asked + 1
+    assert total(front, *rendered) == before_it + 1
     body = {"model": "recall", "messages": CHAT["messages"]}
-    rendered, counted = (
+    shown, counted = (
         httpx.post(f"{front.url}{path}", json=body).json() for path in ("/v1/chat/completions/render", "/tokenize")
     )
-    assert rendered["token_ids"] == counted["tokens"] and counted["count"] == 8
+    assert shown["token_ids"] == counted["tokens"] and counted["count"] == 8
 
 
-def num_rendered(front: Front) -> float:
-    lines = httpx.get(f"{front.behind.router}/metrics").text.splitlines()
-    good = [line for line in lines if "http_responses_total" in line and "/render" in line and '"200"' in line]
-    return sum(float(line.rpartition(" ")[2]) for line in good)
+def total(front: Front, name: str, *having: str) -> float:
+    """A counter's sum over the workers and the series that have these words in their labels."""
+    texts = [httpx.get(f"{worker.url}/metrics").text for worker in front.behind.workers]
+    lines = [line for text in texts for line in text.splitlines() if line.startswith(name + "{")]
+    return sum(float(line.rpartition(" ")[2]) for line in lines if all(word in line for word in having))
 
 
 @before(*SERVING)
