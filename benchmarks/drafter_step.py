@@ -44,7 +44,7 @@ class Chosen:
 def seconds(path: str, *, batch: int, context: int, rounds: int, drafts: bool, **flags: Any) -> dict[str, float]:
     """Median CPU seconds of each kind of step: "plain", "verify", "draft"."""
     config = EngineConfig(model_path=path, max_total_tokens=batch * (context + 400), num_threads=1, **flags)
-    parts = build_engine(config, load_model_config(path), tail_texts=lambda ids, skip: (), progress=False)
+    parts = build_engine(config, load_model_config(path), progress=False)
     scheduler, executor = parts.scheduler, parts.executor
     if scheduler.drafting is not None and scheduler.drafting.passes:
         scheduler.drafting.costs = Chosen(0.5 if drafts else 2.0)

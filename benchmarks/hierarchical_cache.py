@@ -48,9 +48,7 @@ class Engine:
             hicache_storage_prefetch_policy="wait_complete",
         )
         self._ended = threading.Event()
-        self.parts: EngineParts = build_engine(
-            config, model, tail_texts=lambda ids, skip: (), progress=False, wakeup=self._ended.set
-        )
+        self.parts: EngineParts = build_engine(config, model, progress=False, wakeup=self._ended.set)
         self._count = 0
 
     def ttft_s(self, prompt: list[int]) -> tuple[float, list[int]]:

@@ -65,9 +65,7 @@ class Worker:
     def __init__(self, **flags: Any) -> None:
         path = str(smollm2_file())
         config = EngineConfig(model_path=path, max_total_tokens=32768, num_threads=1, max_step_time_s=0.0, **flags)
-        self.parts: EngineParts = build_engine(
-            config, load_model_config(path), tail_texts=lambda ids, skip: (), progress=False
-        )
+        self.parts: EngineParts = build_engine(config, load_model_config(path), progress=False)
 
     def decode(self, prompts: Sequence[list[int]], sampling: Sequence[SamplingParams]) -> Decoded:
         """Answer all at once; steps with a part of a prompt do not count."""

@@ -83,7 +83,7 @@ class Run:
             ratio=reserve.ratio(),
             growth=reserve.growth() if reserve.growth is not None else None,
         )
-        self.scheduler = Scheduler(state, tail_texts=lambda ids, skip: ())
+        self.scheduler = Scheduler(state)
         self._samples = {f"r{i}": s for i, s in enumerate(samples)}
         self._prealloc = deque(self._request(rid, s) for rid, s in self._samples.items())
         for request in self._prealloc:

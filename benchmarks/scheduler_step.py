@@ -227,7 +227,7 @@ def _scheduler(running: int, *, policy: str) -> Scheduler:
     )
     memory = Memory(allocator=allocator, cache=RadixCache(allocator))
     state = SchedulerState(limits=limits, memory=memory)
-    return Scheduler(state, tail_texts=lambda ids, skip: ())
+    return Scheduler(state)
 
 
 def _request(rid: str, prompt: list[int]) -> Request:

@@ -108,7 +108,7 @@ def measure(model: str, *, device: str, batches: Sequence[int], steps: int) -> l
             max_running_requests=max(batches),
             disable_radix_cache=True,
         )
-        parts = build_engine(config, load_model_config(model), tail_texts=lambda ids, skip: (), progress=False)
+        parts = build_engine(config, load_model_config(model), progress=False)
         try:
             timed = TimedRunner(parts.pool.device)
             parts.device.executor.runner = timed.around(parts.device.executor.runner)

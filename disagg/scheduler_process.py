@@ -40,7 +40,7 @@ from engine.lora.names import named_paths
 from engine.messages import KVSource, SchedulerReady
 from engine.model_files.model_config import ModelConfig, load_model_config
 from engine.parallel.meeting import LOST_S
-from engine.text.incremental import no_texts, tail_texts
+from engine.text.stop_search import MakeStops, no_stops, stops_of
 from engine.text.tokenizer import Tokenizer, load_tokenizer
 from service.flags import ConfigError
 from service.process.collector import no_collections, spare_what_lives
@@ -111,8 +111,6 @@ def _serve(
     parts = build_engine(
         spec.engine,
         model,
-        tail_texts=no_texts if tokenizer is None else partial(tail_texts, tokenizer),
-        num_token_ids=None if tokenizer is None else tokenizer.num_ids,
         use=_engine_use(spec.disagg, protocol, pp_size=spec.engine.pp_size),
         wakeup=ports.call_attention,
         progress=spec.progress,
@@ -129,7 +127,14 @@ def _serve(
         executor=parts.executor,
         role=role,
         ports=ports,
-        services=_services(spec, parts, adapters=adapters, grammars=grammars, publisher=publisher),
+        services=_services(
+            spec,
+            parts,
+            adapters=adapters,
+            grammars=grammars,
+            stops=no_stops if tokenizer is None else partial(stops_of, tokenizer),
+            publisher=publisher,
+        ),
         turns=turns,
         settings=_loop_settings(parts, spec.disagg),
         clock=time.monotonic,
@@ -242,6 +247,7 @@ def _services(
     *,
     adapters: AdapterControl,
     grammars: GrammarQueue,
+    stops: MakeStops,
     publisher: ZmqPublisher | None,
 ) -> LoopServices:
     from engine.executor.lane_executor import LaneExecutor
@@ -260,6 +266,7 @@ def _services(
         memory=parts.memory,
         profiler=profiler if parts.group is None else GroupProfiler(profiler, parts.group.followers),
         grammars=grammars,
+        stops=stops,
         adapters=adapters,
         disk=parts.disk,
         events=publisher,

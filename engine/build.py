@@ -11,7 +11,6 @@ import torch
 
 from engine.config import EngineConfig
 from engine.core.backups import NOTHING
-from engine.core.finish import TailTexts
 from engine.core.scheduler import Scheduler
 from engine.core.usable_prefixes import PrefixEvents
 from engine.core_parts import build_memory, build_scheduler
@@ -112,8 +111,6 @@ def build_engine(
     config: EngineConfig,
     model_config: ModelConfig,
     *,
-    tail_texts: TailTexts,
-    num_token_ids: int | None = None,
     use: EngineUse = UNIFIED,
     wakeup: Callable[[], None] = lambda: None,
     progress: bool,
@@ -126,7 +123,6 @@ def build_engine(
     """Load the model and allocate its memory. Raises ConfigError.
 
     `group`: of a leader, whose followers build their parts at the same time (engine/ranks/build.py).
-    `num_token_ids`: ids that the tokenizer knows; a model may have meaningless rows beyond them. None: all have a meaning.
     `wakeup` is called in a thread when files of the hierarchical cache have been read or written.
     `capture`: records decode graphs in place of CUDA. `gauge`: measures memory in place of CUDA. `host`: the machine's
     memory, which a CPU's engine shares.
@@ -301,8 +297,6 @@ def build_engine(
             kv_memory,
             use,
             backup_room=room,
-            tail_texts=tail_texts,
-            num_token_ids=num_token_ids,
             split_rule=None if halves is None else halves.rule,
         ),
         halves=halves,

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 from engine.config import EngineConfig
 from engine.core.backups import CopySize
-from engine.core.finish import TailTexts
 from engine.core.growth import MeasuredGrowth
 from engine.core.host_cache import HostCache
 from engine.core.image_cache import ImageCache
@@ -64,19 +63,16 @@ def build_scheduler(
     use: EngineUse,
     *,
     backup_room: CopySize,
-    tail_texts: TailTexts,
-    num_token_ids: int | None,
     split_rule: SplitRule | None = None,
 ) -> Scheduler:
-    """`backup_room`: for copies of retracted requests. `num_token_ids`: None: all ids of the model have a meaning. `split_rule`: None:
-    no step is computed in halves."""
+    """`backup_room`: for copies of retracted requests. `split_rule`: None: no step is computed in halves."""
     own_limits = limits(config) if memory.states is None else cut_on_grid(limits(config), memory.states.grid)
     state = SchedulerState(
         limits=replace(
             own_limits,
             reserve_floor=use.reserve_floor,
             resume_elsewhere=use.retracted_kv == "prefill",
-            vocab_size=min(model.vocab_size, num_token_ids or model.vocab_size),
+            vocab_size=model.vocab_size,
         ),
         memory=memory,
         ratio=NewTokenRatio(ratio_rule(config)),
@@ -85,7 +81,6 @@ def build_scheduler(
     )
     return Scheduler(
         state,
-        tail_texts=tail_texts,
         uniform=random.Random(config.random_seed).random,
         step_budget=step_budget(config, model, part_tokens=own_limits.part_tokens),
         drafting=drafting_of(config, decodes=use.decodes),

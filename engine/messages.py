@@ -260,7 +260,8 @@ class FinishReason(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """The reason for which a request ended. `kind`: "stop" | "length" | "abort" | "moved" (another worker goes on with it).
 
     `matched`: the stop token id, stop string or pattern (`regex`). `status`: HTTP status of an error; 0: aborted by the user.
-    `field`: of the request's body, where the error is about one.
+    `field`: of the request's body, where the error is about one. `own`: of an error that is the request's own, as far as its worker
+    knows: others are served. `trim`: characters at the end of the client's text that a stop string or regex takes away.
     """
 
     kind: str
@@ -268,7 +269,8 @@ class FinishReason(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     message: str = ""
     status: int = 0
     field: str = ""
-    regex: bool = False
+    own: bool = False
+    trim: int = 0
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):

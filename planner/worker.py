@@ -219,6 +219,5 @@ def _scheduler(spec: WorkerSpec) -> Scheduler:
     drafts = spec.speculation is not None and spec.role != "prefill"
     return Scheduler(
         state,
-        tail_texts=lambda ids, skip: (),
         drafting=spec.speculation.drafting() if spec.speculation is not None and drafts else None,
     )

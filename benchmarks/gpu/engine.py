@@ -79,7 +79,6 @@ def make_engine(target: Target, shape: Shape, *, context: int, load: Any = rando
     return build_engine(
         config,
         shape.config(context=context),
-        tail_texts=lambda ids, skip: (),
         progress=False,
         capture=capture,
         load=load,

@@ -78,7 +78,6 @@ def _tokens(path: str, **flags: Any) -> dict[str, list[int]]:
     parts = build_engine(
         config,
         load_model_config(path),
-        tail_texts=lambda ids, skip: (),
         progress=False,
         capture=EagerCapture if eager else None,
     )

@@ -92,7 +92,6 @@ def _engine(target: Target, **flags: Any) -> EngineParts:
     return build_engine(
         config,
         load_model_config(DEFAULT_MODEL_PATH),
-        tail_texts=lambda ids, skip: (),
         progress=False,
         capture=None,
     )

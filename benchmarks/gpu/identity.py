@@ -62,7 +62,6 @@ def _tokens(target: Target, path: str, prompts: list[list[int]], **flags: Any) -
     parts = build_engine(
         config,
         load_model_config(path),
-        tail_texts=lambda ids, skip: (),
         progress=False,
         capture=EagerCapture if eager else None,
     )

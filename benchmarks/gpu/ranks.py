@@ -185,7 +185,7 @@ def _lead(prompts: list[list[int]], flags: Mapping[str, Any], gpus: list[str]) -
     )
     model = load_model_config(WIDE_MODEL_PATH)
     with started_group(spec, model, mooncake_protocol=None) as group:
-        parts = build_engine(config, model, tail_texts=lambda ids, skip: (), progress=False, group=group)
+        parts = build_engine(config, model, progress=False, group=group)
         run = Run(parts, depth=parts.depth)
         for i, prompt in enumerate(prompts):
             run.add(str(i), prompt=prompt, new_tokens=NEW_TOKENS)

@@ -215,9 +215,7 @@ class Drafting:
         return drafts.draft
 
     def _can_draft(self, request: Request) -> bool:
-        sampling = request.sampling
-        ends_late = sampling.min_new_tokens > 0 and (sampling.stop or sampling.stop_regex)  # engine/loop/stream_gate.py
-        return not ends_late and (self._counts or not sampling.penalized)
+        return self._counts or not request.sampling.penalized
 
     def _guess(self, request: Request) -> Draft:
         grammar = request.grammar

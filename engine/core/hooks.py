@@ -1,7 +1,9 @@
-"""What a request brings along, compiled outside: its grammar and its stop patterns, as the scheduler uses them."""
+"""What a request brings along, made outside: its grammar and the search for its stops, as the scheduler uses them."""
 
 from collections.abc import Sequence
 from typing import Protocol
+
+from engine.messages import FinishReason
 
 
 class Grammar(Protocol):
@@ -29,11 +31,8 @@ class Grammar(Protocol):
         """Return a copy that advances by itself."""
 
 
-class StopPattern(Protocol):
-    """A stop regex (engine/text/stop_regex.py). `reach`: longest match, in characters; longer ones may be missed."""
+class Stops(Protocol):
+    """The search for a request's stop strings and regexes in its text (engine/text/stop_search.py)."""
 
-    pattern: str
-    reach: int
-
-    def found(self, text: str, start: int) -> bool:
-        """Whether a match begins at `start` or later; text before it is context."""
+    def look(self, output_ids: Sequence[int]) -> FinishReason | None:
+        """Return the stop that ends in the text of the last token. `output_ids`: all so far; those since the last call are read."""

@@ -12,7 +12,7 @@ Token positions of a request, page by page (page_size 4, prompt of 6, two tokens
 from dataclasses import dataclass, field
 
 from engine.core.drafts import Drafts
-from engine.core.hooks import Grammar, StopPattern
+from engine.core.hooks import Grammar, Stops
 from engine.core.lanes import Lane
 from engine.core.radix_node import TRUNK, Branch, Node
 from engine.core.times import Times
@@ -82,7 +82,7 @@ class Request:
     adapter: int = 0  # number of the adapter's load (engine/core/adapters.py); 0: the model alone
     namespace: tuple[str, ...] = ()  # of the prefix cache: it shares KV with requests of the same one
     request_id: str = ""  # of the HTTP request, for log lines
-    stop_patterns: tuple[StopPattern, ...] = ()  # compiled `sampling.stop_regex`
+    stops: Stops | None = None  # advanced with its text; None: it has no stop strings and regexes
     serial: int = 0  # order of arrival
     num_resumed: int = 0  # of `output_ids`, how many another worker generated before
     source: KVSource | None = None  # that worker, if it sends the KV of all tokens but the last

@@ -3,7 +3,7 @@
 from engine.core.departures import Departures
 from engine.core.drafting import fitting
 from engine.core.drafts import draft_of
-from engine.core.finish import TailTexts, check_finish
+from engine.core.finish import check_finish
 from engine.core.hidden import take as take_hidden
 from engine.core.outputs import StepEffects, joined, output_of, refusal
 from engine.core.plan import ItemResult, Plan, PlanItem, StepResult
@@ -15,10 +15,9 @@ NO_TOKEN = -1  # a peer's first token that is missing
 
 
 class Results:
-    def __init__(self, state: SchedulerState, departures: Departures, *, tail_texts: TailTexts) -> None:
+    def __init__(self, state: SchedulerState, departures: Departures) -> None:
         self._state = state
         self._departures = departures
-        self._tail_texts = tail_texts
         self._vocab_size = state.limits.vocab_size
         self._share = 1 / state.limits.micro_batches
 
@@ -127,7 +126,7 @@ class Results:
                 if request.grammar is not None and not result.bad and not request.grammar.accept(token):
                     # Its mask left only this token, so the client's own grammar is at its end: no fault of the worker.
                     request.abort = refusal(f"grammar: {request.grammar.problem}", status=400)
-        reason = check_finish(request, bad=result.bad, tail_texts=self._tail_texts, vocab_size=self._vocab_size)
+        reason = check_finish(request, bad=result.bad, vocab_size=self._vocab_size)
         if reason is None:
             return output_of(request, new_ids)
         if not request.prefill_only:

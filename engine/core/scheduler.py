@@ -20,7 +20,6 @@ from itertools import pairwise
 from engine.core.decode_planning import DecodePlanner
 from engine.core.departures import Departures
 from engine.core.drafting import Drafting
-from engine.core.finish import TailTexts
 from engine.core.held import HeldRequests
 from engine.core.hooks import Grammar
 from engine.core.lanes import Lane
@@ -46,7 +45,6 @@ class Scheduler:
         self,
         state: SchedulerState,
         *,
-        tail_texts: TailTexts,
         uniform: Uniform = lambda: 0.0,
         step_budget: StepBudget | None = None,
         drafting: Drafting | None = None,
@@ -72,7 +70,7 @@ class Scheduler:
         self._prefill = PrefillPlanner(state, preemption, uniform=uniform, budget=step_budget)
         self._decode = DecodePlanner(state, self._departures, preemption, drafting=drafting)
         self._ahead = LoadAhead(state, in_order=self._prefill.in_order)
-        self._results = Results(state, self._departures, tail_texts=tail_texts)
+        self._results = Results(state, self._departures)
         self.held = HeldRequests(state, self._departures, self._results, preemption)
         self._seq = 0
         self._last_was_extend = False

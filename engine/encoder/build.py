@@ -28,7 +28,6 @@ from engine.kv.page_table import PageTable
 from engine.kv.pool_memory import MappedMemory
 from engine.loop.occupation import FixedKV, KVMemory
 from engine.model_files.model_config import ModelConfig
-from engine.text.incremental import no_texts
 from engine.use import UNIFIED, EngineUse
 from service.flags import ConfigError
 
@@ -83,15 +82,7 @@ def build_encoder(
         model=model,
         pool=pool,
         executor=executor,
-        scheduler=build_scheduler(
-            config,
-            model,
-            memory,
-            use,
-            backup_room=NOTHING,
-            tail_texts=no_texts,
-            num_token_ids=None,
-        ),
+        scheduler=build_scheduler(config, model, memory, use, backup_room=NOTHING),
         depth=depth(config),
         weights=_updater(config, model, load, executor),
         kv=_memory_of(config, use, pool),

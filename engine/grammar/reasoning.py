@@ -115,7 +115,7 @@ class ReasoningGates:
         return ReasoningGrammar(
             inner,
             tokens=ReasoningTokens(
-                start=gate.start, ends=(gate.end,), opening=opening, token_text=self._tokenizer.token_text
+                start=gate.start, ends=(gate.end,), opening=opening, token_bytes=self._tokenizer.token_bytes
             ),
             start_id=start[0],
             forced=self._tokenizer.encode(gate.forced, add_special_tokens=False),

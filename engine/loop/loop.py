@@ -67,7 +67,7 @@ from engine.messages import (
     ToScheduler,
     UnloadAdapter,
 )
-from engine.text.stop_regex import compile_all
+from engine.text.stop_search import MakeStops, no_stops
 
 log = logging.getLogger(__name__)
 
@@ -125,6 +125,7 @@ class LoopServices:
     profiler: Profiler
     kv: KVMemory = field(default_factory=FixedKV)
     grammars: GrammarQueue = field(default_factory=lambda: GrammarQueue(None))
+    stops: MakeStops = no_stops
     adapters: AdapterControl = field(default_factory=AdapterControl)
     disk: Disk | None = None
     events: ZmqPublisher | None = None
@@ -161,6 +162,7 @@ class EngineLoop:
         self._settings = settings
         self._clock = clock
         self._grammars = services.grammars
+        self._make_stops = services.stops
         self._disk = services.disk
         self._events = services.events
         self._adapters = services.adapters
@@ -437,7 +439,7 @@ class EngineLoop:
             adapter=adapter,
             namespace=message.namespace,
             request_id=message.request_id,
-            stop_patterns=compile_all(sampling.stop_regex),
+            stops=self._make_stops(message.input_ids, sampling),
             input_logprobs_sent=bool(message.output_ids),
             images=tuple(message.images),
             encoders=tuple(message.encoders),

@@ -27,9 +27,6 @@ class StreamGate(LoopListener):
         return [passed for output in outputs if (passed := self._judge(output)) is not None]
 
     def _interval_for(self, request: GenerateRequest) -> int:
-        sampling = request.sampling
-        if (sampling.stop or sampling.stop_regex) and sampling.min_new_tokens:
-            return 1  # a stop string may stand before min_new_tokens: the frontend must see where the end was
         if not request.stream:
             return FORCED_INTERVAL
         return request.stream_interval or self._interval

@@ -8,48 +8,71 @@
 """
 
 from collections.abc import Sequence
+from copy import copy
 
 from engine.messages import FinishReason
-from engine.text.stop_regex import StopRegex
+from engine.text.stop_regex import reach_of
 from engine.text.tokenizer import BROKEN, Tokenizer
+
+Span = tuple[int, int]  # begin and end in a text, in characters
 
 WINDOW = 24  # tokens decoded at most before the window is cut ...
 CONTEXT = 6  # ... down to these, which only give the rest its context
 WINDOW_MAX = 64  # cut here even without a clean place
+PROMPT_TAIL_TOKENS = 8  # what it needs to see of the prompt
 
 
 class IncrementalText:
     """Characters of a growing list of ids; gives out each one once, when it is complete.
 
-    `prompt_tail`: the last ids of the prompt, which decide about the space before the first word; only those after the
-    last special token (a role marker) count.
+    `prompt_tail`: the last ids of the prompt, which decide about the space before the first word, and may end inside a
+    character; only those after the last special token (a role marker) count. `num_chars`: of all that it gave out.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, prompt_tail: list[int], skip_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, prompt_tail: Sequence[int], skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
         self._skip_special = skip_special_tokens
-        self._window = _after_last(tokenizer.special_ids, prompt_tail)
+        self._window = _from_whole_character(tokenizer, _after_last(tokenizer.special_ids, prompt_tail))
         self._inside = False  # the window ends inside a character
-        self._given = len(self._final_text())
+        self._given = len(self._final_text()) if self._window else 0
+        self.num_chars = 0
 
-    def push(self, ids: list[int]) -> str:
+    def fork(self) -> "IncrementalText":
+        """Return a copy that goes on by itself."""
+        forked = copy(self)
+        forked._window = list(self._window)
+        return forked
+
+    def without_special(self) -> "IncrementalText":
+        """Return a fork that skips special tokens from now on, as long as it has read none."""
+        forked = self.fork()
+        forked._skip_special = True
+        return forked
+
+    def push(self, ids: Sequence[int]) -> str:
         """Add ids; return the characters that are newly complete."""
         self._window += [i for i in ids if not (self._skip_special and i in self._tokenizer.special_ids)]
         text = self._final_text()
         new = text[self._given :]
         self._given = max(self._given, len(text))
+        self.num_chars += len(new)
         if len(self._window) > WINDOW:
             self._cut()
         return new
 
     def _final_text(self) -> str:
-        text = self._tokenizer.decode(self._window, skip_special_tokens=self._skip_special)
-        self._inside = text.endswith(BROKEN) and self._tokenizer.ends_inside_character(
-            self._window, skip_special_tokens=self._skip_special
+        text, skips = self._tokenizer.decode(self._window, skip_special_tokens=self._skip_special), self._skip_special
+        num_open = (
+            self._tokenizer.num_open_bytes(self._window, skip_special_tokens=skips) if text.endswith(BROKEN) else 0
         )
-        if not self._inside:
+        self._inside = num_open > 0
+        if not num_open:
             return text
-        return text[:-1] if self._tokenizer.byte_level else text.rstrip(BROKEN)
+        if self._tokenizer.byte_level:
+            return text[:-1]
+        return self._tokenizer.decode(
+            self._window[:-num_open], skip_special_tokens=skips
+        )  # of byte tokens, which spoil all before
 
     def _cut(self) -> None:
         """Forget old tokens. The cut must leave visible context and spare characters."""
@@ -102,7 +125,7 @@ class RequestText:
         self,
         tokenizer: Tokenizer,
         *,
-        prompt_tail: list[int],
+        prompt_tail: Sequence[int],
         stop: tuple[str, ...],
         skip_special_tokens: bool,
         stop_regex: tuple[str, ...] = (),
@@ -112,49 +135,53 @@ class RequestText:
         self._trims = not no_stop_trim
         self._seen_of = tokenizer.without_special if skip_special_tokens else str
         self._scanner = StopScanner(tuple(map(self._seen_of, stop)) if self._trims else ())
-        self._regexes = {pattern: StopRegex(pattern) for pattern in (stop_regex if self._trims else ())}
-        self._may_hold = bool(self._scanner.num_patterns or self._regexes)
-        self._reach = max((regex.reach - 1 for regex in self._regexes.values()), default=0)
-        self._before = ""  # the last character given out: what ^ and \b see before the held text
+        self._reach = max((reach_of(pattern) - 1 for pattern in stop_regex), default=0) if self._trims else 0
+        self._may_hold = bool(self._scanner.num_patterns or self._reach)
         self._held = ""
 
     def push(self, ids: list[int], finish: FinishReason | None = None) -> str:
         """Text that is final now; with `finish` all, without what ended it and without a last incomplete character."""
         if finish is None and not self._may_hold:
             return self._text.push(ids)
-        before = len(self._held)
         new = self._text.push(_without_stop_token(ids, finish) if self._trims else ids)
         text = self._held + new
         if finish is not None:
             self._held = ""
-            return self._trimmed(text, finish, before) if self._trims else text
+            return text[: max(0, len(text) - finish.trim)] if self._trims else text
         self._scanner.push(new)
         end = len(text) - min(max(self._scanner.held, self._reach), len(text))
         self._held = text[end:]
-        self._before = text[end - 1] if end else self._before
         return text[:end]
 
-    def _trimmed(self, text: str, finish: FinishReason, before: int) -> str:
-        if not finish.regex:
-            seen = self._seen_of(str(finish.matched))
-            return _trimmed(text, finish, before) if seen == finish.matched else text.removesuffix(seen)
-        regex, start = self._regexes[str(finish.matched)], len(self._before)
-        at = regex.begin(self._before + text, start=start, beyond=start + before)
-        return text if at is None else text[: at - start]
+    def push_each(self, ids: list[int], finish: FinishReason | None = None) -> tuple[str, list[Span]]:
+        """`push`, and the place of each id's text in the whole text, of which the end may be held back or trimmed."""
+        if not ids:
+            return self.push(ids, finish), []
+        text, spans = "", []
+        for left, token in enumerate(ids, 1 - len(ids)):
+            begin = self._text.num_chars
+            text += self.push([token], None if left else finish)
+            spans.append((begin, self._text.num_chars))
+        return text, spans
 
 
-def tail_texts(tokenizer: Tokenizer, ids: Sequence[int], skip_special_tokens: bool) -> tuple[str, ...]:
-    """Texts of the last output ids for the scheduler's stop check, without a last incomplete character.
+def place(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> list[Span]:
+    """Return the place of each token's text in `text`, of which `ids` are the tokens; one that is not there (BOS) has no width."""
+    pieces, at, spans = IncrementalText(tokenizer, prompt_tail=[], skip_special_tokens=False), 0, []
+    for token in ids:
+        piece = pieces.push([token])
+        if not text.startswith(piece, at):
+            unspaced = piece.removeprefix(" ")  # behind a BOS that is not there
+            known = text.startswith(unspaced, at) or token not in tokenizer.special_ids
+            piece = unspaced if known else ""
+        spans.append((at, min(at + len(piece), len(text))))
+        at = spans[-1][1]
+    return spans
 
-    With special tokens, since a stop string may name one; also without, if that differs and the client sees it.
-    """
-    skips = (False, True) if skip_special_tokens and not tokenizer.special_ids.isdisjoint(ids) else (False,)
-    return tuple(IncrementalText(tokenizer, prompt_tail=[], skip_special_tokens=skip).push(list(ids)) for skip in skips)
 
-
-def no_texts(ids: Sequence[int], skip_special_tokens: bool) -> tuple[str, ...]:
-    """`tail_texts` of a worker without a tokenizer: its frontend refuses stop strings."""
-    return ()
+def tail_of(input_ids: Sequence[int]) -> Sequence[int]:
+    """Return what `IncrementalText` needs to see of the prompt: the same for scheduler and client."""
+    return input_ids[-PROMPT_TAIL_TOKENS:]
 
 
 def _without_stop_token(ids: list[int], finish: FinishReason | None) -> list[int]:
@@ -163,18 +190,15 @@ def _without_stop_token(ids: list[int], finish: FinishReason | None) -> list[int
     return ids
 
 
-def _trimmed(text: str, finish: FinishReason, before: int) -> str:
-    stop = finish.matched
-    if finish.kind != "stop" or not isinstance(stop, str) or not stop:
-        return text
-    at = text.find(stop, max(0, before - len(stop) + 1))  # one that ends in the new text, if there is one
-    at = at if at >= 0 else text.find(stop)
-    return text[:at] if at >= 0 else text
-
-
-def _after_last(special: frozenset[int], ids: list[int]) -> list[int]:
+def _after_last(special: frozenset[int], ids: Sequence[int]) -> list[int]:
     last = max((i for i, t in enumerate(ids) if t in special), default=-1)
-    return ids[last + 1 :]
+    return list(ids[last + 1 :])
+
+
+def _from_whole_character(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
+    """Drop the rest of a character that begins before: SentencePiece's decoders give up all bytes that follow one."""
+    rest = (i for i, token in enumerate(ids) if not 0x80 <= (tokenizer.token_bytes(token) or b"-")[0] < 0xC0)
+    return ids[next(rest, len(ids)) :]
 
 
 def _failure_table(pattern: str) -> list[int]:

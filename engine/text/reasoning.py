@@ -87,14 +87,14 @@ class ReasoningTokens:
     """Counts the tokens of a growing answer up to the end of its reasoning, markers included. `ends`: any of them ends it."""
 
     def __init__(
-        self, *, start: str, ends: tuple[str, ...], opening: Opening, token_text: Callable[[int], str]
+        self, *, start: str, ends: tuple[str, ...], opening: Opening, token_bytes: Callable[[int], bytes]
     ) -> None:
-        self._start = start
-        self._ends = ends
-        self._longest = max(map(len, ends))
-        self._token_text = token_text
+        self._start = start.encode()
+        self._ends = [end.encode() for end in ends]
+        self._longest = max(map(len, self._ends))
+        self._token_bytes = token_bytes
         self.opening = opening
-        self._text = ""  # what may belong to a marker
+        self._text = b""  # what may belong to a marker, of which a token may hold part of a character
         self._num = 0
 
     @property
@@ -106,7 +106,7 @@ class ReasoningTokens:
             if self.opening is Opening.CLOSED:
                 return
             self._num += 1
-            self._text += self._token_text(token)
+            self._text += self._token_bytes(token)
             _LOOK[self.opening](self)
 
     def _look_for_start(self) -> None:

@@ -4,26 +4,27 @@ It runs in the frontend: a process of its own costs more than the text (docs/rep
 """
 
 import logging
+from collections.abc import Callable
 
 import msgspec
 
 from engine.messages import GenerateRequest, TokenLogprob, TokenOutput
-from engine.text.incremental import RequestText
+from engine.text.incremental import IncrementalText, RequestText, Span, tail_of
 from engine.text.tokenizer import Tokenizer
 from service.telemetry.logs import about
 
 log = logging.getLogger(__name__)
 
-PROMPT_TAIL_TOKENS = 8  # what incremental detokenization needs to see of the prompt
-
 
 class TextOutput(msgspec.Struct, kw_only=True):
     """`TokenOutput` with its new, final text. `logprob_texts` run parallel to `tokens.logprobs`: text of the chosen token
-    and of each alternative (`top`, then `requested`). `input_logprob_texts` likewise."""
+    and of each alternative (`top`, then `requested`); so do `logprob_spans`: where the token's own text lies in the whole text of the
+    sample, in characters (a part of a character has no width). `input_logprob_texts` likewise."""
 
     text: str
     tokens: TokenOutput
     logprob_texts: list[tuple[str, list[str]]] = []
+    logprob_spans: list[Span] = []
     input_logprob_texts: list[tuple[str, list[str]]] = []
 
 
@@ -33,34 +34,53 @@ class SampleText:
     def __init__(self, tokenizer: Tokenizer, request: GenerateRequest) -> None:
         sampling = request.sampling
         self._token_text = tokenizer.token_text
+        skips, tail = sampling.skip_special_tokens, tail_of(request.input_ids)
+        self._opening: IncrementalText | None = None  # until the first token, which may lack its leading space
+        if request.logprobs is not None and not tokenizer.byte_level:
+            self._opening = IncrementalText(tokenizer, prompt_tail=tail, skip_special_tokens=skips)
         self._text = RequestText(
             tokenizer,
-            prompt_tail=request.input_ids[-PROMPT_TAIL_TOKENS:],
+            prompt_tail=tail,
             stop=sampling.stop,
-            skip_special_tokens=sampling.skip_special_tokens,
+            skip_special_tokens=skips,
             stop_regex=sampling.stop_regex,
             no_stop_trim=sampling.no_stop_trim,
         )
 
     def read(self, output: TokenOutput) -> TextOutput:
+        text, spans = self._push(output)
         return TextOutput(
-            text=self._push(output),
+            text=text,
             tokens=output,
-            logprob_texts=[self._texts(lp) for lp in output.logprobs],
-            input_logprob_texts=[self._texts(lp) for lp in output.input_logprobs],
+            logprob_texts=self._output_texts(output.logprobs),
+            logprob_spans=spans,
+            input_logprob_texts=[_texts(lp, self._token_text) for lp in output.input_logprobs],
         )
 
-    def _push(self, output: TokenOutput) -> str:
+    def _push(self, output: TokenOutput) -> tuple[str, list[Span]]:
+        finish = output.finish if output.ends else None
         try:
-            return self._text.push(output.new_ids, output.finish if output.ends else None)
+            if output.logprobs:
+                return self._text.push_each(output.new_ids, finish)
+            return self._text.push(output.new_ids, finish), []
         except (OverflowError, ValueError) as e:  # an impossible id must fail this sample only
             rid = output.rid
             log.error("request %s: cannot decode %s: %s", rid, output.new_ids[:8], e, extra=about(rid=rid))
-            return ""
+            return "", []
 
-    def _texts(self, lp: TokenLogprob) -> tuple[str, list[str]]:
-        text = self._token_text
-        return text(lp.token_id), [text(token_id) for _, token_id in [*lp.top, *lp.requested]]
+    def _output_texts(self, logprobs: list[TokenLogprob]) -> list[tuple[str, list[str]]]:
+        texts = [_texts(lp, self._token_text) for lp in logprobs]
+        if texts and self._opening is not None:
+            texts[0] = _texts(logprobs[0], self._first_text)
+            self._opening = None
+        return texts
+
+    def _first_text(self, token_id: int) -> str:
+        """Text of a token at the beginning of the answer."""
+        text = self._token_text(token_id)
+        if self._opening is None or not text.startswith(" "):
+            return text
+        return text[1:] if self._opening.fork().push([token_id]) == text[1:] else text
 
 
 class SampleIds:
@@ -73,6 +93,10 @@ class SampleIds:
             logprob_texts=list(map(_no_texts, output.logprobs)),
             input_logprob_texts=list(map(_no_texts, output.input_logprobs)),
         )
+
+
+def _texts(lp: TokenLogprob, text: Callable[[int], str]) -> tuple[str, list[str]]:
+    return text(lp.token_id), [text(token_id) for _, token_id in [*lp.top, *lp.requested]]
 
 
 def _no_texts(lp: TokenLogprob) -> tuple[str, list[str]]:

@@ -1,4 +1,4 @@
-"""Regular expressions that end an answer: checked on arrival, searched by the scheduler and the frontend.
+"""Regular expressions that end an answer: checked on arrival, searched by the scheduler.
 
 RE2 (https://github.com/google/re2) takes linear time and bounded memory, so no pattern can stall a scheduler; it refuses
 backreferences and lookaround. The parser of Python's `re`, whose syntax must hold too, computes a match's reach.
@@ -24,7 +24,7 @@ class StopRegex:
     def __init__(self, pattern: str) -> None:
         """Raises InvalidParam that names `stop_regex`."""
         self.pattern = pattern
-        self.reach = _reach(pattern)
+        self.reach = reach_of(pattern)
         self._compiled = _compiled(pattern)
         if self._compiled.search("") is not None:
             raise InvalidParam(FIELD, f"{_shown(pattern)} matches the empty text: every answer would end at once")
@@ -34,14 +34,9 @@ class StopRegex:
         """Instructions of the compiled pattern: the most steps of a search per character."""
         return int(self._compiled.programsize)
 
-    def found(self, text: str, start: int) -> bool:
-        """Whether a match begins at `start` or later; the text before it is context (for ^ and \\b)."""
-        return self._compiled.search(text, start) is not None
-
     def begin(self, text: str, *, start: int, beyond: int) -> int | None:
-        """Beginning of the first match from `start` on that ends behind `beyond`, else of the first match, or None."""
-        spans = [match.span() for match in self._compiled.finditer(text, start)]
-        return next((a for a, b in spans if b > beyond), spans[0][0] if spans else None)
+        """Beginning of the first match from `start` on that ends behind `beyond`, or None. The text before is context (for ^ and \\b)."""
+        return next((match.start() for match in self._compiled.finditer(text, start) if match.end() > beyond), None)
 
 
 def compile_all(patterns: tuple[str, ...]) -> tuple[StopRegex, ...]:
@@ -64,7 +59,7 @@ def _compiled(pattern: str) -> "re2._Regexp":
         raise _invalid(pattern, reason.decode(errors="replace") if isinstance(reason, bytes) else reason) from None
 
 
-def _reach(pattern: str) -> int:
+def reach_of(pattern: str) -> int:
     """Most characters of a match, by Python's parser; less than RE2's where the two read a pattern differently."""
     if "{," in pattern:
         raise _invalid(pattern, "write {0,n} instead of {,n}")

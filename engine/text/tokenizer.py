@@ -80,13 +80,13 @@ class Tokenizer:
     def without_special(self, text: str) -> str:
         return self._special_names.sub("", text) if self.special_ids else text
 
-    def ends_inside_character(self, ids: list[int], *, skip_special_tokens: bool = True) -> bool:
-        """Whether the bytes of `ids` end with the beginning of a character."""
+    def num_open_bytes(self, ids: list[int], *, skip_special_tokens: bool = True) -> int:
+        """Count the bytes at the end of `ids` that are the beginning of a character."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         for i in ids:
             if not (skip_special_tokens and i in self.special_ids):
                 decoder.decode(self.token_bytes(i))
-        return bool(decoder.getstate()[0])
+        return len(decoder.getstate()[0])
 
     def _token_text(self, token_id: int) -> str:
         """Text of one token in running text (with its leading space); special tokens by name."""

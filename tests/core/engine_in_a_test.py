@@ -27,6 +27,7 @@ from engine.messages import FinishReason, TokenOutput
 from engine.sampling_params import SamplingParams
 from tests.core.guesses import drafting
 from tests.core.hash_model import HashModel, LanesModel, next_token, prefix_hash
+from tests.core.named_stops import stops_of
 
 
 def request_of(
@@ -43,10 +44,12 @@ def request_of(
     **sampling: object,
 ) -> Request:
     """A request outside an engine, with `generated` output tokens."""
+    params = SamplingParams(**sampling)  # type: ignore[arg-type]
     return Request(
         rid=rid,
         input_ids=prompt,
-        sampling=SamplingParams(**sampling),  # type: ignore[arg-type]
+        sampling=params,
+        stops=stops_of(params),
         eos_ids=frozenset() if eos is None else frozenset({eos}),
         arrived_s=arrived_s,
         output_ids=[0] * generated,
@@ -154,7 +157,6 @@ class EngineInATest:
                 growth=MeasuredGrowth(),
                 backup_room=CopySize(backup_pages, backup_pages, backup_pages),
             ),
-            tail_texts=lambda ids, skip: ("".join(f"<{i}>" for i in ids),),
             uniform=random.Random(5).random,
             step_budget=step_budget,
             drafting=drafting(drafts, most=most_drafts, model=self.model) if drafts else None,

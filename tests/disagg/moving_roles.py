@@ -4,6 +4,7 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Any
 
 from disagg.decode_role import DecodeRole
 from disagg.metadata import MetadataBuffers
@@ -15,6 +16,7 @@ from engine.core.request import Request
 from engine.messages import MOVED, Bootstrap, FinishReason, KVSource, TokenOutput
 from engine.sampling_params import SamplingParams
 from tests.core.hash_model import VOCAB
+from tests.core.named_stops import stops_of
 from tests.core.proof.cycle_grammar import CycleGrammar
 from tests.disagg.two_roles import RoleEngine
 from tests.disagg.wire_in_a_test import Receiver, Sender, Wire
@@ -171,6 +173,7 @@ class Trio:
         grammar = None if ask.grammar is None else CycleGrammar(*ask.grammar)
         for token in ask.tokens if grammar is not None else ():
             assert grammar is not None and grammar.accept(token)
+        values: dict[str, Any] = {"sampling": SamplingParams(max_new_tokens=ask.new), "eos_ids": frozenset(), **wishes}
         request = Request(
             rid=ask.name,
             input_ids=ask.prompt,
@@ -181,7 +184,8 @@ class Trio:
             bootstrap=Bootstrap("127.0.0.1", 1, room),
             prefill_only=name == "p",
             grammar=grammar,
-            **{"sampling": SamplingParams(max_new_tokens=ask.new), "eos_ids": frozenset(), **wishes},  # type: ignore[arg-type]
+            stops=stops_of(values["sampling"]),
+            **values,
         )
         engine.say(engine.role.add(request, engine.now_s))
 

@@ -4,6 +4,7 @@ import random
 from collections.abc import Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
+from typing import Any
 
 from disagg.decode_role import DecodeRole
 from disagg.encode_role import EncodeRole
@@ -18,6 +19,7 @@ from engine.messages import Bootstrap, FinishReason, TokenOutput
 from engine.sampling_params import SamplingParams
 from tests.core.engine_in_a_test import EngineInATest
 from tests.core.hash_model import VOCAB
+from tests.core.named_stops import stops_of
 from tests.disagg.wire_in_a_test import Wire
 
 
@@ -30,13 +32,15 @@ class RoleEngine(EngineInATest):
 
     def submit(self, rid: str, prompt: list[int], room: int, *, new: int, prefill_only: bool, **wishes: object) -> None:
         """`wishes`: other fields of the request; sampling as a whole where it is not only greedy."""
+        values: dict[str, Any] = {"sampling": SamplingParams(max_new_tokens=new), "eos_ids": frozenset(), **wishes}
         request = Request(
             rid=rid,
             input_ids=prompt,
             arrived_s=self.now_s,
             bootstrap=Bootstrap("127.0.0.1", 1, room),
             prefill_only=prefill_only,
-            **{"sampling": SamplingParams(max_new_tokens=new), "eos_ids": frozenset(), **wishes},  # type: ignore[arg-type]
+            stops=stops_of(values["sampling"]),
+            **values,
         )
         self.say(self.role.add(request, self.now_s))
 

@@ -37,7 +37,6 @@ class EngineInProcess:
         model_path: str,
         *,
         depth: int | None = None,
-        num_token_ids: int | None = None,
         capture: Callable[[], Capture] | None = None,
         use: EngineUse | None = None,
         load: Callable[..., DenseDecoder] = load_model,
@@ -53,9 +52,7 @@ class EngineInProcess:
         self.parts: EngineParts = build_engine(
             config,
             self.model,
-            tail_texts=lambda ids, skip: (),
             progress=False,
-            num_token_ids=num_token_ids,
             capture=capture,
             use=use or EngineUse(),
             load=load,

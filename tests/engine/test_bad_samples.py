@@ -1,4 +1,4 @@
-"""Draws that are no answer, in a whole engine: each ends its own request with a typed reason, nobody else notices."""
+"""Draws that are no answer, in a whole engine: each ends its own request with a typed reason, others go on."""
 
 from pathlib import Path
 
@@ -24,8 +24,8 @@ def poisoned(tmp_path_factory: pytest.TempPathFactory) -> str:
     return path
 
 
-def run(path: str, *, hurt: list[int] | None, num_token_ids: int | None = None, **flags: object) -> EngineInProcess:
-    with EngineInProcess(path, num_token_ids=num_token_ids, **flags) as engine:
+def run(path: str, *, hurt: list[int] | None, **flags: object) -> EngineInProcess:
+    with EngineInProcess(path, **flags) as engine:
         for i in range(3):
             engine.add(f"r{i}", list(range(30, 40 + i)), max_new_tokens=12, temperature=1.0, seed=i, logit_bias=NEVER)
         if hurt is not None:
@@ -48,11 +48,19 @@ def test_nan_logits_end_one_request(poisoned: str, way: str) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_row_of_the_head_that_is_no_token_ends_one_request(checkpoint: str, way: str) -> None:
-    """The head has one row more than the tokenizer has tokens, and a request draws it."""
+def test_a_row_of_the_head_without_a_token_of_the_tokenizer_is_a_token(checkpoint: str, way: str) -> None:
+    """Padded heads have more rows than the tokenizer has tokens, and a request draws the last one."""
     alone = run(checkpoint, hurt=None, **WAYS[way])
-    engine = run(checkpoint, hurt=[30, 31], num_token_ids=VOCAB_SIZE - 1, **WAYS[way])
-    finish = engine.finish.pop("hurt")
-    assert (finish.kind, finish.status) == ("abort", 500)
-    assert f"token {VOCAB_SIZE - 1}" in finish.message and engine.tokens.pop("hurt") == []
+    engine = run(checkpoint, hurt=[30, 31], **WAYS[way])
+    assert engine.finish.pop("hurt").kind == "length"
+    assert engine.tokens.pop("hurt") == [VOCAB_SIZE - 1] * 12
     assert engine.tokens == alone.tokens and engine.finish == alone.finish
+
+
+@pytest.mark.parametrize("limit", [0, 1])
+def test_nan_logits_are_an_error_at_the_limit_too(poisoned: str, limit: int) -> None:
+    """Nothing else would say that the only token, or the prompt's logprobs, mean nothing."""
+    with EngineInProcess(poisoned) as engine:
+        engine.add("hurt", [30, POISON, 31], max_new_tokens=limit)
+        engine.run()
+    assert (engine.finish["hurt"].kind, engine.finish["hurt"].status, engine.finish["hurt"].own) == ("abort", 500, True)

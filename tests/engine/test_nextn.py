@@ -60,4 +60,4 @@ def test_a_model_without_such_a_layer_is_refused(tmp_path: Path) -> None:
         config = EngineConfig(model_path=path, speculative_algorithm=algorithm, max_total_tokens=1024)
         said = f"--speculative-algorithm {algorithm}: the model's config.json has no num_nextn_predict_layers or"
         with pytest.raises(ConfigError, match=said):
-            build_engine(config, load_model_config(path), tail_texts=lambda ids, skip: (), progress=False)
+            build_engine(config, load_model_config(path), progress=False)

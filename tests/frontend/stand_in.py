@@ -37,7 +37,7 @@ from engine.messages import (
 from engine.pull_socket import PullSocket
 from engine.push_socket import PushSocket
 from engine.stamps import Stamp
-from engine.text.incremental import tail_texts
+from engine.text.stop_search import StopSearch, stops_of
 from engine.text.tokenizer import Tokenizer
 
 NUM_PAGES, PAGE_SIZE = 100, 16
@@ -48,6 +48,7 @@ class Running:
     request: GenerateRequest
     text: str
     output: list[int] = field(default_factory=list)
+    stops: StopSearch | None = None
 
 
 class StandIn:
@@ -149,7 +150,8 @@ class StandIn:
 
     def _open(self, m: GenerateRequest) -> None:
         self.seen.append(m)
-        self._running[m.rid] = Running(m, self._tokenizer.decode(m.input_ids), list(m.output_ids))
+        stops = stops_of(self._tokenizer, m.input_ids, m.sampling)
+        self._running[m.rid] = Running(m, self._tokenizer.decode(m.input_ids), list(m.output_ids), stops)
 
     def _stuck(self, r: Running) -> bool:
         if "BREAK" in r.text and len(r.output) == 2 and not self.may_break.is_set():
@@ -173,10 +175,8 @@ class StandIn:
         s = r.request.sampling
         if token in s.stop_token_ids:
             return FinishReason(kind="stop", matched=token)
-        texts = tail_texts(self._tokenizer, r.output, s.skip_special_tokens)
-        for stop in s.stop:
-            if any(stop in text for text in texts):
-                return FinishReason(kind="stop", matched=stop)
+        if r.stops is not None and (found := r.stops.look(r.output)) is not None:
+            return found
         return FinishReason(kind="length") if len(r.output) >= (s.max_new_tokens or 0) else None
 
     def _end(self, r: Running, ids: list[int], finish: FinishReason) -> TokenOutput:

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
-from engine.messages import FinishReason, GenerateRequest, TokenLogprob, TokenOutput
+from engine.messages import FinishReason, GenerateRequest, LogprobOptions, TokenLogprob, TokenOutput
 from engine.sampling_params import SamplingParams
-from engine.text.incremental import IncrementalText, RequestText, StopScanner, tail_texts
+from engine.text.incremental import IncrementalText, RequestText, StopScanner, place
 from engine.text.sample import SampleText
 from engine.text.tokenizer import BROKEN, Tokenizer
 
@@ -91,7 +91,7 @@ def test_deltas_of_valid_text_are_the_text_and_never_broken(text: str, cuts: lis
 def test_deltas_of_any_ids_are_the_full_decode_without_an_unfinished_end(data: list[int], cuts: list[int]) -> None:
     t = byte_level()
     full = t.decode(data)
-    want = full[:-1] if t.ends_inside_character(data) else full
+    want = full[:-1] if t.num_open_bytes(data) else full
     assert "".join(stream(t, data, cuts)) == want
 
 
@@ -156,18 +156,18 @@ def letters(text: str) -> list[int]:
 def test_what_may_become_a_stop_string_is_held_and_then_trimmed_or_given() -> None:
     r = request(("xyz", "zw"))
     assert [r.push(letters(c)) for c in "axyaz"] == ["a", "", "", "xya", ""]
-    assert r.push(letters("w"), FinishReason(kind="stop", matched="zw")) == ""
+    assert r.push(letters("w"), FinishReason(kind="stop", matched="zw", trim=2)) == ""
     r = request(("xyz",))
     assert [r.push(letters(c)) for c in "axy"] == ["a", "", ""]
     assert r.push([], FinishReason(kind="length")) == "xy"
 
 
-def test_trim_takes_the_stop_string_that_ended_the_request_not_one_that_was_let_through() -> None:
-    r, ended = request(("xx",)), FinishReason(kind="stop", matched="xx")
+def test_the_scheduler_says_how_much_of_the_text_is_trimmed() -> None:
+    r, ended = request(("xx",)), FinishReason(kind="stop", matched="xx", trim=3)
     assert r.push(letters("axx")) + r.push(letters("b")) + r.push(letters("xxq"), ended) == "axxb"
     r = request(("xx",))
     assert r.push(letters("axx")) == "a"  # all of a stop string, but min_new_tokens let it through
-    assert r.push(letters("bxx"), ended) == "xxb"
+    assert r.push(letters("bxxq"), ended) == "xxb"
 
 
 def test_a_stop_token_is_not_part_of_the_text() -> None:
@@ -183,12 +183,29 @@ def test_an_unfinished_character_is_dropped_at_the_end() -> None:
     assert request().push(ids, FinishReason(kind="length")) == "a"
 
 
-def test_tail_texts_for_the_stop_check() -> None:
-    end = tid(byte_level(), "<|end|>")
-    assert tail_texts(byte_level(), letters("abc"), True) == ("abc",)
-    assert tail_texts(byte_level(), [tid(byte_level(), c) for c in "aðŁ"], True) == ("a",)
-    assert tail_texts(byte_level(), [*letters("a"), end, *letters("b")], False) == ("a<|end|>b",)
-    assert tail_texts(byte_level(), [*letters("a"), end, *letters("b")], True) == ("a<|end|>b", "ab")
+def test_a_prompt_that_ends_inside_a_character_lends_its_beginning() -> None:
+    """With SentencePiece a window that begins inside an older character would spoil all bytes that follow it."""
+    for t in (byte_level(), sentence_piece()):
+        ids = [byte_id(t, b) for b in "鬱蠱龘靐".encode()]
+        for k in range(len(ids) + 1):
+            text = IncrementalText(t, prompt_tail=ids[max(0, k - 8) : k], skip_special_tokens=True)
+            assert "".join(text.push([i]) for i in ids[k:]) == "鬱蠱龘靐"[k // 3 :]
+
+
+def test_tokens_have_their_places_in_the_text() -> None:
+    t, s = byte_level(), sentence_piece()
+    ids = [byte_id(t, b) for b in "é x".encode()]
+    assert place(t, ids, "é x") == [(0, 0), (0, 1), (1, 2), (2, 3)]
+    end = tid(t, "<|end|>")
+    assert place(t, [end, *letters("a"), end], "a<|end|>") == [(0, 0), (0, 1), (1, 8)]
+    bos, hello = tid(s, "<s>"), tid(s, "▁hello")
+    assert place(s, [bos, hello, hello], "hello hello") == [(0, 0), (0, 5), (5, 11)]
+    assert place(t, letters("ab"), "AB") == [(0, 1), (1, 2)], "a tokenizer that makes capitals small"
+    assert place(t, letters("abc"), "a") == [(0, 1), (1, 1), (1, 1)]
+
+
+def byte_id(t: Tokenizer, byte: int) -> int:
+    return next(i for i in range(t.vocab_size) if t.token_bytes(i) == bytes([byte]) and i not in t.special_ids)
 
 
 @pytest.mark.parametrize("make", [byte_level, sentence_piece, word_level])
@@ -217,9 +234,29 @@ def test_an_output_has_its_text_and_those_of_its_logprobs() -> None:
     a, z = letters("az")
     logprobs = [TokenLogprob(logprob=-1.0, token_id=a, top=[(-1.0, a), (-2.0, z)])]
     out = text.read(TokenOutput(rid="r", new_ids=[a, z], logprobs=logprobs))
-    assert out.text == "a" and out.logprob_texts == [("a", ["a", "z"])]
+    assert out.text == "a" and out.logprob_texts == [("a", ["a", "z"])] and out.logprob_spans == [(0, 1), (1, 2)]
     out = text.read(TokenOutput(rid="r", new_ids=[], finish=FinishReason(kind="abort")))
     assert out.text == "z"
+
+
+def test_spans_go_on_where_text_is_held_back_and_part_of_a_character_has_no_width() -> None:
+    text, (z,) = sample(stop=("zz",)), letters("z")
+    ids = [z, *(byte_id(byte_level(), b) for b in "é".encode()), z]
+    spans = []
+    for token in ids:
+        spans += text.read(TokenOutput(rid="r", new_ids=[token], logprobs=[TokenLogprob(-1.0, token)])).logprob_spans
+    assert spans == [(0, 1), (1, 1), (1, 2), (2, 3)]
+
+
+def test_only_the_first_token_of_an_answer_lacks_its_leading_space() -> None:
+    t = sentence_piece()
+    hello, world, s = tid(t, "▁hello"), tid(t, "▁world"), tid(t, "<s>")
+    for prompt, first in (([s], "hello"), ([hello], " hello")):
+        asked = GenerateRequest(rid="r", input_ids=prompt, sampling=SamplingParams(), logprobs=LogprobOptions())
+        logprobs = [TokenLogprob(-1.0, i, top=[(-1.0, hello), (-2.0, world)]) for i in (hello, hello)]
+        out = SampleText(t, asked).read(TokenOutput(rid="r", new_ids=[hello, hello], logprobs=logprobs))
+        assert [text for text, _ in out.logprob_texts] == [first, " hello"] and out.text == first + " hello"
+        assert out.logprob_texts[0][1] == [first, first.replace("hello", "world")]
 
 
 def test_an_impossible_id_has_no_text() -> None:

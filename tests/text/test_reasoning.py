@@ -124,7 +124,7 @@ def test_tokens_count_up_to_the_end_of_the_reasoning(seed: int, text: str, openi
     starts = [sum(map(len, tokens[:i])) for i in range(len(tokens))]
     for chunk in (1, 3, len(tokens)):
         counter = ReasoningTokens(
-            start="<think>", ends=("</think>", "<tool_call>"), opening=opening, token_text=tokens.__getitem__
+            start="<think>", ends=("</think>", "<tool_call>"), opening=opening, token_bytes=lambda i: tokens[i].encode()
         )
         for at in range(0, len(tokens), chunk):
             counter.add(range(at, min(at + chunk, len(tokens))))
@@ -201,7 +201,7 @@ def test_an_unknown_function_of_harmony_is_no_call() -> None:
 def test_tokens_of_harmony_count_its_analysis() -> None:
     tokens = ["<|channel|>", "analysis", "<|message|>", "Hm", "<|end|>", "<|start|>", "assistant"]
     counter = ReasoningTokens(
-        start=HARMONY.start, ends=(HARMONY.end,), opening=UNDECIDED, token_text=lambda i: tokens[i]
+        start=HARMONY.start, ends=(HARMONY.end,), opening=UNDECIDED, token_bytes=lambda i: tokens[i].encode()
     )
     counter.add(range(len(tokens)))
     assert counter.num == 5

@@ -41,11 +41,11 @@ DRAFTS.skip("a rejected row is not taken back", results._take_back, "The request
 
 @DRAFTS.bug(
     "a stop string inside the drafts is found late",
-    finish._stop_string,
+    finish._stop_text,
     "Only the text behind the last row of a step is searched.",
 )
-def _(original, request, tail_texts):
-    return None if request.drafts.rows else original(request, tail_texts)
+def _(original, request):
+    return None if request.drafts.rows else original(request)
 
 
 @DRAFTS.bug(

@@ -91,7 +91,7 @@ class Encoder(Worker):
             growth=MeasuredGrowth(),
             backup_room=NOTHING,
         )
-        return Scheduler(state, tail_texts=lambda ids, skip: (), uniform=self.draw.random)
+        return Scheduler(state, uniform=self.draw.random)
 
     def _sender(self) -> PrefillManager:
         self.threads["driver"] = self._thread("driver", self._drive)

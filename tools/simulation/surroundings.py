@@ -180,7 +180,7 @@ def make_scheduler(
         growth=MeasuredGrowth(),
         backup_room=CopySize(room, room, room),
     )
-    return Scheduler(state, tail_texts=lambda ids, skip: (), uniform=draw.random)
+    return Scheduler(state, uniform=draw.random)
 
 
 def _host_tier(options: Options) -> HostCache:

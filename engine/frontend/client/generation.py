@@ -188,6 +188,7 @@ def absorb(into: TextOutput, new: TextOutput) -> None:
     a, b = into.tokens, new.tokens
     into.text += new.text
     into.logprob_texts += new.logprob_texts
+    into.logprob_spans += new.logprob_spans
     into.input_logprob_texts += new.input_logprob_texts
     a.new_ids += b.new_ids
     a.logprobs += b.logprobs
@@ -210,7 +211,7 @@ def absorb(into: TextOutput, new: TextOutput) -> None:
 def without_tokens(output: TextOutput) -> TextOutput:
     tokens = output.tokens
     tokens.new_ids, tokens.logprobs, tokens.hidden = [], [], []
-    output.text, output.logprob_texts = "", []
+    output.text, output.logprob_texts, output.logprob_spans = "", [], []
     if tokens.finish is not None and tokens.finish.kind == "stop":
         tokens.finish = FinishReason(kind="length")
     return output

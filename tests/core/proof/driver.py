@@ -19,6 +19,7 @@ from engine.sampling_params import SamplingParams
 from tests.core.announced import Announced
 from tests.core.engine_in_a_test import EngineInATest
 from tests.core.hash_model import Slot, State, is_bad, logprob_of, next_token, prefix_hash
+from tests.core.named_stops import stops_of
 from tests.core.proof.cycle_grammar import CycleGrammar
 from tests.core.proof.oracle import Wishes, turns_of, wishes_of
 from tests.core.proof.story import SIZES, Ask, Event, Setup, Story
@@ -124,16 +125,20 @@ class Driver(EngineInATest):
         allocator = self.scheduler.memory.allocator
         whole = allocator.num_pages * allocator.page_size - ask.length
         new = 0 if pooling else whole if ask.fill else ask.new
-        wishes = wishes_of(ask, new=min(new, 1) if prefill_only else new, gives_nan=self.setup.gives_nan)
+        wishes = wishes_of(
+            ask, new=min(new, 1) if prefill_only else new, gives_nan=self.setup.gives_nan, hands_on=prefill_only
+        )
+        sampling = SamplingParams(
+            max_new_tokens=new,
+            min_new_tokens=ask.min_new,
+            stop=() if wishes.stop_string is None else (wishes.stop_string,),
+            stop_token_ids=wishes.stop_ids,
+        )
         request = Request(
             rid=f"r{len(self.lives)}",
             input_ids=ask.prompt,
-            sampling=SamplingParams(
-                max_new_tokens=new,
-                min_new_tokens=ask.min_new,
-                stop=() if wishes.stop_string is None else (wishes.stop_string,),
-                stop_token_ids=wishes.stop_ids,
-            ),
+            sampling=sampling,
+            stops=stops_of(sampling),
             eos_ids=wishes.eos,
             arrived_s=self.now_s,
             priority=ask.priority,

@@ -9,6 +9,7 @@ from bisect import bisect_right
 from dataclasses import dataclass, field
 
 from tests.core.hash_model import hidden_of, is_bad, logprob_of, next_token, prefix_hash, step_hash
+from tests.core.named_stops import text_of
 from tests.core.proof.cycle_grammar import CycleGrammar
 from tests.core.proof.story import Ask
 
@@ -33,16 +34,13 @@ class Wishes:
     stop_ids: tuple[int, ...] = ()
     stop_string: str | None = None
     gives_nan: bool = False
+    hands_on: bool = False  # its token goes to a decode worker, which judges it
 
 
-def text_of(tokens: list[int]) -> str:
-    return "".join(f"<{t}>" for t in tokens)
-
-
-def wishes_of(ask: Ask, *, new: int, gives_nan: bool) -> Wishes:
+def wishes_of(ask: Ask, *, new: int, gives_nan: bool, hands_on: bool = False) -> Wishes:
     """A stop is a token (or two) that would come at `stop_at`, so that it happens."""
     free = answer_of(Wishes(ask, ask.stop_at + 2), [0], [ask.adapter]).tokens
-    wishes = Wishes(ask, new, gives_nan=gives_nan)
+    wishes = Wishes(ask, new, gives_nan=gives_nan and not hands_on, hands_on=hands_on)
     if not free or not ask.stop:
         return wishes
     at = min(ask.stop_at, len(free) - 1)
@@ -60,7 +58,8 @@ def answer_of(wishes: Wishes, since: list[int], weights: list[int]) -> Answer:
     ask, answer = wishes.ask, Answer()
     grammar = CycleGrammar(*ask.grammar) if ask.grammar is not None else None
     if wishes.new == 0:
-        answer.why = "length"
+        used = weights[bisect_right(since, 0) - 1]
+        answer.why = "abort" if wishes.gives_nan and is_bad(prefix_hash(ask.read, used)) else "length"
         return answer
     now: int | None = None
     value = 0
@@ -81,15 +80,16 @@ def answer_of(wishes: Wishes, since: list[int], weights: list[int]) -> Answer:
 def _judge(answer: Answer, wishes: Wishes, *, ended: bool, bad: bool) -> None:
     tokens, min_new = answer.tokens, wishes.ask.min_new
     last = tokens[-1]
-    if len(tokens) >= wishes.new:
-        answer.why = "length"
-    elif ended:
-        answer.why, answer.matched = "stop", last if last in wishes.eos else None
-    elif len(tokens) >= min_new and (last in wishes.eos or last in wishes.stop_ids):
-        answer.why, answer.matched = "stop", last
-    elif bad:
+    stopped = wishes.stop_string is not None and len(tokens) >= min_new and text_of(tokens).endswith(wishes.stop_string)
+    if bad:
         answer.why = "abort"
-    elif wishes.stop_string is not None and len(tokens) >= min_new and wishes.stop_string in text_of(tokens):
+    elif len(tokens) >= wishes.new and (wishes.hands_on or not stopped):
+        answer.why = "length"
+    elif ended and len(tokens) < wishes.new:
+        answer.why, answer.matched = "stop", last if last in wishes.eos else None
+    elif min_new <= len(tokens) < wishes.new and (last in wishes.eos or last in wishes.stop_ids):
+        answer.why, answer.matched = "stop", last
+    elif stopped:
         answer.why, answer.matched = "stop", wishes.stop_string
 
 

@@ -20,4 +20,7 @@ def _token(lp: TokenLogprob, text: str, top_texts: list[str], tokenizer: Tokeniz
 
 
 def _entry(text: str, token_id: int, logprob: float | None, tokenizer: Tokenizer) -> dict[str, Any]:
-    return {"token": text, "logprob": finite(logprob), "bytes": list(tokenizer.token_bytes(token_id))}
+    own = tokenizer.token_bytes(token_id)
+    if own == b" " + text.encode():  # the first of an answer, whose text has no leading space
+        own = own[1:]
+    return {"token": text, "logprob": finite(logprob), "bytes": list(own)}

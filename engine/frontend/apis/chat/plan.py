@@ -150,7 +150,7 @@ def _gate(
 def _counter(reading: Reading, opening: Opening, tokenizer: Tokenizer) -> ReasoningTokens:
     assert reading.reasoning is not None
     ends = tuple(marker for marker in (reading.reasoning.end, reading.interrupts) if marker)
-    return ReasoningTokens(start=reading.reasoning.start, ends=ends, opening=opening, token_text=tokenizer.token_text)
+    return ReasoningTokens(start=reading.reasoning.start, ends=ends, opening=opening, token_bytes=tokenizer.token_bytes)
 
 
 async def answer_chat(

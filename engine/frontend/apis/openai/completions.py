@@ -6,7 +6,7 @@ from functools import partial
 from aiohttp import web
 
 from engine.frontend.apis.openai.bodies import DEFAULT_COMPLETION_TOKENS, READER, CompletionBody, check_completion
-from engine.frontend.apis.openai.view import CompletionView
+from engine.frontend.apis.openai.view import CompletionView, Echo
 from engine.frontend.apis.shared.constraints import Constraint
 from engine.frontend.apis.shared.fields import check_num_samples, prompt_ids, prompts_of
 from engine.frontend.apis.shared.models import Chosen, choose_model
@@ -14,6 +14,7 @@ from engine.frontend.apis.shared.samples import answer_samples, body_constraint,
 from engine.frontend.services import SERVICES, Services
 from engine.messages import LogprobOptions
 from engine.sampling_params import SamplingParams
+from engine.text.incremental import place
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +52,10 @@ async def completions(request: web.BaseRequest) -> web.StreamResponse:
     body = await READER.read(request)
     plan = await plan_completion(s, body)
     n, ids = plan.sampling.n, plan.input_ids
+    echoes = [
+        _echo(s, prompt, tokens, with_places=plan.logprobs is not None) if body.echo else Echo()
+        for prompt, tokens in zip(plan.prompts, ids, strict=True)
+    ]
     return await answer_samples(
         request,
         body,
@@ -65,7 +70,7 @@ async def completions(request: web.BaseRequest) -> web.StreamResponse:
         view=partial(
             CompletionView,
             body,
-            echoes=[_echo(s, p) if body.echo else "" for p in plan.prompts for _ in range(n)],
+            echoes=[echo for echo in echoes for _ in range(n)],
             has_text=s.model.has_text,
             prompts=[p for p in ids for _ in range(n)],
             weight_version=lambda: s.weight_version,
@@ -73,5 +78,7 @@ async def completions(request: web.BaseRequest) -> web.StreamResponse:
     )
 
 
-def _echo(s: Services, prompt: str | list[int]) -> str:
-    return prompt if isinstance(prompt, str) else s.model.tokenizer.decode(prompt, skip_special_tokens=False)
+def _echo(s: Services, prompt: str | list[int], ids: list[int], *, with_places: bool) -> Echo:
+    tokenizer = s.model.tokenizer
+    text = prompt if isinstance(prompt, str) else tokenizer.decode(prompt, skip_special_tokens=False)
+    return Echo(text, place(tokenizer, ids, text) if with_places else ())

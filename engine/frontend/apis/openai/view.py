@@ -1,7 +1,7 @@
 """OpenAI's answers: chunks, bodies, usage; a completion's text and logprobs. Pure."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from engine.frontend.apis.openai.bodies import CompletionBody
 from engine.frontend.apis.openai.extras import Extras
@@ -9,6 +9,7 @@ from engine.frontend.apis.shared.request import RequestFields
 from engine.frontend.apis.shared.stream import finite
 from engine.frontend.apis.shared.usage import Counts, Usage
 from engine.messages import TokenLogprob
+from engine.text.incremental import Span
 from engine.text.sample import TextOutput
 
 
@@ -95,26 +96,32 @@ class OpenAIView:
         raise NotImplementedError
 
 
+class Echo(NamedTuple):
+    """The text of a prompt before its answer, and where its tokens lie in it; empty: no echo, or no logprobs."""
+
+    text: str = ""
+    spans: Sequence[Span] = ()
+
+
 class CompletionView(OpenAIView):
-    """`echoes`: the prompt text before each sample ("" without echo). `has_text`: False: each chunk of a stream is without."""
+    """`echoes`: of each sample. `has_text`: False: each chunk of a stream is without."""
 
     object = "text_completion"
     chunk_object = "text_completion"
 
-    def __init__(self, body: CompletionBody, *, echoes: list[str], has_text: bool, **head: Any) -> None:
+    def __init__(self, body: CompletionBody, *, echoes: list[Echo], has_text: bool, **head: Any) -> None:
         super().__init__(body, **head)
         self._has_text = has_text
         self._logprobs = body.logprobs is not None
         self._echoes = echoes
         self._begun: set[int] = set()
-        self._offsets = [0] * len(echoes)  # in the text, of the next token of each sample
 
     def _choice(self, index: int, output: TextOutput) -> dict[str, Any]:
-        text = self._echoes[index] + output.text
+        text = self._echoes[index].text + output.text
         return {"index": index, "text": text, "logprobs": self._logprobs_of(index, output), **ending_of(output)}
 
     def _deltas(self, index: int, output: TextOutput) -> list[dict[str, Any]]:
-        text = output.text if index in self._begun else self._echoes[index] + output.text
+        text = output.text if index in self._begun else self._echoes[index].text + output.text
         logprobs = self._logprobs_of(index, output)
         self._begun.add(index)
         finished = output.tokens.finish is not None
@@ -126,36 +133,41 @@ class CompletionView(OpenAIView):
     def _logprobs_of(self, index: int, output: TextOutput) -> dict[str, Any] | None:
         if not self._logprobs:
             return None
-        table = _Columns(self._offsets[index])
-        for i, (lp, texts) in enumerate(zip(output.tokens.input_logprobs, output.input_logprob_texts, strict=False)):
-            table.add(lp, _first_text(texts, self._echoes[index]) if i == 0 else texts)
-        if index not in self._begun:
-            table.offset = max(table.offset, len(self._echoes[index]))
-        for lp, texts in zip(output.tokens.logprobs, output.logprob_texts, strict=False):
-            table.add(lp, texts)
-        self._offsets[index] = table.offset
+        table, echo, tokens = _Columns(), self._echoes[index], output.tokens
+        for lp, (text, top), (begin, end) in zip(
+            tokens.input_logprobs, output.input_logprob_texts, echo.spans, strict=False
+        ):
+            table.add(lp, _as_it_stands(text, echo.text[begin:end]), top, begin)
+        for lp, (text, top), (begin, _) in zip(
+            tokens.logprobs, output.logprob_texts, output.logprob_spans, strict=False
+        ):
+            table.add(lp, text, top, len(echo.text) + begin)
         return table.columns
 
 
 class _Columns:
-    def __init__(self, offset: int) -> None:
-        self.offset = offset
+    def __init__(self) -> None:
         self.columns: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
 
-    def add(self, lp: TokenLogprob, texts: tuple[str, list[str]]) -> None:
-        text, top_texts = texts
-        top = {t: finite(p) for t, (p, _) in zip(top_texts, lp.top, strict=False)}
+    def add(self, lp: TokenLogprob, text: str, top: list[str], offset: int) -> None:
         self.columns["tokens"].append(text)
         self.columns["token_logprobs"].append(finite(lp.logprob))
-        self.columns["top_logprobs"].append(None if lp.logprob is None else {**top, text: finite(lp.logprob)})
-        self.columns["text_offset"].append(self.offset)
-        self.offset += len(text)
+        self.columns["top_logprobs"].append(None if lp.logprob is None else _by_text(lp, text, top))
+        self.columns["text_offset"].append(offset)
 
 
-def _first_text(texts: tuple[str, list[str]], prompt: str) -> tuple[str, list[str]]:
+def _by_text(lp: TokenLogprob, text: str, top: list[str]) -> dict[str, float | None]:
+    """Alternatives by their text; of several with one text (parts of characters) the later ones by their id, in vLLM's words."""
+    shown: dict[str, float | None] = {}
+    for other, (logprob, token_id) in zip(top, lp.top, strict=False):
+        is_taken = other in shown or other == text
+        shown[f"token_id:{token_id}" if is_taken and token_id != lp.token_id else other] = finite(logprob)
+    return {**shown, text: finite(lp.logprob)}
+
+
+def _as_it_stands(text: str, seen: str) -> str:
     """The first token of a text has no leading space, though the same token has one elsewhere."""
-    text, top = texts
-    return (text[1:] if text.startswith(" ") and not prompt.startswith(" ") else text), top
+    return seen if text == " " + seen else text
 
 
 def ending_of(output: TextOutput) -> dict[str, Any]:

@@ -1,10 +1,12 @@
 """Which tokens' logprobs belong to which text of an answer that is also reasoning and calls. Pure.
 
-Parts keep their text, not their tokens: a token belongs to the text that lies where the token's own begins.
+Parts keep their text, not their tokens: a token belongs to the text in which its own lies, or begins.
 """
 
 from collections import deque
 from typing import Any
+
+from engine.text.incremental import Span
 
 
 class TextLogprobs:
@@ -13,15 +15,13 @@ class TextLogprobs:
     def __init__(self, *, only_text: bool) -> None:
         self._only_text = only_text
         self._text = ""
-        self._begun = 0  # where in the text the next token begins
         self._taken = 0  # up to where texts were taken
-        self._waiting: deque[tuple[int, dict[str, Any]]] = deque()
+        self._waiting: deque[tuple[Span, dict[str, Any]]] = deque()
 
-    def feed(self, text: str, logprobs: list[dict[str, Any]]) -> None:
+    def feed(self, text: str, logprobs: list[dict[str, Any]], spans: list[Span]) -> None:
+        """`spans`: of the tokens, in the whole text."""
         self._text += text
-        for logprob in logprobs:
-            self._waiting.append((self._begun, logprob))
-            self._begun += len(logprob["token"])
+        self._waiting.extend(zip(spans, logprobs, strict=False))
 
     def take(self, text: str) -> list[dict[str, Any]]:
         if self._only_text:
@@ -29,9 +29,9 @@ class TextLogprobs:
         start = max(self._taken, self._text.find(text, self._taken))
         self._taken = start + len(text)
         taken = []
-        while self._waiting and self._waiting[0][0] < self._taken:
-            begins, logprob = self._waiting.popleft()
-            if begins + len(logprob["token"]) > start or not logprob["token"]:
+        while self._waiting and self._waiting[0][0][0] < self._taken:
+            (begin, end), logprob = self._waiting.popleft()
+            if begin >= start or end > start:
                 taken.append(logprob)
         return taken
 

@@ -72,7 +72,7 @@ class ResponseView:
 
     def _new(self, output: TextOutput) -> list[Event]:
         if self._logprobs is not None:
-            self._logprobs.feed(output.text, token_logprobs(output, self._tokenizer))
+            self._logprobs.feed(output.text, token_logprobs(output, self._tokenizer), output.logprob_spans)
         events = []
         for part in self._parts(output):
             events += self._output.add(part, self._logprobs_of(part))
