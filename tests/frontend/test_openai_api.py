@@ -140,11 +140,42 @@ def test_echo_with_logprobs_and_no_new_tokens(client: openai.OpenAI) -> None:
         assert lp.top_logprobs[0] is None and len(lp.top_logprobs[1]) == 2
 
 
+@pytest.mark.parametrize("stop", [None, "x鬱"])
+def test_text_offsets_point_into_the_text(client: openai.OpenAI, worker: Worker, stop: str | None) -> None:
+    """Also of tokens whose text is held back in a stream."""
+    prompt = "é 鬱 🫠 x"
+    body = {"prompt": prompt, "max_tokens": 20, "echo": True, "logprobs": 2, "stop": stop}
+    whole = worker.post("/v1/completions", body).json()["choices"][0]
+    parts = [e["choices"][0] for e in worker.events("/v1/completions", {**body, "stream": True})]
+    offsets = [offset for part in parts for offset in part["logprobs"]["text_offset"]]
+    logprobs = whole["logprobs"]
+    assert (
+        whole["text"] == "".join(part["text"] for part in parts) == prompt * 2 + "é "
+    )  # behind BOS, which has no text
+    assert logprobs["text_offset"] == offsets and len(offsets) == 14 + 20
+    places = zip(logprobs["tokens"], offsets, strict=True)
+    assert all(whole["text"].startswith(token, at) for token, at in places if token not in ("<s>", "\ufffd"))
+    at = [at for token, at in places if token == "\ufffd"]
+    assert all(not whole["text"][n].isascii() for n in at), "a part of a character is where the character is"
+
+
+def test_alternatives_with_the_same_text_are_told_apart(worker: Worker) -> None:
+    """Bytes of a character have no text of their own."""
+    answer = worker.post("/v1/completions", {"prompt": "é", "max_tokens": 3, "logprobs": 3}).json()
+    last = answer["choices"][0]["logprobs"]["top_logprobs"][-1]
+    assert list(last) == ["\ufffd", *[f"token_id:{i}" for i in _following(b"\xa9")]]
+
+
+def _following(byte: bytes) -> list[int]:
+    own = next(i for i in range(256) if byte_tokenizer().token_bytes(i) == byte)
+    return [own + 1, own + 2]
+
+
 def test_echo_of_token_ids_and_in_a_stream(client: openai.OpenAI, worker: Worker) -> None:
     ids = worker.post("/tokenize", {"prompt": "héllo", "add_special_tokens": False}).json()["tokens"]
     (choice,) = complete(client, ids, max_tokens=1, echo=True, logprobs=0).choices
     assert choice.text == "hélloh"
-    assert choice.logprobs.text_offset[0] == 0 and choice.logprobs.text_offset[-1] >= len("héllo")
+    assert choice.logprobs.text_offset == [0, 1, 1, 2, 3, 4, 5]
     events = worker.events("/v1/completions", {"prompt": "abc", "max_tokens": 3, "echo": True, "stream": True})
     assert "".join(e["choices"][0]["text"] for e in events) == "abcab"
 

@@ -144,6 +144,15 @@ def test_the_clients_stream_accumulates_the_same(client: openai.OpenAI) -> None:
     assert snapshots[-1] == final.output_text == "<|user|>hello"
 
 
+def test_texts_around_calls_have_the_logprobs_of_their_own_tokens(qwen: Worker) -> None:
+    body = {"input": f"é鬱{CALL}🫠x", "tools": [TOOL], "include": ["message.output_text.logprobs"], **STOP}
+    for answer in (qwen.post(PATH, body).json(), events_of(qwen, body)[-1]["response"]):
+        texts = [item["content"][0] for item in answer["output"] if item["type"] == "message"]
+        assert [text["text"] for text in texts] == ["<|user|>é鬱", "🫠x"]
+        shown = [b"".join(bytes(lp["bytes"]) for lp in text["logprobs"]) for text in texts]
+        assert shown[0] == texts[0]["text"].encode() and shown[1].startswith(texts[1]["text"].encode())
+
+
 def test_an_answer_cut_by_length_says_so(worker: Worker, client: openai.OpenAI) -> None:
     answer = client.responses.create(model="tiny", input="hello", max_output_tokens=3)
     assert answer.status == "incomplete" and answer.incomplete_details is not None

@@ -205,3 +205,13 @@ def test_tokens_of_harmony_count_its_analysis() -> None:
     )
     counter.add(range(len(tokens)))
     assert counter.num == 5
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_marker_is_known_where_tokens_hold_parts_of_its_characters(size: int) -> None:
+    format = REASONING_FORMATS["kimi"]
+    text = f"{format.start}hm{format.end}yes".encode()
+    tokens = [text[at : at + size] for at in range(0, len(text), size)]
+    counter = ReasoningTokens(start=format.start, ends=(format.end,), opening=UNDECIDED, token_bytes=tokens.__getitem__)
+    counter.add(range(len(tokens)))
+    assert counter.num == -(-len(f"{format.start}hm{format.end}".encode()) // size) and counter.opening is CLOSED

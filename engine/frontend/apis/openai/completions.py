@@ -1,5 +1,6 @@
 """POST /v1/completions: body -> plan -> view."""
 
+import asyncio
 from dataclasses import dataclass
 from functools import partial
 
@@ -53,7 +54,7 @@ async def completions(request: web.BaseRequest) -> web.StreamResponse:
     plan = await plan_completion(s, body)
     n, ids = plan.sampling.n, plan.input_ids
     echoes = [
-        _echo(s, prompt, tokens, with_places=plan.logprobs is not None) if body.echo else Echo()
+        await _echo(s, prompt, tokens, with_places=plan.logprobs is not None) if body.echo else Echo()
         for prompt, tokens in zip(plan.prompts, ids, strict=True)
     ]
     return await answer_samples(
@@ -78,7 +79,7 @@ async def completions(request: web.BaseRequest) -> web.StreamResponse:
     )
 
 
-def _echo(s: Services, prompt: str | list[int], ids: list[int], *, with_places: bool) -> Echo:
+async def _echo(s: Services, prompt: str | list[int], ids: list[int], *, with_places: bool) -> Echo:
     tokenizer = s.model.tokenizer
     text = prompt if isinstance(prompt, str) else tokenizer.decode(prompt, skip_special_tokens=False)
-    return Echo(text, place(tokenizer, ids, text) if with_places else ())
+    return Echo(text, await asyncio.to_thread(place, tokenizer, ids, text) if with_places else ())
