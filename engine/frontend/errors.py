@@ -4,7 +4,7 @@ import math
 
 from engine.messages import ControlReply, FinishReason
 from engine.sampling_params import InvalidParam
-from service.http.errors import DRAINING, ApiError
+from service.http.errors import DRAINING, MODEL_ERROR, ApiError
 
 DEADLINE = "deadline"  # error code: it would be, or is, too late
 MAX_RETRY_AFTER_S = 60
@@ -17,7 +17,7 @@ def from_invalid_param(e: InvalidParam, *, names: dict[str, str] | None = None) 
 
 
 def from_finish(finish: FinishReason) -> ApiError:
-    code = DEADLINE if finish.status == 504 else None
+    code = MODEL_ERROR if finish.own else DEADLINE if finish.status == 504 else None
     retry_after_s = 1 if finish.status == 503 else None
     message = finish.message or "the request was aborted"
     return ApiError(finish.status, message, field=finish.field or None, code=code, retry_after_s=retry_after_s)

@@ -2,9 +2,12 @@
 
 A worker that failed the request is tried again only where there is no other. When a pair could not be joined, either side may
 be at fault, or the bootstrap server: other servers come first, and one server gets `MAX_JOINS` attempts in all.
+
+A failure that may be the request's own is tried once more, by other workers. If they answer, those that only the failed attempt had
+are to blame; if it fails there, too, the request is.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -17,11 +20,14 @@ MAX_JOINS = 2
 
 
 class FailedWorkers(msgspec.Struct):
-    """`num_deaths`: workers that the request may have ended; `num_errors`: failures that workers reported and lived."""
+    """`num_deaths`: workers that the request may have ended; `num_errors`: failures that workers reported and lived; `num_own`: of
+    those, perhaps the request's own."""
 
     last: CallFailed
     num_deaths: int = 0
     num_errors: int = 0
+    num_own: int = 0
+    _suspects: dict[int, Worker] = msgspec.field(default_factory=dict)
     _failed: set[int] = msgspec.field(default_factory=set)
     _unjoined: dict[Server, int] = msgspec.field(default_factory=dict)
 
@@ -31,13 +37,33 @@ class FailedWorkers(msgspec.Struct):
         self.num_deaths += failure.is_death
         self.num_errors += failure.reason == "status" and not failure.is_death and not failure.draining
         self._failed.add(failure.worker.worker_id)
-        if failure.unjoined:
+        if failure.is_own:
+            self.num_own += 1
+            self._suspects |= {w.worker_id: w for w in workers}
+        if failure.is_own or failure.unjoined:
             self._failed.update(w.worker_id for w in workers)
+        if failure.unjoined:
             for server in filter(None, map(server_of, workers)):
                 self._unjoined[server] = self._unjoined.get(server, 0) + 1
 
     def has_failed(self, worker: Worker) -> bool:
         return worker.worker_id in self._failed
+
+    @property
+    def is_own(self) -> bool:
+        """Whether different workers failed alike: the request is to blame."""
+        return self.num_own > 1
+
+    def decides_nothing(self, workers: Iterable[Worker]) -> bool:
+        """Whether another try at `workers` could not show whose failure the last one was: all of them had it."""
+        return self.last.is_own and all(w.worker_id in self._suspects for w in workers)
+
+    def take_suspects(self, answering: Iterable[Worker]) -> list[Worker]:
+        """Return, once, the workers whose failure it was, since `answering` have the answer."""
+        suspects, self._suspects = self._suspects, {}
+        for worker in answering:
+            suspects.pop(worker.worker_id, None)
+        return list(suspects.values())
 
     def best_of(self, alive: Pool) -> Pool:
         """Return the workers of `alive` (one role) to try next."""

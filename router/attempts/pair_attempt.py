@@ -201,7 +201,7 @@ class PairAttempt:
 
 def _severity(failure: CallFailed) -> tuple[bool, bool]:
     """If both calls fail, report the final error first, then a lost connection, then the peer's complaint about it."""
-    return failure.retryable, failure.reason == "status"
+    return failure.retryable and not failure.is_own, failure.reason == "status"
 
 
 @dataclass(eq=False)

@@ -11,7 +11,7 @@ from aiohttp import web
 from router.attempts.failed_workers import FailedWorkers
 from router.attempts.upstream_call import CallFailed
 from router.body import Api, BadBody, ParsedBody
-from router.choice.policies import RoutingHints
+from router.choice.policies import Placement, RoutingHints
 from router.pool.worker import Way, Worker
 from service.http.deadline import UNITS_S, seconds_of
 from service.http.keep_alive import KeepAlive
@@ -88,6 +88,12 @@ class RequestContext(msgspec.Struct, kw_only=True, eq=False):
     def ends_workers(self, most: int) -> bool:
         """Whether more than `most` workers died under it: it may be what they died of."""
         return self.failed is not None and self.failed.num_deaths > most
+
+    def fails_by_itself(self, placements: Sequence[Placement] = ()) -> bool:
+        """Whether it is to blame for its failure, or an attempt at `placements` could not tell."""
+        if self.failed is None:
+            return False
+        return self.failed.is_own or (bool(placements) and self.failed.decides_nothing(p.worker for p in placements))
 
     def hand_back(self) -> None:
         """End it because the router ends: cut its stream, whose last event then says why, or cancel its handler."""

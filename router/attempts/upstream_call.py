@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from router.client.upstream import HttpReply, UpstreamError
 from router.pool.breaker import Event
 from router.pool.health import HealthMonitor
-from router.pool.reports import says_draining
+from router.pool.reports import says_draining, says_request_failed
 from router.pool.worker import Role, Worker
 from service.http.resume import FRAMES_TYPE
 from service.http.stream import STREAM_TYPES
@@ -59,15 +59,21 @@ class CallFailed(Exception):
         return self.status == UNJOINED and self.worker.role is Role.DECODE
 
     @property
+    def is_own(self) -> bool:
+        """Perhaps the request's own, as its worker says, which serves others. What another worker makes of it decides."""
+        return self.status == 500 and says_request_failed(self.body)
+
+    @property
     def is_fault(self) -> bool:
         """The worker's own, for its circuit.
 
         Faults of the request or its client (4xx; 504: its own deadline), back-pressure (503 with Retry-After), an orderly end, a
-        call given up because health checks found the worker dead, and an unreachable prefill worker do not count.
+        call given up because health checks found the worker dead, and an unreachable prefill worker do not count. What may be the request's
+        own failure counts once another worker has answered it (`circuit_blamed`).
         """
         if self.reason != "status":
             return self.reason in ("refused", "lost", "timeout")
-        if self.draining or self.unjoined:
+        if self.draining or self.unjoined or self.is_own:
             return False
         return self.status in _FAULTS and not (self.status == 503 and "retry-after" in self.headers)
 
@@ -193,6 +199,13 @@ def circuit_begun(request: "RequestContext", attempt: "PairAttempt", now_s: floa
 def circuit_failed(failure: CallFailed, now_s: float) -> None:
     if failure.is_fault:
         failure.worker.circuit.record(Event.FAULT, now_s)
+
+
+def circuit_blamed(request: "RequestContext", attempt: "PairAttempt", now_s: float) -> None:
+    """Report the workers at which the request failed: `attempt` has answered it, so the failure was theirs."""
+    if request.failed is not None:
+        for worker in request.failed.take_suspects(attempt.workers):
+            worker.circuit.record(Event.FAULT, now_s)
 
 
 def circuit_answered(attempt: "PairAttempt", now_s: float) -> None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from router.pool.worker import LoadReport, RankSizes
-from service.http.errors import DRAINING
+from service.http.errors import DRAINING, REQUEST_ERRORS
 from service.http.image_encoders import ImageEncoder
 from service.http.json_depth import decode_or_none, object_of
 from service.prefix_chain import VERSION
@@ -117,6 +117,12 @@ def says_draining(body: bytes) -> bool:
     """Whether a 503 is that of a worker that drains: on /health by `status`, else by the error's code."""
     answer = object_of(body)
     return DRAINING in (answer.get("status"), answer.get("code"), _error(answer).get("code"))
+
+
+def says_request_failed(body: bytes) -> bool:
+    """Whether a 500 is one of a worker that serves others: by the error's code. Other engines' workers have none of these codes."""
+    answer = object_of(body)
+    return _error(answer).get("code", answer.get("code")) in REQUEST_ERRORS
 
 
 def why_draining(body: bytes) -> str:

@@ -14,7 +14,7 @@ from router.admission.admission import PRIORITY_HEADER, Admission
 from router.admission.queue import RequestRefused
 from router.attempts.pair_attempt import AttemptGroup, AttemptLauncher, PairAttempt
 from router.attempts.request import ITL_HEADER, TTFT_HEADER, RequestContext, time_given
-from router.attempts.upstream_call import CallFailed
+from router.attempts.upstream_call import CallFailed, circuit_blamed
 from router.body import ALONE, Api, ParsedBody, named_dp_rank, parse_body, write_body
 from router.choice.chooser import Chooser
 from router.choice.policies import RoutingHints
@@ -206,13 +206,15 @@ class Dispatcher:
             placements = self.picker.pick(request) or await self.picker.pick_later(request)
             if placements is None:
                 return self._none_left(request)
+            if request.failed is not None and request.fails_by_itself(placements):
+                return failure_response(request.failed.last)
             attempt = self.launcher.begin(request, request.headers_at(self.launcher.clock()), placements)
             if number == self.retry_max:
                 attempt.stay()
             try:
                 return await self._attempt(request, attempt)
             except CallFailed as failure:
-                if not failure.retryable or number == self.retry_max or self._ends_workers(request):
+                if not failure.retryable or number == self.retry_max or self._is_to_blame(request):
                     return failure_response(failure, request.path)
                 for notify in self.launcher.events.on_retry:
                     notify(failure)
@@ -276,8 +278,9 @@ class Dispatcher:
         finally:
             answer.close()
 
-    def _ends_workers(self, request: RequestContext) -> bool:
-        return self.failover is not None and request.ends_workers(self.failover.most)
+    def _is_to_blame(self, request: RequestContext) -> bool:
+        ends_workers = self.failover is not None and request.ends_workers(self.failover.most)
+        return ends_workers or request.fails_by_itself()
 
     async def _stream(
         self, request: RequestContext, attempt: PairAttempt, merger: Merger | None, end: Callable[[], None]
@@ -338,7 +341,7 @@ class Dispatcher:
             request.failure, error = str(failure), failure_error(failure)
         else:
             await out.write_eof()
-            attempt.complete()
+            _complete(request, attempt)
             return out
         attempt.close()
         await out.write(said or errors_of(request.http).last_event(error))  # no [DONE] follows: no good end
@@ -359,9 +362,14 @@ def _whole(request: RequestContext, attempt: PairAttempt, merger: Merger | None,
     reply = attempt.answering.reply
     if request.keeper is not None:
         request.keeper.on_answer(body)
-    attempt.complete()
+    _complete(request, attempt)
     headers = answer_headers(reply.headers) | (JSON if attempt.answering.framed else {})
     return web.Response(status=reply.status, body=merger.merge_answer(body) if merger else body, headers=headers)
+
+
+def _complete(request: RequestContext, attempt: PairAttempt) -> None:
+    attempt.complete()
+    circuit_blamed(request, attempt, attempt.launcher.clock())
 
 
 def _splitter(

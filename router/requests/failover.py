@@ -87,7 +87,8 @@ class ResumableAnswer:
             return has_moved(worker)
         if not self.record.failed:
             return None
-        body = self.record.last_event.partition(b"data: ")[2].strip()
+        event = self.record.last_event
+        body = (event.partition(b"data: ")[2] or event).strip()  # of a stream of lines it is all
         return CallFailed(worker, reason="status", status=self.record.failed, body=body)
 
     async def take_over(self, lost: PairAttempt, failure: CallFailed, merger: Merger | None) -> PairAttempt | None:
@@ -139,7 +140,7 @@ class ResumableAnswer:
         self._leave_attempt()
         for number in range(self.failover.retry_max + 1):
             placements = self.failover.picker.pick(request) or await self.failover.picker.pick_later(request)
-            if placements is None:
+            if placements is None or request.fails_by_itself(placements):
                 return None
             attempt = launcher.begin(request, request.headers_at(launcher.clock()), placements)
             if number == self.failover.retry_max:
@@ -154,7 +155,8 @@ class ResumableAnswer:
     def _may_go_on(self, failure: CallFailed) -> bool:
         failed, limits = self.request.failed, self.failover
         has_erred = failed is not None and failed.num_errors > limits.retry_max
-        return failure.retryable and not has_erred and not self.request.ends_workers(limits.most)
+        is_to_blame = self.request.ends_workers(limits.most) or self.request.fails_by_itself()
+        return failure.retryable and not has_erred and not is_to_blame
 
     def close(self) -> None:
         """End the attempt and release the rooms."""

@@ -10,6 +10,11 @@ from service.http.json_depth import MAX_DEPTH, deeper_than
 T = TypeVar("T")
 
 DRAINING = "draining"  # error code, and `status` on /health, of a server that takes nothing new
+MODEL_ERROR = "model_error"  # error code: the model gave no token for this request
+INTERNAL_ERROR = "internal_error"  # error code: this request met a bug
+REQUEST_ERRORS = frozenset(
+    (MODEL_ERROR, INTERNAL_ERROR)
+)  # of a 500: others are served, so it may be the request's own failure
 
 _NAMED = re.compile(r"(missing required|contains unknown) field `([^`]+)`")
 _PATH = re.compile(r" - at `(?:key` in `)?\$\.?([^`]*)`$")

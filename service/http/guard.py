@@ -8,7 +8,7 @@ from collections.abc import Callable
 from aiohttp import web
 
 from service.http.api_shapes import ApiShape
-from service.http.errors import ApiError
+from service.http.errors import INTERNAL_ERROR, ApiError
 from service.http.routes import Handler, HttpRoute, Routes, errors_of
 from service.http.stream import EXTRA_HEADERS, REQUEST_ID, REQUEST_ID_HEADER, STREAMING
 from service.security.browser import BrowserRule
@@ -116,7 +116,7 @@ async def answer_of(handler: Handler, request: web.BaseRequest) -> web.StreamRes
             raise
         log.exception("%s %s failed", request.method, request.path)
         message = "internal error; the server's log has the details"
-        return errors.response(ApiError(500, message, code="internal_error"))
+        return errors.response(ApiError(500, message, code=INTERNAL_ERROR))
 
 
 def _of_http(error: web.HTTPException, request: web.BaseRequest, errors: ApiShape) -> web.Response:

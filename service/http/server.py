@@ -16,7 +16,7 @@ from aiohttp import HttpVersion11, web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from service.http.api_shapes import OPENAI
-from service.http.errors import ApiError
+from service.http.errors import INTERNAL_ERROR, ApiError
 from service.http.listening import BACKLOG, ListeningPort
 from service.http.routes import Handler
 
@@ -179,7 +179,7 @@ class TimedConnection(web.RequestHandler):
     ) -> web.StreamResponse:
         """Answer what is no HTTP in the shape of all errors, and close the connection."""
         super().handle_error(request, status, exc, message)  # logs it
-        error = ApiError(500, "internal error; the server's log has the details", code="internal_error")
+        error = ApiError(500, "internal error; the server's log has the details", code=INTERNAL_ERROR)
         if status < 500:
             what = " ".join((message or "").encode("ascii", "backslashreplace").decode().split())
             error = ApiError(status, f"the request is not HTTP/1.1: {what}", code="invalid_http")

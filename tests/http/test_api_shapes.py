@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from router.pool.reports import parse_error, says_draining
+from engine.frontend.errors import from_finish
+from engine.messages import FinishReason
+from router.pool.reports import parse_error, says_draining, says_request_failed
 from service.http.api_shapes import ANTHROPIC, OLLAMA, OPENAI, ApiShape, shape_of
 from service.http.errors import ApiError
 from service.http.routes import Handler, Routes
@@ -77,6 +79,9 @@ def test_a_router_reads_every_shape(shape: ApiShape) -> None:
     assert body.status == 503 and body.headers["Retry-After"] == "1"
     other = json.dumps(shape.body(REFUSED)).encode()
     assert not says_draining(other) and parse_error(other) == REFUSED.message
+    own = from_finish(FinishReason(kind="abort", message="NaN", status=500, own=True))
+    assert says_request_failed(json.dumps(shape.body(own)).encode()) and not says_request_failed(other)
+    assert not says_request_failed(json.dumps(shape.body(ApiError(500, "the transfer broke"))).encode())
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from aiohttp import web
 
+from router.pool.breaker import State
 from service.http.resume import (
     FRAMES_HEADER,
     FRAMES_TYPE,
@@ -153,6 +154,25 @@ async def test_a_worker_that_ends_its_stream_with_a_fault_is_lost_too(status: in
         for worker in c.decodes:
             worker.behave = then_goes_on(lost_after(1, last=error(status)))
         assert tokens_of(await read(c)) == [1, 2, 3] and all(worker.seen for worker in c.decodes)
+        await c.settled()
+
+
+@pytest.mark.parametrize("decode", [1, 3])
+async def test_a_stream_that_fails_by_itself_goes_on_at_one_other_worker_at_most(decode: int) -> None:
+    """Behind the same tokens the model gives no token there, too: the request's client has one error, and no worker is blamed."""
+    own = failed_frame(500) + b'data: {"error": {"message": "NaN", "code": "model_error"}}\n\n'
+    async with cluster(prefill=3 if decode > 1 else 1, decode=decode, cb_failure_threshold=1) as c:
+        for worker in c.decodes:
+            worker.behave = lost_after(1, last=own)
+        text = await read(c)
+        assert tokens_of(text)[:1] == [1] and text.count(b'"error"') == 1 and b"NaN" in text
+        assert sum(len(worker.seen) for worker in c.decodes) == min(2, decode)
+        assert all(worker.circuit.state is State.CLOSED for worker in c.router.table.workers())
+        for worker in c.decodes:
+            worker.behave = then_goes_on(lost_after(1, last=own))
+        if decode > 1:
+            assert tokens_of(await read(c)) == [1, 2, 3]
+            assert any(worker.circuit.state is State.OPEN for worker in c.router.table.workers())
         await c.settled()
 
 

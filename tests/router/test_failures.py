@@ -76,6 +76,58 @@ async def test_retries_are_bounded_and_the_workers_last_word_is_passed() -> None
         await c.settled()
 
 
+NO_TOKEN = {"message": "the model returned NaN logits for this request", "code": "model_error"}
+OWN_ERRORS = [{"error": NO_TOKEN}, {"error": NO_TOKEN["message"], "code": "internal_error"}]
+
+
+@pytest.mark.parametrize("error", OWN_ERRORS)
+@pytest.mark.parametrize("body", [CHAT, STREAM])
+async def test_a_request_that_fails_by_itself_is_tried_once_more_and_counts_against_no_worker(
+    error: dict[str, Any], body: dict[str, Any]
+) -> None:
+    async with cluster(prefill=3, decode=3, cb_failure_threshold=1) as c:
+        for worker in c.decodes:
+            worker.behave = always(500, error)
+        for number in range(1, 4):
+            status, _, answer = await c.post("/v1/chat/completions", body)
+            assert (status, json.loads(answer)) == (500, error)
+            assert sum(len(w.seen) for w in c.decodes) == 2 * number
+        assert all(worker.circuit.state is State.CLOSED for worker in c.router.table.workers())
+        await c.settled()
+
+
+async def test_a_request_that_fails_by_itself_does_not_come_back_to_the_same_workers() -> None:
+    async with cluster(cb_failure_threshold=1) as c:
+        c.decodes[0].behave = always(500, OWN_ERRORS[0])
+        assert (await c.post("/generate", {"text": "a"}))[0] == 500
+        assert len(c.decodes[0].seen) == len(c.prefills[0].seen) == 1
+        assert all(worker.circuit.state is State.CLOSED for worker in c.router.table.workers())
+        await c.settled()
+
+
+@pytest.mark.parametrize("leg", ["prefills", "decodes"])
+async def test_a_worker_at_which_every_request_fails_by_itself_is_found(leg: str) -> None:
+    """Its GPU may be broken: others answer what it could not. Whoever stood beside it in both attempts is not blamed."""
+    async with cluster(prefill=2, decode=2, cb_failure_threshold=2) as c:
+        bad = getattr(c, leg)[0]
+        bad.behave = always(500, OWN_ERRORS[0])
+        table = {worker.url: worker.circuit for worker in c.router.table.workers()}
+        while table[bad.url].state is State.CLOSED:
+            assert len(bad.seen) < 20
+            assert (await c.post("/v1/chat/completions", STREAM))[0] == 200
+        await c.settled()
+
+
+async def test_of_two_attempts_with_one_worker_in_both_the_other_is_blamed() -> None:
+    async with cluster(prefill=1, decode=2, cb_failure_threshold=1) as c:
+        c.decodes[0].behave = always(500, OWN_ERRORS[0])
+        for _ in range(2):  # one goes to each decode worker first
+            assert (await c.post("/generate", {"text": "a"}))[0] == 200
+        opened = [worker.url for worker in c.router.table.workers() if worker.circuit.state is State.OPEN]
+        assert opened == [c.decodes[0].url]
+        await c.settled()
+
+
 @pytest.mark.parametrize("status", [400, 404, 408, 409, 413, 422, 429, 499])
 @pytest.mark.parametrize("leg", ["prefills", "decodes"])
 async def test_a_4xx_of_either_leg_is_passed_as_it_is_at_once(leg: str, status: int) -> None:
