@@ -61,18 +61,16 @@ class IncrementalText:
         return new
 
     def _final_text(self) -> str:
-        text, skips = self._tokenizer.decode(self._window, skip_special_tokens=self._skip_special), self._skip_special
-        num_open = (
-            self._tokenizer.num_open_bytes(self._window, skip_special_tokens=skips) if text.endswith(BROKEN) else 0
-        )
+        text, num_open = self._decoded(self._window), 0
+        if text.endswith(BROKEN):
+            num_open = self._tokenizer.num_open_bytes(self._window, skip_special_tokens=self._skip_special)
         self._inside = num_open > 0
-        if not num_open:
-            return text
-        if self._tokenizer.byte_level:
+        if num_open and self._tokenizer.byte_level:
             return text[:-1]
-        return self._tokenizer.decode(
-            self._window[:-num_open], skip_special_tokens=skips
-        )  # of byte tokens, which spoil all before
+        return self._decoded(self._window[:-num_open]) if num_open else text  # open byte tokens spoil those before them
+
+    def _decoded(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=self._skip_special)
 
     def _cut(self) -> None:
         """Forget old tokens. The cut must leave visible context and spare characters."""
@@ -88,7 +86,7 @@ class IncrementalText:
     def _clean(self, first: int) -> bool:
         if self._tokenizer.byte_level:
             return True  # bytes just join: later text does not depend on earlier text
-        text = self._tokenizer.decode(self._window[first:], skip_special_tokens=self._skip_special)
+        text = self._decoded(self._window[first:])
         return bool(text) and not text.startswith(BROKEN)
 
 
@@ -165,7 +163,7 @@ class RequestText:
         return text, spans
 
 
-def place(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> list[Span]:
+def places_of(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> list[Span]:
     """Return the place of each token's text in `text`, of which `ids` are the tokens; one that is not there (BOS) has no width."""
     pieces, at, spans = IncrementalText(tokenizer, prompt_tail=[], skip_special_tokens=False), 0, []
     for token in ids:

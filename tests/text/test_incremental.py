@@ -12,7 +12,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
 from engine.messages import FinishReason, GenerateRequest, LogprobOptions, TokenLogprob, TokenOutput
 from engine.sampling_params import SamplingParams
-from engine.text.incremental import IncrementalText, RequestText, StopScanner, place
+from engine.text.incremental import IncrementalText, RequestText, StopScanner, places_of
 from engine.text.sample import SampleText
 from engine.text.tokenizer import BROKEN, Tokenizer
 
@@ -195,13 +195,13 @@ def test_a_prompt_that_ends_inside_a_character_lends_its_beginning() -> None:
 def test_tokens_have_their_places_in_the_text() -> None:
     t, s = byte_level(), sentence_piece()
     ids = [byte_id(t, b) for b in "é x".encode()]
-    assert place(t, ids, "é x") == [(0, 0), (0, 1), (1, 2), (2, 3)]
+    assert places_of(t, ids, "é x") == [(0, 0), (0, 1), (1, 2), (2, 3)]
     end = tid(t, "<|end|>")
-    assert place(t, [end, *letters("a"), end], "a<|end|>") == [(0, 0), (0, 1), (1, 8)]
+    assert places_of(t, [end, *letters("a"), end], "a<|end|>") == [(0, 0), (0, 1), (1, 8)]
     bos, hello = tid(s, "<s>"), tid(s, "▁hello")
-    assert place(s, [bos, hello, hello], "hello hello") == [(0, 0), (0, 5), (5, 11)]
-    assert place(t, letters("ab"), "AB") == [(0, 1), (1, 2)], "a tokenizer that makes capitals small"
-    assert place(t, letters("abc"), "a") == [(0, 1), (1, 1), (1, 1)]
+    assert places_of(s, [bos, hello, hello], "hello hello") == [(0, 0), (0, 5), (5, 11)]
+    assert places_of(t, letters("ab"), "AB") == [(0, 1), (1, 2)], "a tokenizer that makes capitals small"
+    assert places_of(t, letters("abc"), "a") == [(0, 1), (1, 1), (1, 1)]
 
 
 def byte_id(t: Tokenizer, byte: int) -> int:

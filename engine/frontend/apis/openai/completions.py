@@ -15,7 +15,7 @@ from engine.frontend.apis.shared.samples import answer_samples, body_constraint,
 from engine.frontend.services import SERVICES, Services
 from engine.messages import LogprobOptions
 from engine.sampling_params import SamplingParams
-from engine.text.incremental import place
+from engine.text.incremental import places_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,4 +82,4 @@ async def completions(request: web.BaseRequest) -> web.StreamResponse:
 async def _echo(s: Services, prompt: str | list[int], ids: list[int], *, with_places: bool) -> Echo:
     tokenizer = s.model.tokenizer
     text = prompt if isinstance(prompt, str) else tokenizer.decode(prompt, skip_special_tokens=False)
-    return Echo(text, await asyncio.to_thread(place, tokenizer, ids, text) if with_places else ())
+    return Echo(text, await asyncio.to_thread(places_of, tokenizer, ids, text) if with_places else ())
