@@ -71,7 +71,8 @@ def shown(t: Tokenizer, prompt: list[int], sampling: SamplingParams, parts: list
 
 
 def parts_of(ids: list[int], sizes: list[int]) -> list[list[int]]:
-    parts, at = [], 0
+    parts: list[list[int]] = []
+    at = 0
     while at < len(ids):
         size = sizes[len(parts) % len(sizes)]
         parts.append(ids[at : at + size])

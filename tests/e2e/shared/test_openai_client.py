@@ -121,7 +121,9 @@ def test_the_answers_are_the_right_ones(apis: tuple[openai.OpenAI, openai.OpenAI
     pd = apis[0]
     answer = pd.completions.create(**GREEDY, prompt=PROMPT, max_tokens=3, echo=True, logprobs=1).choices[0]
     assert answer.text == "k17 v42 k03 v91 k17 v42 k03 v91" and answer.logprobs is not None
-    assert answer.logprobs.tokens == ["<bos>", *(f" {word}" for word in answer.text.split())]
+    first, *others = answer.text.split()
+    assert answer.logprobs.tokens == ["<bos>", first, *(f" {word}" for word in others)], "as they stand in the text"
+    assert answer.logprobs.text_offset == [0, *(4 * i - (i > 0) for i in range(len(others) + 1))]
     assert answer.logprobs.token_logprobs is not None and answer.logprobs.token_logprobs[0] is None
     assert answer.logprobs.token_logprobs[-3:] == pytest.approx([0, 0, 0], abs=0.01)
     regex: Any = {"prompt": PROMPT, "max_tokens": 8, "extra_body": {"stop_regex": ["nothing", r"k\d3 v9\d"]}}
