@@ -40,11 +40,6 @@ class Tokenizer:
         return self.backend.get_vocab_size(with_added_tokens=True)
 
     @property
-    def num_ids(self) -> int:
-        """One more than the greatest known id."""
-        return 1 + max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1)
-
-    @property
     def special_tokens(self) -> dict[str, str]:
         return _special_tokens(self.config)
 

@@ -233,4 +233,4 @@ def test_smollm2_has_its_special_tokens_and_template(smollm2: OurTokenizer) -> N
     ids = smollm2.encode(text)
     assert [i for i in ids if i in smollm2.special_ids] == [1, 2, 1, 2, 1]
     assert smollm2.decode(ids, skip_special_tokens=False) == text
-    assert len(smollm2.special_ids) == 17 and smollm2.num_ids == 49152
+    assert len(smollm2.special_ids) == 17 and smollm2.vocab_size == 49152
