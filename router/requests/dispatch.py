@@ -207,7 +207,7 @@ class Dispatcher:
             if placements is None:
                 return self._none_left(request)
             if request.failed is not None and request.fails_by_itself(placements):
-                return failure_response(request.failed.last)
+                return failure_response(request.failed.last, request.path)
             attempt = self.launcher.begin(request, request.headers_at(self.launcher.clock()), placements)
             if number == self.retry_max:
                 attempt.stay()
