@@ -31,7 +31,7 @@ from benchmarks.random_model import write_model
 from deploy.bench import environment
 from deploy.bench.report import table
 from service.http.prefix_source import PREFIX_HEADER, PrefixSourceHeader, write_header
-from tests.e2e.cluster import Started, tandem
+from tests.e2e.cluster import SECRET, Started, tandem
 
 FLAGS = ("--port", "0", "--max-total-tokens", "65536", "--num-threads", "1", "--log-level", "warning")
 WAYS = ("computed", "fetched", "chosen")
@@ -89,7 +89,7 @@ class Cluster:
     def _source(self, num_tokens: int) -> str:
         at = json.loads(self.infos[self.source.url]["prefix_source"])
         named = PrefixSourceHeader(control=at["control"], incarnation=at["incarnation"], num_tokens=num_tokens)
-        return write_header(named, None)
+        return write_header(named, SECRET.encode())
 
     async def _post(self, worker: Started, body: dict[str, Any], headers: dict[str, str]) -> None:
         async with self.http.post(f"{worker.url}/generate", json=body, headers=headers) as answer:

@@ -9,6 +9,7 @@ from engine.flags.nodes import address_of
 from engine.frontend.bootstraps import BootstrapAllowlist
 from service.flags import ConfigError
 from service.security.addresses import AllowedAddresses, is_loopback, require_secret
+from service.security.secret import router_secret
 
 log = logging.getLogger(__name__)
 
@@ -96,6 +97,12 @@ def make_allowlist(server: ServerConfig, disagg: DisaggConfig, *, control_host: 
     This machine's own are allowed only if no other machine can send requests: a client could point us at a local service.
     """
     secret = read_secret(disagg.cluster_secret_file)
+    fetches = {"--prefix-fetch": disagg.prefix_fetch, "--feature-fetch": disagg.feature_fetch}
+    for flag, is_given in fetches.items():
+        if is_given and router_secret(secret) is None:
+            raise ConfigError(
+                f"{flag}: needs --cluster-secret-file: only a router that is known by it may name other workers"
+            )
     decodes = disagg.disaggregation_mode == "decode"
     if not decodes and not disagg.prefix_fetch and not disagg.feature_fetch:
         return BootstrapAllowlist()

@@ -6,6 +6,7 @@ from engine.frontend.bootstraps import BootstrapAllowlist
 from engine.frontend.role_switch import RoleSwitch
 from engine.frontend.services import FrontendSpec
 from service.flags import values_by_name
+from service.security.secret import router_secret
 
 
 def frontend_spec(
@@ -25,5 +26,5 @@ def frontend_spec(
         bootstrap_allowlist=allowlist,
         warms_up=not server.skip_server_warmup,
         switch=switch,
-        secret=read_secret(disagg.cluster_secret_file),
+        secret=router_secret(read_secret(disagg.cluster_secret_file)),
     )

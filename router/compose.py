@@ -70,7 +70,7 @@ from service.responses.store import ResponseStore
 from service.security.addresses import require_secret
 from service.security.browser import BrowserRule
 from service.security.keys import KeyGate, KeyRing, open_gate
-from service.security.secret import read_secret_file
+from service.security.secret import read_secret_file, router_secret
 from service.telemetry.otlp import open_exporter
 from service.telemetry.tracer import Tracer
 
@@ -86,7 +86,9 @@ class Router:
         """Build what needs no worker. Raises `ConfigError`."""
         self._stack = stack
         self.config, self.slot = config, slot
-        self.secret, self.gate = check_exposure(config)
+        cluster_secret, self.gate = check_exposure(config)
+        self.secret = router_secret(cluster_secret)
+        _check_secret(config, self.secret)
         self.credentials = Credentials(
             api=self.gate.api,
             worker=KeyRing(key=config.worker_api_key, file=config.worker_api_key_file, flag="--worker-api-key"),
@@ -105,7 +107,7 @@ class Router:
         self.recorder = Recorder(time.monotonic, place=0 if slot is None else slot.row)
         self.chooser = make_chooser(config, draw=secrets.randbelow)
         self.prefixes = _prefixes(config, self.chooser, self.secret)
-        self.feed = KVEventFeed(chooser=self.chooser, secret=self.secret, enabled=not config.disable_kv_events)
+        self.feed = KVEventFeed(chooser=self.chooser, secret=cluster_secret, enabled=not config.disable_kv_events)
         stack.push_async_callback(self.feed.close)
         self.admission = Admission(config, peers=peer_load)
         self.table = _table(config, peer_load)
@@ -133,8 +135,11 @@ class Router:
         self.session = await stack.enter_async_context(open_session(**client))
         self.upstream = HttpUpstream(**client)
         stack.push_async_callback(self.upstream.close)
-        moves = MoveOrders(self.session, credentials, secret=self.secret)
-        stack.push_async_callback(moves.close)
+        let_go = give_up_all
+        if self.secret is not None and not config.disable_kv_moves:
+            moves = MoveOrders(self.session, credentials, secret=self.secret)
+            stack.push_async_callback(moves.close)
+            let_go = moves.let_go
         self.monitor = HealthMonitor(
             config=config,
             table=table,
@@ -143,7 +148,7 @@ class Router:
             upstream=self.upstream,
             on_report=lambda worker, report: self.recorder.on_report(worker.role, worker.report, report),
             on_info=self._on_info,
-            let_go=give_up_all if config.disable_kv_moves else moves.let_go,
+            let_go=let_go,
         )
         stack.push_async_callback(self.monitor.close)
         self.discovery = await open_discovery(config, table=table, monitor=self.monitor)
@@ -281,7 +286,7 @@ class Router:
 
 def _prefixes(config: RouterConfig, chooser: Chooser, secret: bytes | None) -> PrefixHeaders | None:
     index = chooser.cache_of(Role.PREFILL) if config.prefix_fetch else None
-    if index is None:
+    if index is None or secret is None:
         return None
     bytes_a_s = config.prefix_copy_bytes_per_second
     replication = Replication(bytes_a_s=bytes_a_s) if bytes_a_s else None
@@ -319,6 +324,24 @@ def check_exposure(config: RouterConfig) -> tuple[bytes | None, KeyGate]:
     if warning is not None:
         log.warning(warning)
     return None if config.cluster_secret_file is None else read_secret_file(config.cluster_secret_file), gate
+
+
+def _check_secret(config: RouterConfig, secret: bytes | None) -> None:
+    """Raises `ConfigError` for a flag that has workers take orders which they take from no unknown router."""
+    asked = {
+        "--prefix-fetch": config.prefix_fetch,
+        "--encode": config.encode,
+        "--resume-window": config.resume_window_s,
+    }
+    for flag, is_given in asked.items():
+        if is_given and secret is None:
+            raise ConfigError(
+                f"{flag}: needs --cluster-secret-file, by which workers know their router; give both the file"
+            )
+    if secret is None and config.failover_max:
+        log.info(
+            "no --cluster-secret-file: an answer whose worker is lost ends with an error, as no other goes on with it"
+        )
 
 
 def _browser_rule(config: RouterConfig, gate: KeyGate) -> BrowserRule:

@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import os
+import secrets
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -30,6 +31,7 @@ from service.flags import ConfigError
 from service.http.listening import require_free, url_of
 from service.process.ready_file import write_ready_file
 from service.security.keys import KeyRing
+from service.security.secret import ROUTER_SECRET
 from transfer_backends.engines.wheels import installed_torch, torch_cuda_major
 
 INFO_TIMEOUT_S = 5.0
@@ -58,8 +60,15 @@ def run(argv: Sequence[str]) -> int:
     ):
         specs = with_env(specs, [name for names in shared.values() for name in names], env)
         specs = with_env(specs, [spec.name for spec in specs if spec.ranks], server)
-        specs = with_env(specs, [spec.name for spec in specs], http_server)
+        specs = with_env(specs, [spec.name for spec in specs], {**http_server, **own_secret(config, args)})
         return asyncio.run(_supervise(config, vars(args), specs=specs, front=front, log_dir=log_dir, notes=notes))
+
+
+def own_secret(config: ClusterConfig, args: argparse.Namespace) -> dict[str, str]:
+    """Return the environment by which workers know their router; {}: a file names it, or there is no router."""
+    if config.unified or getattr(args, "cluster_secret_file", None) is not None or os.environ.get(ROUTER_SECRET):
+        return {}
+    return {ROUTER_SECRET: secrets.token_hex(32)}
 
 
 def gpus_for(config: ClusterConfig, args: argparse.Namespace, *, torch: str | None) -> list[str]:

@@ -94,20 +94,16 @@ class BootstrapAllowlist:
         self._dials_servers = dials_servers
 
     def check_source(self, control: str) -> None:
-        """Check "host:port" of a worker that has a request's KV, which a signed field names, or without a secret any client. Raises ApiError(400)."""
+        """Check "host:port" of a worker that has a request's KV, which a signed field names. Raises ApiError(400)."""
         if not self.admits(control):
-            raise bad_field(
-                "resume",
-                f"names {control[:100]!r}, which this worker does not know (--disaggregation-bootstrap-allowed, or a "
-                "--cluster-secret-file, with which the router signs it)",
-            )
+            why = "this worker gets KV of no other" if self._allowed is None else "it is no HOST:PORT"
+            raise bad_field("resume", f"names {control[:100]!r} as the place of the KV: {why}")
 
     def admits(self, control: str) -> bool:
-        """Whether the worker may dial "host:port" of another one, which a signed field names, or without a secret any client."""
-        if self._secret is not None or self._allowed is None:
-            return True
+        """Whether the worker, which dials others, may dial this one that a router of its cluster names: whether it is "host:port"."""
         host, _, port = control.rpartition(":")
-        return port.isdigit() and self._allowed.admits(host.strip("[]"), int(port))
+        has_shape = bool(host) and port.isascii() and port.isdigit() and 0 < int(port) < 65536
+        return self._allowed is not None and has_shape
 
     def check(self, bootstraps: Sequence[Bootstrap | None], *, voucher: str) -> None:
         """Check the samples of one request, in order. Raises ApiError(400) that names bootstrap_host."""

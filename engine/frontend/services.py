@@ -46,7 +46,7 @@ INLINE_CHARS = 2000  # the event loop tokenizes shorter texts: that costs less t
 class FrontendSpec:
     """The parts that one role session serves with. `extra_info`: for /server_info, no secrets. `switch`: None for a fixed role.
 
-    `warms_up`: a first request is computed before the worker is ready. `secret`: of the cluster.
+    `warms_up`: a first request is computed before the worker is ready. `secret`: by which it knows its router; None: it takes orders of none.
     """
 
     server: ServerConfig

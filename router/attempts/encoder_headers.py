@@ -22,7 +22,7 @@ class Encoding(NamedTuple):
 
 @dataclass(eq=False, kw_only=True)
 class EncoderHeaders:
-    """`secret`: of the cluster. `num_images`: of attempts, by the worker that was named: "owner", "least_loaded", or "none"."""
+    """`secret`: by which workers know their router; None: none is named. `num_images`: of attempts, by the worker that was named: "owner", "least_loaded", or "none"."""
 
     encoders: Encoders
     table: WorkerTable
@@ -35,7 +35,9 @@ class EncoderHeaders:
         None is healthy, or `compute` asks none: none is named.
         """
         pool = self._pool(compute, now_s)
-        if not pool or pool[0].silent or not self.encoders.asks(compute):  # where one is silent, all are
+        if (
+            self.secret is None or not pool or pool[0].silent or not self.encoders.asks(compute)
+        ):  # where one is silent, all are
             self.num_images["none"] += len(images)
             return Encoding(headers)
         chosen = choose_encoders(images, pool)

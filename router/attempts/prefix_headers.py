@@ -11,12 +11,12 @@ from service.http.prefix_source import PREFIX_HEADER, write_header
 
 @dataclass(eq=False, kw_only=True)
 class PrefixHeaders:
-    """`secret`: of the cluster. `replication`: of hot prefixes; None: nothing is copied ahead. `num_named`: attempts whose prefill worker was
+    """`secret`: by which workers know their router. `replication`: of hot prefixes; None: nothing is copied ahead. `num_named`: attempts whose prefill worker was
     told of another one.
     """
 
     sources: PrefixSources
-    secret: bytes | None
+    secret: bytes
     replication: Replication | None = None
     num_named: int = 0
 

@@ -32,11 +32,11 @@ class _Answer(msgspec.Struct):
 
 @dataclass(eq=False)
 class MoveOrders:
-    """`secret`: workers check that a router of theirs asks; None: they check nothing."""
+    """`secret`: by which workers know that a router of theirs asks."""
 
     session: aiohttp.ClientSession
     credentials: Credentials
-    secret: bytes | None
+    secret: bytes
     _orders: set[asyncio.Task[None]] = field(default_factory=set)
 
     def let_go(self, worker: Worker, calls: Sequence[ActiveCall], why: str) -> None:

@@ -110,7 +110,7 @@ def make_dispatcher(
     if config.failover_max:
         failover = Failover(most=config.failover_max, retry_max=config.retry_max, picker=picker, launcher=launcher)
     reconnect = None
-    if config.resume_window_s:
+    if config.resume_window_s and launcher.secret is not None:
         reconnect = Reconnect(
             window_s=config.resume_window_s,
             table=launcher.table,

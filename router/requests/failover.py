@@ -29,7 +29,7 @@ TAKE_OVER_S = 10.0  # for another decode worker to show its first token: its cli
 
 @dataclass(eq=False, kw_only=True)
 class Failover:
-    """`retry_max`: attempts to place the rest, beside the first."""
+    """`retry_max`: attempts to place the rest, beside the first. `secret`: None: no worker would go on, so none is asked for frames."""
 
     most: int
     retry_max: int
@@ -38,7 +38,7 @@ class Failover:
 
     def headers(self) -> dict[str, str]:
         """Return the header that asks a worker for frames."""
-        return {FRAMES_HEADER: "1"}
+        return {} if self.launcher.secret is None else {FRAMES_HEADER: "1"}
 
     def open(self, request: RequestContext, end_first: Callable[[], None]) -> "ResumableAnswer":
         """`end_first` ends the first attempt, once another one takes over."""
@@ -110,7 +110,7 @@ class ResumableAnswer:
 
     async def _go_on(self, lost: PairAttempt, failure: CallFailed) -> PairAttempt | None:
         self.request.note_failed(failure, lost.workers)
-        if not self._may_go_on(failure) or not self.record.can_resume():
+        if self.failover.launcher.secret is None or not self._may_go_on(failure) or not self.record.can_resume():
             return None
         found = await self._by_kv(lost) or await self._by_pair()
         if found is not None:
@@ -168,9 +168,9 @@ class ResumableAnswer:
         end()
 
     def _ask_for_rest(self, *, by_kv: bool) -> None:
-        resume = self.record.resume(by_kv=by_kv)
-        assert resume is not None, "can_resume"
-        ask_for_rest(self.request, resume, self.failover.launcher.secret)
+        resume, secret = self.record.resume(by_kv=by_kv), self.failover.launcher.secret
+        assert resume is not None and secret is not None, "can_resume: frames were asked for"
+        ask_for_rest(self.request, resume, secret)
 
     async def _begun(self, first: PairAttempt) -> PairAttempt | None:
         """Wait for the answer of an attempt; None: none came."""
@@ -187,7 +187,7 @@ class ResumableAnswer:
         return begun
 
 
-def ask_for_rest(request: RequestContext, resume: bytes, secret: bytes | None) -> None:
+def ask_for_rest(request: RequestContext, resume: bytes, secret: bytes) -> None:
     """Make the next attempts go on behind the client's last token."""
     fields = {**request.parsed.fields, RESUME_FIELD: msgspec.Raw(resume)}
     request.parsed = msgspec.structs.replace(request.parsed, fields=fields)

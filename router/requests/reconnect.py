@@ -32,13 +32,13 @@ _encode = msgspec.json.Encoder().encode
 
 @dataclass(eq=False, kw_only=True)
 class Reconnect:
-    """`window_s`: --resume-window."""
+    """`window_s`: --resume-window. `secret`: by which workers know their router."""
 
     window_s: float
     table: WorkerTable
     session: aiohttp.ClientSession
     credentials: Credentials
-    secret: bytes | None
+    secret: bytes
 
     def note(self, request: RequestContext) -> None:
         """Remember what the client sent, before the router changes it."""

@@ -33,11 +33,8 @@ class _Named(msgspec.Struct, frozen=True):
     ]
 
 
-def write_header(encoders: Sequence[ImageEncoder | None], secret: bytes | None) -> str:
-    """`encoders`: of each image; None: the worker encodes it. Those beyond the bounds are left out.
-
-    Without a secret workers check no signature.
-    """
+def write_header(encoders: Sequence[ImageEncoder | None], secret: bytes) -> str:
+    """`encoders`: of each image; None: the worker encodes it. Those beyond the bounds are left out."""
     asked = encoders[:MAX_IMAGES]
     distinct = list(dict.fromkeys(encoder for encoder in asked if encoder is not None))[:MAX_ENCODERS]
     places: dict[ImageEncoder | None, int] = {encoder: place for place, encoder in enumerate(distinct)}

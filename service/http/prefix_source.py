@@ -26,8 +26,7 @@ class PrefixSourceHeader(msgspec.Struct, frozen=True, kw_only=True):
     copy: bool = False
 
 
-def write_header(source: PrefixSourceHeader, secret: bytes | None) -> str:
-    """Without a secret workers check no signature."""
+def write_header(source: PrefixSourceHeader, secret: bytes) -> str:
     text = msgspec.json.encode(source)
     return f"{sign(text, secret, purpose=PURPOSE)} {text.decode()}"
 

@@ -14,10 +14,11 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Annotated
 
 import msgspec
 
-from service.http.resume import MOST_FRAME_BYTES, FrameRecord
+from service.http.resume import MOST_FRAME_BYTES, FrameRecord, Name
 
 KEEP_HEADER = "X-Tandem-Keep"
 LAST_EVENT_HEADER = "Last-Event-ID"
@@ -31,16 +32,16 @@ _EVENT_ID = re.compile(r"([0-9a-f]{8,32})-(\d{1,9})(?:\.(\d{1,4}))?")
 class Keep(msgspec.Struct, frozen=True, kw_only=True):
     """`owner`: the name of the client's key; `body`: the digest of the request."""
 
-    window_s: float
-    owner: str
-    body: str
+    window_s: Annotated[float, msgspec.Meta(ge=0, le=86_400)]
+    owner: Name
+    body: Name
 
 
 class KeptQuestion(msgspec.Struct, frozen=True, kw_only=True):
-    request_id: str
-    owner: str
-    body: str
-    after: str
+    request_id: Name
+    owner: Name
+    body: Name
+    after: Name
 
 
 class KeptRest(msgspec.Struct, frozen=True, kw_only=True):

@@ -25,7 +25,7 @@ same wherever it is computed.
 import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -43,22 +43,28 @@ _END, _EVENTS, _LAST, _FAILED, _MOVED = b":end ", b":events ", b":last\n", b":fa
 _WHOLE = b":whole\n"
 
 
+Name = Annotated[str, msgspec.Meta(max_length=512)]
+Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+Address = Annotated[str, msgspec.Meta(max_length=300)]
+
+
 class Begun(msgspec.Struct, frozen=True, kw_only=True):
     """The decisions of a worker for an answer. By sample: `names`, `groups` (other names to abort it by), `seeds`. `salt`: of the ids that it mints on the way."""
 
-    id: str
-    created: int
-    names: list[str]
-    groups: list[str]
-    seeds: list[int]
-    salt: str
+    id: Name
+    created: Annotated[int, msgspec.Meta(ge=0, lt=2**40)]
+    names: list[Name]
+    groups: list[Name]
+    seeds: list[Int64]
+    salt: Annotated[str, msgspec.Meta(max_length=64)]
 
 
 class SampleSource(msgspec.Struct, frozen=True, kw_only=True):
     """A decode worker that has the KV of a sample: "host:port" of its sender's control plane, and its incarnation."""
 
-    control: str
-    incarnation: str
+    control: Address
+    incarnation: Address
 
 
 class Resume(Begun, frozen=True, kw_only=True):
@@ -68,17 +74,17 @@ class Resume(Begun, frozen=True, kw_only=True):
     KV of all tokens but the last waits; empty: a prefill worker computes it.
     """
 
-    output_ids: list[list[int]]
+    output_ids: list[list[TokenId]]
     ended: list[list[Any] | None]
     logprobs: list[list[str]]
     prompt_logprobs: list[list[str]]
-    num_events: int = 0
+    num_events: Annotated[int, msgspec.Meta(ge=0, lt=2**40)] = 0
     has_last: bool = False
     sources: list[SampleSource | None] = []
 
 
-def sign(secret: bytes | None, resume: bytes) -> str:
-    """The header's value for the JSON text of a `Resume`; without a secret workers check none."""
+def sign(secret: bytes, resume: bytes) -> str:
+    """The header's value for the JSON text of a `Resume`."""
     return secrets.sign(resume, secret, purpose="resume")
 
 

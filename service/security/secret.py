@@ -6,6 +6,7 @@ With a voucher a router vouches for a bootstrap server and rooms: a decode worke
 import hashlib
 import hmac
 import logging
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +15,9 @@ from service.flags import ConfigError
 MIN_SECRET_BYTES = 16
 VOUCHER_HEADER = "X-Cluster-Voucher"
 VOUCHERS = "vouchers"  # what keys are derived for
+ROUTER_SECRET = (
+    "TANDEM_ROUTER_SECRET"  # variable of the environment: what router and workers share where no file is given
+)
 
 log = logging.getLogger(__name__)
 
@@ -35,14 +39,28 @@ def derive(secret: bytes, purpose: str) -> bytes:
     return hmac.digest(secret, b"tandem: " + purpose.encode(), hashlib.sha256)
 
 
-def sign(text: bytes, secret: bytes | None, *, purpose: str) -> str:
-    """The value of a header that says that a member of the cluster wrote `text`; without a secret members check nothing."""
-    return "-" if secret is None else hmac.new(derive(secret, purpose), text, hashlib.sha256).hexdigest()
+def router_secret(cluster: bytes | None) -> bytes | None:
+    """The secret by which workers know their router: the cluster's, else what `tandem up` gave its processes.
+
+    None: the worker takes orders of no router, and the router gives none. Raises ConfigError for a short one.
+    """
+    given = os.environ.get(ROUTER_SECRET, "").strip().encode()
+    if cluster is None and 0 < len(given) < MIN_SECRET_BYTES:
+        raise ConfigError(f"{ROUTER_SECRET}: holds {len(given)} bytes, at least {MIN_SECRET_BYTES} are needed")
+    return cluster or given or None
+
+
+def sign(text: bytes, secret: bytes, *, purpose: str) -> str:
+    """The value of a header that says that a member of the cluster wrote `text`."""
+    return hmac.new(derive(secret, purpose), text, hashlib.sha256).hexdigest()
 
 
 def is_signed(signature: str, text: bytes, secret: bytes | None, *, purpose: str) -> bool:
+    """Whether a member of the cluster wrote `text`. Without a secret no one did."""
+    if secret is None:
+        return False
     own = sign(text, secret, purpose=purpose)
-    return secret is None or hmac.compare_digest(signature.encode(errors="replace"), own.encode())
+    return hmac.compare_digest(signature.encode(errors="replace"), own.encode())
 
 
 def warn_if_others_read(path: str) -> None:

@@ -1,10 +1,12 @@
 """Which processes a cluster has, and what is said about it: literals only."""
 
+import argparse
 import io
 from pathlib import Path
 
 import pytest
 
+from deploy.commands.up import own_secret
 from deploy.launcher import summary
 from deploy.launcher.config import ClusterConfig
 from deploy.launcher.display import PlainDisplay, ProcessProgress, render
@@ -13,12 +15,24 @@ from deploy.launcher.plan import ProcessSpec, num_ports, plan_cluster
 from deploy.launcher.roles import RoleFlags
 from service.flags import ConfigError
 from service.http.listening import require_free
+from service.security.secret import ROUTER_SECRET, router_secret
 
 FREE = (1, 11, 2, 12, 3, 13)
 
 
 def by_name(specs: list[ProcessSpec]) -> dict[str, ProcessSpec]:
     return {spec.name: spec for spec in specs}
+
+
+def test_workers_know_their_router_by_a_secret_that_no_one_has_to_make(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(ROUTER_SECRET, raising=False)
+    one, two = (own_secret(ClusterConfig(), argparse.Namespace())[ROUTER_SECRET] for _ in range(2))
+    assert len(one) == 64 and one != two and router_secret(None) is None
+    assert own_secret(ClusterConfig(unified=True), argparse.Namespace()) == {}
+    assert own_secret(ClusterConfig(), argparse.Namespace(cluster_secret_file="of the cluster")) == {}
+    monkeypatch.setenv(ROUTER_SECRET, one)
+    assert own_secret(ClusterConfig(), argparse.Namespace()) == {}
+    assert router_secret(None) == one.encode() and router_secret(b"of the cluster") == b"of the cluster"
 
 
 def test_two_prefill_one_decode_and_a_router_that_knows_them() -> None:

@@ -16,6 +16,7 @@ from engine.encoder.build import build_encoder
 from engine.flags.encoder import STEP_TOKENS, encoder_config
 from engine.model_files.model_config import DEFAULT_MODEL_PATH, load_model_config
 from service.flags import ConfigError
+from service.security.secret import ROUTER_SECRET
 from tests.models.tiny_seeing import make_seeing_checkpoint
 
 
@@ -81,13 +82,17 @@ def test_a_worker_with_stages_says_once_that_it_encodes_itself(path: str, caplog
     assert "--feature-fetch: not with --pp-size 2" in caplog.text and "encodes all images itself" in caplog.text
 
 
-def test_a_worker_that_fetches_dials_what_it_may() -> None:
-    """Without a cluster secret anybody who reaches it names encoders: this machine's alone, if it listens here alone."""
+def test_a_worker_that_fetches_knows_its_router(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The router alone names workers to it, and it is known by a secret. A worker that fetches nothing dials none."""
     asked = DisaggConfig(feature_fetch=True)
-    here = make_allowlist(ServerConfig(), asked, control_host="127.0.0.1")
-    there = make_allowlist(ServerConfig(host="10.0.0.1"), asked, control_host="10.0.0.1")
-    assert here.admits("127.0.0.1:5000") and not here.admits("10.9.9.9:5000")
-    assert not there.admits("127.0.0.1:5000") and not there.admits("10.9.9.9:5000")
+    with pytest.raises(ConfigError, match="--feature-fetch: needs --cluster-secret-file"):
+        make_allowlist(ServerConfig(), asked, control_host="127.0.0.1")
+    monkeypatch.setenv(ROUTER_SECRET, "of router and workers")
+    assert make_allowlist(ServerConfig(), asked, control_host="127.0.0.1").admits("10.9.9.9:5000")
+    assert not make_allowlist(ServerConfig(), DisaggConfig(), control_host="127.0.0.1").admits("127.0.0.1:5000")
+    monkeypatch.setenv(ROUTER_SECRET, "short")
+    with pytest.raises(ConfigError, match=f"{ROUTER_SECRET}: holds 5 bytes, at least 16 are needed"):
+        make_allowlist(ServerConfig(), asked, control_host="127.0.0.1")
 
 
 def test_what_a_text_model_needs_says_nothing_to_an_encoder(path: str) -> None:

@@ -12,6 +12,7 @@ from disagg.transfer_machine import check_flags
 from engine.config import EngineConfig, ServerConfig
 from engine.model_files.model_config import DEFAULT_MODEL_PATH, load_model_config
 from service.flags import ConfigError
+from service.security.secret import ROUTER_SECRET
 from tests.e2e.group_models import SOME_WINDOWS
 from tests.e2e.two_engines import disaggregated
 from tests.models.tiny_checkpoints import make_tiny_checkpoint
@@ -65,12 +66,11 @@ def test_a_backend_that_moves_nothing() -> None:
         check_flags(DisaggConfig(prefix_fetch=True, disaggregation_transfer_backend="fake"))
 
 
-def test_a_prefill_worker_dials_what_it_may() -> None:
-    """On loopback its own machine, elsewhere what is allowed; it asks no bootstrap server, so it refuses none."""
-    disagg = DisaggConfig(
-        disaggregation_mode="prefill", prefix_fetch=True, disaggregation_bootstrap_allowed=("10.0.0.0/8",)
-    )
+def test_a_prefill_worker_dials_what_its_router_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It asks no bootstrap server, so it refuses none."""
+    disagg = DisaggConfig(disaggregation_mode="prefill", prefix_fetch=True)
+    with pytest.raises(ConfigError, match="--prefix-fetch: needs --cluster-secret-file"):
+        make_allowlist(ServerConfig(), disagg, control_host="127.0.0.1")
+    monkeypatch.setenv(ROUTER_SECRET, "of router and workers")
     here = make_allowlist(ServerConfig(), disagg, control_host="127.0.0.1")
-    assert here.admits("127.0.0.1:5") and here.admits("10.1.2.3:5") and not here.admits("11.1.2.3:5")
-    there = make_allowlist(ServerConfig(host="10.0.0.1"), disagg, control_host="10.0.0.1")
-    assert not there.admits("127.0.0.1:5") and not there.admits("10.1.2.3") and there.admits("10.1.2.3:5")
+    assert here.admits("10.1.2.3:5") and not here.admits("10.1.2.3")

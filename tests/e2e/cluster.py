@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 
+from service.security.secret import ROUTER_SECRET
 from tests.e2e.leaders import Leader, start_process
 from tools.family import children, family
 
@@ -22,6 +23,7 @@ READY_S = 120.0
 END_S = 15.0
 SETTLE_S = 60.0
 POLL_S = 0.05
+SECRET = "as `tandem up` gives its processes one"  # of routers and workers that a test starts by hand
 # Flags of clusters with the shipped model.
 SHIPPED = ("--max-total-tokens", "65536", "--chunked-prefill-size", "256", "--log-level", "warning")
 
@@ -87,7 +89,7 @@ def tandem(folder: Path, *args: str, env: Mapping[str, str] | None = None) -> It
     ready, log = folder / "ready.json", folder / "log"
     ready.unlink(missing_ok=True)
     command = [sys.executable, "-m", "deploy", *args, "--ready-file", str(ready)]
-    process = start_process(command, log, env)
+    process = start_process(command, log, {ROUTER_SECRET: SECRET, **(env or {})})
     try:
         info = wait_ready(ready, process, log)
         yield Started(info.get("url") or info["router"], process, log)

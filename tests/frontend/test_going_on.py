@@ -3,6 +3,7 @@
 The router's part is its own code: what takes frames out of a stream, and what it keeps of them.
 """
 
+import base64
 import itertools
 import json
 import re
@@ -16,10 +17,11 @@ import pytest
 from engine.frontend.apis.shared import whole
 from router.requests.relay import StreamSplitter
 from service.http.reconnect import KEEP_HEADER, KEPT_PATH, Keep, KeptRest
-from service.http.resume import FRAMES_HEADER, FRAMES_TYPE, RESUME_FIELD, RESUME_HEADER, FrameRecord, sign
+from service.http.resume import FRAMES_HEADER, FRAMES_TYPE, RESUME_FIELD, RESUME_HEADER, FrameRecord, Resume, sign
 from tests.frontend.conftest import Worker, start_worker
 from tests.frontend.test_tools import CALL, TOOL
 
+SECRET = b"by which it knows its router"
 FRAMES = {FRAMES_HEADER: "1"}
 TEXT = f"Hm, so.</think>One{CALL}"
 MESSAGES = [{"role": "user", "content": TEXT}]
@@ -63,14 +65,14 @@ GROWING = (
 @pytest.fixture(scope="module")
 def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
     engine = {"reasoning_parser": "deepseek-r1", "tool_call_parser": "qwen25"}
-    with start_worker(tmp_path_factory.mktemp("thinker"), engine=engine) as w:
+    with start_worker(tmp_path_factory.mktemp("thinker"), engine=engine, secret=SECRET.decode()) as w:
         yield w
 
 
 def streamed(worker: Worker, path: str, body: dict[str, Any], resume: bytes | None = None) -> tuple[bytes, str]:
     headers = dict(FRAMES)
     if resume is not None:
-        body, headers[RESUME_HEADER] = {**body, RESUME_FIELD: msgspec.json.decode(resume)}, sign(None, resume)
+        body, headers[RESUME_HEADER] = {**body, RESUME_FIELD: msgspec.json.decode(resume)}, sign(SECRET, resume)
     options = {"stream_options": {"include_usage": True}} if "completions" in path else {}
     response = worker.post(path, {**body, "stream": True, **options}, headers=headers)
     assert response.status_code == 200, response.text
@@ -146,7 +148,7 @@ def answered(worker: Worker, path: str, body: dict[str, Any], resume: bytes | No
     """A whole answer, and its type."""
     headers = dict(FRAMES)
     if resume is not None:
-        body, headers[RESUME_HEADER] = {**body, RESUME_FIELD: msgspec.json.decode(resume)}, sign(None, resume)
+        body, headers[RESUME_HEADER] = {**body, RESUME_FIELD: msgspec.json.decode(resume)}, sign(SECRET, resume)
     response = worker.post(path, {**body, "stream": False}, headers=headers)
     assert response.status_code == 200, response.text
     return response.content, response.headers["content-type"]
@@ -185,7 +187,8 @@ def lasting(value: Any, but: Collection[str] = ("id", "created", "call_id")) -> 
     return [lasting(v, but) for v in value] if isinstance(value, list) else value
 
 
-def test_an_error_after_frames_has_its_status(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_after_frames_has_its_status(thinker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = thinker
     monkeypatch.setattr(whole, "FRAMES_EVERY_S", 0.0)
     worker.scheduler.may_break.clear()
     body, record = {"text": "BREAK it", "sampling_params": NEW}, FrameRecord()
@@ -202,15 +205,21 @@ def test_an_error_after_frames_has_its_status(worker: Worker, monkeypatch: pytes
 # ---- a client comes again (service/http/reconnect.py)
 
 KEEP = Keep(window_s=60.0, owner="me", body="b")
+
+
+def keep_header(keep: Keep) -> str:
+    text = msgspec.json.encode(keep)
+    return f"{sign(SECRET, text)} {text.decode()}"
+
+
 EVENT_ID = re.compile(rb"\nid: (\S+)\n\n")
 
 
 def kept_stream(worker: Worker, path: str, body: dict[str, Any], request_id: str, *rest: bytes) -> tuple[bytes, str]:
     """As a router that keeps streams; `rest`: what a worker says of an earlier one."""
-    text = msgspec.json.encode(KEEP)
-    headers = {**FRAMES, KEEP_HEADER: f"- {text.decode()}", "X-Request-Id": request_id}
+    headers = {**FRAMES, KEEP_HEADER: keep_header(KEEP), "X-Request-Id": request_id}
     for resume in rest:
-        body, headers[RESUME_HEADER] = {**body, RESUME_FIELD: msgspec.json.decode(resume)}, "-"
+        body, headers[RESUME_HEADER] = {**body, RESUME_FIELD: msgspec.json.decode(resume)}, sign(SECRET, resume)
     options = {"stream_options": {"include_usage": True}} if "completions" in path else {}
     response = worker.post(path, {**body, "stream": True, **options}, headers=headers)
     assert response.status_code == 200, response.text
@@ -219,7 +228,9 @@ def kept_stream(worker: Worker, path: str, body: dict[str, Any], request_id: str
 
 def asked(worker: Worker, after: str, **more: str) -> Any:
     question = {"request_id": "r-1", "owner": "me", "body": "b", "after": after, **more}
-    return worker.post(KEPT_PATH, question, headers={RESUME_HEADER: "-"})
+    raw = msgspec.json.encode(question)
+    headers = {RESUME_HEADER: sign(SECRET, raw), "Content-Type": "application/json"}
+    return worker.http.post(KEPT_PATH, content=raw, headers=headers)
 
 
 def ids_of(shown: bytes) -> list[str]:
@@ -254,8 +265,9 @@ def test_a_kept_stream_is_for_its_own_client_request_and_body(thinker: Worker) -
         assert asked(thinker, **{"after": last, **more}).status_code == 404, more
 
 
-def test_a_stream_that_still_runs_ends_where_its_client_comes_again(worker: Worker) -> None:
-    headers = {**FRAMES, KEEP_HEADER: f"- {msgspec.json.encode(KEEP).decode()}", "X-Request-Id": "r-1"}
+def test_a_stream_that_still_runs_ends_where_its_client_comes_again(thinker: Worker) -> None:
+    worker = thinker
+    headers = {**FRAMES, KEEP_HEADER: keep_header(KEEP), "X-Request-Id": "r-1"}
     with worker.http.stream("POST", "/generate", json={"text": "SLOW", "stream": True}, headers=headers) as response:
         pieces = response.iter_bytes()
         text = next(pieces)
@@ -275,6 +287,61 @@ def test_only_a_router_has_streams_kept_or_asks_for_them(tmp_path: Path) -> None
         refused = w.post("/generate", {"text": "x", "stream": True}, headers=headers)
         assert refused.status_code == 403 and "only a router" in refused.text
         assert asked(w, "0123456789abcdef-1").status_code == 403
+
+
+RESUME = Resume(
+    id="c", created=1, names=["c"], groups=["c"], seeds=[3], salt="s", output_ids=[[65]], ended=[None],
+    logprobs=[[]], prompt_logprobs=[[]],
+)  # fmt: skip
+LOGPROB = [[-1.0, 65, [[-1.0, 260]], []]]
+HARM: dict[str, dict[str, Any]] = {
+    "id": {"output_ids": [[99_999_999]]},
+    "id-just-outside": {"output_ids": [[260]]},
+    "negative-id": {"output_ids": [[-1]]},
+    "long-id": {"output_ids": [[2**70]]},
+    "more-than-asked-for": {"output_ids": [[65] * 6]},
+    "samples": {"output_ids": [[65], [66]]},
+    "stop-id": {"ended": [["stop", 99_999_999]]},
+    "end": {"ended": [["stop", {}, 5]]},
+    "no-base64": {"logprobs": [["\xfc"]]},
+    "no-msgpack": {"logprobs": [["/////w=="]]},
+    "logprob-of-no-token": {"logprobs": [[base64.b64encode(msgspec.msgpack.encode(LOGPROB)).decode()]]},
+    "seed": {"seeds": [2**63]},
+    "created": {"created": -1},
+    "salt": {"salt": "s" * 65},
+    "name": {"names": ["n" * 600]},
+    "kv": {"sources": [{"control": "10.0.0.1:5000", "incarnation": "d"}]},  # a unified worker gets none
+}
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/generate"])
+@pytest.mark.parametrize("harm", HARM)
+def test_what_a_router_signs_is_read_like_a_stranger_s_words(thinker: Worker, path: str, harm: str) -> None:
+    resume = msgspec.json.encode({**msgspec.to_builtins(RESUME), **HARM[harm]})
+    body = (
+        {"prompt": "a", "max_tokens": 5}
+        if path != "/generate"
+        else {"text": "a", "sampling_params": {"max_new_tokens": 5}}
+    )
+    raw = msgspec.json.encode({**body, RESUME_FIELD: msgspec.Raw(resume)})
+    headers = {RESUME_HEADER: sign(SECRET, resume), "Content-Type": "application/json"}
+    answer = thinker.http.post(path, content=raw, headers=headers)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == RESUME_FIELD, answer.text
+    assert thinker.post("/generate", {"text": "ab", "sampling_params": {"max_new_tokens": 3}}).json()["text"] == "ab"
+
+
+def test_without_a_secret_a_worker_takes_no_router_s_orders(worker: Worker) -> None:
+    """The words of anyone who reaches it are refused; a stream that is to be kept is a plain one."""
+    resume = msgspec.to_builtins(msgspec.structs.replace(RESUME, output_ids=[[99_999_999]]))
+    for signature in ("-", "", sign(SECRET, msgspec.json.encode(resume))):
+        answer = worker.post("/generate", {"text": "a", RESUME_FIELD: resume}, headers={RESUME_HEADER: signature})
+        assert answer.status_code == 403 and "--cluster-secret-file" in answer.text
+        question = {"request_id": "r-1", "owner": "me", "body": "b", "after": "0123456789abcdef-1"}
+        assert worker.post(KEPT_PATH, question, headers={RESUME_HEADER: signature}).status_code == 403
+        assert worker.post("/move_out", {"samples": []}, headers={RESUME_HEADER: signature}).status_code == 403
+    headers = {**FRAMES, KEEP_HEADER: keep_header(KEEP)}
+    answer = worker.post("/generate", {"text": "x", "stream": True}, headers=headers)
+    assert answer.status_code == 200 and not answer.content.startswith(b":") and b"\nid:" not in answer.content
 
 
 def test_metrics_count_what_is_kept(thinker: Worker) -> None:

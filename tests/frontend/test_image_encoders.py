@@ -10,6 +10,7 @@ from service.http.image_encoders import ENCODERS_HEADER, ImageEncoder, write_hea
 from tests.frontend.conftest import Worker, start_worker
 from tests.frontend.vision import base64_of, file_of, picture, url_of, write_vision_checkpoint
 
+SECRET = b"by which it knows its router"
 META = {"bootstrap_host": "10.0.0.1", "bootstrap_port": 5, "bootstrap_room": 7}
 ONE, TWO = ImageEncoder("10.0.0.1:5000", "e1"), ImageEncoder("10.0.0.1:5001", "e2")
 FOUR, SIX = file_of(picture(56, 56, seed=4)), file_of(picture(84, 56, seed=6))
@@ -21,7 +22,7 @@ Told = list[list[str | None]]
 def seeing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
     folder = tmp_path_factory.mktemp(request.param)
     write_vision_checkpoint(folder / "tiny")
-    with start_worker(folder, mode=request.param, allowed=["10.0.0.1"]) as worker:
+    with start_worker(folder, mode=request.param, allowed=["10.0.0.1"], secret=SECRET.decode()) as worker:
         yield worker
 
 
@@ -43,7 +44,7 @@ def chat(worker: Worker, header: str | None, *files: bytes, n: int = 1) -> Told:
 
 
 def test_each_image_has_its_encoder(seeing: Worker) -> None:
-    header = write_header([ONE, None], None)
+    header = write_header([ONE, None], SECRET)
     assert chat(seeing, header, FOUR, SIX, n=2) == [["e1", None]] * 2
     assert seeing.scheduler.seen[-1].encoders[0] == FeatureSource(ONE.control, "e1")
 
@@ -54,32 +55,33 @@ def test_images_of_several_prompts_are_counted_through_the_body(seeing: Worker) 
         "image_data": [[base64_of(FOUR)], [], [base64_of(FOUR), base64_of(SIX)]],
         "sampling_params": {"max_new_tokens": 1, "n": 2},
     }
-    header = write_header([ONE, TWO, None], None)
+    header = write_header([ONE, TWO, None], SECRET)
     assert told(seeing, "/generate", body, header) == [["e1"]] * 2 + [[]] * 2 + [["e2", None]] * 2
 
 
 def test_images_that_the_router_did_not_count_have_the_last_encoder(seeing: Worker) -> None:
-    assert chat(seeing, write_header([ONE, TWO], None), FOUR, SIX, FOUR) == [["e1", "e2", "e2"]]
+    assert chat(seeing, write_header([ONE, TWO], SECRET), FOUR, SIX, FOUR) == [["e1", "e2", "e2"]]
 
 
-@pytest.mark.parametrize("header", [None, "", "- {}", "nonsense", write_header([], None)])
+@pytest.mark.parametrize(
+    "header", [None, "", "- {}", "nonsense", write_header([], SECRET), write_header([ONE], b"another")]
+)
 def test_what_no_router_writes_names_none(seeing: Worker, header: str | None) -> None:
     assert chat(seeing, header, FOUR) == [[]]
 
 
-@pytest.mark.parametrize("control", ["10.9.9.9:5000", "10.0.0.1", "nonsense"])
-def test_a_worker_dials_no_unknown_address(seeing: Worker, control: str) -> None:
-    """Without a cluster secret anybody who reaches it can write the header."""
-    assert chat(seeing, write_header([ImageEncoder(control, "e1"), TWO], None), FOUR, SIX) == [[None, "e2"]]
+@pytest.mark.parametrize("control", ["10.0.0.1", "nonsense", "10.0.0.1:"])
+def test_what_is_no_address_is_not_dialled(seeing: Worker, control: str) -> None:
+    assert chat(seeing, write_header([ImageEncoder(control, "e1"), TWO], SECRET), FOUR, SIX) == [[None, "e2"]]
 
 
 def test_text_names_none(seeing: Worker) -> None:
-    header = write_header([ONE], None)
+    header = write_header([ONE], SECRET)
     assert told(seeing, "/v1/completions", {"prompt": "abc", "max_tokens": 1}, header) == [[]]
 
 
 def test_a_decode_worker_fetches_none(tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("decode")
     write_vision_checkpoint(folder / "tiny")
-    with start_worker(folder, mode="decode", allowed=["10.0.0.1"]) as worker:
-        assert chat(worker, write_header([ONE], None), FOUR) == [[]]
+    with start_worker(folder, mode="decode", allowed=["10.0.0.1"], secret=SECRET.decode()) as worker:
+        assert chat(worker, write_header([ONE], SECRET), FOUR) == [[]]

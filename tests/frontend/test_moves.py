@@ -26,6 +26,7 @@ from service.http.resume import (
 )
 from tests.frontend.conftest import Worker, start_worker, wait_for
 
+SECRET = "by which it knows its router"
 META = {"bootstrap_host": "10.0.0.1", "bootstrap_port": 5, "bootstrap_room": 7}
 FRAMES = {FRAMES_HEADER: "1"}
 KV = SampleSource(control="10.0.0.1:5000", incarnation="d0")
@@ -33,14 +34,15 @@ KV = SampleSource(control="10.0.0.1:5000", incarnation="d0")
 
 @pytest.fixture(scope="module")
 def decode(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
-    with start_worker(tmp_path_factory.mktemp("decode"), mode="decode", allowed=["10.0.0.1"]) as worker:
+    with start_worker(tmp_path_factory.mktemp("decode"), mode="decode", allowed=["10.0.0.1"], secret=SECRET) as worker:
         yield worker
 
 
 @pytest.fixture(scope="module")
 def hidden(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
     engine = {"enable_return_hidden_states": True}
-    with start_worker(tmp_path_factory.mktemp("h"), mode="decode", allowed=["10.0.0.1"], engine=engine) as worker:
+    folder, args = tmp_path_factory.mktemp("h"), {"allowed": ["10.0.0.1"], "engine": engine, "secret": SECRET}
+    with start_worker(folder, mode="decode", **args) as worker:
         yield worker
 
 
@@ -54,8 +56,23 @@ def streaming(worker: Worker, path: str, body: dict[str, Any], **headers: str) -
         yield response
 
 
+def ordered(worker: Worker, order: dict[str, Any]) -> Any:
+    """As its router sends an order."""
+    body = msgspec.json.encode(order)
+    headers = {RESUME_HEADER: sign(SECRET.encode(), body), "Content-Type": "application/json"}
+    return worker.http.post("/move_out", content=body, headers=headers)
+
+
+def gone_on(worker: Worker, body: dict[str, Any], resume: dict[str, Any]) -> Any:
+    """As its router sends an answer that goes on here."""
+    signature = sign(SECRET.encode(), msgspec.json.encode(resume))
+    raw = msgspec.json.encode({**body, RESUME_FIELD: resume})
+    headers = {RESUME_HEADER: signature, "Content-Type": "application/json"}
+    return worker.http.post("/v1/completions", content=raw, headers=headers)
+
+
 def move(worker: Worker, rid: str, room: int = 9) -> list[str]:
-    answer = worker.post("/move_out", {"samples": [{"rid": rid, "room": room}]})
+    answer = ordered(worker, {"samples": [{"rid": rid, "room": room}]})
     assert answer.status_code == 200, answer.text
     return answer.json()["moving"]  # type: ignore[no-any-return]
 
@@ -135,7 +152,7 @@ def test_what_no_router_can_continue_stays(decode: Worker, hidden: Worker) -> No
     ],
 )
 def test_what_is_no_order_is_refused(decode: Worker, body: dict[str, Any], field: str) -> None:
-    answer = decode.post("/move_out", body)
+    answer = ordered(decode, body)
     assert answer.status_code == 400 and field in answer.text
 
 
@@ -154,18 +171,21 @@ def test_an_answer_that_is_not_streamed_ends_with_all_that_it_has(decode: Worker
     decode.wait_idle()
 
 
-def test_only_a_router_has_streams_move(tmp_path: Path) -> None:
+def test_only_a_router_has_streams_move(decode: Worker, tmp_path: Path) -> None:
     body = msgspec.json.encode({"samples": [{"rid": "x", "room": 1}]})
-    with start_worker(tmp_path, mode="decode", secret="of the cluster") as worker:
-        refused = worker.post("/move_out", json.loads(body), headers={RESUME_HEADER: sign(b"another", body)})
-        assert refused.status_code == 403 and "only a router" in refused.text
-        headers = {RESUME_HEADER: sign(b"of the cluster", body), "Content-Type": "application/json"}
-        assert worker.http.post("/move_out", content=body, headers=headers).json() == {"moving": []}
+    with start_worker(tmp_path, mode="decode") as worker:
+        for signature in ("", "-", sign(b"any", body)):
+            refused = worker.post("/move_out", json.loads(body), headers={RESUME_HEADER: signature})
+            assert refused.status_code == 403 and "only a router" in refused.text
+    refused = decode.post("/move_out", json.loads(body), headers={RESUME_HEADER: sign(b"another", body)})
+    assert refused.status_code == 403 and "only a router" in refused.text
+    assert move(decode, "x") == []
 
 
-def test_other_workers_have_nothing_that_moves(worker: Worker) -> None:
-    answer = worker.post("/move_out", {"samples": [{"rid": "x", "room": 1}]})
-    assert answer.status_code == 409 and "decode worker" in answer.text
+def test_other_workers_have_nothing_that_moves(tmp_path: Path) -> None:
+    with start_worker(tmp_path, secret=SECRET) as worker:
+        answer = ordered(worker, {"samples": [{"rid": "x", "room": 1}]})
+        assert answer.status_code == 409 and "decode worker" in answer.text
 
 
 def resume_of(source: SampleSource | None) -> dict[str, Any]:
@@ -177,16 +197,15 @@ def resume_of(source: SampleSource | None) -> dict[str, Any]:
 
 
 def test_the_scheduler_gets_the_address_of_the_kv(decode: Worker) -> None:
-    body = {**META, "prompt": "abc", "max_tokens": 4, RESUME_FIELD: resume_of(KV)}
-    answer = decode.post("/v1/completions", body, headers={RESUME_HEADER: "-"})
+    answer = gone_on(decode, {**META, "prompt": "abc", "max_tokens": 4}, resume_of(KV))
     assert answer.status_code == 200, answer.text
     request = decode.scheduler.seen[-1]
     assert request.source == KVSource(KV.control, KV.incarnation) and request.output_ids == [65, 66]
 
 
-@pytest.mark.parametrize("control", ["10.9.9.9:5000", "10.0.0.1", "nonsense", "10.0.0.1:x"])
-def test_a_worker_dials_no_unknown_address(decode: Worker, control: str) -> None:
-    """Without a cluster secret anybody who reaches it can write the field."""
-    body = {**META, "prompt": "abc", RESUME_FIELD: resume_of(SampleSource(control=control, incarnation="d0"))}
-    answer = decode.post("/v1/completions", body, headers={RESUME_HEADER: "-"})
+@pytest.mark.parametrize(
+    "control", ["10.0.0.1", "nonsense", "10.0.0.1:x", ":5", "10.0.0.1:0", "10.0.0.1:70000", "\u0661:\u0661"]
+)
+def test_what_is_no_address_is_not_dialled(decode: Worker, control: str) -> None:
+    answer = gone_on(decode, {**META, "prompt": "abc"}, resume_of(SampleSource(control=control, incarnation="d0")))
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "resume"

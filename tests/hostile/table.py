@@ -55,6 +55,9 @@ HEADERS: tuple[tuple[str, ...], ...] = (
     ),
     *((name,) for name in ("x-request-timeout", "x-envoy-expected-rq-timeout-ms", "x-priority", "x-slo-ttft-ms")),
     *((name,) for name in ("x-slo-itl-ms", "x-tandem-hedge-after-ms", "Host", "Origin", "Sec-Fetch-Site")),
+    # of routers to workers
+    ("X-Tandem-Frames", "X-Tandem-Keep", "X-Tandem-Prefix-Source", "X-Tandem-Image-Encoders", "X-Tandem-No-Beats"),
+    *((name,) for name in ("X-Tandem-Resume", "x-data-parallel-rank", "Last-Event-ID")),
     *(
         (name,)
         for name in ("Content-Type", "Content-Encoding", "Content-Length", "Transfer-Encoding", "Connection", "Upgrade")
@@ -76,6 +79,20 @@ HEADER_VALUES: dict[str, bytes] = {
     "escapes": b"%s%n%00%0d%0a\\ud800",
     "colons": b"::::a:b:c",
 }
+
+# What a router says to workers, as anyone may write it: path and body, with the header that would sign it.
+RESUME = {
+    **{"id": "c", "created": 1, "names": ["c"], "groups": ["c"], "seeds": [3], "salt": "s"},
+    **{"output_ids": [[99_999_999]], "ended": [None], "logprobs": [[]], "prompt_logprobs": [[]]},
+}
+ROUTERS_WORDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "resume": (GENERATE, {**PROMPT, "resume": RESUME}),
+    "resume-completion": (COMPLETE, {"prompt": "k17", "resume": RESUME}),
+    "resume-chat": (CHAT, {**USER, "resume": RESUME}),
+    "kept": ("/kept_stream", {"request_id": "r", "owner": "o", "body": "b", "after": "0123456789abcdef-1"}),
+    "move": ("/move_out", {"samples": [{"rid": "x", "room": 1}]}),
+}
+SIGNATURES = (b"-", b"x", b"0" * 64)
 
 BYTES_IN_HEADERS = ("not-utf-8", "surrogate", "long")
 

@@ -136,6 +136,17 @@ def test_hostile_headers(doors: Doors, door: str) -> None:
         watch(doors, door)  # at once: later requests push these off the pages that show the last ones
 
 
+@pytest.mark.parametrize("door", WORKERS)
+def test_a_router_s_words_are_taken_from_none_but_a_router(doors: Doors, door: str) -> None:
+    """The unified worker has no secret; the others have what `tandem up` made."""
+    cases = {
+        f"{name} signed {signature!r}": post(path, body, (b"X-Tandem-Resume", signature))
+        for name, (path, body) in table.ROUTERS_WORDS.items()
+        for signature in table.SIGNATURES
+    }
+    assert wrong(doors.play(door, cases), lambda a: a.status == 403 and is_refusal(a)) == {}
+
+
 @pytest.mark.parametrize("door", SERVERS)
 def test_a_client_that_waits_for_its_word_sends_its_body(doors: Doors, door: str) -> None:
     """curl asks so before a body of more than 1 MiB, and waits a second in vain where nothing answers."""

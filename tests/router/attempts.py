@@ -74,7 +74,7 @@ class Launched:
             rooms=self.rooms,
             upstream=self.upstream,
             events=events or Events(),
-            secret=None,
+            secret=b"of the cluster",
             clock=clock,
         )
 

@@ -2,10 +2,12 @@
 
 import asyncio
 import json
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import aiohttp
 from aiohttp import web
@@ -19,9 +21,11 @@ from router.pool.workers import WorkerTable
 from router.server import start_router
 from service.http import heartbeats
 from service.http.resume import MOVE_OUT
+from service.security.secret import ROUTER_SECRET
 
 DEADLINE_S = 60.0
 BOOTSTRAP_PORT = 8998  # of each prefill worker, as it says
+SECRET = "the secret of dummies and router"
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 STREAM = {**CHAT, "stream": True}
 
@@ -285,9 +289,13 @@ async def cluster(
     encode: int = 0,
     info: dict[str, Any] | None = None,
     beats_s: float = 0.0,
+    secret: str = SECRET,
     **flags: Any,
 ) -> AsyncIterator[Cluster]:
-    """Dummies and a router in front of them; `unified` makes it a plain router. `mixed`: unified ones beside pairs. `beats_s`: of all."""
+    """Dummies and a router in front of them; `unified` makes it a plain router. `mixed`: unified ones beside pairs. `beats_s`: of all.
+
+    `secret`: of the router, as `tandem up` gives it; "": none.
+    """
     settings: dict[str, Any] = {"port": 0, "health_check_interval_s": 0.05, "load_poll_interval_s": 0.05}
     async with AsyncExitStack() as stack:
         if unified:
@@ -315,7 +323,8 @@ async def cluster(
         for worker in (*prefills, *decodes, *alone, *encoders):
             worker.info.update(info or {})
             worker.beats_s = beats_s
-        router = await stack.enter_async_context(start_router(RouterConfig(**{**settings, **flags})))
+        with patch.dict(os.environ, {ROUTER_SECRET: secret}):
+            router = await stack.enter_async_context(start_router(RouterConfig(**{**settings, **flags})))
         timeout = aiohttp.ClientTimeout(total=DEADLINE_S)
         client = await stack.enter_async_context(aiohttp.ClientSession(timeout=timeout))
         yield Cluster(router, prefills, decodes, client, alone, encoders)

@@ -21,6 +21,7 @@ from service.http.image_encoders import ENCODERS_HEADER, ImageEncoder, read_head
 from service.images.data_urls import data_url
 from tests.images.hosts import PNG
 from tests.router.attempts import make_request
+from tests.router.dummies import SECRET as ROUTERS
 from tests.router.dummies import Cluster, DummyWorker, always, answer_ok, cluster, hang, table_of, until
 from tests.router.test_prefix_fetch import Launched, Recording
 
@@ -288,7 +289,7 @@ def chat(*images: bytes) -> dict[str, Any]:
 
 def last_named(worker: DummyWorker) -> list[str | None] | None:
     value = worker.seen[-1].headers.get(HEADER)
-    encoders = None if value is None else read_header(value, None)
+    encoders = None if value is None else read_header(value, ROUTERS.encode())
     return None if encoders is None else [one and one.incarnation for one in encoders]
 
 
@@ -328,7 +329,9 @@ async def test_a_retry_names_those_that_live() -> None:
         prefill.behave, c.decodes[0].behave = dies_with_it, hang
         await ask(c, *images)
         before, after = [seen.headers[HEADER] for seen in prefill.seen]
-        assert {one and one.incarnation for one in read_header(before, None) or ()} == {w.name for w in c.encoders}
+        assert {one and one.incarnation for one in read_header(before, ROUTERS.encode()) or ()} == {
+            w.name for w in c.encoders
+        }
         assert last_named(prefill) == [c.encoders[1].name] * 8 and before != after
         await c.settled()
 

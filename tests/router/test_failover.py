@@ -10,6 +10,8 @@ import pytest
 from aiohttp import web
 
 from router.pool.breaker import State
+from service.flags import ConfigError
+from service.http.reconnect import KEEP_HEADER
 from service.http.resume import (
     FRAMES_HEADER,
     FRAMES_TYPE,
@@ -41,6 +43,7 @@ from tests.router.dummies import (
     resets,
     until,
 )
+from tests.router.dummies import SECRET as ROUTERS
 
 BEGUN = Begun(id="chat-1", created=7, names=["chat-1"], groups=["chat-1"], seeds=[42], salt="salt")
 SECRET = b"a secret of the cluster"
@@ -144,7 +147,8 @@ async def test_the_rest_comes_from_another_worker_and_nothing_is_seen_of_it() ->
         assert resume.output_ids == [[1, 2, 3]] and resume.ended == [None] and resume.seeds == [42]
         asked = [seen for w in c.prefills for seen in w.seen if RESUME_FIELD in seen.body]
         assert len(asked) == 1 and asked[0].body["bootstrap_room"] == second.body["bootstrap_room"]
-        assert second.headers[RESUME_HEADER.lower()] == "-"
+        raw = msgspec.json.encode(second.body[RESUME_FIELD])
+        assert is_signed(second.headers[RESUME_HEADER.lower()], ROUTERS.encode(), raw)
         await c.settled()
 
 
@@ -425,6 +429,25 @@ async def test_without_failover_no_worker_is_asked_for_frames() -> None:
         await c.settled()
 
 
+async def test_a_router_without_a_secret_asks_for_nothing_that_workers_refuse() -> None:
+    """No frames, no stream kept; a lost worker's stream ends with the error that it would have at workers of other makes."""
+
+    async def dies(worker: DummyWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        return await end_or_break(request, await begin_stream(request, b'data: {"token": 1}\n\n'), ends=False)
+
+    async with cluster(decode=2, secret="") as c:
+        c.decodes[0].behave = c.decodes[1].behave = dies
+        text = await read(c)
+        (seen,) = [seen for worker in c.decodes for seen in worker.seen]
+        assert tokens_of(text) == [1] and b"error" in text
+        assert not {name.lower() for name in (FRAMES_HEADER, RESUME_HEADER, KEEP_HEADER)} & seen.headers.keys()
+        await c.settled()
+    for flags in ({"resume_window_s": 7.0}, {"encode": 1}, {"prefix_fetch": True, "prefill_policy": "cache_aware"}):
+        with pytest.raises(ConfigError, match="needs --cluster-secret-file"):
+            async with cluster(secret="", **flags):
+                pass
+
+
 async def test_a_client_cannot_resume() -> None:
     async with cluster() as c:
         await read(c, **{RESUME_HEADER: "-", FRAMES_HEADER: "7"})
@@ -506,5 +529,6 @@ def test_what_a_router_keeps_is_what_a_worker_wrote() -> None:
 
 
 def test_a_signature_is_of_one_secret_and_one_text() -> None:
-    assert is_signed(sign(SECRET, b"text"), SECRET, b"text") and is_signed("anything", None, b"text")
+    assert is_signed(sign(SECRET, b"text"), SECRET, b"text")
     assert not is_signed(sign(SECRET, b"text"), SECRET, b"other") and not is_signed("-", SECRET, b"text")
+    assert not any(is_signed(text, None, b"text") for text in ("", "-", "anything", sign(SECRET, b"text")))

@@ -14,9 +14,9 @@ from router.pool.states import Health
 from router.pool.worker import Role
 from service.flags import ConfigError
 from service.http.reconnect import KEEP_HEADER, KEPT_PATH, LAST_EVENT_HEADER, Keep
-from service.http.resume import RESUME_FIELD, RESUME_HEADER, Resume
+from service.http.resume import RESUME_FIELD, RESUME_HEADER, Resume, is_signed
 from service.security.keys import owner_of
-from tests.router.dummies import CHAT, STREAM, DummyWorker, cluster
+from tests.router.dummies import CHAT, SECRET, STREAM, DummyWorker, cluster
 from tests.router.test_failover import BEGUN, DONE, goes_on, lost_after, tokens_of
 
 PATH = "/v1/chat/completions"
@@ -49,9 +49,12 @@ async def test_a_client_gets_the_events_behind_its_last_and_then_the_live_answer
         assert len(asked) == 3 and not any(seen.path == KEPT_PATH for w in c.prefills for seen in w.seen)
         question = asked[0].body
         assert (question["request_id"], question["after"]) == ("r-1", AGAIN[LAST_EVENT_HEADER])
-        assert question["owner"] == owner_of("Bearer k") and asked[0].headers[RESUME_HEADER.lower()] == "-"
+        assert question["owner"] == owner_of("Bearer k")
+        assert is_signed(asked[0].headers[RESUME_HEADER.lower()], SECRET.encode(), msgspec.json.encode(question))
         (rest,) = [seen for w in c.decodes for seen in w.seen if seen.path == PATH]
-        assert rest.body[RESUME_FIELD]["output_ids"] == [[1, 2]] and rest.headers[RESUME_HEADER.lower()] == "-"
+        assert rest.body[RESUME_FIELD]["output_ids"] == [[1, 2]]
+        raw = msgspec.json.encode(rest.body[RESUME_FIELD])
+        assert is_signed(rest.headers[RESUME_HEADER.lower()], SECRET.encode(), raw)
         keep = msgspec.json.decode(rest.headers[KEEP_HEADER.lower()].partition(" ")[2], type=Keep)
         assert (keep.window_s, keep.owner, keep.body) == (7.0, question["owner"], question["body"])
         await c.settled()

@@ -20,7 +20,8 @@ import httpx2 as httpx
 import psutil
 
 from service.process.fork_messages import HTTP_SERVER_VARIABLE, SERVER_VARIABLE
-from tests.e2e.cluster import end_tree
+from service.security.secret import ROUTER_SECRET
+from tests.e2e.cluster import SECRET, end_tree
 from tests.e2e.leaders import Leader, start_process
 from tools.family import family
 
@@ -95,6 +96,7 @@ class Household:
         common = {
             **UNFORKED,
             MARK: self.mark,
+            ROUTER_SECRET: SECRET,
             "TMPDIR": str(self.temp),
             "PYTHONPATH": str(ROOT),
             "OMP_NUM_THREADS": "1",

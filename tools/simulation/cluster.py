@@ -12,11 +12,11 @@ from tools.simulation.encoder import Encoder
 from tools.simulation.http import Request
 from tools.simulation.network import Network
 from tools.simulation.notices import Notices
-from tools.simulation.options import Options
+from tools.simulation.options import SECRET, Options
 from tools.simulation.rest import leftovers
 from tools.simulation.router import Router
 from tools.simulation.surroundings import Surroundings
-from tools.simulation.worker import BOOTSTRAP_PORT, SECRET, Worker
+from tools.simulation.worker import BOOTSTRAP_PORT, Worker
 from tools.simulation.world import Event, Process, Violation, World
 from transfer_backends.contract import TransferConfig
 

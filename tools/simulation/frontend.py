@@ -38,7 +38,7 @@ from tools.simulation.aio import VirtualLoop
 from tools.simulation.http import Reply, Request
 from tools.simulation.images import PlacedImage
 from tools.simulation.kept import KeptStreams
-from tools.simulation.options import Options
+from tools.simulation.options import SECRET, Options
 from tools.simulation.world import Process, Violation
 
 MAX_NEW_TOKENS = 4096
@@ -262,7 +262,7 @@ class Frontend:
     def _as_web(self, request: Request) -> Any:
         """What of a `web.Request` names encoder workers."""
         spec = SimpleNamespace(
-            mode=self._role, secret=None, bootstrap_allowlist=SimpleNamespace(admits=lambda at: True)
+            mode=self._role, secret=SECRET, bootstrap_allowlist=SimpleNamespace(admits=lambda at: True)
         )
         return _Web(request.headers, spec)
 

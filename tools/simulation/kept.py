@@ -14,6 +14,7 @@ from service.http.stream import REQUEST_ID_HEADER
 from service.process.stop_signals import StopSignals
 from tools.simulation.aio import VirtualLoop
 from tools.simulation.http import Reply, Request
+from tools.simulation.options import SECRET
 from tools.simulation.world import Process, Violation
 
 
@@ -38,7 +39,7 @@ class KeptStreams:
             return None
         log = log_of(
             generation,
-            keep=keep_of(request.headers[KEEP_HEADER], None),
+            keep=keep_of(request.headers[KEEP_HEADER], SECRET),
             tag=f"{self._tags.getrandbits(64):016x}",
             request_id=request.headers[REQUEST_ID_HEADER],
             head=head_of(begun, resume),

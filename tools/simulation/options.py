@@ -24,6 +24,7 @@ EARLIER_FAULTS = (
     "pause generation",
 )
 LATER_FAULTS = ("drain prefill", "drain decode", "drain router", "update weights")
+SECRET = b"a secret of the simulated cluster"
 LARGEST_IMAGE = 9  # tokens
 GRID = 4  # where prompts of a model with recurrent layers may be cut: a multiple of every page
 FIRST_WITH_GROUPS = 1000  # what earlier seeds draw stays

@@ -45,7 +45,7 @@ from service.telemetry.tracer import Tracer
 from tools.simulation.aio import VirtualLoop
 from tools.simulation.http import Call, Head, Reply, Request, call, serve
 from tools.simulation.network import Network
-from tools.simulation.options import Options
+from tools.simulation.options import SECRET, Options
 from tools.simulation.upstream import SimulatedUpstream
 from tools.simulation.world import Process, Violation
 
@@ -79,7 +79,7 @@ class Router:
         )
         chooser = make_chooser(config, draw=draw.randrange)
         self.table = WorkerTable(on_gone=chooser.forget)
-        self.encoders = EncoderHeaders(encoders=Encoders(), table=self.table, secret=None)
+        self.encoders = EncoderHeaders(encoders=Encoders(), table=self.table, secret=SECRET)
         self.rooms = RoomMinter(draw.getrandbits)
         session: Any = _Session(network, process, config)
         self._upstream = SimulatedUpstream(
@@ -92,7 +92,7 @@ class Router:
         gate = open_gate(api_key=None, api_key_file=None, admin_api_key=None, admin_api_key_file=None)
         credentials = Credentials(api=gate.api)
         self.live = LiveRequests()
-        self.moves = MoveOrders(session, credentials, secret=None)
+        self.moves = MoveOrders(session, credentials, secret=SECRET)
         self.monitor = HealthMonitor(
             config=config,
             table=self.table,
@@ -112,7 +112,7 @@ class Router:
             events=make_events(
                 traces=traces, recorder=recorder, metrics=metrics, forecast=forecast, monitor=self.monitor
             ),
-            secret=None,
+            secret=SECRET,
             clock=self.aio.time,
             encoders=self.encoders,
         )

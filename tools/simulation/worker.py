@@ -84,7 +84,6 @@ from transfer_backends.prefill.manager import PrefillManager
 from transfer_backends.ranks.engines import RankEngines
 
 EOS = 7
-SECRET = b"a secret of the simulated cluster"
 CONTROL_TURN_S = 0.1  # production: 0.02; fewer events
 MOVE_TIMEOUT_S = 4.0  # production: 30
 CONTROL, SENDER_CONTROL, PREFIX_CONTROL = "control", "sender control", "prefix control"

@@ -26,6 +26,7 @@ from engine.messages import (
 )
 from service.http.errors import ApiError, bad_field, decode_body
 from service.http.guard import key_refusal
+from service.http.resume import Name
 from service.http.stream import json_response
 from service.security.keys import Access
 
@@ -43,7 +44,7 @@ class AbortBody(msgspec.Struct, kw_only=True):
 class LeavingSample(msgspec.Struct):
     """`rid`: the sample's name, as its stream said. `room`: in which its KV waits."""
 
-    rid: str
+    rid: Name
     room: Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
 
 

@@ -3,13 +3,13 @@
 import base64
 import hashlib
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
 from aiohttp import web
 
-from engine.frontend.services import SERVICES
+from engine.frontend.services import SERVICES, Services
 from engine.messages import FinishReason, GenerateRequest, KVSource, TokenLogprob, TokenOutput
 from engine.text.sample import TextOutput
 from service.http.errors import ApiError, bad_field
@@ -35,6 +35,7 @@ from service.http.resume import (
 )
 
 NOT_SIGNED = "only a router with the worker's --cluster-secret-file may do this"
+UNKNOWN_WORDS = "is not what a router of this version writes; upgrade routers and workers together"
 
 _encode = msgspec.json.Encoder().encode
 _pack = msgspec.msgpack.Encoder().encode
@@ -67,14 +68,35 @@ def take_resume(request: web.BaseRequest, data: bytes) -> bytes:
         raise ApiError(403, f"{RESUME_FIELD}: only a router with the worker's --cluster-secret-file may set it")
     resume: Resume | None = decode_or_none(raw, Resume)
     if resume is None:
-        raise bad_field(
-            RESUME_FIELD, "is not what a router of this version writes; upgrade routers and workers together"
-        )
-    for source in resume.sources:
-        if source is not None:
-            request[SERVICES].spec.bootstrap_allowlist.check_source(source.control)
+        raise bad_field(RESUME_FIELD, UNKNOWN_WORDS)
+    _check(resume, request[SERVICES])
     request[_RESUME] = resume
     return _encode(fields)
+
+
+def _check(resume: Resume, s: Services) -> None:
+    """Raise ApiError(400) for what would harm this worker, whoever has signed it."""
+    for source in resume.sources:
+        if source is not None:
+            s.spec.bootstrap_allowlist.check_source(source.control)
+    try:
+        ended = [msgspec.convert(how, FinishReason) for how in resume.ended if how is not None]
+        logprobs = [one for pieces in (*resume.logprobs, *resume.prompt_logprobs) for one in _unpacked(pieces)]
+    except (ValueError, msgspec.MsgspecError):  # no base64, no MessagePack, or other values in it
+        raise bad_field(RESUME_FIELD, UNKNOWN_WORDS) from None
+    stops = [how.matched for how in ended if isinstance(how.matched, int)]
+    if not all(0 <= id < s.model.vocab_size for id in (*stops, *_ids_in(resume.output_ids, logprobs))):
+        raise bad_field(
+            RESUME_FIELD, f"has ids of tokens outside the model's vocabulary, 0 to {s.model.vocab_size - 1}"
+        )
+
+
+def _ids_in(output_ids: Sequence[Sequence[int]], logprobs: Sequence[TokenLogprob]) -> Iterator[int]:
+    for ids in output_ids:
+        yield from ids
+    for one in logprobs:
+        yield one.token_id
+        yield from (id for _, id in (*one.top, *one.requested))
 
 
 def check_signed(request: web.BaseRequest, data: bytes) -> None:
@@ -106,6 +128,11 @@ def going_on(resume: Resume | None, requests: list[GenerateRequest]) -> list[Gen
     sources = resume.sources or [None] * len(requests)
     if len(sources) != len(requests):
         raise bad_field(RESUME_FIELD, f"has {len(sources)} sources of {len(requests)} samples")
+    for request, ids in zip(requests, resume.output_ids, strict=True):
+        if len(ids) > request.sampling.max_new_tokens:
+            raise bad_field(
+                RESUME_FIELD, f"has {len(ids)} tokens of a sample that ends at {request.sampling.max_new_tokens}"
+            )
     return [
         msgspec.structs.replace(
             request,
@@ -157,9 +184,10 @@ def begun_of(
 ) -> Begun | None:
     """Return what another worker needs to know of this answer; None: no router asks, or it cannot go on elsewhere.
 
-    Hidden states are computed again there, but of ended samples: a whole answer shows those, too.
+    A worker without a secret offers it to none: where all are like it, no other would go on. Hidden states are computed again there, but of ended samples: a whole answer shows those, too.
     """
-    if FRAMES_HEADER not in request.headers or request[SERVICES].spec.mode == "prefill":
+    spec = request[SERVICES].spec
+    if FRAMES_HEADER not in request.headers or spec.mode == "prefill" or spec.secret is None:
         return None
     if any(r.return_hidden_states and not r.stream for r in requests):
         return None
