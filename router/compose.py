@@ -6,6 +6,7 @@
 import logging
 import secrets
 import time
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
@@ -43,7 +44,7 @@ from router.http.traces_api import TracesApi
 from router.http.worker_calls import WorkerCalls
 from router.http.workers_api import WorkersApi
 from router.metrics import RouterMetrics, counted
-from router.pool.active_calls import give_up_all
+from router.pool.active_calls import ActiveCall, give_up_all
 from router.pool.discovery import open_discovery
 from router.pool.health import HealthMonitor
 from router.pool.moves import MoveOrders
@@ -135,7 +136,7 @@ class Router:
         self.session = await stack.enter_async_context(open_session(**client))
         self.upstream = HttpUpstream(**client)
         stack.push_async_callback(self.upstream.close)
-        let_go = give_up_all
+        let_go: Callable[[Worker, Sequence[ActiveCall], str], None] = give_up_all
         if self.secret is not None and not config.disable_kv_moves:
             moves = MoveOrders(self.session, credentials, secret=self.secret)
             stack.push_async_callback(moves.close)

@@ -14,6 +14,7 @@ import msgspec
 from deploy.chat.config import ChatConfig
 from deploy.chat.conversation import Message
 from deploy.openai_api import DONE, SseParser, StreamChunk, StreamFailed, decode_event, hint_for, message_of
+from service.http.paths import segment
 from service.security.keys import bearer
 
 CONNECT_S = 10.0
@@ -103,7 +104,7 @@ class ChatClient:
 
     async def workers_of(self, answer: Answer) -> str:
         """The workers that a request crossed, such as "127.0.0.1:1 → 127.0.0.1:2"; "": the server does not say."""
-        url, timeout = f"{self.url}/traces/{answer.request_id}", aiohttp.ClientTimeout(total=TRACE_S)
+        url, timeout = f"{self.url}/traces/{segment(answer.request_id)}", aiohttp.ClientTimeout(total=TRACE_S)
         try:
             async with self._session.get(url, timeout=timeout) as reply:
                 attempt = answering_of((await reply.json(content_type=None))["record"]["attempts"])

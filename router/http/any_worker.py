@@ -5,7 +5,6 @@ With several models their lists are joined, of one worker for each.
 
 import asyncio
 from dataclasses import dataclass
-from urllib.parse import unquote
 
 from aiohttp import web
 
@@ -14,6 +13,7 @@ from router.http.worker_calls import WorkerCalls
 from router.pool.models import join_models
 from router.pool.worker import Worker
 from service.http.json_depth import decode_or_none, object_of
+from service.http.paths import segment
 from service.http.stream import json_response
 from service.model_names import untagged
 from service.security.keys import authorization_of
@@ -55,7 +55,8 @@ class AnyWorkerApi:
         return await self._call_for(request, untagged(name) if isinstance(name, str) else "")
 
     async def get_model(self, request: web.BaseRequest) -> web.Response:
-        return await self._call_for(request, unquote(request.path.removeprefix(_MODEL)))
+        name = request.path.removeprefix(_MODEL)
+        return await self._call_for(request, name, path=_MODEL + segment(name))
 
     async def list_models(self, request: web.BaseRequest) -> web.Response:
         if not self.calls.table.models.several:
@@ -73,5 +74,5 @@ class AnyWorkerApi:
         calls = (call_worker(self.calls.session, "GET", w.url + request.path, headers) for w in speakers.values())
         return [decode_or_none(answer.body) for answer in await asyncio.gather(*calls)]
 
-    async def _call_for(self, request: web.BaseRequest, name: str) -> web.Response:
-        return await self.calls.call_one(request, model=self.calls.table.models.meant(name))
+    async def _call_for(self, request: web.BaseRequest, name: str, *, path: str = "") -> web.Response:
+        return await self.calls.call_one(request, model=self.calls.table.models.meant(name), path=path)

@@ -31,10 +31,10 @@ class WorkerCalls:
     def roles(self) -> list[Role]:
         return [role for way in self.ways for role in way]
 
-    async def call_one(self, request: web.BaseRequest, *, model: str = "") -> web.Response:
-        """Pass a request to the first worker that answers (and serves `model`), decode before prefill."""
+    async def call_one(self, request: web.BaseRequest, *, model: str = "", path: str = "") -> web.Response:
+        """Pass a request to the first worker that answers (and serves `model`), decode before prefill. `path`: where a name is in it."""
         headers, body = self.credentials.for_client(authorization_of(request.headers)), await request.read()
-        method, path = "POST" if request.method == "POST" else "GET", request.rel_url.raw_path
+        method, path = "POST" if request.method == "POST" else "GET", path or request.path
         for role in reversed(self.roles):
             for worker in tuple(self.table.pool(role, model)):
                 answer = await self._call(worker, method, path, headers, body)

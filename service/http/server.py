@@ -18,6 +18,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from service.http.api_shapes import OPENAI
 from service.http.errors import INTERNAL_ERROR, ApiError
 from service.http.listening import BACKLOG, ListeningPort
+from service.http.paths import plain_path
 from service.http.routes import Handler
 
 # A kept connection between two requests. Also the bound for a second head that began before the first request's answer.
@@ -52,7 +53,7 @@ def make_runner(handle: Handler, limits: RequestLimits, *, shutdown_timeout_s: f
 
     def make_request(message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> web.BaseRequest:
         loop = asyncio.get_running_loop()
-        message = without_slash(message)
+        message = with_plain_path(message)
         request = TimedRequest(message, payload, protocol, writer, task, loop, client_max_size=limits.max_body_bytes)
         request.limits = limits
         return request
@@ -61,13 +62,13 @@ def make_runner(handle: Handler, limits: RequestLimits, *, shutdown_timeout_s: f
     return web.ServerRunner(server, shutdown_timeout=shutdown_timeout_s)
 
 
-def without_slash(message: Any) -> Any:
-    """The head of a request whose path has no slash at the end: it has the same route, keys and rules, and no redirect loses its body."""
-    path = message.path.partition("?")[0]
-    if not path.endswith("/") or len(path) < 2:
-        return message
+def with_plain_path(message: Any) -> Any:
+    """The head of a request whose path has its one form: however it is written, it has the same route, keys and rules, and no redirect."""
     url = message.url
-    return message._replace(url=url.with_path(url.raw_path.removesuffix("/") or "/", encoded=True, keep_query=True))
+    plain = plain_path(url.raw_path)
+    return (
+        message if plain == url.raw_path else message._replace(url=url.with_path(plain, encoded=True, keep_query=True))
+    )
 
 
 @asynccontextmanager

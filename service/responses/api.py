@@ -2,7 +2,6 @@
 
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
-from urllib.parse import unquote
 
 from aiohttp import web
 
@@ -75,7 +74,7 @@ def named_response(request: web.BaseRequest) -> str:
     id, _, rest = request.path.removeprefix(PATH + "/").partition("/")
     if rest not in ("", "cancel", "input_items"):
         raise web.HTTPNotFound
-    return unquote(id)
+    return id
 
 
 def caller_of(request: web.BaseRequest) -> str:

@@ -202,7 +202,8 @@ class DummyWorker:
         if request.path == "/api/version":
             return web.json_response({"version": self.name})
         if request.path.startswith("/v1/models/"):
-            return web.json_response({"id": request.path.removeprefix("/v1/models/"), "from": self.name})
+            said = {"id": request.path.removeprefix("/v1/models/"), "from": self.name, "sent_as": request.raw_path}
+            return web.json_response(said)
         if request.method not in ("POST", "PUT"):
             return web.Response(status=404)
         body = await request.json()

@@ -129,10 +129,9 @@ def going_on(resume: Resume | None, requests: list[GenerateRequest]) -> list[Gen
     if len(sources) != len(requests):
         raise bad_field(RESUME_FIELD, f"has {len(sources)} sources of {len(requests)} samples")
     for request, ids in zip(requests, resume.output_ids, strict=True):
-        if len(ids) > request.sampling.max_new_tokens:
-            raise bad_field(
-                RESUME_FIELD, f"has {len(ids)} tokens of a sample that ends at {request.sampling.max_new_tokens}"
-            )
+        most = request.sampling.max_new_tokens or 0
+        if len(ids) > most:
+            raise bad_field(RESUME_FIELD, f"has {len(ids)} tokens of a sample that ends at {most}")
     return [
         msgspec.structs.replace(
             request,
