@@ -99,6 +99,7 @@ class UpstreamCall:
         # Once its client has a part of the answer, or no longer waits for it: whether another worker can do the rest.
         self.goes_on: Callable[[], bool] | None = None
         self.rooms_to_leave: Callable[[], Mapping[str, int]] = dict
+        self.names_owner = ""  # of the names of its samples
         self._leaves = False
 
     @property

@@ -11,6 +11,7 @@ from router.fleet.peer_processes import PeerProcesses
 from router.http.worker_calls import WorkerCalls
 from router.pool.health import HealthMonitor
 from router.requests.live import LiveRequests
+from service.http.caller_names import caller_header, has_admin_key
 from service.http.errors import ApiError
 from service.http.guard import key_refusal
 from service.http.json_depth import object_of
@@ -111,13 +112,16 @@ class FanOutApi:
         return answer
 
     async def abort_request(self, request: web.BaseRequest) -> web.Response:
-        """Pass to every worker: only they know request ids. To abort all requests at once needs the admin key."""
-        body = await request.read()
-        headers = self.calls.credentials.for_client(authorization_of(request.headers))
+        """Pass to every worker: only they know request ids. An id is of the key that gave it; an admin's ends that of any key, or all at once."""
+        body, authorization = await request.read(), authorization_of(request.headers)
         if object_of(body).get("abort_all"):
             if (refusal := key_refusal(request, self.gate, Access.ADMIN)) is not None:
                 raise refusal
-            headers = self.calls.credentials.for_admin(authorization_of(request.headers))
+            headers = self.calls.credentials.for_admin(authorization)
+        elif has_admin_key(request, self.gate):
+            headers = self.calls.credentials.for_admin(authorization)
+        else:
+            headers = {**self.calls.credentials.for_client(authorization), **caller_header(request)}
         return await self.calls.call_all("POST", "/abort_request", headers, body)
 
     async def health_generate(self, request: web.BaseRequest) -> web.Response:

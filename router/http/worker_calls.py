@@ -16,6 +16,7 @@ from router.pool.vllm import VLLM, lack_of, lacks_route, vllm_call
 from router.pool.worker import Role, Way, Worker
 from router.pool.workers import WorkerTable, missing_roles
 from router.requests.replies import no_route, no_worker
+from service.http.caller_names import CALLER_HEADER
 from service.http.stream import json_response
 from service.security.keys import authorization_of
 
@@ -104,7 +105,7 @@ class WorkerCalls:
 
     async def abort(self, headers: Mapping[str, str], rid: str) -> None:
         """End a request that was sent to workers with `headers`; only they know ids."""
-        shown = {name: headers[name] for name in ("Authorization",) if name in headers}
+        shown = {name: headers[name] for name in ("Authorization", CALLER_HEADER) if name in headers}
         await self.answers("POST", "/abort_request", shown, msgspec.json.encode({"rid": rid}))
 
 

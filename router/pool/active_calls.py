@@ -15,8 +15,11 @@ from router.pool.worker import Worker
 class ActiveCall(Protocol):
     """A call to a worker. `waits_since_s`: nothing came since; None: its client does not take what came.
 
-    `movable`: another worker can do the rest; `continuable`: without computing again what the client has.
+    `movable`: another worker can do the rest; `continuable`: without computing again what the client has. `names_owner`: of the names that
+    `leave` returns (service/http/caller_names.py).
     """
+
+    names_owner: str
 
     @property
     def waits_since_s(self) -> float | None: ...

@@ -6,6 +6,7 @@ call.leave() --rooms--> POST /move_out --> the worker ends the stream with where
 
 import asyncio
 import logging
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -41,24 +42,27 @@ class MoveOrders:
 
     def let_go(self, worker: Worker, calls: Sequence[ActiveCall], why: str) -> None:
         """Have `worker` end `calls`, for others to do the rest."""
-        leaving = dict[ActiveCall, Mapping[str, int]]()
+        leaving = defaultdict[str, dict[ActiveCall, Mapping[str, int]]](dict)  # by the owner of their names
         for call in calls:
             if worker.role is Role.DECODE and (rooms := call.leave()):
-                leaving[call] = rooms
+                leaving[call.names_owner][call] = rooms
             else:
                 worker.calls.pop(call, None)
                 call.give_up(why)
-        if leaving:
-            task = asyncio.create_task(self._order(worker, leaving, why), name=f"moves from {worker.url}")
+        for owner, of_owner in leaving.items():
+            order = self._order(worker, of_owner, why, owner=owner)
+            task = asyncio.create_task(order, name=f"moves from {worker.url}")
             self._orders.add(task)
             task.add_done_callback(self._orders.discard)
 
     async def close(self) -> None:
         await end_tasks(self._orders)
 
-    async def _order(self, worker: Worker, leaving: Mapping[ActiveCall, Mapping[str, int]], why: str) -> None:
+    async def _order(
+        self, worker: Worker, leaving: Mapping[ActiveCall, Mapping[str, int]], why: str, *, owner: str
+    ) -> None:
         samples = [{"rid": rid, "room": room} for rooms in leaving.values() for rid, room in rooms.items()]
-        body = msgspec.json.encode({"samples": samples})
+        body = msgspec.json.encode({"samples": samples, "owner": owner})
         headers = {**self.credentials.own(), RESUME_HEADER: sign(self.secret, body)}
         answer = await call_worker(self.session, "POST", f"{worker.url}{MOVE_OUT}", headers, body, timeout_s=ANSWER_S)
         found: _Answer | None = decode_or_none(answer.body, _Answer) if answer.status == 200 else None

@@ -32,6 +32,7 @@ from router.requests.reconnect import Reconnect
 from router.requests.relay import JSON, StreamSplitter, answer_headers, open_answer, read_whole, relay_stream
 from router.requests.replies import HANDED_BACK, draining, failure_error, failure_response, no_worker
 from router.requests.responses import KeptStream, Responses
+from service.http.caller_names import caller_header
 from service.http.deadline import ENVOY_HEADER, TIMEOUT_HEADER
 from service.http.dp_rank import RANK_HEADER, rank_in
 from service.http.errors import ApiError
@@ -176,7 +177,11 @@ class Dispatcher:
 
     def _headers(self, request: RequestContext) -> dict[str, str]:
         given = request.http.headers
-        headers = {"Content-Type": "application/json", "X-Request-Id": request.request_id}
+        headers = {
+            "Content-Type": "application/json",
+            "X-Request-Id": request.request_id,
+            **caller_header(request.http),
+        }
         headers |= {name: given[name] for name in _PASSED_HEADERS if name in given}
         if request.traceparent:
             headers["traceparent"] = request.traceparent

@@ -22,6 +22,7 @@ from router.pool.worker import Worker
 from router.requests.merge import Merger
 from router.requests.picking import Picker
 from router.requests.relay import has_moved
+from service.http.caller_names import owner_said
 from service.http.resume import FRAMES_HEADER, RESUME_FIELD, RESUME_HEADER, FrameRecord, Resume, known_frames, sign
 
 TAKE_OVER_S = 10.0  # for another decode worker to show its first token: its client waits, and a pair may be faster
@@ -68,6 +69,7 @@ class ResumableAnswer:
             self.prefill = attempt.prefill.worker
         if self.prefill is not None:
             answering.rooms_to_leave = self._rooms_to_leave
+            answering.names_owner = owner_said(self.request.headers)
         attempt.watch_prefill(self.failover.launcher.on_call_failed)
 
     def _rooms_to_leave(self) -> Mapping[str, int]:

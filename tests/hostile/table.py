@@ -119,7 +119,7 @@ TARGETS: dict[str, bytes] = {
     "trace-up": b"/traces//.//..%5C..%2Fnowhere",
     "request-up": b"/dashboard/requests/../../%2e%2e%2fnowhere",
     "twice-escaped": b"/v1/models/%252e%252e%252f%252e%252e%252fflush_cache",
-    "slashes": b"/" * 4000,
+    "slashes": b"/" * 4000 + b"nowhere",
     "half-escape": b"/v1/models/%f",
     "absolute": b"http://127.0.0.1:1/v1/nowhere",
     "long": b"/" + b"a" * 5000,

@@ -20,6 +20,7 @@ from router.pool.worker import Role, Worker
 from router.pool.workers import WorkerTable
 from router.server import start_router
 from service.http import heartbeats
+from service.http.caller_names import CALLER_HEADER
 from service.http.resume import MOVE_OUT
 from service.security.secret import ROUTER_SECRET
 
@@ -130,6 +131,7 @@ class DummyWorker:
     openapi: dict[str, Any] | None = None
     seen: list[Seen] = field(default_factory=list)
     calls: list[tuple[str, str]] = field(default_factory=list)
+    aborts: list[tuple[str | None, str | None]] = field(default_factory=list)  # whose key was shown, whose the name is
     models: list[dict[str, Any]] | None = None  # of /v1/models; None: one of its own name
     lets_go: Callable[[list[dict[str, Any]]], list[str]] | None = None  # of /move_out: samples -> those that move
     cancelled: int = 0
@@ -194,6 +196,8 @@ class DummyWorker:
             return web.json_response(self.openapi)
         if request.path == "/v1/loads" and self.loads is not None:
             return web.json_response(self.loads)
+        if request.path == "/abort_request":
+            self.aborts.append((request.headers.get("Authorization"), request.headers.get(CALLER_HEADER)))
         if request.path in ("/v1/models", "/flush_cache", "/abort_request", "/get_model_info", "/health_generate"):
             self.calls.append((request.path, await request.text()))
             return web.json_response({"data": self.models or [{"id": self.name}]})

@@ -96,7 +96,7 @@ async def test_all_models_are_listed_and_each_is_described_by_one_that_serves_it
         c.router.monitor.refresh()
         await known(c, "a", "b")
         assert [row["id"] for row in (await c.get("/v1/models"))[1]["data"]] == ["a", "b"]
-        assert (await c.get("/v1/models/b"))[1] ["from"] == "b"
+        assert (await c.get("/v1/models/b"))[1]["from"] == "b"
         status, answer = await c.get("/v1/models/c")
         assert status == 404 and "there are: a, b" in answer["error"]["message"]
 

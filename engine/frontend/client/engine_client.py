@@ -15,7 +15,7 @@ from engine.frontend.client.dp_policy import RankPolicy, Rule
 from engine.frontend.client.forecast import PrefillForecast
 from engine.frontend.client.generation import Generation, Sample, SampleObserver
 from engine.frontend.client.leaders import Leaders
-from engine.frontend.client.live_names import LiveNames
+from engine.frontend.client.live_names import LiveNames, Name
 from engine.frontend.client.rank_loads import RankLoads
 from engine.frontend.client.scheduler_link import CALL_TIMEOUT_S, ENGINE_DEAD
 from engine.frontend.client.shared_requests import SharedRequests
@@ -122,9 +122,10 @@ class EngineClient:
         timeout_s: float | None = None,
         dp_rank: int | None = None,
         earlier: Sequence[TokenOutput] = (),
+        owner: str = "",
     ) -> Generation:
         """Send the samples. `requests[i].rid` is the user's name of sample i; `groups[i]` another name to abort it by.
-        `dp_rank`: which the client names. `earlier`: of an answer that another worker began, by sample, what it generated; a finished one is not sent.
+        `owner`: of these names; "": all without a key. `dp_rank`: which the client names. `earlier`: of an answer that another worker began, by sample, what it generated; a finished one is not sent.
 
         The engine ends them after `timeout_s`. Raises ApiError: 503 while starting, ending, full, or too busy for the
         timeout, 400 for a name that is in use, or a rank that is not there.
@@ -132,25 +133,26 @@ class EngineClient:
         self._check_open(len(requests))
         ranks = self._policy.place(requests, self.loads.of_all(), routed=dp_rank)
         self._check_timeout(requests, ranks, timeout_s)
-        names, texts = [r.rid for r in requests], [self._open_text(r) for r in requests]
+        names, texts = [Name(owner, r.rid) for r in requests], [self._open_text(r) for r in requests]
+        grouped = names if groups is None else [Name(owner, group) for group in groups]
         takes_over = bool(earlier)  # an earlier try of the answer may still be leaving under the same names
         if not takes_over:
-            self._names.check(names, groups or [])
+            self._names.check(names, grouped)
         context = CURRENT.get()
         samples = [
             Sample(
-                name=name,
-                wire_rid=self.leaders.mint_wire_rid(name),
+                name=r.rid,
+                wire_rid=self.leaders.mint_wire_rid(r.rid),
                 num_prompt_tokens=len(r.input_ids),
                 is_empty=r.sampling.max_new_tokens == 0 and not r.pooling,
-                trace=SampleTrace(self._traces, r, name, context, rank if self.leaders.num_ranks > 1 else None),
+                trace=SampleTrace(self._traces, r, r.rid, context, rank if self.leaders.num_ranks > 1 else None),
             )
-            for r, name, rank in zip(requests, names, ranks, strict=True)
+            for r, rank in zip(requests, ranks, strict=True)
         ]
         over = {i for i, before in enumerate(earlier) if before.finish is not None}
         generation = Generation(
             samples,
-            groups or [],
+            {*names, *grouped},
             observer=self.observer,
             now_s=self._now_s,
             on_done=self._free_names,
@@ -159,15 +161,15 @@ class EngineClient:
             ended=over,
         )
         if not takes_over:
-            self._names.claim([*names, *(groups or [])])
-        for i, (sample, group) in enumerate(zip(samples, groups or names, strict=True)):
+            self._names.claim(generation.names)
+        for i, sample in enumerate(samples):
             if i in over:
                 continue
             self._live[sample.wire_rid] = _Live(
                 generation, i, texts[i], ranks[i], sample.num_prompt_tokens, requests[i].return_hidden_states
             )
             self.loads.change(ranks[i], requests=1, tokens=sample.num_prompt_tokens)
-            for name in {sample.name, group}:
+            for name in {names[i], grouped[i]}:
                 self._names.add(name, sample.wire_rid)
         try:
             left = [one for i, one in enumerate(zip(requests, samples, ranks, strict=True)) if i not in over]
@@ -177,16 +179,16 @@ class EngineClient:
             raise
         return generation
 
-    def abort(self, name: str) -> bool:
-        """Abort the live samples of this name (a sample or a group); False when there are none."""
-        wire_rids = self._names.of(name)
+    def abort(self, name: str, *, owner: str | None = "") -> bool:
+        """Abort the live samples of this name (a sample or a group); False when there are none. `owner`: None: of all."""
+        wire_rids = self._names.of(name, owner)
         for rid in wire_rids:
             self.leaders.links[self._live[rid].rank].send(AbortRequest(rid=rid))
         return bool(wire_rids)
 
-    def move_out(self, name: str, room: int) -> bool:
+    def move_out(self, name: str, room: int, *, owner: str = "") -> bool:
         """Have another worker go on with the live sample of this name (its KV waits in `room`); False: there is none that can."""
-        movable = [rid for rid in self._names.of(name) if self._live[rid].can_move]
+        movable = [rid for rid in self._names.of(name, owner) if self._live[rid].can_move]
         for rid in movable:
             self.leaders.links[self._live[rid].rank].send(MoveOut(rid=rid, room=room))
         return bool(movable)
@@ -260,7 +262,7 @@ class EngineClient:
     def _free_names(self, generation: Generation) -> None:
         """Free the names before the answer's end is written: a client that has read it may use its name again, at any frontend."""
         gone = {sample.wire_rid for sample in generation.samples}
-        for name in (*generation.names, *generation.groups):
+        for name in generation.names:
             self._names.leave(name, gone)
 
     def _on_leave(self, generation: Generation) -> None:

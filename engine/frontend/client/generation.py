@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol
 
+from engine.frontend.client.live_names import Name
 from engine.frontend.client.tracing import SampleTrace
 from engine.frontend.errors import from_finish
 from engine.messages import FinishReason, KVSource
@@ -39,14 +40,14 @@ class Sample:
 class Generation:
     """A context manager; `on_leave` aborts the unfinished samples at its end.
 
-    `resumed`: by sample, what another worker generated of it before; `ended`: the samples that it finished.
+    `names`: of its samples and groups. `resumed`: by sample, what another worker generated of it before; `ended`: the samples that it finished.
     `can_move`: its handler can pass on that another worker goes on. `moved`: by sample that has left for one, where its KV waits.
     """
 
     def __init__(
         self,
         samples: list[Sample],
-        groups: list[str],
+        names: Collection[Name],
         *,
         observer: SampleObserver,
         now_s: Callable[[], float],
@@ -56,7 +57,7 @@ class Generation:
         ended: Collection[int] = (),
     ) -> None:
         self.samples = samples
-        self.groups = groups
+        self.names = names
         self._observer = observer
         self._now_s = now_s
         self._on_done = on_done
@@ -71,10 +72,6 @@ class Generation:
         self._follower: Callable[[], None] | None = None
         self._is_due = False  # a call of the follower
         self._start_s = now_s()
-
-    @property
-    def names(self) -> list[str]:
-        return [sample.name for sample in self.samples]
 
     @property
     def unfinished(self) -> list[Sample]:

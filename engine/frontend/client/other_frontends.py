@@ -22,12 +22,16 @@ CLOSE_TIMEOUT_S = 2.0  # the worker ends: one that is frozen must not hold it
 
 
 class AbortName(msgspec.Struct, frozen=True):
+    """`owner`: of the name; None: of all."""
+
     name: str
+    owner: str | None
 
 
 class MoveName(msgspec.Struct, frozen=True):
     name: str
     room: int
+    owner: str
 
 
 class Moved(msgspec.Struct, frozen=True):
@@ -82,12 +86,12 @@ class OtherFrontends:
         """Return the answer of the frontend that keeps the stream."""
         return await self._peers.request("POST", KEPT_PATH, question)
 
-    async def abort(self, name: str) -> None:
-        await self._peers.request("POST", ABORT, AbortName(name))
+    async def abort(self, name: str, *, owner: str | None) -> None:
+        await self._peers.request("POST", ABORT, AbortName(name, owner))
 
-    async def move_out(self, name: str, room: int) -> bool:
+    async def move_out(self, name: str, room: int, *, owner: str) -> bool:
         """Return whether one of them had the sample."""
-        answers = await self._peers.request("POST", MOVE, MoveName(name, room))
+        answers = await self._peers.request("POST", MOVE, MoveName(name, room, owner))
         return any(msgspec.json.decode(body, type=Moved).was_here for body in answers)
 
     async def close_to_requests(self, error: ApiError, *, fails_live: bool) -> None:

@@ -43,7 +43,8 @@ def make_internal_handle(s: Services) -> Handler:
         return json_response(Records(records=s.tracer.ring.find(query)))
 
     async def abort(request: web.BaseRequest) -> web.Response:
-        s.client.abort(decode_body(await request.read(), AbortName).name)
+        body = decode_body(await request.read(), AbortName)
+        s.client.abort(body.name, owner=body.owner)
         return web.Response()
 
     async def kept(request: web.BaseRequest) -> web.Response:
@@ -53,7 +54,7 @@ def make_internal_handle(s: Services) -> Handler:
 
     async def move(request: web.BaseRequest) -> web.Response:
         body = decode_body(await request.read(), MoveName)
-        return json_response(Moved(s.client.move_out(body.name, body.room)))
+        return json_response(Moved(s.client.move_out(body.name, body.room, owner=body.owner)))
 
     async def reply(request: web.BaseRequest) -> web.Response:
         change = decode_body(await request.read(), RankReply)

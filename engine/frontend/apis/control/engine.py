@@ -24,6 +24,7 @@ from engine.messages import (
     UnloadAdapter,
     UpdateWeights,
 )
+from service.http.caller_names import may_end_any, owner_in
 from service.http.errors import ApiError, bad_field, decode_body
 from service.http.guard import key_refusal
 from service.http.resume import Name
@@ -49,7 +50,10 @@ class LeavingSample(msgspec.Struct):
 
 
 class MoveOutBody(msgspec.Struct):
+    """`owner`: of the names; "": all without a key."""
+
     samples: list[LeavingSample]
+    owner: Name = ""
 
 
 class PauseBody(msgspec.Struct, kw_only=True):
@@ -99,7 +103,7 @@ async def flush_cache(request: web.BaseRequest) -> web.Response:
 
 
 async def abort_request(request: web.BaseRequest) -> web.Response:
-    """200 also for an id that is not running, as SGLang does."""
+    """200 also for an id that is not running, as SGLang does, and for one of another key, which goes on."""
     s = request[SERVICES]
     body = decode_body(await request.read() or b"{}", AbortBody)
     if body.abort_all:
@@ -107,8 +111,10 @@ async def abort_request(request: web.BaseRequest) -> web.Response:
             raise refusal
         s.client.abort_all()
     elif body.rid:
-        if not s.client.abort(body.rid) and s.others is not None:
-            await s.others.abort(body.rid)
+        owner = None if may_end_any(request, s.gate) else owner_in(request)
+        is_whole = s.client.abort(body.rid, owner=owner) and owner is not None  # a name of all may be elsewhere, too
+        if not is_whole and s.others is not None:
+            await s.others.abort(body.rid, owner=owner)
     else:
         raise bad_field("rid", "name a request, or set abort_all")
     return web.Response()
@@ -121,10 +127,11 @@ async def move_out(request: web.BaseRequest) -> web.Response:
     body = decode_body(data, MoveOutBody)
     if s.spec.mode != "decode":
         raise ApiError(409, "only a decode worker has requests that move with their KV", code="not_decode")
-    moving = [sample.rid for sample in body.samples if s.client.move_out(sample.rid, sample.room)]
-    if s.others is not None:
-        left = [sample for sample in body.samples if sample.rid not in moving]
-        moving += [sample.rid for sample in left if await s.others.move_out(sample.rid, sample.room)]
+    client, others, owner = s.client, s.others, body.owner
+    moving = [one.rid for one in body.samples if client.move_out(one.rid, one.room, owner=owner)]
+    if others is not None:
+        left = [one for one in body.samples if one.rid not in moving]
+        moving += [one.rid for one in left if await others.move_out(one.rid, one.room, owner=owner)]
     return json_response({"moving": moving})
 
 

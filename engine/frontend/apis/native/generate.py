@@ -34,6 +34,7 @@ from engine.images import ImageInput
 from engine.messages import GenerateRequest
 from engine.sampling_params import SamplingParams
 from engine.text.reasoning import Opening, opening_of
+from service.http.caller_names import owner_in
 from service.http.errors import bad_field
 
 DEFAULT_NEW_TOKENS = 128
@@ -75,6 +76,7 @@ async def generate(request: web.BaseRequest) -> web.StreamResponse:
         timeout_s=timeout_s,
         dp_rank=routed_rank(body, request.headers),
         earlier=earlier_of(resume, requests),
+        owner=owner_in(request),
     )
     view = NativeView(
         generation,

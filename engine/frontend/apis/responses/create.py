@@ -19,6 +19,7 @@ from engine.frontend.apis.shared.stream import Framing
 from engine.frontend.images.loaded import LoadedMedia
 from engine.frontend.images.source import MediaSource
 from engine.frontend.services import SERVICES, Services
+from service.http.caller_names import owner_in
 from service.http.errors import bad_field, decode_body
 from service.http.stream import typed_event
 from service.responses.api import caller_of
@@ -47,8 +48,11 @@ async def create_response(request: web.BaseRequest) -> web.StreamResponse:
 class _Keeper:
     """Stores one response for its owner."""
 
-    def __init__(self, s: Services, book: LocalBook, conversation: Conversation, owner: str) -> None:
-        self._client, self._book, self._owner = s.client, book, owner
+    def __init__(
+        self, s: Services, book: LocalBook, conversation: Conversation, *, owner: str, names_owner: str
+    ) -> None:
+        """`names_owner`: of its id among the names of requests."""
+        self._client, self._book, self._owner, self._names_owner = s.client, book, owner, names_owner
         self._conversation = conversation.to_keep()
 
     def put(self, response: dict[str, Any]) -> None:
@@ -60,7 +64,7 @@ class _Keeper:
         return self._book.running(id, self._owner, abort=self._abort)
 
     async def _abort(self, id: str) -> None:
-        self._client.abort(id)
+        self._client.abort(id, owner=self._names_owner)
 
 
 async def _keeper(request: web.BaseRequest, s: Services, body: ResponseBody) -> _Keeper | None:
@@ -77,7 +81,9 @@ async def _keeper(request: web.BaseRequest, s: Services, body: ResponseBody) -> 
         body.history = _items.decode(conversation.history)
     if REFERENCE in data:
         body.input = msgspec.json.decode(conversation.input, type=str | list[Item])
-    return None if body.store is False else _Keeper(s, s.responses, conversation, owner)
+    if body.store is False:
+        return None
+    return _Keeper(s, s.responses, conversation, owner=owner, names_owner=owner_in(request))
 
 
 def _refuse_stored(body: ResponseBody, mode: str) -> None:

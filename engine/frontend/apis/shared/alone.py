@@ -16,6 +16,7 @@ from engine.frontend.services import SERVICES, Services
 from engine.messages import GenerateRequest, LogprobOptions
 from engine.sampling_params import SamplingParams
 from engine.text.sample import TextOutput
+from service.http.caller_names import owner_in
 from service.http.errors import ApiError
 
 NOTHING_NEW = SamplingParams(max_new_tokens=0, temperature=0.0, seed=0)
@@ -151,7 +152,8 @@ async def _answers(request: web.BaseRequest, prompts: Prompts, requests: list[Ge
     s = request[SERVICES]
     groups = [prompts.name] * len(requests)
     timeout_s = s.timeout_of(request)
-    with s.client.generate(requests, groups=groups, timeout_s=timeout_s, dp_rank=prompts.dp_rank) as generation:
+    owner, rank = owner_in(request), prompts.dp_rank
+    with s.client.generate(requests, groups=groups, timeout_s=timeout_s, dp_rank=rank, owner=owner) as generation:
         return await generation.collect()
 
 

@@ -28,6 +28,7 @@ from engine.images import ImageInput
 from engine.messages import GenerateRequest, LogprobOptions
 from engine.sampling_params import ReasoningGate, SamplingParams
 from engine.text.reasoning import ReasoningTokens
+from service.http.caller_names import owner_in
 
 
 def body_constraint(body: RequestFields) -> Constraint | None:
@@ -125,6 +126,7 @@ async def answer_samples(
         timeout_s=s.timeout_of(request),
         dp_rank=routed_rank(body, request.headers),
         earlier=earlier_of(resume, requests),
+        owner=owner_in(request),
     )
     usage = Usage([len(ids) for ids in prompts], n=n, count_reasoning=count_reasoning)
     created = int(time.time()) if resume is None else resume.created
