@@ -57,7 +57,7 @@ def _activities(names: tuple[str, ...]) -> list[ProfilerActivity]:
     if "GPU" in names and not torch.cuda.is_available():
         raise ConfigError("activities: GPU: there is no CUDA device here")
     usable = [name for name in ACTIVITIES if name == "CPU" or torch.cuda.is_available()]
-    return [ACTIVITIES[name] for name in names or usable]
+    return [ACTIVITIES[name] for name in dict.fromkeys(names or usable)]  # torch refuses one twice
 
 
 def _folder(output_dir: str) -> Path:

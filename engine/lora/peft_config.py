@@ -19,6 +19,7 @@ _LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa")  # of latent attention
 _PHI = ("dense", "fc1", "fc2")
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", *_LATENT, *_PHI)
 MAX_CONFIG_BYTES = 1 << 20
+MAX_NUMBER = 1e30  # far above any that trains
 
 # field -> values that mean "no"; anything else needs what we do not have
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -84,6 +85,8 @@ def read_peft_config(folder: Path) -> PeftConfig:
 def _read(file: Path) -> dict[str, Any]:
     if not file.parent.is_dir():
         raise ConfigError(f"{file.parent}: no such directory; give the local directory of a PEFT adapter")
+    if file.exists() and not file.is_file():  # a pipe or a device has no end
+        raise ConfigError(f"{file}: is no file; export the adapter again")
     try:
         if file.stat().st_size > MAX_CONFIG_BYTES:
             raise ConfigError(
@@ -134,6 +137,7 @@ def _rank(file: Path, field: str, value: object) -> int:
 
 
 def _number(file: Path, field: str, value: object) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
-        raise ConfigError(f"{file}: {field}: must be a number, got {value!r}")
-    return float(value)
+    number = value if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+    if not -MAX_NUMBER <= number <= MAX_NUMBER:
+        raise ConfigError(f"{file}: {field}: must be a number, got {str(value)[:40]}")
+    return float(number)

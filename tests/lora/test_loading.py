@@ -1,6 +1,7 @@
 """What is read from a PEFT directory, and what is refused: one line that names file and field, nothing loaded."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from engine.config import EngineConfig
 from engine.layers.linear import SiteShape
 from engine.lora.bank import add_delta
 from engine.lora.names import check_lora, lora_enabled, named_paths
+from engine.lora.peft_config import CONFIG_FILE, read_peft_config
 from engine.lora.row_tiles import adapter_runs
 from engine.lora.weights import read_adapter
 from engine.model_files.model_config import load_model_config
@@ -54,6 +56,22 @@ FIELDS = {
     "alpha_pattern": {"layers\\.[0-3].*": 2},
     "target_modules": ["q_proj", "lm_head"],
 }
+
+
+@pytest.mark.parametrize("alpha", [10**400, -(10**400), 1e400, float("nan"), True, None, "1", [1]], ids=repr)
+def test_a_scale_is_a_number(tmp_path: Path, alpha: object) -> None:
+    (tmp_path / CONFIG_FILE).write_text(json.dumps({"r": 8, "lora_alpha": alpha}))
+    with pytest.raises(ConfigError, match="lora_alpha: must be a number, got"):
+        read_peft_config(tmp_path)
+
+
+def test_what_has_no_end_is_not_read(tmp_path: Path) -> None:
+    """A pipe would hold the reader, a device fill its memory."""
+    for name, make in {"pipe": os.mkfifo, "device": lambda file: file.symlink_to("/dev/zero")}.items():
+        (tmp_path / name).mkdir()
+        make(tmp_path / name / CONFIG_FILE)
+        with pytest.raises(ConfigError, match="adapter_config.json: is no file"):
+            read_peft_config(tmp_path / name)
 
 
 @pytest.mark.parametrize("field", FIELDS)

@@ -214,7 +214,9 @@ class Frontend:
         if self._role != "decode":
             raise ApiError(409, "only a decode worker has requests that move with their KV")
         body = decode_body(request.body, MoveOutBody)
-        moving = [sample.rid for sample in body.samples if self.client.move_out(sample.rid, sample.room, owner=body.owner)]
+        moving = [
+            sample.rid for sample in body.samples if self.client.move_out(sample.rid, sample.room, owner=body.owner)
+        ]
         reply.whole(200, msgspec.json.encode({"moving": moving}))
 
     async def _embeddings(self, request: Request, reply: Reply) -> None:

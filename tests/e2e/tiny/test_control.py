@@ -222,7 +222,8 @@ async def test_a_profile_is_a_trace_file(way: tuple[str, Cluster], tmp_path: Pat
                 assert status == 400 and said["error"]["param"] == field
         status, said = await post(http, f"{c.workers[0].url}/start_expert_distribution_record", {})
         assert status == 400 and said["error"]["message"] == "the model has no experts"
-        assert (await post(http, f"{c.router}/start_profile", {"output_dir": str(tmp_path)}))[0] == 200
+        asked = {"output_dir": str(tmp_path), "activities": ["CPU", "CPU"]}
+        assert (await post(http, f"{c.router}/start_profile", asked))[0] == 200
         await generate(http, c.router, body(new=4))
         assert (await post(http, f"{c.router}/stop_profile", {}))[0] == 200
     traces = list(tmp_path.iterdir())
