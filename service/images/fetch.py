@@ -71,7 +71,7 @@ class ImageFetcher:
         raise BadImage(f"redirects more than {MAX_REDIRECTS} times; give the address it ends at")
 
     def _check(self, url: URL) -> None:
-        if url.scheme not in ("http", "https") or not url.host:
+        if url.scheme not in ("http", "https") or not url.raw_host:
             raise BadImage(f"only http and https URLs are fetched, got one of scheme {url.scheme[:20]!r}; {_REMEDY}")
         if url.user is not None or url.password is not None:
             raise BadImage(f"a URL with a user name or password is not fetched; {_REMEDY}")

@@ -90,6 +90,9 @@ async def test_redirects_are_followed() -> None:
             "0.0.0.0",
         ),
         *("[::ffff:7f00:1]", "[::]", "localhost.", "LOCALHOST", "127.0.0.1.", "127。0。0。1", "①②⑦.0.0.1"),
+        *("0", "017700000001", "0x7f.0x0.0x0.0x1", "0x100000001", "[::127.0.0.1]", "[::1%25lo]", "[fe80::1%25lo]"),
+        *("[64:ff9b::127.0.0.1]", "[2002:7f00:1::]", "%31%32%37.0.0.1", "localhost%2e", "127.0.0.1%00", "ⓛocalhost"),
+        *("127.0.0.1,a.org", "127.0.0.1 a.org", "xn--", "xn--a", "a" * 300, "a." * 130),
     ],
 )
 async def test_no_form_of_an_address_leads_inside(form: str) -> None:
@@ -138,6 +141,9 @@ async def test_redirects_are_checked_again() -> None:
             "file:///etc/passwd",
             f"http://u:p@{OUTSIDE}/",
             "http://[/",
+            f"http://xn--a:{port}/",
+            f"http:{INSIDE}:{port}/",
+            f"\\\\{INSIDE}:{port}/",
         ):
             async with host(redirect_to(target)) as outside:
                 assert isinstance(await fetched(fetcher(), outside.url), str), target

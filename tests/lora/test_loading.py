@@ -70,7 +70,7 @@ def test_what_has_no_end_is_not_read(tmp_path: Path) -> None:
     for name, make in {"pipe": os.mkfifo, "device": lambda file: file.symlink_to("/dev/zero")}.items():
         (tmp_path / name).mkdir()
         make(tmp_path / name / CONFIG_FILE)
-        with pytest.raises(ConfigError, match="adapter_config.json: is no file"):
+        with pytest.raises(ConfigError, match=r"adapter_config\.json: is no file"):
             read_peft_config(tmp_path / name)
 
 
