@@ -15,6 +15,7 @@ from engine.frontend.routes import ROUTES, make_document
 from router.http import openapi as router_openapi
 from tools.fuzz import bodies, sockets
 from tools.fuzz.answers import Answers
+from tools.fuzz.clients import clients
 from tools.fuzz.footprint import Footprint, Leak, assert_no_leak, footprint
 from tools.fuzz.parts import ROUND
 from tools.fuzz.report import CUT, DONE, Report
@@ -118,3 +119,10 @@ def test_streams_are_described_by_their_events() -> None:
         content = document["paths"]["/generate"]["post"]["responses"]["200"]["content"]
         event = content["text/event-stream"]["schema"]
         assert event["type"] == "object" and event["properties"]["data"] == {"type": "string"}
+
+
+def test_clients() -> None:
+    with clients() as attack:
+        for data in stories(10):
+            attack.run(data)
+        assert attack.num_calls > 200 and attack.statuses.keys() >= {200, 400, 403, 404, 405, 413}

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, note, seed, settings
 from tests.transfer.rig import until
 from tools.fuzz import bodies, sockets
 from tools.fuzz.answers import Answers
+from tools.fuzz.clients import clients
 from tools.fuzz.footprint import SETTLE_S, assert_no_leak, footprint, told
 from tools.fuzz.progress import Progress
 from tools.fuzz.source import STORY_BYTES
@@ -25,6 +26,8 @@ COUNTED = {
     "succeeded": "good transfers' ends between them",
 }
 HERE = "the process"
+POOLED = 8  # threads of two workers that start when there is work for them, and kept connections
+UNPACKED_MIB = 160.0  # of a process with two workers: what bodies unpack to leaves room behind, once
 GROWTH_MIB = 24.0  # of this process: hypothesis keeps something of its own
 
 
@@ -92,8 +95,7 @@ def _call(secret: bytes | None, asked: Asked, progress: Progress) -> str:
 
         held = _until_enough(asked, progress, one)
         until(lambda: caller.num_tasks <= num_tasks, timeout_s=SETTLE_S, what="its tasks are as many as before")
-        statuses = ", ".join(f"{count:,} x {status}" for status, count in sorted(caller.statuses.items()))
-        return f"{statuses}; {held}"
+        return f"{_told(caller.statuses)}; {held}"
 
 
 def fuzz_answers(asked: Asked, progress: Progress) -> str:
@@ -108,7 +110,30 @@ def fuzz_answers(asked: Asked, progress: Progress) -> str:
     return f"{answers.num_calls:,} calls were found; {held}"
 
 
-def _until_enough(asked: Asked, progress: Progress, one: Callable[[bytes], int]) -> str:
+def fuzz_clients(asked: Asked, progress: Progress) -> str:
+    with clients() as attack:
+
+        def one(data: bytes) -> int:
+            before = attack.num_calls
+            attack.run(data)
+            return attack.num_calls - before
+
+        held = _until_enough(asked, progress, one, slack=POOLED, growth_mib=UNPACKED_MIB)
+        return f"{_told(attack.statuses)}; {held}"
+
+
+def _told(statuses: Counter[int]) -> str:
+    return ", ".join(f"{count:,} x {status}" for status, count in sorted(statuses.items()))
+
+
+def _until_enough(
+    asked: Asked,
+    progress: Progress,
+    one: Callable[[bytes], int],
+    *,
+    slack: int = 0,
+    growth_mib: float = GROWTH_MIB,
+) -> str:
     """Rounds until that many inputs were seen in all; nothing may be held that was not held after the first tenth."""
     process, warm, number = psutil.Process(), None, asked.seed
     begun, warm_at = progress.done, progress.done + (asked.inputs - progress.done) / 10
@@ -122,7 +147,7 @@ def _until_enough(asked: Asked, progress: Progress, one: Callable[[bytes], int])
         number += 1
         if warm is None and progress.done >= warm_at and progress.done > begun:
             warm = footprint(process)
-    after = assert_no_leak(process, warm, growth_mib=GROWTH_MIB, name=HERE)
+    after = assert_no_leak(process, warm, growth_mib=growth_mib, slack=slack, name=HERE)
     return told({HERE: warm}, {HERE: after})
 
 

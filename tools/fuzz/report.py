@@ -16,7 +16,8 @@ HEAD = """# Fuzzing
 
 `make fuzz` writes this page. Do not edit it. What an input is, and what must hold: `tools/fuzz/story.py` (frames at
 both pure cores), `sockets.py` (frames at both managers over TCP), `bodies.py` (calls at the bootstrap server), `answers.py`
-(texts of a model at the readers of reasoning and tool calls), `openapi.py` (router and workers of a real cluster). The parts: [security.md](../security.md#fuzzing).
+(texts of a model at the readers of reasoning and tool calls), `clients.py` (a client against others and admins, at router and worker),
+`openapi.py` (router and workers of a real cluster). The parts: [security.md](../security.md#fuzzing).
 """
 
 

@@ -16,13 +16,19 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tools.fuzz.openapi import DOORS, Doors, doors, fuzz_control, fuzz_door
-from tools.fuzz.parts import Asked, fuzz_answers, fuzz_bodies, fuzz_frames, fuzz_sockets
+from tools.fuzz.parts import Asked, fuzz_answers, fuzz_bodies, fuzz_clients, fuzz_frames, fuzz_sockets
 from tools.fuzz.progress import Progress
 from tools.fuzz.report import CUT, DONE, FAILED, Report
 
 # Part -> its share of the inputs.
-SHARES = {"frames": 0.5, "sockets": 0.15, "bootstrap": 0.2, "answers": 0.15}
-INSIDE = {"frames": fuzz_frames, "sockets": fuzz_sockets, "bootstrap": fuzz_bodies, "answers": fuzz_answers}
+SHARES = {"frames": 0.5, "sockets": 0.15, "bootstrap": 0.15, "answers": 0.15, "clients": 0.05}
+INSIDE = {
+    "frames": fuzz_frames,
+    "sockets": fuzz_sockets,
+    "bootstrap": fuzz_bodies,
+    "answers": fuzz_answers,
+    "clients": fuzz_clients,
+}
 CONTROL = "control"
 PARTS = (*SHARES, *DOORS, CONTROL)
 
