@@ -339,10 +339,6 @@ def _check_secret(config: RouterConfig, secret: bytes | None) -> None:
             raise ConfigError(
                 f"{flag}: needs --cluster-secret-file, by which workers know their router; give both the file"
             )
-    if secret is None and config.failover_max:
-        log.info(
-            "no --cluster-secret-file: an answer whose worker is lost ends with an error, as no other goes on with it"
-        )
 
 
 def _browser_rule(config: RouterConfig, gate: KeyGate) -> BrowserRule:

@@ -1,5 +1,6 @@
 """Runs a router, as one process or several: listens, and handles signals. What it is made of: compose.py."""
 
+import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -18,6 +19,8 @@ from service.process.ready_file import write_ready_file
 from service.process.start import allow_many_files
 from service.process.stop_signals import StopSignals
 from service.telemetry.logs import set_up_logging
+
+log = logging.getLogger(__name__)
 
 
 def serve(config: RouterConfig, *, on_ready: Callable[[str], None] | None = None) -> None:
@@ -70,6 +73,10 @@ async def start_router(config: RouterConfig, *, slot: ProcessSlot | None = None)
         port = stack.enter_context(open_port(config.host, config.port, shared=slot is not None))
         await port.serve(runner)
         router.url = port.url
+        if router.secret is None and config.failover_max:
+            log.info(
+                "no --cluster-secret-file: an answer whose worker is lost ends, as no other worker goes on with it"
+            )
         for worker in router.table.workers():
             router.monitor.watch(worker)
         await router.monitor.first_round()

@@ -41,8 +41,8 @@ def decode(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
 @pytest.fixture(scope="module")
 def hidden(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
     engine = {"enable_return_hidden_states": True}
-    folder, args = tmp_path_factory.mktemp("h"), {"allowed": ["10.0.0.1"], "engine": engine, "secret": SECRET}
-    with start_worker(folder, mode="decode", **args) as worker:
+    args: dict[str, Any] = {"allowed": ["10.0.0.1"], "engine": engine, "secret": SECRET}
+    with start_worker(tmp_path_factory.mktemp("h"), mode="decode", **args) as worker:
         yield worker
 
 

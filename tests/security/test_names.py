@@ -151,7 +151,7 @@ def test_embeddings_and_stored_responses_have_names_of_their_key(keyed: Worker) 
 
 
 async def test_a_router_says_whose_a_name_is_and_shows_an_admin_s_key(tmp_path: Path) -> None:
-    flags = {"api_key_file": write_keys(tmp_path), "admin_api_key": "r00t-key"}
+    flags: dict[str, Any] = {"api_key_file": write_keys(tmp_path), "admin_api_key": "r00t-key"}
     async with cluster(**flags, worker_api_key="the-router-s", worker_admin_api_key="wroot") as c:
         for key, owner in (("one", ONE), ("two", TWO)):
             headers = {**bearer(key), CALLER_HEADER: "0" * 64}

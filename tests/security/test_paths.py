@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,7 @@ from tests.hostile.doors import Answer, ask
 from tests.hostile.table import Call
 from tests.router.dummies import cluster
 
-KEYS = {"api_key": "client", "admin_api_key": "r00t-key"}
+KEYS: dict[str, Any] = {"api_key": "client", "admin_api_key": "r00t-key"}
 # Places whose rest is a name, and ways from there to another path.
 NAMED = ("/v1/models/", "/v1/responses/", "/traces/", "/dashboard/requests/")
 WAYS = ("../", "%2e%2e/", ".%2E/", "..%2f", "..\\", "..%5C", "x/../../", "./../", "%2f..%2f..%2f", "//../")

@@ -116,7 +116,8 @@ class Clients:
 
     def assert_sound(self) -> None:
         """No order of an admin has come to the worker behind the router, and no server has met a bug of its own."""
-        for server in (self.router, *(worker for _, worker in self.doors.values())):
+        servers: list[Started | Worker] = [self.router, *(worker for _, worker in self.doors.values())]
+        for server in servers:
             assert server.process.poll() is None and "Traceback" not in (said := self._news(server.log)), said
         for _, worker in self.doors.values():
             done = [line for line in worker.http.get("/metrics").text.splitlines() if 'endpoint="/flush_cache"' in line]
