@@ -25,6 +25,7 @@ from router.requests.relay import has_moved
 from service.http.caller_names import owner_said
 from service.http.resume import FRAMES_HEADER, RESUME_FIELD, RESUME_HEADER, FrameRecord, Resume, known_frames, sign
 
+NO_MEMBER = 403  # what a worker with another secret, or none, answers who asks for the rest
 TAKE_OVER_S = 10.0  # for another decode worker to show its first token: its client waits, and a pair may be faster
 
 
@@ -158,7 +159,7 @@ class ResumableAnswer:
         failed, limits = self.request.failed, self.failover
         has_erred = failed is not None and failed.num_errors > limits.retry_max
         is_to_blame = self.request.ends_workers(limits.most) or self.request.fails_by_itself()
-        return failure.retryable and not has_erred and not is_to_blame
+        return (failure.retryable or failure.status == NO_MEMBER) and not has_erred and not is_to_blame
 
     def close(self) -> None:
         """End the attempt and release the rooms."""

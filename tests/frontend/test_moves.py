@@ -13,6 +13,7 @@ import pytest
 from engine.frontend.apis.shared.resumable import Frames
 from engine.messages import KVSource, TokenOutput
 from engine.text.sample import TextOutput
+from service.http.caller_names import CALLER_HEADER
 from service.http.resume import (
     FRAMES_HEADER,
     FRAMES_TYPE,
@@ -98,6 +99,23 @@ def test_a_stream_ends_with_where_its_kv_is_and_with_the_tokens_whose_text_it_ho
     resume = msgspec.json.decode(record.resume(by_kv=True) or b"", type=Resume)
     assert resume.output_ids == [decode.scheduler.seen[-1].input_ids[:3]] and shown(data) == b"S"
     assert list(decode.scheduler.moved.values())[-1] == 9
+    decode.wait_idle()
+
+
+def test_a_stream_leaves_by_the_name_of_its_owner(decode: Worker) -> None:
+    """Two clients of a router use one name; the router moves one's stream alone."""
+    one, two = "1" * 64, "2" * 64
+    body = {"prompt": "SLOW", "max_tokens": 50, "rid": "shared"}
+    order = {"samples": [{"rid": "shared", "room": 9}]}
+    path = "/v1/completions"
+    with (
+        streaming(decode, path, body, **FRAMES, **{CALLER_HEADER: one}) as first,
+        streaming(decode, path, body, **FRAMES, **{CALLER_HEADER: two}),
+    ):
+        assert ordered(decode, order).json() == {"moving": []}
+        assert ordered(decode, {**order, "owner": one}).json() == {"moving": ["shared"]}
+        record, _ = record_of(first.read())
+        assert record.moved == {0: KV} and decode.scheduler.num_running == 1
     decode.wait_idle()
 
 

@@ -134,6 +134,7 @@ class DummyWorker:
     aborts: list[tuple[str | None, str | None]] = field(default_factory=list)  # whose key was shown, whose the name is
     models: list[dict[str, Any]] | None = None  # of /v1/models; None: one of its own name
     lets_go: Callable[[list[dict[str, Any]]], list[str]] | None = None  # of /move_out: samples -> those that move
+    owners: list[str] = field(default_factory=list)  # of the names in orders to move
     cancelled: int = 0
     num_checks: int = 0
     num_streams: int = 0  # of heartbeats, so far
@@ -214,6 +215,7 @@ class DummyWorker:
         if request.path == MOVE_OUT:
             if self.lets_go is None:
                 return web.Response(status=404)
+            self.owners.append(body["owner"])
             return web.json_response({"moving": self.lets_go(body["samples"])})
         self.seen.append(Seen(request.path, {k.lower(): v for k, v in request.headers.items()}, body))
         try:

@@ -448,6 +448,22 @@ async def test_a_router_without_a_secret_asks_for_nothing_that_workers_refuse() 
                 pass
 
 
+async def test_a_worker_that_knows_no_secret_of_the_router_s_is_passed_over() -> None:
+    async def refuses(worker: DummyWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        if RESUME_FIELD in body:
+            return web.json_response({"error": {"message": "only a router of mine"}}, status=403)
+        return await lost_after(1, 2)(worker, request, body)
+
+    async with cluster(decode=3) as c:
+        for worker in c.decodes:
+            worker.behave = refuses
+        c.decodes[-1].behave = then_goes_on(lost_after(1, 2))
+        text = await read(c)
+        assert tokens_of(text) == [1, 2, 3, 4] and b"error" not in text
+        assert all(state.circuit.state.value == "closed" for state in map(c.state, c.decodes))
+        await c.settled()
+
+
 async def test_a_client_cannot_resume() -> None:
     async with cluster() as c:
         await read(c, **{RESUME_HEADER: "-", FRAMES_HEADER: "7"})

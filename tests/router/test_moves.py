@@ -12,6 +12,7 @@ from aiohttp import web
 import router.pool.moves
 import router.requests.failover
 from service.http.resume import RESUME_FIELD, FrameRecord, Resume, SampleSource, begin_frame, ids_frame, moved_frame
+from service.security.keys import bearer, owner_of
 from tests.router.dummies import Cluster, DummyWorker, always, begin_stream, cluster, hang, until
 from tests.router.test_failover import BEGUN, DONE, event, goes_on, read, tokens_of
 
@@ -42,16 +43,18 @@ class Leaving:
         return out
 
 
-async def move_one(c: Cluster, leaving: Leaving, other: Any = goes_on) -> tuple[bytes, DummyWorker, DummyWorker]:
+async def move_one(
+    c: Cluster, leaving: Leaving, other: Any = goes_on, **headers: str
+) -> tuple[bytes, DummyWorker, DummyWorker]:
     """Read a stream that leaves in the middle; return it, with the worker that it leaves and the other one."""
     for worker in c.decodes:
         worker.behave, worker.lets_go = leaving.behave, leaving.lets_go
-    running = asyncio.create_task(read(c))
+    running = asyncio.create_task(read(c, **headers))
     await until(lambda: c.router.live.requests and next(iter(c.router.live.requests)).first_byte_s is not None)
     (at,) = [w for w in c.decodes if w.seen]
     (to,) = [w for w in c.decodes if w is not at]
     to.behave = other
-    status, _, answer = await c.post("/workers/migrate", {"url": at.url})
+    status, _, answer = await c.post("/workers/migrate", {"url": at.url}, headers=headers)
     assert (status, json.loads(answer)["moved"]) == (200, 1)
     return await running, at, to
 
@@ -80,6 +83,17 @@ async def test_another_decode_worker_goes_on_with_the_kv_and_prefill_is_not_aske
         assert (body["bootstrap_host"], body["bootstrap_port"]) == ("127.0.0.1", 8998), "of the prefill worker"
         assert not resumed(c.prefills[0])
         assert (await counted(c, "moved"), await counted(c, "went_on")) == (1, 0)
+        await c.settled()
+
+
+async def test_a_stream_is_moved_by_the_name_of_its_owner() -> None:
+    async with cluster(decode=2, api_key="k") as c:
+        _, at, _ = await move_one(c, Leaving(), **bearer("k"))
+        assert at.owners == [owner_of("Bearer k")]
+        await c.settled()
+    async with cluster(decode=2) as c:
+        _, at, _ = await move_one(c, Leaving(), **bearer("EMPTY"))
+        assert at.owners == [""]
         await c.settled()
 
 
