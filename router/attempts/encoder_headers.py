@@ -22,7 +22,10 @@ class Encoding(NamedTuple):
 
 @dataclass(eq=False, kw_only=True)
 class EncoderHeaders:
-    """`secret`: by which workers know their router; None: none is named. `num_images`: of attempts, by the worker that was named: "owner", "least_loaded", or "none"."""
+    """`secret`: by which workers know their router; None: none is named.
+
+    `num_images`: of attempts, by the worker that was named: "owner", "least_loaded", or "none".
+    """
 
     encoders: Encoders
     table: WorkerTable
@@ -34,10 +37,8 @@ class EncoderHeaders:
 
         None is healthy, or `compute` asks none: none is named.
         """
-        pool = self._pool(compute, now_s)
-        if (
-            self.secret is None or not pool or pool[0].silent or not self.encoders.asks(compute)
-        ):  # where one is silent, all are
+        secret, pool = self.secret, self._pool(compute, now_s)
+        if secret is None or not pool or pool[0].silent or not self.encoders.asks(compute):  # silent: then all are
             self.num_images["none"] += len(images)
             return Encoding(headers)
         chosen = choose_encoders(images, pool)
@@ -46,7 +47,7 @@ class EncoderHeaders:
         for choice in chosen.values():
             tokens[choice.worker] += TOKENS_PER_IMAGE
         leases = [self.table.loads.charge(worker, count, now_s=now_s) for worker, count in tokens.items()]
-        value = write_header([self.encoders.at(chosen[image].worker) for image in images], self.secret)
+        value = write_header([self.encoders.at(chosen[image].worker) for image in images], secret)
         return Encoding({**headers, ENCODERS_HEADER: value}, leases)
 
     def _pool(self, compute: Worker, now_s: float) -> Pool:

@@ -11,8 +11,9 @@ from service.http.prefix_source import PREFIX_HEADER, write_header
 
 @dataclass(eq=False, kw_only=True)
 class PrefixHeaders:
-    """`secret`: by which workers know their router. `replication`: of hot prefixes; None: nothing is copied ahead. `num_named`: attempts whose prefill worker was
-    told of another one.
+    """`secret`: by which workers know their router. `replication`: of hot prefixes; None: nothing is copied ahead.
+
+    `num_named`: attempts whose prefill worker was told of another one.
     """
 
     sources: PrefixSources

@@ -31,7 +31,7 @@ TAKE_OVER_S = 10.0  # for another decode worker to show its first token: its cli
 
 @dataclass(eq=False, kw_only=True)
 class Failover:
-    """`retry_max`: attempts to place the rest, beside the first. `secret`: None: no worker would go on, so none is asked for frames."""
+    """`retry_max`: attempts to place the rest, beside the first. Without the launcher's `secret` no worker would go on: none is asked for frames."""
 
     most: int
     retry_max: int

@@ -43,7 +43,7 @@ def owner_in(request: web.BaseRequest) -> str:
 
 
 def has_admin_key(request: web.BaseRequest, gate: KeyGate) -> bool:
-    """Whether the caller may end a request of any key. Without admin keys an API key is no one else's either."""
+    """Whether the caller may end a request of any key. Without admin keys no one may."""
     return gate.admin.is_set and request[CALLER].access >= Access.ADMIN
 
 

@@ -125,7 +125,8 @@ class EngineClient:
         owner: str = "",
     ) -> Generation:
         """Send the samples. `requests[i].rid` is the user's name of sample i; `groups[i]` another name to abort it by.
-        `owner`: of these names; "": all without a key. `dp_rank`: which the client names. `earlier`: of an answer that another worker began, by sample, what it generated; a finished one is not sent.
+        `owner`: of these names; "": all without a key. `dp_rank`: which the client names. `earlier`: of an answer that another worker began, by
+        sample, what it generated; a finished one is not sent.
 
         The engine ends them after `timeout_s`. Raises ApiError: 503 while starting, ending, full, or too busy for the
         timeout, 400 for a name that is in use, or a rank that is not there.

@@ -183,7 +183,8 @@ def begun_of(
 ) -> Begun | None:
     """Return what another worker needs to know of this answer; None: no router asks, or it cannot go on elsewhere.
 
-    A worker without a secret offers it to none: where all are like it, no other would go on. Hidden states are computed again there, but of ended samples: a whole answer shows those, too.
+    A worker without a secret offers it to none: where all are like it, no other would go on. Hidden states are computed again there, but of
+    ended samples: a whole answer shows those, too.
     """
     spec = request[SERVICES].spec
     if FRAMES_HEADER not in request.headers or spec.mode == "prefill" or spec.secret is None:
