@@ -143,7 +143,7 @@ async def test_a_client_s_bootstrap_fields_never_reach_a_worker() -> None:
                 assert (await c.post("/generate", body, headers={VOUCHER_HEADER: "forged"}))[0] == 200
         for leg in (*c.prefills[0].seen, *c.decodes[0].seen):
             text = json.dumps(leg.body)
-            assert "evil" not in text and "pair_key" not in text and VOUCHER_HEADER.lower() not in leg.headers
+            assert "evil" not in text and "pair_key" not in text and "forged" not in leg.headers.values()
             rooms = leg.body["bootstrap_room"]
             assert all(room > 6 for room in (rooms if isinstance(rooms, list) else [rooms]))
 
