@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -75,6 +76,16 @@ def later(ready: "asyncio.Event | Callable[[], Any]", then: Behaviour = answer_o
     async def behave(worker: "DummyWorker", request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         await (ready.wait() if isinstance(ready, asyncio.Event) else until(ready))
         return await then(worker, request, body)
+
+    return behave
+
+
+def after(delay_s: float, then: Behaviour) -> Behaviour:
+    """Behaves as `then` once the clock is `delay_s` further: a timer may fire early, and a test may replace it."""
+
+    async def behave(worker: "DummyWorker", request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        end_s = time.monotonic() + delay_s
+        return await later(lambda: time.monotonic() >= end_s, then)(worker, request, body)
 
     return behave
 

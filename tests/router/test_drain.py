@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from router.attempts.request import less_time, time_given
+from router.attempts.request import LEAST_S, less_time, time_given
 from router.pool.reports import says_draining, why_draining
 from router.pool.states import Check, Health
 from router.pool.worker import Role
 from router.pool.workers import WorkerTable
-from tests.router.dummies import Cluster, DummyWorker, always, cluster, events_of, hang, later, streams_on, until
+from tests.router.dummies import Cluster, DummyWorker, after, always, cluster, events_of, hang, later, streams_on, until
 
 DRAINING = {"error": {"message": "the server is draining", "type": "server_error", "param": None, "code": "draining"}}
 BODY = {"text": "a"}
@@ -155,7 +155,7 @@ async def test_a_retry_has_less_of_the_clients_time() -> None:
     assert time_given(headers) == pytest.approx(0.5005) and time_given(junk) == math.inf
 
     async with cluster(decode=2) as c:
-        c.decodes[0].behave = always(503, {"error": {"code": "deadline"}})
+        c.decodes[0].behave = after(10 * LEAST_S, always(503, {"error": {"code": "deadline"}}))
         assert (await c.post("/generate", BODY, headers={"X-Request-Timeout": "5"}))[0] == 200
         first, second = (float(w.seen[0].headers["x-request-timeout"]) for w in c.decodes)
         assert first == 5.0 > second > 0.0

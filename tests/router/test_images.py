@@ -1,7 +1,7 @@
 """Images through the router: what URLs name is fetched once, and both workers of a pair get the same bytes."""
 
-import asyncio
 import json
+import time
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ from service.http.errors import ApiError
 from service.images.data_urls import data_url
 from service.images.flags import ImageFlags
 from tests.images.hosts import INSIDE, OUTSIDE, PNG, answer_png, host
-from tests.router.dummies import CHAT, Cluster, cluster
+from tests.router.dummies import CHAT, Cluster, cluster, until
 
 NETWORKS = (f"{OUTSIDE}/32",)
 SEEN = data_url(PNG)
@@ -89,7 +89,8 @@ async def test_workers_get_the_time_that_fetching_leaves() -> None:
     """The client's deadline runs meanwhile: they got all of it."""
 
     async def slow(request: web.Request) -> web.StreamResponse:
-        await asyncio.sleep(0.2)
+        end_s = time.monotonic() + 0.2  # a timer may fire early
+        await until(lambda: time.monotonic() >= end_s)
         return await answer_png(request)
 
     async with host(slow) as outside, cluster(allowed_media_networks=NETWORKS) as c:
