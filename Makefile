@@ -32,7 +32,7 @@ NODES ?=
 MINUTES ?= 10
 SIM := $(BIN)/python -m tools.simulation $(if $(NODES),--nodes $(NODES)) $(if $(SEED),--seed $(SEED))
 
-.PHONY: help setup run chat test slow-tests fresh-check soak-core mutants sim sim-soak sim-mutants scale-fleet bench bench-peers fuzz manifests image-pins pins triton-versions house api-table model-table k8s-drill fault-matrix encoder-faults death-notice churn-soak rank-faults rank-shapes rank-soak goodput plan-error gpu-check lint format clean
+.PHONY: help setup run chat test slow-tests steady-tests fresh-check soak-core mutants sim sim-soak sim-mutants scale-fleet bench bench-peers fuzz manifests image-pins pins triton-versions house api-table model-table k8s-drill fault-matrix encoder-faults death-notice churn-soak rank-faults rank-shapes rank-soak goodput plan-error gpu-check lint format clean
 
 help:
 	@echo "make run [ARGS=...]    start a cluster on this machine; Ctrl-C ends it"
@@ -62,6 +62,7 @@ help:
 	@echo "                       moves of experts, in drafters, in states and prefixes that cross or go back, in the router's ways;"
 	@echo "                       stories and tests must find each"
 	@echo "make slow-tests        slow_tests.json: the tests that make test leaves out"
+	@echo "make steady-tests [ARGS='--conditions busy --runs 1']  steady_tests.json: the suite alone, beside busy loops, on one core, with late sleeps"
 	@echo "make fresh-check [LONG=1]  README's commands on a bare Debian root (root, mmdebstrap); LONG: the whole suite, fresh_check.json"
 	@echo "make k8s-drill         k8s_drill.json: upgrade the pods of deploy/kubernetes under load, as local processes"
 	@echo "make pins              pins.json: pip resolves images and setups against the index, for CPUs and CUDA (5 minutes)"
@@ -95,6 +96,11 @@ test: $(STAMP)
 
 slow-tests: $(STAMP)
 	$(BIN)/python -m tools.slow
+
+# Hours: the whole suite twice under each condition. An interrupted run goes on.
+steady-tests: $(STAMP)
+	@bash deploy/system_packages.sh tests
+	$(BIN)/python -m tools.steady $(ARGS)
 
 # Needs root and Debian, but no $(VENV): the check makes its own.
 fresh-check:
