@@ -1,4 +1,7 @@
-"""The child processes of a worker: the scheduler of each DP rank, and the frontends beside its main one."""
+"""The child processes of a worker: the scheduler of each DP rank, and the frontends beside its main one.
+
+They ignore what may be sent to a whole group of processes, and end by their parent's END, or at its death: it alone decides about a drain.
+"""
 
 import asyncio
 import os
@@ -13,8 +16,9 @@ from dataclasses import dataclass, field
 from engine.device.gpus import VISIBLE
 from service.process.child_process import ChildProcess, ForkedProcess, forked, server_in
 from service.process.start import die_with_parent
+from service.process.stop_signals import END, TO_GROUPS
 
-TERM_S = 3.0  # what a child may take to end before it is killed
+END_S = 3.0  # what a child may take to end before it is killed
 POLL_S = 0.01
 OPERATING_ERROR = 3  # exit status of a child after an error that it has reported to the operator
 # 0.2 ms at libgomp's 100 spins a us. A step is hundreds of parallel parts some 50 us apart: threads that sleep between them make it
@@ -47,17 +51,15 @@ class Children:
         Forked where the environment names a fork server (service/process/fork_server.py).
 
         `shares_cores`: with other children, which compute at the same time. `gpu`: the one that it sees; None: what this process
-        sees. `descriptors`: that it inherits. `takes_hangup`: `hang_up` sends it SIGHUP, which it ignores until it handles it.
+        sees. `descriptors`: that it inherits. `takes_hangup`: `hang_up` sends it SIGHUP; it handles that, once it can.
         """
         env = {**os.environ, **openmp_env(num_threads, os.environ, shares_cores=shares_cores)}
         env |= {} if gpu is None else {VISIBLE: gpu}
         if takes_hangup:
             self._hangup_takers.append(name)
-            process: ChildProcess = _started(module, args, env, descriptors, _ignoring_hangup(die_with_parent()))
-        else:
-            server = server_in(env)
-            found = forked(server, module, args, env=env, descriptors=descriptors) if server else None
-            process = found or _started(module, args, env, descriptors, die_with_parent())
+        server = None if takes_hangup else server_in(env)
+        found = forked(server, module, args, env=env, descriptors=descriptors, ignored=TO_GROUPS) if server else None
+        process = found or _started(module, args, env, descriptors)
         self._processes[name] = process
         return process
 
@@ -102,8 +104,8 @@ class Children:
             self.before_end()
         for process in self._processes.values():
             if process.poll() is None:
-                process.terminate()
-        deadline_s = time.monotonic() + TERM_S
+                process.send_signal(END)
+        deadline_s = time.monotonic() + END_S
         for process in self._processes.values():
             while process.poll() is None and time.monotonic() < deadline_s:
                 time.sleep(POLL_S)
@@ -129,15 +131,8 @@ def openmp_env(num_threads: int, given: Mapping[str, str], *, shares_cores: bool
 
 
 def _started(
-    module: str, args: Sequence[str], env: Mapping[str, str], descriptors: Sequence[int], prepare: Callable[[], None]
+    module: str, args: Sequence[str], env: Mapping[str, str], descriptors: Sequence[int]
 ) -> "subprocess.Popen[bytes]":
     command = [sys.executable, "-m", module, *args]
+    prepare = die_with_parent(ignored=TO_GROUPS)
     return subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, preexec_fn=prepare, pass_fds=descriptors)
-
-
-def _ignoring_hangup(prepare: Callable[[], None]) -> Callable[[], None]:
-    def prepare_both() -> None:
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        prepare()
-
-    return prepare_both

@@ -9,7 +9,7 @@ import msgspec
 from disagg.config import SchedulerSpec
 from disagg.fabric_pool import kv_bytes_of
 from disagg.feature_transfers import encode_role
-from disagg.loop_signals import end_on_signals
+from disagg.loop_signals import end_by_parent
 from disagg.transfer_machine import why_kv_stays
 from engine.device.machine import machine_facts
 from engine.encoder.build import EncoderParts, build_encoder
@@ -49,7 +49,7 @@ def serve_encoder(spec: SchedulerSpec, turns: TurnClock, model: ModelConfig, pro
         clock=time.monotonic,
     )
     watchdog = Watchdog(turns)
-    end_on_signals(loop, ports.call_attention)
+    end_by_parent(loop, ports.call_attention)
     spare_what_lives()
     turns.loaded()
     ports.to_frontend(SchedulerReady(_facts(parts, role.source, load_time_s=time.monotonic() - started_s)))

@@ -1,6 +1,6 @@
-"""A frontend process of a worker beside its main one (--tokenizer-worker-num). It ends by SIGTERM, or with the main one.
+"""A frontend process of a worker beside its main one (--tokenizer-worker-num). The main one ends it; it dies with that one.
 
-Exit status: 0 ended by a signal; OPERATING_ERROR, with one line on stderr; anything else is a bug.
+Exit status: 0 ended by the main one; OPERATING_ERROR, with one line on stderr; anything else is a bug.
 """
 
 import argparse
@@ -22,13 +22,14 @@ from engine.frontend.setup import open_worker_gate
 from engine.ipc import IpcPaths
 from service.flags import ConfigError
 from service.http.listening import ListeningPort
+from service.process.stop_signals import END
 from service.telemetry.logs import set_up_logging
 
 
 async def run(spec: OtherFrontendSpec, *, row: int, port: ListeningPort) -> None:
-    """Serve until SIGTERM. Raises ConfigError."""
+    """Serve until END. Raises ConfigError."""
     gate, ended, loop = open_worker_gate(spec.server), asyncio.Event(), asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGTERM, ended.set)
+    loop.add_signal_handler(END, ended.set)
     loop.add_signal_handler(signal.SIGHUP, lambda: gate.reload(time.monotonic()))
     allowlist = make_allowlist(spec.server, spec.disagg, control_host=spec.control_host)
     await run_other_frontend(
@@ -47,7 +48,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--row", type=int, required=True, help="its number; the main frontend has 0")
     parser.add_argument("--sockets", type=int, nargs="+", required=True, help="inherited sockets, bound to the port")
     args = parser.parse_args(argv)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group: the parent decides
     spec = msgspec.json.decode(Path(args.spec).read_bytes(), type=OtherFrontendSpec)
     name = f"{role_name(spec.disagg)} frontend {args.row}"
     set_up_logging(level=spec.server.log_level, format=spec.server.log_format, process=name)

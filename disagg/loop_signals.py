@@ -1,17 +1,17 @@
-"""How signals end the loop of a scheduler process."""
+"""How its parent ends the loop of a scheduler process."""
 
 import signal
 from collections.abc import Callable
 
 from engine.loop.loop import EngineLoop
+from service.process.stop_signals import END
 
 
-def end_on_signals(loop: EngineLoop, attention: Callable[[], None]) -> None:
+def end_by_parent(loop: EngineLoop, attention: Callable[[], None]) -> None:
     """`attention`: ends the loop's rest."""
 
-    def on_sigterm(signum: int, frame: object) -> None:
+    def on_end(signum: int, frame: object) -> None:
         loop.stopped = True
         attention()
 
-    signal.signal(signal.SIGTERM, on_sigterm)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group: the parent decides
+    signal.signal(END, on_end)

@@ -8,7 +8,6 @@ import contextlib
 import logging
 import os
 import select
-import signal
 import socket
 import sys
 import threading
@@ -145,7 +144,6 @@ def main(argv: list[str] | None = None) -> int:
         format=scheduler.log_format,
         process=f"{role_name(scheduler.disagg)} rank {spec.rank}",
     )
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group: the parent decides
     dump_when_asked()
     channel = follower_end(spec.descriptors[1])
     try:

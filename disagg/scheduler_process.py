@@ -1,6 +1,6 @@
 """The scheduler process of a worker, the only one that imports torch: builds engine and role, and runs the loop.
 
-Exit status: 0 ended by a signal or a message; OPERATING_ERROR, with one line on stderr; anything else is a bug.
+Exit status: 0 ended by its parent; OPERATING_ERROR, with one line on stderr; anything else is a bug.
 """
 
 import argparse
@@ -16,7 +16,7 @@ import msgspec
 
 from disagg.children import OPERATING_ERROR
 from disagg.config import DisaggConfig, SchedulerSpec, read_secret
-from disagg.loop_signals import end_on_signals
+from disagg.loop_signals import end_by_parent
 from disagg.transfer_machine import check_flags, check_transfer_machine, why_kv_stays
 from engine.config import EngineConfig
 from engine.core.dp_update import UpdateAgreement
@@ -140,7 +140,7 @@ def _serve(
         clock=time.monotonic,
     )
     watchdog = Watchdog(turns) if group is None else Watchdog(turns, on_stall=partial(_end_with_late_ranks, group))
-    end_on_signals(loop, ports.call_attention)
+    end_by_parent(loop, ports.call_attention)
     spare_what_lives()
     if parts.compiles is not None:
         parts.compiles.serve()
@@ -153,7 +153,7 @@ def _serve(
         loop.run()
     except RanksEnded:
         if spec.joint is not None:
-            _await_sigterm(loop, ports)
+            _await_parent(loop, ports)
             return
         if parts.group is not None:
             parts.group.followers.await_end(2 * LOST_S)
@@ -414,7 +414,7 @@ def _end_with_late_ranks(group: "Group", stalled_s: float) -> None:
     end_with_stacks(stalled_s, found=f"waits for {group.late_text(late)}" if late else "")
 
 
-def _await_sigterm(loop: EngineLoop, ports: SocketPorts) -> None:
+def _await_parent(loop: EngineLoop, ports: SocketPorts) -> None:
     """With DP attention: another rank has ended, and the parent ends this one, too; it names the one that ended first."""
     deadline_s = time.monotonic() + NAMED_WITHIN_S
     while not loop.stopped and (left_s := deadline_s - time.monotonic()) > 0:

@@ -32,11 +32,13 @@ from service.flags import ConfigError
 from service.http.listening import ListeningPort, open_port, open_shared_ports
 from service.process.collector import spare_what_lives
 from service.process.ready_file import write_ready_file
-from service.process.stop_signals import StopSignals
+from service.process.stop_signals import DRAIN, END, StopSignals
 from service.security.keys import KeyGate
 from service.telemetry.logs import set_up_logging
 
 log = logging.getLogger(__name__)
+
+_ENDING = (signal.SIGTERM, signal.SIGINT, DRAIN, END)
 
 
 def run_worker(*, engine: EngineConfig, server: ServerConfig, disagg: DisaggConfig) -> int:
@@ -60,8 +62,8 @@ def run_worker(*, engine: EngineConfig, server: ServerConfig, disagg: DisaggConf
 
 def _undone_in_order(run: Callable[[], int]) -> int:
     """Let signals end `run` by an exception, so that it undoes its start."""
-    signal.signal(signal.SIGTERM, _leave)
-    signal.signal(signal.SIGINT, _leave)
+    for number in _ENDING:
+        signal.signal(number, _leave)
     try:
         return run()
     finally:
@@ -85,7 +87,7 @@ def _leave(signum: int, frame: object) -> None:
 
 
 def _ignore_signals() -> None:
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in _ENDING:
         signal.signal(number, signal.SIG_IGN)
 
 

@@ -10,6 +10,7 @@ from typing import BinaryIO
 
 from service.process.fork_messages import SERVER_VARIABLE, digest_of, new_socket
 from service.process.start import die_with_parent
+from service.process.stop_signals import TO_GROUPS
 from service.process.title import ROOM_BYTES
 
 BACKLOG = 256
@@ -46,6 +47,6 @@ def _start(
         stdout=log,
         stderr=subprocess.STDOUT if log else None,
         pass_fds=(descriptor,),
-        process_group=0,  # a terminal's Ctrl-C is not for it
-        preexec_fn=die_with_parent(),
+        process_group=0,
+        preexec_fn=die_with_parent(ignored=TO_GROUPS),  # the process that starts it ends it
     )

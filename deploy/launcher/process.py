@@ -20,6 +20,7 @@ from deploy.launcher.plan import TANDEM, ProcessSpec
 from service.process.child_process import ChildProcess, forked, server_in
 from service.process.fork_messages import HTTP_SERVER_VARIABLE
 from service.process.start import die_with_parent
+from service.process.stop_signals import DRAIN, END
 
 LOG_TAIL_BYTES = 16384
 _ERROR_LINE = re.compile(r"(^\w*(Error|Exception)\b|\berror\b|\bfatal\b)", re.IGNORECASE)
@@ -93,15 +94,14 @@ class Child:
             self._guard.forget(self.pid)
         return status
 
-    def terminate(self) -> None:
+    def drain(self) -> None:
         if self.alive:
-            self._process.terminate()
+            self._process.send_signal(DRAIN)
 
     def hurry(self) -> None:
-        """End it at once: send SIGTERM and SIGINT, in case one of them is ignored."""
-        self.terminate()
+        """Let it end at once."""
         if self.alive:
-            self._process.send_signal(signal.SIGINT)
+            self._process.send_signal(END)
 
     def kill(self) -> None:
         if self.alive:

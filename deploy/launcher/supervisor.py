@@ -144,7 +144,7 @@ class Supervisor:
                 await self._drain(stage)
         deadline_s = time.monotonic() + KILL_AFTER_S
         for child in self._children:
-            child.hurry() if self._drain_timeout_s else child.terminate()
+            child.hurry() if self._drain_timeout_s else child.drain()
         await self._until_ended(self._children, deadline_s)
         for child in self._children:
             child.kill()
@@ -152,7 +152,7 @@ class Supervisor:
     async def _drain(self, children: Sequence[Child]) -> None:
         """Return when `children` have ended, at the end of the drain time, or at a second signal."""
         for child in children:
-            child.terminate()
+            child.drain()
         deadline_s = time.monotonic() + self._drain_timeout_s + (DRAIN_MARGIN_S if self._drain_timeout_s else 0.0)
         await self._until_ended(children, deadline_s, until=self._at_once)
 

@@ -24,6 +24,7 @@ from pathlib import Path
 from router.config import RouterConfig
 from service.flags import ConfigError
 from service.http.listening import open_shared_ports
+from service.process.stop_signals import DRAIN, END
 
 log = logging.getLogger(__name__)
 
@@ -72,18 +73,17 @@ def run_fleet(config: RouterConfig, serve: Target, *, on_ready: Callable[[str], 
             fleet.watch()
 
 
-# What the parent sends when it shall end. Not the signals it received: a service manager may send those to every process of the
-# group. Each has one meaning however often it comes: the kernel merges two that come together, and an event loop may report one
-# twice. So the parent counts, and its second SIGTERM is another signal.
-DRAIN, END = signal.SIGUSR1, signal.SIGUSR2
-_HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, DRAIN, END)
 
 
-def signal_for(number: int, *, stopping: bool) -> signal.Signals:
-    """The signal that the parent sends on when it receives `number`. `stopping`: it has received SIGTERM or SIGINT before."""
-    if number == signal.SIGHUP:
-        return signal.SIGHUP
-    return DRAIN if number == signal.SIGTERM and not stopping else END
+def signal_for(number: int, *, had_sigterm: bool) -> signal.Signals:
+    """The signal that the parent sends on when it receives `number`. `had_sigterm`: before.
+
+    It counts, and sends another signal for the second: the kernel merges two equal ones, and an event loop may report one twice.
+    """
+    if number in (signal.SIGHUP, DRAIN):
+        return signal.Signals(number)
+    return DRAIN if number == signal.SIGTERM and not had_sigterm else END
 
 
 def obey_parent(*, on_drain: Callable[[], None], on_end: Callable[[], None]) -> None:
@@ -137,11 +137,11 @@ class _Member:
 class _Fleet:
     def __init__(self, members: list[_Member]) -> None:
         self._members = members
-        self._stopping = False
+        self._stopping = self._had_sigterm = False
 
     @contextmanager
     def signals(self) -> Iterator[None]:
-        """Pass signals on to all; after SIGTERM or SIGINT no process is restarted. At the end no process is left."""
+        """Pass signals on to all; after one that ends them no process is restarted. At the end no process is left."""
         before = {number: signal.signal(number, self._on_signal) for number in _HANDLED}
         try:
             yield
@@ -152,7 +152,8 @@ class _Fleet:
                 signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: object) -> None:
-        sent = signal_for(number, stopping=self._stopping)
+        sent = signal_for(number, had_sigterm=self._had_sigterm)
+        self._had_sigterm = self._had_sigterm or number == signal.SIGTERM
         self._stopping = self._stopping or number != signal.SIGHUP
         for member in self._members:
             member.send(sent)

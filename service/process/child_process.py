@@ -121,12 +121,13 @@ def forked(
     descriptors: Sequence[int] = (),
     output: int | None = None,
     own_group: bool = False,
+    ignored: Sequence[int] = (),
     exits_hard: bool = True,
 ) -> ForkedProcess | None:
     """Fork `python -m module args` from the server at that address; None if it has ended.
 
     The child has the caller's stdout and stderr, or `output` as both, its folder, `descriptors` by their numbers, and its process
-    group or one of its own. `exits_hard`: as of ForkRequest.
+    group or one of its own. `ignored`, `exits_hard`: as of ForkRequest.
     """
     request = ForkRequest(
         module=module,
@@ -136,6 +137,7 @@ def forked(
         group=0 if own_group else os.getpgrp(),
         descriptors=list(descriptors),
         client=os.getpid(),
+        ignored=list(ignored),
         exits_hard=exits_hard,
     )
     outputs = (1, 2) if output is None else (output, output)

@@ -38,8 +38,8 @@ _CREDENTIALS = struct.Struct("3i")
 class ForkRequest(msgspec.Struct, frozen=True, kw_only=True):
     """`module`: has `main(argv)`, which returns the exit status. `env`: all of it. `group`: the process group to join.
 
-    `group`: 0 is a new one. `descriptors`: the numbers that the message's descriptors get. `client`: its process. `exits_hard`: it ends
-    without waiting for threads, as libraries leave some that never end.
+    `group`: 0 is a new one. `descriptors`: the numbers that the message's descriptors get. `client`: its process. `ignored`: signals
+    that it ignores. `exits_hard`: it ends without waiting for threads, as libraries leave some that never end.
     """
 
     module: str
@@ -49,6 +49,7 @@ class ForkRequest(msgspec.Struct, frozen=True, kw_only=True):
     group: int
     descriptors: list[int]
     client: int
+    ignored: list[int]
     exits_hard: bool
 
 

@@ -130,8 +130,6 @@ def _play(request: ForkRequest, received: Sequence[int]) -> NoReturn:
 
 
 def main(argv: Sequence[str]) -> NoReturn:
-    for number in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # the process that started it ends it
     listener = socket.socket(fileno=int(argv[0]))
     set_command_line((sys.executable, "-m", "service.process.fork_server"))
     allow_many_files()

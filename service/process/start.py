@@ -4,7 +4,7 @@ import ctypes
 import os
 import resource
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 PR_SET_PDEATHSIG = 1
 
@@ -17,12 +17,17 @@ def allow_many_files() -> int:
     return hard
 
 
-def die_with_parent() -> Callable[[], None]:
-    """Return a child's `preexec_fn` that asks the kernel for SIGKILL when the parent's *thread*, the caller's, ends."""
+def die_with_parent(ignored: Sequence[int] = ()) -> Callable[[], None]:
+    """Return a child's `preexec_fn` that asks the kernel for SIGKILL when the parent's *thread*, the caller's, ends.
+
+    `ignored`: signals that the child ignores from its first moment, and what it starts does, too.
+    """
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     parent = os.getpid()
 
     def prepare() -> None:
+        for number in ignored:
+            signal.signal(number, signal.SIG_IGN)
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != parent:
             os._exit(1)

@@ -1,8 +1,11 @@
-"""What SIGTERM and SIGINT mean to every process that can drain.
+"""What SIGTERM and SIGINT mean to every process that can drain, and the signals by which one process ends another.
 
 serving --SIGTERM--> draining --nothing runs any more, or the time is over--> ended
    |                    |
    +------ SIGINT ------+-- any second signal: at once
+
+A shell, a terminal or a service manager may send these to a whole group of processes. So a process ends those that it has started by
+DRAIN and END instead: each has one meaning, however often it comes, and in whichever order with signals to the group.
 """
 
 import asyncio
@@ -10,7 +13,8 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-_NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+DRAIN, END = signal.SIGUSR1, signal.SIGUSR2  # a process that does not handle them yet is ended by either
+TO_GROUPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 POLL_S = 0.02
 _CANNOT = (NotImplementedError, RuntimeError, ValueError)  # this thread, or this system, may handle no signals
 
@@ -21,10 +25,12 @@ class StopSignals:
     def __init__(self) -> None:
         self.requested = asyncio.Event()
         self.at_once = asyncio.Event()
+        self._had_sigterm = False
 
     def on_sigterm(self) -> None:
-        if self.requested.is_set():
+        if self._had_sigterm:
             self.at_once.set()
+        self._had_sigterm = True
         self.requested.set()
 
     def on_sigint(self) -> None:
@@ -34,8 +40,12 @@ class StopSignals:
     @contextmanager
     def caught(self, *, on_hangup: Callable[[], None] | None = None, only_hangup: bool = False) -> Iterator[None]:
         """Handle the signals inside the block (SIGHUP: `on_hangup`). Afterwards they are ignored: a closing loop must not be hit."""
-        ends = (None, None) if only_hangup else (self.on_sigterm, self.on_sigint)
-        handlers = {n: handler for n, handler in zip(_NUMBERS, (*ends, on_hangup), strict=True) if handler is not None}
+        handlers: dict[signal.Signals, Callable[[], None]] = {}
+        if not only_hangup:
+            handlers |= {signal.SIGTERM: self.on_sigterm, DRAIN: self.requested.set}
+            handlers |= {signal.SIGINT: self.on_sigint, END: self.on_sigint}
+        if on_hangup is not None:
+            handlers[signal.SIGHUP] = on_hangup
         loop = asyncio.get_running_loop()
         for number, handler in handlers.items():
             with suppress(*_CANNOT):

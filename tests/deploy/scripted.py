@@ -1,6 +1,8 @@
 """A stand-in for a worker or router: run as a script, it behaves as its arguments say.
 
-usage: scripted.py PORT [--die-at-start LINE] [--die-after-s S] [--ignore-sigterm] [--note-sigterm FILE] [--grandchild PIDFILE] [--never-healthy]
+usage: scripted.py PORT [--die-at-start LINE] [--die-after-s S] [--ignore-drain] [--note-drain FILE] [--grandchild PIDFILE] [--never-healthy]
+
+SIGUSR1 is what `tandem up` sends to drain it (service/process/stop_signals.py).
 """
 
 import argparse
@@ -33,15 +35,15 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("port", type=int)
     parser.add_argument("--die-at-start")
-    parser.add_argument("--ignore-sigterm", action="store_true")
-    parser.add_argument("--note-sigterm")
+    parser.add_argument("--ignore-drain", action="store_true")
+    parser.add_argument("--note-drain")
     parser.add_argument("--grandchild")
     parser.add_argument("--never-healthy", action="store_true")
     args = parser.parse_args()
-    if args.ignore_sigterm:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if args.note_sigterm:
-        signal.signal(signal.SIGTERM, lambda signum, frame: Path(args.note_sigterm).touch())
+    if args.ignore_drain:
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    if args.note_drain:
+        signal.signal(signal.SIGUSR1, lambda signum, frame: Path(args.note_drain).touch())
     if args.grandchild:
         sleeper = subprocess.Popen([sys.executable, "-I", "-S", "-c", "import time; time.sleep(600)"])
         Path(args.grandchild).write_text(str(sleeper.pid))

@@ -75,11 +75,11 @@ def alive(pid: int) -> bool:
     return state != "Z"
 
 
-def test_a_child_deaf_to_sigterm_has_its_time_then_it_and_its_grandchild_are_killed(
+def test_a_child_that_ignores_the_drain_has_its_time_then_it_and_its_grandchild_are_killed(
     start: Start, tmp_path: Path
 ) -> None:
     pid_file = tmp_path / "grandchild"
-    launch = start(["--ignore-sigterm", "--grandchild", str(pid_file)])
+    launch = start(["--ignore-drain", "--grandchild", str(pid_file)])
     pids = [*launch.pids().values(), int(pid_file.read_text())]
     before = time.monotonic()
     launch.process.terminate()
@@ -94,10 +94,10 @@ def test_sigterm_drains_the_router_before_the_workers_and_a_second_signal_ends_a
 ) -> None:
     """The router here never ends by itself."""
     note = tmp_path / "note"
-    launch = start([], ["--note-sigterm", str(note)], names=["worker", "router"], drain_s=600.0)
+    launch = start([], ["--note-drain", str(note)], names=["worker", "router"], drain_s=600.0)
     pids = launch.pids()
     launch.process.terminate()
-    wait_until(note.exists, within_s=20, what="the router got SIGTERM")
+    wait_until(note.exists, within_s=20, what="the router is to drain")
     assert alive(pids["worker"])
     launch.process.send_signal(signal.SIGINT)
     launch.said()

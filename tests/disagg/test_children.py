@@ -11,7 +11,16 @@ import pytest
 import uvloop
 
 from disagg.children import Children
+from service.process.fork_messages import SERVER_VARIABLE
+from service.process.stop_signals import END, TO_GROUPS
 from tests.transfer.rig import until
+
+
+@pytest.fixture(autouse=True)
+def no_fork_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of the test run forks no such children."""
+    monkeypatch.delenv(SERVER_VARIABLE, raising=False)
+
 
 # The child never asks for anything itself: as one that still imports.
 PARENT = """
@@ -28,6 +37,18 @@ def test_a_child_does_not_outlive_a_parent_that_is_killed_at_once() -> None:
     parent = subprocess.run([sys.executable, "-c", PARENT], capture_output=True, text=True, check=False, timeout=60)
     child = int(parent.stdout)
     until(lambda: not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE)
+
+
+def test_signals_to_the_whole_group_leave_children_to_their_parent() -> None:
+    """(One that dies of a signal before END has its number as its status.)"""
+    children = Children()
+    try:
+        child = children.start("child", "http.server", ["0", "--bind", "127.0.0.1"], num_threads=1)
+        for number in TO_GROUPS:
+            child.send_signal(number)
+    finally:
+        children.end()
+    assert child.poll() == -END
 
 
 @pytest.mark.parametrize(

@@ -115,7 +115,7 @@ def test_every_page_that_nixl_moved_had_its_checksum_compared(two_pairs: Cluster
 
 
 async def test_sigterm_to_tandem_up_lets_every_request_end(two_pairs: Cluster, temp: Path) -> None:
-    """Router first: its requests need the workers. Then the workers; nothing is left behind."""
+    """As a service manager sends it: to every process. Requests of the router need the workers; nothing is left behind."""
     traces, before = Leftovers(two_pairs.launcher.pid, temp), num_taken(two_pairs.router)
     load = await start_load(two_pairs.router, count=NUM_REQUESTS, new_tokens=NEW_TOKENS)
     await asyncio.to_thread(  # the first may have a token before the router has seen the last
@@ -124,7 +124,8 @@ async def test_sigterm_to_tandem_up_lets_every_request_end(two_pairs: Cluster, t
         within_s=BOUNDED_S,
         what="the router has taken all requests",
     )
-    two_pairs.launcher.send_signal(signal.SIGTERM)
+    for process in traces.family:
+        process.send_signal(signal.SIGTERM)
     assert await asyncio.wait_for(load, BOUNDED_S) == ["right"] * NUM_REQUESTS
     assert await asyncio.to_thread(two_pairs.launcher.wait, BOUNDED_S) == 0
     assert traces.left() == []

@@ -304,11 +304,11 @@ def dies_with(pair: Cluster, worker: Worker, process: str, *, client_of: int, wh
 
 
 def test_a_drain_lets_requests_of_all_end(at: Frontends, unified: Unified) -> None:
-    """The last test: it ends the worker."""
+    """The last test: it ends the worker, by a signal to the whole group, as a shell sends it to a job."""
     address = urlsplit(unified.worker.url)
     new = Frontends((HTTPConnection(address.hostname or "", address.port, timeout=60),))
     with frontends(unified.worker.url, unified.worker.process.pid) as more, at.stream(1, rid="last") as events:
-        unified.worker.process.send_signal(signal.SIGTERM)
+        os.killpg(unified.worker.process.pid, signal.SIGTERM)
         wait_until(lambda: at.call(0, "GET", "/health")[0] == 503, within_s=ENDED_S, what="it drains")
         with closing(new.connections[0]):
             for status, refused in (new.generate(0), *(more.generate(row) for row in more)):

@@ -15,6 +15,7 @@ import pytest
 from deploy.launcher.fork_servers import fork_server
 from service.process.child_process import ForkedProcess, forked, server_in
 from service.process.fork_messages import SERVER_VARIABLE
+from service.process.stop_signals import END, TO_GROUPS
 from tests.e2e.cluster import wait_until
 
 PART = "tests.lifecycle.forked_part"
@@ -28,10 +29,12 @@ def env() -> Iterator[dict[str, str]]:
         yield {**ENV, **server}
 
 
-def start(env: dict[str, str], *args: str, descriptors: tuple[int, ...] = ()) -> ForkedProcess:
+def start(
+    env: dict[str, str], *args: str, descriptors: tuple[int, ...] = (), ignored: tuple[int, ...] = ()
+) -> ForkedProcess:
     server = server_in(env)
     assert server is not None
-    child = forked(server, PART, args, env=env, descriptors=descriptors)
+    child = forked(server, PART, args, env=env, descriptors=descriptors, ignored=ignored)
     assert child is not None
     return child
 
@@ -89,6 +92,20 @@ def test_a_signal_reaches_the_child_and_is_its_status(env: dict[str, str], tmp_p
     child.terminate()
     assert child.wait() == -signal.SIGTERM
     child.kill()  # of one that has ended: nothing
+
+
+def test_signals_to_all_end_neither_the_server_nor_a_child_that_ignores_them(tmp_path: Path) -> None:
+    """A service manager sends them to every process of a service."""
+    with fork_server([PART], env=ENV) as server:
+        env = {**ENV, **server}
+        child = start(env, "wait", str(tmp_path / "pid"), ignored=TO_GROUPS)
+        pid = pid_in(tmp_path / "pid")
+        for number in TO_GROUPS:
+            os.kill(psutil.Process(pid).ppid(), number)
+            child.send_signal(number)
+        assert start(env, "exit", "6").wait() == 6
+        child.send_signal(END)
+        assert child.wait() == -END
 
 
 def test_a_child_ends_with_the_process_that_asked_for_it(env: dict[str, str], tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from service.process.stop_signals import StopSignals
+from service.process.stop_signals import DRAIN, END, TO_GROUPS, StopSignals
 
 ANSWER_S = 60.0
 ENDING = """
@@ -32,7 +32,7 @@ sys.stdin.close()
 
 @pytest.fixture(autouse=True)
 def handlers_as_before() -> Iterator[None]:
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    before = {number: signal.getsignal(number) for number in (*TO_GROUPS, DRAIN, END)}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -46,6 +46,12 @@ def handlers_as_before() -> Iterator[None]:
         ([signal.SIGTERM, signal.SIGINT], True, True),
         ([signal.SIGINT], True, True),
         ([signal.SIGHUP], False, False),
+        ([DRAIN], True, False),
+        ([DRAIN, DRAIN], True, False),
+        ([signal.SIGTERM, DRAIN], True, False),
+        ([DRAIN, signal.SIGTERM], True, False),
+        ([DRAIN, signal.SIGTERM, signal.SIGTERM], True, True),
+        ([END], True, True),
     ],
 )
 async def test_what_signals_ask_for(sent: list[signal.Signals], asked: bool, at_once: bool) -> None:
@@ -67,7 +73,7 @@ async def test_a_process_that_its_parent_ends_catches_only_the_hangup() -> None:
 
 
 def test_no_signal_breaks_what_is_done_at_the_end() -> None:
-    """`tandem up` sends SIGINT on top of SIGTERM; it may come when the loop is being closed."""
+    """Ctrl-C may come when the loop is being closed, and so may a signal of `tandem up`."""
     with subprocess.Popen([sys.executable, "-c", ENDING], stdin=-1, stdout=-1, stderr=-1, text=True) as process:
         assert process.stdin is not None and process.stdout is not None and process.stderr is not None
         try:
@@ -76,6 +82,8 @@ def test_no_signal_breaks_what_is_done_at_the_end() -> None:
             assert process.stdout.readline() == "closing\n"
             process.send_signal(signal.SIGINT)
             process.terminate()
+            process.send_signal(DRAIN)
+            process.send_signal(END)
             process.stdin.close()
             assert (process.stdout.read(), process.stderr.read(), process.wait(ANSWER_S)) == ("closed\n", "", 0)
         finally:
