@@ -1,10 +1,14 @@
 """The worker's part on a machine that is not node 0 (--node-rank 1 or more): starts its followers, and ends with node 0. No HTTP."""
 
 import logging
+import math
 import os
 import select
+import signal
 import sys
-from contextlib import ExitStack
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 
 from disagg.children import Children
 from disagg.config import RankSpec, SchedulerSpec, read_secret
@@ -18,16 +22,21 @@ from engine.parallel.region_memory import new_memory
 from service.flags import ConfigError
 from service.process.message_stream import ChannelClosed
 from service.process.ready_file import write_ready_file
+from service.process.stop_signals import DRAIN
 from transfer_backends.liveness import bound
 
 LOOK_S = 0.1  # between two looks at the ranks
 WORD_S = 2.0  # for node 0's last word, where ranks have read the end of its connections
+LEAVES_S = 5.0  # what node 0 takes to leave after its drain (docs/operations.md, "Drain")
 
 log = logging.getLogger(__name__)
 
 
 def run_node(plan: SessionPlan) -> int:
-    """Join, compute until node 0 or a rank ends; return the exit status. Raises ConfigError where the machines do not meet."""
+    """Join, compute until node 0 or a rank ends; return the exit status. Raises ConfigError where the machines do not meet.
+
+    SIGTERM leaves node 0, which may have received it, too, the time of a drain; the handler that is set ends it at once after a second one.
+    """
     engine = plan.engine
     children = Children()
     with ExitStack() as undo:
@@ -39,7 +48,26 @@ def run_node(plan: SessionPlan) -> int:
         ranks = named(ranks_of(engine.node_rank, engine))
         log.info("%s of %d on this machine; node 0 serves (%s)", ranks, engine.num_ranks, engine.dist_init_addr)
         write_ready_file(plan.server.ready_file, {"node_rank": engine.node_rank, "pid": os.getpid()})
-        return _watch(plan, met.controls[0], children)
+        with leaving_node_0_time(plan.server.drain_timeout_s) as is_over:
+            return watch_node_0(plan, met.controls[0], children, is_over)
+
+
+@contextmanager
+def leaving_node_0_time(drain_timeout_s: float) -> Iterator[Callable[[], bool]]:
+    """Yield whether the time is over that node 0 had since a signal asked for a drain."""
+    at_once = signal.getsignal(signal.SIGTERM)
+    ends_s = math.inf
+
+    def on_drain(signum: int, frame: object) -> None:
+        nonlocal ends_s
+        if ends_s == math.inf:
+            ends_s = time.monotonic() + drain_timeout_s + LEAVES_S
+        if signum == signal.SIGTERM:
+            signal.signal(signal.SIGTERM, at_once)
+
+    for number in (signal.SIGTERM, DRAIN):
+        signal.signal(number, on_drain)
+    yield lambda: time.monotonic() >= ends_s
 
 
 def _start(plan: SessionPlan, met: Met, children: Children) -> None:
@@ -96,8 +124,12 @@ def own_host(plan: SessionPlan, met: Met) -> str:
         ) from None
 
 
-def _watch(plan: SessionPlan, control: Control, children: Children) -> int:
+def watch_node_0(plan: SessionPlan, control: Control, children: Children, is_over: Callable[[], bool]) -> int:
+    """Return the exit status when node 0 or a rank has ended, or the time `is_over`."""
     while (dead := children.first_dead()) is None:
+        if is_over():
+            log.warning("node 0 (%s) has not ended within --drain-timeout; it loses its ranks here", control.peer)
+            return 0
         if _is_there(control, LOOK_S):
             dead = children.first_dead()  # node 0 may have noticed it before
             if dead is None or dead[1].poll() == 0:

@@ -47,7 +47,7 @@ def run_worker(*, engine: EngineConfig, server: ServerConfig, disagg: DisaggConf
     seeded = with_random_seed(engine)
     plan = plan_session(engine=with_threads(with_local_model(seeded)), server=server, disagg=disagg)
     if engine.node_rank > 0:
-        return _undone_in_order(lambda: run_node(plan))
+        return undone_in_order(lambda: run_node(plan))
     gate = open_worker_gate(server)
     if seeded is not engine:
         log.info("--random-seed %d: drawn at start; give it to get the same samples again", seeded.random_seed)
@@ -57,10 +57,10 @@ def run_worker(*, engine: EngineConfig, server: ServerConfig, disagg: DisaggConf
         with _open_ports(server) as ports, runner:
             return runner.run(_live(plan, gate, ports))
 
-    return _undone_in_order(serve)  # on signals that come before the loop catches them
+    return undone_in_order(serve)  # on signals that come before the loop catches them
 
 
-def _undone_in_order(run: Callable[[], int]) -> int:
+def undone_in_order(run: Callable[[], int]) -> int:
     """Let signals end `run` by an exception, so that it undoes its start."""
     for number in _ENDING:
         signal.signal(number, _leave)
