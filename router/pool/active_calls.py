@@ -1,8 +1,9 @@
 """Ends calls that wait for a worker in vain (`Worker.calls`), or that others are to take over. Pure: receives the time.
 
-A call is given up when, both for `timeout_s`, its worker passed no health check and no byte came; and at once when another process
-answers at the address and no byte came since the old one was last seen. A call that gets bytes, or whose client is too slow to take
-them, is never given up.
+A call is given up when, both for `timeout_s`, its worker passed no health check and no byte came; at once when another process
+answers at the address and no byte came since the old one was last seen; and where no other worker could take it over, at a worker that
+has been silent for twice the time after which others do. A call that gets bytes, or whose client is too slow to take them, is never
+given up.
 """
 
 from collections.abc import Iterable, Mapping
@@ -10,6 +11,8 @@ from typing import Protocol
 
 from router.pool.states import Health
 from router.pool.worker import Worker
+
+PAUSES = 2  # silences that may be a pause, which costs no answer where there is no other worker
 
 
 class ActiveCall(Protocol):
@@ -55,6 +58,14 @@ def give_up_vain_calls(worker: Worker, now_s: float, *, timeout_s: float) -> int
         worker.calls.pop(call, None)
         call.give_up(why)
     return len(vain)
+
+
+def waits_at_silent(worker: Worker, now_s: float, *, silence_s: float) -> list[ActiveCall]:
+    """Return the calls at a silent worker that nobody takes over, once a pause no longer explains its silence."""
+    if now_s - last_sign_s(worker) < PAUSES * silence_s:
+        return []
+    waits = [(call, call.waits_since_s) for call in worker.calls]
+    return [call for call, since_s in waits if since_s is not None and now_s - since_s >= silence_s]
 
 
 def calls_for_others(worker: Worker, *, answers: bool) -> list[ActiveCall]:

@@ -12,11 +12,13 @@ from router.client.session import call_worker
 from router.client.upstream import Upstream
 from router.config import HealthFlags
 from router.pool.active_calls import (
+    PAUSES,
     ActiveCall,
     calls_for_others,
     give_up_all,
     give_up_vain_calls,
     last_sign_s,
+    waits_at_silent,
 )
 from router.pool.heartbeats import Heartbeats
 from router.pool.models import has_adapters, parse_models, says_models
@@ -254,11 +256,24 @@ class HealthMonitor:
             self.move_calls(worker, "it is draining")
 
     def _on_silence(self, worker: Worker, silent: bool) -> None:
+        """Called again and again while a worker is silent: calls that cannot move get some time more, should it only pause."""
         if self.table.on_silence(worker, silent) and worker.health is Health.UP:
             what = "silent: others are preferred" if silent else "answering again"
             log.log(logging.WARNING if silent else logging.INFO, "%s worker %s is %s", worker.role, worker.url, what)
             if silent:
                 self.move_calls(worker, "it does not answer its checks (--health-silence)", answers=False)
+        elif silent and worker.beats:
+            self._end_vain_calls(worker)
+
+    def _end_vain_calls(self, worker: Worker) -> None:
+        """End what waits for a silent worker with heartbeats that has no other beside it, so that clients wait for no answer."""
+        if self.config.disable_moves or self.table.has_others(worker):
+            return
+        silence_s = self.config.health_silence_s
+        calls = waits_at_silent(worker, loop_time_s(), silence_s=silence_s)
+        if calls:
+            log.warning("%d calls of %s worker %s end: it is silent, and alone", len(calls), worker.role, worker.url)
+            give_up_all(worker, calls, f"no heartbeat for {PAUSES * silence_s:g} s (--health-silence)")
 
     async def _check_health(self, worker: Worker) -> tuple[Check, str]:
         checked_s = loop_time_s()

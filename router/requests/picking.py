@@ -50,7 +50,7 @@ class Picker:
     async def pick_later(self, request: RequestContext) -> Placements | None:
         """Wait for a worker where `pick` has found none: while
 
-        - all workers that the request could go to are silent: up to `silence_s`, and no longer than its client.
+        - all workers that the request could go to are silent, and it has not waited for them: up to `silence_s`, and no longer than its client.
         - no worker is alive, and the request has failed already: up to `wait_s`.
         """
         time_s = asyncio.get_running_loop().time
@@ -140,9 +140,14 @@ class Picker:
         table, ways, model = self.table, request.ways, request.model
         if missing_roles(table, ways, model):
             return self.wait_s if request.failed is not None else 0.0
-        if silent_roles(table, ways, model) and any(all(pools) for pools in self.pools(request)):
+        if silent_roles(table, ways, model) and any(self._may_wait(request, pools) for pools in self.pools(request)):
             return min(self.silence_s or math.inf, time_given(request.headers))
         return 0.0
+
+    def _may_wait(self, request: RequestContext, pools: Pools) -> bool:
+        """Whether a way has workers of each role, and none of those that the request should go to has left it without an answer."""
+        failed = request.failed
+        return all(pool and (failed is None or not (pool[0].silent and failed.has_failed(pool[0]))) for pool in pools)
 
     async def _change(self, within_s: float) -> None:
         waiter = Waiter()

@@ -8,7 +8,7 @@ import pytest
 
 from router.attempts.failed_workers import FailedWorkers
 from router.attempts.upstream_call import CallFailed
-from router.pool.active_calls import give_up_vain_calls
+from router.pool.active_calls import give_up_vain_calls, waits_at_silent
 from router.pool.states import Check, Health
 from router.pool.worker import Role, Worker
 from router.pool.workers import WorkerTable
@@ -118,6 +118,17 @@ def test_a_call_that_does_not_read_is_never_given_up_and_0_means_never(worker: W
     assert give_up_vain_calls(worker, 1e6, timeout_s=1.0) == 0
     begin(worker, now_s=0.0)
     assert give_up_vain_calls(worker, 1e6, timeout_s=0.0) == 0
+
+
+def test_what_waits_for_a_silent_worker_has_waited_for_one_silence_itself_and_the_worker_is_silent_for_two(
+    worker: Worker,
+) -> None:
+    worker.heard_s = 10.0
+    early, late, _ = begin(worker, now_s=5.0), begin(worker, now_s=11.5), begin(worker, now_s=None)
+    waits = [waits_at_silent(worker, now_s, silence_s=1.0) for now_s in (11.9, 12.0, 12.5)]
+    assert waits == [[], [early], [early, late]]
+    early.last_byte_s = 12.0  # it speaks
+    assert waits_at_silent(worker, 12.5, silence_s=1.0) == []
 
 
 def test_calls_of_a_former_incarnation_are_given_up_at_once() -> None:

@@ -8,9 +8,22 @@ import pytest
 
 from router.pool.probe import SilenceTimer
 from router.pool.states import Health
+from router.pool.worker import Worker
+from router.pool.workers import WorkerTable
 from service.http import heartbeats
 from service.http.heartbeats import Beat, HeartbeatReader, NoHeartbeats, first_line, live_line
-from tests.router.dummies import CHAT, Cluster, cluster, hang, until
+from tests.router.dummies import (
+    CHAT,
+    STREAM,
+    Behaviour,
+    Cluster,
+    answer_ok,
+    cluster,
+    hang,
+    later,
+    streams_on,
+    until,
+)
 
 BEAT_S = 0.05
 LOADS: dict[str, Any] = {"loads": [{"num_running_reqs": 0, "num_used_tokens": 3}]}
@@ -54,6 +67,55 @@ async def test_what_waits_for_a_worker_that_freezes_moves() -> None:
         await until(lambda: frozen.seen)
         frozen.frozen = True
         assert (await running)[0] == 200 and frozen.cancelled == 1
+        await c.settled()
+
+
+@pytest.mark.parametrize(("role", "behave"), [("prefill", hang), ("decode", hang), ("decode", streams_on)])
+async def test_what_waits_for_a_worker_without_another_ends_with_an_error_when_it_freezes(
+    role: str, behave: Behaviour
+) -> None:
+    """Nothing else ends it before its own time is over."""
+    async with cluster(**BEATING, dead_worker_timeout_s=3600.0) as c:
+        await trusted(c)
+        frozen = (c.prefills if role == "prefill" else c.decodes)[0]
+        c.prefills[0].behave, c.decodes[0].behave, begun = hang, behave, behave is streams_on
+        running = asyncio.create_task(c.post("/v1/chat/completions", STREAM if begun else CHAT))
+        await until(lambda: c.prefills[0].seen and c.decodes[0].seen)
+        frozen.frozen = True
+        await until(running.done)
+        status, headers, answer = await running
+        if begun:
+            said = f"decode worker {frozen.url}: no heartbeat for 0.8 s (--health-silence)".encode()
+            assert status == 200 and said in answer and b"[DONE]" not in answer
+        else:
+            assert status == 503 and headers["Retry-After"] and f"no {role} worker answers".encode() in answer
+        assert c.state(frozen).health is Health.UP
+        await until(lambda: frozen.cancelled == 1)
+        frozen.frozen = False
+        c.prefills[0].behave = c.decodes[0].behave = answer_ok
+        assert (await c.post("/v1/chat/completions", CHAT))[0] == 200
+        await c.settled()
+
+
+async def test_a_worker_that_freezes_keeps_what_waits_where_nothing_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    told, note = list[bool](), WorkerTable.on_silence
+
+    def on_silence(table: WorkerTable, worker: Worker, silent: bool) -> bool:
+        told.append(silent)
+        return note(table, worker, silent)
+
+    monkeypatch.setattr(WorkerTable, "on_silence", on_silence)
+    async with cluster(**BEATING, disable_moves=True) as c:
+        await trusted(c)
+        frozen, goes_on = c.decodes[0], asyncio.Event()
+        frozen.behave = later(goes_on)
+        running = asyncio.create_task(c.post("/v1/chat/completions", CHAT))
+        await until(lambda: frozen.seen)
+        frozen.frozen = True
+        await until(lambda: sum(told) >= 3)  # silences, each as long as the limit
+        assert not running.done() and not frozen.cancelled
+        goes_on.set()
+        assert (await running)[0] == 200
         await c.settled()
 
 
