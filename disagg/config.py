@@ -84,10 +84,12 @@ class DisaggConfig(FlagSet):
         least=0,
     )
     disaggregation_heartbeat_interval_s: float = flag(
-        1.0, "time between two heartbeats of connected peers", unit="s", above=0
+        0.34, "time between two heartbeats of connected peers", unit="s", above=0
     )
     disaggregation_heartbeat_max_failures: int = flag(
-        3, "missed heartbeats after which a peer is declared dead", least=1
+        3,
+        "missed heartbeats after which a peer counts as frozen: one more interval, and its transfers fail",
+        least=1,
     )
     disaggregation_drain_timeout_s: float = flag(
         30.0, "longest wait for a peer to acknowledge an abort before its session is fenced", unit="s", above=0

@@ -175,7 +175,7 @@ class TransferConfig:
     waiting_timeout_s: float = 300.0  # decode: indices sent -> first KV
     transfer_timeout_s: float = 120.0  # both: without progress while transferring
     handshake_timeout_s: float = 10.0  # decode: look-up + registration
-    heartbeat_interval_s: float = 1.0
+    heartbeat_interval_s: float = 0.34  # a freeze is noticed 1 to 1.5 s later, and a shorter one never
     heartbeat_max_failures: int = 3
     transfer_retries: int = 1  # prefill: further tries after a failed write, to the same live peer
     drain_timeout_s: float = 30.0  # decode: abort -> acknowledgement; the pages count as stuck after it

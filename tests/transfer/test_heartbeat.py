@@ -1,0 +1,44 @@
+"""When a peer that freezes is noticed, by the defaults of the flags; pauses that are none of its business."""
+
+import pytest
+
+from disagg.config import DisaggConfig
+from transfer_backends.control_thread import TICK_S
+from transfer_backends.timers import Heartbeat
+
+TICKS = range(int(DisaggConfig.disaggregation_heartbeat_interval_s / TICK_S) + 1)
+
+
+def new() -> Heartbeat:
+    return Heartbeat(
+        interval_s=DisaggConfig.disaggregation_heartbeat_interval_s,
+        max_failures=DisaggConfig.disaggregation_heartbeat_max_failures,
+        now_s=0.0,
+    )
+
+
+def silent_after_s(*, freezes: int, for_ticks: int) -> float | None:
+    """The time from the freeze until the peer counts as silent; None: it does not. It answers a ping a tick later, or when it thaws."""
+    heartbeat, answers_at = new(), None
+    for tick in range(freezes + for_ticks + 200):
+        frozen = freezes <= tick < freezes + for_ticks
+        if answers_at is not None and tick >= answers_at and not frozen:
+            answers_at = None
+            heartbeat.on_message(tick * TICK_S)
+        if heartbeat.due(tick * TICK_S) and answers_at is None:
+            answers_at = tick + 1
+        if heartbeat.silent:
+            return (tick - freezes) * TICK_S
+    return None
+
+
+@pytest.mark.parametrize("phase", TICKS)
+def test_a_freeze_is_noticed_within_a_second_and_a_half_and_a_shorter_pause_than_a_second_never(phase: int) -> None:
+    after_s = silent_after_s(freezes=100 + phase, for_ticks=10**4)
+    assert after_s is not None and 1.0 <= after_s <= 1.5
+    assert silent_after_s(freezes=100 + phase, for_ticks=round(0.98 / TICK_S)) is None
+
+
+def test_a_pause_of_our_own_process_is_one_miss_however_long_it_was() -> None:
+    heartbeat = new()
+    assert heartbeat.due(3600.0) and not heartbeat.due(3600.0) and not heartbeat.silent
