@@ -8,6 +8,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from service.process.socket_folder import socket_folder
+
 IPC_PREFIX = "tandem-ipc-"
 MAIN_FRONTEND = 0  # row of the frontend that every worker has
 
@@ -34,8 +36,8 @@ class IpcPaths:
 
     @classmethod
     def create(cls, parent: str | None = None) -> "IpcPaths":
-        """Make a private directory (short: a unix socket path has at most 107 characters); remove those of dead owners."""
-        folder = Path(parent or tempfile.gettempdir())
+        """Make a private directory; remove those of dead owners. Raises ConfigError where sockets cannot have a path."""
+        folder = Path(parent or socket_folder())
         for left in folder.glob(f"{IPC_PREFIX}*"):
             if _is_orphan(left):
                 shutil.rmtree(left, ignore_errors=True)

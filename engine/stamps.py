@@ -5,8 +5,6 @@ beside the main one. Numbers of 8 bytes, with one writer: when it was stamped (n
 when its present turn lasts (0: it rests), turns with a step so far.
 """
 
-import mmap
-import os
 import threading
 import time
 from collections.abc import Iterator
@@ -15,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from service.http.heartbeats import EVERY_S, STAMPS, wait_s
+from service.process.shared_file import mapped
 
 _PREFIX = "stamp."
 _WORDS = 3
@@ -35,7 +34,7 @@ class Stamp:
     """The writer. `name`: of the process, for messages."""
 
     def __init__(self, folder: str, name: str) -> None:
-        self._words = _mapped(Path(folder, _PREFIX + name), create=True)
+        self._words = mapped(Path(folder, _PREFIX + name), 8 * _WORDS)
         self.write(time.monotonic())
 
     def write(self, at_s: float, *, busy_since_s: float | None = None, num_steps: int = 0) -> None:
@@ -54,7 +53,7 @@ class Stamps:
         """Return the last stamp of every process; of none before the first has stamped."""
         if not self._words:
             paths = sorted(Path(self._folder).glob(f"{_PREFIX}*"))
-            self._words = {path.name.removeprefix(_PREFIX): _mapped(path, create=False) for path in paths}
+            self._words = {path.name.removeprefix(_PREFIX): mapped(path) for path in paths}
         return [_stamped(name, words) for name, words in self._words.items()]
 
     def frozen(self, now_s: float, *, after_s: float) -> Stamped | None:
@@ -79,17 +78,6 @@ def stamping(folder: str, name: str) -> Iterator[None]:
     finally:
         ended.set()
         thread.join()
-
-
-def _mapped(path: Path, *, create: bool) -> memoryview:
-    size = 8 * _WORDS
-    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0), 0o600)
-    try:
-        if create:
-            os.ftruncate(descriptor, size)
-        return memoryview(mmap.mmap(descriptor, size)).cast("q")
-    finally:
-        os.close(descriptor)
 
 
 def _stamped(name: str, words: memoryview) -> Stamped:

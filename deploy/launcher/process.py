@@ -10,15 +10,16 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
 from deploy.launcher import guard
 from deploy.launcher.plan import TANDEM, ProcessSpec
+from engine.ipc import IPC_PREFIX
 from service.process.child_process import ChildProcess, forked, server_in
 from service.process.fork_messages import HTTP_SERVER_VARIABLE
+from service.process.socket_folder import socket_folder
 from service.process.start import die_with_parent
 from service.process.stop_signals import DRAIN, END
 
@@ -151,4 +152,4 @@ def _started(argv: Sequence[str], env: Mapping[str, str], log: int) -> ChildProc
 
 def own_prefix() -> str:
     """Return the prefix of the directories of workers' sockets; the process id follows (engine/ipc.py)."""
-    return str(Path(tempfile.gettempdir()) / "tandem-ipc-")
+    return str(Path(socket_folder()) / IPC_PREFIX)

@@ -24,6 +24,7 @@ from pathlib import Path
 from router.config import RouterConfig
 from service.flags import ConfigError
 from service.http.listening import open_shared_ports
+from service.process.socket_folder import socket_folder
 from service.process.stop_signals import DRAIN, END
 
 log = logging.getLogger(__name__)
@@ -61,7 +62,7 @@ class ProcessSlot:
 
 def run_fleet(config: RouterConfig, serve: Target, *, on_ready: Callable[[str], None]) -> None:
     """Run `config.workers` processes of `serve` until SIGTERM or SIGINT has ended all. `on_ready(url)`: all listen."""
-    shared = tempfile.TemporaryDirectory(prefix="tandem-router-", ignore_cleanup_errors=True)
+    shared = tempfile.TemporaryDirectory(prefix="tandem-router-", dir=socket_folder(), ignore_cleanup_errors=True)
     with open_shared_ports(config.host, config.port, count=1) as (port,), shared as name:
         key, folder = secrets.token_hex(16), Path(name)
         config = replace(config, port=port.port, ready_file=None)

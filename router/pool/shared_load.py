@@ -5,12 +5,13 @@ hash of its URL, the same in every process; only taking a slot needs a lock. No 
 """
 
 import fcntl
-import mmap
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
+
+from service.process.shared_file import mapped
 
 NUM_SLOTS = 32768  # at most MAX_WORKERS are in one table
 REREAD_S = 1.0  # after which the others' circuits are read again though none has changed
@@ -33,12 +34,8 @@ class SharedLoad:
 
     def __init__(self, path: Path, *, row: int, num_rows: int) -> None:
         assert 0 <= row < num_rows, (row, num_rows)
-        size = _WORD * (NUM_SLOTS + num_rows * _ROW_WORDS)
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        if os.fstat(self._file).st_size < size:
-            os.ftruncate(self._file, size)
-        self._map = mmap.mmap(self._file, size)
-        self._words = memoryview(self._map).cast("q")
+        self._words = mapped(path, _WORD * (NUM_SLOTS + num_rows * _ROW_WORDS))
+        self._file = os.open(path, os.O_RDWR)  # to be locked
         self._begin = NUM_SLOTS + row * _ROW_WORDS
         self._others = tuple(NUM_SLOTS + other * _ROW_WORDS for other in range(num_rows) if other != row)
         self._open: dict[int, int] = {}  # slots that others leave out -> until when, ms
@@ -110,7 +107,6 @@ class SharedLoad:
 
     def close(self) -> None:
         self._words.release()
-        self._map.close()
         os.close(self._file)
 
     def _find(self, name: int) -> int:

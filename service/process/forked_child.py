@@ -28,8 +28,8 @@ def become(request: ForkRequest, received: Sequence[int]) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
-    for number in request.ignored:
-        signal.signal(number, signal.SIG_IGN)
+    for ignored in request.ignored:
+        signal.signal(ignored, signal.SIG_IGN)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     sys.argv = [request.module, *request.argv]

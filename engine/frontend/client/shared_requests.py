@@ -6,10 +6,10 @@ process, and takes it back when that process ends.
 
 import fcntl
 import hashlib
-import mmap
 import os
 
 from engine.frontend.client.dp_policy import RankLoad
+from service.process.shared_file import mapped
 
 
 class SharedRequests:
@@ -18,11 +18,8 @@ class SharedRequests:
     def __init__(self, folder: str, *, row: int, num_rows: int, num_ranks: int = 1) -> None:
         self._row = row
         self._num_ranks = num_ranks
-        size = 2 * 8 * num_rows * num_ranks
-        counts = os.open(f"{folder}/live", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        os.ftruncate(counts, size)
-        self._counts = memoryview(mmap.mmap(counts, size)).cast("q")  # by row, then rank: requests, tokens
-        os.close(counts)
+        # By row, then rank: requests, tokens.
+        self._counts = mapped(f"{folder}/live", 2 * 8 * num_rows * num_ranks)
         self._names = os.open(f"{folder}/names", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     @property

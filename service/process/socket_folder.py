@@ -1,0 +1,28 @@
+"""Where the folders of Unix sockets are: the kernel takes 107 bytes of a socket's path (unix(7)), and batch systems set a long TMPDIR."""
+
+import os
+import tempfile
+
+from service.flags import ConfigError
+
+LONGEST_PATH = 107
+BELOW = 48  # for what comes behind it: "/tandem-ipc-PID-8 letters/frontend@ROW.RANK"
+SHORT = "/tmp"
+
+
+def fits(path: str | os.PathLike[str]) -> bool:
+    """Whether a socket may have this path."""
+    return len(os.fsencode(path)) <= LONGEST_PATH
+
+
+def socket_folder() -> str:
+    """Return the temporary directory, or /tmp if paths below that one are too long. Raises ConfigError without either."""
+    folder = tempfile.gettempdir()
+    if len(os.fsencode(folder)) <= LONGEST_PATH - BELOW:
+        return folder
+    if os.access(SHORT, os.W_OK | os.X_OK):
+        return SHORT
+    raise ConfigError(
+        f"TMPDIR {folder}: too long for the sockets below it, and {SHORT} cannot be written; name a directory of at most "
+        f"{LONGEST_PATH - BELOW} bytes by TMPDIR"
+    )
