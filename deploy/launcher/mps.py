@@ -13,11 +13,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from engine.device.gpus import VISIBLE
+from service.process.socket_folder import fits
 from service.process.start import die_with_parent
+from service.process.stop_signals import TO_GROUPS
 
 CONTROL = "nvidia-cuda-mps-control"
 PIPE = "CUDA_MPS_PIPE_DIRECTORY"
 LOG = "CUDA_MPS_LOG_DIRECTORY"
+LONGEST_SOCKET = "control_privileged"  # that it makes in its folder
 READY_WITHIN_S = 10.0
 QUIT_WITHIN_S = 5.0
 ASK_TIMEOUT_S = 5.0
@@ -49,7 +52,7 @@ class MpsDaemon:
                 stderr=subprocess.STDOUT,
                 process_group=0,
                 env=self._env,
-                preexec_fn=die_with_parent(),
+                preexec_fn=die_with_parent(ignored=TO_GROUPS),
             )
 
     def wait_ready(self) -> None:
@@ -105,7 +108,17 @@ def mps_for(shared: Mapping[str, Sequence[str]], *, run_dir: Path) -> Iterator[t
     if control is None:
         yield {}, [*lines, f"the driver gives them turns of some milliseconds: {CONTROL} (MPS) is not on PATH"]
         return
-    daemon = MpsDaemon(control, folder=run_dir / "mps", gpus=list(shared), env=os.environ)
+    folder = run_dir / "mps"
+    if not fits(folder / LONGEST_SOCKET):
+        yield (
+            {},
+            [
+                *lines,
+                f"the driver gives them turns of some milliseconds: {folder} is too long for MPS; give a shorter --run-dir",
+            ],
+        )
+        return
+    daemon = MpsDaemon(control, folder=folder, gpus=list(shared), env=os.environ)
     try:
         daemon.wait_ready()
     except MpsFailed as error:

@@ -7,6 +7,8 @@ stranger comes in. NCCL's own sockets stay on the loopback interface. Groups of 
 
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -18,6 +20,7 @@ from engine.parallel.layout import Place
 from engine.parallel.nccl import PeerMemory, SymmetricMemory
 from service.flags import ConfigError
 
+SHM = "/dev/shm"
 LOOK_S = 0.02  # between two looks at who is there
 ENVIRONMENT = {
     "NCCL_SOCKET_IFNAME": "lo",
@@ -53,7 +56,7 @@ def joined(store: int, place: Place, device: torch.device, *, timeout_s: float, 
     """Meet the other ranks; once in a process. `device` has its index. `backend`: gloo, on CPUs, or on one GPU that NCCL refuses to
     two ranks.
 
-    Raises ConfigError naming the ranks that are not there.
+    Raises ConfigError naming the ranks that are not there, or what gives NCCL room in /dev/shm.
     """
     by_nccl = backend == "nccl"
     if by_nccl and not dist.is_nccl_available():
@@ -65,19 +68,20 @@ def joined(store: int, place: Place, device: torch.device, *, timeout_s: float, 
     rank, size = place.pp_rank * place.tp_size + place.tp_rank, place.tp_size * place.pp_size
     file = FileStore(f"/proc/self/fd/{store}", size)
     _await_all(file, rank, size, timeout_s)
-    dist.init_process_group(
-        backend,
-        store=file,
-        rank=rank,
-        world_size=size,
-        device_id=device if by_nccl else None,
-        timeout=timedelta(seconds=timeout_s),
-    )
     mine: dict[tuple[int, ...], dist.ProcessGroup] = {}
-    for ranks in members(place):  # every rank makes every group, in one order
-        group = dist.group.WORLD if len(ranks) == size else dist.new_group(list(ranks))
-        if rank in ranks and group is not None:
-            mine[ranks] = group
+    with _naming_a_small_shm():
+        dist.init_process_group(
+            backend,
+            store=file,
+            rank=rank,
+            world_size=size,
+            device_id=device if by_nccl else None,
+            timeout=timedelta(seconds=timeout_s),
+        )
+        for ranks in members(place):  # every rank makes every group, in one order
+            group = dist.group.WORLD if len(ranks) == size else dist.new_group(list(ranks))
+            if rank in ranks and group is not None:
+                mine[ranks] = group
     stage = mine.get(_stage(place, place.pp_rank)) if place.tp_size > 1 else None
     memory = None if stage is None or not by_nccl else _shared_memory(stage, device, PrefixStore("memory", file), rank)
     return RankGroups(
@@ -86,6 +90,21 @@ def joined(store: int, place: Place, device: torch.device, *, timeout_s: float, 
         before=mine.get((rank - place.tp_size, rank)),
         after=mine.get((rank, rank + place.tp_size)),
     )
+
+
+@contextmanager
+def _naming_a_small_shm() -> Iterator[None]:
+    """Turn NCCL's error into one that names the remedy: a container gets 64 MB of /dev/shm."""
+    try:
+        yield
+    except RuntimeError as error:
+        if SHM not in str(error):
+            raise
+        free = os.statvfs(SHM)
+        raise ConfigError(
+            f"{SHM}: NCCL, which joins the ranks, needs more room than the {free.f_bavail * free.f_frsize >> 20} MiB free there; start the "
+            "container with --shm-size 1g (Kubernetes: an emptyDir of medium Memory)"
+        ) from error
 
 
 def _stage(place: Place, stage: int) -> tuple[int, ...]:

@@ -9,9 +9,11 @@ DRAIN and END instead: each has one meaning, however often it comes, and in whic
 """
 
 import asyncio
+import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 
 DRAIN, END = signal.SIGUSR1, signal.SIGUSR2  # a process that does not handle them yet is ended by either
 TO_GROUPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -39,13 +41,17 @@ class StopSignals:
 
     @contextmanager
     def caught(self, *, on_hangup: Callable[[], None] | None = None, only_hangup: bool = False) -> Iterator[None]:
-        """Handle the signals inside the block (SIGHUP: `on_hangup`). Afterwards they are ignored: a closing loop must not be hit."""
+        """Handle the signals inside the block. Afterwards they are ignored: a closing loop must not be hit.
+
+        SIGHUP is `on_hangup`, or the end where the terminal of this process is gone, unless it was started to outlive that (nohup).
+        """
         handlers: dict[signal.Signals, Callable[[], None]] = {}
         if not only_hangup:
             handlers |= {signal.SIGTERM: self.on_sigterm, DRAIN: self.requested.set}
             handlers |= {signal.SIGINT: self.on_sigint, END: self.on_sigint}
         if on_hangup is not None:
-            handlers[signal.SIGHUP] = on_hangup
+            outlives = only_hangup or signal.getsignal(signal.SIGHUP) is signal.SIG_IGN or not _has_terminal()
+            handlers[signal.SIGHUP] = on_hangup if outlives else partial(self._on_hangup, on_hangup)
         loop = asyncio.get_running_loop()
         for number, handler in handlers.items():
             with suppress(*_CANNOT):
@@ -57,6 +63,20 @@ class StopSignals:
                 with suppress(*_CANNOT):
                     loop.remove_signal_handler(number)
                     signal.signal(number, signal.SIG_IGN)
+
+    def _on_hangup(self, then: Callable[[], None]) -> None:
+        if _has_terminal():
+            then()
+        else:
+            self.on_sigint()
+
+
+def _has_terminal() -> bool:
+    try:
+        os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
 
 
 async def wait_while(may_wait: Callable[[], bool], *, at_once: asyncio.Event) -> None:

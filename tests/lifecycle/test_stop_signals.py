@@ -1,10 +1,13 @@
 """What each signal asks for, in a real process's loop."""
 
 import asyncio
+import fcntl
 import os
+import select
 import signal
 import subprocess
 import sys
+import termios
 from collections.abc import Iterator
 
 import pytest
@@ -12,6 +15,28 @@ import pytest
 from service.process.stop_signals import DRAIN, END, TO_GROUPS, StopSignals
 
 ANSWER_S = 60.0
+IN_A_TERMINAL = """
+import asyncio, os, signal, sys
+from service.process.stop_signals import StopSignals
+
+out = int(sys.argv[1])
+
+async def main():
+    signals, hung_up = StopSignals(), asyncio.Event()
+    with signals.caught(on_hangup=hung_up.set):
+        os.write(out, b"s")
+        os.kill(os.getpid(), signal.SIGHUP)
+        await hung_up.wait()
+        hung_up.clear()
+        os.write(out, b"r" if not signals.requested.is_set() else b"?")
+        ways = [asyncio.create_task(event.wait()) for event in (signals.at_once, hung_up)]
+        await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+        os.write(out, b"e" if signals.at_once.is_set() else b"h")
+
+if "nohup" in sys.argv:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+asyncio.run(main())
+"""
 ENDING = """
 import asyncio, sys, uvloop
 from service.process.stop_signals import StopSignals
@@ -70,6 +95,34 @@ async def test_a_process_that_its_parent_ends_catches_only_the_hangup() -> None:
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
         os.kill(os.getpid(), signal.SIGHUP)
         await asyncio.wait_for(hung_up.wait(), ANSWER_S)
+
+
+@pytest.mark.parametrize(("how", "end"), [("", b"e"), ("nohup", b"h")])
+def test_a_hangup_ends_a_process_whose_terminal_is_gone_unless_it_is_to_outlive_it(how: str, end: bytes) -> None:
+    """While the terminal is there, it only says that keys are to be read again."""
+    (reading, writing), (master, slave) = os.pipe(), os.openpty()
+
+    def said() -> bytes:
+        assert select.select([reading], [], [], ANSWER_S)[0], "nothing"
+        return os.read(reading, 1)
+
+    command = [sys.executable, "-c", IN_A_TERMINAL, str(writing), how]
+    with subprocess.Popen(
+        command,
+        stdin=slave,
+        pass_fds=(writing,),
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    ) as process:
+        try:
+            os.close(writing)
+            os.close(slave)
+            assert said() + said() == b"sr"
+            os.close(master)  # the terminal
+            assert said() == end and process.wait(ANSWER_S) == 0
+        finally:
+            process.kill()
+            os.close(reading)
 
 
 def test_no_signal_breaks_what_is_done_at_the_end() -> None:

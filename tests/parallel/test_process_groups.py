@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine.parallel.layout import Place
-from engine.parallel.process_groups import joined, members, new_store
+from engine.parallel.process_groups import ENVIRONMENT, joined, members, new_store
 from service.flags import ConfigError
 from service.process.start import die_with_parent
 
@@ -48,6 +48,27 @@ def test_stages_meet_and_each_reaches_its_neighbours() -> None:
 def test_a_torch_without_nccl_is_named() -> None:
     with pytest.raises(ConfigError, match=r"^--tp-size 2, --pp-size 1: this torch has no NCCL"):
         joined(-1, Place(tp_size=2), torch.device("cuda", 0), timeout_s=0.0)
+
+
+def test_a_small_shm_is_named_with_its_remedy_and_other_errors_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What NCCL 2.27 says in a container with 64 MB."""
+    said = "Error while creating shared memory segment /dev/shm/nccl-kb7GrR (size 33030528), error: No space left on device (28)"
+
+    def fail(*args: object, **how: object) -> None:
+        raise torch.distributed.DistBackendError(f"NCCL error\nLast error:\n{said}")
+
+    monkeypatch.setattr(torch.distributed, "init_process_group", fail)
+    for name in ENVIRONMENT:
+        monkeypatch.setenv(name, "")
+    store = new_store()
+    try:
+        with pytest.raises(ConfigError, match=r"^/dev/shm: NCCL, .* MiB free there; .* --shm-size 1g"):
+            joined(store, Place(), torch.device("cpu"), timeout_s=JOIN_S, backend="gloo")
+        said = "unhandled system error"
+        with pytest.raises(torch.distributed.DistBackendError):
+            joined(store, Place(), torch.device("cpu"), timeout_s=JOIN_S, backend="gloo")
+    finally:
+        os.close(store)
 
 
 def test_which_groups_there_are() -> None:
