@@ -50,8 +50,8 @@ class Picker:
     async def pick_later(self, request: RequestContext) -> Placements | None:
         """Wait for a worker where `pick` has found none: while
 
-        - all workers that the request could go to are silent, and it has not waited for them: up to `silence_s`, and no longer than its client.
-        - no worker is alive, and the request has failed already: up to `wait_s`.
+        - all workers that the request could go to are silent: up to `silence_s`, and no longer than its client.
+        - no worker is alive, or they are silent and have not failed it, and the request has failed already: up to `wait_s`.
         """
         time_s = asyncio.get_running_loop().time
         began_s = time_s()
@@ -141,7 +141,8 @@ class Picker:
         if missing_roles(table, ways, model):
             return self.wait_s if request.failed is not None else 0.0
         if silent_roles(table, ways, model) and any(self._may_wait(request, pools) for pools in self.pools(request)):
-            return min(self.silence_s or math.inf, time_given(request.headers))
+            longest_s = self.silence_s or math.inf
+            return min(longest_s if request.failed is None else self.wait_s, time_given(request.headers))
         return 0.0
 
     def _may_wait(self, request: RequestContext, pools: Pools) -> bool:

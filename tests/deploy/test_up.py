@@ -18,8 +18,8 @@ KEY = "sesame"
 
 
 def end(up: Cluster) -> str:
-    """What it has printed when Ctrl-C has ended it."""
-    up.launcher.send_signal(signal.SIGINT)
+    """What it has printed when Ctrl-C, which a terminal sends to the whole group, has ended it."""
+    os.killpg(up.launcher.pid, signal.SIGINT)
     assert up.launcher.wait(60) == 0
     return up.log.read_text()
 

@@ -17,6 +17,7 @@ from tests.router.dummies import (
     STREAM,
     Cluster,
     DummyWorker,
+    always,
     begin_stream,
     cluster,
     hang,
@@ -154,6 +155,20 @@ async def test_a_request_waits_for_the_only_worker_while_it_is_silent() -> None:
         c.decodes[0].frozen = False
         assert (await ask)[0] == 200 and len(c.decodes[0].seen) == 1
         assert 0 < float(c.decodes[0].seen[0].headers["x-request-timeout"]) < 60, "the wait counts"
+        await c.settled()
+
+
+async def test_a_request_that_has_failed_waits_for_a_silent_worker_as_long_as_for_a_dead_one() -> None:
+    """Decode has noticed first that its prefill worker is frozen."""
+    async with cluster(**LASTING, retry_wait_s=0.05, dead_worker_timeout_s=3600.0) as c:
+        c.prefills[0].behave = hang
+        c.decodes[0].behave = later(lambda: state(c, 0).silent, always(500, {"error": {"message": "no KV"}}))
+        ask = asyncio.create_task(c.post("/v1/chat/completions", CHAT))
+        await until(lambda: c.decodes[0].seen)
+        c.prefills[0].frozen = True
+        await until(ask.done)
+        status, _, answer = await ask
+        assert status == 503 and b"no prefill worker answers" in answer and state(c, 0).health is Health.UP
         await c.settled()
 
 
