@@ -110,13 +110,8 @@ def mps_for(shared: Mapping[str, Sequence[str]], *, run_dir: Path) -> Iterator[t
         return
     folder = run_dir / "mps"
     if not fits(folder / LONGEST_SOCKET):
-        yield (
-            {},
-            [
-                *lines,
-                f"the driver gives them turns of some milliseconds: {folder} is too long for MPS; give a shorter --run-dir",
-            ],
-        )
+        too_long = f"{folder} is too long for the sockets of MPS; give a shorter --run-dir"
+        yield {}, [*lines, f"the driver gives them turns of some milliseconds: {too_long}"]
         return
     daemon = MpsDaemon(control, folder=folder, gpus=list(shared), env=os.environ)
     try:

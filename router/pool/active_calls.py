@@ -61,7 +61,7 @@ def give_up_vain_calls(worker: Worker, now_s: float, *, timeout_s: float) -> int
 
 
 def waits_at_silent(worker: Worker, now_s: float, *, silence_s: float) -> list[ActiveCall]:
-    """Return the calls at a silent worker that nobody takes over, once a pause no longer explains its silence."""
+    """Return what waits for a silent worker, once its silence is longer than a pause. For calls that no other worker takes over."""
     if now_s - last_sign_s(worker) < PAUSES * silence_s:
         return []
     waits = [(call, call.waits_since_s) for call in worker.calls]

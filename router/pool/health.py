@@ -22,7 +22,7 @@ from router.pool.active_calls import (
 )
 from router.pool.heartbeats import Heartbeats
 from router.pool.models import has_adapters, parse_models, says_models
-from router.pool.probe import BEATS, FAILURES, Prober
+from router.pool.probe import BEATS, FAILURES, ROUNDING_S, Prober
 from router.pool.rebalance import num_to_give
 from router.pool.reports import (
     is_bootstrap_server,
@@ -270,7 +270,7 @@ class HealthMonitor:
         if self.config.disable_moves or self.table.has_others(worker):
             return
         silence_s = self.config.health_silence_s
-        calls = waits_at_silent(worker, loop_time_s(), silence_s=silence_s)
+        calls = waits_at_silent(worker, loop_time_s(), silence_s=silence_s - ROUNDING_S)
         if calls:
             log.warning("%d calls of %s worker %s end: it is silent, and alone", len(calls), worker.role, worker.url)
             give_up_all(worker, calls, f"no heartbeat for {PAUSES * silence_s:g} s (--health-silence)")

@@ -50,8 +50,8 @@ class Picker:
     async def pick_later(self, request: RequestContext) -> Placements | None:
         """Wait for a worker where `pick` has found none: while
 
-        - all workers that the request could go to are silent: up to `silence_s`, and no longer than its client.
-        - no worker is alive, or they are silent and have not failed it, and the request has failed already: up to `wait_s`.
+        - all workers that it could go to are silent, and have not failed it: up to `silence_s`, and no longer than its client.
+        - the same, or no worker is alive, and the request has failed already: up to `wait_s`.
         """
         time_s = asyncio.get_running_loop().time
         began_s = time_s()

@@ -202,7 +202,9 @@ def test_without_mps_a_line_says_that_engines_take_turns(tmp_path: Path, monkeyp
         assert env == {} and lines[-1].endswith("did not start: An instance of this daemon is already running")
     deep = tmp_path / ("d" * 80)
     with mps_for(shared, run_dir=deep) as (env, lines):  # a socket there would have too long a path
-        assert env == {} and lines[-1].endswith(f"{deep}/mps is too long for MPS; give a shorter --run-dir")
+        assert env == {} and lines[-1].endswith(
+            f"{deep}/mps is too long for the sockets of MPS; give a shorter --run-dir"
+        )
     monkeypatch.setenv(PIPE, "/run/mps")
     with mps_for(shared, run_dir=tmp_path) as (env, lines):
         assert env == {} and lines[-1] == "they use the MPS daemon of CUDA_MPS_PIPE_DIRECTORY=/run/mps"
