@@ -44,7 +44,7 @@ def _image(s: Services, name: str) -> GenerateRequest:
     return GenerateRequest(
         rid=s.mint_id(name),
         input_ids=[0] * image.num_tokens,
-        sampling=SamplingParams(max_new_tokens=1, temperature=0.0, seed=0),
+        sampling=SamplingParams(max_new_tokens=0, temperature=0.0, seed=0),
         skip_cache_insert=True,
         alone=True,
         images=[image],
