@@ -9,20 +9,25 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from aiohttp import HttpVersion11, web
 from aiohttp.http_exceptions import HttpProcessingError
 
+from service.aside import BODIES
 from service.http.api_shapes import OPENAI
 from service.http.errors import INTERNAL_ERROR, ApiError
+from service.http.inflate import coding_of, inflate, most_inflated
+from service.http.json_bounds import check_bounds
 from service.http.listening import BACKLOG, ListeningPort
 from service.http.paths import plain_path
 from service.http.routes import Handler
 
 # A kept connection between two requests. Also the bound for a second head that began before the first request's answer.
 IDLE_S = 75.0
+SMALL_BYTES = 4 << 10  # a compressed body of them inflates at once, and no bound of what a body holds is near
 FIRST_HEAD_S = 0.5  # for a connection that was accepted just before its server ends
 LINGER_S = 2.0  # that an unwanted rest of a body is read away, so that its sender gets to read why
 _NO_ACCESS_LOG: Any = None  # as aiohttp's own runner has it; its types do not
@@ -140,6 +145,7 @@ class TimedConnection(web.RequestHandler):
             lingering_time=LINGER_S,
             access_log=_NO_ACCESS_LOG,
             logger=_log,
+            auto_decompress=False,
         )
         self._header_timeout_s = header_timeout_s
         self._has_request = False
@@ -216,37 +222,53 @@ class TimedConnection(web.RequestHandler):
 
 
 class TimedRequest(web.BaseRequest):
-    """Refuses a body that is late, or, unread, one that is declared too long."""
+    """Refuses a body that is late, that holds too much, or, unread, one that is declared too long."""
 
     limits: RequestLimits
 
     async def read(self) -> bytes:
+        """The body, inflated. Raises ApiError(400, 408, 413, 415)."""
+        if self._read_bytes is None:
+            body = await self._received()
+            if coding := coding_of(self.headers.get("Content-Encoding", "")):
+                body = await self._inflated(body, coding)
+            if len(body) > SMALL_BYTES:
+                await BODIES.run(partial(check_bounds, body), size=len(body))
+            self._read_bytes = body
+        return self._read_bytes
+
+    async def _inflated(self, body: bytes, coding: str) -> bytes:
+        most = self.limits.max_body_bytes
+        size = most_inflated(len(body), most_bytes=most) if len(body) > SMALL_BYTES else len(body)
+        return await BODIES.run(partial(inflate, body, coding, most_bytes=most), size=size)
+
+    async def _received(self) -> bytes:
+        """The body as it was sent."""
         if self.content_length is not None and self.content_length > self.limits.max_body_bytes:
             raise self.limits.too_long()
+        if self.content.is_eof():  # it came with the head, as most do: no loop
+            return self._checked(self.content.read_nowait())
+        pieces, size = [], 0
         try:
-            if self.content.is_eof():  # it came with the head, as most do: no loop, no copy
-                return self._read_now()
             async with asyncio.timeout(self.limits.body_timeout_s):
                 await self._say_continue()
-                return await super().read()
+                while piece := await self.content.readany():
+                    pieces.append(piece)
+                    size += len(self._checked(piece, before=size))
         except TimeoutError:
             raise self.limits.too_slow() from None
-        except web.HTTPRequestEntityTooLarge:
-            raise self.limits.too_long() from None
+        return b"".join(pieces)
+
+    def _checked(self, piece: bytes, *, before: int = 0) -> bytes:
+        if before + len(piece) > self.limits.max_body_bytes:
+            raise self.limits.too_long()
+        return piece
 
     async def _say_continue(self) -> None:
         """Answer curl, which waits for that above 1 MiB. Other expectations are ignored (RFC 9110, 10.1.1)."""
         if self.version == HttpVersion11 and self.headers.get("Expect", "").lower() == "100-continue":
             await self.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
             self.writer.output_size = 0  # nothing of the answer has been written yet
-
-    def _read_now(self) -> bytes:
-        if self._read_bytes is None:
-            body = self.content.read_nowait()
-            if len(body) > self.limits.max_body_bytes:
-                raise self.limits.too_long()
-            self._read_bytes = body
-        return self._read_bytes
 
 
 def _is_ours(record: logging.LogRecord) -> bool:

@@ -1,10 +1,12 @@
 """JSON answers, and streams of them: server-sent events, or a line for each (NDJSON)."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
 from aiohttp import web
+
+from service.aside import BODIES
 
 REQUEST_ID_HEADER = "X-Request-Id"
 EVENTS_TYPE, LINES_TYPE = "text/event-stream", "application/x-ndjson"
@@ -38,6 +40,11 @@ async def open_stream(request: web.BaseRequest, *, headers: Mapping[str, str], s
 
 def json_response(value: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
     return web.Response(body=_encode(value), status=status, content_type="application/json", headers=headers)
+
+
+async def json_rows(rows: Iterable[Any], *, size: int) -> list[msgspec.Raw]:
+    """The rows of an answer as JSON, made and encoded one by one; a thread does it where they have many bytes."""
+    return await BODIES.run(lambda: [msgspec.Raw(_encode(row)) for row in rows], size=size)
 
 
 def event(value: Any) -> bytes:

@@ -1,0 +1,53 @@
+"""How much JSON a body may hold: a decoder makes objects of it, which take many times its bytes, and holds the interpreter meanwhile."""
+
+import re
+from collections.abc import Collection
+
+from service.http.errors import ApiError
+
+MOST_PARTS = 1 << 18  # lists, objects, texts and names: 50,000 messages of a chat
+MOST_VALUES = 1 << 21  # entries of lists and objects: token ids
+MOST_FIELDS = 1024  # of the body itself
+_PIECE_BYTES = 4 << 20  # looked at in one call
+_STRINGS = re.compile(rb'"[^"]*+"?')  # the end is optional: a cut-off text is read once
+_DROPPED = bytes(c for c in range(256) if c not in b'[{,"')
+
+
+def check_bounds(body: bytes) -> None:
+    """Raises ApiError(413). Text that is not JSON may pass, or be refused."""
+    marks = b"".join(map(_marks, _pieces(body)))
+    texts = marks.count(b'"') // 2
+    if texts <= MOST_PARTS:
+        marks = _STRINGS.sub(b"", marks)
+        lists = marks.count(b"[") + marks.count(b"{")
+        if texts + lists <= MOST_PARTS and lists + marks.count(b",") <= MOST_VALUES:
+            return
+    message = (
+        f"the body holds more than {MOST_PARTS} lists, objects and texts, or more than {MOST_VALUES} values; "
+        "send less in one request"
+    )
+    raise ApiError(413, message, code="body_too_large")
+
+
+def check_fields(fields: Collection[str]) -> None:
+    """Raises ApiError(400) for a body of too many fields, each of which is looked at."""
+    if len(fields) > MOST_FIELDS:
+        raise ApiError(400, f"the body has {len(fields)} fields; at most {MOST_FIELDS} are read")
+
+
+def _pieces(body: bytes) -> list[bytes]:
+    """Pieces that are not cut behind a backslash."""
+    pieces, start = [], 0
+    while start < len(body):
+        end = min(start + _PIECE_BYTES, len(body))
+        while end < len(body) and body[end - 1] == ord("\\"):
+            end += 1
+        pieces.append(body[start:end])
+        start = end
+    return pieces
+
+
+def _marks(piece: bytes) -> bytes:
+    if b"\\" in piece:
+        piece = piece.replace(b"\\\\", b"").replace(b'\\"', b"")
+    return piece.translate(None, _DROPPED)
