@@ -27,6 +27,8 @@ class IgnoredFields:
 
     def note(self, path: str, names: Sequence[str]) -> None:
         for name in map(shown, zip(names)):
-            if (path, name) not in self._noted and len(self._noted) < MAX_NOTED:
+            if len(self._noted) == MAX_NOTED:
+                return
+            if (path, name) not in self._noted:
                 self._noted.add((path, name))
                 log.warning("%s: a request has the unknown field %s, which is ignored (not logged again)", path, name)

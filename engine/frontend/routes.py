@@ -33,6 +33,7 @@ from engine.frontend.apis.responses import stored
 from engine.frontend.apis.responses.body import ResponseBody
 from engine.frontend.apis.responses.create import create_response
 from engine.frontend.apis.shared.kept import kept_stream
+from service.aside import BODIES
 from service.http import openapi
 from service.http.api_shapes import shape_of
 from service.http.heartbeats import PATH as HEARTBEATS
@@ -76,8 +77,9 @@ class ApiRoute:
 
 
 async def invocations(request: web.BaseRequest) -> web.StreamResponse:
-    handler = _HANDLERS["POST", invoked_path(await request.read())]
-    return await handler(request)
+    data = await request.read()
+    path = await BODIES.run(partial(invoked_path, data), size=len(data))
+    return await _HANDLERS["POST", path](request)
 
 
 _open = partial(ApiRoute, "GET", need=Access.NONE, is_polled=True)  # health for probes, metrics: no contents

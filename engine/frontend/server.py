@@ -99,8 +99,7 @@ async def run_frontend(
                 return end.next_session()
             finally:
                 services.beating.end()
-                services.tokenizer_pool.shutdown(wait=False, cancel_futures=True)
-                services.tracer.close()
+                services.close()
 
 
 def _of_rank(handle: Callable[[ToFrontend, int], None], rank: int) -> Callable[[ToFrontend], None]:

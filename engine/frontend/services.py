@@ -4,9 +4,9 @@ import asyncio
 import random
 import secrets
 import time
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -24,8 +24,10 @@ from engine.frontend.served_model import ServedModel
 from engine.messages import Bootstrap
 from engine.sampling_params import SamplingParams
 from engine.stamps import Stamps
+from service.aside import Aside
 from service.http.deadline import UNITS_S, seconds_of
 from service.http.errors import ApiError, bad_field
+from service.http.json_bounds import MOST_VALUES
 from service.http.reconnect import StreamLogs
 from service.responses.book import LocalBook
 from service.security.browser import BrowserRule
@@ -40,6 +42,12 @@ if TYPE_CHECKING:
 HEALTH_TIMEOUT_S = 20.0
 DEFAULT_BOOTSTRAP_PORT = 8998
 INLINE_CHARS = 2000  # the event loop tokenizes shorter texts: that costs less than a thread switch
+GROUP_CHARS = 64 << 10  # of short texts that a thread tokenizes in one turn; other requests have theirs between
+HUGE_CHARS = 1 << 20  # such a text takes a second: they wait for each other alone
+MOST_TEXT_BYTES = (
+    8 << 20
+)  # of one text, or `BYTES_PER_TOKEN` for each token of a longer context: tokenizing takes some 70 times its memory
+BYTES_PER_TOKEN = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +92,10 @@ class Services:
     others: OtherFrontends | None = None
     stamps: Stamps | None = None
     beating: Pauses = field(default_factory=Pauses)
-    tokenizer_pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, "tokenize"))
+    tokenizing: Aside = field(
+        default_factory=lambda: Aside("tokenize", inline=INLINE_CHARS, huge=HUGE_CHARS, threads=2)
+    )
+    rendering: Aside = field(default_factory=lambda: Aside("render", inline=64 << 10, huge=1 << 20))
     started_unix_s: int = field(default_factory=lambda: int(time.time()))
     warm: asyncio.Event = field(default_factory=asyncio.Event)  # ready, and warmed up
     ignored: IgnoredFields = field(default_factory=IgnoredFields)
@@ -105,19 +116,66 @@ class Services:
         kv = self.leaders.kv_tokens
         return self.model.context_length if kv is None else min(self.model.context_length, kv)
 
+    @property
+    def most_text_bytes(self) -> int:
+        """The longest text that is rendered or tokenized."""
+        return max(MOST_TEXT_BYTES, BYTES_PER_TOKEN * self.context_length)
+
+    def check_text_bytes(self, num_bytes: int, *, field: str) -> None:
+        """Raises ApiError(400)."""
+        if num_bytes > self.most_text_bytes:
+            most = f"at most {self.most_text_bytes} are tokenized"
+            raise bad_field(field, f"has {num_bytes} bytes of text; {most}; shorten it")
+
+    def close(self) -> None:
+        """End threads, and what observes requests."""
+        self.tokenizing.close()
+        self.rendering.close()
+        self.tracer.close()
+
     def timeout_of(self, request: web.BaseRequest) -> float | None:
         return request_timeout_s(request.headers, default_s=self.spec.server.default_deadline_s)
 
-    async def encode(self, text: str, *, field: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids; a thread tokenizes a long text. Raises ApiError(400) naming `field`."""
+    async def encode_all(
+        self, texts: Iterable[str], *, field: str, add_special_tokens: bool = True, most: int | None = None
+    ) -> list[list[int]]:
+        """Token ids of each text; threads tokenize long ones, and many, in turns. Raises ApiError(400) naming `field`.
+
+        Raises TooManyTokens for a text of more than `most`, before it is tokenized if its length says so.
+        """
+        found, num_tokens = list[list[int]](), 0
+        for group in _groups(texts):
+            work = partial(self._encode_group, group, field=field, add_special_tokens=add_special_tokens, most=most)
+            try:
+                found += await self.tokenizing.run(work, size=sum(map(len, group)))
+            except ValueError as e:
+                raise bad_field(field, str(e)) from None
+            num_tokens += sum(map(len, found[-len(group) :]))
+            if num_tokens > MOST_VALUES:
+                raise bad_field(field, f"one request may hold at most {MOST_VALUES} tokens of text; send fewer texts")
+        return found
+
+    def _encode_group(
+        self, texts: list[str], *, field: str, add_special_tokens: bool, most: int | None
+    ) -> list[list[int]]:
         encode = self.model.tokenizer.encode
-        try:
-            if len(text) < INLINE_CHARS:
-                return encode(text, add_special_tokens=add_special_tokens)
-            run = asyncio.get_running_loop().run_in_executor
-            return await run(self.tokenizer_pool, lambda: encode(text, add_special_tokens=add_special_tokens))
-        except ValueError as e:
-            raise bad_field(field, str(e)) from None
+        for text in texts:
+            self._check_length(text, field=field, most=most)
+        return [encode(text, add_special_tokens=add_special_tokens, most=most) for text in texts]
+
+    def _check_length(self, text: str, *, field: str, most: int | None) -> None:
+        """Raises TooManyTokens; ApiError(400) for a text that is not tokenized at all."""
+        if most is not None:
+            self.model.tokenizer.check_length(text, most)
+        if len(text) * 4 > self.most_text_bytes:
+            self.check_text_bytes(len(text.encode(errors="surrogatepass")), field=field)
+
+    async def decode_all(self, lists: Sequence[list[int]], *, skip_special_tokens: bool) -> list[str]:
+        """Text of each list of token ids; a thread decodes many."""
+        decode, size = self.model.tokenizer.decode, sum(map(len, lists))
+        return await self.tokenizing.run(
+            lambda: [decode(ids, skip_special_tokens=skip_special_tokens) for ids in lists], size=size
+        )
 
     def bootstraps_of(
         self, request: web.BaseRequest, fields: BootstrapFields, *, num_prompts: int, n: int
@@ -146,6 +204,19 @@ class Services:
         """Parameters of the n samples, with consecutive seeds from the given one or a random one."""
         first = self.prng.getrandbits(62) if params.seed is None else params.seed
         return [msgspec.structs.replace(params, n=1, seed=_int64(first + j)) for j in range(params.n)]
+
+
+def _groups(texts: Iterable[str]) -> Iterator[list[str]]:
+    """Texts that are tokenized in one turn."""
+    group, size = list[str](), 0
+    for text in texts:
+        group.append(text)
+        size += len(text)
+        if size >= GROUP_CHARS:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
 
 
 def request_timeout_s(headers: Mapping[str, str], *, default_s: float | None) -> float | None:

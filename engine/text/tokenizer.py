@@ -1,10 +1,12 @@
 """Text to token ids and back, from a checkpoint's tokenizer.json and tokenizer_config.json.
 
-Thread-safe: `tokenizers` releases the GIL, and nothing here changes after loading but a cache.
+Thread-safe: nothing here changes after loading but a cache. `tokenizers` frees the interpreter while it works on a batch, not for one text
+(0.23: `encode` of 3 MB holds it for 2 s, `encode_batch_fast` for 20 ms), so a text is a batch of one.
 """
 
 import codecs
 import json
+import os
 import re
 from collections.abc import Mapping
 from functools import lru_cache
@@ -15,9 +17,15 @@ import tokenizers
 
 from engine.gguf.tokenizer import gguf_tokenizer
 from engine.model_files.folder import TOKENIZER, GGUFFolder, ModelFolder, content_of, open_folder
+from engine.text.longest_token import longest_token
 from service.flags import ConfigError
 
 BROKEN = "�"  # what a decoder puts where bytes are not UTF-8
+LONG_IDS = 1024  # from this number of ids on decoding them is long enough to free the interpreter
+
+
+class TooManyTokens(Exception):
+    """A text of more tokens than asked for; says how many."""
 
 
 class Tokenizer:
@@ -27,7 +35,9 @@ class Tokenizer:
         self.backend = backend
         self.config = config or {}
         self._bos_id, self._eos_id = self._added_id("bos_token"), self._added_id("eos_token")
-        self.byte_level = _is_byte_level(backend)
+        description = json.loads(backend.to_str())
+        self.byte_level = _is_byte_level(description)
+        self.longest = longest_token(description, _BYTE_OF_CHAR)  # None: a text of any length may be few tokens
         self.special_ids = frozenset(i for i, t in backend.get_added_tokens_decoder().items() if t.special)
         backend.no_truncation()
         backend.no_padding()
@@ -43,16 +53,26 @@ class Tokenizer:
     def special_tokens(self) -> dict[str, str]:
         return _special_tokens(self.config)
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`. Raises ValueError for text that is not valid Unicode (a lone surrogate)."""
+    def encode(self, text: str, *, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
+        """Token ids of `text`. Raises ValueError for text that is not valid Unicode (a lone surrogate), TooManyTokens for more than `most`."""
         try:
-            ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+            [encoding] = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         except (TypeError, UnicodeEncodeError):
             raise ValueError("text is not valid Unicode") from None
+        if most is not None and len(encoding) > most:
+            raise TooManyTokens(f"{len(encoding)} tokens")
+        ids: list[int] = encoding.ids
         return self._with_ends(ids) if add_special_tokens else ids
+
+    def check_length(self, text: str, most: int) -> None:
+        """Raise TooManyTokens for a text that has more than `most` by its length alone."""
+        if self.longest is not None and self.longest.is_over(text, most):
+            raise TooManyTokens(f"more than {most} tokens (it is {len(text)} characters long)")
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
         """Ids outside the vocabulary (a padded model) have no text."""
+        if len(ids) >= LONG_IDS:
+            return str(self.backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0])
         return str(self.backend.decode(ids, skip_special_tokens=skip_special_tokens))
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -107,6 +127,7 @@ class Tokenizer:
 
 def load_tokenizer(model: str | Path | ModelFolder) -> Tokenizer:
     """Load tokenizer.json (required) and what other files say of its tokens, or a GGUF file's. Raises ConfigError, one line."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # a text is one piece of work: other cores have theirs
     folder = open_folder(model)
     if isinstance(folder, GGUFFolder):
         return Tokenizer(gguf_tokenizer(folder.file), config=folder.tokenizer_config)
@@ -145,8 +166,8 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     return {name: text for name, text in texts.items() if text}
 
 
-def _is_byte_level(backend: tokenizers.Tokenizer) -> bool:
-    decoder = json.loads(backend.to_str()).get("decoder") or {}
+def _is_byte_level(description: dict[str, Any]) -> bool:
+    decoder = description.get("decoder") or {}
     return any(d.get("type") == "ByteLevel" for d in [decoder, *decoder.get("decoders", [])])
 
 

@@ -7,6 +7,7 @@ first token with 503), BREAK (fails after two tokens with 500).
 
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -199,7 +200,7 @@ class StandIn:
             cached_tokens=4,
             cached_by_tier=[1, 3, 0],
             completion_tokens=len(r.output),
-            logprobs=[_logprob(i, lp.top_num) for i in ids] if lp else [],
+            logprobs=[_logprob(i, lp.top_num, lp.token_ids) for i in ids] if lp else [],
             input_logprobs=_input_logprobs(m) if lp and first else [],
         )
 
@@ -219,8 +220,9 @@ class StandIn:
         )
 
 
-def _logprob(token: int, top: int) -> TokenLogprob:
-    return TokenLogprob(logprob=-0.5, token_id=token, top=[(-0.5 - i, (token + i) % 256) for i in range(top)])
+def _logprob(token: int, top: int, asked: Sequence[int] = ()) -> TokenLogprob:
+    best = [(-0.5 - i, (token + i) % 256) for i in range(top)]
+    return TokenLogprob(logprob=-0.5, token_id=token, top=best, requested=[(-1.0, i) for i in asked])
 
 
 def _input_logprobs(m: GenerateRequest) -> list[TokenLogprob]:

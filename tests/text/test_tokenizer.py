@@ -11,7 +11,7 @@ from tokenizers import models, processors
 from engine.frontend.served_model import load_sampling_defaults
 from engine.model_files.folder import open_folder
 from engine.text.chat_template import ChatTemplate, TemplateRefused, load_chat_template
-from engine.text.tokenizer import load_tokenizer
+from engine.text.tokenizer import Tokenizer, load_tokenizer
 from service.flags import ConfigError
 from tests.frontend.conftest import byte_tokenizer, write_checkpoint
 
@@ -84,6 +84,26 @@ def test_broken_added_tokens_are_named(broken: object, tmp_path: Path) -> None:
 def test_a_lone_surrogate_is_a_value_error() -> None:
     with pytest.raises(ValueError, match="Unicode"):
         byte_tokenizer().encode("\ud800")
+
+
+def test_texts_are_encoded_and_long_lists_decoded_by_calls_that_free_the_interpreter() -> None:
+    """As `encode` and `decode` of the library do, which keep it for seconds."""
+    own = byte_tokenizer()
+
+    class Watched:
+        """The library's tokenizer, without the calls that keep the interpreter."""
+
+        def __getattr__(self, name: str) -> object:
+            assert name not in ("encode", "decode"), f"{name} keeps the interpreter"
+            return getattr(backend, name)
+
+    backend, watched = own.backend, Tokenizer(own.backend, config=own.config)
+    watched.backend = Watched()  # type: ignore[assignment]
+    for text in ("", "k17 v42", "é鬱 \n" * 5000, "<s>a<s>"):
+        for special in (True, False):
+            ids = watched.encode(text, add_special_tokens=special)
+            assert ids == backend.encode(text, add_special_tokens=special).ids
+    assert watched.decode(ids * 1000) == backend.decode(ids * 1000)
 
 
 def test_where_templates_are_found(tmp_path: Path) -> None:

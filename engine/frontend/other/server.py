@@ -52,8 +52,7 @@ async def run_other_frontend(
                 tasks = [asyncio.create_task(one) for one in (_settle(s), _stamp(Stamp(ipc.dir, f"frontend {row}")))]
                 await ended.wait()
                 await end_tasks(tasks)
-        s.tokenizer_pool.shutdown(wait=False, cancel_futures=True)
-        s.tracer.close()
+        s.close()
         shared.close()
 
 

@@ -1,5 +1,6 @@
 """Text to token ids and back. A text is a prompt, or what the chat template writes of messages (vLLM's second form)."""
 
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -13,6 +14,7 @@ from engine.frontend.apis.shared.fields import check_token_ids, id_lists
 from engine.frontend.apis.shared.ids_only import check_ids_only
 from engine.frontend.apis.shared.refused import CHAT
 from engine.frontend.services import SERVICES, Services
+from service.aside import BODIES
 from service.http.errors import bad_field, decode_body
 from service.http.stream import json_response
 
@@ -55,7 +57,8 @@ async def tokenize(request: web.BaseRequest) -> web.Response:
         lists, single = await _prompt_ids(s, body), isinstance(body.prompt, str)
     shown: dict[str, list[Any]] = {"tokens": lists, "count": [len(ids) for ids in lists]}
     if body.return_token_strs:
-        shown["token_strs"] = [s.model.tokenizer.names(ids) for ids in lists]
+        names, size = s.model.tokenizer.names, sum(map(len, lists))
+        shown["token_strs"] = await s.tokenizing.run(lambda: [names(ids) for ids in lists], size=size)
     answer = {name: values[0] for name, values in shown.items()} if single else shown
     return json_response({**answer, "max_model_len": s.context_length})
 
@@ -65,7 +68,8 @@ async def _chat_ids(s: Services, body: TokenizeBody) -> list[int]:
     if body.prompt is not None:
         raise bad_field("prompt", "give prompt or messages, not both")
     given = {name: getattr(body, name) for name in ("messages", "model", *OF_CHATS)}
-    return (await plan_chat(s, ChatBody(**given), add_special_tokens=bool(body.add_special_tokens))).input_ids
+    add = bool(body.add_special_tokens)
+    return (await plan_chat(s, ChatBody(**given), add_special_tokens=add, fits=False)).input_ids
 
 
 async def _prompt_ids(s: Services, body: TokenizeBody) -> list[list[int]]:
@@ -76,16 +80,20 @@ async def _prompt_ids(s: Services, body: TokenizeBody) -> list[list[int]]:
             raise bad_field(name, "is for messages: a prompt is tokenized as it is")
     texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
     add = body.add_special_tokens is not False
-    return [await s.encode(text, field="prompt", add_special_tokens=add) for text in texts]
+    return await s.encode_all(texts, field="prompt", add_special_tokens=add)
 
 
 async def detokenize(request: web.BaseRequest) -> web.Response:
     s = request[SERVICES]
-    body = decode_body(await request.read(), DetokenizeBody)
+    data = await request.read()
+    body = await BODIES.run(partial(decode_body, data, DetokenizeBody), size=len(data))
     check_ids_only(s, body)
     lists, single = id_lists(body.tokens, field="tokens")
+    await BODIES.run(lambda: _check(s, lists), size=sum(map(len, lists)))
+    texts = await s.decode_all(lists, skip_special_tokens=body.skip_special_tokens is not False)
+    return json_response({"text": texts[0] if single else texts})
+
+
+def _check(s: Services, lists: list[list[int]]) -> None:
     for ids in lists:
         check_token_ids(ids, field="tokens", vocab_size=s.model.vocab_size)
-    skip = body.skip_special_tokens is not False
-    texts = [s.model.tokenizer.decode(ids, skip_special_tokens=skip) for ids in lists]
-    return json_response({"text": texts[0] if single else texts})

@@ -8,6 +8,7 @@ from engine.frontend.apis.anthropic.body import COUNT_TOKENS, MESSAGES, Messages
 from engine.frontend.apis.anthropic.translate import NAMES, chat_of, sampled_chat_of
 from engine.frontend.apis.anthropic.view import MessageShape, MessageView
 from engine.frontend.apis.chat.plan import ChatPlan, answer_chat, plan_chat
+from engine.frontend.apis.shared.body_reader import beside_loop
 from engine.frontend.apis.shared.other_apis import in_words_of
 from engine.frontend.apis.shared.resumable import MintedIds, ids_of
 from engine.frontend.apis.shared.stream import Framing
@@ -21,7 +22,8 @@ async def messages(request: web.BaseRequest) -> web.StreamResponse:
     s = request[SERVICES]
     body = await MESSAGES.read(request)
     with in_words_of(NAMES):
-        chat = sampled_chat_of(body, reasons=bool(s.spec.engine.reasoning_parser))
+        reasons = bool(s.spec.engine.reasoning_parser)
+        chat = await beside_loop(request, partial(sampled_chat_of, body, reasons=reasons))
         plan = await plan_chat(s, chat)
         view = partial(MessageView, _shape(s, body, plan, ids_of(request)))
         return await answer_chat(request, chat, plan, id_prefix="msg_", view=view, framing=TYPED, cut=True)
@@ -31,7 +33,8 @@ async def count_tokens(request: web.BaseRequest) -> web.StreamResponse:
     """The prompt's tokens, as /v1/messages would compute them."""
     body = await COUNT_TOKENS.read(request)
     with in_words_of(NAMES):
-        plan = await plan_chat(request[SERVICES], chat_of(body))
+        chat = await beside_loop(request, partial(chat_of, body))
+        plan = await plan_chat(request[SERVICES], chat, fits=False)
     return json_response({"input_tokens": len(plan.input_ids)})
 
 

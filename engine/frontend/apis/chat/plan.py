@@ -45,6 +45,7 @@ from service.http.errors import bad_field
 
 log = logging.getLogger(__name__)
 
+PAGE_CHARS = 1024
 NO_PARSER = "this server was started without --tool-call-parser"
 TOGGLES = ("enable_thinking", "thinking")  # what templates call the switch of the reasoning
 
@@ -74,8 +75,12 @@ async def plan_chat(
     known: MutableMapping[MediaSource, LoadedMedia] | None = None,
     *,
     add_special_tokens: bool = False,
+    fits: bool = True,
 ) -> ChatPlan:
-    """`known`: images of the request, for one that plans several times. `add_special_tokens`: beside the template's. Raises ApiError."""
+    """`known`: images of the request, for one that plans several times. `add_special_tokens`: beside the template's. `fits`: as in `prompt_ids`.
+
+    Raises ApiError.
+    """
     model = choose_model(s, body.model, body.lora_path)
     check_chat(body)
     reasoning = reasoning_format(s)
@@ -89,9 +94,10 @@ async def plan_chat(
         body.skip_special_tokens = False  # the reader must see its markers
     sources = sources_of(body.messages)
     loaded = await load_media(s, sources, known) if sources else []
-    prompt, prefix = render_chat(s, body)
+    prompt, prefix = await s.rendering.run(partial(render_chat, s, body), size=_rendering_size(s, body))
     opening = Opening.CLOSED if reasoning is None else opening_of(reasoning, prompt, prefix=prefix)
-    input_ids, images = await _prompt(s, prompt + prefix, loaded, add_special_tokens=add_special_tokens)
+    text = prompt + prefix
+    input_ids, images = await _prompt(s, text, loaded, add_special_tokens=add_special_tokens, fits=fits)
     return ChatPlan(
         sampling=sampling_of(
             s,
@@ -112,10 +118,21 @@ async def plan_chat(
     )
 
 
-async def _prompt(s: Services, text: str, loaded: list[LoadedMedia], *, add_special_tokens: bool) -> Prompt:
-    if loaded:
-        return await media_prompt(s, text, loaded, field="messages", add_special_tokens=add_special_tokens)
-    return Prompt(await prompt_ids(s, text, field="messages", add_special_tokens=add_special_tokens), [])
+async def _prompt(s: Services, text: str, loaded: list[LoadedMedia], *, add_special_tokens: bool, fits: bool) -> Prompt:
+    if not loaded:
+        ids = await prompt_ids(s, text, field="messages", add_special_tokens=add_special_tokens, fits=fits)
+        return Prompt(ids, [])
+    return await media_prompt(s, text, loaded, field="messages", add_special_tokens=add_special_tokens, fits=fits)
+
+
+def _rendering_size(s: Services, body: ChatBody) -> int:
+    """How much there is to render, in characters: a message or a tool costs as much as a page. Raises ApiError(400) for too much text."""
+    parts = [m.content if isinstance(m.content, list) else [] for m in body.messages]
+    texts = [m.content or "" for m in body.messages if not isinstance(m.content, list)]
+    texts += [part.text or "" for several in parts for part in several]
+    size = sum(map(len, texts))
+    s.check_text_bytes(size, field="messages")
+    return size + PAGE_CHARS * (len(body.messages) + len(body.tools or ()))
 
 
 def check_calls(body: ChatBody, reading: Reading) -> None:

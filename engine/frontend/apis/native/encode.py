@@ -6,13 +6,13 @@ from typing import Any
 from aiohttp import web
 
 from engine.frontend.apis.native.view import shown_finish
-from engine.frontend.apis.shared.alone import AloneBody, check_computes_prompts, embed, prompts_in, vector_of
+from engine.frontend.apis.shared.alone import AloneBody, check_computes_prompts, embed, prompts_in, size_of, vector_of
 from engine.frontend.apis.shared.body_reader import BodyReader, Unserved
 from engine.frontend.apis.shared.refused import EMBEDDING, NO_AUDIO, TEXT_ONLY
 from engine.frontend.services import SERVICES
 from engine.text.sample import TextOutput
 from service.http.errors import bad_field
-from service.http.stream import json_response
+from service.http.stream import json_response, json_rows
 
 
 class EncodeBody(AloneBody, kw_only=True):
@@ -55,5 +55,5 @@ async def encode(request: web.BaseRequest) -> web.Response:
         }
         return {"embedding": vector_of(answer).tolist(), "meta_info": meta_info}
 
-    rows = list(map(shown, prompts.rids, prompts.ids, answers))
+    rows = await json_rows(map(shown, prompts.rids, prompts.ids, answers), size=size_of(answers))
     return json_response(rows if is_list else rows[0])

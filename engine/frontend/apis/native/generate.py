@@ -9,6 +9,7 @@ from engine.frontend.apis.native.body import READER, GenerateBody, SamplingBody,
 from engine.frontend.apis.native.view import NativeView
 from engine.frontend.apis.shared.constraints import plain_constraint
 from engine.frontend.apis.shared.fields import (
+    MAX_SAMPLES,
     build_sampling,
     check_hidden_states,
     check_num_samples,
@@ -18,6 +19,7 @@ from engine.frontend.apis.shared.fields import (
     fit_to_context,
     id_lists,
     prompt_ids,
+    prompts_ids,
 )
 from engine.frontend.apis.shared.image_encoders import with_image_encoders
 from engine.frontend.apis.shared.media import Prompt, load_media, media_prompt
@@ -34,12 +36,15 @@ from engine.images import ImageInput
 from engine.messages import GenerateRequest
 from engine.sampling_params import SamplingParams
 from engine.text.reasoning import Opening, opening_of
+from service.aside import BODIES
 from service.http.caller_names import owner_in
 from service.http.errors import bad_field
 
 DEFAULT_NEW_TOKENS = 128
 PROMPT_TAIL_TOKENS = 32  # that may hold the beginning of the reasoning
 INSIDE = "sampling_params."
+LIMIT = "sampling_params.max_new_tokens"
+PARAMS_BYTES = 2048  # of a body, that cost as much to read as parameters to check
 
 
 async def generate(request: web.BaseRequest) -> web.StreamResponse:
@@ -48,7 +53,7 @@ async def generate(request: web.BaseRequest) -> web.StreamResponse:
     body = await READER.read(request)
     prompts, images, single = await _prompts(s, body)
     given = [p or SamplingBody() for p in each("sampling_params", body.sampling_params, len(prompts))]
-    params = [_params(s, one) for one in given]
+    params = await _all_params(s, given)
     n = params[0].n
     if len({p.n for p in params}) > 1:
         raise bad_field("sampling_params.n", "must be the same for all prompts of a batch")
@@ -59,7 +64,7 @@ async def generate(request: web.BaseRequest) -> web.StreamResponse:
             num_prompt_tokens=len(ids),
             images=images[i] if images else (),
             context_length=s.context_length,
-            field="sampling_params.max_new_tokens",
+            field=LIMIT,
             cut=one.max_new_tokens is msgspec.UNSET,  # the default is cut to what fits
         )
         for i, (p, ids, one) in enumerate(zip(params, prompts, given, strict=True))
@@ -100,7 +105,7 @@ async def _prompts(s: Services, body: GenerateBody) -> tuple[list[list[int]], li
         sources = media_sources(body, len(given), single=single)
         found = [await _prompt(s, one, own, field=field) for one, own in zip(given, sources, strict=True)]
         return [prompt.ids for prompt in found], [prompt.images for prompt in found], single
-    return [await prompt_ids(s, one, field=field) for one in given], [], single
+    return await prompts_ids(s, given, field=field, limit_field=LIMIT), [], single
 
 
 def _given(body: GenerateBody) -> tuple[Sequence[str | list[int]], bool]:
@@ -114,8 +119,19 @@ def _given(body: GenerateBody) -> tuple[Sequence[str | list[int]], bool]:
 
 async def _prompt(s: Services, given: str | list[int], sources: list[MediaSource], *, field: str) -> Prompt:
     if not sources:
-        return Prompt(await prompt_ids(s, given, field=field), [])
-    return await media_prompt(s, given, await load_media(s, sources), field=field)
+        return Prompt(await prompt_ids(s, given, field=field, limit_field=LIMIT), [])
+    return await media_prompt(s, given, await load_media(s, sources), field=field, limit_field=LIMIT)
+
+
+async def _all_params(s: Services, given: Sequence[SamplingBody]) -> list[SamplingParams]:
+    """Parameters of each prompt; those of one body are made once, and many beside the event loop. Raises ApiError(400)."""
+    distinct = {id(one): one for one in given}
+    if sum(len(one.bad_words or ()) for one in distinct.values()) > MAX_SAMPLES:
+        raise bad_field(INSIDE + "bad_words", f"at most {MAX_SAMPLES} words in one request; send fewer")
+    made = await BODIES.run(
+        lambda: {key: _params(s, one) for key, one in distinct.items()}, size=PARAMS_BYTES * len(distinct)
+    )
+    return [made[id(one)] for one in given]
 
 
 def _params(s: Services, p: SamplingBody) -> SamplingParams:

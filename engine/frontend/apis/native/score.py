@@ -4,19 +4,22 @@ The shape is SGLang's `ScoringRequest` (srt/entrypoints/openai/protocol.py). A q
 """
 
 import math
+from collections.abc import Iterator
+from typing import Any
 
 from aiohttp import web
 
 from engine.frontend.apis.shared.alone import (
     AloneBody,
     check_computes_prompts,
-    fitting_ids,
+    fitting_lists,
+    fitting_texts,
     named_prompts,
     next_logprobs,
 )
 from engine.frontend.apis.shared.body_reader import BodyReader, Unserved
 from engine.frontend.apis.shared.fields import check_num_samples, check_priority, check_token_ids, prompts_of
-from engine.frontend.services import SERVICES
+from engine.frontend.services import SERVICES, Services
 from engine.messages import MAX_ASKED_TOKEN_IDS
 from service.http.errors import bad_field
 from service.http.stream import json_response
@@ -48,9 +51,7 @@ async def score(request: web.BaseRequest) -> web.Response:
     body = await READER.read(request)
     check_computes_prompts(s)
     labels = _labels(body, vocab_size=s.model.vocab_size)
-    joined = _joined(body)
-    check_num_samples(len(joined), 1, field="items")
-    ids = [await fitting_ids(s, one, field="items", room=1) for one in joined]
+    ids = await _joined(s, body)
     prompts = named_prompts(request, body, ids, prefix="score-")
     logprobs = await next_logprobs(request, prompts, token_ids=labels, priority=check_priority(body.priority))
     shown = shares if body.apply_softmax else probabilities
@@ -85,8 +86,8 @@ def _labels(body: ScoreBody, *, vocab_size: int) -> tuple[int, ...]:
     return tuple(labels)
 
 
-def _joined(body: ScoreBody) -> list[str | list[int]]:
-    """The prompts: the query before each item, or behind it."""
+async def _joined(s: Services, body: ScoreBody) -> list[list[int]]:
+    """The prompts: the query before each item, or behind it. One that is too long is refused before the next is made."""
     query, given = body.query, body.items
     if query is None:
         raise bad_field("query", "is missing")
@@ -95,4 +96,8 @@ def _joined(body: ScoreBody) -> list[str | list[int]]:
     items = prompts_of(given, field="items")
     if {type(item) for item in items} != {type(query)}:
         raise bad_field("items", "must be texts if query is one, and lists of token ids if query is one")
-    return [item + query if body.item_first else query + item for item in items]  # type: ignore[operator]
+    check_num_samples(len(items), 1, field="items")
+    joined: Iterator[Any] = (item + query if body.item_first else query + item for item in items)  # type: ignore[operator]
+    if isinstance(query, str):
+        joined = iter(await fitting_texts(s, joined, field="items", room=1))
+    return fitting_lists(s, joined, field="items", room=1)

@@ -19,6 +19,7 @@ from engine.frontend.apis.ollama.view import (
     loaded,
     response_text,
 )
+from engine.frontend.apis.shared.body_reader import beside_loop
 from engine.frontend.apis.shared.fields import prompt_ids
 from engine.frontend.apis.shared.models import choose_model
 from engine.frontend.apis.shared.other_apis import in_words_of
@@ -39,7 +40,9 @@ async def chat(request: web.BaseRequest) -> web.StreamResponse:
     with in_words_of(NAMES):
         if not body.messages:
             return _loaded(request[SERVICES], body, chat_message)
-        return await _answer_chat(request, body, chat_of(body), show=chat_message, start_ns=start_ns)
+        return await _answer_chat(
+            request, body, await beside_loop(request, partial(chat_of, body)), show=chat_message, start_ns=start_ns
+        )
 
 
 async def generate(request: web.BaseRequest) -> web.StreamResponse:

@@ -9,7 +9,7 @@ from aiohttp import web
 from engine.frontend.apis.openai.bodies import DEFAULT_COMPLETION_TOKENS, READER, CompletionBody, check_completion
 from engine.frontend.apis.openai.view import CompletionView, Echo
 from engine.frontend.apis.shared.constraints import Constraint
-from engine.frontend.apis.shared.fields import check_num_samples, prompt_ids, prompts_of
+from engine.frontend.apis.shared.fields import check_num_samples, prompts_ids, prompts_of
 from engine.frontend.apis.shared.models import Chosen, choose_model
 from engine.frontend.apis.shared.samples import answer_samples, body_constraint, sampling_of
 from engine.frontend.services import SERVICES, Services
@@ -39,7 +39,7 @@ async def plan_completion(s: Services, body: CompletionBody) -> CompletionPlan:
     limit = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     constraint = body_constraint(body)
     params = sampling_of(s, body, max_tokens=limit, name="max_tokens", constraint=constraint)
-    ids = [await prompt_ids(s, p, field="prompt") for p in prompts]
+    ids = await prompts_ids(s, prompts, field="prompt")
     logprobs = None
     if body.logprobs is not None:
         logprobs = LogprobOptions(start_len=0 if body.echo else -1, top_num=body.logprobs)
@@ -80,6 +80,7 @@ async def completions(request: web.BaseRequest) -> web.StreamResponse:
 
 
 async def _echo(s: Services, prompt: str | list[int], ids: list[int], *, with_places: bool) -> Echo:
-    tokenizer = s.model.tokenizer
-    text = prompt if isinstance(prompt, str) else tokenizer.decode(prompt, skip_special_tokens=False)
+    tokenizer, text = s.model.tokenizer, prompt
+    if not isinstance(text, str):
+        (text,) = await s.decode_all([text], skip_special_tokens=False)
     return Echo(text, await asyncio.to_thread(places_of, tokenizer, ids, text) if with_places else ())

@@ -4,15 +4,17 @@ import array
 import base64
 import math
 import sys
+from typing import Any
 
 from aiohttp import web
 
-from engine.frontend.apis.shared.alone import AloneBody, check_computes_prompts, embed, prompts_in, vector_of
+from engine.frontend.apis.shared.alone import AloneBody, check_computes_prompts, embed, prompts_in, size_of, vector_of
 from engine.frontend.apis.shared.body_reader import BodyReader
 from engine.frontend.apis.shared.refused import EMBEDDING
 from engine.frontend.services import SERVICES, Services
+from engine.text.sample import TextOutput
 from service.http.errors import bad_field
-from service.http.stream import json_response
+from service.http.stream import json_response, json_rows
 
 
 class EmbeddingBody(AloneBody, kw_only=True):
@@ -31,12 +33,15 @@ async def embeddings(request: web.BaseRequest) -> web.Response:
     prompts = await prompts_in(request, body, body.input, field="input", prefix="embd-")
     answers = await embed(request, prompts)
     unit = request[SERVICES].model.head.unit
-    heads = [shortened(vector_of(answer), body.dimensions, unit=unit) for answer in answers]
-    vectors = [_shown(head, body.encoding_format) for head in heads]
+
+    def shown(index: int, answer: TextOutput) -> dict[str, Any]:
+        head = shortened(vector_of(answer), body.dimensions, unit=unit)
+        return {"object": "embedding", "index": index, "embedding": _shown(head, body.encoding_format)}
+
     return json_response(
         {
             "object": "list",
-            "data": [{"object": "embedding", "index": i, "embedding": vector} for i, vector in enumerate(vectors)],
+            "data": await json_rows((shown(*one) for one in enumerate(answers)), size=size_of(answers)),
             "model": prompts.model,
             "usage": {"prompt_tokens": prompts.num_tokens, "total_tokens": prompts.num_tokens},
         }

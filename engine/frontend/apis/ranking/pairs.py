@@ -13,6 +13,8 @@ from engine.frontend.apis.shared.alone import (
     AloneBody,
     check_computes_prompts,
     fitting_ids,
+    fitting_lists,
+    fitting_texts,
     label_logits,
     named_prompts,
     next_logprobs,
@@ -66,11 +68,11 @@ async def judge(
         _check_one_label(s)
         if body.instruct is not None:
             raise bad_field("instruct", "this classifier reads query and text alone; leave it out")
-        ids = [await _joined(s, query, text, fields=fields) for query, text in pairs]
+        ids = await _joined(s, pairs, fields=fields)
     else:
         named = INSTRUCTION if body.instruct is None else body.instruct
-        asked = [question(query, text, named) for query, text in pairs]
-        ids = [await fitting_ids(s, one, field=fields[1], room=1) for one in asked]
+        asked = (question(query, text, named) for query, text in pairs)
+        ids = await fitting_texts(s, asked, field=fields[1], room=1)
     prompts = named_prompts(request, body, ids, prefix=prefix)
     if answers is None:
         scores = [_sigmoid(row[0]) for row in await label_logits(request, prompts)]
@@ -85,10 +87,13 @@ def question(query: str, text: str, instruction: str) -> str:
     return _QUESTION.format(instruction=instruction, query=query, text=text)
 
 
-async def _joined(s: Services, query: str, text: str, *, fields: tuple[str, str]) -> list[int]:
-    ids = await fitting_ids(s, query, field=fields[0])
-    ids = ids + await s.encode(text, field=fields[1], add_special_tokens=False)
-    return await fitting_ids(s, ids, field=fields[1])
+async def _joined(s: Services, pairs: Sequence[tuple[str, str]], *, fields: tuple[str, str]) -> list[list[int]]:
+    """Token ids of each query and the text behind it."""
+    queries = list(dict.fromkeys(query for query, _ in pairs))
+    asked = dict(zip(queries, await fitting_ids(s, queries, field=fields[0]), strict=True))
+    texts = await fitting_texts(s, (text for _, text in pairs), field=fields[1], add_special_tokens=False)
+    joined = (asked[query] + ids for (query, _), ids in zip(pairs, texts, strict=True))
+    return fitting_lists(s, joined, field=fields[1])
 
 
 def _check_one_label(s: Services) -> None:

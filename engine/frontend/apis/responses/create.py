@@ -13,6 +13,7 @@ from engine.frontend.apis.responses.body import READER, Item, ResponseBody
 from engine.frontend.apis.responses.chat import NAMES, to_chat
 from engine.frontend.apis.responses.truncation import truncated, turns_of
 from engine.frontend.apis.responses.view import ResponseView
+from engine.frontend.apis.shared.body_reader import beside_loop
 from engine.frontend.apis.shared.other_apis import in_words_of
 from engine.frontend.apis.shared.resumable import ids_of, resume_of
 from engine.frontend.apis.shared.stream import Framing
@@ -40,7 +41,7 @@ _items = msgspec.json.Decoder(list[Item])
 async def create_response(request: web.BaseRequest) -> web.StreamResponse:
     s, body = request[SERVICES], await READER.read(request)
     keeper = await _keeper(request, s, body)
-    chat = to_chat(body)
+    chat = await beside_loop(request, partial(to_chat, body))
     with in_words_of(NAMES):
         return await _answer(request, s, body, chat, keeper)
 
@@ -75,7 +76,7 @@ async def _keeper(request: web.BaseRequest, s: Services, body: ResponseBody) -> 
         _refuse_stored(body, s.spec.mode)
         return None
     data, owner = await request.read(), caller_of(request)
-    fields = decode_body(data, StoreFields)
+    fields = await beside_loop(request, partial(decode_body, data, StoreFields))
     conversation = await open_conversation(fields, partial(s.responses.find, owner=owner))
     if body.previous_response_id is not None:
         body.history = _items.decode(conversation.history)

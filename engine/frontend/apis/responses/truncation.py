@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 from engine.frontend.apis.chat.body import ChatMessage
 from engine.frontend.apis.chat.plan import ChatPlan
+from engine.frontend.apis.shared.fields import CONTEXT_EXCEEDED
+from service.http.errors import ApiError
 
 
 @dataclass(frozen=True)
@@ -27,14 +29,27 @@ def turns_of(messages: list[ChatMessage]) -> Turns:
 
 async def truncated(turns: Turns, plan: Callable[[list[ChatMessage]], Awaitable[ChatPlan]], *, room: int) -> ChatPlan:
     """The plan with the fewest turns dropped whose prompt has at most `room` tokens; with one turn if none has."""
-    best = await plan(turns.messages)
+    best = await _fitting(turns.messages, plan, room)
     low, high = 1, len(turns.starts)
-    if len(best.input_ids) <= room or not high:
+    if best is not None:
         return best
     while low < high:
         middle = (low + high) // 2
-        if len((await plan(turns.without(middle))).input_ids) <= room:
+        if await _fitting(turns.without(middle), plan, room) is not None:
             high = middle
         else:
             low = middle + 1
-    return await plan(turns.without(low))
+    return await plan(turns.without(high))
+
+
+async def _fitting(
+    messages: list[ChatMessage], plan: Callable[[list[ChatMessage]], Awaitable[ChatPlan]], room: int
+) -> ChatPlan | None:
+    """The plan of these messages; None: their prompt has more than `room` tokens."""
+    try:
+        found = await plan(messages)
+    except ApiError as error:
+        if error.code != CONTEXT_EXCEEDED:
+            raise
+        return None
+    return found if len(found.input_ids) <= room else None

@@ -1,13 +1,15 @@
 """Prompts that the worker of prompts answers alone: embeddings and scores. No decode worker takes part, nothing is transferred."""
 
 import array
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import msgspec
 from aiohttp import web
 
-from engine.frontend.apis.shared.fields import check_num_samples, prompt_ids, prompts_of, too_long
+from engine.frontend.apis.shared.fields import check_num_samples, check_prompt_ids, prompts_of, too_long
 from engine.frontend.apis.shared.heads import check_generates
 from engine.frontend.apis.shared.models import choose_model
 from engine.frontend.apis.shared.namespaces import PerPrompt, namespaces_of
@@ -16,10 +18,16 @@ from engine.frontend.services import SERVICES, Services
 from engine.messages import GenerateRequest, LogprobOptions
 from engine.sampling_params import SamplingParams
 from engine.text.sample import TextOutput
+from engine.text.tokenizer import TooManyTokens
 from service.http.caller_names import owner_in
-from service.http.errors import ApiError
+from service.http.errors import ApiError, bad_field
+from service.http.json_bounds import MOST_VALUES
 
 NOTHING_NEW = SamplingParams(max_new_tokens=0, temperature=0.0, seed=0)
+TURN_PROMPTS = 64  # sent at once: other requests have their turn behind them
+TURN_PROMPTS_ON_CPU = 16  # a prompt costs 20 ms there, however short
+TURN_CHUNK = 8192  # tokens of a step where prompts are not cut
+LEAST_TIMEOUT_S = 0.001  # for what is left when the time is over: the engine says so
 ONE_TOKEN = SamplingParams(max_new_tokens=1, temperature=0.0, seed=0)
 
 
@@ -62,7 +70,7 @@ async def prompts_in(
     s = request[SERVICES]
     several = prompts_of(given, field=field)  # type: ignore[arg-type]
     check_num_samples(len(several), 1, field=field)
-    return named_prompts(request, body, [await fitting_ids(s, one, field=field) for one in several], prefix=prefix)
+    return named_prompts(request, body, await fitting_ids(s, several, field=field), prefix=prefix)
 
 
 def named_prompts(request: web.BaseRequest, body: AloneBody, ids: list[list[int]], *, prefix: str) -> Prompts:
@@ -84,12 +92,37 @@ def check_computes_prompts(s: Services) -> None:
         raise ApiError(400, "a decode worker computes no prompts; send it to a prefill worker or to the router")
 
 
-async def fitting_ids(s: Services, prompt: str | list[int], *, field: str, room: int = 0) -> list[int]:
-    """Token ids that the context holds, with `room` more. Raises ApiError(400)."""
-    ids = await prompt_ids(s, prompt, field=field)
-    if len(ids) + room > s.context_length:
-        raise too_long(field, f"a text has {len(ids)} tokens", context_length=s.context_length)
-    return ids
+async def fitting_ids(s: Services, prompts: Sequence[str | list[int]], *, field: str, room: int = 0) -> list[list[int]]:
+    """Token ids of prompts, all texts or all ids; the context holds each, with `room` more. Raises ApiError(400)."""
+    if not isinstance(prompts[0], str):
+        return fitting_lists(s, cast(Sequence[list[int]], prompts), field=field, room=room)
+    return fitting_lists(
+        s, await fitting_texts(s, cast(Sequence[str], prompts), field=field, room=room), field=field, room=room
+    )
+
+
+async def fitting_texts(
+    s: Services, texts: Iterable[str], *, field: str, room: int = 0, add_special_tokens: bool = True
+) -> list[list[int]]:
+    """Token ids of texts, each of which fits; the texts behind one that does not are not made. Raises ApiError(400)."""
+    most = s.context_length - room
+    try:
+        return await s.encode_all(texts, field=field, add_special_tokens=add_special_tokens, most=most)
+    except TooManyTokens as e:
+        raise too_long(field, f"a text has {e}", context_length=s.context_length) from None
+
+
+def fitting_lists(s: Services, lists: Iterable[list[int]], *, field: str, room: int = 0) -> list[list[int]]:
+    """Lists of token ids, each of which fits, and which are not too many together. Raises ApiError(400)."""
+    found, num_tokens = list[list[int]](), 0
+    for ids in lists:
+        if len(ids) + room > s.context_length:
+            raise too_long(field, f"a text has {len(ids)} tokens", context_length=s.context_length)
+        num_tokens += len(ids)
+        if num_tokens > MOST_VALUES:
+            raise bad_field(field, f"one request may hold at most {MOST_VALUES} tokens; send fewer texts")
+        found.append(check_prompt_ids(ids, field=field, vocab_size=s.model.vocab_size))
+    return found
 
 
 async def embed(request: web.BaseRequest, prompts: Prompts) -> list[TextOutput]:
@@ -125,6 +158,11 @@ def vector_of(answer: TextOutput) -> "array.array[float]":
     return array.array("f", _whole(answer, bool(answer.tokens.hidden)).tokens.hidden[-1])
 
 
+def size_of(answers: Sequence[TextOutput]) -> int:
+    """Bytes of their vectors."""
+    return sum(len(hidden) for answer in answers for hidden in answer.tokens.hidden[-1:])
+
+
 async def next_logprobs(
     request: web.BaseRequest, prompts: Prompts, *, token_ids: tuple[int, ...], priority: int
 ) -> list[list[float]]:
@@ -149,16 +187,53 @@ async def next_logprobs(
 
 
 async def _answers(request: web.BaseRequest, prompts: Prompts, requests: list[GenerateRequest]) -> list[TextOutput]:
-    s = request[SERVICES]
-    groups = [prompts.name] * len(requests)
-    timeout_s = s.timeout_of(request)
+    """Answers of all samples. They are sent in turns, so that a request of thousands does not stand before all others' in the queue."""
+    s, time_s = request[SERVICES], asyncio.get_running_loop().time
+    timeout_s, answers = s.timeout_of(request), list[TextOutput]()
+    end_s = None if timeout_s is None else time_s() + timeout_s
     owner, rank = owner_in(request), prompts.dp_rank
-    with s.client.generate(requests, groups=groups, timeout_s=timeout_s, dp_rank=rank, owner=owner) as generation:
-        return await generation.collect()
+    most = TURN_PROMPTS_ON_CPU if s.leaders.info.get("device") == "cpu" else TURN_PROMPTS
+    for turn in turns_of(requests, most_prompts=most, most_tokens=_turn_tokens(s)):
+        left_s = None if end_s is None else max(end_s - time_s(), LEAST_TIMEOUT_S)
+        groups = [prompts.name] * len(turn)
+        with s.client.generate(turn, groups=groups, timeout_s=left_s, dp_rank=rank, owner=owner) as generation:
+            answers += [_not_aborted(answer) for answer in await generation.collect()]
+    return answers
+
+
+def turns_of(
+    requests: Sequence[GenerateRequest], *, most_prompts: int, most_tokens: int
+) -> Iterator[list[GenerateRequest]]:
+    """Samples that are sent at once: at most `most_prompts`, of `most_tokens` together, but one at least."""
+    turn, num_tokens = list[GenerateRequest](), 0
+    for request in requests:
+        num_tokens += len(request.input_ids)
+        if turn and (num_tokens > most_tokens or len(turn) == most_prompts):
+            yield turn
+            turn, num_tokens = [], len(request.input_ids)
+        turn.append(request)
+    yield turn
+
+
+def _turn_tokens(s: Services) -> int:
+    """A step of prompts for each rank, and those that wait while it computes."""
+    chunk, depth = (s.leaders.info.get(name) for name in ("chunked_prefill_size", "overlap_depth"))
+    steps = depth if isinstance(depth, int) else 1
+    return steps * s.leaders.num_ranks * (chunk if isinstance(chunk, int) and chunk > 0 else TURN_CHUNK)
+
+
+def _not_aborted(answer: TextOutput) -> TextOutput:
+    finish = answer.tokens.finish
+    if finish is not None and finish.kind == "abort":
+        raise _aborted()
+    return answer
 
 
 def _whole(answer: TextOutput, is_there: bool) -> TextOutput:
-    finish = answer.tokens.finish
-    if not is_there or (finish is not None and finish.kind == "abort"):
-        raise ApiError(499, "the request was aborted", code="aborted")
+    if not is_there:
+        raise _aborted()
     return answer
+
+
+def _aborted() -> ApiError:
+    return ApiError(499, "the request was aborted", code="aborted")

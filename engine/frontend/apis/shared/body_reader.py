@@ -17,11 +17,14 @@ from engine.frontend.apis.shared.inner_fields import strict, unknown_inside
 from engine.frontend.apis.shared.resumable import take_resume
 from engine.frontend.ignored_fields import IGNORED_HEADER, shown
 from engine.frontend.services import SERVICES
+from service.aside import BODIES
 from service.http.errors import ApiError, bad_field, decode_body
+from service.http.json_bounds import MOST_FIELDS, check_fields
 from service.http.json_depth import decode_or_none
 from service.http.stream import EXTRA_HEADERS
 
 T = TypeVar("T", bound=msgspec.Struct)
+R = TypeVar("R")
 
 EMPTY: tuple[Any, ...] = (None, False, 0, "", [], {})
 FOR_THE_ROUTER = frozenset({"session_id", "routing_key", "bootstrap_pair_key"})
@@ -61,8 +64,8 @@ class BodyReader(Generic[T]):
 
     async def read(self, request: web.BaseRequest) -> T:
         """Raises ApiError(400)."""
-        data = take_resume(request, await request.read())
-        body, ignored = self.decode(data, request[SERVICES].model.template_names)
+        data, names = await request.read(), request[SERVICES].model.template_names
+        body, ignored = await BODIES.run(lambda: self.decode(take_resume(request, data), names), size=len(data))
         if ignored:
             extra = request[EXTRA_HEADERS] | {IGNORED_HEADER: shown(ignored)}
             request[EXTRA_HEADERS] = extra
@@ -78,7 +81,8 @@ class BodyReader(Generic[T]):
             fields = decode_or_none(data, dict[str, msgspec.Raw])
             if fields is None:
                 raise
-        ignored = list(self._unknown(fields))
+        check_fields(fields)
+        ignored = list(self._unknown(fields))[:MOST_FIELDS]
         if self.inside is not None:
             self.inside.check(fields.get(self.inside.field))
         body = decode_body(data, self.body)
@@ -92,6 +96,11 @@ class BodyReader(Generic[T]):
                 yield name
             elif name in self.inner:
                 yield from unknown_inside(raw, self.inner[name], name)
+
+
+async def beside_loop(request: web.BaseRequest, work: Callable[[], R]) -> R:
+    """The result of `work` on the values of a body that was read; of a long one a thread does it."""
+    return await BODIES.run(work, size=len(await request.read()))
 
 
 @dataclass(frozen=True, kw_only=True)

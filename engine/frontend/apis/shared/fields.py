@@ -1,6 +1,7 @@
 """Fields that several bodies share: sampling, prompts, limits. An optional field may be an explicit null."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 import msgspec
@@ -18,11 +19,14 @@ from engine.sampling_params import (
     check_sampling_params,
 )
 from engine.text.stop_regex import compile_all
+from engine.text.tokenizer import TooManyTokens
+from service.aside import BODIES
 from service.http.errors import ApiError, bad_field
 
 MAX_SAMPLES = 4096  # of one request
 MAX_STREAM_INTERVAL = 1 << 20
 MAX_PRIORITY = 2**31 - 1
+CONTEXT_EXCEEDED = "context_length_exceeded"  # error code
 MAX_BAD_WORD_CHARS = 8192  # of all: they are tokenized at once
 
 
@@ -209,12 +213,52 @@ def check_prompt_ids(ids: list[int], *, field: str, vocab_size: int) -> list[int
     return ids
 
 
-async def prompt_ids(s: Services, prompt: str | list[int], *, field: str, add_special_tokens: bool = True) -> list[int]:
-    """Token ids of one prompt, checked. Raises ApiError(400)."""
-    ids = prompt
-    if isinstance(ids, str):
-        ids = await s.encode(ids, field=field, add_special_tokens=add_special_tokens)
-    return check_prompt_ids(ids, field=field, vocab_size=s.model.vocab_size)
+def _check_all_ids(lists: list[list[int]], *, field: str, vocab_size: int) -> None:
+    for ids in lists:
+        check_prompt_ids(ids, field=field, vocab_size=vocab_size)
+
+
+async def prompt_ids(
+    s: Services,
+    prompt: str | list[int],
+    *,
+    field: str,
+    limit_field: str = "",
+    add_special_tokens: bool = True,
+    fits: bool = True,
+) -> list[int]:
+    """`prompts_ids` of one prompt. `fits`: it is an error if the context does not hold it. Raises ApiError(400)."""
+    (ids,) = await prompts_ids(
+        s, [prompt], field=field, limit_field=limit_field, add_special_tokens=add_special_tokens, fits=fits
+    )
+    return ids
+
+
+async def prompts_ids(
+    s: Services,
+    prompts: Sequence[str | list[int]],
+    *,
+    field: str,
+    limit_field: str = "",
+    add_special_tokens: bool = True,
+    fits: bool = True,
+) -> list[list[int]]:
+    """Token ids of prompts, all texts or all ids, checked. `limit_field`: that errors about their length name, if it is another.
+
+    A text that the context cannot hold is refused before it is tokenized, if its length alone says so. Raises ApiError(400).
+    """
+    most = s.context_length - 1 if fits else None
+    if isinstance(prompts[0], str):
+        texts = cast(Sequence[str], prompts)
+        try:
+            lists = await s.encode_all(texts, field=field, add_special_tokens=add_special_tokens, most=most)
+        except TooManyTokens as e:
+            raise _no_room(limit_field or field, f"the prompt has {e}", context_length=s.context_length) from None
+    else:
+        lists = cast(list[list[int]], list(prompts))
+    check = partial(_check_all_ids, lists, field=field, vocab_size=s.model.vocab_size)
+    await BODIES.run(check, size=sum(map(len, lists)))
+    return lists
 
 
 def fit_to_context(
@@ -232,8 +276,7 @@ def fit_to_context(
     wanted = params.max_new_tokens
     if room < 1:
         of_videos = f", which take {taken} positions by the time of their videos" if taken > num_prompt_tokens else ""
-        what = f"the prompt has {num_prompt_tokens} tokens{of_videos}, and an answer needs room too"
-        raise too_long(field, what, context_length=context_length)
+        raise _no_room(field, f"the prompt has {num_prompt_tokens} tokens{of_videos}", context_length=context_length)
     if wanted is not None and max(wanted, 1) > room and not cut:
         what = (
             f"you requested {num_prompt_tokens + wanted} tokens "
@@ -244,6 +287,10 @@ def fit_to_context(
     return msgspec.structs.replace(params, max_new_tokens=limit, min_new_tokens=min(params.min_new_tokens, limit))
 
 
+def _no_room(field: str, what: str, *, context_length: int) -> ApiError:
+    return too_long(field, f"{what}, and an answer needs room too", context_length=context_length)
+
+
 def too_long(field: str, what: str, *, context_length: int) -> ApiError:
     """A request that the context cannot hold. Clients know it by its code, or by how OpenAI's message begins."""
     return ApiError(
@@ -251,5 +298,5 @@ def too_long(field: str, what: str, *, context_length: int) -> ApiError:
         f"This model's maximum context length is {context_length} tokens. However, {what}. "
         f"Shorten the prompt, or request fewer tokens ({field}).",
         field=field,
-        code="context_length_exceeded",
+        code=CONTEXT_EXCEEDED,
     )

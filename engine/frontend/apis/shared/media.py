@@ -47,12 +47,21 @@ async def load_media(
 
 
 async def media_prompt(
-    s: Services, prompt: str | list[int], loaded: Sequence[LoadedMedia], *, field: str, add_special_tokens: bool = True
+    s: Services,
+    prompt: str | list[int],
+    loaded: Sequence[LoadedMedia],
+    *,
+    field: str,
+    limit_field: str = "",
+    add_special_tokens: bool = True,
+    fits: bool = True,
 ) -> Prompt:
-    """Put what was loaded into its places. Raises ApiError(400) where their number differs."""
+    """Put what was loaded into its places. Other parameters: as `prompt_ids`. Raises ApiError(400) where their number differs."""
     assert s.images is not None, "nothing was loaded without it"
     marks = s.model.marks
     if isinstance(prompt, str):
         prompt = with_times(prompt, loaded, marks)
-    ids = await prompt_ids(s, prompt, field=field, add_special_tokens=add_special_tokens)
+    ids = await prompt_ids(
+        s, prompt, field=field, limit_field=limit_field, add_special_tokens=add_special_tokens, fits=fits
+    )
     return Prompt(*expanded(ids, loaded, s.images.vision, marks=marks, field=field))
