@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from service.http.errors import ApiError
+from service.http.json_bounds import check_fields
 from service.http.json_depth import JSON_ERRORS, MAX_DEPTH, decode_or_none, deeper_than
 from service.model_names import untagged
 from service.responses.items import inner_text
@@ -118,6 +119,7 @@ def parse_body(api: Api, body: bytes) -> ParsedBody:
         raise BadBody(None, f"the body is nested too deeply (more than {MAX_DEPTH} levels)")
     try:
         fields = _fields_decoder.decode(body)
+        check_fields(fields)
         prompts, prompt_tokens = _prompt_shape(api, prompt_of(api, fields))
     except JSON_ERRORS as err:
         raise BadBody(None, f"the body is not a JSON object: {err}") from None

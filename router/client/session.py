@@ -1,5 +1,6 @@
 """What connections to workers have in common, and the client for everything but generation."""
 
+import io
 import socket
 from collections.abc import Mapping
 
@@ -62,6 +63,11 @@ class WorkerAnswer(msgspec.Struct, frozen=True):
     refused: bool = False
 
 
+def _in_pieces(body: bytes) -> bytes | io.BytesIO | None:
+    """A long body is written as the worker reads it."""
+    return io.BytesIO(body) if len(body) > READ_BUFFER_BYTES else body or None
+
+
 async def call_worker(
     session: aiohttp.ClientSession,
     method: str,
@@ -76,7 +82,12 @@ async def call_worker(
     timeout = aiohttp.ClientTimeout(total=timeout_s)
     try:
         async with session.request(
-            method, URL(url, encoded=True), data=body or None, headers=headers, timeout=timeout, allow_redirects=False
+            method,
+            URL(url, encoded=True),
+            data=_in_pieces(body),
+            headers=headers,
+            timeout=timeout,
+            allow_redirects=False,
         ) as response:
             content_type = {"Content-Type": response.headers.get("Content-Type", "application/json")}
             return WorkerAnswer(response.status, await response.read(), content_type)

@@ -5,14 +5,18 @@ With several models their lists are joined, of one worker for each.
 
 import asyncio
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
+import msgspec
 from aiohttp import web
 
 from router.client.session import call_worker
 from router.http.worker_calls import WorkerCalls
 from router.pool.models import join_models
 from router.pool.worker import Worker
-from service.http.json_depth import decode_or_none, object_of
+from service.aside import BODIES
+from service.http.json_depth import decode_or_none
 from service.http.paths import segment
 from service.http.stream import json_response
 from service.model_names import untagged
@@ -36,6 +40,13 @@ LISTS = {  # where the rows are, and in them the names
 }
 
 
+class _Named(msgspec.Struct):
+    """The fields of a body that name a model."""
+
+    model: Any = msgspec.UNSET
+    name: Any = None
+
+
 @dataclass(eq=False)
 class AnyWorkerApi:
     calls: WorkerCalls
@@ -50,8 +61,9 @@ class AnyWorkerApi:
 
     async def ask(self, request: web.BaseRequest) -> web.Response:
         """What is no model's name is for the worker to refuse."""
-        body = object_of(await request.read())
-        name = body.get("model", body.get("name"))
+        body = await request.read()
+        named = await BODIES.run(partial(decode_or_none, body, _Named), size=len(body)) or _Named()
+        name = named.name if named.model is msgspec.UNSET else named.model
         return await self._call_for(request, untagged(name) if isinstance(name, str) else "")
 
     async def get_model(self, request: web.BaseRequest) -> web.Response:

@@ -2,6 +2,8 @@
 
 import asyncio
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import msgspec
 from aiohttp import web
@@ -11,10 +13,11 @@ from router.fleet.peer_processes import PeerProcesses
 from router.http.worker_calls import WorkerCalls
 from router.pool.health import HealthMonitor
 from router.requests.live import LiveRequests
+from service.aside import BODIES
 from service.http.caller_names import caller_header, has_admin_key
 from service.http.errors import ApiError
 from service.http.guard import key_refusal
-from service.http.json_depth import object_of
+from service.http.json_depth import decode_or_none, object_of
 from service.http.stream import json_response
 from service.security.keys import Access, KeyGate, authorization_of
 
@@ -39,6 +42,10 @@ TIMEOUTS_S = {  # of POSTs that go to all workers as they are
     RELEASE: CALL_TIMEOUT_S,
     RESUME: UPDATE_TIMEOUT_S,
 }
+
+
+class _Abort(msgspec.Struct):
+    abort_all: Any = None
 
 
 @dataclass(eq=False)
@@ -114,7 +121,8 @@ class FanOutApi:
     async def abort_request(self, request: web.BaseRequest) -> web.Response:
         """Pass to every worker: only they know request ids. An id is of the key that gave it; an admin's ends that of any key, or all at once."""
         body, authorization = await request.read(), authorization_of(request.headers)
-        if object_of(body).get("abort_all"):
+        asked = await BODIES.run(partial(decode_or_none, body, _Abort), size=len(body))
+        if asked is not None and asked.abort_all:
             if (refusal := key_refusal(request, self.gate, Access.ADMIN)) is not None:
                 raise refusal
             headers = self.calls.credentials.for_admin(authorization)

@@ -32,6 +32,7 @@ from router.requests.reconnect import Reconnect
 from router.requests.relay import JSON, StreamSplitter, answer_headers, open_answer, read_whole, relay_stream
 from router.requests.replies import HANDED_BACK, draining, failure_error, failure_response, no_worker
 from router.requests.responses import KeptStream, Responses
+from service.aside import BODIES
 from service.http.caller_names import caller_header
 from service.http.deadline import ENVOY_HEADER, TIMEOUT_HEADER
 from service.http.dp_rank import RANK_HEADER, rank_in
@@ -85,7 +86,8 @@ class Dispatcher:
 
     async def invoke(self, http: web.BaseRequest) -> web.StreamResponse:
         """Answer POST /invocations: the body says which API it is for."""
-        return await self.handle(http, path=invoked_path(await http.read()))
+        body = await http.read()
+        return await self.handle(http, path=await BODIES.run(partial(invoked_path, body), size=len(body)))
 
     async def handle(self, http: web.BaseRequest, *, path: str = "") -> web.StreamResponse:
         """`path`: of the API, if it is not the request's."""
@@ -142,9 +144,10 @@ class Dispatcher:
         """Fill in `request`. `ApiError` for a body or a header that cannot be used, or an unknown model."""
         http = request.http
         request.body = await http.read()
+        size = len(request.body)
         if self.reconnect is not None:
-            self.reconnect.note(request)
-        parsed = request.parsed = parse_body(Api(request.path), request.body)
+            await BODIES.run(partial(self.reconnect.note, request), size=size)
+        parsed = request.parsed = await BODIES.run(partial(parse_body, Api(request.path), request.body), size=size)
         if parsed.api is Api.RESPONSES:
             await self.responses.open(request)
             parsed = request.parsed
@@ -152,7 +155,7 @@ class Dispatcher:
         request.model = self.picker.model_of(parsed, request.ways)
         shown = await self._take_images(request) if holds_images(request.body, parsed) else parsed
         if self.chooser is not None:
-            request.hints = self.chooser.hints_of(shown, http.headers)
+            request.hints = await BODIES.run(partial(self.chooser.hints_of, shown, http.headers), size=size)
         else:
             request.hints = RoutingHints(prompt_tokens=shown.prompt_tokens, output_tokens=shown.output_tokens)
         named = rank_in(http.headers)

@@ -3,15 +3,16 @@
 A chat without images costs a search of its bytes, other bodies nothing. Of one with images, load and cache-aware routing see a digest in place of each.
 """
 
-import asyncio
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from router.body import HISTORY_FIELD, TOKENS_PER_IMAGE, Api, ParsedBody, with_fields
+from service.aside import BODIES
 from service.http.errors import bad_field
 from service.http.json_depth import decode_or_none
 from service.images.bad_image import BadImage, with_field
@@ -64,22 +65,14 @@ class BodyImages:
     async def take(self, parsed: ParsedBody) -> WithImages:
         """Raises ApiError(400) that names the part."""
         names = [name for name in _FIELDS.get(parsed.api, ()) if name in parsed.fields]
-        values = {name: decode_or_none(parsed.fields[name]) for name in names}
-        images, body = list(_images(values)), parsed
+        size = sum(len(parsed.fields[name]) for name in names)
+        values, images = await BODIES.run(partial(_found, parsed, names), size=size)
         if not images:
             return WithImages(parsed, parsed)
         if remote := [image for image in images if _is_remote(image)]:
             await self._fetch(remote, parsed)
-            body = with_fields(parsed, {name: _encode(value) for name, value in values.items()})
-            images = list(_images(values))
-        digests = await asyncio.to_thread(lambda: [_digest(image.url) for image in images])
-        for image, digest in zip(images, digests, strict=True):
-            image.put(digest)
-        shown = with_fields(parsed, {name: _encode(value) for name, value in values.items()})
-        num_tokens = shown.prompt_tokens + TOKENS_PER_IMAGE * len(images)
-        shown = msgspec.structs.replace(shown, prompt_tokens=num_tokens)
-        body = msgspec.structs.replace(body, prompt_tokens=num_tokens)
-        return WithImages(body, shown, tuple(digests), fetched=bool(remote))
+        finish = partial(_with_digests, parsed, values, fetched=bool(remote))
+        return await BODIES.run(finish, size=self._most_bytes if remote else size)
 
     async def _fetch(self, remote: list[NamedImage], parsed: ParsedBody) -> None:
         """Put a data URL in place of each."""
@@ -95,6 +88,29 @@ class BodyImages:
             if isinstance(answer, BadImage):
                 raise with_field(answer, image.field)
             image.put(data_url(answer))
+
+
+def _found(parsed: ParsedBody, names: Sequence[str]) -> tuple[dict[str, Any], list[NamedImage]]:
+    values = {name: decode_or_none(parsed.fields[name]) for name in names}
+    return values, list(_images(values))
+
+
+def _with_digests(parsed: ParsedBody, values: dict[str, Any], *, fetched: bool) -> WithImages:
+    """`values`: with fetched images in their places."""
+    body = with_fields(parsed, _written(values)) if fetched else parsed
+    images = list(_images(values))
+    digests = [_digest(image.url) for image in images]
+    for image, digest in zip(images, digests, strict=True):
+        image.put(digest)
+    shown = with_fields(parsed, _written(values))
+    num_tokens = shown.prompt_tokens + TOKENS_PER_IMAGE * len(images)
+    shown = msgspec.structs.replace(shown, prompt_tokens=num_tokens)
+    body = msgspec.structs.replace(body, prompt_tokens=num_tokens)
+    return WithImages(body, shown, tuple(digests), fetched=fetched)
+
+
+def _written(values: Mapping[str, Any]) -> dict[str, bytes]:
+    return {name: _encode(value) for name, value in values.items()}
 
 
 def _images(values: dict[str, Any]) -> Iterator[NamedImage]:

@@ -11,9 +11,10 @@ from functools import partial
 import msgspec
 
 from router.attempts.request import AnswerKeeper, RequestContext
-from router.body import HISTORY_FIELD, with_fields, write_body
+from router.body import HISTORY_FIELD, ParsedBody, with_fields, write_body
 from router.fleet.peer_processes import PeerProcesses
 from router.requests.relay import StreamSplitter
+from service.aside import BODIES
 from service.http.errors import bad_field
 from service.http.json_depth import decode_or_none
 from service.http.resume import FrameRecord
@@ -94,28 +95,36 @@ class Responses:
             store=_value(request, "store"),
         )
         if self.book is None:
-            return _store_nothing(request, fields)
+            return await _store_nothing(request, fields)
         is_kept, has_reference = fields.store is not False, REFERENCE in bytes(fields.input)
         if not is_kept and not has_reference and fields.previous_response_id is None:
             return None
         owner = caller_of(request.http)
         conversation = await open_conversation(fields, partial(self.book.find, owner=owner))
         changes = {HISTORY_FIELD: conversation.history, **({"input": conversation.input} if has_reference else {})}
-        request.parsed = with_fields(request.parsed, changes)
-        request.body = write_body(request.parsed)
+        await _change(request, changes)
         if is_kept:
             request.keeper = ResponseKeeper(self.book, conversation, owner=owner, request=request)
         return None
 
 
-def _store_nothing(request: RequestContext, fields: StoreFields) -> None:
+async def _store_nothing(request: RequestContext, fields: StoreFields) -> None:
     """The answer says so, too."""
     if fields.previous_response_id is not None:
         why = "--max-stored-responses is 0"
         raise bad_field("previous_response_id", f"no responses are stored here ({why}); send the conversation as input")
     if fields.store is not False:
-        request.parsed = with_fields(request.parsed, {"store": b"false"})
-        request.body = write_body(request.parsed)
+        await _change(request, {"store": b"false"})
+
+
+async def _change(request: RequestContext, changes: Mapping[str, bytes]) -> None:
+    """Put other JSON texts into these fields of the body."""
+
+    def changed() -> tuple[ParsedBody, bytes]:
+        parsed = with_fields(request.parsed, changes)
+        return parsed, write_body(parsed)
+
+    request.parsed, request.body = await BODIES.run(changed, size=len(request.body) + sum(map(len, changes.values())))
 
 
 def _value(request: RequestContext, name: str) -> object:
