@@ -3,7 +3,9 @@
 import gzip
 import json
 import random
+import zlib
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -148,7 +150,7 @@ RAW_BODIES: dict[str, bytes] = {
     "form": b"text=k17&n=2",
     "pickle": b"\x80\x04\x95\x1c\x00\x00\x00\x00\x00\x00\x00\x8c\x05posix\x94\x8c\x06system\x94\x93\x94.",
 }
-# A body that says nothing wrong, in a wrong wrapping. The last two: what it unpacks to is no JSON, and is too long.
+# A body that says nothing wrong, in a wrong wrapping. The last: what it unpacks to is no JSON.
 WRAPPINGS: dict[str, tuple[tuple[bytes, bytes], bytes]] = {
     "plain-text": ((b"Content-Type", b"text/plain"), b'{"url": "http://127.0.0.1:9"}'),
     "form": ((b"Content-Type", b"application/x-www-form-urlencoded"), b'{"url": "http://127.0.0.1:9"}'),
@@ -156,9 +158,29 @@ WRAPPINGS: dict[str, tuple[tuple[bytes, bytes], bytes]] = {
     "json-beside": ((b"Content-Type", b"text/plain; application/json"), b"{}"),
     "no-type": ((b"Content-Type", b""), b"{}"),
     "no-gzip": ((b"Content-Encoding", b"gzip"), b"abcd"),
+    "brotli": ((b"Content-Encoding", b"br"), b"\x0b\x00\x80{}\x03"),
+    "gzip-twice": ((b"Content-Encoding", b"gzip, gzip"), gzip.compress(gzip.compress(b"{}"))),
     "deflate": ((b"Content-Encoding", b"deflate"), b"\xff\xff"),
-    "bomb": ((b"Content-Encoding", b"gzip"), gzip.compress(b" " * (65 << 20), 1)),
 }
+
+
+@cache
+def too_much() -> dict[str, tuple[tuple[tuple[bytes, bytes], ...], bytes]]:
+    """Headers and bodies: right JSON that holds too much, some of it in few bytes."""
+    text = b'{"text": "' + b"k17 " * 11_000_000 + b'"}'
+    gzipped, deflated = (((b"Content-Encoding", name),) for name in (b"gzip", b"deflate"))
+    return {
+        "bomb": (gzipped, gzip.compress(b" " * (65 << 20), 1)),
+        "bomb-within-the-limit": (gzipped, gzip.compress(text)),
+        "deflated-bomb": (deflated, zlib.compress(text)),
+        "many-members": (gzipped, gzip.compress(b" " * (1 << 18)) * 500),
+        "lists": ((), b'{"text": "k17", "x": [' + b"[]," * 400_000 + b"1]}"),
+        "names": ((), b'{"text": "k17", "x": {' + b'"":1,' * 300_000 + b'"a": 1}}'),
+        "messages": ((), b'{"messages": [' + b'{"role": "user", "content": "k17"},' * 200_000 + b"{}]}"),
+        "ids": ((), b'{"input_ids": [' + b"1," * 3_000_000 + b"1]}"),
+    }
+
+
 # A lone surrogate, as JSON can write it, wherever a client may put text.
 LONE = "\ud800"
 SURROGATES: dict[str, tuple[str, dict[str, Any]]] = {
