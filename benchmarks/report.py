@@ -23,6 +23,7 @@ from benchmarks import (
     kv_event_rate,
     kv_quality,
     layerwise,
+    long_bodies,
     moe_step,
     neighbour,
     pd_overhead,
@@ -63,6 +64,7 @@ QUICK: dict[str, list[str]] = {
     "scheduler_step": ["--steps", "50"],
     "router_cost": ["--seconds", "0.5", "--rounds", "1"],
     "router_path": ["--seconds", "0.5"],
+    "long_bodies": ["--streams", "2", "--megabytes", "4", "--rounds", "1"],
     "start_time": ["--rounds", "1"],
     "token_path": ["--seconds", "1", "--rounds", "1"],
     "frontends": ["--seconds", "1", "--rounds", "1"],
@@ -178,6 +180,14 @@ SECTIONS = {
         "Real frontends of one worker (`--tokenizer-worker-num`) over a stand-in for the scheduler that answers at once, in turns within "
         "one run; answers are not streamed. Client and stand-in share the cores: a second frontend has what they leave.",
         frontends.render,
+    ),
+    "long_bodies": (
+        "Streams beside long bodies",
+        "The longest silence of any of 16 streams of SmolLM2 while one body is read, refused or answered; the slowest of short requests that come "
+        "beside it. Router, prefill and decode worker, and the client, share this machine. The least of five rounds (scores of thousands: one). "
+        "The aim: no silence above 0.25 s. A score or a rerank "
+        "computes thousands of prompts: streams wait for the cores too, and a short request for the prompts of a turn.",
+        long_bodies.render,
     ),
     "start_time": (
         "Start",

@@ -1,0 +1,260 @@
+"""Streams beside long bodies: the longest silence of 16 streams while one body of megabytes is read, tokenized, refused or answered.
+
+usage: python -m benchmarks.long_bodies [--streams 16] [--megabytes 30] [--rounds 5] [--only NAME ...] [--model-path smollm2] [--output FILE]
+
+A router, a prefill and a decode worker on this machine. Streams go through the router, and so does one body after the other, then the same
+to each worker directly where that is possible. Beside them a short request comes every 0.3 s. The client shares the cores. The aim: no
+silence above 0.25 s. What else runs on the machine only adds silence, so of several rounds the least counts; the rows without a body show
+what is left of it.
+"""
+
+import argparse
+import asyncio
+import base64
+import gzip
+import itertools
+import json
+import random
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from benchmarks.cluster import tandem_up
+from deploy.bench import environment
+from deploy.bench.report import table
+
+AIM_S = 0.25
+BESIDE_EVERY_S = 0.3
+SETTLE_S = 0.5  # before a body and after its answer
+ALONE_S = 10.0
+TIMEOUT_S = 300.0
+STREAM_TOKENS = 2000
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Body:
+    """`data`: as sent. `straight`: it also goes to the workers themselves. `once`: its prompts take minutes to compute."""
+
+    name: str
+    path: str
+    data: bytes
+    coding: str = ""
+    straight: bool = False
+    once: bool = False
+
+
+def bodies(megabytes: int) -> list[Body]:
+    """Each kind of body, of `megabytes` where the kind says nothing else."""
+    size = megabytes * 1_000_000
+    text = "hello world " * (size // 12)
+    message = {"role": "user", "content": "hi"}
+    noise = base64.b64encode(random.Random(1).randbytes(size // 2 * 3 // 4)).decode()
+    complete, chat = "/v1/completions", "/v1/chat/completions"
+    return [
+        _body("text", complete, {"prompt": text}, straight=True),
+        _body("text to tokenize", "/tokenize", {"prompt": text}),
+        _body("text to tokenize, 6 MB", "/tokenize", {"prompt": text[:6_000_000]}),
+        _body("6 MB to count", "/v1/messages/count_tokens", {"messages": [{**message, "content": text[:6_000_000]}]}),
+        _body("token ids", complete, {"prompt": [12345] * (size // 7)}, straight=True),
+        _body("token ids, 14 MB", complete, {"prompt": [12345] * 2_000_000}, straight=True),
+        _body("ids to detokenize, 7 MB", "/detokenize", {"tokens": [12345] * 1_000_000}),
+        _body("200,000 messages", chat, {"messages": [message] * 200_000}, straight=True),
+        _body("50,000 messages", chat, {"messages": [message] * 50_000}),
+        _body("parts of a message", chat, {"messages": [{**message, "content": [{"type": "text", "text": "h"}] * 80_000}]}),
+        _body("names of fields", complete, {"prompt": "h", **{f"z{i}": i for i in range(250_000)}}),
+        _body("image", chat, {"messages": [{**message, "content": [{"type": "image_url", "image_url": {"url": text}}]}]}),
+        _body("conversation to store", "/v1/responses", {"input": text}),
+        _body("gzip, 45 MB in 44 kB", complete, {"prompt": "a" * 45_000_000}, zipped=True, straight=True),
+        _body("gzip, of noise", complete, {"prompt": noise}, zipped=True, straight=True),
+        _body("score, 4,096 items", "/v1/score", {"query": "Is it red? ", "items": ["A rose."] * 4096, "label_token_ids": [5, 6]}, once=True),
+        _body("score, query of 400 kB", "/v1/score", {"query": text[:400_000], "items": ["x"] * 4096, "label_token_ids": [5, 6]}),
+        _body("rerank, 400 kB", "/v1/rerank", {"query": "red", "documents": ["a rose is a rose " * 6] * 4000}, once=True),
+    ]  # fmt: skip
+
+
+def _body(
+    name: str, path: str, fields: dict[str, Any], *, zipped: bool = False, straight: bool = False, once: bool = False
+) -> Body:
+    data = json.dumps({"model": "default", **fields}).encode()
+    return Body(
+        name=name,
+        path=path,
+        data=gzip.compress(data) if zipped else data,
+        coding="gzip" if zipped else "",
+        straight=straight,
+        once=once,
+    )
+
+
+@dataclass
+class Watched:
+    """Streams through a router, in a loop of its own thread. `times_s`: of each stream's events, in turn."""
+
+    url: str
+    num_streams: int
+    times_s: dict[int, list[float]] = field(default_factory=dict)
+    others: list[tuple[int, float, float]] = field(default_factory=list)  # status, begin, seconds
+    over: threading.Event = field(default_factory=threading.Event)
+    numbers: "itertools.count[int]" = field(default_factory=itertools.count)
+
+    async def run(self) -> None:
+        timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
+        async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
+            tasks = [self._again(self._stream, session) for _ in range(self.num_streams)]
+            await asyncio.gather(*tasks, self._again(self._other, session))
+
+    async def _again(self, ask: Callable[[aiohttp.ClientSession], Any], session: aiohttp.ClientSession) -> None:
+        while not self.over.is_set():
+            with suppress(aiohttp.ClientError, TimeoutError):
+                await ask(session)
+
+    async def _stream(self, session: aiohttp.ClientSession) -> None:
+        body = {"model": "default", "prompt": "Once", "max_tokens": STREAM_TOKENS, "ignore_eos": True, "stream": True}
+        times = self.times_s[next(self.numbers)] = list[float]()
+        async with session.post(self.url + "/v1/completions", json=body) as response:
+            async for line in response.content:
+                if line.startswith(b"data: {"):
+                    times.append(time.monotonic())
+                if self.over.is_set():
+                    return
+
+    async def _other(self, session: aiohttp.ClientSession) -> None:
+        begin = time.monotonic()
+        body = {"model": "default", "prompt": "Hi", "max_tokens": 1}
+        async with session.post(self.url + "/v1/completions", json=body) as response:
+            await response.read()
+            self.others.append((response.status, begin, time.monotonic() - begin))
+        await asyncio.sleep(BESIDE_EVERY_S)
+
+    def silence_s(self, begin: float, end: float) -> float:
+        """The longest time between two events of a stream that overlaps with these times."""
+        pairs = (pair for times in list(self.times_s.values()) for pair in itertools.pairwise(list(times)))
+        return max((b - a for a, b in pairs if b > begin and a < end), default=end - begin)
+
+    def forget(self) -> None:
+        """Keep the streams' last events alone."""
+        for times in list(self.times_s.values()):
+            del times[:-1]
+        self.others.clear()
+
+
+def send(url: str, body: Body) -> tuple[int, str]:
+    headers = {"Content-Type": "application/json", **({"Content-Encoding": body.coding} if body.coding else {})}
+    request = urllib.request.Request(url + body.path, body.data, headers)
+    try:
+        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
+            return response.status, response.read(300).decode(errors="replace")
+    except urllib.error.HTTPError as error:
+        return error.code, error.read(300).decode(errors="replace")
+    except OSError as error:  # refused before all of it was sent
+        return 0, str(error)
+
+
+def best_of(watched: Watched, name: str, to: str, work: Callable[[], tuple[int, str]], *, rounds: int) -> Row:
+    rows = [row_of(watched, name, to, work) for _ in range(rounds)]
+    return min(rows, key=lambda row: float(row["silence_s"]))
+
+
+def nothing() -> tuple[int, str]:
+    time.sleep(ALONE_S)
+    return 0, ""
+
+
+def row_of(watched: Watched, name: str, to: str, work: Callable[[], tuple[int, str]]) -> Row:
+    time.sleep(SETTLE_S)
+    watched.forget()
+    begin = time.monotonic()
+    status, answer = work()
+    taken_s = time.monotonic() - begin
+    time.sleep(SETTLE_S)
+    end = begin + taken_s
+    row = {
+        "name": name,
+        "to": to,
+        "status": status,
+        "taken_s": taken_s,
+        "silence_s": watched.silence_s(begin, end),
+        "others_s": max((took for _, _, took in watched.others), default=0.0),
+        "others_failed": sum(status != 200 for status, _, _ in watched.others),
+        "answer": answer,
+    }
+    print(json.dumps({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}), flush=True)
+    return row
+
+
+def measure(*, streams: int, megabytes: int, rounds: int, only: Sequence[str], flags: Sequence[str]) -> list[Row]:
+    chosen = [body for body in bodies(megabytes) if not only or body.name in only]
+    with tandem_up(*flags) as cluster:
+        watched = Watched(cluster.url, streams)
+        thread = threading.Thread(target=lambda: asyncio.run(watched.run()))
+        thread.start()
+        try:
+            begin = time.monotonic()
+            while sum(map(bool, watched.times_s.values())) < streams:
+                time.sleep(0.1)
+                assert time.monotonic() < begin + TIMEOUT_S, "the streams did not begin"
+            rows = [row_of(watched, "no body", "", nothing)]
+            for body in chosen:
+                targets = [("router", cluster.url), *(cluster.workers if body.straight else ())]
+                own = 1 if body.once else rounds
+                rows += [best_of(watched, body.name, to, partial(send, url, body), rounds=own) for to, url in targets]
+            rows.append(row_of(watched, "no body", "", nothing))
+        finally:
+            watched.over.set()
+            thread.join()
+    return rows
+
+
+def render(result: dict[str, Any]) -> str:
+    """The table of a result (benchmarks/report.py uses it too)."""
+    lines = [
+        [
+            row["name"],
+            row["to"],
+            str(row["status"] or ""),
+            f"{row['taken_s']:.1f}",
+            f"{row['silence_s']:.2f}",
+            f"{row['others_s']:.2f}" + (f", {row['others_failed']} failed" if row["others_failed"] else ""),
+        ]
+        for row in result["rows"]
+    ]
+    header = ["body", "to", "status", "answered after s", "longest silence of a stream s", "slowest other s"]
+    beside, alone = (_worst(row for row in result["rows"] if bool(row["to"]) is has_body) for has_body in (True, False))
+    text = f"The longest silence beside a body: {beside:.2f} s (aim: {AIM_S:g}), without one: {alone:.2f} s."
+    return f"{table(header, lines)}\n\n{text}"
+
+
+def _worst(rows: Iterable[Row]) -> float:
+    return max((row["silence_s"] for row in rows), default=0.0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--streams", type=int, default=16)
+    parser.add_argument("--megabytes", type=int, default=30)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these bodies")
+    parser.add_argument("--model-path", default="smollm2")
+    parser.add_argument("--flags", default="", help="more flags of `tandem up`")
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args()
+    flags = ("--model-path", args.model_path, *args.flags.split())
+    rows = measure(streams=args.streams, megabytes=args.megabytes, rounds=args.rounds, only=args.only, flags=flags)
+    result = {"environment": environment.describe(), "rows": rows}
+    print(render(result))
+    if args.output:
+        args.output.write_text(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()
