@@ -1,6 +1,6 @@
 """Streams beside long bodies: the longest silence of 16 streams while one body of megabytes is read, tokenized, refused or answered.
 
-usage: python -m benchmarks.long_bodies [--streams 16] [--megabytes 30] [--rounds 5] [--only NAME ...] [--model-path smollm2] [--output FILE]
+usage: python -m benchmarks.long_bodies [--streams 16] [--megabytes 30] [--rounds 3] [--only NAME ...] [--model-path smollm2] [--output FILE]
 
 A router, a prefill and a decode worker on this machine. Streams go through the router, and so does one body after the other, then the same
 to each worker directly where that is possible. Beside them a short request comes every 0.3 s. The client shares the cores. The aim: no
@@ -242,7 +242,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--megabytes", type=int, default=30)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these bodies")
     parser.add_argument("--model-path", default="smollm2")
     parser.add_argument("--flags", default="", help="more flags of `tandem up`")

@@ -184,7 +184,7 @@ SECTIONS = {
     "long_bodies": (
         "Streams beside long bodies",
         "The longest silence of any of 16 streams of SmolLM2 while one body is read, refused or answered; the slowest of short requests that come "
-        "beside it. Router, prefill and decode worker, and the client, share this machine. The least of five rounds (scores of thousands: one). "
+        "beside it. Router, prefill and decode worker, and the client, share this machine. The least of three rounds (scores of thousands: one). "
         "The aim: no silence above 0.25 s. A score or a rerank "
         "computes thousands of prompts: streams wait for the cores too, and a short request for the prompts of a turn.",
         long_bodies.render,
