@@ -145,7 +145,7 @@ class EngineClient:
                 name=r.rid,
                 wire_rid=self.leaders.mint_wire_rid(r.rid),
                 num_prompt_tokens=len(r.input_ids),
-                is_empty=r.sampling.max_new_tokens == 0 and not r.pooling,
+                is_empty=r.sampling.max_new_tokens == 0 and not r.alone,
                 trace=SampleTrace(self._traces, r, r.rid, context, rank if self.leaders.num_ranks > 1 else None),
             )
             for r, rank in zip(requests, ranks, strict=True)
