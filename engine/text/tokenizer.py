@@ -9,7 +9,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from engine.text.longest_token import longest_token
 from service.flags import ConfigError
 
 BROKEN = "�"  # what a decoder puts where bytes are not UTF-8
+_TEXT = -1  # stands for texts among special tokens
 LONG_IDS = 1024  # from this number of ids on decoding them is long enough to free the interpreter
 
 
@@ -63,6 +64,19 @@ class Tokenizer:
             raise TooManyTokens(f"{len(encoding)} tokens")
         ids: list[int] = encoding.ids
         return self._with_ends(ids) if add_special_tokens else ids
+
+    @cached_property
+    def pair_marks(self) -> tuple[list[int], list[int], list[int]]:
+        """Special tokens before, between and behind two texts that are read together, as the pair template of tokenizer.json has them."""
+        texts = (self.token_text(i) for i in range(self.vocab_size) if i not in self.special_ids)
+        text = next(text for text in texts if self.backend.encode(text, add_special_tokens=False).ids)
+        encoding = self.backend.encode(text, text)
+        sides = encoding.sequence_ids  # None: a special token
+        end, begin = len(sides) - sides[::-1].index(0), sides.index(1)
+        before, between = encoding.ids[: sides.index(0)], encoding.ids[end:begin]
+        behind = encoding.ids[len(sides) - sides[::-1].index(1) :]
+        whole = self._with_ends([*before, _TEXT, *behind])
+        return whole[: whole.index(_TEXT)], between, whole[whole.index(_TEXT) + 1 :]
 
     def check_length(self, text: str, most: int) -> None:
         """Raise TooManyTokens for a text that has more than `most` by its length alone."""

@@ -109,4 +109,4 @@ async def test_streams_move_with_their_kv(fleet: Fleet) -> None:
         events, text = await load
         assert ([shown(one) for one in events], text) == (right, written), move.__name__
         assert await metric(fleet.prefill.url, PROMPTS) == before + prompts, "prefill took part"
-        assert await moves(fleet) > moved and not await moves(fleet, "(ended|went_on)")
+        assert await moves(fleet) > moved and not await moves(fleet, "(?:ended|went_on)")

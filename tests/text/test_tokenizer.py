@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import tokenizers
-from tokenizers import models, processors
+from tokenizers import models, pre_tokenizers, processors
 
 from engine.frontend.served_model import load_sampling_defaults
 from engine.model_files.folder import open_folder
@@ -58,6 +58,25 @@ def test_what_is_added_before_and_behind(
     tokenizer = load_tokenizer(tmp_path)
     assert tokenizer.encode("a") == [vocab[token] for token in ids.split()]
     assert tokenizer.encode("a", add_special_tokens=False) == [3]
+
+
+@pytest.mark.parametrize(
+    ("single", "pair"),
+    [
+        ("$A", "$A $B"),
+        ("<s> $A </s>", "<s> $A </s> </s> $B </s>"),
+        ("$A </s>", "$A </s> $B </s>"),
+        ("<s> $A", "$A <s> $B"),
+    ],
+)
+def test_a_pair_has_the_tokens_of_the_template_for_pairs(single: str, pair: str) -> None:
+    backend = tokenizers.Tokenizer(models.WordLevel({"<s>": 0, "</s>": 1, "q": 2, "t": 3}))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.add_special_tokens(["<s>", "</s>"])
+    special = [("<s>", 0), ("</s>", 1)]
+    backend.post_processor = processors.TemplateProcessing(single=single, pair=pair, special_tokens=special)
+    before, between, behind = Tokenizer(backend).pair_marks
+    assert [*before, 2, *between, 3, *behind] == backend.encode("q", "t").ids
 
 
 def test_tokens_that_only_the_config_names_stay_whole(tmp_path: Path) -> None:

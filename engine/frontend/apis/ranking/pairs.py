@@ -12,7 +12,6 @@ from aiohttp import web
 from engine.frontend.apis.shared.alone import (
     AloneBody,
     check_computes_prompts,
-    fitting_ids,
     fitting_lists,
     fitting_texts,
     label_logits,
@@ -88,11 +87,13 @@ def question(query: str, text: str, instruction: str) -> str:
 
 
 async def _joined(s: Services, pairs: Sequence[tuple[str, str]], *, fields: tuple[str, str]) -> list[list[int]]:
-    """Token ids of each query and the text behind it."""
+    """Token ids of each query and its text, with the special tokens that the checkpoint has for pairs."""
     queries = list(dict.fromkeys(query for query, _ in pairs))
-    asked = dict(zip(queries, await fitting_ids(s, queries, field=fields[0]), strict=True))
+    found = await fitting_texts(s, queries, field=fields[0], add_special_tokens=False)
+    asked = dict(zip(queries, found, strict=True))
     texts = await fitting_texts(s, (text for _, text in pairs), field=fields[1], add_special_tokens=False)
-    joined = (asked[query] + ids for (query, _), ids in zip(pairs, texts, strict=True))
+    before, between, behind = s.model.tokenizer.pair_marks
+    joined = ([*before, *asked[query], *between, *ids, *behind] for (query, _), ids in zip(pairs, texts, strict=True))
     return fitting_lists(s, joined, field=fields[1])
 
 
