@@ -20,6 +20,7 @@ from tests.models.tiny_seeing import END, IMAGE, START, make_seeing_checkpoint
 
 FLAGS = ("--dtype", "float32", "--max-total-tokens", "8192", "--chunked-prefill-size", "32", "--page-size", "4")
 SIZES = ("--prefill", "1", "--decode", "1", "--mixed", "1", "--encode", "1")
+SECRET = b"only this cluster knows it"
 FILES = [file_of(picture(37, 50, mode="RGBA", seed=1)), file_of(picture(90, 64, seed=2), "JPEG")]
 IDS = [20, 21, START, IMAGE, END, 22, 23, START, IMAGE, END, 25, 26]
 BODY: dict[str, Any] = {
@@ -33,7 +34,10 @@ BODY: dict[str, Any] = {
 def epd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp("epd")
     path = make_seeing_checkpoint(folder / "qwen3_vl", "qwen3_vl")
-    checked = ("--transfer-backend", "nixl", "--disaggregation-kv-checksum")
+    secret = folder / "secret"
+    secret.write_bytes(SECRET)
+    secret.chmod(0o600)
+    checked = ("--transfer-backend", "nixl", "--disaggregation-kv-checksum", "--cluster-secret-file", str(secret))
     with cluster(folder, *SIZES, *checked, "--model-path", path, *FLAGS) as c:
         yield c
 
@@ -58,7 +62,7 @@ def counters(worker: Worker) -> dict[str, float]:
 def named_by(encoder: Worker) -> dict[str, str]:
     """The header of a router that chose the encoder for both images."""
     named = json.loads(server_info(encoder)["image_encoder"])
-    return {ENCODERS_HEADER: write_header([ImageEncoder(**named)] * len(FILES), None)}
+    return {ENCODERS_HEADER: write_header([ImageEncoder(**named)] * len(FILES), SECRET)}
 
 
 def post(url: str, body: dict[str, Any], headers: dict[str, str]) -> list[int]:
