@@ -4,7 +4,7 @@ A kind says what an expression is: the messages, one of them, its content, a par
 gives them, in any scope: by `set`, as a loop's target, as a macro's parameter, as an attribute of a namespace.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -78,7 +78,8 @@ class _Kinds:
     def __init__(self, tree: nodes.Template) -> None:
         self._names: dict[str, frozenset[_Kind]] = {"messages": frozenset((_Kind.MESSAGES,))}
         macros = {macro.name: macro for macro in tree.find_all(nodes.Macro)}
-        bindings = [b for node in tree.find_all((nodes.Assign, nodes.For, nodes.Call)) for b in _bindings(node, macros)]
+        binders = tree.find_all((nodes.Assign, nodes.With, nodes.For, nodes.Macro, nodes.Call))
+        bindings = [binding for node in binders for binding in _bindings(node, macros)]
         while self._learn(bindings):
             pass
 
@@ -142,12 +143,23 @@ def _bindings(node: nodes.Node, macros: dict[str, nodes.Macro]) -> Iterator[tupl
                 yield from ((f"{target.name}.{given.key}", given.value, False) for given in node.node.kwargs)
         case nodes.Assign(target=nodes.NSRef() as target):
             yield f"{target.name}.{target.attr}", node.node, False
+        case nodes.Assign(target=nodes.Tuple() as target, node=nodes.Tuple() as values):
+            yield from _pairs(target.items, values.items)
+        case nodes.With():
+            yield from _pairs(node.targets, node.values)
+        case nodes.Macro() if node.defaults:
+            yield from _pairs(node.args[-len(node.defaults) :], node.defaults)
         case nodes.For(target=nodes.Name() as target):
             yield target.name, node.iter, True
         case nodes.Call(node=nodes.Name() as called) if called.name in macros:
-            parameters = [parameter.name for parameter in macros[called.name].args]
-            yield from ((name, value, False) for name, value in zip(parameters, node.args, strict=False))
+            yield from _pairs(macros[called.name].args, node.args)
             yield from ((given.key, given.value, False) for given in node.kwargs)
+
+
+def _pairs(targets: Sequence[nodes.Node], values: Sequence[nodes.Node]) -> Iterator[tuple[str, nodes.Node, bool]]:
+    for target, value in zip(targets, values, strict=False):
+        if isinstance(target, nodes.Name):
+            yield target.name, value, False
 
 
 def _guards(
