@@ -16,6 +16,7 @@ _ONE = ("first", "last", "random")
 MISTRAL_ID_CHARS = 9
 
 _Condition = nodes.If | nodes.CondExpr
+_ELSE = ("elif_", "else_", "expr2")  # of conditions
 
 
 class _Kind(Enum):
@@ -165,16 +166,17 @@ def _pairs(targets: Sequence[nodes.Node], values: Sequence[nodes.Node]) -> Itera
 def _guards(
     node: nodes.Node,
     is_site: Callable[[nodes.Node], bool],
-    is_guard: Callable[[_Condition], bool],
+    is_guard: Callable[[_Condition, bool], bool],
     *,
     guarded: bool = False,
 ) -> Iterator[bool]:
-    """For each site in `node`: whether a condition around it is a guard."""
+    """For each site in `node`: whether a condition around it is a guard. `is_guard` also gets whether the site is in the `else`."""
     if is_site(node):
         yield guarded
-    guarded |= isinstance(node, _Condition) and is_guard(node)
-    for child in node.iter_child_nodes():
-        yield from _guards(child, is_site, is_guard, guarded=guarded)
+    for children, in_else in ((node.iter_child_nodes(exclude=_ELSE), False), (node.iter_child_nodes(only=_ELSE), True)):
+        guards = guarded or (isinstance(node, _Condition) and is_guard(node, in_else))
+        for child in children:
+            yield from _guards(child, is_site, is_guard, guarded=guards)
 
 
 def _reads_text(kinds: _Kinds, node: nodes.Node) -> bool:
@@ -200,6 +202,8 @@ def _writes(name: str, node: nodes.Node) -> bool:
             return node.node is not None and _writes(name, node.node)
         case nodes.CondExpr():
             return _writes(name, node.expr1) or (node.expr2 is not None and _writes(name, node.expr2))
+        case nodes.Add():
+            return _writes(name, node.left) or _writes(name, node.right)
         case nodes.Output() | nodes.Concat():
             return any(_writes(name, one) for one in node.nodes)
     return False
@@ -213,19 +217,33 @@ def _loops_over_calls(kinds: _Kinds, node: nodes.Node) -> bool:
     return isinstance(node, nodes.For) and _Kind.CALLS in kinds.of(node.iter)
 
 
-def _asks_for_string(kinds: _Kinds, node: _Condition) -> bool:
-    """Whether a condition, or its `elif`s, asks whether a content is a string: it divides strings from other contents."""
+def _asks_for_string(kinds: _Kinds, node: _Condition, in_else: bool) -> bool:
+    """Whether a condition, or its `elif`s, asks whether a content is a string: it divides strings from other contents.
+
+    Behind a test of strings and something else (`and`) other strings come to the `else`.
+    """
     conditions = [node, *(node.elif_ if isinstance(node, nodes.If) else ())]
-    tests = [test for one in conditions for test in _all(one.test)]
-    return any(isinstance(test, nodes.Test) and test.name == "string" and kinds.is_content(test.node) for test in tests)
+    whole = [one.test for one in conditions if not (in_else and _asks_for_more(kinds, one.test))]
+    return any(_is_string(kinds, test) for one in whole for test in _all(one))
 
 
-def _asks_for_null(kinds: _Kinds, node: _Condition) -> bool:
+def _asks_for_more(kinds: _Kinds, test: nodes.Node) -> bool:
+    """Whether it holds for some strings alone; for those that are not empty, it counts as for all."""
+    if isinstance(test, nodes.And):
+        return _asks_for_more(kinds, test.left) or _asks_for_more(kinds, test.right)
+    return not (kinds.is_content(test) or any(_is_string(kinds, one) for one in _all(test)))
+
+
+def _is_string(kinds: _Kinds, node: nodes.Node) -> bool:
+    return isinstance(node, nodes.Test) and node.name == "string" and kinds.is_content(node.node)
+
+
+def _asks_for_null(kinds: _Kinds, node: _Condition, in_else: bool) -> bool:
     """Whether a condition holds for a content of null alone, as far as `and` says so."""
-    todo: list[nodes.Node] = [node.test]
+    todo: list[nodes.Node] = [] if in_else else [node.test]
     while todo:
         test = todo.pop()
-        if _is_null(kinds, test):
+        if _is_null(kinds, test) and not (isinstance(test, nodes.Compare) and test.ops[0].op == "ne"):
             return True
         todo += [test.left, test.right] if isinstance(test, nodes.And) else []
     return False

@@ -30,6 +30,10 @@ GUARDED = "{% for m in messages %}{% if CHECK %}{{ m.content }}{% else %}{% for 
         (LOOP, True, False),
         (GUARDED.replace("CHECK", "m.content is string"), True, True),
         (GUARDED.replace("CHECK", "m.role == 'tool' or m.content is string"), True, True),
+        (GUARDED.replace("CHECK", "m.content is string and m.content"), True, True),
+        (GUARDED.replace("CHECK", "m.role == 'tool' and m.content is string"), True, False),
+        (GUARDED.replace("CHECK", "m.content is string and 'x' in m.content"), True, False),
+        ("{% for m in messages %}{% for p in m.content %}{{ '<' + p + '>' }}{% endfor %}{% endfor %}", True, False),
         (GUARDED.replace("CHECK", "m.content is not string"), True, True),
         (GUARDED.replace("CHECK", "m.role is string"), True, False),
         (GUARDED.replace("CHECK", "m.content is defined"), True, False),
@@ -66,6 +70,14 @@ def test_null_short_ids_single_calls_and_names() -> None:
         "{{ messages[0].prefix }}{% if 'tools' in messages[0] %}{{ messages[0]['weight'] }}{% endif %}"
     ).names
     assert {"prefix", "tools", "weight"} <= names and "odd" not in names
+
+
+def test_calls_beside_null_alone() -> None:
+    calls = "{% for c in m.tool_calls %}{{ c }}{% endfor %}"
+    shown = "{% for m in messages %}{% if CHECK %}A{% else %}B{% endif %}{% endfor %}"
+    assert reads_of(shown.replace("CHECK", "m.content is none").replace("A", calls)).calls_beside_null
+    assert not reads_of(shown.replace("CHECK", "m.content is none").replace("B", calls)).calls_beside_null
+    assert not reads_of(shown.replace("CHECK", "m.content != none").replace("A", calls)).calls_beside_null
 
 
 def test_parts_where_a_template_knows_texts() -> None:
