@@ -35,7 +35,7 @@ def _marked(message: Message, in_reasoning: bool) -> Iterator[tuple[Message, str
     if in_reasoning:
         written = {name: message[name] + _MARK for name in REASONING if name in message}
         yield message | written, message["reasoning_content"]
-    content = message["content"] or ""
+    content = "" if message["content"] is None else message["content"]
     if isinstance(content, str):
         yield message | {"content": content + _MARK}, content
     elif isinstance(content[-1], TextPart):

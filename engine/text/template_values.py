@@ -35,6 +35,10 @@ class Parts(_Written, list[Any]):
     def __str__(self) -> str:
         return joined(self)
 
+    def __bool__(self) -> bool:
+        """As of a string: empty texts say nothing."""
+        return any(str(part) if isinstance(part, TextPart) else True for part in self)
+
     def __contains__(self, item: object) -> bool:
         return item in str(self) if isinstance(item, str) else super().__contains__(item)
 

@@ -92,6 +92,18 @@ def test_an_assistants_null_is_an_empty_text(name: str, more: dict[str, Any]) ->
     assert "None" not in text and ("I will not." in text) == ("refusal" in more)
 
 
+@pytest.mark.parametrize("content", ["", None, [{"type": "text", "text": ""}]])
+def test_an_empty_text_is_none_to_a_template_of_parts(content: Any) -> None:
+    loop = "{% for p in m.content or [] %}{{ p.text }}{% endfor %}"
+    shown = "{% for m in messages %}{% if m.content %}<" + loop + ">{% endif %}|{% endfor %}"
+    messages = open_turn(content, tool_calls=[CALL])
+    assert prompt_of(shown, messages).endswith(">||")
+    apart = "{% for m in messages %}" + loop + "|{% if m.content is none %}{{ m.tool_calls }}{% endif %}{% endfor %}"
+    calls = apart.replace("{{ m.tool_calls }}", "{% for call in m.tool_calls %}{{ call.function.name }}{% endfor %}")
+    assert prompt_of(calls, messages).endswith("||add")
+    assert prompt_of(shown, open_turn(""), continue_final_message=True).endswith("|<")
+
+
 def test_null_beside_calls_is_null_where_a_template_asks_for_it() -> None:
     asks = "{% for m in messages %}{{ 'null' if m.content is none else m.content }}|{% endfor %}"
     texts = [prompt_of(asks, null(**more)) for more in ({"tool_calls": [CALL]}, {})]
