@@ -119,7 +119,7 @@ class _References:
         id = schema.get("$id")
         anchors = [schema.get(key) for key in _ANCHORS]
         if isinstance(id, str) and not id.startswith("#"):
-            base = urljoin(base, id).removesuffix("#")
+            base = _joined(base, id, "$id").removesuffix("#")
             self._resources.setdefault(base, path)
             self._bases[path] = base
         elif isinstance(id, str):
@@ -160,7 +160,7 @@ class _References:
         """The place that a reference at `path` leads to."""
         uri, _, fragment = reference.partition("#")
         base = next(self._bases[path[:n]] for n in range(len(path), -1, -1) if path[:n] in self._bases)
-        uri = urljoin(base, uri) if uri else base
+        uri = _joined(base, uri, "$ref") if uri else base
         if uri not in self._resources:
             raise BadReference(f"{_shown(reference)}: only references into the schema itself can be followed")
         for text in (unquote(fragment), fragment):
@@ -186,11 +186,18 @@ class _References:
         return value
 
 
+def _joined(base: str, uri: str, key: str) -> str:
+    try:
+        return urljoin(base, uri)
+    except ValueError as error:
+        raise BadReference(f"{_shown(uri, key)}: is no URI ({error})") from None
+
+
 def _index(key: str) -> int:
     if not key.isdecimal():
         raise ValueError(f"{key!r} is no index")
     return int(key)
 
 
-def _shown(reference: str) -> str:
-    return f"$ref {reference[:MAX_SHOWN_CHARS]!r}"
+def _shown(reference: str, key: str = "$ref") -> str:
+    return f"{key} {reference[:MAX_SHOWN_CHARS]!r}"

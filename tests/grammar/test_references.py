@@ -11,6 +11,7 @@ from engine.grammar.compiler import Compiler, GrammarInvalid
 from engine.grammar.json_schema import closed
 from engine.sampling_params import GrammarSpec
 from engine.schema_references import BadReference, local, moved
+from engine.text.argument_types import ArgumentTypes
 from engine.text.call_formats import QWEN25
 from engine.text.tokenizer import Tokenizer
 from service.http.errors import ApiError
@@ -141,6 +142,14 @@ def test_dynamic_references_are_refused() -> None:
     for key in ("$dynamicRef", "$recursiveRef"):
         with pytest.raises(BadReference, match=r"is not supported; write \$ref"):
             local({"items": {key: "#"}})
+
+
+@pytest.mark.parametrize("key", ["$ref", "$id"])
+def test_what_is_no_uri_is_named(key: str) -> None:
+    schema = {"$id": "http://a/b", "properties": {"k": {key: "http://[x"}, "z": {"$ref": "#"}}}
+    with pytest.raises(BadReference, match=rf"^\{key} 'http://\[x': is no URI"):
+        local(schema)
+    assert ArgumentTypes(schema).of("k") == frozenset()
 
 
 def test_what_looks_like_a_reference_and_is_none_stays() -> None:
