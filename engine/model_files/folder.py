@@ -206,6 +206,6 @@ def _ids_of(file: Path, text: str) -> dict[str, int]:
             vocab = msgspec.json.decode(read.model, type=_Model).vocab
             ids = vocab if isinstance(vocab, dict) else {token: id for id, (token, _) in enumerate(vocab)}
             found |= {text: ids[text]} if text in ids else {}
-    except (OSError, msgspec.DecodeError, RecursionError):
+    except (OSError, UnicodeDecodeError, msgspec.DecodeError, RecursionError):
         return {}
     return found

@@ -91,6 +91,14 @@ def test_tokens_that_only_the_config_names_stay_whole(tmp_path: Path) -> None:
     assert open_folder(path).end_ids == (size,)
 
 
+def test_a_vocabulary_that_is_no_utf8_is_named(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "x"}')
+    (tmp_path / "tokenizer.json").write_bytes(b'{"model": {"vocab": {"\xff": 1}}}')
+    assert open_folder(tmp_path).end_ids == ()
+    with pytest.raises(ConfigError, match=r"tokenizer\.json: not a tokenizer that can be read"):
+        load_tokenizer(tmp_path)
+
+
 @pytest.mark.parametrize("broken", [[], "x", {"1": 2}, {"x": {}}, {"1": {"content": 3}}])
 def test_broken_added_tokens_are_named(broken: object, tmp_path: Path) -> None:
     path = rewritten(tmp_path, {"added_tokens_decoder": broken or ["x"]})
