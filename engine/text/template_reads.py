@@ -228,10 +228,12 @@ def _asks_for_string(kinds: _Kinds, node: _Condition, in_else: bool) -> bool:
 
 
 def _asks_for_more(kinds: _Kinds, test: nodes.Node) -> bool:
-    """Whether it holds for some strings alone; for those that are not empty, it counts as for all."""
+    """Whether it holds for some strings alone. Each string is defined and not null; an empty one may go either way."""
     if isinstance(test, nodes.And):
         return _asks_for_more(kinds, test.left) or _asks_for_more(kinds, test.right)
-    return not (kinds.is_content(test) or any(_is_string(kinds, one) for one in _all(test)))
+    asked = test.node if isinstance(test, nodes.Not) else test
+    asked = asked.node if isinstance(asked, nodes.Test) else asked
+    return not (kinds.is_content(asked) or any(_is_string(kinds, one) for one in _all(test)))
 
 
 def _is_string(kinds: _Kinds, node: nodes.Node) -> bool:

@@ -31,6 +31,7 @@ GUARDED = "{% for m in messages %}{% if CHECK %}{{ m.content }}{% else %}{% for 
         (GUARDED.replace("CHECK", "m.content is string"), True, True),
         (GUARDED.replace("CHECK", "m.role == 'tool' or m.content is string"), True, True),
         (GUARDED.replace("CHECK", "m.content is string and m.content"), True, True),
+        (GUARDED.replace("CHECK", "m.content is defined and m.content is not none and m.content is string"), True, True),
         (GUARDED.replace("CHECK", "m.role == 'tool' and m.content is string"), True, False),
         (GUARDED.replace("CHECK", "m.content is string and 'x' in m.content"), True, False),
         ("{% for m in messages %}{% for p in m.content %}{{ '<' + p + '>' }}{% endfor %}{% endfor %}", True, False),
