@@ -4,6 +4,7 @@ Where a template reads what came, the prompt equals that of transformers.
 """
 
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from engine.frontend.apis.chat.calls import as_taken, call_ids, short_id
 from engine.frontend.apis.chat.messages import template_messages
+from engine.frontend.apis.chat.plan import rendering_size
 from service.http.errors import ApiError
 from tests.frontend.rendering import chat_body, prompt_of, rendered, template_of
 from tests.text.chat_templates import SHAPES
@@ -301,3 +303,26 @@ def test_a_users_message_goes_on_too() -> None:
 def test_what_cannot_go_on_is_named(source: str, content: Any) -> None:
     with pytest.raises(ApiError, match=r"^messages\[1\].content: the answer continues it: it must end with text"):
         prompt_of(source, open_turn(content), continue_final_message=True)
+
+
+LONG = "x" * 100_000
+FUNCTION = {"name": "f", "parameters": {"description": LONG}}
+
+
+@pytest.mark.parametrize(
+    ("message", "more"),
+    [
+        ({"content": LONG}, {}),
+        ({"content": [part(LONG)]}, {}),
+        ({"reasoning_content": LONG}, {}),
+        ({"reasoning": LONG}, {}),
+        ({"refusal": LONG}, {}),
+        ({"tool_calls": [{"id": "a", "type": "function", "function": {"name": "f", "arguments": LONG}}]}, {}),
+        ({"function_call": {"name": "f", "arguments": LONG}}, {}),
+        ({"content": ""}, {"tools": [{"type": "function", "function": FUNCTION}]}),
+        ({"content": ""}, {"chat_template_kwargs": {"documents": [LONG]}}),
+    ],
+)
+def test_all_that_a_template_may_write_counts_as_work(message: dict[str, Any], more: dict[str, Any]) -> None:
+    services: Any = SimpleNamespace(check_text_bytes=lambda *_, **__: None)
+    assert rendering_size(services, chat_body([{"role": "assistant", **message}], **more)) > len(LONG)

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
+import msgspec
 from aiohttp import web
 
-from engine.frontend.apis.chat.body import ChatBody, check_chat, sources_of
+from engine.frontend.apis.chat.body import ChatBody, KeptMessage, check_chat, sources_of
 from engine.frontend.apis.chat.calls import CallIds, as_taken, call_ids
 from engine.frontend.apis.chat.messages import template_messages
 from engine.frontend.apis.chat.reading import Reading, reading_of
@@ -94,7 +95,7 @@ async def plan_chat(
         body.skip_special_tokens = False  # the reader must see its markers
     sources = sources_of(body.messages)
     loaded = await load_media(s, sources, known) if sources else []
-    prompt, prefix = await s.rendering.run(partial(render_chat, s, body), size=_rendering_size(s, body))
+    prompt, prefix = await s.rendering.run(partial(render_chat, s, body), size=rendering_size(s, body))
     opening = Opening.CLOSED if reasoning is None else opening_of(reasoning, prompt, prefix=prefix)
     text = prompt + prefix
     input_ids, images = await _prompt(s, text, loaded, add_special_tokens=add_special_tokens, fits=fits)
@@ -125,13 +126,19 @@ async def _prompt(s: Services, text: str, loaded: list[LoadedMedia], *, add_spec
     return await media_prompt(s, text, loaded, field="messages", add_special_tokens=add_special_tokens, fits=fits)
 
 
-def _rendering_size(s: Services, body: ChatBody) -> int:
-    """How much there is to render, in characters: a message or a tool costs as much as a page. Raises ApiError(400) for too much text."""
+def rendering_size(s: Services, body: ChatBody) -> int:
+    """How much there is to render, in characters: a message or a tool costs as much as a page, and its other fields count as JSON.
+
+    Raises ApiError(400) for too much text.
+    """
     parts = [m.content if isinstance(m.content, list) else [] for m in body.messages]
     texts = [m.content or "" for m in body.messages if not isinstance(m.content, list)]
     texts += [part.text or "" for several in parts for part in several]
     size = sum(map(len, texts))
     s.check_text_bytes(size, field="messages")
+    others = [[m.reasoning_content or m.reasoning, m.refusal, m.tool_calls, m.function_call] for m in body.messages]
+    kept = [m.kept for m in body.messages if isinstance(m, KeptMessage)]
+    size += len(msgspec.json.encode((others, kept, body.tools, body.chat_template_kwargs)))
     return size + PAGE_CHARS * (len(body.messages) + len(body.tools or ()))
 
 
