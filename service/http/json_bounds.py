@@ -36,14 +36,14 @@ def check_fields(fields: Collection[str]) -> None:
 
 
 def _pieces(body: bytes) -> list[bytes]:
-    """Pieces that are not cut behind a backslash."""
+    """Pieces that are not cut between a backslash and what it escapes."""
     pieces, start = [], 0
     while start < len(body):
-        end = min(start + _PIECE_BYTES, len(body))
-        while end < len(body) and body[end - 1] == ord("\\"):
-            end += 1
-        pieces.append(body[start:end])
-        start = end
+        piece = body[start : start + _PIECE_BYTES]
+        if (len(piece) - len(piece.rstrip(b"\\"))) % 2:  # the last one escapes the next character
+            piece = body[start : start + len(piece) + 1]
+        pieces.append(piece)
+        start += len(piece)
     return pieces
 
 

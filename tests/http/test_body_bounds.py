@@ -9,7 +9,7 @@ import httpx2 as httpx
 import pytest
 from aiohttp import web
 
-from service.http import server
+from service.http import json_bounds, server
 from service.http.errors import ApiError
 from service.http.guard import answer_of
 from service.http.inflate import ALWAYS_BYTES, MOST_TIMES, coding_of, inflate
@@ -98,6 +98,23 @@ def test_a_body_of_too_many_values_is_refused(entry: bytes, count: int, fits: bo
 @pytest.mark.parametrize("text", [b"[{,:", rb"\"[,", rb"\\,"])
 def test_what_stands_in_texts_does_not_count(text: bytes) -> None:
     check_bounds(b'{"a": "' + text * MOST_VALUES + b'"}')
+
+
+@pytest.mark.parametrize("run", [5, 6, 7, 8, 1000, 1001])
+def test_pieces_stay_short_where_all_is_backslashes(run: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One call into C holds the interpreter for one piece."""
+    seen: list[bytes] = []
+
+    def noted(piece: bytes) -> bytes:
+        seen.append(piece)
+        return marks(piece)
+
+    marks = json_bounds._marks
+    monkeypatch.setattr(json_bounds, "_marks", noted)
+    monkeypatch.setattr(json_bounds, "_PIECE_BYTES", 8)
+    monkeypatch.setattr(json_bounds, "MOST_PARTS", 3)
+    check_bounds(b'{"a":"' + b"\\" * run + (b'"' if run % 2 else b"") + b'[[[["}')
+    assert max(map(len, seen)) <= 9
 
 
 async def test_servers_refuse_such_bodies_and_inflate_beside_their_loop(monkeypatch: pytest.MonkeyPatch) -> None:
