@@ -19,7 +19,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from service.aside import BODIES
 from service.http.api_shapes import OPENAI
 from service.http.errors import INTERNAL_ERROR, ApiError
-from service.http.inflate import coding_of, inflate, most_inflated
+from service.http.inflate import USUAL_TIMES, coding_of, inflate
 from service.http.json_bounds import check_bounds
 from service.http.listening import BACKLOG, ListeningPort
 from service.http.paths import plain_path
@@ -238,9 +238,8 @@ class TimedRequest(web.BaseRequest):
         return self._read_bytes
 
     async def _inflated(self, body: bytes, coding: str) -> bytes:
-        most = self.limits.max_body_bytes
-        size = most_inflated(len(body), most_bytes=most) if len(body) > SMALL_BYTES else len(body)
-        return await BODIES.run(partial(inflate, body, coding, most_bytes=most), size=size)
+        size = USUAL_TIMES * len(body) if len(body) > SMALL_BYTES else len(body)
+        return await BODIES.run(partial(inflate, body, coding, most_bytes=self.limits.max_body_bytes), size=size)
 
     async def _received(self) -> bytes:
         """The body as it was sent."""

@@ -1,5 +1,6 @@
 """What a body may hold, compressed or not: bounds that refuse it before anything is made of it."""
 
+import asyncio
 import gzip
 import random
 import threading
@@ -9,6 +10,7 @@ import httpx2 as httpx
 import pytest
 from aiohttp import web
 
+from service.aside import BODIES
 from service.http import json_bounds, server
 from service.http.errors import ApiError
 from service.http.guard import answer_of
@@ -149,3 +151,23 @@ async def test_servers_refuse_such_bodies_and_inflate_beside_their_loop(monkeypa
             assert (await post(b"[" + b"[]," * MOST_PARTS + b"1]")).status_code == 413
             assert (await post(long, **{"Content-Encoding": "br"})).status_code == 415
     assert threads[0] is not threading.main_thread() and threads[1] is threading.main_thread()
+
+
+async def test_a_compressed_body_waits_for_no_huge_one() -> None:
+    async def handle(request: web.BaseRequest) -> web.StreamResponse:
+        return json_response(len(await request.read()))
+
+    goes_on, body = threading.Event(), random.Random(1).randbytes(10_000)
+    huge = asyncio.create_task(BODIES.run(goes_on.wait, size=1 << 30))
+    try:
+        with open_port("127.0.0.1", 0) as port:
+            async with (
+                serving(port, handle, RequestLimits(max_body_bytes=1 << 20), shutdown_timeout_s=0.1),
+                httpx.AsyncClient() as http,
+            ):
+                sent = http.post(port.url, content=gzip.compress(body), headers={"Content-Encoding": "gzip"})
+                assert (await asyncio.wait_for(sent, 20)).json() == len(body)
+                assert not huge.done()
+    finally:
+        goes_on.set()
+        await huge
