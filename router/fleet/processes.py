@@ -25,7 +25,7 @@ from router.config import RouterConfig
 from service.flags import ConfigError
 from service.http.listening import open_shared_ports
 from service.process.socket_folder import socket_folder
-from service.process.stop_signals import DRAIN, END
+from service.process.stop_signals import DRAIN, END, hangup_ends
 
 log = logging.getLogger(__name__)
 
@@ -139,6 +139,7 @@ class _Fleet:
     def __init__(self, members: list[_Member]) -> None:
         self._members = members
         self._stopping = self._had_sigterm = False
+        self._hangup_ends = hangup_ends()
 
     @contextmanager
     def signals(self) -> Iterator[None]:
@@ -153,6 +154,8 @@ class _Fleet:
                 signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: object) -> None:
+        if number == signal.SIGHUP and self._hangup_ends():
+            number = signal.SIGINT
         sent = signal_for(number, had_sigterm=self._had_sigterm)
         self._had_sigterm = self._had_sigterm or number == signal.SIGTERM
         self._stopping = self._stopping or number != signal.SIGHUP

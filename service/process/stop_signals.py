@@ -50,8 +50,8 @@ class StopSignals:
             handlers |= {signal.SIGTERM: self.on_sigterm, DRAIN: self.requested.set}
             handlers |= {signal.SIGINT: self.on_sigint, END: self.on_sigint}
         if on_hangup is not None:
-            outlives = only_hangup or signal.getsignal(signal.SIGHUP) is signal.SIG_IGN or not _has_terminal()
-            handlers[signal.SIGHUP] = on_hangup if outlives else partial(self._on_hangup, on_hangup)
+            ends = (lambda: False) if only_hangup else hangup_ends()
+            handlers[signal.SIGHUP] = partial(self._on_hangup, on_hangup, ends)
         loop = asyncio.get_running_loop()
         for number, handler in handlers.items():
             with suppress(*_CANNOT):
@@ -64,11 +64,20 @@ class StopSignals:
                     loop.remove_signal_handler(number)
                     signal.signal(number, signal.SIG_IGN)
 
-    def _on_hangup(self, then: Callable[[], None]) -> None:
-        if _has_terminal():
-            then()
-        else:
+    def _on_hangup(self, then: Callable[[], None], ends: Callable[[], bool]) -> None:
+        if ends():
             self.on_sigint()
+        else:
+            then()
+
+
+def hangup_ends() -> Callable[[], bool]:
+    """Return what says of a SIGHUP whether it ends this process: its terminal is gone, and it was not started to outlive that (nohup).
+
+    Call it before SIGHUP has a handler.
+    """
+    outlives = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN or not _has_terminal()
+    return lambda: not outlives and not _has_terminal()
 
 
 def _has_terminal() -> bool:

@@ -37,6 +37,27 @@ if "nohup" in sys.argv:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
 asyncio.run(main())
 """
+FLEET_IN_A_TERMINAL = """
+import os, signal, sys
+from router.fleet.processes import _Fleet
+from service.process.stop_signals import END
+
+out, said = int(sys.argv[1]), []
+
+class Member:
+    def send(self, number):
+        if number != signal.SIGKILL:
+            said.append(number)
+            os.write(out, {signal.SIGHUP: b"r", END: b"e"}[number])
+
+if "nohup" in sys.argv:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+with _Fleet([Member()]).signals():
+    os.write(out, b"s")
+    os.kill(os.getpid(), signal.SIGHUP)
+    while len(said) < 2:
+        signal.sigtimedwait([], 0.05)
+"""
 ENDING = """
 import asyncio, sys, uvloop
 from service.process.stop_signals import StopSignals
@@ -97,8 +118,19 @@ async def test_a_process_that_its_parent_ends_catches_only_the_hangup() -> None:
         await asyncio.wait_for(hung_up.wait(), ANSWER_S)
 
 
-@pytest.mark.parametrize(("how", "end"), [("", b"e"), ("nohup", b"h")])
-def test_a_hangup_ends_a_process_whose_terminal_is_gone_unless_it_is_to_outlive_it(how: str, end: bytes) -> None:
+@pytest.mark.parametrize(
+    ("script", "how", "end"),
+    [
+        (IN_A_TERMINAL, "", b"e"),
+        (IN_A_TERMINAL, "nohup", b"h"),
+        (FLEET_IN_A_TERMINAL, "", b"e"),
+        (FLEET_IN_A_TERMINAL, "nohup", b"r"),
+    ],
+    ids=["process", "process-nohup", "router-workers", "router-workers-nohup"],
+)
+def test_a_hangup_ends_a_process_whose_terminal_is_gone_unless_it_is_to_outlive_it(
+    script: str, how: str, end: bytes
+) -> None:
     """While the terminal is there, it only says that keys are to be read again."""
     (reading, writing), (master, slave) = os.pipe(), os.openpty()
 
@@ -106,7 +138,7 @@ def test_a_hangup_ends_a_process_whose_terminal_is_gone_unless_it_is_to_outlive_
         assert select.select([reading], [], [], ANSWER_S)[0], "nothing"
         return os.read(reading, 1)
 
-    command = [sys.executable, "-c", IN_A_TERMINAL, str(writing), how]
+    command = [sys.executable, "-c", script, str(writing), how]
     with subprocess.Popen(
         command,
         stdin=slave,
