@@ -5,7 +5,7 @@ import json
 import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
@@ -22,10 +22,11 @@ from router.pool.workers import WorkerTable
 from router.server import start_router
 from service.http import heartbeats
 from service.http.caller_names import CALLER_HEADER
-from service.http.resume import MOVE_OUT
+from service.http.resume import MOVE_OUT, RESUME_FIELD
 from service.security.secret import ROUTER_SECRET
 
 DEADLINE_S = 60.0
+MEETS_S = 2.0
 BOOTSTRAP_PORT = 8998  # of each prefill worker, as it says
 SECRET = "the secret of dummies and router"
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
@@ -141,6 +142,7 @@ class DummyWorker:
     loads: dict[str, Any] | None = None  # of /v1/loads
     openapi: dict[str, Any] | None = None
     seen: list[Seen] = field(default_factory=list)
+    rooms: set[int] | None = None  # that prefill workers have, of all workers of a cluster; None: decode waits for none
     calls: list[tuple[str, str]] = field(default_factory=list)
     aborts: list[tuple[str | None, str | None]] = field(default_factory=list)  # whose key was shown, whose the name is
     models: list[dict[str, Any]] | None = None  # of /v1/models; None: one of its own name
@@ -230,10 +232,24 @@ class DummyWorker:
             return web.json_response({"moving": self.lets_go(body["samples"])})
         self.seen.append(Seen(request.path, {k.lower(): v for k, v in request.headers.items()}, body))
         try:
+            await self._meet(body)
             return await self.behave(self, request, body)
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
+
+    async def _meet(self, body: dict[str, Any]) -> None:
+        """As real pairs: decode has nothing to answer before prefill has the request. Where that does not come, it goes on alone."""
+        if RESUME_FIELD in body:  # its KV may come from another decode worker
+            return
+        given, came = body.get("bootstrap_room"), self.rooms
+        rooms = {room for room in (given if isinstance(given, list) else [given]) if isinstance(room, int)}
+        if came is not None and self.mode == "prefill":
+            came |= rooms
+        elif came is not None and self.mode == "decode":
+            with suppress(TimeoutError):
+                async with asyncio.timeout(MEETS_S):
+                    await until(lambda: rooms <= came)
 
 
 @dataclass
@@ -338,9 +354,10 @@ async def cluster(
             worker.info["image_encoder"] = json.dumps({"control": f"{worker.name}:1", "incarnation": worker.name})
         for worker in (*prefills, *decodes, *alone) if encode else ():
             worker.info["feature_fetch"] = True
+        rooms = set[int]()
         for worker in (*prefills, *decodes, *alone, *encoders):
             worker.info.update(info or {})
-            worker.beats_s = beats_s
+            worker.beats_s, worker.rooms = beats_s, rooms
         with patch.dict(os.environ, {ROUTER_SECRET: secret}):
             router = await stack.enter_async_context(start_router(RouterConfig(**{**settings, **flags})))
         timeout = aiohttp.ClientTimeout(total=DEADLINE_S)

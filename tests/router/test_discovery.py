@@ -92,8 +92,9 @@ async def start(config: Path, *, shown: bool = False, **more: Any) -> AsyncItera
         kube = await stack.enter_async_context(kube_server(config))
         prefill = DummyWorker("prefill-0", "prefill", host="127.0.0.11", info={"disaggregation_bootstrap_port": PORT})
         decodes = [DummyWorker(f"decode-{i}", "decode", host=f"127.0.0.{20 + i}") for i in range(2)]
+        rooms = set[int]()
         for worker in (prefill, *decodes):
-            worker.port = prefill.port  # pods listen on one port, each at its own address
+            worker.port, worker.rooms = prefill.port, rooms  # pods listen on one port, each at its own address
             await worker.start()
             stack.push_async_callback(worker.stop)
         router = await stack.enter_async_context(start_router(flags(service_discovery_port=prefill.port, **more)))
