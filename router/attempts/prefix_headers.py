@@ -13,7 +13,7 @@ from service.http.prefix_source import PREFIX_HEADER, write_header
 class PrefixHeaders:
     """`secret`: by which workers know their router. `replication`: of hot prefixes; None: nothing is copied ahead.
 
-    `num_named`: attempts whose prefill worker was told of another one.
+    `num_named`: attempts whose prefill worker gets the address of another one.
     """
 
     sources: PrefixSources

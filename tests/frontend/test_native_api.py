@@ -156,7 +156,7 @@ def test_counters_begin_at_zero(worker: Worker) -> None:
     for reason in reasons:
         labels = f'engine_type="unified",finished_reason="{reason}",model_name="m"'
         assert f"vllm:request_success_total{{{labels}}} 0.0" in shown
-    text = worker.http.get("/metrics").text  # nobody has PUT
+    text = worker.http.get("/metrics").text  # no API has PUT
     put = r'endpoint="/generate",engine_type="unified",method="PUT",model_name="tiny"'
     assert f"sglang:http_requests_total{{{put}}} 0.0" in text
     assert f'sglang:http_responses_total{{{put},status_code="503"}} 0.0' in text

@@ -75,7 +75,7 @@ def take_resume(request: web.BaseRequest, data: bytes) -> bytes:
 
 
 def _check(resume: Resume, s: Services) -> None:
-    """Raise ApiError(400) for what would harm this worker, whoever has signed it."""
+    """Raise ApiError(400) for what would harm this worker, also where it is signed."""
     for source in resume.sources:
         if source is not None:
             s.spec.bootstrap_allowlist.check_source(source.control)
