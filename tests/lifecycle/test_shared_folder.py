@@ -22,7 +22,7 @@ MOST_FRONTENDS, MOST_RANKS = 999, 999
 
 
 def temp_of(monkeypatch: pytest.MonkeyPatch, parent: Path, length: int) -> str:
-    """Make the temporary directory one whose path has so many bytes, some of them of characters that take two."""
+    """Make a temporary directory whose path has `length` bytes, with characters of two bytes in it."""
     head = f"{parent}/ä"
     folder = head + "j" * (length - len(os.fsencode(head)))
     os.makedirs(folder)

@@ -73,7 +73,7 @@ class Shape:
     which no file names.
     `fields`: of config.json. `files`: others, by path. `padding`: rows of the model without a token.
     `generic`: compared with transformers' generic class, which reads tokenizer.json alone; with AutoTokenizer else.
-    `before`, `behind`: tokens that transformers 5 does not add. `why`: the engines differ here, and whom this follows.
+    `before`, `behind`: tokens that transformers 5 does not add. `why`: the engines differ here, and which one the row follows.
     """
 
     name: str

@@ -239,9 +239,9 @@ async def test_sigterm_drains_every_process_though_all_of_them_get_it(tmp_path: 
 def test_the_parent_counts_the_signals_and_says_each_thing_by_one_of_its_own() -> None:
     """Two equal signals at a busy process are one to the kernel: "drain", "at once" must not be told apart by their number."""
     ends = (signal.SIGTERM, signal.SIGINT, END)
-    heard = {(s, was): signal_for(s, had_sigterm=was) for s in ends for was in (False, True)}
-    assert heard.pop((signal.SIGTERM, False)) is DRAIN
-    assert set(heard.values()) == {END}
+    sent = {(s, was): signal_for(s, had_sigterm=was) for s in ends for was in (False, True)}
+    assert sent.pop((signal.SIGTERM, False)) is DRAIN
+    assert set(sent.values()) == {END}
     for once in (signal.SIGHUP, DRAIN):  # DRAIN: of the process that started the parent
         assert all(signal_for(once, had_sigterm=was) is once for was in (False, True))
 
