@@ -80,6 +80,7 @@ async def terminal(*argv: str, env: Mapping[str, str] | None = None) -> AsyncIte
 
     def prepare() -> None:
         dies()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a job in the background starts its children with it ignored
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
     process = subprocess.Popen(
