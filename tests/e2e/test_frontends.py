@@ -214,9 +214,10 @@ def test_adapters_and_weights_change_for_all_at_once(at: Frontends, unified: Uni
 
 
 def test_a_stored_response_is_found_from_everywhere(at: Frontends) -> None:
-    status, first = at.call(1, "POST", "/v1/responses", {"input": "abc", "max_output_tokens": 3})
+    three = {"max_output_tokens": 3, "ignore_eos": True}
+    status, first = at.call(1, "POST", "/v1/responses", {"input": "abc", **three})
     assert status == 200, first
-    more = {"input": "d", "previous_response_id": first["id"], "max_output_tokens": 3, "stream": True}
+    more = {"input": "d", "previous_response_id": first["id"], **three, "stream": True}
     for row in at:
         assert at.call(row, "GET", f"/v1/responses/{first['id']}")[1]["id"] == first["id"]
         status, events = at.call(row, "POST", "/v1/responses", more)

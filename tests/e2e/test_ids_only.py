@@ -56,7 +56,8 @@ async def test_tokens_are_those_of_one_engine_and_no_answer_has_text(
     assert [a["output_ids"] for a in answers] == tokens_of(qwen3, bodies, depth=1, max_total_tokens=65536)
     assert all(a.keys() == {"output_ids", "meta_info"} for a in answers)
     (batch,) = await generate_all(
-        started[way].router, [{"input_ids": [[20, 21], [30]], "sampling_params": {"max_new_tokens": 3}}]
+        started[way].router,
+        [{"input_ids": [[20, 21], [30]], "sampling_params": {"max_new_tokens": 3, "ignore_eos": True}}],
     )
     assert [len(one["output_ids"]) for one in batch] == [3, 3] and not any("text" in one for one in batch)
     await assert_all_back(started[way])

@@ -183,10 +183,10 @@ def test_the_router_lists_the_model(way: Cluster, llama: ollama.Client) -> None:
 
 
 def test_clients_that_leave_free_everything(way: Cluster, claude: anthropic.Anthropic, llama: ollama.Client) -> None:
-    long: Any = {"model": "default", "messages": USER, "max_tokens": 4000}
+    long: Any = {"model": "default", "messages": USER, "max_tokens": 4000, "extra_body": GREEDY}
     with claude.messages.create(**long, stream=True) as stream:
         list(itertools.islice(stream, 5))
-    body = {"model": "default", "messages": USER, "options": {"num_predict": 4000}}
+    body = {"model": "default", "messages": USER, "options": {**GREEDY, "num_predict": 4000}}
     with httpx.stream("POST", f"{way.router}/api/chat", json=body, timeout=60) as response:
         assert json.loads(next(response.iter_lines()))["done"] is False
     asyncio.run(assert_all_back(way))
