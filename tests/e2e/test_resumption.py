@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.client import assert_all_back, generate_all, state_of, wait_for_state
+from tests.e2e.client import assert_all_back, generate_all, post, session, state_of, wait_for_state
 from tests.e2e.cluster import POLL_S, Cluster, child_of, cluster
 from tests.engine.engine_in_process import tokens_of
 
@@ -58,33 +58,28 @@ async def test_prefill_computes_it_again_with_the_same_tokens(pd: Cluster, qwen3
 
 
 async def test_prefill_dies_while_it_is_asked_and_decode_helps_itself(pd: Cluster, qwen3: str) -> None:
-    """Both prefill workers stop, so that what they are asked stays pending, and are killed then."""
+    """Both prefill workers stop, so that recomputation stays pending, and are killed then, if decode has not noticed yet."""
     asked = bodies(4, new=300)
     decode = dataclasses.replace(pd, workers=tuple(pd.of("decode")))
     url = decode.workers[0].url
     schedulers = [child_of(worker.pid, "scheduler") for worker in pd.of("prefill")]
 
-    def all_decode(now: dict[str, Any]) -> bool:
-        queues = now["queues"]
-        on_their_way = now["running"] + queues["retracted"] + queues["resuming"]
-        return on_their_way == len(asked) and not queues["prealloc"] + queues["transfer"]
+    def on_their_way(now: dict[str, Any]) -> int:
+        return int(now["queues"]["prealloc"] + now["queues"]["transfer"])
 
-    async def stop_while_asked() -> "asyncio.Future[list[dict[str, Any]]]":
-        """A load whose recomputation hangs. The prefill workers may stop too late, after the last retraction: try again then."""
-        while True:
-            load = asyncio.ensure_future(generate_all(pd.router, asked))
-            await wait_for_state(url, lambda now, load=load: all_decode(now) or load.done(), every_s=POLL_S / 5)
-            for process in schedulers:
-                process.send_signal(signal.SIGSTOP)
-            await wait_for_state(
-                url, lambda now, load=load: now["queues"]["resuming"] or load.done(), every_s=POLL_S / 5
-            )
-            if not load.done():
-                return load
-            for process in schedulers:
-                process.send_signal(signal.SIGCONT)
+    def arrived(now: dict[str, Any]) -> bool:
+        return on_their_way(now) + now["running"] == len(asked)
 
-    load = await stop_while_asked()
+    # Decode rests while prompts arrive: none is retracted before the prefill workers stop, however slow they are.
+    load = asyncio.ensure_future(generate_all(pd.router, asked))
+    async with session() as http:
+        await wait_for_state(url, arrived, every_s=POLL_S / 5)
+        assert (await post(http, f"{url}/pause_generation", {"mode": "in_place"}))[0] == 200
+        await wait_for_state(url, lambda now: not on_their_way(now))
+        for process in schedulers:
+            process.send_signal(signal.SIGSTOP)
+        assert (await post(http, f"{url}/continue_generation", {}))[0] == 200
+    await wait_for_state(url, lambda now: now["queues"]["resuming"] or now["counters"].get("recompute_failed"))
     for process in schedulers:
         process.kill()
     answers = await asyncio.wait_for(load, BOUNDED_S)
