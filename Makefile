@@ -227,7 +227,7 @@ model-table: $(STAMP)
 	$(BIN)/python -m tests.e2e.zoo
 
 house: $(STAMP)
-	$(BIN)/python -m tools.house
+	$(BIN)/python -m tools.house.report
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -8,7 +8,7 @@ import pytest
 
 from tests.docs.pages import PAGES, prose
 from tests.packages import PACKAGES, ROOT
-from tools.house import Source, read_source
+from tools.house.report import Source, read_source
 
 # word -> what to write instead
 EVERYWHERE = {

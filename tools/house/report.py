@@ -1,6 +1,6 @@
 """`make house`: how big the parts of the product are, and which way their imports run; writes docs/reports/house.md.
 
-usage: python -m tools.house [--report FILE]
+usage: python -m tools.house.report [--report FILE]
 
 A room is a sub-package of a package, or a module beside them. An arrow is one room's import of another. Arrows that run back
 up are the fewest that remain in the best order of the rooms (a minimum feedback arc set), whatever the order of the text.
@@ -382,7 +382,7 @@ def _longest(whole: Source) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tools.house", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tools.house.report", description=__doc__)
     parser.add_argument("--report", type=Path, default=REPORT, help="the page to write")
     args = parser.parse_args()
     args.report.write_text(page())
