@@ -32,7 +32,7 @@ NODES ?=
 MINUTES ?= 10
 SIM := $(BIN)/python -m tools.simulation $(if $(NODES),--nodes $(NODES)) $(if $(SEED),--seed $(SEED))
 
-.PHONY: help setup run chat test slow-tests steady-tests fresh-check soak-core mutants sim sim-soak sim-mutants scale-fleet bench bench-peers fuzz manifests image-pins pins triton-versions house api-table model-table k8s-drill fault-matrix encoder-faults death-notice churn-soak rank-faults rank-shapes rank-soak goodput plan-error gpu-check lint format clean
+.PHONY: help setup run chat test slow-tests steady-tests fresh-check soak-core mutants sim sim-soak sim-mutants scale-fleet bench bench-peers fuzz manifests image-pins pins triton-versions house house-tighten api-table model-table k8s-drill fault-matrix encoder-faults death-notice churn-soak rank-faults rank-shapes rank-soak goodput plan-error gpu-check lint format clean
 
 help:
 	@echo "make run [ARGS=...]    start a cluster on this machine; Ctrl-C ends it"
@@ -68,6 +68,7 @@ help:
 	@echo "make pins              pins.json: pip resolves images and setups against the index, for CPUs and CUDA (5 minutes)"
 	@echo "make triton-versions   triton_versions.json: registers and spills of each kernel with both versions of Triton"
 	@echo "make house             house.md: sizes, arrows between parts, files of a plain request"
+	@echo "make house-tighten     house.toml: budgets down to today's sizes, which make lint compares"
 	@echo
 	@echo "make sim [SEED=7 NODES=8]  simulate one cluster with faults"
 	@echo "make sim-mutants       plant bugs in whole clusters; fixed seeds and scenarios must find each; encoder_mutants.json"
@@ -229,9 +230,14 @@ model-table: $(STAMP)
 house: $(STAMP)
 	$(BIN)/python -m tools.house.report
 
+# Lowers the rows of house.toml to today's sizes; never raises one.
+house-tighten: $(STAMP)
+	$(BIN)/python -m tools.house --tighten
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python -m tools.house
 	$(BIN)/mypy --follow-imports=silent $(TYPED)
 	$(BIN)/lint-imports
 

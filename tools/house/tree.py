@@ -81,6 +81,13 @@ class Module:
     def classes(self) -> Iterator[tuple[str, ast.ClassDef]]:
         return ((name, node) for name, node in self.definitions if isinstance(node, ast.ClassDef))
 
+    @property
+    def docstrings(self) -> Iterator[tuple[str, str]]:
+        """("Memory.__init__", what it says) of every definition that says something, and ("", ...) of the module."""
+        for name, node in [("", self.tree), *self.definitions]:
+            if said := ast.get_docstring(node, clean=False):
+                yield name, said
+
     @cached_property
     def _index(self) -> tuple[Mapping[type[ast.AST], list[ast.AST]], list[tuple[str, Definition]]]:
         by_kind: defaultdict[type[ast.AST], list[ast.AST]] = defaultdict(list)

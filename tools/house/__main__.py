@@ -1,0 +1,60 @@
+"""`make lint`: the sizes of the repository, and what its rules find; exits 1 on any finding.
+
+usage: python -m tools.house [--tighten]
+"""
+
+import argparse
+import gc
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from tools.house import budgets
+from tools.house.ratchet import FILE, above, check, dump, limit_of, parse, tightened
+from tools.house.tree import Rule, Tree
+
+RULES: tuple[Rule, ...] = (*budgets.RULES,)
+
+
+def measure(root: Path) -> dict[str, Mapping[str, int]]:
+    """Table of house.toml -> what its rule measures."""
+    tree = Tree.read(root)
+    return {rule.name: rule.measure(tree) for rule in RULES}
+
+
+def sizes(measured: Mapping[str, Mapping[str, int]], root: Path) -> str:
+    """now / limit / aim of the totals of each rule; of a rule without totals: of its rows."""
+    tables = parse((root / FILE).read_text())
+    lines = [f"{'':44}{'now':>9}{'limit':>9}{'aim':>9}"]
+    for rule in RULES:
+        values, table = measured[rule.name], tables.get(rule.name, {})
+        shown = {key: rule.aims.get(key) for key in (*rule.aims, *values) if key in rule.aims or key.startswith("all ")}
+        rows = {
+            f"{rule.name}, {key}": (values.get(key, 0), limit_of(rule, table, key), aim) for key, aim in shown.items()
+        }
+        rows = rows or {f"{rule.name} over {rule.most}": (len(above(rule, values)), len(table), rule.rows)}
+        lines += [
+            f"{name:44}{now:>9,}{limit:>9,}{'' if aim is None else format(aim, ','):>9}"
+            for name, (now, limit, aim) in rows.items()
+        ]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tools.house", description=__doc__)
+    parser.add_argument("--tighten", action="store_true", help="lower the rows of house.toml; a new rule gets its rows")
+    args = parser.parse_args()
+    gc.disable()  # the trees are large, and live until the end
+    root = Path(__file__).parents[2]
+    measured = measure(root)
+    file = root / FILE
+    if args.tighten:
+        tables = parse(file.read_text()) if file.exists() else {}
+        file.write_text(dump(RULES, {r.name: tightened(r, measured[r.name], tables.get(r.name)) for r in RULES}))
+    found = check(RULES, measured, root)
+    print(sizes(measured, root), *found, sep="\n")
+    sys.exit(1 if found else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""Budgets of directories: lines, files and public names; directories of few or many files, and small files."""
+
+import ast
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import PurePosixPath
+
+from tools.house.tree import AREAS, Definition, Module, Rule, Tree, area_of
+
+CRUMB = 40  # lines
+THIN, CROWDED = 3, 25  # files of a directory
+
+
+def _by_directory(sizes: Mapping[str, int]) -> dict[str, int]:
+    """Sums of the files of each directory, not of those below it, and of each area."""
+    sums: Counter[str] = Counter()
+    for path, size in sizes.items():
+        sums[str(PurePosixPath(path).parent)] += size
+        sums[f"all {area_of(path)}"] += size
+    return dict(sums)
+
+
+def _lines_by_file(tree: Tree) -> dict[str, int]:
+    native = {path: num_lines for path, num_lines in tree.native.items() if area_of(path) in AREAS}
+    return {module.path: module.num_lines for module in tree.of(*AREAS)} | native
+
+
+def lines(tree: Tree) -> Mapping[str, int]:
+    return _by_directory(_lines_by_file(tree))
+
+
+def files(tree: Tree) -> Mapping[str, int]:
+    return _by_directory(dict.fromkeys(_lines_by_file(tree), 1))
+
+
+def public_names(tree: Tree) -> Mapping[str, int]:
+    return _by_directory({module.path: len(set(_public(module))) for module in tree.of(*AREAS)})
+
+
+def _public(module: Module) -> Iterator[str]:
+    """Functions, classes and variables of a module whose names have no underscore in front."""
+    for node in module.tree.body:
+        targets = (
+            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        )
+        names = [node.name] if isinstance(node, Definition) else [t.id for t in targets if isinstance(t, ast.Name)]
+        yield from (name for name in names if not name.startswith("_"))
+
+
+def _own_files(tree: Tree) -> Mapping[str, int]:
+    """Files of each directory that has some, without `__init__.py`."""
+    paths = (path for path in _lines_by_file(tree) if not path.endswith("/__init__.py"))
+    return Counter(str(PurePosixPath(path).parent) for path in paths)
+
+
+def thin_directories(tree: Tree) -> Mapping[str, int]:
+    return {directory: THIN - count for directory, count in _own_files(tree).items() if count < THIN}
+
+
+def crumbs(tree: Tree) -> Mapping[str, int]:
+    small = (m.path for m in tree.of("product") if m.num_lines < CRUMB and not m.path.endswith("/__init__.py"))
+    return dict.fromkeys(small, 1)
+
+
+def docstring_words(tree: Tree) -> Mapping[str, int]:
+    said = (text for module in tree.of("product") for _, text in module.docstrings)
+    return {"all product": sum(len(text.split()) for text in said)}
+
+
+def docs_words(tree: Tree) -> Mapping[str, int]:
+    """Of the hand-written pages: README.md and docs/ without reports and api.md."""
+    pages = [p for p in tree.files if p == "README.md" or (p.startswith("docs/") and p.endswith(".md"))]
+    hand_written = [p for p in pages if p != "docs/api.md" and not p.startswith("docs/reports/")]
+    return {"all docs": sum(len(tree.text(page).split()) for page in hand_written)}
+
+
+def page_bytes(tree: Tree) -> Mapping[str, int]:
+    page = "docs/architecture.md"
+    return {page: len(tree.text(page).encode())}
+
+
+_PAY = "take away as much, or write on the row of house.toml why it rises"
+
+RULES = (
+    Rule(
+        "lines",
+        "lines of Python and C",
+        _PAY,
+        lines,
+        aims={"all product": 84_000, "all tests": 60_000, "all tools": 12_500, "all benchmarks": 6_000},
+        slack=20,
+    ),
+    Rule("files", "files", _PAY, files, aims={"all product": 640}, slack=1),
+    Rule("public_names", "public names", _PAY, public_names, slack=4),
+    Rule("crowded_directories", "files in a directory", "give a topic a room of its own", _own_files, most=CROWDED),
+    Rule("thin_directories", "files too few in a directory", "merge it into its neighbour", thin_directories),
+    Rule("crumbs", f"file of under {CRUMB} lines", "merge it into the file of its topic", crumbs, rows=60),
+    Rule(
+        "docstring_words",
+        "words of docstrings",
+        "say less, or say it once",
+        docstring_words,
+        aims={"all product": 70_000},
+        slack=200,
+    ),
+    Rule("docs_words", "words of pages", "shorten another page", docs_words, aims={"all docs": 26_000}, slack=200),
+    Rule("page_bytes", "bytes", "cut it", page_bytes, aims={"docs/architecture.md": 12_000}, slack=100),
+)
