@@ -67,7 +67,7 @@ help:
 	@echo "make k8s-drill         k8s_drill.json: upgrade the pods of deploy/kubernetes under load, as local processes"
 	@echo "make pins              pins.json: pip resolves images and setups against the index, for CPUs and CUDA (5 minutes)"
 	@echo "make triton-versions   triton_versions.json: registers and spills of each kernel with both versions of Triton"
-	@echo "make house             house.md: sizes, arrows between parts, files of a plain request"
+	@echo "make house             house.md: sizes, lengths, and imports between rooms"
 	@echo "make house-tighten     house.toml: budgets down to today's sizes, which make lint compares"
 	@echo
 	@echo "make sim [SEED=7 NODES=8]  simulate one cluster with faults"
@@ -228,7 +228,7 @@ model-table: $(STAMP)
 	$(BIN)/python -m tests.e2e.zoo
 
 house: $(STAMP)
-	$(BIN)/python -m tools.house.report
+	$(BIN)/python -m tools.house --report docs/reports/house.md
 
 # Lowers the rows of house.toml to today's sizes; never raises one.
 house-tighten: $(STAMP)

@@ -1,25 +1,21 @@
 """`make lint`: the sizes of the repository, and what its rules find; exits 1 on any finding.
 
-usage: python -m tools.house [--tighten]
+usage: python -m tools.house [--tighten] [--report FILE]
 """
 
 import argparse
 import gc
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tools.house import budgets
+from tests.packages import ROOT
+from tools.house import budgets, doubles, prose, reach, seams
 from tools.house.ratchet import FILE, above, check, dump, limit_of, parse, tightened
+from tools.house.report import page
 from tools.house.tree import Rule, Tree
 
-RULES: tuple[Rule, ...] = (*budgets.RULES,)
-
-
-def measure(root: Path) -> dict[str, Mapping[str, int]]:
-    """Table of house.toml -> what its rule measures."""
-    tree = Tree.read(root)
-    return {rule.name: rule.measure(tree) for rule in RULES}
+RULES: tuple[Rule, ...] = (*budgets.RULES, *seams.RULES, *doubles.RULES, *reach.RULES, *prose.RULES)
 
 
 def sizes(measured: Mapping[str, Mapping[str, int]], root: Path) -> str:
@@ -40,21 +36,26 @@ def sizes(measured: Mapping[str, Mapping[str, int]], root: Path) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
+def main(argv: Sequence[str], root: Path = ROOT) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.house", description=__doc__)
     parser.add_argument("--tighten", action="store_true", help="lower the rows of house.toml; a new rule gets its rows")
-    args = parser.parse_args()
-    gc.disable()  # the trees are large, and live until the end
-    root = Path(__file__).parents[2]
-    measured = measure(root)
+    parser.add_argument("--report", type=Path, help="write the page with the sizes there, and check nothing")
+    args = parser.parse_args(argv)
+    tree = Tree.read(root)
+    measured = {rule.name: rule.measure(tree) for rule in RULES}
     file = root / FILE
     if args.tighten:
         tables = parse(file.read_text()) if file.exists() else {}
         file.write_text(dump(RULES, {r.name: tightened(r, measured[r.name], tables.get(r.name)) for r in RULES}))
+    table = sizes(measured, root)
+    if args.report:
+        args.report.write_text(page(tree, table))
+        return 0
     found = check(RULES, measured, root)
-    print(sizes(measured, root), *found, sep="\n")
-    sys.exit(1 if found else 0)
+    print(table, *found, sep="\n")
+    return 1 if found else 0
 
 
 if __name__ == "__main__":
-    main()
+    gc.disable()  # the trees are large, and live until the end
+    sys.exit(main(sys.argv[1:]))

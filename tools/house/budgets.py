@@ -62,23 +62,6 @@ def crumbs(tree: Tree) -> Mapping[str, int]:
     return dict.fromkeys(small, 1)
 
 
-def docstring_words(tree: Tree) -> Mapping[str, int]:
-    said = (text for module in tree.of("product") for _, text in module.docstrings)
-    return {"all product": sum(len(text.split()) for text in said)}
-
-
-def docs_words(tree: Tree) -> Mapping[str, int]:
-    """Of the hand-written pages: README.md and docs/ without reports and api.md."""
-    pages = [p for p in tree.files if p == "README.md" or (p.startswith("docs/") and p.endswith(".md"))]
-    hand_written = [p for p in pages if p != "docs/api.md" and not p.startswith("docs/reports/")]
-    return {"all docs": sum(len(tree.text(page).split()) for page in hand_written)}
-
-
-def page_bytes(tree: Tree) -> Mapping[str, int]:
-    page = "docs/architecture.md"
-    return {page: len(tree.text(page).encode())}
-
-
 _PAY = "take away as much, or write on the row of house.toml why it rises"
 
 RULES = (
@@ -95,14 +78,4 @@ RULES = (
     Rule("crowded_directories", "files in a directory", "give a topic a room of its own", _own_files, most=CROWDED),
     Rule("thin_directories", "files too few in a directory", "merge it into its neighbour", thin_directories),
     Rule("crumbs", f"file of under {CRUMB} lines", "merge it into the file of its topic", crumbs, rows=60),
-    Rule(
-        "docstring_words",
-        "words of docstrings",
-        "say less, or say it once",
-        docstring_words,
-        aims={"all product": 70_000},
-        slack=200,
-    ),
-    Rule("docs_words", "words of pages", "shorten another page", docs_words, aims={"all docs": 26_000}, slack=200),
-    Rule("page_bytes", "bytes", "cut it", page_bytes, aims={"docs/architecture.md": 12_000}, slack=100),
 )

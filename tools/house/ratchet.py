@@ -135,7 +135,7 @@ class Change:
             for key, by in change.items():
                 balance[area_of(key)] += by
             for key, by in sorted(change.items()):
-                if by > 0 and balance[area_of(key)] > 0:
+                if key in new and by > 0 and balance[area_of(key)] > 0:
                     problem = _problem(new[key], old.get(key), by if rule.name == LINES else 1, root)
                     if problem:
                         yield f'{self.name} raises [{rule.name}] "{key}" by {by}: {problem}'
@@ -157,12 +157,13 @@ def _problem(new: Row, old: Row | None, by: int, root: Path) -> str:
 
 
 def changes(root: Path, now: Mapping[str, Table]) -> Sequence[Change] | None:
-    """The last committed change of house.toml and the one in the working tree; None: there is no history."""
+    """The last committed change of house.toml and the one in the working tree; None: git does not know what was before."""
     last = _git(root, "log", "-1", "--format=%h", "--", FILE)
-    if last is None:
+    commits = (last or "").split()
+    if last is None or any(_git(root, "rev-parse", "--verify", f"{commit}^") is None for commit in commits):
         return None
     uncommitted = Change("the working tree", _at(root, "HEAD"), now)
-    return [*(Change(commit, _at(root, f"{commit}^"), _at(root, commit)) for commit in last.split()), uncommitted]
+    return [*(Change(commit, _at(root, f"{commit}^"), _at(root, commit)) for commit in commits), uncommitted]
 
 
 def _at(root: Path, revision: str) -> dict[str, dict[str, Row]]:

@@ -1,393 +1,106 @@
-"""`make house`: how big the parts of the product are, and which way their imports run; writes docs/reports/house.md.
+"""docs/reports/house.md: the sizes, how long things are in each package, and which rooms import which."""
 
-usage: python -m tools.house.report [--report FILE]
-
-A room is a sub-package of a package, or a module beside them. An arrow is one room's import of another. Arrows that run back
-up are the fewest that remain in the best order of the rooms (a minimum feedback arc set), whatever the order of the text.
-"""
-
-import argparse
 import ast
-import asyncio
-import itertools
 import statistics
-import sys
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from types import FrameType
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 
-from deploy.bench.environment import commit
-from tests.packages import PACKAGES, ROOT
+from tests.packages import PACKAGES
+from tools.house.seams import imported, length, num_none
+from tools.house.tree import Module, Tree
 
-REPORT = ROOT / "docs/reports/house.md"
-LONG_FUNCTION = 70  # lines
-DRAWN = ("router", "engine", "transfer_backends", "disagg", "service", "planner")  # packages whose arrows are counted
-# The review of b1211d6, before the renovation: its figures, as it gives them.
-BEFORE = {
-    "product: lines": "45,533",
-    "product: files": "414",
-    "class names used twice": "53",
-    "router: files in a plain stream": "43",
-    "router: arrows back up": "13",
-    "engine: arrows back up": "6",
-    "biggest class: lines": "523",
-    "most methods of a class": "53",
-    "tests: lines": "45.6k",
-    "docs: words": "43k",
-}
-MAX_EXACT = 14  # rooms; beyond that the order is found by moving one room at a time
+Cell = Callable[[Sequence[Module]], str]
 
 
-@dataclass
-class Source:
-    """What the syntax trees of some files say. Lengths are in lines."""
-
-    files: dict[str, int] = field(default_factory=dict)
-    functions: list[tuple[int, str]] = field(default_factory=list)
-    parameters: list[tuple[int, str]] = field(default_factory=list)
-    constructors: list[tuple[int, str]] = field(default_factory=list)
-    classes: list[tuple[int, int, str]] = field(default_factory=list)  # (lines, methods, name)
-    homes: defaultdict[str, list[str]] = field(default_factory=lambda: defaultdict(list))  # public class -> files
-    documented: int = 0
-    docstring_lines: int = 0
-    comment_lines: int = 0
-    words: Counter[str] = field(default_factory=Counter)
-
-    def read(self, path: Path) -> None:
-        """Add one file."""
-        name, text = str(path.relative_to(ROOT)), path.read_text()
-        tree, lines = ast.parse(text), text.splitlines()
-        self.files[name] = len(lines)
-        self.comment_lines += sum(line.lstrip().startswith("#") for line in lines)
-        self.words["type: ignore"] += text.count("# type: ignore")
-        for node in ast.walk(tree):
-            self._read_node(node, name)
-
-    def _read_node(self, node: ast.AST, file: str) -> None:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            self._read_function(node, file)
-        elif isinstance(node, ast.ClassDef):
-            methods = [n for n in node.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
-            self.classes.append((_length(node), len(methods), f"{file}:{node.name}"))
-            if not node.name.startswith("_"):
-                self.homes[node.name].append(file)
-        elif isinstance(node, ast.Name) and node.id in ("Any", "getattr"):
-            self.words[node.id] += 1
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            said = ast.get_docstring(node, clean=False)
-            self.docstring_lines += 0 if said is None else said.count("\n") + 1
-
-    def _read_function(self, node: ast.FunctionDef | ast.AsyncFunctionDef, file: str) -> None:
-        where = f"{file}:{node.name}"
-        self.functions.append((_length(node), where))
-        self.documented += ast.get_docstring(node) is not None
-        given = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
-        count = len([name for name in given if name not in ("self", "cls")])
-        self.parameters.append((count, where))
-        if node.name == "__init__":
-            self.constructors.append((count, where))
-
-    @property
-    def num_lines(self) -> int:
-        return sum(self.files.values())
-
-
-def _length(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> int:
-    return (node.end_lineno or node.lineno) - node.lineno + 1
-
-
-def read_source(folders: Iterable[str]) -> Source:
-    """All Python files of these folders."""
-    source = Source()
-    for folder in folders:
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            source.read(path)
-    return source
-
-
-# ---- arrows
-
-
-def room_of(module: str, package: str) -> str | None:
-    """The room of `package` that a module lies in; None: it lies elsewhere, or is the package itself."""
-    parts = module.split(".")
-    return parts[1] if parts[0] == package and len(parts) > 1 and parts[1] != "__main__" else None
-
-
-def arrows(package: str) -> dict[tuple[str, str], int]:
-    """(room, room it imports) -> files that do."""
-    found: Counter[tuple[str, str]] = Counter()
-    for path in sorted((ROOT / package).rglob("*.py")):
-        module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-        here = room_of(module, package)
-        if here is None or here == "__init__":
-            continue
-        there = {room_of(name, package) for name in _imports(ast.parse(path.read_text()))}
-        found.update((here, room) for room in there if room is not None and room != here)
-    return dict(found)
-
-
-def _imports(tree: ast.AST) -> Iterator[str]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module is not None:
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names if node.module.count(".") == 0)
-        elif isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-
-
-def fewest_back_up(found: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
-    """The arrows that run back up in the best order of the rooms. Only rooms that reach one another have such arrows."""
-    pairs = sorted(set(found))
-    reached = _reached(pairs)
-    back: list[tuple[str, str]] = []
-    for circle in {frozenset(b for b in reached[a] if a in reached[b]) for a in reached if a in reached[a]}:
-        inside = [pair for pair in pairs if circle.issuperset(pair)]
-        order = _best_order(sorted(circle), inside) if len(circle) <= MAX_EXACT else _good_order(sorted(circle), inside)
-        place = {room: i for i, room in enumerate(order)}
-        back += [(a, b) for a, b in inside if place[a] > place[b]]
-    return sorted(back)
-
-
-def _reached(pairs: Sequence[tuple[str, str]]) -> dict[str, set[str]]:
-    """room -> the rooms that it imports, and what those import, and so on."""
-    reached = {room: {b for a, b in pairs if a == room} for room in sorted({room for pair in pairs for room in pair})}
-    for middle, room in itertools.product(reached, reached):  # Warshall
-        if middle in reached[room]:
-            reached[room] |= reached[middle]
-    return reached
-
-
-def _best_order(rooms: Sequence[str], pairs: Sequence[tuple[str, str]]) -> list[str]:
-    """Exact, over all sets of rooms that can stand on top: 2^rooms steps."""
-    index = {room: i for i, room in enumerate(rooms)}
-    into = [0] * len(rooms)  # bit set of the rooms that a room imports
-    for a, b in pairs:
-        into[index[a]] |= 1 << index[b]
-    best: dict[int, tuple[int, list[int]]] = {0: (0, [])}
-    for size in range(len(rooms)):
-        for chosen in itertools.combinations(range(len(rooms)), size):
-            above = sum(1 << i for i in chosen)
-            cost, order = best[above]
-            for i in set(range(len(rooms))) - set(chosen):
-                after = (cost + (into[i] & above).bit_count(), [*order, i])
-                best[above | 1 << i] = min(best.get(above | 1 << i, after), after)
-    return [rooms[i] for i in best[(1 << len(rooms)) - 1][1]]
-
-
-def _good_order(rooms: Sequence[str], pairs: Sequence[tuple[str, str]]) -> list[str]:
-    """Move one room at a time while that helps, from the order by what each imports less what imports it."""
-    weight = Counter(a for a, _ in pairs)
-    weight.subtract(Counter(b for _, b in pairs))
-    order = sorted(rooms, key=lambda room: -weight[room])
-    best = _back_up(order, pairs)
-    improved = True
-    while improved:
-        improved = False
-        for room, at in itertools.product(rooms, range(len(rooms))):
-            tried = [r for r in order if r != room]
-            tried.insert(at, room)
-            if (count := _back_up(tried, pairs)) < best:
-                order, best, improved = tried, count, True
-    return order
-
-
-def _back_up(order: Sequence[str], pairs: Iterable[tuple[str, str]]) -> int:
-    place = {room: i for i, room in enumerate(order)}
-    return sum(place[a] > place[b] for a, b in pairs)
-
-
-# ---- what a plain request enters
-
-
-def entered_by_a_plain_stream() -> tuple[list[str], int]:
-    """Files of the product that a streamed completion enters in the router, in order of first touch; and calls between files."""
-    files: dict[str, None] = {}
-    calls = 0
-
-    def watch(frame: FrameType, event: str, arg: Any) -> None:
-        nonlocal calls
-        if event != "call":
-            return
-        name = _product_file(frame.f_code.co_filename)
-        if name is None:
-            return
-        files.setdefault(name)
-        back = frame.f_back
-        calls += back is not None and back.f_code.co_filename != frame.f_code.co_filename
-
-    asyncio.run(_one_stream(watch))
-    return list(files), calls
-
-
-def _product_file(name: str) -> str | None:
-    path = Path(name)
-    if not path.is_relative_to(ROOT):
-        return None
-    relative = path.relative_to(ROOT)
-    return str(relative) if relative.parts[0] in PACKAGES else None
-
-
-async def _one_stream(watch: Any) -> None:
-    """The second request of a router with a prefill and a decode worker: the first one opens connections."""
-    from tests.router.dummies import cluster
-
-    body = {"model": "m", "prompt": "hello", "max_tokens": 4, "stream": True}
-    quiet = {"health_check_interval_s": 1000.0, "load_poll_interval_s": 1000.0}
-    async with cluster(prefill=1, decode=1, **quiet) as c:
-        for watched in (False, True):
-            sys.setprofile(watch if watched else None)
-            status, _, answer = await c.post("/v1/completions", body)
-            sys.setprofile(None)
-            assert status == 200, answer
-
-
-# ---- the page
-
-
-def page() -> str:
-    """docs/reports/house.md."""
-    whole = read_source(PACKAGES)
-    files, calls = entered_by_a_plain_stream()
-    lines = [
-        "# The house",
+def page(tree: Tree, sizes: str) -> str:
+    """No commit and no time: the page changes when the code does."""
+    lines = ["# Sizes of the code", "", "Written by `make house`. Not to be edited by hand. A length is in lines.", ""]
+    lines += ["## Now, limit and aim", "", "```", sizes, "```", "", "## By package", ""]
+    lines += [
+        *_packages(tree),
         "",
-        f"Written by `make house` at {commit() or 'a tree without git'}. A length is in lines. "
-        "p90: nine of ten are no longer.",
+        "## Rooms and their imports",
         "",
-        *_ends(whole, len(files)),
-        "",
-        *_sizes(whole),
-        "",
-        "## Arrows between rooms",
-        "",
-        *_arrow_table(),
-        "",
-        f"## A plain stream in the router: {len(files)} files, {calls} calls from file to file",
-        "",
-        "```",
-        *files,
-        "```",
-        "",
-        "## Class names that are used twice",
-        "",
-        *(_twice(whole) or ["None."]),
+        *_rooms(tree),
         "",
         "## Longest",
         "",
-        *_longest(whole),
+        *_longest(tree),
     ]
-    return "\n".join(lines).rstrip() + "\n"
+    return "\n".join(lines) + "\n"
 
 
-def _ends(whole: Source, num_stream_files: int) -> list[str]:
-    """Where the renovation began and where it is now. `tests` has no harness that is in tools, `docs` no report."""
-    now = {
-        "product: lines": whole.num_lines,
-        "product: files": len(whole.files),
-        "class names used twice": len(_twice(whole)),
-        "router: files in a plain stream": num_stream_files,
-        "router: arrows back up": len(fewest_back_up(arrows("router"))),
-        "engine: arrows back up": len(fewest_back_up(arrows("engine"))),
-        "biggest class: lines": max(lines for lines, _, _ in whole.classes),
-        "most methods of a class": max(methods for _, methods, _ in whole.classes),
-        "tests: lines": read_source(["tests"]).num_lines,
-        "docs: words": _words_of_docs(),
+def _packages(tree: Tree) -> list[str]:
+    columns = {name: list(tree.of(name)) for name in ("product", "tests", "tools", "benchmarks")}
+    columns |= {name: [m for m in columns["product"] if m.path.startswith(f"{name}/")] for name in PACKAGES}
+    rows: dict[str, Cell] = {
+        "files / lines of Python": lambda ms: f"{len(ms)} / {sum(m.num_lines for m in ms):,}",
+        "file median / p90 / max": lambda ms: _spread(m.num_lines for m in ms),
+        "function median / p90 / max": lambda ms: _spread(length(f) for m in ms for _, f in m.functions),
+        "class median / p90 / max": lambda ms: _spread(length(c) for m in ms for _, c in m.classes),
+        "functions with docstring": _documented,
+        "branches on None in 1,000 lines": lambda ms: _per_thousand(ms, sum(map(num_none, ms))),
+        "Any / getattr / type: ignore": lambda ms: " / ".join(map(str, _loose_words(ms))),
     }
-    assert now.keys() == BEFORE.keys()
-    table = ["| | b1211d6 | now |", "|---|---|---|"]
-    return table + [f"| {what} | {BEFORE[what]} | {count:,} |" for what, count in now.items()]
-
-
-def _words_of_docs() -> int:
-    pages = [path for path in (ROOT / "docs").rglob("*.md") if "reports" not in path.parts]
-    return sum(len(path.read_text().split()) for path in pages)
-
-
-def _sizes(whole: Source) -> list[str]:
-    columns = {"product": whole} | {name: read_source([name]) for name in PACKAGES}
-    tests, tools = read_source(["tests"]), read_source(["tools"])
-    rows = {
-        "files / lines": lambda s: f"{len(s.files)} / {s.num_lines:,}",
-        "file median / p90 / max": lambda s: _spread(s.files.values()),
-        "function median / p90 / p99 / max": lambda s: _spread((n for n, _ in s.functions), p99=True),
-        f"functions over {LONG_FUNCTION}": lambda s: str(sum(n > LONG_FUNCTION for n, _ in s.functions)),
-        "parameters p90 / max": lambda s: _tail(n for n, _ in s.parameters),
-        "constructor parameters p90 / max": lambda s: _tail(n for n, _ in s.constructors),
-        "biggest class: lines, methods": lambda s: "{}, {}".format(*max(s.classes, default=(0, 0, ""))[:2]),
-        "most methods of a class": lambda s: str(max((m for _, m, _ in s.classes), default=0)),
-        "functions with docstring": lambda s: f"{s.documented / max(1, len(s.functions)):.0%}",
-        "docstring lines": lambda s: f"{s.docstring_lines / max(1, s.num_lines):.1%}",
-        "class names used twice": lambda s: str(sum(len(set(homes)) > 1 for homes in s.homes.values())),
-        "Any / getattr / type: ignore": lambda s: " / ".join(
-            str(s.words[w]) for w in ("Any", "getattr", "type: ignore")
-        ),
-    }
+    columns = {name: modules for name, modules in columns.items() if modules}
     table = ["| | " + " | ".join(columns) + " |", "|---|" + "---|" * len(columns)]
-    table += [f"| {name} | " + " | ".join(cell(s) for s in columns.values()) + " |" for name, cell in rows.items()]
-    return [
-        *table,
-        "",
-        f"Tests: {len(tests.files)} files, {tests.num_lines:,} lines. Tools (harness of soaks, faults and fuzz among them): "
-        f"{len(tools.files)} files, {tools.num_lines:,} lines.",
-    ]
+    return table + [f"| {name} | " + " | ".join(map(cell, columns.values())) + " |" for name, cell in rows.items()]
 
 
-def _spread(values: Iterable[int], *, p99: bool = False) -> str:
+def _spread(values: Iterable[int]) -> str:
     found = sorted(values) or [0]
-    cuts = [statistics.median(found), _share(found, 0.9), *([_share(found, 0.99)] if p99 else []), found[-1]]
-    return " / ".join(f"{cut:g}" for cut in cuts)
+    return f"{statistics.median(found):g} / {found[min(len(found) - 1, len(found) * 9 // 10)]} / {found[-1]}"
 
 
-def _tail(values: Iterable[int]) -> str:
-    found = sorted(values) or [0]
-    return f"{_share(found, 0.9)} / {found[-1]}"
+def _documented(modules: Sequence[Module]) -> str:
+    has = [ast.get_docstring(node, clean=False) is not None for module in modules for _, node in module.functions]
+    return f"{sum(has) / max(1, len(has)):.0%}"
 
 
-def _share(found: Sequence[int], share: float) -> int:
-    return found[min(len(found) - 1, int(share * len(found)))]
+def _per_thousand(modules: Sequence[Module], count: int) -> str:
+    return f"{1000 * count / max(1, sum(m.num_lines for m in modules)):.0f}"
 
 
-def _arrow_table() -> list[str]:
-    table = ["| package | rooms | joined pairs | both ways | back up |", "|---|---|---|---|---|"]
-    for package in DRAWN:
-        found = arrows(package)
-        rooms = {room for pair in found for room in pair}
-        joined = {frozenset(pair) for pair in found}
-        both = sorted({tuple(sorted(pair)) for pair in found if pair[::-1] in found})
-        back = fewest_back_up(found)
-        said = f"{len(back)}: " + ", ".join(f"{a} → {b}" for a, b in back) if back else "0"
-        possible = len(rooms) * (len(rooms) - 1) // 2
-        table.append(f"| {package} | {len(rooms)} | {len(joined)} of {possible} | {len(both)} | {said} |")
+def _loose_words(modules: Sequence[Module]) -> tuple[int, int, int]:
+    names = Counter(node.id for module in modules for node in module.nodes(ast.Name))
+    return names["Any"], names["getattr"], sum(module.text.count("# type: ignore") for module in modules)
+
+
+def _rooms(tree: Tree) -> list[str]:
+    """A room is a sub-package of a package, or a module beside them; `lint-imports` forbids circles of them."""
+    table = ["| package | rooms | pairs joined by imports | import most | imported by most |", "|---|---|---|---|---|"]
+    for package in PACKAGES:
+        pairs = _pairs(tree, package)
+        if pairs:
+            most = [
+                ", ".join(f"{room} {n}" for room, n in Counter(side).most_common(3))
+                for side in zip(*pairs, strict=True)
+            ]
+            table.append(f"| {package} | {len({*sum(pairs, ())})} | {len(pairs)} | {most[0]} | {most[1]} |")
     return table
 
 
-def _twice(whole: Source) -> list[str]:
-    homes = {name: sorted(set(files)) for name, files in whole.homes.items() if len(set(files)) > 1}
-    return [f"- `{name}`: {', '.join(files)}" for name, files in sorted(homes.items())]
+def _pairs(tree: Tree, package: str) -> list[tuple[str, str]]:
+    """(room, another that it imports)."""
+    found: set[tuple[str, str]] = set()
+    for module in tree.of("product"):
+        here = _room(module.dotted, package)
+        there = {_room(name, package) for name in imported(module)} - {here, ""} if here else ()
+        found.update((here, room) for room in there)
+    return sorted(found)
 
 
-def _longest(whole: Source) -> list[str]:
-    files = sorted(((n, name) for name, n in whole.files.items()), reverse=True)[:8]
-    classes = sorted(whole.classes, reverse=True)[:8]
-    functions = sorted(whole.functions, reverse=True)[:8]
-    return [
-        "- files: " + ", ".join(f"{name} {n}" for n, name in files),
-        "- classes: " + ", ".join(f"{name} {n} ({methods} methods)" for n, methods, name in classes),
-        "- functions: " + ", ".join(f"{name} {n}" for n, name in functions),
-    ]
+def _room(dotted: str, package: str) -> str:
+    parts = dotted.split(".")
+    return parts[1] if parts[0] == package and len(parts) > 1 and parts[1] != "__main__" else ""
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tools.house.report", description=__doc__)
-    parser.add_argument("--report", type=Path, default=REPORT, help="the page to write")
-    args = parser.parse_args()
-    args.report.write_text(page())
-    print(f"written: {args.report}")
-
-
-if __name__ == "__main__":
-    main()
+def _longest(tree: Tree) -> list[str]:
+    """Files and classes; functions, parameters and imports that are too many have rows in house.toml."""
+    files = {module.path: module.num_lines for module in tree.of("product")}
+    classes = {f"{m.path}:{name}": length(node) for m in tree.of("product") for name, node in m.classes}
+    largest = (
+        (what, sorted(found.items(), key=lambda item: -item[1])[:8])
+        for what, found in (("files", files), ("classes", classes))
+    )
+    return [f"- {what}: " + ", ".join(f"{key} {n}" for key, n in found) for what, found in largest]

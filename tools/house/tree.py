@@ -10,17 +10,8 @@ from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
-PRODUCT = (
-    "engine",
-    "disagg",
-    "router",
-    "bootstrap_server",
-    "transfer_backends",
-    "service",
-    "deploy",
-    "planner",
-    "protocol",
-)
+from tests.packages import PACKAGES
+
 AREAS = ("product", "tests", "tools", "benchmarks")
 NATIVE = (".c", ".h", ".cu")
 
@@ -32,7 +23,7 @@ Node = TypeVar("Node", bound=ast.AST)
 def area_of(path: str) -> str:
     """One of AREAS, or the first directory of a path that lies in none."""
     top = path.partition("/")[0]
-    return "product" if top in PRODUCT else top
+    return "product" if top in PACKAGES else top
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,123 @@
+"""Width of seams: parameters, imports, fields, length of functions; branches on None in the files of one step."""
+
+import ast
+from collections.abc import Callable, Iterator, Mapping
+
+from tools.house.tree import AREAS, Function, Module, Rule, Tree
+
+# The files that every step of a plain request goes through: no name of a feature, few branches on None.
+BASE_PATH = (
+    *(f"engine/core/{name}.py" for name in ("scheduler", "memory", "state", "results", "departures")),
+    *(f"engine/core/{name}.py" for name in ("prefill_planning", "decode_planning", "prefill_adder")),
+    "engine/loop/loop.py",
+    *(f"engine/executor/{name}.py" for name in ("forward_pass", "sample_pass", "draft_pass")),
+    *(f"engine/models/{name}.py" for name in ("decoder", "layer", "part")),
+    *("disagg/decode_role.py", "disagg/prefill_role.py"),
+    *("router/requests/dispatch.py", "router/attempts/pair_attempt.py"),
+    "engine/frontend/apis/shared/stream.py",
+)
+NONE_BRANCHES = 8  # of a file
+RECORDS = ("Struct", "NamedTuple", "TypedDict")  # bases whose subclasses have fields, as dataclasses have
+
+
+def _by_name(tree: Tree, count: Callable[[Module], Iterator[tuple[str, int]]]) -> dict[str, int]:
+    """ "FILE:NAME" -> its count, the largest if definitions share a name."""
+    found: dict[str, int] = {}
+    for module in tree.of(*AREAS):
+        for name, value in count(module):
+            key = f"{module.path}:{name}"
+            found[key] = max(value, found.get(key, 0))
+    return found
+
+
+def _num_parameters(node: Function) -> int:
+    args = node.args
+    return sum(arg.arg not in ("self", "cls") for arg in (*args.posonlyargs, *args.args, *args.kwonlyargs))
+
+
+def constructor_parameters(tree: Tree) -> Mapping[str, int]:
+    return _by_name(tree, lambda m: ((name, _num_parameters(f)) for name, f in m.functions if f.name == "__init__"))
+
+
+def parameters(tree: Tree) -> Mapping[str, int]:
+    return _by_name(tree, lambda m: ((name, _num_parameters(f)) for name, f in m.functions if f.name != "__init__"))
+
+
+def function_lines(tree: Tree) -> Mapping[str, int]:
+    return _by_name(tree, lambda m: ((name, length(f)) for name, f in m.functions))
+
+
+def length(node: Function | ast.ClassDef) -> int:
+    """Lines, without decorators."""
+    return (node.end_lineno or node.lineno) - node.lineno + 1
+
+
+def fields(tree: Tree) -> Mapping[str, int]:
+    return _by_name(tree, lambda m: ((name, _num_fields(node)) for name, node in m.classes if _is_record(node)))
+
+
+def _is_record(node: ast.ClassDef) -> bool:
+    decorators = {last_name(d.func if isinstance(d, ast.Call) else d) for d in node.decorator_list}
+    return "dataclass" in decorators or any(last_name(base) in RECORDS for base in node.bases)
+
+
+def last_name(node: ast.expr) -> str:
+    """`Struct` of `msgspec.Struct`, `Protocol` of `Protocol[T]`; "" for other expressions."""
+    if isinstance(node, ast.Subscript):
+        node = node.value
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+def _num_fields(node: ast.ClassDef) -> int:
+    return sum(isinstance(n, ast.AnnAssign) and last_name(n.annotation) != "ClassVar" for n in node.body)
+
+
+def imports(tree: Tree) -> Mapping[str, int]:
+    """Different modules that a module imports, anywhere in it."""
+    return {module.path: len(imported(module)) for module in tree.of(*AREAS)}
+
+
+def imported(module: Module) -> set[str]:
+    """The modules of import statements, as written."""
+    names = {node.module or "." for node in module.nodes(ast.ImportFrom)}
+    return names | {alias.name for node in module.nodes(ast.Import) for alias in node.names}
+
+
+def none_branches(tree: Tree) -> Mapping[str, int]:
+    """`is None` and `is not None` in each file of BASE_PATH, and in all. A file that is not there is a finding."""
+    modules = {module.path: module for module in tree.modules}
+    found = {path: num_none(modules[path]) for path in BASE_PATH if path in modules}
+    absent = {f"{path}, which BASE_PATH names and the tree lacks": 1000 for path in BASE_PATH if path not in modules}
+    return found | absent | {"all base path": sum(found.values())}
+
+
+def num_none(module: Module) -> int:
+    """Comparisons with None by `is` and `is not`."""
+    return sum(
+        isinstance(op, ast.Is | ast.IsNot) and isinstance(side, ast.Constant) and side.value is None
+        for node in module.nodes(ast.Compare)
+        for op, side in zip(node.ops, node.comparators, strict=True)
+    )
+
+
+RULES = (
+    Rule(
+        "constructor_parameters",
+        "parameters of a constructor",
+        "hand in one object per topic",
+        constructor_parameters,
+        8,
+    ),
+    Rule("parameters", "parameters of a function", "hand in one object per topic", parameters, 7),
+    Rule("imports", "modules imported by one", "it does two things, or assembles: divide it", imports, 25),
+    Rule("fields", "fields of a record", "give each part a record of its own", fields, 25),
+    Rule("function_lines", "lines of a function", "name its steps as functions", function_lines, 60),
+    Rule(
+        "none_branches",
+        "branches on None",
+        "an absent feature is an empty tuple of parts, not an Optional",
+        none_branches,
+        NONE_BRANCHES,
+        aims={"all base path": 100},
+    ),
+)
