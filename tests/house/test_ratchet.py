@@ -34,7 +34,9 @@ def test_a_row_that_is_too_high_is_a_finding() -> None:
         assert "engine/a" in found and "make house-tighten" in found
 
 
-@pytest.mark.parametrize(("value", "limit", "is_loose"), [(500, 520, False), (500, 521, True), (5000, 5101, True)])
+@pytest.mark.parametrize(
+    ("value", "limit", "is_loose"), [(500, 520, False), (500, 521, True), (5000, 5100, False), (5000, 5101, True)]
+)
 def test_lines_have_slack(value: int, limit: int, is_loose: bool) -> None:
     assert bool(list(findings(BUDGET, {"engine": value}, rows(engine=limit)))) == is_loose
 

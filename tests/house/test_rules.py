@@ -14,7 +14,7 @@ from tools.house.tree import Tree
 
 BY_NAME = {rule.name: rule for rule in RULES}
 
-PLAIN = "class Kept(Protocol):\n    def get(self): ...\n    def put(self): ...\n"
+PLAIN = "class Kept(Protocol):\n    def get(self): ...\n    def put(self): ...\nclass Small(Protocol):\n    def get(self): ...\n"
 FAKE = "class Fake:\n    put = None\n    def __init__(self):\n        self.get = None\n"
 SERVE = "add_flags(parser, Config, title='x')\n"
 CONFIG = """
@@ -62,8 +62,8 @@ CASES: dict[str, tuple[Mapping[str, str], Mapping[str, int]]] = {
         {"engine/a.py:long": 61},
     ),
     "doubles": (
-        {"engine/a.py": PLAIN, "tests/a.py": FAKE, "tools/a.py": "class Mine(Kept): ...\nclass Half:\n    def get(self): ...\n"},
-        {"engine/a.py:Kept": 2},
+        {"engine/a.py": PLAIN, "tests/a.py": FAKE, "tools/a.py": "class Mine(Kept): ...\nclass A(Small): ...\nclass B(A): ...\n"},
+        {"engine/a.py:Kept": 2, "engine/a.py:Small": 2},
     ),
     "unreached": (
         {
@@ -85,10 +85,11 @@ CASES: dict[str, tuple[Mapping[str, str], Mapping[str, int]]] = {
         {
             "deploy/commands/serve.py": SERVE + "config.size\n",
             "engine/config.py": CONFIG,
-            "engine/core/a.py": "config.size\nself._config.host\npool.size\n",
-            "router/a.py": "engine.size\n",
+            "engine/core/a.py": "config.size\nself._config.host\nconfig.other\n",
+            "router/a.py": "engine.size\nengine.host\nconfig.other\n",
+            "disagg/a.py": "pool.size\n",
         },
-        {"engine/config.py:size": 2},
+        {"engine/config.py:size": 2, "engine/config.py:host": 2},
     ),
     "docstring_words": ({"engine/a.py": f'"""{"a " * 69_999}"""\ndef f():\n    "b c"\n', "tests/a.py": '"""d"""'}, {"all product": 70_001}),
     "docs_words": ({"README.md": "a " * 26_000, "docs/a.md": "b", "docs/api.md": "c", "docs/reports/r.md": "d"}, {"all docs": 26_001}),
@@ -107,7 +108,7 @@ def test_every_rule_is_seen_here() -> None:
 
 
 def test_branches_on_none_are_counted_in_the_base_path(tmp_path: Path) -> None:
-    branches = "x is None\ny is not None\nz == None\na is b\n"
+    branches = "x is None\ny is not None\nz == None\na is b\na is True\n"
     tree = plant(tmp_path, dict.fromkeys((*seams.BASE_PATH[1:], "engine/other.py"), branches))
     found = seams.none_branches(tree)
     assert found[seams.BASE_PATH[1]] == 2 and found["all base path"] == 2 * 19 and "engine/other.py" not in found
