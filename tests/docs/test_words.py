@@ -80,5 +80,5 @@ def test_no_page_uses_a_banned_word(page: Path) -> None:
 @cache
 def _product_classes() -> Counter[str]:
     """Class names, each once for every file that defines it."""
-    modules = Tree.read(ROOT).of("product")
+    modules = Tree.read(ROOT, "product").modules
     return Counter(name for module in modules for name in {node.name for _, node in module.classes})
