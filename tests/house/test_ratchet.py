@@ -9,6 +9,7 @@ import pytest
 from tests.house.planted import plant
 from tools.house.__main__ import RULES, main
 from tools.house.ratchet import Row, Table, changes, check, dump, findings, parse, tightened
+from tools.house.reach import SERVE
 from tools.house.tree import Rule
 
 EXACT = Rule("widths", "parameters", "group them", lambda tree: {}, most=8)
@@ -156,6 +157,9 @@ def test_a_table_of_no_rule_and_another_form_are_findings(tmp_path: Path) -> Non
 def test_the_program_fails_on_any_finding(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base = {path: "" for rule in RULES if rule.name == "none_branches" for path in rule.measure(plant(tmp_path, {}))}
     plant(tmp_path, {path.split(",")[0]: "" for path in base if path.startswith(("engine", "disagg", "router"))})
+    plant(
+        tmp_path, {SERVE: "add_flags(parser, Config)", "engine/config.py": "class Config:\n    size: int = flag(1)\n"}
+    )
     main(["--tighten"], tmp_path)
     assert main([], tmp_path) == 0
     plant(tmp_path, {"engine/core/memory.py": "x = 1\n" * 30})

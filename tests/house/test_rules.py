@@ -14,8 +14,31 @@ from tools.house.tree import Tree
 
 BY_NAME = {rule.name: rule for rule in RULES}
 
-PLAIN = "class Kept(Protocol):\n    def get(self): ...\n    def put(self): ...\nclass Small(Protocol):\n    def get(self): ...\n"
-FAKE = "class Fake:\n    put = None\n    def __init__(self):\n        self.get = None\n"
+PROTOCOLS = """
+class Kept(Protocol):
+    def get(self, key): ...
+    def put(self, key, value): ...
+class Small(Protocol):
+    def get(self, key): ...
+"""
+FAKES = """
+class Fake:
+    def __init__(self):
+        self.get = None
+    def put(self, *args): ...
+class LateFake(Fake): ...
+class ByChance:
+    def get(self, name): ...
+    put = None
+"""
+MORE_FAKES = """
+class Mine(Kept): ...
+class Other:
+    def get(self, key): ...
+    def put(self, key, value): ...
+class A(Small): ...
+class B(Small): ...
+"""
 SERVE = "add_flags(parser, Config, title='x')\n"
 CONFIG = """
 class Base(FlagSet):
@@ -62,8 +85,8 @@ CASES: dict[str, tuple[Mapping[str, str], Mapping[str, int]]] = {
         {"engine/a.py:long": 61},
     ),
     "doubles": (
-        {"engine/a.py": PLAIN, "tests/a.py": FAKE, "tools/a.py": "class Mine(Kept): ...\nclass A(Small): ...\nclass B(A): ...\n"},
-        {"engine/a.py:Kept": 2, "engine/a.py:Small": 2},
+        {"engine/a.py": PROTOCOLS, "tests/a.py": FAKES, "tools/a.py": MORE_FAKES},
+        {"engine/a.py:Kept": 3, "engine/a.py:Small": 2},
     ),
     "unreached": (
         {
@@ -88,6 +111,7 @@ CASES: dict[str, tuple[Mapping[str, str], Mapping[str, int]]] = {
             "engine/core/a.py": "config.size\nself._config.host\nconfig.other\n",
             "router/a.py": "engine.size\nengine.host\nconfig.other\n",
             "disagg/a.py": "pool.size\n",
+            "engine/a.py": "config.size\n",
         },
         {"engine/config.py:size": 2, "engine/config.py:host": 2},
     ),
@@ -104,7 +128,7 @@ def test_a_rule_finds_what_is_planted_and_nothing_else(name: str, tmp_path: Path
 
 
 def test_every_rule_is_seen_here() -> None:
-    assert {rule.name for rule in (*RULES,)} == {*CASES, "none_branches", "subjects"}
+    assert {rule.name for rule in RULES} == {*CASES, "none_branches", "subjects"}
 
 
 def test_branches_on_none_are_counted_in_the_base_path(tmp_path: Path) -> None:
@@ -114,6 +138,11 @@ def test_branches_on_none_are_counted_in_the_base_path(tmp_path: Path) -> None:
     assert found[seams.BASE_PATH[1]] == 2 and found["all base path"] == 2 * 19 and "engine/other.py" not in found
     (absent,) = above(BY_NAME["none_branches"], found)
     assert absent.startswith(seams.BASE_PATH[0])
+
+
+def test_a_command_without_flags_is_a_finding(tmp_path: Path) -> None:
+    tree = plant(tmp_path, {"deploy/commands/serve.py": "", "engine/config.py": CONFIG})
+    assert list(above(BY_NAME["worker_flags"], BY_NAME["worker_flags"].measure(tree))) != []
 
 
 def test_a_subject_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,3 +168,4 @@ def test_only_tracked_files_count(tmp_path: Path) -> None:
     subprocess.run(["git", "-C", tmp_path, "add", "engine/kept.py", "engine/gone.py"], check=True)
     (tmp_path / "engine/gone.py").unlink()
     assert [module.path for module in Tree.read(tmp_path).modules] == ["engine/kept.py"]
+    assert Tree.read(tmp_path, "tests").modules == ()

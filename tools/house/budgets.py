@@ -3,9 +3,8 @@
 import ast
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from pathlib import PurePosixPath
 
-from tools.house.tree import AREAS, Definition, Module, Rule, Tree, area_of
+from tools.house.tree import AREAS, Definition, Module, Rule, Tree, area_of, directory_of
 
 CRUMB = 40  # lines
 THIN, CROWDED = 3, 25  # files of a directory
@@ -15,7 +14,7 @@ def _by_directory(sizes: Mapping[str, int]) -> dict[str, int]:
     """Sums of the files of each directory, not of those below it, and of each area."""
     sums: Counter[str] = Counter()
     for path, size in sizes.items():
-        sums[str(PurePosixPath(path).parent)] += size
+        sums[directory_of(path)] += size
         sums[f"all {area_of(path)}"] += size
     return dict(sums)
 
@@ -40,17 +39,18 @@ def public_names(tree: Tree) -> Mapping[str, int]:
 def _public(module: Module) -> Iterator[str]:
     """Functions, classes and variables of a module whose names have no underscore in front."""
     for node in module.tree.body:
-        targets = (
-            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
-        )
-        names = [node.name] if isinstance(node, Definition) else [t.id for t in targets if isinstance(t, ast.Name)]
+        if isinstance(node, Definition):
+            names = [node.name]
+        else:
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            names = [target.id for target in targets if isinstance(target, ast.Name)]
         yield from (name for name in names if not name.startswith("_"))
 
 
 def _own_files(tree: Tree) -> Mapping[str, int]:
     """Files of each directory that has some, without `__init__.py`."""
     paths = (path for path in _lines_by_file(tree) if not path.endswith("/__init__.py"))
-    return Counter(str(PurePosixPath(path).parent) for path in paths)
+    return Counter(directory_of(path) for path in paths)
 
 
 def thin_directories(tree: Tree) -> Mapping[str, int]:

@@ -3,10 +3,9 @@
 import ast
 import re
 from collections.abc import Iterator, Mapping
-from pathlib import PurePosixPath
 
 from tools.house.seams import imported, last_name
-from tools.house.tree import Module, Rule, Tree
+from tools.house.tree import Module, Rule, Tree, directory_of
 
 _PROGRAM = re.compile(r"-m ([\w.]+)")
 _WORD = re.compile(r"\w+(:\w+)?")
@@ -47,28 +46,22 @@ def _named(module: Module) -> Iterator[str]:
 
 
 def worker_flags(tree: Tree) -> Mapping[str, int]:
-    return {"all worker": len(_flags(tree))}
+    flags = _flags(tree)
+    return {"all worker": len(flags)} if flags else {f"{SERVE}, which gives add_flags no dataclass,": 1000}
 
 
 def _flags(tree: Tree) -> Mapping[str, str]:
     """Field that is a flag -> its file, of the dataclasses that SERVE gives to `add_flags`, and of their bases."""
     classes = {node.name: (node, module.path) for module in tree.of("product") for _, node in module.classes}
-    calls = [
-        call
-        for m in tree.modules
-        if m.path == SERVE
-        for call in m.nodes(ast.Call)
-        if last_name(call.func) == "add_flags"
-    ]
-    todo = [last_name(call.args[1]) for call in calls]
+    calls = (call for module in tree.modules if module.path == SERVE for call in module.nodes(ast.Call))
+    todo = [last_name(call.args[1]) for call in calls if last_name(call.func) == "add_flags"]
     found: dict[str, str] = {}
     while todo:
         node, path = classes.get(todo.pop(), (None, ""))
         if node is not None:
             todo += [last_name(base) for base in node.bases]
-            found |= {
-                last_name(n.target): path for n in node.body if isinstance(n, ast.AnnAssign) and _is_flag(n.value)
-            }
+            fields = [field for field in node.body if isinstance(field, ast.AnnAssign) and _is_flag(field.value)]
+            found |= {last_name(field.target): path for field in fields}
     return found
 
 
@@ -77,18 +70,23 @@ def _is_flag(value: ast.expr | None) -> bool:
 
 
 def flag_readers(tree: Tree) -> Mapping[str, int]:
-    """Flag of a worker -> the rooms that read it, an attribute of something that is named as a config is; deploy/ passes it on."""
+    """Flag of a worker, as FILE:FIELD -> directories that read it, beside its own and deploy/, which passes it on.
+
+    What reads it names a config in front of it: `config.x`, `self._config.x`, `engine.x`, not `pool.x`.
+    """
     flags = _flags(tree)
-    readers = {field: {str(PurePosixPath(path).parent)} for field, path in flags.items()}
+    readers: dict[str, set[str]] = {field: set() for field in flags}
     for module in tree.of("product"):
         for node in module.nodes(ast.Attribute):
             if node.attr in flags and _CONFIG.search(last_name(node.value)) and not module.path.startswith("deploy/"):
-                readers[node.attr].add(module.folder)
-    return {f"{path}:{field}": len(readers[field] - {str(PurePosixPath(path).parent)}) for field, path in flags.items()}
+                readers[node.attr].add(module.directory)
+    return {f"{path}:{field}": len(readers[field] - {directory_of(path)}) for field, path in flags.items()}
 
 
 RULES = (
     Rule("unreached", "program that the Makefile does not reach", "give it a target or delete it", unreached),
     Rule("worker_flags", "flags", "a constant with a unit and a reason", worker_flags, aims={"all worker": 130}),
-    Rule("flag_readers", "rooms that read a flag", "its room reads it, others ask the room", flag_readers, most=1),
+    Rule(
+        "flag_readers", "directories that read a flag", "its room reads it, others ask the room", flag_readers, most=1
+    ),
 )

@@ -21,7 +21,7 @@ RECORDS = ("Struct", "NamedTuple", "TypedDict")  # bases whose subclasses have f
 
 
 def _by_name(tree: Tree, count: Callable[[Module], Iterator[tuple[str, int]]]) -> dict[str, int]:
-    """ "FILE:NAME" -> its count, the largest if definitions share a name."""
+    """FILE:NAME -> its count, the largest if definitions share a name."""
     found: dict[str, int] = {}
     for module in tree.of(*AREAS):
         for name, value in count(module):

@@ -26,6 +26,10 @@ def area_of(path: str) -> str:
     return "product" if top in PACKAGES else top
 
 
+def directory_of(path: str) -> str:
+    return str(PurePosixPath(path).parent)
+
+
 @dataclass(frozen=True)
 class Module:
     """A Python file. `path` is relative to the root, with slashes."""
@@ -46,8 +50,8 @@ class Module:
         return area_of(self.path)
 
     @property
-    def folder(self) -> str:
-        return str(PurePosixPath(self.path).parent)
+    def directory(self) -> str:
+        return directory_of(self.path)
 
     @property
     def dotted(self) -> str:
