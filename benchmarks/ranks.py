@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from benchmarks.rank_parts import allreduce, engines, plan_channel, transfers, two_batches
+from benchmarks.rank_parts import allreduce, engines, plan_channel, transfers
 from deploy.bench import environment
 
 PARTS: dict[str, ModuleType] = {
@@ -20,7 +20,6 @@ PARTS: dict[str, ModuleType] = {
     "plan_channel": plan_channel,
     "transfers": transfers,
     "engines": engines,
-    "two_batches": two_batches,
 }
 
 

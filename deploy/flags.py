@@ -146,8 +146,6 @@ def _argparse_keywords(flag: Flag, *, only_given: bool) -> dict[str, Any]:
         return keywords | {"action": argparse.BooleanOptionalAction}
     if flag.is_list:
         keywords |= {"nargs": "+"}
-    if flag.spec.bare is not None:
-        keywords |= {"nargs": "?", "const": flag.spec.bare}
     return keywords | {"type": _PARSERS[flag.value_type], "choices": flag.spec.choices, "metavar": _metavar(flag)}
 
 

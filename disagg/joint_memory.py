@@ -37,4 +37,4 @@ class JointMemory:
 
 def joint_plan(config: EngineConfig) -> RegionPlan:
     """Return the plan of the memory that the ranks of all DP ranks share."""
-    return RegionPlan(ranks=config.tp_size, dp_ranks=config.dp_size, beside=config.splits_steps)
+    return RegionPlan(ranks=config.tp_size, dp_ranks=config.dp_size)

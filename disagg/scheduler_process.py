@@ -329,7 +329,6 @@ def _facts(parts: "EngineParts", publisher: ZmqPublisher | None, *, load_time_s:
         "grammar_backend": config.grammar_backend,
         "stream": config.stream,
         "overlap_depth": parts.depth,
-        **({} if parts.halves is None else parts.halves.described()),
         "context_length": config.context_length,
         "chunked_prefill_size": config.chunked_prefill_size,
         "max_prefill_tokens": config.max_prefill_tokens,

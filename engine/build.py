@@ -22,7 +22,7 @@ from engine.device.host_copies import backup_bytes, backup_room
 from engine.device.kv_memory import held_by, kept_specs, note_memory
 from engine.device.lanes import build_lanes
 from engine.device.machine import cpu_kind
-from engine.device.measure import largest_steps, measured, own_steps, warm
+from engine.device.measure import measured, own_steps, warm
 from engine.device.memory_plan import (
     kv_pages,
     with_fitting_prompts,
@@ -30,7 +30,6 @@ from engine.device.memory_plan import (
     with_state_slots,
 )
 from engine.device.pools import Pools, behind_windows, build_pools, why_kept
-from engine.device.split_times import SplitChoice, choose
 from engine.executor.compile_log import CompileLog
 from engine.executor.cuda_gauge import CudaGauge
 from engine.executor.executor import Executor
@@ -39,7 +38,7 @@ from engine.executor.model_runner import DeviceOutOfMemory
 from engine.executor.warm_up import StepExecutor, by_executor
 from engine.executor.weights import WeightUpdater
 from engine.flags.images import cache_bytes, image_cache
-from engine.flags.resolve import attention_tokens, depth, profiled_tokens, resolve, state_slots
+from engine.flags.resolve import depth, resolve, state_slots
 from engine.flags.speculation import most_drafted, with_drafter
 from engine.hicache.build import build_host_tier
 from engine.hicache.disk import Disk
@@ -81,8 +80,7 @@ class EngineParts:
     `held`: what of the model's KV that has. `kv`: of all ranks, in stream order. `memory`: bytes of the
     leader's rank by what takes them. `layers_in_pages`: of its layers with KV those whose KV is in `pool`; the others have a window, and a
     pool of their own. `behind_windows`: as of `engine.device.pools.behind_windows`. `compiles`: of a GPU; its `serve` comes when the worker is ready.
-    `arrivals`: where features of images arrive from encode workers; None: nowhere. `halves`: which steps ranks compute in two halves; None:
-    none.
+    `arrivals`: where features of images arrive from encode workers; None: nowhere.
     """
 
     config: EngineConfig
@@ -104,7 +102,6 @@ class EngineParts:
     behind_windows: str | None
     compiles: CompileLog | None
     arrivals: KVPool | None = None
-    halves: SplitChoice | None = None
 
 
 def build_engine(
@@ -253,7 +250,6 @@ def build_engine(
         check_same_kernels(kernels_here(), group.followers.apply("kernels").wait())
     if gauge is not None:
         _warm(config, model_config, executor, use, positions=pool.num_pages * config.page_size, progress=progress)
-    halves = _halves(config, model_config, executor, use, positions=pool.num_pages * config.page_size)
     config = with_running_requests(given, config, pages=pool.num_pages, slots=slots, windows=pools.num_windows)
     states = None
     if recurrent:
@@ -291,15 +287,7 @@ def build_engine(
         adapters=GroupAdapters(device.adapters, group.followers) if group and device.adapters else device.adapters,
         group=group,
         held=held,
-        scheduler=build_scheduler(
-            config,
-            model_config,
-            kv_memory,
-            use,
-            backup_room=room,
-            split_rule=None if halves is None else halves.rule,
-        ),
-        halves=halves,
+        scheduler=build_scheduler(config, model_config, kv_memory, use, backup_room=room),
         depth=depth(config),
         weights=weight_updater(config, stored, device, group, load=load_here, rename_pages=rename_pages),
         disk=tier.disk if tier else None,
@@ -372,20 +360,6 @@ def _warm(
             f"--mem-fraction-static: no memory is left for the largest step beside the KV cache ({error}); lower it or "
             "--max-total-tokens"
         ) from None
-
-
-def _halves(
-    config: EngineConfig, model: ModelConfig, executor: StepExecutor, use: EngineUse, *, positions: int
-) -> SplitChoice | None:
-    """Measure, if the flag asks for it: all ranks do at once."""
-    if not config.splits_steps:
-        return None
-    assert config.context_length is not None, "resolved"
-    positions = min(positions, config.context_length)
-    steps = largest_steps(config, model, positions=positions, decodes=use.decodes)
-    tokens = min(profiled_tokens(config, model), positions * steps.rows)
-    run, work = by_executor(executor), attention_tokens(model)
-    return choose(config, steps, run, prompt_tokens=tokens, attention_tokens=work)
 
 
 def _leading(config: EngineConfig, device: Device, group: Group, wakeup: Callable[[], None]) -> LeadingExecutor:

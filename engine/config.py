@@ -118,13 +118,6 @@ class EngineConfig(FlagSet):
         "with --ep-size: where experts are at start: in order, or a JSON file with physical_to_logical_map (the experts of all "
         "places, by layer) or logical_count (loads of all experts, by layer)",
     )
-    enable_two_batch_overlap: str = flag(
-        "off",
-        "with --ep-size: ranks compute half of a step while the rows of the other half are under way between them; auto: steps of "
-        "sizes for which that was faster here at start (on cpu)",
-        choices=("off", "auto", "on"),
-        bare="auto",
-    )
     reduce_units: int = flag(
         0,
         "parts in which layers sum their products, in one order at every --tp-size: answers are then equal to the bit for "
@@ -522,11 +515,6 @@ class EngineConfig(FlagSet):
     def attention_tp_size(self) -> int:
         """Count the ranks that share the attention of a stage: with DP attention those of one DP rank."""
         return self.tp_size // self.dp_size if self.enable_dp_attention else self.tp_size
-
-    @property
-    def splits_steps(self) -> bool:
-        """Whether ranks may compute steps in two halves."""
-        return self.enable_two_batch_overlap != "off"
 
     @property
     def num_ranks(self) -> int:

@@ -13,14 +13,12 @@ from engine.core.new_token_ratio import NewTokenRatio
 from engine.core.page_allocator import PageAllocator
 from engine.core.radix_cache import RadixCache
 from engine.core.scheduler import Scheduler
-from engine.core.split_rule import SplitRule
 from engine.core.state import SchedulerState
 from engine.core.state_slots import StateSlots
-from engine.core.two_batches import Splitter
 from engine.core.usable_prefixes import PrefixEvents, events_of_tree
 from engine.core.window_pages import WindowPages
 from engine.flags.kv_events_config import parse_kv_events_config
-from engine.flags.resolve import attention_tokens, limits, priorities, ratio_rule, step_budget
+from engine.flags.resolve import limits, priorities, ratio_rule, step_budget
 from engine.flags.speculation import drafting_of
 from engine.model_files.model_config import ModelConfig
 from engine.recurrent import cut_on_grid
@@ -63,9 +61,8 @@ def build_scheduler(
     use: EngineUse,
     *,
     backup_room: CopySize,
-    split_rule: SplitRule | None = None,
 ) -> Scheduler:
-    """`backup_room`: for copies of retracted requests. `split_rule`: None: no step is computed in halves."""
+    """`backup_room`: for copies of retracted requests."""
     own_limits = limits(config) if memory.states is None else cut_on_grid(limits(config), memory.states.grid)
     state = SchedulerState(
         limits=replace(
@@ -84,9 +81,4 @@ def build_scheduler(
         uniform=random.Random(config.random_seed).random,
         step_budget=step_budget(config, model, part_tokens=own_limits.part_tokens),
         drafting=drafting_of(config, decodes=use.decodes),
-        splitter=None if split_rule is None else _splitter(config, model, split_rule),
     )
-
-
-def _splitter(config: EngineConfig, model: ModelConfig, rule: SplitRule) -> Splitter:
-    return Splitter(rule, attention_tokens=attention_tokens(model), asks_others=config.enable_dp_attention)

@@ -18,7 +18,7 @@ class FlagSpec:
 
     unit: "s" for seconds, in a field that ends in `_s`    option: the public name, if not the field's without `_s`
     above, least, most, below: of the number, or of each of a tuple    special: values with a meaning of their own
-    by_hand: the command parses it itself (several values)    bare: what the flag means without a value; None: it needs one
+    by_hand: the command parses it itself (several values)
     """
 
     help: str
@@ -31,7 +31,6 @@ class FlagSpec:
     special: Mapping[float, str] = dataclasses.field(default_factory=dict)
     option: str | None = None
     by_hand: bool = False
-    bare: str | None = None
 
     def holds(self, value: float) -> bool:
         """Whether a number is within the bounds or special. False for nan."""

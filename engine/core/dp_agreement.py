@@ -94,9 +94,6 @@ class Agreement:
             token_usage=(allocator.num_pages - scheduler.memory.available) / allocator.num_pages,
             running=scheduler.num_running,
             waiting=scheduler.num_waiting,
-            cut=plan.cut if plan.items else 0,
-            decodes_from=scheduler.split_rule.decodes_from,
-            prompts_from=scheduler.split_rule.prompts_from,
         )
 
     def agreed(self, step: int) -> AgreedStep | None:

@@ -9,9 +9,8 @@ from enum import Enum
 
 import msgspec
 
-from engine.core.split_rule import SplitRule
 
-DECIDES = 0  # the rank that opens and closes the gate for prompts, and whose times say which steps are halved
+DECIDES = 0  # the rank that opens and closes the gate for prompts
 
 
 class Padding(Enum):
@@ -26,8 +25,7 @@ class Row:
     """A rank's part of step `step`.
 
     `idle`: nothing; it takes part because others ask for the step. `tokens`: of its items. `extend`: parts of prompts are among them. `can_graph`: it could replay a graph. `prefillable`: prompts wait that it could
-    compute; `token_usage`: share of its KV memory in use; `running`, `waiting`: its requests. `cut`: where it would halve its tokens, -1: it
-    cannot; `decodes_from`, `prompts_from`: its `SplitRule`.
+    compute; `token_usage`: share of its KV memory in use; `running`, `waiting`: its requests.
     """
 
     step: int
@@ -39,23 +37,16 @@ class Row:
     token_usage: float = 0.0
     running: int = 0
     waiting: int = 0
-    cut: int = 0
-    decodes_from: int = 0
-    prompts_from: int = 0
 
 
 class AgreedStep(msgspec.Struct, frozen=True, array_like=True):
-    """A step as all ranks compute it. `tokens`: of each rank, with padding. `graph`: all replay one. Followers receive it, too.
-
-    `cuts`: of two halves, each rank's rows of the first; (): the step is whole.
-    """
+    """A step as all ranks compute it. `tokens`: of each rank, with padding. `graph`: all replay one. Followers receive it, too."""
 
     step: int
     tokens: tuple[int, ...]
     padding: Padding
     extend: bool
     graph: bool
-    cuts: tuple[int, ...] = ()
 
 
 def agree(rows: Sequence[Row]) -> AgreedStep:
@@ -67,10 +58,6 @@ def agree(rows: Sequence[Row]) -> AgreedStep:
     assert all(row.step == step for row in rows) and not all(row.idle for row in rows)
     extend = any(row.extend for row in rows)
     tokens = [row.tokens for row in rows]
-    if cuts := _cuts(rows, extend=extend):
-        return AgreedStep(
-            step=step, tokens=tuple(tokens), padding=Padding.SUM_LEN, extend=extend, graph=False, cuts=cuts
-        )
     padding = padding_of(tokens, extend=extend)
     if padding is Padding.MAX_LEN:
         tokens = [max(tokens)] * len(rows)
@@ -81,15 +68,6 @@ def agree(rows: Sequence[Row]) -> AgreedStep:
         extend=extend,
         graph=not extend and all(row.can_graph for row in rows),
     )
-
-
-def _cuts(rows: Sequence[Row], *, extend: bool) -> tuple[int, ...]:
-    """As of `AgreedStep`. The rank that decides measured for all; halves are of the rank with most tokens."""
-    rule = SplitRule(rows[DECIDES].decodes_from, rows[DECIDES].prompts_from)
-    cuts = tuple(row.cut for row in rows)
-    if not rule.splits(max(row.tokens for row in rows), extend=extend) or min(cuts) < 0:
-        return ()
-    return cuts if 0 < sum(cuts) < sum(row.tokens for row in rows) else ()
 
 
 def padding_of(tokens: Sequence[int], *, extend: bool) -> Padding:

@@ -177,8 +177,6 @@ class Plan:
     `sample_deferred`: some masks follow from tokens in flight, so sampling is launched when these are collected.
     `agreed`: with DP attention, the step as all ranks compute it, filled in before launch; None: it has none of their layers.
     `lane`: with PD multiplexing, whose steps run in the order of their plans; None: those of all plans do.
-    `cut`: rows of the first of two halves that ranks compute beside one another (engine/core/two_batches.py), with DP attention if all
-    agree; -1: the step is whole.
 
     `states`: what requests with recurrent state begin from; `snapshots`: copies of states as the step leaves them. Each in order.
     `rewinds`: states behind drafts that an earlier step verified, which no step has read since.
@@ -210,7 +208,6 @@ class Plan:
     sample_deferred: bool = False
     agreed: AgreedStep | None = None
     lane: Lane | None = None
-    cut: int = -1
 
     @property
     def only_drafts(self) -> bool:

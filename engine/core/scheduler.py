@@ -31,10 +31,8 @@ from engine.core.preemption import Preemption
 from engine.core.prefill_planning import PrefillPlanner
 from engine.core.request import Request
 from engine.core.results import Results
-from engine.core.split_rule import NEVER, SplitRule
 from engine.core.state import SchedulerState
 from engine.core.step_budget import StepBudget
-from engine.core.two_batches import WHOLE, Splitter
 from engine.messages import FinishReason, TokenOutput
 
 ABORTED = FinishReason(kind="abort", message="aborted by the client")
@@ -48,11 +46,10 @@ class Scheduler:
         uniform: Uniform = lambda: 0.0,
         step_budget: StepBudget | None = None,
         drafting: Drafting | None = None,
-        splitter: Splitter | None = None,
     ) -> None:
         """`uniform`: random numbers for the policy "random". `step_budget`: None: steps have no limit in time.
 
-        `drafting`: None: nothing is drafted. `splitter`: None: each step is whole.
+        `drafting`: None: nothing is drafted.
         """
         self.limits = state.limits
         self.memory = state.memory
@@ -63,7 +60,6 @@ class Scheduler:
         self.ratio = state.ratio
         self.step_budget = step_budget
         self.drafting = drafting
-        self._splitter = splitter
         self._state = state
         self._departures = Departures(state)
         preemption = Preemption(state, self._departures)
@@ -115,7 +111,6 @@ class Scheduler:
             wait=wait,
             sample_deferred=sample_deferred,
             lane=lane,
-            cut=self._splitter.cut(items, extend=extend) if self._splitter is not None else WHOLE,
         )
         if lane is not None:
             self._enter(lane, plan)
@@ -128,11 +123,6 @@ class Scheduler:
         if images is not None:
             images.attach(plan)
         return plan
-
-    @property
-    def split_rule(self) -> SplitRule:
-        """Which steps are computed in two halves."""
-        return NEVER if self._splitter is None else self._splitter.rule
 
     def join(self) -> Plan:
         """Return a plan without items: of a step that only other ranks of DP attention have something for."""

@@ -21,7 +21,6 @@ from engine.executor.draft_pass import DraftPass, PagedPool
 from engine.executor.executor import Executor
 from engine.executor.forward_pass import ForwardPass
 from engine.executor.future_map import FutureMap
-from engine.executor.halved_pass import HalvedPass
 from engine.executor.image_pass import ImagePass
 from engine.executor.joint_steps import JointSteps
 from engine.executor.lane_executor import LaneExecutor
@@ -74,7 +73,7 @@ class ForwardParts:
     """The parts that compute the first half of steps. `tapes`: of decode steps on a CPU. `joint`: with DP attention.
 
     `states`: of a model with recurrent layers. `window_table`: of layers with a window that have a pool of their own.
-    `sees`, `images`: as of ForwardPass. `halves`: what attends in each half of a step, if steps have halves; `exchange`: with DP attention.
+    `sees`, `images`: as of ForwardPass.
     """
 
     backend: AttentionBackend
@@ -87,8 +86,6 @@ class ForwardParts:
     window_table: PageTable | None
     sees: bool = False
     images: ImagePass | None = None
-    halves: Sequence[AttentionBackend] = ()
-    exchange: RowExchange | None = None
 
     def pools(self, pool: KVPool, windows: KVPool | None) -> list[PagedPool]:
         """Return the pools of all layers, each with where requests' pages in it are; the drafter's is the first."""
@@ -118,9 +115,6 @@ class ForwardParts:
             drafts=drafts,
             sees=self.sees,
             images=self.images,
-            halved=HalvedPass(self.halves, inputs=inputs, layers=self.layers, exchange=self.exchange)
-            if self.halves
-            else None,
         )
 
 
@@ -147,14 +141,11 @@ def build_forward(
     """
     assert config.max_running_requests is not None, "resolved"
     make = partial(make_attention_backend, config.attention_backend, num_heads=num_heads, needs=model.attention_needs)
-
-    def make_backend() -> AttentionBackend:
-        if windows is None:
-            return make(pool)
+    if windows is None:
+        backend = make(pool)
+    else:
         inside = [spec.window > 0 for spec in model.cache_specs()]
-        return windowed(make(pool) if pool.specs else None, make(windows), in_window=inside)
-
-    backend = make_backend()
+        backend = windowed(make(pool) if pool.specs else None, make(windows), in_window=inside)
     if max_pages is None:
         max_pages = min(pool.num_pages, context_pages(config))
     num_slots = config.max_running_requests
@@ -178,8 +169,6 @@ def build_forward(
         window_table=window_table,
         sees=sees,
         images=None if model.vision is None else _image_pass(config, pool.device, arrivals),
-        halves=(backend, make_backend()) if config.splits_steps else (),
-        exchange=exchange,
     )
 
 

@@ -159,7 +159,7 @@ def measure_on_cpu(
     pool = KVPool(specs, num_pages=1, page_size=config.page_size, device=config.device, units=units)
     tokens = profiled_tokens(config, model_config)
     steps = replace(
-        largest_steps(config, model_config, positions=config.context_length, decodes=decodes),
+        _steps(config, model_config, positions=config.context_length, decodes=decodes),
         prompt_tokens=tokens,
         image=_profiled_image(config, model_config),
     )
@@ -260,13 +260,13 @@ def warm(
     progress: bool,
 ) -> None:
     """Run every kind of step that there may be. `positions`: of a request. Raises DeviceOutOfMemory."""
-    steps = largest_steps(config, model_config, positions=positions, decodes=decodes)
+    steps = _steps(config, model_config, positions=positions, decodes=decodes)
     begun_s = time.monotonic()
     warm_up(run, steps, progress=progress)
     log.info("warm-up: every kind of step has run, in %.1f s", time.monotonic() - begun_s)
 
 
-def largest_steps(config: EngineConfig, model_config: ModelConfig, *, positions: int, decodes: bool) -> WarmUp:
+def _steps(config: EngineConfig, model_config: ModelConfig, *, positions: int, decodes: bool) -> WarmUp:
     """The steps that an engine may be given."""
     assert config.max_running_requests is not None, "resolved"
     vision = model_config.vision

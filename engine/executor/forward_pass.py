@@ -11,7 +11,6 @@ from engine.executor.decode_graphs import DecodeGraphs
 from engine.executor.decode_tapes import DecodeTapes
 from engine.executor.draft_pass import DraftPass
 from engine.executor.forward import Forward
-from engine.executor.halved_pass import HalvedPass
 from engine.executor.image_pass import ImagePass
 from engine.executor.joint_steps import JointSteps
 from engine.executor.layer_marks import LayerMarks
@@ -36,7 +35,7 @@ class ForwardPass:
 
     `joint`: with DP attention, what a step needs to know of the other DP ranks. `states`: of a model with recurrent layers.
     `window_table`: of layers with a window, where they have a pool of their own. `drafts`: of a model with a drafter. `sees`: its tokens may be
-    those of images, whose features the first stage has in `images`. `halved`: computes steps that a plan cuts into halves.
+    those of images, whose features the first stage has in `images`.
     """
 
     def __init__(
@@ -56,7 +55,6 @@ class ForwardPass:
         drafts: DraftPass | None = None,
         sees: bool = False,
         images: ImagePass | None = None,
-        halved: HalvedPass | None = None,
     ) -> None:
         self._backend = backend
         self._page_table = page_table
@@ -72,7 +70,6 @@ class ForwardPass:
         self._drafts = drafts
         self._sees = sees
         self._images = images
-        self._halved = halved
 
     def attach(self, model: DenseDecoder) -> None:
         """Forget the tapes and features of another model, and attach the adapters to this one."""
@@ -171,18 +168,10 @@ class ForwardPass:
             return
         _before_layers(model)
         items = self._items(plan)
-        if items or self._in_halves(plan):
+        if items:
             self._hidden(model, plan, items, arrival)
         else:
             model.join()
-
-    def close(self) -> None:
-        """End the threads that exchange for halves."""
-        if self._halved is not None:
-            self._halved.close()
-
-    def _in_halves(self, plan: Plan) -> bool:
-        return self._halved is not None and self._halved.takes(plan)
 
     def _items(self, plan: Plan) -> list[PlanItem]:
         """Return the items of `plan`, and with DP attention the padding that all ranks replay."""
@@ -193,8 +182,6 @@ class ForwardPass:
 
     def _hidden(self, model: DenseDecoder, plan: Plan, items: list[PlanItem], arrival: Arrival) -> Tensor:
         """As `run`, of a step that no decode graph takes."""
-        if self._halved is not None and self._halved.takes(plan):
-            return self._halved.run(model, plan, self._batch, arrival)
         prompts = self._prefill_graphs
         if prompts is not None and prompts.takes(plan) and not self._adapted():
             arrival.hold_all()

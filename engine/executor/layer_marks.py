@@ -4,7 +4,7 @@ Marks are set by the runner and read by another thread. Marking never waits: on 
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 
 import torch
 from torch import Tensor
@@ -49,15 +49,6 @@ class LayerMarks:
             return out
 
         return marked
-
-    def of_parts(self, step: int, attends: Sequence[Attend | None], arrival: Arrival) -> list[Attend | None]:
-        """Wrap the attention of a step's parts, which pass through a layer one after the other: the last part with rows marks it."""
-        last = max((i for i, attend in enumerate(attends) if attend is not None), default=-1)
-        found: list[Attend | None] = []
-        for i, attend in enumerate(attends):
-            marks = i == last and attend is not None
-            found.append(self.attend(step, attend, arrival) if marks else attend and _waiting(attend, arrival))
-        return found
 
     def whole(self, step: int, forward: Callable[[], Tensor]) -> Tensor:
         """Run a recorded forward, and mark its layers together: one launch computes them all."""

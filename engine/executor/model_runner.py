@@ -89,9 +89,8 @@ class ModelRunner:
         self._copies.wait(seq)
 
     def close(self) -> None:
-        """Give pinned memory back, and end threads. Nothing is launched any more."""
+        """Give pinned memory back. Nothing is launched any more."""
         self._copies.close()
-        self._forward_pass.close()
 
     def sample(self, plan: Plan, forward: Forward | None) -> StepOutput:
         """Sample tokens, and compute logprobs and hidden states. `forward`: what `forward` of the same plan returned.

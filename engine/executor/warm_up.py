@@ -21,7 +21,6 @@ from engine.sampling_params import SamplingParams
 
 PROMPTS = (1, 17, 128)  # tokens of prompts, beside the largest step: one row, a page and a bit, a whole tile
 SHORT = 17
-BEFORE = 256  # tokens before a decode
 LOGPROBS = LogprobOptions(start_len=0, top_num=5, token_ids=(0,))
 _PLAIN = SamplingParams(max_new_tokens=1, seed=1)
 KINDS = {
@@ -58,21 +57,14 @@ class WarmUp:
     def plans(self) -> list[Plan]:
         """Return the steps; slots are closed by the next step, the last ones by a step of their own."""
         decodes = self._decodes() if self.decodes else ()
-        return closing([*self._prompts(), *self._samples(), *decodes, *self._images()])
+        return _closing([*self._prompts(), *self._samples(), *decodes, *self._images()])
 
     def largest(self) -> list[Plan]:
         """A step of one token, which reads the weights; half of the largest prompt, all of it; the most samples; an image, if any; their end."""
         half = max(1, self.prompt_tokens // 2)
         prompts = [self._step([(n, 0) for n in self._parts(tokens)]) for tokens in (half, self.prompt_tokens)]
         samples = self._step([(1, 0)] * self.rows, list(KINDS.values()), extend=not self.decodes)
-        return closing([self._step([(1, 0)]), *prompts, samples, *self._images()])
-
-    def of_size(self, rows: int, *, extend: bool) -> Plan:
-        """Parts of prompts of `rows` tokens together, or as many decodes behind a prompt."""
-        parts = (
-            [(length, 0) for length in self._parts(rows)] if extend else [(1, min(BEFORE, self.positions - 1))] * rows
-        )
-        return self._step(parts, extend=extend)
+        return _closing([self._step([(1, 0)]), *prompts, samples, *self._images()])
 
     def _images(self) -> Iterator[Plan]:
         """An image for each rank that encodes, and a token of the first."""
@@ -161,7 +153,7 @@ class WarmUp:
         return Plan(seq=0, extend=extend, items=items, opens=opens, masks=masks)
 
 
-def closing(plans: list[Plan]) -> list[Plan]:
+def _closing(plans: list[Plan]) -> list[Plan]:
     """Let each step close the slots of the one before and forget its images, and a further step the last ones."""
     opened = [[opened.slot for opened in plan.opens] for plan in plans]
     encoded = [[image.key for image in plan.encodes] for plan in plans]

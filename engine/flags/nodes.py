@@ -9,14 +9,14 @@ from engine.config import EngineConfig
 from service.flags import ConfigError
 
 PLAN, ENGINE, STATES = "plan", "engine", "states"
-SUM, BESIDE = "sum", "beside"
+SUM = "sum"
 
 
 class Wire(NamedTuple):
     """A connection of two ranks on different machines.
 
     `kind`: plan (leader and follower), engine (the same, to the follower's transfer engine), states (from one stage to the
-    next), or "sum 0", "sum 1" and so on (of a round of a sum), "beside 0" and so on (the same, of the second half of a step).
+    next), or "sum 0", "sum 1" and so on (of a round of a sum).
     """
 
     kind: str
@@ -68,8 +68,7 @@ def _of_sums(config: EngineConfig) -> list[Wire]:
     for number in range(config.nnodes.bit_length() - 1):
         apart = config.ranks_here << number
         pairs = [(rank, rank ^ apart) for rank in range(config.num_ranks) if not rank & apart]
-        kinds = (SUM, BESIDE) if config.splits_steps else (SUM,)
-        found += [Wire(f"{kind} {number}", *pair) for kind in kinds for pair in pairs]
+        found += [Wire(f"{SUM} {number}", *pair) for pair in pairs]
     return found
 
 

@@ -14,7 +14,6 @@ images, divided or not (--mm-enable-dp-encoder)                 tests/e2e/test_i
 
 refused                                                         shown by
 sizes that do not divide the model; --stream inline and stages  tests/engine/test_rank_rules.py
-steps in halves without --ep-size, with adapters, with states   the same
 files of the hierarchical cache with --nnodes                   the same
 ports of KV events that DP ranks would share                    the same
 """
@@ -53,7 +52,6 @@ def check_ranks(config: EngineConfig, model: ModelConfig) -> None:
     check_nodes(config)
     check_sizes(config, model)
     check_experts(config, model)
-    check_two_batches(config, model)
     check_ports(config.kv_events_config, dp_size=config.dp_size)
     if config.num_ranks == 1 and not config.enable_dp_attention:
         return
@@ -122,28 +120,8 @@ def check_dp_attention(config: EngineConfig) -> None:
         )
 
 
-def check_two_batches(config: EngineConfig, model: ModelConfig) -> None:
-    """Raises ConfigError for what does not go with --enable-two-batch-overlap."""
-    if not config.splits_steps:
-        return
-    flag = f"--enable-two-batch-overlap {config.enable_two_batch_overlap}"
-    if config.ep_size == 1:
-        raise ConfigError(
-            f"{flag}: --ep-size 1 sends no rows to experts of other ranks; give --ep-size, or leave it out"
-        )
-    if model.recurrent is not None:
-        raise ConfigError(
-            f"{flag}: the model's recurrent layers take a step's rows at once; leave it out, --ep-size works without it"
-        )
-    if config.enable_lora or config.lora_paths:
-        other = "--enable-lora" if config.enable_lora else "--lora-paths"
-        raise ConfigError(f"{flag}: not with {other}: adapters know the rows of whole steps; leave one of them out")
-
-
 def check_device(config: EngineConfig) -> None:
     """`config` is resolved. Raises ConfigError."""
     check_nodes(config)  # again: the device is known now
     if config.enable_dp_attention and config.device == "cuda":
         raise ConfigError("--enable-dp-attention: is for CPUs yet; give --device cpu, or leave it out")
-    if config.splits_steps and config.device == "cuda":
-        raise ConfigError("--enable-two-batch-overlap: is for CPUs yet; give --device cpu, or leave it out")

@@ -158,26 +158,18 @@ def step_budget(config: EngineConfig, model: ModelConfig, *, part_tokens: int) -
     assert config.max_step_time_s is not None and config.num_threads is not None
     if config.max_step_time_s == 0:
         return None
-    token_flops = _product_flops(model)
+    token_flops = (
+        2
+        * model.num_layers
+        * (model.attention_weights() + model.mlp_matrices * model.hidden_size * model.mlp_width(active=True))
+    )
+    pair_flops = model.num_layers * model.pair_flops()
     threads = config.num_ranks * (config.num_threads if config.device == "cpu" else 1)
     return StepBudget(
         max_step_s=config.max_step_time_s,
         page_size=part_tokens,
-        attention_tokens=attention_tokens(model),
+        attention_tokens=token_flops / pair_flops,
         first_rate=token_flops / (FIRST_FLOPS[config.device] * threads),
-    )
-
-
-def attention_tokens(model: ModelConfig) -> float:
-    """Return how many tokens a new one attends to in the time of its own products."""
-    return _product_flops(model) / (model.num_layers * model.pair_flops())
-
-
-def _product_flops(model: ModelConfig) -> float:
-    return (
-        2
-        * model.num_layers
-        * (model.attention_weights() + model.mlp_matrices * model.hidden_size * model.mlp_width(active=True))
     )
 
 

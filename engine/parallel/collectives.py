@@ -27,10 +27,6 @@ class Collectives(Protocol):
     rank: int
     size: int
 
-    @property
-    def beside(self) -> "Collectives | None":
-        """A second way between the same ranks, whose calls have an order of their own; None: there is none."""
-
     def sum(self, partial: Tensor, *, dtype: torch.dtype) -> Tensor:
         """[T, n] `dtype` (bfloat16 or float32): the sum of all ranks' `partial` [T, n] float32, dense."""
         ...
@@ -64,21 +60,15 @@ class SharedMemoryCollectives:
     """Ranks of one machine on CPUs, over `region`: by allreduce.c, or without a compiler by torch, over the same words and with the
     same bits, so that ranks of both kinds may meet. One thread per rank calls it."""
 
-    def __init__(self, region: SharedRegion, *, rank: int, stage: int = 0, is_beside: bool = False) -> None:
+    def __init__(self, region: SharedRegion, *, rank: int, stage: int = 0) -> None:
         plan = region.plan
         assert 0 <= rank < plan.ranks and 0 <= stage < plan.stages, (rank, stage, plan)
         self.rank, self.size = rank, plan.ranks
-        self._beside: SharedMemoryCollectives | None = None
-        if plan.beside and not is_beside:
-            self._beside = SharedMemoryCollectives(region, rank=rank, stage=stage, is_beside=True)
         self._region = region
         self._window = plan.window
-        windows, lines = plan.windows(stage), plan.sum_lines(stage)
-        if is_beside:
-            windows, lines = plan.windows_beside(stage), plan.lines_beside(stage)
-        self._windows = region.tensor(windows, (2, self.size, plan.window), torch.float32)
+        self._windows = region.tensor(plan.windows(stage), (2, self.size, plan.window), torch.float32)
         self._sum_lines, self._gather_lines = (
-            region.tensor(offset, (self.size, 8), torch.int64) for offset in (lines, plan.gather_lines(stage))
+            region.tensor(offset, (self.size, 8), torch.int64) for offset in (plan.sum_lines(stage), plan.gather_lines(stage))
         )
         self._logits = region.tensor(plan.logits, (plan.logits_rows * plan.vocab,), torch.float32)
         self._kernels = allreduce()
@@ -86,10 +76,6 @@ class SharedMemoryCollectives:
         self._to_sum, self._to_gather = (
             SharedLines(lines.data_ptr(), abort, rank, self.size) for lines in (self._sum_lines, self._gather_lines)
         )
-
-    @property
-    def beside(self) -> "SharedMemoryCollectives | None":
-        return self._beside
 
     def sum(self, partial: Tensor, *, dtype: torch.dtype) -> Tensor:
         return self.sum_rows(partial, rows=range(len(partial)), dtype=dtype)

@@ -29,12 +29,6 @@ class RankExchange(Generic[R]):
     def run(self) -> Tensor:
         return self.work(self.ranks)
 
-    def run_beside(self) -> Tensor:
-        """The same by the other way between the ranks."""
-        beside, kind = self.ranks.beside, type(self.ranks)
-        assert isinstance(beside, kind), "ranks without a second way compute no step in halves"
-        return self.work(beside)
-
 
 # None: nothing, in the place of an exchange that other ranks make
 Stages = Generator[RankExchange[R] | None, Tensor | None, T]

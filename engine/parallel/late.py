@@ -13,8 +13,7 @@ def late_ranks(region: SharedRegion) -> list[int]:
     plan = region.plan
     for stage in reversed(range(plan.stages)):
         first = stage * plan.ranks
-        beside = [plan.lines_beside(stage)] if plan.beside else []
-        for lines in (plan.sum_lines(stage), *beside, plan.gather_lines(stage)):
+        for lines in (plan.sum_lines(stage), plan.gather_lines(stage)):
             counts = region.tensor(lines, (plan.ranks, 8), torch.int64)[:, 0].tolist()
             if behind := [first + i for i, count in enumerate(counts) if count < max(counts)]:
                 return behind

@@ -55,10 +55,6 @@ class NcclCollectives:
         self._group = group
         self._memory = memory
 
-    @property
-    def beside(self) -> None:
-        """There is none yet: no step of GPUs is computed in halves."""
-
     def sum(self, partial: Tensor, *, dtype: torch.dtype) -> Tensor:
         assert partial.dtype == torch.float32 and partial.is_contiguous(), (partial.dtype, partial.stride())
         flat = partial.view(-1)

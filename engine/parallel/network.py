@@ -28,25 +28,14 @@ class NetworkCollectives:
         local_rank: int,
         machine: int,
         others: Sequence[RankConnection],
-        others_beside: Sequence[RankConnection] = (),
-        is_beside: bool = False,
     ) -> None:
-        """`others`: round by round; `others_beside`: of the second way, if the region's plan has one."""
+        """`others`: round by round."""
         here = region.plan.ranks
         assert 0 <= machine < 1 << len(others) and here & (here - 1) == 0, (machine, here, len(others))
         self.rank, self.size = machine * here + local_rank, here << len(others)
-        self._beside: NetworkCollectives | None = None
-        if others_beside:
-            self._beside = NetworkCollectives(
-                region, local_rank=local_rank, machine=machine, others=others_beside, is_beside=True
-            )
-        self._local = SharedMemoryCollectives(region, rank=local_rank, is_beside=is_beside)
+        self._local = SharedMemoryCollectives(region, rank=local_rank)
         self._machine = machine
         self._others = tuple(others)
-
-    @property
-    def beside(self) -> "NetworkCollectives | None":
-        return self._beside
 
     def sum(self, partial: Tensor, *, dtype: torch.dtype) -> Tensor:
         subtotal = self._local.sum(partial, dtype=torch.float32).view(-1)
@@ -92,8 +81,6 @@ class NetworkCollectives:
             self._local.share(x)
 
     def close(self) -> None:
-        if self._beside is not None:
-            self._beside.close()
         for other in self._others:
             other.close()
         self._local.close()

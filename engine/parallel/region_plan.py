@@ -4,7 +4,6 @@
 | each stage: windows [2, ranks, window] float32 | logits [logits_rows, vocab] float32
 | tokens [slots] int64 | each link: slots [depth, link_rows * hidden * 4 bytes]
 | board: gate, each DP rank: rows posted, vote, of weights; rows [dp_ranks, BOARD_ROWS, ROW_NUMBERS] float64
-| of a second way between ranks, if there is one: each stage: lines of sums | each stage: windows
 """
 
 from dataclasses import dataclass
@@ -31,7 +30,6 @@ class RegionPlan:
     link_depth: int = 2
     dp_ranks: int = 0  # that agree on steps by a board (DP attention)
     window: int = WINDOW  # numbers that a rank hands over at once
-    beside: bool = False  # a second way between the ranks of a stage (engine/parallel/exchange.py)
 
     def __post_init__(self) -> None:
         assert 0 < self.ranks <= MOST_RANKS and self.stages > 0 and self.link_depth > 0, self
@@ -90,15 +88,9 @@ class RegionPlan:
     def board_rows(self) -> int:
         return self.board_lines(self.dp_ranks)
 
-    def lines_beside(self, stage: int) -> int:
-        return self.board_rows + self.dp_ranks * BOARD_ROWS * ROW_NUMBERS * 8 + stage * self.ranks * LINE_BYTES
-
-    def windows_beside(self, stage: int) -> int:
-        return self.lines_beside(self.stages) + stage * 2 * self.ranks * self.window * FLOAT_BYTES
-
     @property
     def size(self) -> int:
-        return self.windows_beside(self.stages) if self.beside else self.lines_beside(0)
+        return self.board_rows + self.dp_ranks * BOARD_ROWS * ROW_NUMBERS * 8
 
 
 def _whole_lines(size: int) -> int:

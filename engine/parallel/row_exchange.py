@@ -36,18 +36,6 @@ class RowExchange:
         self.first, self._total = sum(tokens[: self.dp_rank]), sum(tokens)
         self._own = tokens[self.dp_rank]
 
-    def in_rows(self, tokens: Sequence[int], stages: RowStages[T]) -> RowStages[T]:
-        """`stages` that always find the rows of `begin(tokens)`, whatever others begin between them."""
-        answer: Tensor | None = None
-        while True:
-            self.begin(tokens)
-            try:
-                exchange = stages.send(answer)
-            except StopIteration as end:
-                result: T = end.value
-                return result
-            answer = yield exchange
-
     def compute(self, own: Tensor, partial: Callable[[Tensor], Tensor]) -> RowStages[Tensor]:
         """[T, n] in `own`'s type: the rows of `own` [T, hidden] in the sum over all ranks of `partial`, float32, of all rows."""
         rows = range(self.first, self.first + len(own))

@@ -59,8 +59,6 @@ class Follower:
                 self._turning(False)
         except ChannelClosed:
             log.debug("the leader has ended")
-        finally:
-            self._runner.close()
 
     def handle(self, message: ToFollower) -> None:
         """Do what `message` says and answer it. Raises LostStep."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from engine.config import EngineConfig
 from engine.device.graphs import most_recorded_rows
 from engine.executor.logit_rows import PROMPT_LOGPROB_ROWS
-from engine.flags.nodes import BESIDE, SUM
+from engine.flags.nodes import SUM
 from engine.flags.resolve import largest_prompt_step, limits
 from engine.kv.kv_pool import DTYPES
 from engine.model_files.model_config import ModelConfig
@@ -83,7 +83,6 @@ def region_plan(config: EngineConfig, model: ModelConfig) -> RegionPlan:
         hidden=model.hidden_size,
         link_rows=min(largest_prompt_step(config), MOST_LINK_ROWS) if config.pp_size > 1 else 0,
         link_depth=2 * limits(config).micro_batches,
-        beside=config.splits_steps,
     )
 
 
@@ -170,7 +169,7 @@ def _collectives(
 ) -> Collectives | None:
     if place.tp_size == 1:
         return None
-    sums, beside = ([others[end] for end in sorted(others) if end.startswith(kind)] for kind in (SUM, BESIDE))
+    sums = [others[end] for end in sorted(others) if end.startswith(SUM)]
     if not sums:
         return SharedMemoryCollectives(region, rank=place.tp_rank, stage=place.pp_rank)
     here = config.ranks_here
@@ -179,5 +178,4 @@ def _collectives(
         local_rank=place.tp_rank % here,
         machine=place.tp_rank // here,
         others=sums,
-        others_beside=beside,
     )

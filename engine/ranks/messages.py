@@ -85,7 +85,7 @@ class Step(_Frame, frozen=True):
     `seq`: 0 of a step before the first one.
     `pages`: (item, first index of its row, page ids) where an item gets pages. `decodes`: items of an extend step that decode.
     `unsampled`: items that sample nothing. `logprobs`: (item, first position, whether the token after it is known) of prompts.
-    `answer`: number of the `Done` that the follower sends when it has run the step; 0: none. `agreed`: with DP attention. `cut`: as of Plan.
+    `answer`: number of the `Done` that the follower sends when it has run the step; 0: none. `agreed`: with DP attention.
     """
 
     seq: int
@@ -119,7 +119,6 @@ class Step(_Frame, frozen=True):
     lands: list[FeatureLand] = []
     answer: int = 0
     agreed: AgreedStep | None = None
-    cut: int = -1
 
 
 class Prepare(_Frame, frozen=True):
@@ -197,7 +196,6 @@ def step_of(plan: Plan, *, answer: int = 0, sees: bool = True) -> Step:
         lands=plan.lands,
         answer=answer,
         agreed=plan.agreed,
-        cut=plan.cut,
     )
 
 
@@ -220,7 +218,6 @@ def plan_of(step: Step) -> Plan:
         forgets=step.forgets,
         lands=step.lands,
         agreed=step.agreed,
-        cut=step.cut,
     )
 
 

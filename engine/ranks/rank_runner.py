@@ -67,10 +67,6 @@ class RankRunner:
         if any(item.sample for item in plan.items):
             self._future_map.on_sampled()
 
-    def close(self) -> None:
-        """End threads. No step comes any more."""
-        self._forward_pass.close()
-
     def _draft(self, plan: Plan, arrival: "Arrival") -> None:
         assert self._drafts is not None, "a plan asks a drafter, and there is none"
         arrival.hold_all()

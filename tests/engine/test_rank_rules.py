@@ -63,42 +63,6 @@ def test_ranks_that_cannot_hold_whole_experts_are_refused(tmp_path: Path, flags:
         check_ranks(EngineConfig(model_path=path, **flags), load_model_config(path))
 
 
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (
-            {"tp_size": 2},
-            "--enable-two-batch-overlap auto: --ep-size 1 sends no rows to experts of other ranks; give --ep-size",
-        ),
-        (
-            {"tp_size": 2, "ep_size": 2, "enable_lora": True},
-            "--enable-two-batch-overlap auto: not with --enable-lora: ",
-        ),
-        (
-            {"tp_size": 2, "ep_size": 2, "lora_paths": ("a=b",)},
-            "--enable-two-batch-overlap auto: not with --lora-paths: ",
-        ),
-    ],
-)
-def test_steps_in_halves_are_refused_beside_what_takes_whole_ones(
-    tmp_path: Path, flags: dict[str, Any], said: str
-) -> None:
-    path = make_tiny_checkpoint(tmp_path, "qwen3_moe")
-    with pytest.raises(ConfigError, match=said):
-        check_ranks(EngineConfig(model_path=path, enable_two_batch_overlap="auto", **flags), load_model_config(path))
-
-
-def test_steps_in_halves_are_for_cpus_and_models_without_states(tmp_path: Path) -> None:
-    flags: dict[str, Any] = {"tp_size": 2, "ep_size": 2, "enable_two_batch_overlap": "on"}
-    path = make_tiny_checkpoint(tmp_path, "qwen3_next")
-    with pytest.raises(
-        ConfigError, match=r"--enable-two-batch-overlap on: the model's recurrent layers .*leave it out"
-    ):
-        check_ranks(EngineConfig(model_path=path, **flags), load_model_config(path))
-    with pytest.raises(ConfigError, match="--enable-two-batch-overlap: is for CPUs yet; give --device cpu"):
-        check_device(EngineConfig(model_path=path, device="cuda", **flags))
-
-
 def test_adapters_over_stages_of_a_mixture_are_refused(tmp_path: Path) -> None:
     path = make_tiny_checkpoint(tmp_path, "glm4_moe")
     config, model = EngineConfig(model_path=path, pp_size=2, enable_lora=True), load_model_config(path)

@@ -17,7 +17,6 @@ PLANS = st.builds(
     link_depth=st.integers(1, 3),
     window=st.sampled_from([16, 48]),
     dp_ranks=st.integers(0, 3),
-    beside=st.booleans(),
 )
 
 
@@ -34,9 +33,6 @@ def places(plan: RegionPlan) -> list[tuple[int, int]]:
             found += [(plan.link_lines(stage, rank), 2 * LINE_BYTES), (plan.link_slots(stage, rank), slots)]
     found += [(plan.board_lines(rank), 2 * LINE_BYTES) for rank in range(plan.dp_ranks)]
     found.append((plan.board_rows, plan.dp_ranks * BOARD_ROWS * ROW_NUMBERS * 8))
-    for stage in range(plan.stages if plan.beside else 0):
-        found.append((plan.lines_beside(stage), plan.ranks * LINE_BYTES))
-        found.append((plan.windows_beside(stage), 2 * plan.ranks * plan.window * 4))
     return found
 
 
