@@ -9,7 +9,6 @@ from enum import Enum
 
 import msgspec
 
-
 DECIDES = 0  # the rank that opens and closes the gate for prompts
 
 

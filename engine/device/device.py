@@ -1,6 +1,6 @@
 """What an engine has on its device: model, KV pool, and the executor that runs steps over them."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial

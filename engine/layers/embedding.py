@@ -4,7 +4,6 @@ import torch
 
 from engine.layers.row_linear import summed
 from engine.parallel.collectives import Collectives
-from engine.parallel.exchange import at_once
 
 
 class Embedding:
@@ -25,4 +24,4 @@ class Embedding:
         # -0.0 + x is x for every x, -0.0 and 0.0 too: the sum over ranks is the one row, to the bit
         absent = torch.full((), -0.0, device=ids.device)
         partial = torch.where((rows == clamped)[:, None], self._table.index_select(0, clamped).float(), absent)
-        return at_once(summed(self._collectives, partial, dtype=self._table.dtype))
+        return summed(self._collectives, partial, dtype=self._table.dtype)

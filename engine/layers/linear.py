@@ -12,8 +12,7 @@ from engine.kernels.elementwise import LANES, elementwise_for, elementwise_on_cp
 from engine.kernels.integer_layout import fits
 from engine.kernels.linear import PANEL, LinearKernel, PackedMatrix, linear_kernel
 from engine.layers.norm import Normed, RMSNorm
-from engine.parallel.collectives import Collectives, tree_sum
-from engine.parallel.exchange import Stages
+from engine.parallel.collectives import tree_sum
 from engine.parallel.layout import Extent, cut_of
 from engine.quant.integers import Weight, dense_of
 
@@ -38,13 +37,6 @@ class Linear:
         if self.delta is not None:
             self.delta(x, y)
         return y
-
-    exchanges = 0  # of `stages`
-
-    def stages(self, x: torch.Tensor) -> Stages[Collectives, torch.Tensor]:
-        """Compute `self(x)` in stages; there is no exchange."""
-        yield from ()
-        return self(x)
 
     def of_norm(self, norm: Normed, x: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
         """self(norm.of_sum(x, delta)), to the bit; one pass in our kernel."""

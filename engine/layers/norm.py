@@ -5,7 +5,6 @@ from torch.nn import functional
 
 from engine.kernels.elementwise import elementwise_for, elementwise_on_cpu
 from engine.parallel.collectives import Collectives
-from engine.parallel.exchange import RankExchange, Stages, given
 
 
 class RMSNorm:
@@ -120,20 +119,14 @@ class WholeNorm:
         self._collectives = collectives
         self._copies = copies
 
-    @property
-    def exchanges(self) -> int:
-        """Of `stages`."""
-        return int(self._collectives is not None)
-
-    def stages(self, qkv: torch.Tensor) -> Stages[Collectives, None]:
+    def __call__(self, qkv: torch.Tensor) -> None:
         """Norm q and k of qkv [T, own heads * head_dim], in place."""
         q, k = (len(weight) for weight in self._weights)
         parts = qkv[:, :q], qkv[:, q : q + k]
         squares = torch.stack([part.float().square().sum(-1) for part in parts], 1)
         squares[:, 1] /= self._copies
         if self._collectives is not None:
-            own = squares
-            squares = given((yield RankExchange(self._collectives, lambda ranks: ranks.sum(own, dtype=torch.float32))))
+            squares = self._collectives.sum(squares, dtype=torch.float32)
         for i, (part, weight) in enumerate(zip(parts, self._weights, strict=True)):
             scale = torch.rsqrt(squares[:, i : i + 1] / self._sizes[i] + self._eps)
             part.copy_(part.float() * scale * weight)

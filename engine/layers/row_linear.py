@@ -4,7 +4,6 @@ import torch
 
 from engine.layers.linear import Delta, sums_matrix
 from engine.parallel.collectives import Collectives
-from engine.parallel.exchange import RankExchange, Stages, at_once, given
 from engine.quant.integers import Weight
 
 
@@ -23,20 +22,14 @@ class RowLinear:
         self._collectives = collectives
         self.delta: Delta | None = None
 
-    exchanges = 1  # of `stages`
-
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return at_once(self.stages(x))
-
-    def stages(self, x: torch.Tensor) -> Stages[Collectives, torch.Tensor]:
-        """As `self(x)`."""
         partial = self._matrix.partial(x)
         if self.delta is not None:
             self.delta(x, partial)
-        return (yield from summed(self._collectives, partial, dtype=x.dtype))
+        return summed(self._collectives, partial, dtype=x.dtype)
 
 
-def summed(collectives: Collectives, partial: torch.Tensor, *, dtype: torch.dtype) -> Stages[Collectives, torch.Tensor]:
+def summed(collectives: Collectives, partial: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
     """The sum of all ranks' `partial` [T, n] fp32, as `dtype`."""
     rounded = torch.float32 if dtype == torch.float16 else dtype
-    return given((yield RankExchange(collectives, lambda ranks: ranks.sum(partial, dtype=rounded)))).to(dtype)
+    return collectives.sum(partial, dtype=rounded).to(dtype)

@@ -10,8 +10,6 @@ from engine.layers.linear import LinearSite, sigmoid_mul
 from engine.layers.norm import Normed, WholeNorm
 from engine.layers.rope import NormedRope, Turn, Unturned, head_order
 from engine.models.part import ModelPart
-from engine.parallel.collectives import Collectives
-from engine.parallel.exchange import Stages
 from engine.parallel.layout import Cut
 
 # (layer of the stage, new tokens) -> [T, Hq * D]: norms and turns q and k, writes k and v into the KV pool, then attends.
@@ -48,26 +46,21 @@ class Attention:
             q, k = q[order], k[order]
         return torch.cat((q.expand(self._heads, -1), k.expand(self._kv_heads, -1)))
 
-    @property
-    def exchanges(self) -> int:
-        """Of `stages`."""
-        return self._out.exchanges + (0 if self._whole_norm is None else self._whole_norm.exchanges)
-
-    def stages(
+    def __call__(
         self, norm: Normed, x: torch.Tensor, delta: torch.Tensor | None, turn: Turn, attend: Attend
-    ) -> Stages[Collectives, torch.Tensor]:
+    ) -> torch.Tensor:
         """Attention of norm(x + delta), which x becomes before the norm."""
         heads, kv_heads = self._heads, self._kv_heads
         qkv = self._qkv.of_norm(norm, x, delta)
         if self._clip:
             qkv.clamp_(-self._clip, self._clip)
         if self._whole_norm is not None:
-            yield from self._whole_norm.stages(qkv)
+            self._whole_norm(qkv)
         if self._is_gated:
             gates, qkv = torch.split(qkv, [heads * self._dim, (heads + 2 * kv_heads) * self._dim], dim=1)
         new = Unturned(qkv.view(-1, heads + 2 * kv_heads, self._dim), kv_heads, self._rope, turn, self._softmax)
         out = attend(self._layer, new)
-        return (yield from self._out.stages(sigmoid_mul(gates, out) if self._is_gated else out))
+        return self._out(sigmoid_mul(gates, out) if self._is_gated else out)
 
 
 def _softmax(part: ModelPart, prefix: str) -> Softmax:

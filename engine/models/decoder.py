@@ -6,7 +6,6 @@ the residual stream are the same on all of them. With DP attention the MLPs are 
 
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
@@ -26,7 +25,6 @@ from engine.models.layer import Layer, Mixture
 from engine.models.part import EMBEDDING, ModelPart
 from engine.models.vision.load import load_tower
 from engine.parallel.collectives import Collectives
-from engine.parallel.exchange import Stages, at_once
 
 Begun = tuple[torch.Tensor, ...]  # what the layers start from: a row for each token
 
@@ -193,16 +191,12 @@ class DenseDecoder:
 
     def layers(self, begun: Begun, attend: Attend, images: ImageRows | None = None) -> torch.Tensor:
         """The rest of `forward`; may change `begun` in place, and return a part of it. `images`: those of `begin`."""
-        return at_once(self.stages(begun, attend, images))
-
-    def stages(self, begun: Begun, attend: Attend, images: ImageRows | None = None) -> Stages[Any, torch.Tensor]:
-        """As `layers`, of some rows of `begun` from a first one to the last that `attend` knows."""
         x, *turns = begun
         delta = None
         for index, (layer, way) in enumerate(zip(self._layers, self._turns.way_of, strict=True)):
             if index in self._watched:
                 self._seen_inside[index] = x.clone() if delta is None else x + delta
-            delta = yield from layer.stages(x, delta, (turns[2 * way], turns[2 * way + 1]), attend)
+            delta = layer(x, delta, (turns[2 * way], turns[2 * way + 1]), attend)
             if images is not None and index < self._deepstack_levels:
                 delta = images.deepened(delta, index)
         if self._norm is not None:
@@ -212,13 +206,8 @@ class DenseDecoder:
 
     def join(self) -> None:
         """Compute this rank's part of what all DP ranks compute together, in a step that only others have tokens in."""
-        at_once(self.join_stages())
-
-    def join_stages(self) -> Stages[Any, torch.Tensor]:
-        """[0, hidden]: as `join`, with as many exchanges as of `stages`."""
         for layer in self._layers:
-            no_rows = yield from layer.join()
-        return no_rows
+            layer.join()
 
     def logits(self, hidden: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor | None:
         """[n, vocab] float32 for `hidden` [n, hidden], rows from `forward`; in `out` if given.

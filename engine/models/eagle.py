@@ -25,7 +25,6 @@ from engine.models.draft_model import Lender
 from engine.models.image_rows import ImageRows
 from engine.models.layer import DenseMLP
 from engine.models.part import ModelPart
-from engine.parallel.exchange import at_once
 from engine.parallel.layout import Cut
 
 
@@ -81,8 +80,8 @@ class EagleLayer:
             both = torch.cat((self._embedding_norm(embedded), self._hidden_norm(features)), 1)
         else:
             x = both = self._join(torch.cat((embedded, features), 1))
-        delta = at_once(self._attention.stages(NoNorm(), both, None, (cos, sin), attend))
-        return add(x, at_once(self._mlp.stages(self._mlp_norm, x, delta)))
+        delta = self._attention(NoNorm(), both, None, (cos, sin), attend)
+        return add(x, self._mlp(self._mlp_norm, x, delta))
 
     def logits(self, rows: Tensor) -> Tensor | None:
         head = self._head or self._lender.model

@@ -7,7 +7,6 @@ Every rank has a part of every expert; with whole experts: expert_parallel.py. A
 
 import threading
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +22,6 @@ from engine.models.fused_experts import load_fused_experts
 from engine.models.part import ModelPart, in_one
 from engine.models.stacked_experts import load_stacks
 from engine.parallel.collectives import tree_sum
-from engine.parallel.exchange import Stages
 from engine.parallel.layout import Cut
 from engine.quant.integers import columns_of
 
@@ -46,20 +44,20 @@ class ExpertMLP:
         self._counting = threading.Lock()  # two lanes may compute at once
         self.sites: list[LinearSite] = []
 
-    def stages(self, norm: Normed, x: Tensor, delta: Tensor | None) -> Stages[Any, Tensor]:
+    def __call__(self, norm: Normed, x: Tensor, delta: Tensor | None) -> Tensor:
         """The experts' answer to norm(x + delta), which x becomes before the norm."""
         own = norm.of_sum(x, delta)
         if self._exchange is not None:
-            return (yield from self._exchange.compute(own, self._partial))
+            return self._exchange.compute(own, self._partial)
         partial = self._partial(own)
         if self._collectives is None:
             return partial.to(own.dtype)
-        return (yield from summed(self._collectives, partial, dtype=own.dtype))
+        return summed(self._collectives, partial, dtype=own.dtype)
 
-    def join(self) -> Stages[Any, Tensor]:
+    def join(self) -> None:
         """Compute this rank's part for the rows of the other DP ranks, without rows of its own."""
         assert self._exchange is not None, "without DP attention no rank computes for others"
-        return self._exchange.compute(self._no_rows, self._partial)
+        self._exchange.compute(self._no_rows, self._partial)
 
     def _partial(self, x: Tensor) -> Tensor:
         """[T, hidden] fp32: the sum over the own part of the experts."""

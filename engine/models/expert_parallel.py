@@ -5,8 +5,6 @@ them. The expert of all tokens is whole on each rank, which computes it for its 
 not matter to a token which one answers.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -18,7 +16,6 @@ from engine.model_files.experts_config import ExpertNames, ExpertsConfig
 from engine.models.expert_mlp import SharedExpert, load_experts, load_router, no_loads, weighed
 from engine.models.part import ModelPart
 from engine.parallel.collectives import tree_sum
-from engine.parallel.exchange import Stages
 from engine.parallel.expert_placement import Placement
 from engine.parallel.expert_rows import expert_rows
 from engine.parallel.layout import Cut
@@ -89,13 +86,13 @@ class ExpertParallelMLP:
         if part.balance is not None and moves:
             part.balance.add(self)
 
-    def stages(self, norm: Normed, x: Tensor, delta: Tensor | None) -> Stages[Any, Tensor]:
+    def __call__(self, norm: Normed, x: Tensor, delta: Tensor | None) -> Tensor:
         """The experts' answer to norm(x + delta), which x becomes before the norm."""
         return self._of(norm.of_sum(x, delta))
 
-    def join(self) -> Stages[Any, Tensor]:
+    def join(self) -> None:
         """Compute this rank's experts for the rows of the other DP ranks, without rows of its own."""
-        return self._of(self._no_rows)
+        self._of(self._no_rows)
 
     @torch.inference_mode()
     def moved(self, placement: Placement) -> Placed:
@@ -116,11 +113,11 @@ class ExpertParallelMLP:
         if self.loads.is_cuda:
             torch.cuda.current_stream().synchronize()  # then the memory of `moved` may go: it is of another thread's stream
 
-    def _of(self, own: Tensor) -> Stages[Any, Tensor]:
+    def _of(self, own: Tensor) -> Tensor:
         placed = self.placed
         chosen, weights = self._router(own)
         slots = placed.slots_of(chosen)
-        answers, rows = yield from self._rows.answers(own, slots, self._compute, total=len(placed.placement))
+        answers, rows = self._rows.answers(own, slots, self._compute, total=len(placed.placement))
         self.loads += placed.loads(rows)
         segments = [weighed(part, weights) for part in torch.split(answers, own.shape[1], dim=2)]
         if self._shared is not None:

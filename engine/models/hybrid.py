@@ -21,8 +21,6 @@ from engine.model_files.recurrent_config import DeltaConfig
 from engine.models.attention import Attend
 from engine.models.part import ModelPart, in_one
 from engine.models.remembered import Remembered
-from engine.parallel.collectives import Collectives
-from engine.parallel.exchange import Stages
 from engine.parallel.layout import Cut
 
 
@@ -55,16 +53,9 @@ class DeltaMixer:
         self.states = Remembered(_qkv(cuts), heads, taps=config.taps, head=head, dtype=checkpoint.dtype_name)
         self.sites: list[LinearSite] = []
 
-    @property
-    def exchanges(self) -> int:
-        """Of `stages`."""
-        return self._out.exchanges
-
-    def stages(
-        self, norm: Normed, x: Tensor, delta: Tensor | None, turn: Turn, attend: Attend
-    ) -> Stages[Collectives, Tensor]:
+    def __call__(self, norm: Normed, x: Tensor, delta: Tensor | None, turn: Turn, attend: Attend) -> Tensor:
         """The layer's answer to norm(x + delta), which x becomes before the norm. Positions are in the state."""
-        return (yield from self._out.stages(self._recurred(self.states.product(self._in, norm, x, delta))))
+        return self._out(self._recurred(self.states.product(self._in, norm, x, delta)))
 
     def pass_again(self, rows: Tensor) -> None:
         """Pass `rows` that were kept through what remembers: their states are those before them."""

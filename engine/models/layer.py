@@ -1,25 +1,23 @@
 """A layer of the decoder: attention and a feed-forward part, each with the norms that its family has around it."""
 
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from engine.layers.gates import GATES
-from engine.layers.linear import LinearSite
+from engine.layers.linear import LinearSite, sums_matrix
 from engine.layers.norm import NoNorm, Norm, Normed, Scaled, add
 from engine.layers.rope import Turn
 from engine.model_files.head_config import family_of
 from engine.model_files.recurrent_config import MambaConfig
 from engine.models.attention import Attend, Attention
-from engine.models.beside import BesideMixers
 from engine.models.expert_mlp import ExpertMLP
 from engine.models.expert_parallel import ExpertParallelMLP
 from engine.models.hybrid import DeltaMixer
-from engine.models.mamba import MambaMixer
+from engine.models.mamba import BesideMixers, MambaMixer
 from engine.models.mla import LatentAttention
 from engine.models.part import ModelPart
-from engine.models.shared_mlp import SharedMLP
-from engine.parallel.exchange import Stages, at_once
+from engine.parallel.row_exchange import RowExchange
 
 Mixture = ExpertMLP | ExpertParallelMLP
 
@@ -74,20 +72,15 @@ class Layer:
         self.mixture = None if isinstance(self._mlp, DenseMLP | SharedMLP) else self._mlp
 
     def __call__(self, x: torch.Tensor, delta: torch.Tensor | None, turn: Turn, attend: Attend) -> torch.Tensor:
-        return at_once(self.stages(x, delta, turn, attend))
-
-    def stages(
-        self, x: torch.Tensor, delta: torch.Tensor | None, turn: Turn, attend: Attend
-    ) -> Stages[Any, torch.Tensor]:
         """Add `delta`, the output of the layer before, to x; return this layer's. So each sum is one pass with a norm."""
         if self._is_beside:
             own = self._attention_norm.of_sum(x, delta)
-            answer = yield from self._attention.stages(self._mlp_norm, own, None, turn, attend)
-            return add(answer, (yield from self._mlp.stages(self._mlp_norm, own, None)))
-        delta = yield from self._attention.stages(self._attention_norm, x, delta, turn, attend)
+            answer = self._attention(self._mlp_norm, own, None, turn, attend)
+            return add(answer, self._mlp(self._mlp_norm, own, None))
+        delta = self._attention(self._attention_norm, x, delta, turn, attend)
         if self._after_attention is not None:
             delta = self._after_attention(delta)
-        delta = yield from self._mlp.stages(self._mlp_norm, x, delta)
+        delta = self._mlp(self._mlp_norm, x, delta)
         return delta if self._after_mlp is None else self._after_mlp(delta)
 
     @property
@@ -95,12 +88,10 @@ class Layer:
         """Its mixer, if this remembers requests beside K and V."""
         return self._attention if isinstance(self._attention, RecurrentMixer) else None
 
-    def join(self) -> Stages[Any, torch.Tensor]:
-        """[0, hidden]: compute this rank's part for the rows of other DP ranks. As many exchanges as of `stages`, of attention none."""
+    def join(self) -> None:
+        """Compute this rank's part for the rows of other DP ranks."""
         assert not isinstance(self._mlp, DenseMLP), "without DP attention no rank computes for others"
-        for _ in range(self._attention.exchanges):
-            yield None
-        return (yield from self._mlp.join())
+        self._mlp.join()
 
 
 def _mixer(part: ModelPart, prefix: str, index: int, *, place: int) -> "Attention | LatentAttention | RecurrentMixer":
@@ -135,7 +126,7 @@ class FeedForward(Protocol):
 
     sites: list[LinearSite]
 
-    def stages(self, norm: Normed, x: torch.Tensor, delta: torch.Tensor | None) -> Stages[Any, torch.Tensor]:
+    def __call__(self, norm: Normed, x: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
         """[T, hidden] of norm(x + delta), which x becomes before the norm; the same on all ranks."""
 
 
@@ -152,10 +143,38 @@ class DenseMLP:
         if factor != 1.0:
             self.sites = []  # an adapter would have to know the factors
 
-    def stages(self, norm: Normed, x: torch.Tensor, delta: torch.Tensor | None) -> Stages[Any, torch.Tensor]:
+    def __call__(self, norm: Normed, x: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
         """The MLP of norm(x + delta), which x becomes before the norm."""
         if self._activation == "silu":
-            inner = self._gate_up.gated_of_norm(norm, x, delta)
-        else:
-            inner = GATES[self._activation](self._gate_up.of_norm(norm, x, delta))
-        return (yield from self._down.stages(inner))
+            return self._down(self._gate_up.gated_of_norm(norm, x, delta))
+        return self._down(GATES[self._activation](self._gate_up.of_norm(norm, x, delta)))
+
+
+class SharedMLP:
+    """The MLP that all DP ranks compute together (DP attention): each rank computes its part for all rows. As `FeedForward`.
+
+    It has no sites for adapters: a row's adapter is known to its own DP rank alone.
+    """
+
+    def __init__(self, part: ModelPart, prefix: str, *, exchange: RowExchange) -> None:
+        self._gate_up, _ = part.gate_up(prefix)
+        cut, segments = part.mlp_cut(part.config.intermediate_size), part.mlp_segments
+        name, factors = f"{prefix}{part.mlp_names.down}", [part.config.arithmetic.down_factor]
+        down = part.matrix([f"{name}.weight"], [part.config.hidden_size], cut, segments=segments, factors=factors)
+        bias = part.vector(f"{name}.bias") if part.mlp_names.bias else None
+        self._down = sums_matrix(down, bias if cut.taken.start == 0 else None, segments=segments)
+        self._gate = GATES[part.config.arithmetic.activation]
+        self._exchange = exchange
+        self._no_rows = part.no_rows()
+        self.sites: list[LinearSite] = []
+
+    def __call__(self, norm: Normed, x: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
+        """The MLP of norm(x + delta), which x becomes before the norm."""
+        return self._exchange.compute(norm.of_sum(x, delta), self._partial)
+
+    def join(self) -> None:
+        """Compute this rank's part for the rows of the others, without rows of its own."""
+        self._exchange.compute(self._no_rows, self._partial)
+
+    def _partial(self, x: torch.Tensor) -> torch.Tensor:
+        return self._down.partial(self._gate(self._gate_up(x)))

@@ -15,14 +15,12 @@ from engine.kernels.mamba import MambaWeights
 from engine.layers.conv import ShortConv
 from engine.layers.linear import LinearSite
 from engine.layers.mamba import Mamba
-from engine.layers.norm import Normed
+from engine.layers.norm import NoNorm, Normed, add
 from engine.layers.rope import Turn
 from engine.model_files.recurrent_config import MambaConfig
-from engine.models.attention import Attend
+from engine.models.attention import Attend, Attention
 from engine.models.part import ModelPart, in_one
 from engine.models.remembered import Remembered
-from engine.parallel.collectives import Collectives
-from engine.parallel.exchange import Stages
 from engine.parallel.layout import Cut, shared_range
 
 
@@ -67,16 +65,9 @@ class MambaMixer:
         self.states = Remembered(channels, heads, taps=config.taps, head=head, dtype=checkpoint.dtype_name)
         self.sites: list[LinearSite] = []
 
-    @property
-    def exchanges(self) -> int:
-        """Of `stages`."""
-        return self._out.exchanges
-
-    def stages(
-        self, norm: Normed, x: Tensor, delta: Tensor | None, turn: Turn, attend: Attend
-    ) -> Stages[Collectives, Tensor]:
+    def __call__(self, norm: Normed, x: Tensor, delta: Tensor | None, turn: Turn, attend: Attend) -> Tensor:
         """The layer's answer to norm(x + delta), which x becomes before the norm. Positions are in the state."""
-        return (yield from self._out.stages(self._recurred(self.states.product(self._in, norm, x, delta))))
+        return self._out(self._recurred(self.states.product(self._in, norm, x, delta)))
 
     def pass_again(self, rows: Tensor) -> None:
         """As of `DeltaMixer`."""
@@ -86,6 +77,20 @@ class MambaMixer:
         step, states = self.states.now()
         gate, mixed, time = torch.split(product, self._widths, dim=1)
         return self._mamba(self._conv(mixed, states.conv, step), time, gate, states.recurrent, step)
+
+
+class BesideMixers:
+    """Attention and Mamba2 of one layer (Falcon-H1): both read the same rows, and their answers are added. As `Attention` and `MambaMixer`."""
+
+    def __init__(self, attention: Attention, mamba: MambaMixer) -> None:
+        self._attention, self._mamba = attention, mamba
+        self.sites, self.states, self.pass_again = attention.sites, mamba.states, mamba.pass_again
+
+    def __call__(self, norm: Normed, x: Tensor, delta: Tensor | None, turn: Turn, attend: Attend) -> Tensor:
+        """The sum of both answers to norm(x + delta), which x becomes before the norm."""
+        own, plain = norm.of_sum(x, delta), NoNorm()
+        answer = self._mamba(plain, own, None, turn, attend)
+        return add(answer, self._attention(plain, own, None, turn, attend))
 
 
 def _cuts(part: ModelPart, config: MambaConfig) -> _Cuts:

@@ -19,8 +19,6 @@ from engine.model_files.latent_config import LatentConfig
 from engine.models.attention import Attend
 from engine.models.mla_index import Index
 from engine.models.part import ModelPart
-from engine.parallel.collectives import Collectives
-from engine.parallel.exchange import Stages
 from engine.parallel.layout import Cut
 
 EPS = 1e-6  # of the norms inside; the config's is of the others
@@ -67,14 +65,7 @@ class LatentAttention:
         self._out, out = part.rows(f"{prefix}o_proj", heads.times(latent.value_dim))
         self.sites.append(LinearSite(self._out, out))
 
-    @property
-    def exchanges(self) -> int:
-        """Of `stages`."""
-        return self._out.exchanges
-
-    def stages(
-        self, norm: Normed, x: Tensor, delta: Tensor | None, turn: Turn, attend: Attend
-    ) -> Stages[Collectives, Tensor]:
+    def __call__(self, norm: Normed, x: Tensor, delta: Tensor | None, turn: Turn, attend: Attend) -> Tensor:
         """Attention of norm(x + delta), which x becomes before the norm."""
         latent, down = self._latent, self._down.of_norm(norm, x, delta)
         sizes = [self._begin_dim, latent.rank, latent.rope_dim, *self._index_dims]
@@ -93,7 +84,7 @@ class LatentAttention:
             latents.append(key)
         new = NewLatents(absorbed, torch.cat(latents, 1), latent.scale, chooser)
         sums = attend(self._layer, new).view(-1, self._heads, latent.rank)
-        return (yield from self._out.stages(self._values(sums).flatten(1)))
+        return self._out(self._values(sums).flatten(1))
 
 
 def _norm(part: ModelPart, name: str, width: int) -> RMSNorm:

@@ -68,7 +68,8 @@ class SharedMemoryCollectives:
         self._window = plan.window
         self._windows = region.tensor(plan.windows(stage), (2, self.size, plan.window), torch.float32)
         self._sum_lines, self._gather_lines = (
-            region.tensor(offset, (self.size, 8), torch.int64) for offset in (plan.sum_lines(stage), plan.gather_lines(stage))
+            region.tensor(offset, (self.size, 8), torch.int64)
+            for offset in (plan.sum_lines(stage), plan.gather_lines(stage))
         )
         self._logits = region.tensor(plan.logits, (plan.logits_rows * plan.vocab,), torch.float32)
         self._kernels = allreduce()

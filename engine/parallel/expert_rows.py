@@ -9,13 +9,12 @@ ranks. A slot of -1 is of a row that no rank has brought.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from engine.parallel.collectives import Collectives, SharedMemoryCollectives
-from engine.parallel.exchange import RankExchange, Stages, given
 from engine.parallel.network import NOTHING
 from engine.parallel.row_exchange import RowExchange
 
@@ -39,7 +38,7 @@ class ExpertRows(Protocol):
         """Of `slots`, those that this rank holds."""
         ...
 
-    def answers(self, own: Tensor, slots: Tensor, compute: Compute, *, total: int) -> Stages[Any, Answered]:
+    def answers(self, own: Tensor, slots: Tensor, compute: Compute, *, total: int) -> Answered:
         """Of the rows `own` [T, hidden], whose `slots` [T, k] i64 are among `total`; every rank computes those that it holds."""
         ...
 
@@ -63,28 +62,22 @@ class TakenRows:
     def own_slots(self, slots: int) -> range:
         return _share(slots, self._ranks)
 
-    def answers(self, own: Tensor, slots: Tensor, compute: Compute, *, total: int) -> Stages[Any, Answered]:
+    def answers(self, own: Tensor, slots: Tensor, compute: Compute, *, total: int) -> Answered:
         exchange, (tokens, each) = self._exchange, slots.shape
-        begin = 0 if exchange is None else exchange.first * each
-        every = slots if exchange is None else given((yield exchange.everywhere(slots)))
+        every = slots if exchange is None else exchange.everywhere(slots)
         order, rows = _sorted(every.reshape(-1), total)
         mine = self.own_slots(total)
         ends = rows.cumsum(0).tolist()
         first, end = ends[mine.start - 1] if mine.start else 0, ends[mine.stop - 1]
         of_rows = order[first:end] // each
-        x = own.index_select(0, of_rows) if exchange is None else given((yield exchange.take(own, of_rows)))
+        x = own.index_select(0, of_rows) if exchange is None else exchange.take(own, of_rows)
         places = torch.empty_like(order).index_copy_(
             0, order, torch.arange(len(order))
         )  # of each answer among the sorted
         answers = compute(x, rows[mine.start : mine.stop])
+        begin = 0 if exchange is None else exchange.first * each
         wanted = places[begin : begin + tokens * each]
-        found = given(
-            (
-                yield RankExchange(
-                    self._ranks, lambda ranks: ranks.take_rows(answers, first=first, total=ends[-1], wanted=wanted)
-                )
-            )
-        )
+        found = self._ranks.take_rows(answers, first=first, total=ends[-1], wanted=wanted)
         return Answered(found.view(tokens, each, answers.shape[1]), rows)
 
 
@@ -100,14 +93,14 @@ class SummedRows:
     def own_slots(self, slots: int) -> range:
         return _share(slots, self._collectives)
 
-    def answers(self, own: Tensor, slots: Tensor, compute: Compute, *, total: int) -> Stages[Any, Answered]:
+    def answers(self, own: Tensor, slots: Tensor, compute: Compute, *, total: int) -> Answered:
         mine, (tokens, each) = self.own_slots(total), slots.shape
         flat = slots.reshape(-1)
         here = (flat >= mine.start) & (flat < mine.stop)
         order, own_rows = _sorted(torch.where(here, flat - mine.start, -1), len(mine))
         answers = compute(own.index_select(0, order // each), own_rows)
         partial = torch.empty_like(answers).index_copy_(0, order, answers).masked_fill_(~here.unsqueeze(1), NOTHING)
-        found = given((yield RankExchange(self._collectives, lambda ranks: ranks.sum(partial, dtype=torch.float32))))
+        found = self._collectives.sum(partial, dtype=torch.float32)
         return Answered(found.view(tokens, each, answers.shape[1]), _sorted(flat, total)[1])
 
 

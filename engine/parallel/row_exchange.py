@@ -7,17 +7,12 @@ Ranks of one DP rank have the same rows: the first of them brings these. No rank
 """
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from engine.parallel.collectives import SharedMemoryCollectives
-from engine.parallel.exchange import RankExchange, Stages, given
 from engine.parallel.layout import Place
-
-T = TypeVar("T")
-RowStages = Stages[SharedMemoryCollectives, T]
 
 
 class RowExchange:
@@ -26,37 +21,33 @@ class RowExchange:
     def __init__(self, ranks: SharedMemoryCollectives, *, place: Place) -> None:
         assert (ranks.rank, ranks.size) == (place.mlp_rank, place.mlp_size), place
         self.ranks = ranks
-        self.dp_rank = place.dp_rank
+        self._dp_rank = place.dp_rank
         self._brings = place.tp_rank == 0
         self.first = self._total = 0  # where the own rows begin among those of all
         self._own = 0
 
     def begin(self, tokens: Sequence[int]) -> None:
         """Take the rows of each DP rank in the next forward, padding included. All ranks give the same."""
-        self.first, self._total = sum(tokens[: self.dp_rank]), sum(tokens)
-        self._own = tokens[self.dp_rank]
+        self.first, self._total = sum(tokens[: self._dp_rank]), sum(tokens)
+        self._own = tokens[self._dp_rank]
 
-    def compute(self, own: Tensor, partial: Callable[[Tensor], Tensor]) -> RowStages[Tensor]:
+    def compute(self, own: Tensor, partial: Callable[[Tensor], Tensor]) -> Tensor:
         """[T, n] in `own`'s type: the rows of `own` [T, hidden] in the sum over all ranks of `partial`, float32, of all rows."""
         rows = range(self.first, self.first + len(own))
-        sums = partial(given((yield self._gather(own))))
         dtype = torch.float32 if own.dtype == torch.float16 else own.dtype
-        return given((yield self._of(lambda ranks: ranks.sum_rows(sums, rows=rows, dtype=dtype)))).to(own.dtype)
+        return self.ranks.sum_rows(partial(self._gather(own)), rows=rows, dtype=dtype).to(own.dtype)
 
-    def everywhere(self, own: Tensor) -> RankExchange[SharedMemoryCollectives]:
+    def everywhere(self, own: Tensor) -> Tensor:
         """[all rows, n] of the `own` [T, n] i64 of every DP rank; -1 where a row is padding."""
         padding = torch.nn.functional.pad(own, (0, 0, 0, self._own - len(own)), value=-1)
         return self._gather(padding)
 
-    def take(self, own: Tensor, wanted: Tensor) -> RankExchange[SharedMemoryCollectives]:
+    def take(self, own: Tensor, wanted: Tensor) -> Tensor:
         """[len(wanted), n]: rows `wanted` [N] i64 of those of all DP ranks, of which this one has `own` [T, n]."""
-        part, first, total = own if self._brings else own[:0], self.first, self._total
-        return self._of(lambda ranks: ranks.take_rows(part, first=first, total=total, wanted=wanted))
+        part = own if self._brings else own[:0]
+        return self.ranks.take_rows(part, first=self.first, total=self._total, wanted=wanted)
 
-    def _gather(self, own: Tensor) -> RankExchange[SharedMemoryCollectives]:
+    def _gather(self, own: Tensor) -> Tensor:
         """[all rows, n] of the `own` [T, n] of every DP rank."""
-        part, first, total = own if self._brings else own[:0], self.first, self._total
-        return self._of(lambda ranks: ranks.gather_rows(part, first=first, total=total))
-
-    def _of(self, work: Callable[[SharedMemoryCollectives], Tensor]) -> RankExchange[SharedMemoryCollectives]:
-        return RankExchange(self.ranks, work)
+        part = own if self._brings else own[:0]
+        return self.ranks.gather_rows(part, first=self.first, total=self._total)

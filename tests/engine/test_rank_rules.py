@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from engine.config import EngineConfig
-from engine.flags.rank_rules import check_device, check_ranks
+from engine.flags.rank_rules import check_ranks
 from engine.model_files.model_config import WIDE_MODEL_PATH, load_model_config
 from service.flags import ConfigError
 from tests.models.tiny_checkpoints import make_tiny_checkpoint
