@@ -27,8 +27,7 @@ from tqdm import tqdm
 from deploy.bench import environment
 from deploy.bench.report import table
 from engine.core.plan import PlanItem
-from engine.executor.drafted import Drafted
-from engine.executor.guess_pass import GuessPass
+from engine.executor.guess_pass import Drafted, GuessPass
 from engine.kernels.linear import linear_kernel
 from tests.engine.engine_in_process import EngineInProcess, prompt_of
 from tests.models.tiny_checkpoints import make_tiny_checkpoint

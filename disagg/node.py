@@ -18,7 +18,7 @@ from disagg.node_meeting import joined
 from disagg.rank_start import how_ended, start_rank
 from disagg.role_session import ANY_ADDRESS, SessionPlan
 from engine.flags.nodes import named, ranks_of
-from engine.parallel.region_memory import new_memory
+from engine.parallel.region_plan import new_memory
 from service.flags import ConfigError
 from service.process.message_stream import ChannelClosed
 from service.process.ready_file import write_ready_file

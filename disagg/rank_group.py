@@ -22,9 +22,8 @@ from engine.flags.nodes import leader_of, node_of, ranks_of
 from engine.flags.rank_rules import check_device
 from engine.flags.resolve import resolve
 from engine.model_files.model_config import ModelConfig
-from engine.parallel.late import late_ranks, ranks_without_row
 from engine.parallel.process_groups import joined, new_store
-from engine.parallel.region import SharedRegion
+from engine.parallel.region import SharedRegion, late_ranks, ranks_without_row
 from engine.ranks.channel import leader_end
 from engine.ranks.followers import Followers, Member
 from engine.ranks.group import Group

@@ -1,6 +1,6 @@
 """What an engine has on its device: model, KV pool, and the executor that runs steps over them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +12,6 @@ from engine.attention.cpu_backend import CpuBackend
 from engine.attention.windowed import WindowedBackend, windowed
 from engine.config import EngineConfig
 from engine.core.backups import NOTHING, CopySize
-from engine.device.drafts import make_draft_pass
 from engine.device.graphs import MakeCapture, make_graphs
 from engine.device.host_copies import make_copies
 from engine.executor.decode_graphs import DecodeGraphs
@@ -20,7 +19,7 @@ from engine.executor.decode_tapes import DecodeTapes
 from engine.executor.draft_pass import DraftPass, PagedPool
 from engine.executor.executor import Executor
 from engine.executor.forward_pass import ForwardPass
-from engine.executor.future_map import FutureMap
+from engine.executor.future_map import FutureMap, StepInputs
 from engine.executor.image_pass import ImagePass
 from engine.executor.joint_steps import JointSteps
 from engine.executor.lane_executor import LaneExecutor
@@ -30,7 +29,6 @@ from engine.executor.prefill_graphs import PrefillGraphs
 from engine.executor.recorded_ends import SampledEnd
 from engine.executor.sample_pass import SamplePass
 from engine.executor.states import States
-from engine.executor.step_inputs import StepInputs
 from engine.executor.stream import CudaStream, InlineStream, Stream, ThreadStream
 from engine.flags.resolve import state_slots
 from engine.kernels.linear import linear_kernel
@@ -46,7 +44,7 @@ from engine.model_files.model_config import ModelConfig
 from engine.models.decoder import DenseDecoder
 from engine.parallel.layout import ALONE, Place, share_of
 from engine.parallel.row_exchange import RowExchange
-from engine.sampler.make import CapturableSampler, make_sampler
+from engine.sampler.make import CapturableSampler, TokenSampler, make_sampler
 from service.flags import ConfigError
 
 
@@ -336,4 +334,25 @@ def adapter_store(
         device=torch.device(config.device),
         max_rank=config.max_lora_rank,
         in_order=in_order,
+    )
+
+
+def make_draft_pass(
+    config: EngineConfig, model: DenseDecoder, pools: Sequence[PagedPool], *, sampler: TokenSampler | None
+) -> DraftPass | None:
+    """Return the drafter's part of a rank's steps; None: the model has no drafter.
+
+    `pools`: of all layers. `sampler`: of the rank that samples. Raises ConfigError.
+    """
+    drafter, pool = model.drafter, pools[0].pool
+    if drafter is None:
+        return None
+    assert pool.drafter is not None, "pages have room for what the drafter keeps"
+    return DraftPass(
+        pools=pools,
+        backend=make_attention_backend(
+            config.attention_backend, pool.drafter, num_heads=drafter.num_heads, needs=drafter.attention_needs
+        ),
+        sampler=sampler,
+        collectives=model.collectives,
     )

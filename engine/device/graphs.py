@@ -7,9 +7,9 @@ from functools import partial
 from engine.attention.backend import AttentionBackend, CapturableBackend
 from engine.config import EngineConfig
 from engine.executor.decode_graphs import Capture, CudaCapture, DecodeGraphs, graph_sizes
+from engine.executor.future_map import StepInputs
 from engine.executor.prefill_graphs import PrefillGraphs, prefill_graph_sizes
 from engine.executor.recorded_ends import RecordedEnd
-from engine.executor.step_inputs import StepInputs
 from engine.flags.speculation import passes_of, topk_of
 from engine.kv.page_table import PageTable
 from engine.lora.bank import AdapterBank

@@ -17,9 +17,8 @@ from engine.device.gpu_memory import GRAPH_BYTES, MemoryGauge
 from engine.device.graphs import logits_bytes, num_graphs
 from engine.device.kv_memory import held_by, kept_specs
 from engine.device.memory_plan import MeasuredMemory, unmeasured
-from engine.executor.future_map import FutureMap
+from engine.executor.future_map import FutureMap, StepInputs
 from engine.executor.model_runner import DeviceOutOfMemory
-from engine.executor.step_inputs import StepInputs
 from engine.executor.warm_up import WarmUp, by_executor, warm_up
 from engine.flags.images import blank_image, most_image_tokens, token_flops
 from engine.flags.resolve import FIRST_FLOPS, PROFILE_S, largest_prompt_step, profiled_tokens

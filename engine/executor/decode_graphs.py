@@ -20,8 +20,8 @@ from tqdm import tqdm
 from engine.attention.backend import CapturableBackend
 from engine.core.plan import Plan, PlanItem
 from engine.executor.forward import Forward
+from engine.executor.future_map import StepInputs
 from engine.executor.recorded_ends import RecordedEnd
-from engine.executor.step_inputs import StepInputs
 from engine.executor.tree_paths import tree_rows
 from engine.kv.page_table import PageTable
 from engine.kv.step_batch import DeviceStep, TreePaths

@@ -20,12 +20,9 @@ from torch import Tensor
 
 from engine.attention.backend import AttentionBackend
 from engine.core.plan import PlanItem
-from engine.executor.drafted import Drafted
-from engine.executor.guess_pass import GuessPass
+from engine.executor.guess_pass import Drafted, GuessPass, Tails
 from engine.executor.judged_rows import JudgedRows, judged_rows
-from engine.executor.logit_rows import first_rows
-from engine.executor.runs import runs_of
-from engine.executor.tails import Tails
+from engine.executor.logit_rows import first_rows, runs_of
 from engine.executor.tree_paths import has_trees
 from engine.kv.kv_pool import KVPool
 from engine.kv.page_table import PageTable
@@ -33,7 +30,7 @@ from engine.kv.step_batch import StepBatch
 from engine.kv.upload import upload
 from engine.models.decoder import DenseDecoder
 from engine.models.draft_model import DraftModel
-from engine.models.image_rows import ImageRows
+from engine.models.vision.tower import ImageRows
 from engine.parallel.collectives import Collectives
 from engine.sampler.make import TokenSampler
 

@@ -4,6 +4,7 @@ The tower is whole on each rank and computes images one by one, so features do n
 SGLang's and vLLM's.
 """
 
+import heapq
 from collections.abc import Callable, Sequence
 from math import prod
 
@@ -13,7 +14,6 @@ from torch import Tensor
 from engine.images import ImageInput
 from engine.models.vision.tower import Pixels, VisionTower
 from engine.parallel.collectives import Collectives
-from engine.parallel.dealing import deal
 
 
 class EncoderRanks:
@@ -40,3 +40,19 @@ class EncoderRanks:
 
     def _room(self, image: ImageInput, tower: VisionTower) -> Tensor:
         return torch.empty((image.num_tokens, tower.feature_size), dtype=self._dtype, device=self._device)
+
+
+def deal(weights: Sequence[int], ranks: int) -> list[int]:
+    """Return the rank of each piece, alike on every rank, so that none has to ask.
+
+    The heaviest piece goes first, each to the rank that has least so far (LPT: Graham, "Bounds on multiprocessing timing
+    anomalies", 1969): the busiest rank has at most 4/3 - 1/(3 ranks) of what it has in the best division. Of equal pieces the
+    first goes first, of equal ranks the lowest takes it.
+    """
+    owners = [0] * len(weights)
+    loads = [(0, rank) for rank in range(ranks)]
+    for piece in sorted(range(len(weights)), key=lambda piece: -weights[piece]):
+        load, rank = loads[0]
+        owners[piece] = rank
+        heapq.heapreplace(loads, (load + weights[piece], rank))
+    return owners

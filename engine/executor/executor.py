@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from engine.core.plan import ItemResult, Plan, StepResult
-from engine.executor.drafted import guesses_of
 from engine.executor.forward import Forward
+from engine.executor.guess_pass import guesses_of
 from engine.executor.model_runner import DeviceOutOfMemory, ModelRunner
 from engine.executor.sample_pass import StepOutput
 from engine.executor.stream import Stream, StreamTask

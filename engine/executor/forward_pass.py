@@ -11,13 +11,12 @@ from engine.executor.decode_graphs import DecodeGraphs
 from engine.executor.decode_tapes import DecodeTapes
 from engine.executor.draft_pass import DraftPass
 from engine.executor.forward import Forward
-from engine.executor.image_pass import ImagePass
+from engine.executor.future_map import StepInputs
+from engine.executor.image_pass import ImagePass, rope_positions
 from engine.executor.joint_steps import JointSteps
 from engine.executor.layer_marks import LayerMarks
 from engine.executor.prefill_graphs import PrefillGraphs
-from engine.executor.rope_positions import rope_positions
 from engine.executor.states import States
-from engine.executor.step_inputs import StepInputs
 from engine.executor.tree_paths import has_trees, paths_of, places_of
 from engine.kv.arrival import Arrival
 from engine.kv.page_table import PageTable
@@ -25,7 +24,7 @@ from engine.kv.step_batch import StepBatch, WindowRows
 from engine.kv.upload import upload
 from engine.lora.bank import AdapterBank
 from engine.models.decoder import DenseDecoder
-from engine.models.image_rows import ImageRows
+from engine.models.vision.tower import ImageRows
 
 log = logging.getLogger(__name__)
 

@@ -4,8 +4,26 @@ A step's inputs may hold the placeholder -(slot + 1). The stream resolves it bef
 sampling, so the FIFO order of steps is all the synchronisation. After SGLang's FutureMap.
 """
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
+
+
+class StepInputs(Protocol):
+    """What steps begin from: the tokens, or on a later pipeline stage the hidden states of the stage before.
+
+    A recorded step reads the same memory every time: `fill` writes it before each replay, `recorded` reads it within.
+    """
+
+    def resolve(self, token_ids: Tensor) -> Tensor:
+        """Return what `DenseDecoder.begin` takes, for the [T] token ids or placeholders of a step."""
+
+    def fill(self, rows: int) -> None:
+        """Prepare a replay of which the first `rows` rows are a step's."""
+
+    def recorded(self, token_ids: Tensor) -> Tensor:
+        """As `resolve`, in a step that is recorded; `token_ids` with its padding."""
 
 
 class FutureMap:

@@ -11,16 +11,63 @@ import torch
 from torch import Tensor
 
 from engine.attention.backend import AttentionBackend
+from engine.core.drafts import Guess
 from engine.core.plan import PlanItem
-from engine.executor.drafted import Drafted
-from engine.executor.rope_positions import rope_positions
-from engine.executor.tails import Tails
+from engine.executor.image_pass import rope_positions
 from engine.kv.page_table import PageTable
 from engine.kv.step_batch import StepBatch, TreePaths
 from engine.kv.upload import upload
 from engine.models.draft_model import DraftModel
 from engine.parallel.collectives import Collectives
 from engine.sampler.make import TokenSampler
+
+
+@dataclass(frozen=True, slots=True)
+class Drafted:
+    """The guesses of a pass for the items `of`, on the device or the host.
+
+    `tokens` [n, paths, topk] int64 and `confidences`, float32: behind each path. `paths` [n, topk] int64: the guesses, numbered in each
+    item, that the next pass goes on from; the first pass has one path, of known tokens.
+    """
+
+    of: list[int]
+    tokens: Tensor
+    confidences: Tensor
+    paths: Tensor
+
+
+def guesses_of(passes: Sequence[Drafted]) -> dict[int, list[Guess]]:
+    """The guesses of each item, by passes that are on the host."""
+    guesses: dict[int, list[Guess]] = {}
+    parents: dict[int, list[int]] = {}  # of the paths of the next pass
+    for one in passes:
+        each = zip(one.of, one.tokens.tolist(), one.confidences.tolist(), one.paths.tolist(), strict=True)
+        for i, tokens, confidences, paths in each:
+            found, above = guesses.setdefault(i, []), parents.get(i, [-1])
+            parents[i] = [len(found) + path for path in paths]
+            for parent, row, trusted in zip(above, tokens, confidences, strict=True):
+                found += [Guess(token, parent, value) for token, value in zip(row, trusted, strict=True)]
+    return guesses
+
+
+class Tails:
+    """Keeps of each page the features of its newest token, which the drafter's next entry is computed with.
+
+    `rows` [1 + num_pages, units, size]: in each unit the same.
+    """
+
+    def __init__(self, rows: Tensor, page_table: PageTable) -> None:
+        self._rows = rows
+        self._page_table = page_table
+
+    def before(self, slots: Tensor, positions: Tensor) -> Tensor:
+        """[n, size]: what the tails say of the tokens before `positions`; of the first one: zero."""
+        pages, _ = self._page_table.locate(slots, (positions - 1).clamp_min(0))
+        return self._rows[pages, 0].masked_fill((positions == 0)[:, None], 0)
+
+    def write(self, pages: Tensor, features: Tensor) -> None:
+        """Keep `features` [n, size] for `pages` [n] int64."""
+        self._rows[pages] = features[:, None].to(self._rows.dtype)
 
 
 @dataclass(frozen=True, slots=True)

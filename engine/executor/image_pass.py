@@ -17,8 +17,7 @@ from engine.images import ImageInput
 from engine.kv.kv_pool import KVPool
 from engine.kv.upload import upload
 from engine.model_files.tower_config import CHANNELS
-from engine.models.image_rows import ImageRows
-from engine.models.vision.tower import Pixels, VisionTower
+from engine.models.vision.tower import ImageRows, Pixels, VisionTower
 from engine.parallel.collectives import Collectives
 
 
@@ -103,3 +102,25 @@ class ImagePass:
     def _pixels(self, image: ImageInput) -> Pixels:
         values = torch.frombuffer(bytearray(image.pixels), dtype=torch.uint8)
         return Pixels(upload(values.view(*image.size, CHANNELS), self._device), image.grid)
+
+
+def rope_positions(items: Sequence[PlanItem], places: Tensor) -> Tensor:
+    """Return the RoPE positions of tokens, which images may have moved away from their places.
+
+    [T] int64, or with tokens of images [3, T] (time, row, column). `places` [T]: of the tokens in their requests.
+    """
+    if all(item.images is None for item in items):
+        return places
+    ropes = [None if item.images is None else item.images.rope for item in items]
+    if not any(ropes):
+        return upload(torch.tensor([position for item in items for position in _one_by_one(item)]), places.device)
+    rows: tuple[list[int], list[int], list[int]] = ([], [], [])
+    for item, rope in zip(items, ropes, strict=True):
+        for row, own in zip(rows, rope or [_one_by_one(item)] * 3, strict=True):
+            row += own
+    return upload(torch.tensor(rows), places.device)
+
+
+def _one_by_one(item: PlanItem) -> range:
+    delta = 0 if item.images is None else item.images.rope_delta
+    return range(item.start + delta, item.kv_len + delta)

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from engine.core.plan import PlanItem
-from engine.executor.logit_rows import first_rows
-from engine.executor.runs import runs_of
+from engine.executor.logit_rows import first_rows, runs_of
 from engine.kv.upload import upload
 from engine.parallel.collectives import Collectives
 

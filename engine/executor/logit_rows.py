@@ -1,4 +1,7 @@
-"""Which rows of a step's hidden states become logits, call by call. Ranks that share a vocabulary compute each call together."""
+"""Which rows of a step's hidden states become logits, call by call, and which belong to one request.
+
+Ranks that share a vocabulary compute each call together.
+"""
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
@@ -35,3 +38,14 @@ def logit_calls(items: Sequence[PlanItem]) -> Iterator[list[int]]:
             yield from map(list, prompt_parts(item, starts[i]))
     if rows := sampled_rows(items, starts):
         yield rows
+
+
+def runs_of(items: Sequence[PlanItem]) -> list[list[int]]:
+    """The items of each request, in order: the one with known tokens, behind it those that read drafts, each a token further."""
+    runs: list[list[int]] = []
+    for i, item in enumerate(items):
+        if item.draft:
+            runs[-1].append(i)
+        else:
+            runs.append([i])
+    return runs

@@ -16,7 +16,7 @@ from tqdm import tqdm
 from engine.attention.backend import CapturableBackend
 from engine.core.plan import Plan, PlanItem
 from engine.executor.decode_graphs import Capture, Work
-from engine.executor.step_inputs import StepInputs
+from engine.executor.future_map import StepInputs
 from engine.kernels.extend_plan import MOST_WHOLE
 from engine.kv.page_table import PageTable
 from engine.kv.step_batch import DeviceExtend

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from engine.core.plan import Plan, PlanItem
-from engine.executor.drafted import Drafted
 from engine.executor.forward import Forward
 from engine.executor.future_map import FutureMap
+from engine.executor.guess_pass import Drafted
 from engine.executor.logit_rows import first_rows, prompt_parts, sampled_rows
 from engine.kv.upload import upload
 from engine.messages import LogprobOptions

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.core.plan import Plan, PlanItem, SlotOpen, StateCopy, StateRewind
-from engine.executor.logit_rows import first_rows
-from engine.executor.runs import runs_of
+from engine.executor.logit_rows import first_rows, runs_of
 from engine.kv.state_pool import StatePool, StateTable
 from engine.kv.step_batch import StepBatch
 from engine.kv.upload import upload

@@ -2,7 +2,7 @@
 
 import torch
 
-from engine.layers.row_linear import summed
+from engine.layers.linear import summed
 from engine.parallel.collectives import Collectives
 
 

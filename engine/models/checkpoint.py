@@ -4,7 +4,9 @@ Of a tensor that is cut over ranks only the own rows and columns are read.
 """
 
 import json
+import logging
 import re
+import time
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -12,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from tqdm import tqdm  # type: ignore[import-untyped]
 
 from engine.gguf.file import open_gguf
 from engine.kernels.staging import Staging
@@ -20,7 +23,6 @@ from engine.layers.linear import kernel_on
 from engine.model_files.stored_weights import StoredWeights
 from engine.model_files.tensor_names import SEEING_PARTS, TEXT_PARTS, text_name
 from engine.models.dummy_weights import DummyTensors
-from engine.models.load_progress import LoadProgress
 from engine.models.packed_gguf import PackedGGUF
 from engine.models.quantized_tensors import QuantizedTensors
 from engine.parallel.layout import Extent, cut_of
@@ -32,9 +34,12 @@ if TYPE_CHECKING:
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+LINE_EVERY_S = 10.0  # of the log, while a checkpoint is loaded
 
 # Buffers that old exporters wrote beside the weights; they follow from the config.
 _DERIVED = re.compile(r".*\.rotary_emb\.inv_freq$")
+
+log = logging.getLogger(__name__)
 
 
 class Checkpoint:
@@ -337,3 +342,25 @@ def _open(path: Path) -> Any:
         raise ConfigError(f"{path}: missing, though {INDEX_FILE} lists it; download the file again") from None
     except (SafetensorError, OSError) as error:
         raise ConfigError(f"{path}: is not a readable safetensors file ({error}); download it again") from None
+
+
+class LoadProgress:
+    """Reports how much of a checkpoint is loaded. `total`: tensors. `bar`: a bar on stderr in place of lines in the log."""
+
+    def __init__(self, total: int, *, bar: bool, clock: Callable[[], float] = time.monotonic) -> None:
+        self._total, self._done, self._clock = total, 0, clock
+        self._begin_s = self._said_s = clock()
+        self._bar = tqdm(total=total, desc="Loading weights", unit="tensor", disable=not bar)
+        self._speaks = not bar
+
+    def update(self, count: int) -> None:
+        self._done += count
+        self._bar.update(count)
+        now_s = self._clock()
+        if self._speaks and now_s - self._said_s >= LINE_EVERY_S:
+            self._said_s = now_s
+            share, taken_s = 100 * self._done // self._total, now_s - self._begin_s
+            log.info("loading weights: %d of %d tensors (%d%%) in %.0f s", self._done, self._total, share, taken_s)
+
+    def close(self) -> None:
+        self._bar.close()

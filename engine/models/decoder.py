@@ -1,7 +1,7 @@
 """The dense decoder of all families; they differ in biases, in where norms stand, and in how q and k turn (`Family`).
 
 A rank has its stage's layers, and of each layer some heads and a part of the MLP: two sums over the stage's ranks a layer. Norms and
-the residual stream are the same on all of them. With DP attention the MLPs are those of all DP ranks (engine/models/shared_mlp.py).
+the residual stream are the same on all of them. With DP attention the MLPs are those of all DP ranks (`SharedMLP`).
 """
 
 import re
@@ -19,11 +19,10 @@ from engine.layers.turns import LayerTurns
 from engine.models.attention import Attend
 from engine.models.draft_model import DraftModel
 from engine.models.expert_balance import ExpertBalance
-from engine.models.heads import NoHead, label_matrix
-from engine.models.image_rows import ImageRows
 from engine.models.layer import Layer, Mixture
 from engine.models.part import EMBEDDING, ModelPart
 from engine.models.vision.load import load_tower
+from engine.models.vision.tower import ImageRows
 from engine.parallel.collectives import Collectives
 
 Begun = tuple[torch.Tensor, ...]  # what the layers start from: a row for each token
@@ -243,3 +242,20 @@ def _rounded(value: float, dtype: torch.dtype) -> float:
 def _of_layer(index: int, name: str) -> str:
     """`name`: of the same matrix in another layer."""
     return re.sub(r"^model\.layers\.\d+\.", f"model.layers.{index}.", name)
+
+
+class NoHead:
+    """Steps draw tokens that nothing reads: the frontend refuses to generate. `width`: tokens of the own vocabulary."""
+
+    def __init__(self, width: int) -> None:
+        self._width = width
+
+    def in_float32(self, x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+        return torch.zeros(len(x), self._width, device=x.device) if out is None else out.zero_()
+
+
+def label_matrix(part: ModelPart) -> torch.Tensor | None:
+    """[labels, hidden] fp32 of a classifier; None: it is none."""
+    count = len(part.config.head.labels)
+    shape = [count, part.config.hidden_size]
+    return part.checkpoint.take("score.weight", shape, dtype=torch.float32) if count else None

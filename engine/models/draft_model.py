@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.kv.cache_spec import CacheSpec
 from engine.models.attention import Attend
-from engine.models.image_rows import ImageRows
+from engine.models.vision.tower import ImageRows
 
 if TYPE_CHECKING:
     from engine.models.decoder import DenseDecoder

@@ -6,21 +6,15 @@ Every rank has a part of every expert; with whole experts: expert_parallel.py. A
 """
 
 import threading
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from engine.layers.biased_experts import BiasedExperts
-from engine.layers.expert_router import ExpertRouter
-from engine.layers.experts import Experts
-from engine.layers.linear import LinearSite, silu_mul, sums_matrix
+from engine.layers.linear import LinearSite, silu_mul, summed, sums_matrix
 from engine.layers.norm import Normed
-from engine.layers.row_linear import summed
 from engine.model_files.experts_config import ExpertNames, ExpertsConfig
-from engine.models.fused_experts import load_fused_experts
+from engine.models.expert_weights import load_experts, load_router
 from engine.models.part import ModelPart, in_one
-from engine.models.stacked_experts import load_stacks
 from engine.parallel.collectives import tree_sum
 from engine.parallel.layout import Cut
 from engine.quant.integers import columns_of
@@ -83,46 +77,6 @@ class ExpertMLP:
 
 def no_loads(part: ModelPart, experts: ExpertsConfig) -> Tensor:
     return torch.zeros(experts.count, dtype=torch.int64, device=part.checkpoint.device)
-
-
-def load_router(part: ModelPart, prefix: str, experts: ExpertsConfig, names: ExpertNames) -> ExpertRouter:
-    checkpoint = part.checkpoint
-    weight = checkpoint.take(f"{prefix}{names.router}.weight", [experts.count, part.config.hidden_size])
-    bias = None
-    if experts.clamped is not None:
-        own = checkpoint.take(f"{prefix}{names.router}.bias", [experts.count])
-        return ExpertRouter(weight, None, experts, logit_bias=own)
-    if experts.sigmoid:
-        name = names.choice_bias or f"{names.router}.e_score_correction_bias"
-        bias = checkpoint.take(f"{prefix}{name}", [experts.count], dtype=torch.float32)
-    return ExpertRouter(weight, bias, experts)
-
-
-def load_experts(
-    part: ModelPart,
-    prefix: str,
-    config: ExpertsConfig,
-    names: ExpertNames,
-    experts: Sequence[int],
-    *,
-    cut: Cut,
-    segments: int,
-) -> Experts | BiasedExperts:
-    """The products of `experts`, of whose intermediate this rank has `cut`."""
-    if config.clamped is not None:
-        place = f"{prefix}{names.experts}."
-        return load_fused_experts(part, place, config.clamped, experts, count=config.count, cut=cut, segments=segments)
-    if names.stacks is not None and part.checkpoint.has(prefix + names.stacks[0]):
-        first, last = (prefix + name for name in names.stacks)
-        return Experts(*load_stacks(part, (first, last), experts, cut=cut, segments=segments), segments=segments)
-    hidden = part.config.hidden_size
-    gate_up, down = [], []
-    for index in experts:
-        of_one = f"{prefix}{names.experts}.{index}."
-        both = [f"{of_one}{name}.weight" for name in (names.gate, names.up)]
-        gate_up.append(part.matrix(both, [cut, cut], hidden))
-        down.append(part.matrix([f"{of_one}{names.down}.weight"], [hidden], cut, segments=segments))
-    return Experts(gate_up, down, segments=segments)
 
 
 def weighed(answers: Tensor, weights: Tensor) -> Tensor:

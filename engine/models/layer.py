@@ -151,7 +151,7 @@ class DenseMLP:
 
 
 class SharedMLP:
-    """The MLP that all DP ranks compute together (DP attention): each rank computes its part for all rows. As `FeedForward`.
+    """The MLP that all DP ranks compute together (DP attention): each rank computes its part for all rows.
 
     It has no sites for adapters: a row's adapter is known to its own DP rank alone.
     """

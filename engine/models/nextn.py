@@ -21,9 +21,9 @@ from engine.models.cache_specs import reading_layer_specs
 from engine.models.checkpoint import Checkpoint
 from engine.models.decoder import DenseDecoder
 from engine.models.draft_model import Lender
-from engine.models.image_rows import ImageRows
 from engine.models.layer import Layer
 from engine.models.part import ModelPart
+from engine.models.vision.tower import ImageRows
 from engine.parallel.layout import Cut
 from service.flags import ConfigError
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from engine.kv.cache_spec import LAYER, CacheSpec
 from engine.models.attention import Attend
 from engine.models.decoder import DenseDecoder
-from engine.models.image_rows import ImageRows
+from engine.models.vision.tower import ImageRows
 
 
 class StandaloneModel:

@@ -1,4 +1,6 @@
-"""Where things are in the memory that the ranks of one machine share. Numbers only: it travels as msgpack, without torch.
+"""Where things are in the memory that the ranks of one machine share, and what makes that memory. Never torch.
+
+A plan is numbers only: it travels as msgpack. Where no rank leads, the process that starts the ranks makes the memory.
 
 | abort | tokens' count | each stage: lines of sums, lines of gathers | each link: sent, taken |   lines of 64 bytes
 | each stage: windows [2, ranks, window] float32 | logits [logits_rows, vocab] float32
@@ -6,6 +8,8 @@
 | board: gate, each DP rank: rows posted, vote, of weights; rows [dp_ranks, BOARD_ROWS, ROW_NUMBERS] float64
 """
 
+import fcntl
+import os
 from dataclasses import dataclass
 
 LINE_BYTES = 64
@@ -95,3 +99,11 @@ class RegionPlan:
 
 def _whole_lines(size: int) -> int:
     return -(-size // LINE_BYTES) * LINE_BYTES
+
+
+def new_memory(plan: RegionPlan) -> int:
+    """Return a descriptor of zeroed memory for `plan`, which the caller closes. It has no name and keeps its size."""
+    descriptor = os.memfd_create("tandem-ranks", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, plan.size)
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    return descriptor

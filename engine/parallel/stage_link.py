@@ -1,10 +1,17 @@
-"""Hidden states from rank i of one pipeline stage to rank i of the next: a ring of slots in shared memory."""
+"""Hidden states from rank i of one pipeline stage to rank i of the next.
+
+StageLink          a ring of slots in the memory that ranks of one machine share
+NetworkStageLink   TCP, between machines
+GroupLink          a process group of two GPUs: in the stream, so no host waits for a neighbour
+"""
 
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from engine.parallel.rank_connection import RankConnection
 from engine.parallel.region import SharedRegion
 
 
@@ -54,3 +61,39 @@ class StageLink:
 
 def _slots_of(x: Tensor, rows: int) -> list[Tensor]:
     return [x[begin : begin + rows] for begin in range(0, len(x), rows)]
+
+
+class GroupLink:
+    """A `HiddenStates` over a group of the two ranks. A stage goes on once the next one has taken what it sends."""
+
+    def __init__(self, group: dist.ProcessGroup, *, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._group = group
+        self._other = 1 - group.rank()
+        self._like = torch.empty((0, hidden), dtype=dtype, device=device)
+
+    def send(self, x: Tensor) -> None:
+        self._group.send([x.contiguous()], self._other, 0).wait()
+
+    def receive(self, rows: int) -> Tensor:
+        out = self._like.new_empty((rows, self._like.shape[1]))
+        self._group.recv([out], self._other, 0).wait()
+        return out
+
+
+class NetworkStageLink:
+    """`HiddenStates` of [T, hidden] `dtype`. What the sockets do not hold waits in `send`."""
+
+    def __init__(self, other: RankConnection, *, hidden: int, dtype: torch.dtype) -> None:
+        self._other = other
+        self._hidden = hidden
+        self._dtype = dtype
+
+    def send(self, x: Tensor) -> None:
+        """Hand over x [T, hidden]; it may be written again at return. Raises RanksEnded."""
+        self._other.send(x.to(self._dtype).contiguous())
+
+    def receive(self, rows: int) -> Tensor:
+        """Return the next [rows, hidden]. Raises RanksEnded."""
+        out = torch.empty((rows, self._hidden), dtype=self._dtype)
+        self._other.receive(out)
+        return out

@@ -16,18 +16,16 @@ from engine.flags.resolve import largest_prompt_step, limits
 from engine.kv.kv_pool import DTYPES
 from engine.model_files.model_config import ModelConfig
 from engine.parallel.collectives import Collectives, SharedMemoryCollectives
-from engine.parallel.group_link import GroupLink
 from engine.parallel.layout import Place
 from engine.parallel.nccl import NcclCollectives
 from engine.parallel.network import NetworkCollectives
-from engine.parallel.network_link import NetworkStageLink
 from engine.parallel.process_groups import RankGroups
 from engine.parallel.rank_connection import RankConnection
 from engine.parallel.region import SharedRegion
 from engine.parallel.region_plan import RegionPlan
 from engine.parallel.row_exchange import RowExchange
 from engine.parallel.shared_tokens import SharedTokens
-from engine.parallel.stage_link import HiddenStates, StageLink
+from engine.parallel.stage_link import GroupLink, HiddenStates, NetworkStageLink, StageLink
 from engine.ranks.stages import StageInput
 
 MOST_LINK_ROWS = 1024  # hidden states of more tokens go from stage to stage in parts

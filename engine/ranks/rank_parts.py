@@ -9,8 +9,7 @@ import torch
 from engine.config import EngineConfig
 from engine.core.backups import NOTHING, CopySize
 from engine.core.plan import Plan
-from engine.device.device import ForwardParts, build_forward, context_pages
-from engine.device.drafts import make_draft_pass
+from engine.device.device import ForwardParts, build_forward, context_pages, make_draft_pass
 from engine.device.graphs import MakeCapture, make_graphs
 from engine.device.host_copies import make_copies
 from engine.executor.recorded_ends import FollowedEnd

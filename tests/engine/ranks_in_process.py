@@ -24,9 +24,8 @@ from engine.flags.resolve import resolve
 from engine.kv.host_memory import HERE, HostMemory
 from engine.kv.kv_pool import KVPool, zeroed_bytes
 from engine.model_files.model_config import load_model_config
-from engine.parallel.late import late_ranks
 from engine.parallel.process_groups import RankGroups
-from engine.parallel.region import SharedRegion
+from engine.parallel.region import SharedRegion, late_ranks
 from engine.ranks.build import build_follower
 from engine.ranks.channel import follower_end, leader_end
 from engine.ranks.follower import Follower

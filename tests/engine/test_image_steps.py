@@ -11,14 +11,14 @@ from msgspec.structs import replace
 from engine.config import EngineConfig
 from engine.core.image_cache import MEGABYTE
 from engine.core.plan import FeatureRows, ItemImages, PlanItem
-from engine.executor.rope_positions import rope_positions
+from engine.executor.encoder_ranks import deal
+from engine.executor.image_pass import rope_positions
 from engine.executor.warm_up import WarmUp
 from engine.flags.images import blank_image, cache_bytes, image_cache, most_image_tokens
 from engine.flags.resolve import resolve
 from engine.model_files.model_config import DEFAULT_MODEL_PATH, ModelConfig, load_model_config
 from engine.model_files.tower_config import ClipTower
 from engine.model_files.vision_config import VisionConfig
-from engine.parallel.dealing import deal
 from service.flags import ConfigError
 from tests.core.engine_in_a_test import plan_item
 from tests.core.images import CLIP, SEES

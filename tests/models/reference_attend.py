@@ -8,7 +8,7 @@ from engine.kv.step_batch import StepBatch
 from engine.layers.latents import NewLatents, TokenChooser
 from engine.layers.rope import Unturned
 from engine.models.decoder import DenseDecoder
-from engine.models.image_rows import ImageRows
+from engine.models.vision.tower import ImageRows
 
 
 class Sequence:

@@ -7,8 +7,8 @@ import torch
 
 from engine.model_files.drafter_config import EAGLE, EAGLE3, NEXTN, load_eagle, nextn_of
 from engine.model_files.model_config import load_model_config
-from engine.models.image_rows import ImageRows
 from engine.models.load import load_model
+from engine.models.vision.tower import ImageRows
 from tests.models.reference_attend import Sequence
 from tests.models.tiny_drafters import make_tiny_eagle
 from tests.models.tiny_seeing import IMAGE, with_mtp

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from engine.models.load_progress import LINE_EVERY_S, LoadProgress
+from engine.models.checkpoint import LINE_EVERY_S, LoadProgress
 
 
 class Clock:

@@ -10,8 +10,7 @@ from transformers.models.auto import CONFIG_MAPPING, AutoModelForImageTextToText
 
 from engine.images import ImageInput, rope_delta, rope_positions
 from engine.models.decoder import DenseDecoder
-from engine.models.image_rows import ImageRows
-from engine.models.vision.tower import Pixels
+from engine.models.vision.tower import ImageRows, Pixels
 from tests.models.reference_attend import Sequence
 from tests.models.tiny_checkpoints import EOS, VOCAB_SIZE, edit_tensors, write_json, write_tokenizer
 

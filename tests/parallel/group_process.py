@@ -4,9 +4,9 @@ import sys
 
 import torch
 
-from engine.parallel.group_link import GroupLink
 from engine.parallel.layout import Place
 from engine.parallel.process_groups import joined
+from engine.parallel.stage_link import GroupLink
 from tests.parallel.test_process_groups import JOIN_S, STAGES, numbers_of
 
 

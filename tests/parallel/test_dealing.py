@@ -5,7 +5,7 @@ from itertools import product
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from engine.parallel.dealing import deal
+from engine.executor.encoder_ranks import deal
 
 
 def busiest(weights: list[int], owners: list[int] | tuple[int, ...], ranks: int) -> int:

@@ -13,8 +13,7 @@ import torch
 from engine.kernels.allreduce import allreduce
 from engine.kernels.failures import RanksEnded
 from engine.parallel.collectives import SharedMemoryCollectives
-from engine.parallel.late import late_ranks
-from engine.parallel.region import SharedRegion
+from engine.parallel.region import SharedRegion, late_ranks
 from engine.parallel.region_plan import RegionPlan
 from engine.parallel.shared_tokens import SharedTokens
 from engine.parallel.stage_link import StageLink

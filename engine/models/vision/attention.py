@@ -35,7 +35,7 @@ class VisionAttention:
     def __init__(self, qkv: Linear, out: Linear, *, heads: int) -> None:
         self._qkv, self._out, self._heads = qkv, out, heads
 
-    def of_norm(
+    def __call__(
         self, norm: Norm, x: Tensor, delta: Tensor | None, layout: FrameLayout, spans: Sequence[Spans]
     ) -> Tensor:
         """Attention of norm(x + delta), which x becomes before the norm."""

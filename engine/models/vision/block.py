@@ -1,9 +1,11 @@
-"""A layer of a vision tower: attention and an MLP, each behind a norm."""
+"""A layer of a vision tower, attention and an MLP, each behind a norm; and what merges patches behind the last layer."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
+from torch.nn import functional
 
 from engine.layers.linear import Linear
 from engine.layers.norm import Norm
@@ -11,10 +13,36 @@ from engine.models.vision.attention import FrameLayout, Spans, VisionAttention
 from engine.models.vision.weights import VisionWeights
 
 
+def gelu(x: Tensor) -> Tensor:
+    """Compute gelu by the error function."""
+    return torch.ops.aten.gelu_(x)
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    return torch.ops.aten.gelu_(x, approximate="tanh")
+
+
+def quick_gelu(x: Tensor) -> Tensor:
+    """x * sigmoid(1.702 * x): CLIP's."""
+    return x.mul_(torch.sigmoid(1.702 * x))
+
+
+def silu(x: Tensor) -> Tensor:
+    return functional.silu(x, inplace=True)
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": gelu,
+    "gelu_pytorch_tanh": gelu_tanh,
+    "quick_gelu": quick_gelu,
+    "silu": silu,
+}
+
+
 class VisionMLP(Protocol):
     """The part of a layer that computes each patch by itself."""
 
-    def of_norm(self, norm: Norm, x: Tensor, delta: Tensor | None) -> Tensor:
+    def __call__(self, norm: Norm, x: Tensor, delta: Tensor | None) -> Tensor:
         """The MLP of norm(x + delta), which x becomes before the norm."""
 
 
@@ -24,7 +52,7 @@ class PlainMLP:
     def __init__(self, up: Linear, down: Linear, *, activation: Callable[[Tensor], Tensor]) -> None:
         self._up, self._down, self._activation = up, down, activation
 
-    def of_norm(self, norm: Norm, x: Tensor, delta: Tensor | None) -> Tensor:
+    def __call__(self, norm: Norm, x: Tensor, delta: Tensor | None) -> Tensor:
         return self._down(self._activation(self._up.of_norm(norm, x, delta)))
 
 
@@ -34,7 +62,7 @@ class GatedMLP:
     def __init__(self, gate_up: Linear, down: Linear) -> None:
         self._gate_up, self._down = gate_up, down
 
-    def of_norm(self, norm: Norm, x: Tensor, delta: Tensor | None) -> Tensor:
+    def __call__(self, norm: Norm, x: Tensor, delta: Tensor | None) -> Tensor:
         return self._down(self._gate_up.gated_of_norm(norm, x, delta))
 
 
@@ -52,5 +80,20 @@ class VisionBlock:
 
     def __call__(self, x: Tensor, delta: Tensor | None, layout: FrameLayout, spans: Sequence[Spans]) -> Tensor:
         """Add `delta` to x [patches, hidden] in place; [patches, hidden] that is to be added next."""
-        delta = self._attention.of_norm(self._norms[0], x, delta, layout, spans)
-        return self._mlp.of_norm(self._norms[1], x, delta)
+        delta = self._attention(self._norms[0], x, delta, layout, spans)
+        return self._mlp(self._norms[1], x, delta)
+
+
+class PatchMerger:
+    """Makes one row of the patches that a token stands for: fc2(gelu(fc1(row))), a row being these patches side by side.
+
+    `after`: they are normed together, not each by itself.
+    """
+
+    def __init__(self, norm: Norm, fc1: Linear, fc2: Linear, *, width: int, after: bool = False) -> None:
+        self._norm, self._fc1, self._fc2, self._width, self._after = norm, fc1, fc2, width, after
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[tokens, hidden of the decoder] for x [patches, hidden]."""
+        rows = self._norm(x.view(-1, self._width)) if self._after else self._norm(x).view(-1, self._width)
+        return self._fc2(gelu(self._fc1(rows)))

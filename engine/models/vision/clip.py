@@ -8,9 +8,8 @@ from torch import Tensor
 from engine.layers.norm import add
 from engine.model_files.image_processing import ImageProcessing
 from engine.model_files.tower_config import CHANNELS, ClipTower
-from engine.models.vision.activations import ACTIVATIONS
 from engine.models.vision.attention import FrameLayout, Spans
-from engine.models.vision.block import PlainMLP, VisionBlock, attention_of
+from engine.models.vision.block import ACTIVATIONS, PlainMLP, VisionBlock, attention_of
 from engine.models.vision.patches import Patches
 from engine.models.vision.tower import Pixels
 from engine.models.vision.weights import VisionWeights

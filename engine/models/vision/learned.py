@@ -8,10 +8,8 @@ from torch import Tensor
 from engine.layers.norm import add
 from engine.model_files.image_processing import ImageProcessing
 from engine.model_files.tower_config import CHANNELS, LearnedTower
-from engine.models.vision.activations import ACTIVATIONS
 from engine.models.vision.attention import FrameLayout, Spans
-from engine.models.vision.block import PlainMLP, VisionBlock, attention_of
-from engine.models.vision.merger import PatchMerger
+from engine.models.vision.block import ACTIVATIONS, PatchMerger, PlainMLP, VisionBlock, attention_of
 from engine.models.vision.patches import Patches, places
 from engine.models.vision.positions import AxialRope, LearnedPositions
 from engine.models.vision.tower import Pixels

@@ -9,8 +9,7 @@ from engine.layers.norm import add
 from engine.model_files.image_processing import ImageProcessing
 from engine.model_files.tower_config import CHANNELS, WindowTower
 from engine.models.vision.attention import FrameLayout, Spans
-from engine.models.vision.block import GatedMLP, VisionBlock, attention_of
-from engine.models.vision.merger import PatchMerger
+from engine.models.vision.block import GatedMLP, PatchMerger, VisionBlock, attention_of
 from engine.models.vision.patches import Patches, places
 from engine.models.vision.positions import AxialRope
 from engine.models.vision.tower import Pixels
