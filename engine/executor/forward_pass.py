@@ -1,6 +1,7 @@
 """The first half of a step: plan -> tensors -> hidden states, by a recorded step where there is one."""
 
 import logging
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +28,18 @@ from engine.models.decoder import DenseDecoder
 from engine.models.vision.tower import ImageRows
 
 log = logging.getLogger(__name__)
+
+
+class ForwardBatch(NamedTuple):
+    """The new tokens of a step, item after item: `step` as kernels see it, `ids` [T] int64, some of them placeholders.
+
+    `positions`: of RoPE, [T] int64, or with tokens of images [3, T] (time, row, column).
+    """
+
+    items: list[PlanItem]
+    step: StepBatch
+    ids: Tensor
+    positions: Tensor
 
 
 class ForwardPass:
@@ -155,10 +168,10 @@ class ForwardPass:
         """A decode step by its graph, and behind it the drafter's part, kernel by kernel."""
         if self._drafts is None:
             return graphs.run(plan, adapted=self._adapted())
-        step, positions, flat = self._batch(plan, plan.items)
-        inputs = self._inputs.resolve(flat)  # the graph stores other tokens
+        batch = self._batch(plan, plan.items)
+        inputs = self._inputs.resolve(batch.ids)  # the graph stores other tokens
         forward = graphs.run(plan, adapted=self._adapted())
-        self._follow(model, plan, plan.items, step, inputs, positions, forward.hidden)
+        self._run_drafter(model, plan, batch, inputs, forward.hidden)
         return forward
 
     def join(self, model: DenseDecoder, plan: Plan, arrival: Arrival) -> None:
@@ -186,49 +199,46 @@ class ForwardPass:
             arrival.hold_all()
             hidden = self._layers.whole(plan.seq, lambda: prompts.run(items))
             if self._drafts is not None:
-                step, positions, flat = self._batch(plan, items)
-                self._follow(model, plan, items, step, self._inputs.resolve(flat), positions, hidden)
+                batch = self._batch(plan, items)
+                self._run_drafter(model, plan, batch, self._inputs.resolve(batch.ids), hidden)
             return hidden
-        step, positions, flat = self._batch(plan, items)
-        self._backend.begin(step)
+        batch = self._batch(plan, items)
+        self._backend.begin(batch.step)
         if self._states is not None:
-            self._states.begin(plan, items, step)
-        inputs, images = self._inputs.resolve(flat), None
+            self._states.begin(plan, items, batch.step)
+        inputs, images = self._inputs.resolve(batch.ids), None
         if (tapes := self._tapes_for(plan)) is not None:
             arrival.hold_all()
-            hidden = tapes.forward(
-                model, inputs, self._turns(items, positions), self._backend.attend, drafts=step.drafts
-            )
+            attend, drafts = self._backend.attend, batch.step.drafts
+            hidden = tapes.forward(model, inputs, batch.positions, attend, drafts=drafts)
         else:
             attend = self._layers.attend(plan.seq, self._backend.attend, arrival)
             images = None if self._images is None else self._images.rows(items)
-            hidden = model.forward(inputs, self._turns(items, positions), attend, images)
+            hidden = model.forward(inputs, batch.positions, attend, images)
         if self._states is not None:
             self._states.end(plan)
         if self._drafts is not None:
             arrival.hold_all()
-            self._follow(model, plan, items, step, inputs, positions, hidden, images)
+            self._run_drafter(model, plan, batch, inputs, hidden, images)
         return hidden
 
-    def _follow(
+    def _run_drafter(
         self,
         model: DenseDecoder,
         plan: Plan,
-        items: list[PlanItem],
-        step: StepBatch,
+        batch: ForwardBatch,
         inputs: Tensor,
-        positions: Tensor,
         hidden: Tensor,
         images: ImageRows | None = None,
     ) -> None:
+        """Let the drafter keep what it needs of the step's tokens. `inputs`: the `ids` of `batch` without placeholders."""
         assert self._drafts is not None
-        self._drafts.follow(model, items, step, inputs, self._turns(items, positions), hidden, images)
+        self._drafts.follow(model, batch.items, batch.step, inputs, batch.positions, hidden, images)
         self._layers.all_written(plan.seq)
 
-    def _batch(self, plan: Plan, items: list[PlanItem]) -> tuple[StepBatch, Tensor, Tensor]:
-        """The step as kernels see it, and of its rows positions and token ids, some of them placeholders."""
+    def _batch(self, plan: Plan, items: list[PlanItem]) -> ForwardBatch:
         q_lens = [item.q_len for item in items]
-        flat = self._ids([t for item in items for t in item.tokens])
+        ids = self._ids([t for item in items for t in item.tokens])
         positions = self._ids([p for i in items for p in range(i.start, i.kv_len)])
         slots = self._ids([item.slot for item in items])
         token_slots = slots if not plan.extend else self._ids([item.slot for item in items for _ in range(item.q_len)])
@@ -250,11 +260,7 @@ class ForwardPass:
             drafted=frozenset(i for i, item in enumerate(items) if item.draft),
             paths=paths_of(items, self._page_table.device) if trees else None,
         )
-        return step, positions, flat
-
-    def _turns(self, items: list[PlanItem], positions: Tensor) -> Tensor:
-        """The RoPE positions of rows at `positions`."""
-        return rope_positions(items, positions) if self._sees else positions
+        return ForwardBatch(items, step, ids, rope_positions(items, positions) if self._sees else positions)
 
     def _window_rows(self, token_slots: Tensor, places: Tensor) -> WindowRows | None:
         if self._window_table is None:
