@@ -10,10 +10,10 @@ from engine.model_files.drafter_config import NEXTN, STANDALONE, DrafterConfig
 from engine.model_files.model_config import ModelConfig
 from engine.models.checkpoint import Checkpoint
 from engine.models.decoder import DenseDecoder
+from engine.models.draft_model import StandaloneModel
 from engine.models.eagle import EagleLayer
 from engine.models.nextn import NextnLayer
 from engine.models.part import ModelPart
-from engine.models.standalone import StandaloneModel
 from engine.parallel.collectives import Collectives
 from engine.parallel.expert_placement import IN_ORDER, ExpertPlan
 from engine.parallel.layout import ALONE, Place, share_of
