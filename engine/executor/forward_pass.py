@@ -209,8 +209,7 @@ class ForwardPass:
         inputs, images = self._inputs.resolve(batch.ids), None
         if (tapes := self._tapes_for(plan)) is not None:
             arrival.hold_all()
-            attend, drafts = self._backend.attend, batch.step.drafts
-            hidden = tapes.forward(model, inputs, batch.positions, attend, drafts=drafts)
+            hidden = tapes.forward(model, inputs, batch.positions, self._backend.attend, drafts=batch.step.drafts)
         else:
             attend = self._layers.attend(plan.seq, self._backend.attend, arrival)
             images = None if self._images is None else self._images.rows(items)
