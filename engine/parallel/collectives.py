@@ -19,9 +19,9 @@ TAKES = -(1 << 62)  # as in allreduce.c
 
 
 class Collectives(Protocol):
-    """The ranks of one stage. A call returns when all ranks made it; it raises RanksEnded (engine/kernels/failures.py) once the
+    """The ranks of one stage. A call returns when all ranks made it.
 
-    group has ended.
+    It raises RanksEnded (engine/kernels/failures.py) once the group has ended.
     """
 
     rank: int
