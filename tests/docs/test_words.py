@@ -1,4 +1,4 @@
-"""One class a name, and the field's words: pages and class names use no word of these tables."""
+"""One class a name, and the field's words: pages and class names use no word of tools/house/words.py."""
 
 import re
 from collections import Counter
@@ -10,51 +10,7 @@ import pytest
 from tests.docs.pages import PAGES, prose
 from tests.packages import ROOT
 from tools.house.tree import Tree
-
-# word -> what to write instead
-EVERYWHERE = {
-    "draw": "sample",
-    "draws": "samples",
-    "drew": "sampled",
-    "drawn": "sampled",
-    "told": "sent",
-    "heard": "received",
-    "leg": "upstream call",
-    "legs": "upstream calls",
-    "journey": "request trace",
-    "sibling": "peer process",
-    "siblings": "peer processes",
-    "lifeline": "active call",
-    "lifelines": "active calls",
-    "farewell": "pending abort",
-    "farewells": "pending aborts",
-    "nudge": "poll request",
-    "doorkeeper": "ZAP authenticator",
-    "succession": "role switch",
-    "untaken": "newly retracted",
-    "starved": "out of memory",
-    "nobody": "the subject's name",
-    "somebody": "the subject's name",
-    "whom": "the subject's name",
-}
-CLASSES = {
-    "Exchange": "RequestContext",
-    "Picture": "DashboardSnapshot",
-    "Race": "PairAttempt",
-    "Contest": "HedgedAttempt",
-    "Door": "AdmissionQueue",
-    "Line": "AdmissionQueue",
-    "Stand": "the queue's status",
-    "Silence": "ProbeTimeout",
-    "Question": "a probe",
-    "MeetingPlaces": "BootstrapAllowlist",
-    "Life": "RoleSession",
-    "Shell": "ControlThread",
-    "Outside": "Environment",
-    "Pulse": "Heartbeat",
-    "Asked": "a noun of the field",
-    "Told": "a noun of the field",
-}
+from tools.house.words import CLASSES, EVERYWHERE
 
 
 def test_a_public_class_name_belongs_to_one_class() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.house.planted import function, plant
-from tools.house import prose, seams
+from tools.house import blind, prose, register, seams, words
 from tools.house.__main__ import RULES
 from tools.house.ratchet import above
 from tools.house.tree import Tree
@@ -128,7 +128,8 @@ def test_a_rule_finds_what_is_planted_and_nothing_else(name: str, tmp_path: Path
 
 
 def test_every_rule_is_seen_here() -> None:
-    assert {rule.name for rule in RULES} == {*CASES, "none_branches", "subjects"}
+    elsewhere = {rule.name for rule in (*register.RULES, *blind.RULES, *words.RULES)}  # a file of tests each
+    assert {rule.name for rule in RULES} == {*CASES, "none_branches", "subjects", *elsewhere}
 
 
 def test_branches_on_none_are_counted_in_the_base_path(tmp_path: Path) -> None:

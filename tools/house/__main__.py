@@ -1,6 +1,6 @@
 """`make lint`: the sizes of the repository, and what its rules find; exits 1 on any finding.
 
-usage: python -m tools.house [--tighten] [--report FILE]
+usage: python -m tools.house [--tighten] [--features] [--report FILE]
 """
 
 import argparse
@@ -10,12 +10,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tests.packages import ROOT
-from tools.house import budgets, doubles, prose, reach, seams
+from tools.house import blind, budgets, doubles, prose, reach, register, seams, words
 from tools.house.ratchet import FILE, above, check, dump, limit_of, parse, tightened
 from tools.house.report import page
 from tools.house.tree import Rule, Tree
 
-RULES: tuple[Rule, ...] = (*budgets.RULES, *seams.RULES, *doubles.RULES, *reach.RULES, *prose.RULES)
+RULES: tuple[Rule, ...] = (
+    *budgets.RULES,
+    *seams.RULES,
+    *doubles.RULES,
+    *reach.RULES,
+    *prose.RULES,
+    *register.RULES,
+    *blind.RULES,
+    *words.RULES,
+)
 
 
 def sizes(measured: Mapping[str, Mapping[str, int]], root: Path) -> str:
@@ -40,8 +49,14 @@ def main(argv: Sequence[str], root: Path = ROOT) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.house", description=__doc__)
     parser.add_argument("--tighten", action="store_true", help="lower the rows of house.toml; a new rule gets its rows")
     parser.add_argument("--report", type=Path, help="write the page with the sizes there, and check nothing")
+    parser.add_argument(
+        "--features", action="store_true", help="print what is known of each feature, and check nothing"
+    )
     args = parser.parse_args(argv)
     tree = Tree.read(root)
+    if args.features:
+        print(register.Register(tree).table(), end="")
+        return 0
     measured = {rule.name: rule.measure(tree) for rule in RULES}
     file = root / FILE
     if args.tighten:

@@ -1,0 +1,210 @@
+"""The field's words instead of our own: in names, docstrings and pages; and the form of docstrings."""
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+from tools.house.tree import Module, Rule, Tree
+
+
+def _table(rows: Mapping[str, str]) -> Mapping[str, str]:
+    """Our word -> what to write instead, of the reverse, which is shorter."""
+    return {ours: field for field, words in rows.items() for ours in words.split()}
+
+
+# Pages and class names have none of these (tests/docs/test_words.py).
+EVERYWHERE = _table(
+    {
+        "sample": "draw draws drew drawn",
+        "send": "told",
+        "receive": "heard",
+        "upstream call": "leg legs",
+        "request trace": "journey",
+        "peer process": "sibling siblings",
+        "active call": "lifeline lifelines",
+        "pending abort": "farewell farewells",
+        "poll request": "nudge",
+        "ZAP authenticator": "doorkeeper",
+        "role switch": "succession",
+        "newly retracted": "untaken",
+        "out of memory": "starved",
+        "the subject's name": "nobody somebody whom",
+    }
+)
+# Names and docstrings have ever fewer of these. "_" is the space between two words.
+OURS = _table(
+    {
+        "slo_cost": "strain",
+        "rotary": "turned",
+        "pre-RoPE": "unturned",
+        "micro-batches": "two_batches halves halved",
+        "stream": "lane lanes",
+        "pin": "lend lent",
+        "exit": "departure departures",
+        "piggybacked decode": "rider riders",
+        "output length estimate": "growth",
+        "verify": "judge judged",
+        "draft step": "guess guesses guessed",
+        "state checkpoint": "shadow",
+        "rollback": "rewind rewinds",
+        "started": "begun",
+        "workers": "headroom",
+        "released": "given_back",
+        "directory": "folder folders",
+        "heterogeneous TP": "unlike_ranks",
+        "send, report": "tell tells said say says",
+        "receive": "hear hears",
+        "request": "asked ask asks",
+        "parallel, second": "beside",
+        "single-rank, prefill-only": "alone",
+        "multimodal": "sees seeing",
+        "images": "sights",
+        "scenario": "story stories",
+        "option": "wish wishes",
+        "metrics": "figures",
+        "backoff": "nap naps",
+        "timeout": "patience",
+        "last_update": "news",
+        "co-location probability": "company",
+        "LPT assignment": "dealing",
+        "liveness probe": "roll_call",
+        "receiver thread": "mail",
+        "record a tombstone": "bury",
+        "take a tombstone": "exhume",
+        "recorder": "keeper",
+        "resuming": "going_on",
+        "register": "hear_of",
+        "track": "know_of knows_of",
+        "which": "who",
+    }
+)
+# The same, but ordinary English in a sentence. `part`, `begin`, `share`, `unit`, `keep` and `hold` have a right meaning, too.
+OURS_IN_NAMES = _table(
+    {
+        "route": "way ways",
+        "iteration; rotary": "turn turns",
+        "handoff": "held",
+        "placeholder request": "carry carried",
+        "request segments": "runs",
+        "page_hidden_states, extra_state, stop_suffix": "tail tails",
+        "rank coords; kv_slot": "place places",
+        "workers": "candidates",
+        "feasible": "in_time",
+        "max": "most",
+        "min": "least",
+        "rendezvous": "met meeting",
+        "arrive": "land lands",
+        "retained": "kept",
+    }
+)
+# class name -> what to write instead
+CLASSES = {
+    "Exchange": "RequestContext",
+    "Picture": "DashboardSnapshot",
+    "Race": "PairAttempt",
+    "Contest": "HedgedAttempt",
+    "Door": "AdmissionQueue",
+    "Line": "AdmissionQueue",
+    "Stand": "the queue's status",
+    "Silence": "ProbeTimeout",
+    "Question": "a probe",
+    "MeetingPlaces": "BootstrapAllowlist",
+    "Life": "RoleSession",
+    "Shell": "ControlThread",
+    "Outside": "Environment",
+    "Pulse": "Heartbeat",
+    "Asked": "a noun of the field",
+    "Told": "a noun of the field",
+}
+WIDTH = 100  # columns
+GLOSSARY, TERMS = "docs/glossary.md", 25
+
+NAME = re.compile(r"[A-Za-z_]\w*")
+_EDGE = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|_+")
+_TEXT = re.compile(r'""".*?"""|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'|#[^\n]*', re.S)  # or a comment
+_CODE = re.compile(r"`[^`]*`")
+_CLAUSE = re.compile(r"(?:[Oo]f|[Aa]s|[Ww]hat|[Ww]hich|[Ww]hether|[Ww]ho(?:se|m)?|that|where)\b")
+
+
+def spaced(name: str) -> str:
+    """The words of a name: "max lora rank" of `max_lora_rank` and of `MaxLoraRank`."""
+    return _EDGE.sub(" ", name).lower()
+
+
+def _any_of(*tables: Mapping[str, str]) -> re.Pattern[str]:
+    words = "|".join(word.replace("_", r"\s+") for table in tables for word in table)
+    return re.compile(rf"\b(?:{words})\b")
+
+
+def _count(pattern: re.Pattern[str], texts: Iterable[str], total: str) -> Mapping[str, int]:
+    words = Counter("_".join(word.split()) for text in texts for word in pattern.findall(text))
+    return {total: words.total(), **words}
+
+
+def names(tree: Tree) -> Mapping[str, int]:
+    """Word -> how many names of the product hold it: a name counts once, wherever and in whatever case it is used."""
+    found = {name for module in tree.of("product") for name in NAME.findall(_TEXT.sub(" ", module.text))}
+    return _count(_any_of(EVERYWHERE, OURS, OURS_IN_NAMES), {spaced(name).strip() for name in found}, "all names")
+
+
+def docstrings(tree: Tree) -> Mapping[str, int]:
+    """Word -> how often docstrings of the product hold it, apart from code."""
+    texts = (_CODE.sub(" ", text).lower() for module in tree.of("product") for _, text in module.docstrings)
+    return _count(_any_of(EVERYWHERE, OURS), texts, "all docstrings")
+
+
+def openings(tree: Tree) -> Mapping[str, int]:
+    """Package -> docstrings that begin with a clause instead of a sentence or the name of a thing."""
+    return _by_package(tree, lambda module: sum(bool(_CLAUSE.match(text.lstrip())) for _, text in module.docstrings))
+
+
+def wide_prose(tree: Tree) -> Mapping[str, int]:
+    """Package -> lines of docstrings that are too wide for two columns of a diff."""
+    return _by_package(tree, lambda module: sum(len(line) > WIDTH for line in _docstring_lines(module)))
+
+
+def _docstring_lines(module: Module) -> Iterator[str]:
+    lines = module.text.split("\n")
+    for node in (module.tree, *(node for _, node in module.definitions)):
+        match node.body:
+            case [ast.Expr(value=ast.Constant(value=str(), lineno=first, end_lineno=last)), *_]:
+                yield from lines[first - 1 : last]
+
+
+def none_lists(tree: Tree) -> Mapping[str, int]:
+    """Package -> what docstrings of classes say about None, outside configuration: each is the price of an Optional."""
+    return _by_package(tree, _none_lists)
+
+
+def _none_lists(module: Module) -> int:
+    if "config" in module.path or "/flags" in module.path:
+        return 0
+    said = (ast.get_docstring(node, clean=False) or "" for _, node in module.classes)
+    return sum(len(re.findall(r"\bNone:", text)) for text in said)
+
+
+def _by_package(tree: Tree, count: Callable[[Module], int]) -> Mapping[str, int]:
+    found = Counter[str]()
+    for module in tree.of("product"):
+        found[module.path.partition("/")[0]] += count(module)
+    return found
+
+
+def glossary(tree: Tree) -> Mapping[str, int]:
+    """The rows of the glossary's tables."""
+    lines = tree.text(GLOSSARY).split("\n")
+    rows = sum(line.startswith("|") for line in lines)
+    return {GLOSSARY: rows - 2 * sum(line.startswith("|--") for line in lines)}
+
+
+_FIELD = "write the field's word, tools/house/words.py names it"
+
+RULES = (
+    Rule("names", "different names with this word", _FIELD, names, slack=2),
+    Rule("docstrings", "uses of this word in docstrings", _FIELD, docstrings, slack=2),
+    Rule("openings", "docstrings that begin with a clause", "begin with what the thing is or does", openings, slack=2),
+    Rule("wide_prose", f"lines of docstrings over {WIDTH} columns", f"break them at {WIDTH}", wide_prose, slack=10),
+    Rule("none_lists", "mentions of `None:` in docstrings of classes", "do without the Optional", none_lists, slack=2),
+    Rule("glossary", "terms of our own", "use the field's term, which needs no row", glossary, most=TERMS),
+)
