@@ -7,6 +7,7 @@ ARGS ?=
 PYTHON ?=
 GPU_JSON ?=
 TESTS ?=
+BASE ?=
 CELLS ?=
 JOBS ?= 2
 LONG ?=
@@ -26,19 +27,23 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 export TORCH TORCH_INDEX EXTRAS
 
+# The whole suite in three processes, which write the CPU seconds that tests/durations.toml limits.
+WHOLE := -n 3 --dist loadscope --no-loadscope-reorder -p tools.cpu_seconds --cpu-seconds .build/cpu_seconds.json
+
 # make sim SEED=7 NODES=8; without them both are random.
 SEED ?=
 NODES ?=
 MINUTES ?= 10
 SIM := $(BIN)/python -m tools.simulation $(if $(NODES),--nodes $(NODES)) $(if $(SEED),--seed $(SEED))
 
-.PHONY: help setup run chat test slow-tests steady-tests fresh-check soak-core mutants sim sim-soak sim-mutants scale-fleet bench bench-peers fuzz manifests image-pins pins triton-versions house house-tighten api-table model-table k8s-drill fault-matrix encoder-faults death-notice churn-soak rank-faults rank-shapes rank-soak goodput plan-error gpu-check lint format clean
+.PHONY: help setup run chat test quick slow-tests steady-tests fresh-check soak-core mutants sim sim-soak sim-mutants scale-fleet bench bench-peers fuzz manifests image-pins pins triton-versions house house-tighten api-table model-table k8s-drill fault-matrix encoder-faults death-notice churn-soak rank-faults rank-shapes rank-soak goodput plan-error gpu-check lint format clean
 
 help:
 	@echo "make run [ARGS=...]    start a cluster on this machine; Ctrl-C ends it"
 	@echo "make chat [ARGS=...]   start a cluster with SmolLM2 and talk to it; Ctrl-D ends both"
 	@echo "make setup             install everything into $(VENV)"
 	@echo "make test [TESTS=...]  run the tests (all of them: in three processes)"
+	@echo "make quick [BASE=main] run the tests that your change touches, at most 90 seconds"
 	@echo "make lint | format     check | mend style, types and imports"
 	@echo "make clean             remove $(VENV) and caches"
 	@echo
@@ -93,7 +98,12 @@ chat: $(STAMP)
 
 test: $(STAMP)
 	@bash deploy/system_packages.sh tests
-	$(BIN)/python -m pytest -q $(if $(TESTS),$(TESTS),-n 3 --dist loadscope --no-loadscope-reorder)
+	$(BIN)/python -m pytest -q $(if $(TESTS),$(TESTS),$(WHOLE))
+	$(if $(TESTS),,$(BIN)/python -m tools.durations)
+
+# The tests that a change touches. BASE: the revision that it starts from, else origin/main or main.
+quick: $(STAMP)
+	$(BIN)/python -m tools.quick $(if $(BASE),--base $(BASE))
 
 slow-tests: $(STAMP)
 	$(BIN)/python -m tools.slow

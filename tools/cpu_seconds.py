@@ -1,16 +1,23 @@
 """CPU seconds of tests by folder, file and test: a plugin of pytest, because on a shared machine the clock says little.
 
-usage: python -m pytest -p tools.cpu_seconds [-n 2 --dist loadscope ...] [tests/FOLDER ...]
+usage: python -m pytest -p tools.cpu_seconds [--cpu-seconds FILE] [-n 2 --dist loadscope ...] [tests/FOLDER ...]
 
 A test's seconds are those of the test process and of all that came from it: between two phases (set up, call, tear down) all
 that was used is the second one's. What a fixture of a file or a folder costs is its first or last test's. A process that
 outlives its parent is lost from the count.
+
+CPU seconds are not alike everywhere: another CPU, other work on the same caches or on the other half of a core changes them.
+So each test process runs a fixed loop of some milliseconds after every `EVERY_S` CPU seconds: its mean CPU time says how fast
+the CPUs were for this run, and its time on the clock how long a process waited for one (tools/durations.py). --cpu-seconds
+writes all figures to FILE, and no tables.
 """
 
+import json
 import os
+import statistics
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +25,7 @@ import pytest
 
 MOST_FILES, MOST_TESTS = 150, 60
 TICKS = os.sysconf("SC_CLK_TCK")
+EVERY_S, LOOP_TURNS = 2.0, 60_000
 UTIME, CSTIME = 11, 14  # of what follows the name in /proc/PID/stat; between them stime and cutime
 
 
@@ -61,8 +69,22 @@ def _threads(pid: int) -> list[Path]:
         return []
 
 
+def timed_loop() -> tuple[float, float]:
+    """CPU seconds of a fixed piece of work in plain Python, and its seconds on the clock."""
+    began_s, began_cpu_s, total = time.perf_counter(), time.thread_time(), 0
+    for i in range(LOOP_TURNS):
+        total += i * i % 7
+    return time.thread_time() - began_cpu_s, time.perf_counter() - began_s
+
+
 meter = Meter()
 spent_s: Counter[str] = Counter()  # by test; "": collections
+unmeasured_s = 0.0  # CPU seconds that tests have used since the last loop
+loops_s: list[tuple[float, float]] = []
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--cpu-seconds", type=Path, metavar="FILE", help="write CPU seconds by test to FILE, no tables")
 
 
 def pytest_collection_finish() -> None:
@@ -71,22 +93,55 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Any:
+    global unmeasured_s
     report = yield
-    report.cpu_s, report.collection_s = meter.read_s(), spent_s.pop("", 0.0)
+    report.cpu_s, report.collection_s, report.loops_s = meter.read_s(), spent_s.pop("", 0.0), []
+    unmeasured_s += report.cpu_s
+    if unmeasured_s >= EVERY_S:
+        unmeasured_s = 0.0
+        report.loops_s.append(timed_loop())
+        meter.read_s()
     return report
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     spent_s[report.nodeid] += report.cpu_s  # type: ignore[attr-defined]
     spent_s[" collection"] += report.collection_s  # type: ignore[attr-defined]
+    loops_s.extend(report.loops_s)  # type: ignore[attr-defined]
 
 
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    files, folders = Counter[str](), Counter[str]()
-    for test, seconds in spent_s.items():
-        file = test.partition("::")[0]
-        files[file] += seconds  # type: ignore[assignment]
-        folders["/".join(file.split("/")[:2])] += seconds  # type: ignore[assignment]
+def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pytest.Config) -> None:
+    if file := config.getoption("--cpu-seconds"):
+        write(file, is_whole=config.args_source.name != "ARGS" and not config.option.keyword, status=exitstatus)
+    else:
+        print_tables(terminalreporter)
+
+
+def file_of(test: str) -> str:
+    return test.partition("::")[0]
+
+
+def folder_of(test: str) -> str:
+    """The folder of tests/ that a test or file is of."""
+    return "/".join(file_of(test).split("/")[:2])
+
+
+def added_up(tests_s: Mapping[str, float], by: Callable[[str], str]) -> Counter[str]:
+    total_s = Counter[str]()
+    for test, seconds in tests_s.items():
+        total_s[by(test)] += seconds  # type: ignore[assignment]
+    return total_s
+
+
+def write(file: Path, *, is_whole: bool, status: int) -> None:
+    loop_s, clock_s = (statistics.fmean(column) for column in zip(*loops_s, strict=True)) if loops_s else (0.0, 0.0)
+    run = {"is_whole": is_whole, "status": status, "num_loops": len(loops_s), "loop_s": loop_s, "loop_clock_s": clock_s}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps({**run, "tests_s": spent_s}))
+
+
+def print_tables(terminalreporter: Any) -> None:
+    folders, files = added_up(spent_s, folder_of), added_up(spent_s, file_of)
     for name, found, most in (("folder", folders, None), ("file", files, MOST_FILES), ("test", spent_s, MOST_TESTS)):
         terminalreporter.section(f"CPU seconds by {name}: {sum(found.values()):.0f}")
         for key, seconds in found.most_common(most):
