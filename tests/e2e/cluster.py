@@ -98,13 +98,15 @@ def tandem(folder: Path, *args: str, env: Mapping[str, str] | None = None) -> It
 
 
 @contextlib.contextmanager
-def several(folder: Path, commands: Mapping[str, Sequence[str]]) -> Iterator[dict[str, Started]]:
+def several(
+    folder: Path, commands: Mapping[str, Sequence[str]], env: Mapping[str, str] | None = None
+) -> Iterator[dict[str, Started]]:
     """Many of them by name, started at once."""
     # its threads live as long as what they started: a process ends with the thread that is its parent
     with ThreadPoolExecutor(len(commands)) as pool, contextlib.ExitStack() as stack:
 
         def start(name: str) -> Started:
-            process = tandem(folder / name, *commands[name])
+            process = tandem(folder / name, *commands[name], env=env)
             started = process.__enter__()
             stack.push(process)
             return started

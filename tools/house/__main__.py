@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tests.packages import ROOT
-from tools.house import blind, budgets, doubles, prose, reach, register, seams, words
+from tools.house import blind, budgets, doubles, plain_chat, prose, reach, register, seams, words
 from tools.house.ratchet import FILE, above, check, dump, limit_of, parse, tightened
 from tools.house.report import page
 from tools.house.tree import Rule, Tree
@@ -24,6 +24,7 @@ RULES: tuple[Rule, ...] = (
     *register.RULES,
     *blind.RULES,
     *words.RULES,
+    *plain_chat.RULES,
 )
 
 
