@@ -14,7 +14,7 @@ LONG ?=
 BACKENDS ?= nixl mooncake
 # The transfer engines' wheels: of the CUDA that torch brings on a machine with a GPU.
 WHEELS ?= $(if $(findstring cpu,$(TORCH_INDEX)),cpu,$(if $(wildcard /dev/nvidia[0-9]*),cu13,cpu))
-EXTRAS ?= engine,nixl-$(WHEELS),mooncake-$(WHEELS),xgrammar,k8s,otel,chat,smollm2,dev
+EXTRAS ?= engine,nixl-$(WHEELS),mooncake-$(WHEELS),k8s,otel,chat,smollm2,dev
 TORCH ?= torch==2.13.0
 # The venv depends on these files: a change of them makes another stamp, and a new venv.
 STAMP := $(VENV)/.ready-$(shell cat pyproject.toml deploy/make_venv.sh | sha256sum | cut -c1-12)

@@ -68,11 +68,13 @@ def llama_program(peers: Path, name: str) -> Path | None:
 def n_gram_starters(peers: Path, *, drafts: int, matches: tuple[int, int]) -> dict[str, Start]:
     """Tandem and, where it is there, vLLM, each without speculation and with n-grams; all take JSON without spaces.
 
+    Without speculation Tandem still computes tokens that a grammar forces together.
+
     `drafts`, `matches`: vLLM's tokens of a draft, and shortest and longest match. Tandem chooses by itself.
     """
     threads = ("--num-threads", str(os.cpu_count() or 1), "--constrained-json-disable-any-whitespace")
     found: dict[str, Start] = {
-        TANDEM: lambda model: _tandem(model, (*threads, "--grammar-backend", "xgrammar")),  # which forces no tokens
+        TANDEM: lambda model: _tandem(model, threads),
         TANDEM + N_GRAMS: lambda model: _tandem(model, (*threads, "--speculative-algorithm", "NGRAM")),
     }
     venv = peers / FOLDERS[VLLM]

@@ -146,7 +146,18 @@ def _argparse_keywords(flag: Flag, *, only_given: bool) -> dict[str, Any]:
         return keywords | {"action": argparse.BooleanOptionalAction}
     if flag.is_list:
         keywords |= {"nargs": "+"}
-    return keywords | {"type": _PARSERS[flag.value_type], "choices": flag.spec.choices, "metavar": _metavar(flag)}
+    return keywords | {"type": _parser_of(flag), "choices": flag.spec.choices, "metavar": _metavar(flag)}
+
+
+def _parser_of(flag: Flag) -> Parse:
+    """Return the parser of a word; it refuses values of other servers with their remedy."""
+
+    def parsed(text: str) -> Any:
+        if (refusal := flag.spec.refusal(text)) is not None:
+            raise argparse.ArgumentTypeError(refusal)
+        return _PARSERS[flag.value_type](text)
+
+    return parsed if flag.spec.refused else _PARSERS[flag.value_type]
 
 
 def _metavar(flag: Flag) -> str:

@@ -13,7 +13,6 @@ MODULES = (
     "engine.build",
     "engine.device.machine",
     "engine.executor.profiler",
-    "engine.grammar.llguidance_backend",
     "engine.ranks.build",
     "engine.ranks.group",
     "engine.ranks.leading_executor",

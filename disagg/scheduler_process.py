@@ -24,7 +24,7 @@ from engine.flags.kv_events_config import parse_kv_events_config
 from engine.flags.nodes import leader_of
 from engine.flags.pdmux import lane_share
 from engine.flags.resolve import agreement_of
-from engine.grammar.compiler import JsonStyle, make_compiler
+from engine.grammar.compiler import GrammarCompiler, JsonStyle
 from engine.grammar.queue import GrammarQueue
 from engine.grammar.reasoning import ReasoningGates
 from engine.ipc import IpcPaths
@@ -364,19 +364,21 @@ def _publisher(spec: SchedulerSpec, parts: "EngineParts") -> ZmqPublisher | None
 def make_grammar_queue(
     config: EngineConfig, model: ModelConfig, tokenizer: Tokenizer | None, *, wakeup: Callable[[], None]
 ) -> GrammarQueue:
-    """`config` is resolved. Raises ConfigError when the backend's library is missing."""
+    """`config` is resolved."""
     assert config.max_running_requests is not None and config.grammar_backend is not None, "resolved"
-    compiler = make_compiler(
-        config.grammar_backend,
-        tokenizer,
-        vocab_size=model.vocab_size,
-        eos_ids=model.eos_token_ids,
-        style=JsonStyle(
-            any_whitespace=not config.constrained_json_disable_any_whitespace,
-            max_whitespace=config.constrained_json_max_whitespace or None,
-            closes_objects=not config.constrained_json_allow_additional_properties,
-        ),
-    )
+    compiler = None
+    if config.grammar_backend != "none":
+        assert tokenizer is not None, "checked (engine/flags/tokenizer.py)"
+        compiler = GrammarCompiler(
+            tokenizer,
+            vocab_size=model.vocab_size,
+            eos_ids=model.eos_token_ids,
+            style=JsonStyle(
+                any_whitespace=not config.constrained_json_disable_any_whitespace,
+                max_whitespace=config.constrained_json_max_whitespace or None,
+                closes_objects=not config.constrained_json_allow_additional_properties,
+            ),
+        )
     return GrammarQueue(
         compiler,
         gates=None if tokenizer is None else ReasoningGates(tokenizer, vocab_size=model.vocab_size),

@@ -15,7 +15,7 @@ from service.flags import FlagSet, flag
 from service.images.flags import ImageFlags
 from service.telemetry.logs import FORMATS as LOG_FORMATS
 
-GRAMMAR_BACKENDS = ("llguidance", "xgrammar", "none")
+GRAMMAR_BACKENDS = ("llguidance", "none")
 TOOL_CALL_PARSERS = (*CALL_FORMATS, "gpt-oss", "openai")
 LOAD_BALANCE_METHODS = (
     *("auto", "round_robin", "decode_round_robin", "follow_bootstrap_room"),
@@ -417,6 +417,7 @@ class EngineConfig(FlagSet):
         "compiler of JSON schemas, regexes and grammars for constrained answers; default: llguidance, or none with "
         "--skip-tokenizer-init",
         choices=GRAMMAR_BACKENDS,
+        refused=dict.fromkeys(("xgrammar", "outlines"), "llguidance compiles all grammars; leave the flag out"),
     )
     grammar_compile_timeout_s: float = flag(
         10.0, "time after which a request is refused whose grammar is still compiling", unit="s", above=0

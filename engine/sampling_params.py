@@ -24,6 +24,10 @@ class InvalidParam(ValueError):
         self.field = field
 
 
+class GrammarInvalid(ValueError):
+    """The grammar does not compile; the one-line message says why."""
+
+
 class GrammarSpec(msgspec.Struct, frozen=True):
     """`kind`: one of GRAMMAR_KINDS; `source`: the schema, pattern or grammar as text."""
 

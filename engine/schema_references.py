@@ -1,7 +1,7 @@
 """References (`$ref`) of a JSON schema: where they lead, and how a schema moves together with them. Pure.
 
-Grammar backends each follow some references only: xgrammar none with escapes, list indexes or anchors, llguidance none with
-letters that a URI must encode. Here all become "#" or "#/$defs/NAME" with a plain name. Source: JSON Schema 2020-12, core, 8.2.
+llguidance follows no reference with letters that a URI must encode. Here all become "#" or "#/$defs/NAME" with a plain
+name. Source: JSON Schema 2020-12, core, 8.2.
 """
 
 import re

@@ -19,10 +19,12 @@ class FlagSpec:
     unit: "s" for seconds, in a field that ends in `_s`    option: the public name, if not the field's without `_s`
     above, least, most, below: of the number, or of each of a tuple    special: values with a meaning of their own
     by_hand: the command parses it itself (several values)
+    refused: values of other servers, each with the remedy
     """
 
     help: str
     choices: tuple[str, ...] | None = None
+    refused: Mapping[str, str] = dataclasses.field(default_factory=dict)
     unit: str | None = None
     above: float | None = None
     least: float | None = None
@@ -41,6 +43,11 @@ class FlagSpec:
             and (self.most is None or value <= self.most)
             and (self.below is None or value < self.below)
         )
+
+    def refusal(self, value: Any) -> str | None:
+        """Return why a value of another server is refused; None for every other value."""
+        remedy = self.refused.get(value) if isinstance(value, str) else None
+        return None if remedy is None else f"{value} is not served here: {remedy}"
 
     def bounds(self) -> str:
         """Such as "above 0 and at most 1"."""
@@ -98,6 +105,8 @@ def values_by_name(config: Any) -> dict[str, Any]:
 
 
 def _wrong(spec: FlagSpec, value: Any) -> str | None:
+    if (refusal := spec.refusal(value)) is not None:
+        return refusal
     if spec.choices is not None and value not in spec.choices:
         return f"must be one of {', '.join(spec.choices)}, got {value!r}"
     if isinstance(value, int | float) and not isinstance(value, bool) and not spec.holds(value):

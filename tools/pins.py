@@ -44,7 +44,7 @@ class PinSet:
 
 CPU = ("engine", "nixl-cpu", "mooncake-cpu")
 CUDA = ("engine", "nixl-cu13", "mooncake-cu13")
-TESTS = ("xgrammar", "k8s", "otel", "chat", "dev")
+TESTS = ("k8s", "otel", "chat", "dev")
 SETS: Mapping[str, PinSet] = {
     "image router": PinSet(torch=None, extras=("k8s", "otel"), constraints="constraints.txt"),
     "image worker-cpu": PinSet(torch="torch==2.13.0+cpu", extras=(*CPU, "otel"), constraints="constraints.txt"),

@@ -1,6 +1,6 @@
 """What a request brings along, made outside: its grammar and the search for its stops, as the scheduler uses them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from engine.messages import FinishReason
@@ -29,6 +29,10 @@ class Grammar(Protocol):
 
     def fork(self) -> "Grammar":
         """Return a copy that advances by itself."""
+
+
+# A compiled grammar, which all its requests share: makes a new state before the first token. Cheap.
+StartGrammar = Callable[[], Grammar]
 
 
 class Stops(Protocol):

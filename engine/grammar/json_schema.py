@@ -1,4 +1,4 @@
-"""Objects of a JSON schema hold the properties that it lists and no others, as in OpenAI's strict mode and xgrammar's. Pure.
+"""Objects of a JSON schema hold the properties that it lists and no others, as in OpenAI's strict mode. Pure.
 
 JSON Schema itself allows any other property where `additionalProperties` is silent; a model then fills its answer with them.
 An object that lists no properties stays open, and so do parts of one object that `allOf`, `if` or a `$ref` beside

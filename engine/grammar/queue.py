@@ -10,21 +10,31 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
-from engine.core.hooks import Grammar
+from engine.core.hooks import Grammar, StartGrammar
 from engine.core.outputs import refused
 from engine.core.request import Request
 from engine.core.scheduler import ABORTED
-from engine.grammar.compiler import Compiler, GrammarInvalid, StartGrammar
 from engine.grammar.reasoning import ReasoningGates
 from engine.grammar.threads import CompileThreads
 from engine.grammar.token_rules import rules_of
 from engine.messages import FinishReason, TokenOutput
-from engine.sampling_params import GrammarSpec
+from engine.sampling_params import GrammarInvalid, GrammarSpec
 
 Compiled = StartGrammar | GrammarInvalid
 
 MAX_GIVEN_UP = 4  # compilations that overran their time and still run
+
+
+class Compiler(Protocol):
+    """What turns grammars into states (compiler.py). Called from several threads at once."""
+
+    def prepare(self) -> None:
+        """Do what takes long for any grammar; else the first `compile` does it."""
+
+    def compile(self, spec: GrammarSpec) -> StartGrammar:
+        """Raises GrammarInvalid."""
 
 
 @dataclass(slots=True, eq=False)

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from engine.grammar.compiler import GrammarInvalid
+from engine.sampling_params import GrammarInvalid
 
 HEAD = """%llguidance {}
 start: (TAGS)* tag_end
@@ -62,12 +62,6 @@ def structural_lark(
         for name, structure in zip(names, tag.structures, strict=True)
     ]
     return HEAD.replace("TAGS", " | ".join(names), 1) + "\n".join(rules)
-
-
-def special_in(tag: StructuralTag, special_tokens: Collection[str]) -> str | None:
-    """A special token that a tag's text names."""
-    texts = [text for s in tag.structures for text in (s.begin, s.after_number, s.end)]
-    return next((token for text in texts for token, _ in _pieces(text, special_tokens) if token), None)
 
 
 def _rule(

@@ -31,7 +31,7 @@ NO_RANGE = ("seed", "priority_scheduling_preemption_threshold", "auto_roles_ente
 class Sample(FlagSet):
     page_size: int = flag(16, "tokens per page (100% of it)", least=1, most=1024)
     share: float = flag(0.5, "a share", above=0, below=1)
-    dtype: str = flag("auto", "a type", choices=("auto", "float32"))
+    dtype: str = flag("auto", "a type", choices=("auto", "float32"), refused={"fp64": "give float32"})
     limit: int | None = flag(None, "a limit", least=1, special={-1: "no limit"})
     wait_s: float = flag(1.5, "a wait", unit="s", least=0, below=math.inf, special={0: "none"})
     queue_timeout_s: float = flag(2.0, "another wait", unit="s", above=0, option="--queue-timeout-secs")
@@ -77,6 +77,7 @@ def test_a_switch_may_be_undecided_and_is_handed_on_as_it_was_given(argv: list[s
         (["--page-size"], "--page-size: expected one argument"),
         (["--share", "nan"], "--share: must be a number, got nan"),
         (["--dtype", "int3"], "--dtype: invalid choice: 'int3'"),
+        (["--dtype", "fp64"], "--dtype: fp64 is not served here: give float32"),
         (["--page-sise", "1"], "unknown argument '--page-sise'; did you mean --page-size?"),
         (["--page", "1"], "unknown argument '--page'"),
         (["--disable-cache=1"], "--disable-cache: ignored explicit argument"),
@@ -112,6 +113,7 @@ def test_help_shows_text_default_and_choices() -> None:
         ({"queue_timeout_s": 0.0}, "--queue-timeout-secs: must be above 0, got 0; the default is 2"),
         ({"sizes": (2, 1)}, "--sizes: must be at least 2, got 1"),
         ({"dtype": "int3"}, "--dtype: must be one of auto, float32, got 'int3'; the default is auto"),
+        ({"dtype": "fp64"}, "--dtype: fp64 is not served here: give float32; the default is auto"),
     ],
 )
 def test_a_value_out_of_range_names_flag_value_range_and_remedy(values: dict[str, Any], said: str) -> None:

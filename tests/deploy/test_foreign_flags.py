@@ -51,6 +51,19 @@ def test_each_entry_does_what_it_says(build: Callable[[], Parser], foreign: Fore
             translate([f"{start}anything", "x"], known=known, foreign=foreign)
 
 
+@pytest.mark.parametrize("backend", ["xgrammar", "outlines"])
+@pytest.mark.parametrize("build", [serve.build_parser, up_flags.build_parser])
+def test_grammar_compilers_of_other_servers_are_refused_with_the_remedy(
+    build: Callable[[], Parser], backend: str, capsys: Capture
+) -> None:
+    for served in ("llguidance", "none"):
+        assert build().parse_strict(["--grammar-backend", served]).grammar_backend == served
+    with pytest.raises(SystemExit):
+        build().parse_strict(["--grammar-backend", backend])
+    said = f"--grammar-backend: {backend} is not served here: llguidance compiles all grammars; leave the flag out"
+    assert said in capsys.readouterr().err
+
+
 def test_a_command_line_of_sglangs_users(capsys: Capture) -> None:
     argv = (
         "--model-path /m --trust-remote-code --tp-size 1 --enable-metrics --mem-fraction-static 0.8 --tensor_parallel_size=1 "

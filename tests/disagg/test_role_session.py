@@ -147,7 +147,7 @@ def test_grammars_are_off_without_a_tokenizer() -> None:
     assert plan(engine=EngineConfig(model_path=DEFAULT_MODEL_PATH, skip_tokenizer_init=True, grammar_backend="none"))
     assert grammar_backend(EngineConfig(skip_tokenizer_init=True)) == "none"
     assert grammar_backend(EngineConfig()) == "llguidance"
-    assert grammar_backend(EngineConfig(grammar_backend="xgrammar")) == "xgrammar"
+    assert grammar_backend(EngineConfig(grammar_backend="none")) == "none"
 
 
 def test_rules_of_the_new_role_hold() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from engine.core.hooks import Grammar
-from engine.grammar.compiler import JsonStyle, make_compiler
+from engine.grammar.compiler import GrammarCompiler, JsonStyle
 from engine.kernels.linear import linear_kernel
 from engine.messages import LogprobOptions
 from engine.sampling_params import GrammarSpec
@@ -107,8 +107,7 @@ SCHEMA = {
 def in_grammar(path: str, **flags: Any) -> tuple[Any, int]:
     tokenizer = load_tokenizer(Path(path))
     style = JsonStyle(any_whitespace=False)
-    compiler = make_compiler("llguidance", tokenizer, vocab_size=VOCAB_SIZE, eos_ids=[EOS], style=style)
-    assert compiler is not None
+    compiler = GrammarCompiler(tokenizer, vocab_size=VOCAB_SIZE, eos_ids=[EOS], style=style)
     start = compiler.compile(GrammarSpec("json_schema", json.dumps(SCHEMA)))
     with EngineInProcess(path, **flags) as engine:
         for i in range(4):

@@ -11,7 +11,8 @@ from engine.core.plan import Plan
 from engine.executor.executor import Launch
 from engine.executor.forward import Forward
 from engine.executor.sample_pass import StepOutput
-from engine.grammar.compiler import Compiler, JsonStyle, make_compiler
+from engine.grammar.compiler import GrammarCompiler, JsonStyle
+from engine.grammar.queue import Compiler
 from engine.sampling_params import GrammarSpec
 from engine.text.tokenizer import Tokenizer, load_tokenizer
 from tests.engine.engine_in_process import EngineInProcess
@@ -41,13 +42,9 @@ def tokenizer(checkpoint: str) -> Tokenizer:
     return load_tokenizer(Path(checkpoint))
 
 
-@pytest.fixture(scope="module", params=["llguidance", "xgrammar"])
-def compiler(tokenizer: Tokenizer, request: pytest.FixtureRequest) -> Compiler:
-    compiler = make_compiler(
-        request.param, tokenizer, vocab_size=VOCAB_SIZE, eos_ids=[EOS], style=JsonStyle(any_whitespace=False)
-    )
-    assert compiler is not None
-    return compiler
+@pytest.fixture(scope="module")
+def compiler(tokenizer: Tokenizer) -> Compiler:
+    return GrammarCompiler(tokenizer, vocab_size=VOCAB_SIZE, eos_ids=[EOS], style=JsonStyle(any_whitespace=False))
 
 
 def run(path: str, compiler: Compiler, **flags: object) -> EngineInProcess:

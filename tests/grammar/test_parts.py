@@ -1,28 +1,25 @@
-"""The parts with literals: masks on logits, the finish check, deferred sampling, backends, bad grammars, tags."""
+"""The parts with literals: masks on logits, the finish check, deferred sampling, bad grammars, tags."""
 
 import json
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 import torch
 
-from engine.config import GRAMMAR_BACKENDS
-from engine.grammar.compiler import Compiler, GrammarInvalid, JsonStyle, make_compiler
+from engine.grammar.compiler import JsonStyle
+from engine.grammar.queue import Compiler
 from engine.model_files.model_config import DEFAULT_MODEL_PATH
 from engine.sampler.token_mask import token_mask, unpacked_on_device
-from engine.sampling_params import GrammarSpec
+from engine.sampling_params import GrammarInvalid, GrammarSpec
 from engine.text.tokenizer import Tokenizer, load_tokenizer
-from service.flags import ConfigError
 from tests.core.engine_in_a_test import EngineInATest
 from tests.core.hash_model import expected_tokens
 from tests.frontend.conftest import byte_tokenizer
+from tests.grammar.compilers import COMPILERS, accepts, compiler_of
 from tests.grammar.fixed import Fixed
 
 CPU = torch.device("cpu")
-VOCAB_SIZE, EOS = 260, 256
-BACKENDS = ("llguidance", "xgrammar")
 
 
 def bits(*tokens: int, words: int = 2) -> bytes:
@@ -82,7 +79,7 @@ def tokenizer() -> Tokenizer:
     return byte_tokenizer()
 
 
-@pytest.fixture(scope="module", params=BACKENDS)
+@pytest.fixture(scope="module", params=COMPILERS)
 def backend(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -90,12 +87,6 @@ def backend(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def compiler(tokenizer: Tokenizer, backend: str) -> Compiler:
     return compiler_of(backend, tokenizer)
-
-
-def compiler_of(backend: str, tokenizer: Tokenizer, **options: Any) -> Compiler:
-    compiler = make_compiler(backend, tokenizer, **{"vocab_size": VOCAB_SIZE, "eos_ids": [EOS], **options})
-    assert compiler is not None
-    return compiler
 
 
 BAD = {
@@ -118,23 +109,10 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_bad_grammar_is_reported_in_one_line(compiler: Compiler, name: str) -> None:
+def test_a_bad_grammar_is_reported_in_one_line(tokenizer: Tokenizer, name: str) -> None:
     with pytest.raises(GrammarInvalid) as error:
-        compiler.compile(GrammarSpec(*BAD[name]))
+        compiler_of("llguidance", tokenizer).compile(GrammarSpec(*BAD[name]))
     assert str(error.value) and "\n" not in str(error.value) and len(str(error.value)) <= 300
-
-
-def accepts(compiler: Compiler, tokenizer: Tokenizer, spec: GrammarSpec, text: str) -> bool:
-    """Whether `text` and then the end may be said, token by token, each allowed by the mask before it."""
-    state = compiler.compile(spec)()
-    for token in tokenizer.encode(text, add_special_tokens=False):
-        mask = state.bitmask()
-        assert len(mask) == 4 * -(-VOCAB_SIZE // 32)
-        allowed = bool(mask[token // 8] >> token % 8 & 1)
-        assert state.accept(token) == allowed
-        if not allowed:
-            return False
-    return state.ended or bool(state.bitmask()[EOS // 8] >> EOS % 8 & 1)
 
 
 def test_structural_tags_force_what_follows_a_trigger(compiler: Compiler, tokenizer: Tokenizer) -> None:
@@ -157,9 +135,9 @@ def test_a_number_of_any_length_stands_in_a_tag(compiler: Compiler, tokenizer: T
         assert not accepts(compiler, tokenizer, spec, bad), bad
 
 
-def test_special_tokens_stand_in_tags(tokenizer: Tokenizer, backend: str) -> None:
-    """As a trigger and within its texts; a special token has no text in xgrammar, which says so."""
-    compiler = compiler_of(backend, tokenizer, eos_ids=[257])
+def test_special_tokens_stand_in_tags(tokenizer: Tokenizer) -> None:
+    """As a trigger and within its texts."""
+    compiler = compiler_of("llguidance", tokenizer, eos_ids=[257])
     encode = tokenizer.encode
     for begin, ids in (
         ("<s>!", [256, *encode("!", add_special_tokens=False)]),
@@ -170,10 +148,6 @@ def test_special_tokens_stand_in_tags(tokenizer: Tokenizer, backend: str) -> Non
             "structures": [{"begin": begin, "schema": {"type": "integer"}, "end": "<s>."}],
         }
         spec = GrammarSpec("structural_tag", json.dumps(tag))
-        if backend == "xgrammar":
-            with pytest.raises(GrammarInvalid, match="'<s>'; start the server with --grammar-backend llguidance"):
-                compiler.compile(spec)
-            continue
         state = compiler.compile(spec)()
         for token in [
             *encode("ab", add_special_tokens=False),
@@ -204,10 +178,10 @@ def test_what_a_grammar_accepts(
 
 
 @pytest.fixture(scope="module")
-def shipped(backend: str) -> tuple[Compiler, Tokenizer]:
+def shipped() -> tuple[Compiler, Tokenizer]:
     """Of the shipped model: one token a word, an unknown token for all others."""
     tokenizer = load_tokenizer(DEFAULT_MODEL_PATH)
-    return compiler_of(backend, tokenizer, vocab_size=528, eos_ids=[2]), tokenizer
+    return compiler_of("llguidance", tokenizer, vocab_size=528, eos_ids=[2]), tokenizer
 
 
 def test_a_vocabulary_that_cannot_write_json_says_so(shipped: tuple[Compiler, Tokenizer]) -> None:
@@ -268,22 +242,8 @@ def test_objects_are_closed_unless_the_server_says_otherwise(tokenizer: Tokenize
     assert accepts(compiler_of(backend, tokenizer), tokenizer, GrammarSpec(kind, says), more)
 
 
-@pytest.mark.parametrize("backend", GRAMMAR_BACKENDS)
-def test_every_choice_of_the_flag_is_there(backend: str) -> None:
-    compiler = make_compiler(backend, byte_tokenizer(), vocab_size=260, eos_ids=[256])
-    assert (compiler is None) == (backend == "none")
-
-
-@pytest.mark.parametrize("backend", ["llguidance", "xgrammar"])
-def test_a_missing_library_is_reported_in_one_line(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
-    monkeypatch.delitem(sys.modules, f"engine.grammar.{backend}_backend", raising=False)
-    monkeypatch.setitem(sys.modules, backend, None)
-    with pytest.raises(ConfigError, match=rf"^--grammar-backend {backend}: .*pip install {backend}") as error:
-        make_compiler(backend, byte_tokenizer(), vocab_size=260, eos_ids=[256])
-    assert "\n" not in str(error.value)
-
-
-def test_no_library_is_imported_before_it_is_asked_for() -> None:
-    code = "import engine.grammar.compiler, engine.grammar.queue, sys; print({'xgrammar', 'llguidance', 'torch'} & {*sys.modules})"
+def test_the_queue_brings_no_library() -> None:
+    """`tandem plan` has the loop, and with it the queue, without the engine's packages."""
+    code = "import engine.grammar.queue, sys; print({'llguidance', 'torch'} & {*sys.modules})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "set()"

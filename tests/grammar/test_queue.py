@@ -5,10 +5,10 @@ from functools import partial
 
 import pytest
 
-from engine.grammar.compiler import GrammarInvalid, StartGrammar
+from engine.core.hooks import StartGrammar
 from engine.grammar.queue import MAX_GIVEN_UP, GrammarQueue
 from engine.messages import FinishReason, TokenOutput
-from engine.sampling_params import GrammarSpec
+from engine.sampling_params import GrammarInvalid, GrammarSpec
 from tests.core.engine_in_a_test import request_of
 from tests.e2e.cluster import wait_until
 from tests.grammar.fixed import Fixed

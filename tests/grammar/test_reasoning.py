@@ -3,7 +3,7 @@
 import pytest
 
 from engine.core.hooks import Grammar
-from engine.grammar.compiler import make_compiler
+from engine.grammar.compiler import GrammarCompiler
 from engine.grammar.reasoning import ReasoningGates
 from engine.sampling_params import GrammarSpec, ReasoningGate
 from tests.frontend.conftest import byte_tokenizer
@@ -19,8 +19,7 @@ def gate(opening: str, *, budget: int | None = None, start: str = "<think>") -> 
 def state(opening: str, *, regex: str | None = "[ab]+c", budget: int | None = None, start: str = "<think>") -> Grammar:
     inner = None
     if regex is not None:
-        compiler = make_compiler("llguidance", byte_tokenizer(), vocab_size=VOCAB_SIZE, eos_ids=[EOS])
-        assert compiler is not None
+        compiler = GrammarCompiler(byte_tokenizer(), vocab_size=VOCAB_SIZE, eos_ids=[EOS])
         inner = compiler.compile(GrammarSpec("regex", regex))()
     return ReasoningGates(byte_tokenizer(), vocab_size=VOCAB_SIZE).behind(
         gate(opening, budget=budget, start=start), inner

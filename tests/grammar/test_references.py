@@ -1,4 +1,4 @@
-"""References of schemas: right wherever a schema stands (an answer's, a forced tool's, a strict tool's), with each backend."""
+"""References of schemas: right wherever a schema stands (an answer's, a forced tool's, a strict tool's), by our compiler and the second opinion."""
 
 import json
 from typing import Any
@@ -7,16 +7,16 @@ import pytest
 
 from engine.frontend.apis.chat.tools import Tool, ToolFunction, forced_calls, strict_calls
 from engine.frontend.apis.shared.constraints import Constraint
-from engine.grammar.compiler import Compiler, GrammarInvalid
 from engine.grammar.json_schema import closed
-from engine.sampling_params import GrammarSpec
+from engine.grammar.queue import Compiler
+from engine.sampling_params import GrammarInvalid, GrammarSpec
 from engine.schema_references import BadReference, local, moved
 from engine.text.argument_types import ArgumentTypes
 from engine.text.call_formats import QWEN25
 from engine.text.tokenizer import Tokenizer
 from service.http.errors import ApiError
 from tests.frontend.conftest import byte_tokenizer
-from tests.grammar.test_parts import BACKENDS, accepts, compiler_of
+from tests.grammar.compilers import COMPILERS, accepts, compiler_of
 
 E: dict[str, Any] = {"enum": ["hot", "cold"]}
 
@@ -56,7 +56,7 @@ def tokenizer() -> Tokenizer:
     return byte_tokenizer()
 
 
-@pytest.fixture(scope="module", params=BACKENDS)
+@pytest.fixture(scope="module", params=COMPILERS)
 def compiler(request: pytest.FixtureRequest, tokenizer: Tokenizer) -> Compiler:
     return compiler_of(request.param, tokenizer)
 

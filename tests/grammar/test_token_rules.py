@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.core.hooks import Grammar
-from engine.grammar.compiler import Compiler, make_compiler
-from engine.grammar.queue import GrammarQueue
+from engine.grammar.compiler import GrammarCompiler
+from engine.grammar.queue import Compiler, GrammarQueue
 from engine.grammar.reasoning import ReasoningGates
 from engine.grammar.token_rules import NO_TOKEN, TokenRules, rules_of
 from engine.sampling_params import InvalidParam, ReasoningGate, SamplingParams, check_sampling_params
@@ -59,11 +59,9 @@ def test_rules_yield_to_the_forced_end_of_the_reasoning() -> None:
     assert not both.accept(0) and both.problem == inner.problem != ""
 
 
-@pytest.fixture(params=["llguidance", "xgrammar"])
-def compiler(request: pytest.FixtureRequest) -> Compiler:
-    compiler = make_compiler(request.param, byte_tokenizer(), vocab_size=260, eos_ids=[EOS])
-    assert compiler is not None
-    return compiler
+@pytest.fixture
+def compiler() -> Compiler:
+    return GrammarCompiler(byte_tokenizer(), vocab_size=260, eos_ids=[EOS])
 
 
 def ruled(

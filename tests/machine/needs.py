@@ -11,7 +11,7 @@ SCRIPT = TREE / "deploy/system_packages.sh"
 INSTALL_PACKAGES = "bash deploy/system_packages.sh tests"
 INSTALL_MODULES = "make setup"
 # One of each extra that the tests use; they come together. Looked for where the whole suite is to run.
-MODULES = ("torch", "nixl_cu12", "mooncake", "xgrammar", "kubernetes", "opentelemetry", "prompt_toolkit", "hypothesis")
+MODULES = ("torch", "nixl_cu12", "mooncake", "kubernetes", "opentelemetry", "prompt_toolkit", "hypothesis")
 BROWSER = (
     "e2e/shared/test_dashboard.py",
     "machine",
