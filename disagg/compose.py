@@ -6,7 +6,7 @@ from functools import partial
 from itertools import accumulate
 
 from disagg.config import SchedulerSpec
-from disagg.decode_role import DecodeRole
+from disagg.decode_role import PREALLOC_TIMEOUT_S, DecodeRole
 from disagg.feature_fetching import FeatureFetches
 from disagg.feature_transfers import feature_fetches
 from disagg.fetch_policy import FetchPolicy
@@ -155,7 +155,7 @@ def _decode(
     spec: SchedulerSpec, parts: EngineParts, metadata: MetadataBuffers, wakeup: Callable[[], None]
 ) -> DecodeRole:
     config = transfer_config(spec)
-    routes = RouteFinder(secret=config.secret, grace_s=spec.disagg.disaggregation_bootstrap_grace_s)
+    routes = RouteFinder(secret=config.secret)
     transfers = _transfers(spec, parts, metadata, share=partial(SharedEngine, num_users=2))
     manager = DecodeManager(
         transfers.args,
@@ -171,7 +171,7 @@ def _decode(
         manager=manager,
         metadata=metadata,
         moves_bytes=_moves_bytes(spec),
-        prealloc_timeout_s=spec.disagg.disaggregation_prealloc_timeout_s,
+        prealloc_timeout_s=PREALLOC_TIMEOUT_S,
         checksum=checksum,
         moves=_moves(spec, parts, metadata, transfers, config, checksum=checksum, wakeup=wakeup),
     )

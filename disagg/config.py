@@ -47,12 +47,6 @@ class DisaggConfig(FlagSet):
         "default: this machine's if the worker listens on loopback, and any that a router with the cluster's "
         "secret vouches for",
     )
-    disaggregation_bootstrap_timeout_s: float = flag(
-        300.0, "longest wait of a prefill worker for decode's page indices", unit="s", above=0
-    )
-    disaggregation_prealloc_timeout_s: float = flag(
-        300.0, "longest wait of a decode worker for memory for a request", unit="s", above=0
-    )
     num_reserved_decode_tokens: int = flag(
         64,
         "tokens by which each request of a decode worker must be able to grow before the worker admits another one; "
@@ -68,31 +62,8 @@ class DisaggConfig(FlagSet):
         "host memory; prefill: a prefill worker computes it again",
         choices=("recompute", "host", "prefill"),
     )
-    disaggregation_waiting_timeout_s: float = flag(
-        300.0, "longest wait of a decode worker for the first KV after it sent its page indices", unit="s", above=0
-    )
-    disaggregation_transfer_timeout_s: float = flag(
-        120.0, "time without progress after which a running transfer fails", unit="s", above=0
-    )
     disaggregation_handshake_timeout_s: float = flag(
         10.0, "longest time for the bootstrap look-up and the handshake with a peer", unit="s", above=0
-    )
-    disaggregation_bootstrap_grace_s: float = flag(
-        5.0,
-        "time for which a decode worker retries a bootstrap server that refuses connections: it may be restarting",
-        unit="s",
-        least=0,
-    )
-    disaggregation_heartbeat_interval_s: float = flag(
-        0.34, "time between two heartbeats of connected peers", unit="s", above=0
-    )
-    disaggregation_heartbeat_max_failures: int = flag(
-        3,
-        "missed heartbeats after which a peer counts as frozen: one more interval, and its transfers fail",
-        least=1,
-    )
-    disaggregation_drain_timeout_s: float = flag(
-        30.0, "longest wait for a peer to acknowledge an abort before its session is fenced", unit="s", above=0
     )
     disaggregation_kv_checksum: bool = flag(
         False, "compare a checksum of a prompt's KV pages before decode starts (needed on prefill and decode workers)"
@@ -107,9 +78,6 @@ class DisaggConfig(FlagSet):
         "a prefill worker, or one that serves whole requests, gets features of images from the encode workers that "
         "the router names; it encodes an image itself where none is named, or the features do not come",
     )
-    feature_fetch_timeout_s: float = flag(
-        10.0, "longest wait of a prompt for what an encode worker makes of its images", unit="s", above=0
-    )
     disaggregation_layerwise_transfer: str = flag(
         "auto",
         "send each layer's KV while later layers compute; auto: if pages are large enough",
@@ -118,8 +86,6 @@ class DisaggConfig(FlagSet):
     cluster_secret_file: str | None = flag(
         None, "file with the secret of the cluster; it authenticates control plane and bootstrap server"
     )
-    fake_transfer_delay_s: float = flag(0.0, "fake backend: duration of a transfer", unit="s", least=0)
-    fake_transfer_failure_rate: float = flag(0.0, "fake backend: share of transfers that fail", least=0, most=1)
 
     @property
     def has_peers(self) -> bool:

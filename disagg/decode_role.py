@@ -28,6 +28,7 @@ from transfer_backends.kvpoll import KVPoll, RoomInUse
 
 log = logging.getLogger(__name__)
 
+PREALLOC_TIMEOUT_S = 300.0  # for memory: as long as prefill keeps the request
 UNJOINED = 502  # the router must not try the same pair again: this worker has tried for long
 
 
@@ -187,7 +188,7 @@ class DecodeRole:
         if now_s - handover.request.arrived_s <= self._prealloc_timeout_s:
             return []
         self._counters["prealloc_timeouts"] += 1
-        waited = f"no KV memory within {self._prealloc_timeout_s:g} s (--disaggregation-prealloc-timeout)"
+        waited = f"no KV memory within {self._prealloc_timeout_s:g} s"
         return self._end(handover, FinishReason(kind="abort", message=waited, status=503))
 
     def _start(self, handover: DecodeHandover, now_s: float) -> list[TokenOutput]:

@@ -25,6 +25,7 @@ from transfer_backends.contract import KVArgs
 from transfer_backends.decode.manager import DecodeManager
 from transfer_backends.prefill.manager import PrefillManager
 
+FETCH_TIMEOUT_S = 10.0  # of an image: encoding it here takes less than that, and a prompt waits
 HANDSHAKE_S = 3.0  # with an encode worker, at most: a prompt waits, and can do without
 
 
@@ -75,7 +76,7 @@ def feature_fetches(
         metadata=metadata,
         allocator=PageAllocator(num_pages=pool.num_pages, page_size=pool.page_size),
         rooms=rooms_of(manager.incarnation),
-        timeout_s=spec.disagg.feature_fetch_timeout_s,
+        timeout_s=FETCH_TIMEOUT_S,
         checksum=feature_checksum(spec, pool, wakeup),
     )
 

@@ -11,6 +11,7 @@ from transfer_backends.contract import KVArgs, LookupFailed, Route
 from transfer_backends.prefill.manager import PrefillManager
 from transfer_backends.wire import PROTOCOL_VERSION
 
+GRACE_S = 5.0  # in which a bootstrap server restarts
 GAP_S = 2.0  # rooms look up again every 0.5 s: such a gap ends an outage
 MAX_SERVERS = 4096
 
@@ -70,7 +71,9 @@ class Outages:
 
 
 class RouteFinder:
-    def __init__(self, *, secret: bytes | None, grace_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, *, secret: bytes | None, grace_s: float = GRACE_S, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._secret = secret
         self._outages = Outages(grace_s)
         self._lock = threading.Lock()
@@ -101,4 +104,4 @@ class RouteFinder:
             lasted_s = self._outages.refused(bootstrap, self._clock())
         if lasted_s is None:
             return LookupFailed(str(error))
-        return LookupFailed(f"{error}; so for {lasted_s:.0f} s (--disaggregation-bootstrap-grace)", permanent=True)
+        return LookupFailed(f"{error}; so for {lasted_s:.0f} s", permanent=True)

@@ -29,7 +29,6 @@ from engine.grammar.queue import GrammarQueue
 from engine.grammar.reasoning import ReasoningGates
 from engine.ipc import IpcPaths
 from engine.loop.adapter_control import AdapterControl
-from engine.loop.decode_skipper import TurnWeights
 from engine.loop.heartbeat import HeartbeatResponder
 from engine.loop.kv_events import ZmqPublisher
 from engine.loop.loop import EngineLoop, LoopServices, LoopSettings
@@ -299,11 +298,6 @@ def _loop_settings(parts: "EngineParts", disagg: DisaggConfig) -> LoopSettings:
         eos_ids=frozenset(parts.model.eos_token_ids),
         stream_interval=parts.config.stream_interval,
         recv_interval=parts.config.scheduler_recv_interval,
-        recv_weights=TurnWeights(
-            decode=parts.config.scheduler_recv_weight_decode,
-            default=parts.config.scheduler_recv_weight_default,
-            none=parts.config.scheduler_recv_weight_none,
-        ),
         poll_interval=disagg.disaggregation_decode_polling_interval if disagg.disaggregation_mode == "decode" else 1,
         log_interval=parts.config.decode_log_interval,
     )
@@ -375,7 +369,6 @@ def make_grammar_queue(
             eos_ids=model.eos_token_ids,
             style=JsonStyle(
                 any_whitespace=not config.constrained_json_disable_any_whitespace,
-                max_whitespace=config.constrained_json_max_whitespace or None,
                 closes_objects=not config.constrained_json_allow_additional_properties,
             ),
         )
@@ -385,8 +378,6 @@ def make_grammar_queue(
         vocab_size=model.vocab_size,
         eos_ids=model.eos_token_ids,
         wakeup=wakeup,
-        timeout_s=config.grammar_compile_timeout_s,
-        max_cached=config.grammar_cache_size,
         max_waiting=config.max_queued_requests + config.max_running_requests,
     )
 

@@ -2,7 +2,6 @@
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from disagg.config import SchedulerSpec, read_secret
 from engine.kv.kv_pool import KVPool
@@ -33,8 +32,6 @@ def engine_of(spec: SchedulerSpec, pool: KVPool) -> Engine:
         device=_device(pool),
         mooncake_protocol=disagg.disaggregation_mooncake_protocol,
         ib_device=disagg.disaggregation_ib_device,
-        fake_delay_s=disagg.fake_transfer_delay_s,
-        fake_failure_rate=disagg.fake_transfer_failure_rate,
         seed=spec.engine.random_seed or 0,
     )
 
@@ -91,18 +88,11 @@ def _device(pool: KVPool | StatePool) -> int | None:
 
 def transfer_config(spec: SchedulerSpec) -> TransferConfig:
     """Raises ConfigError for a secret that cannot be read."""
-    disagg = spec.disagg
-    config = TransferConfig(
-        bootstrap_timeout_s=disagg.disaggregation_bootstrap_timeout_s,
-        waiting_timeout_s=disagg.disaggregation_waiting_timeout_s,
-        transfer_timeout_s=disagg.disaggregation_transfer_timeout_s,
-        handshake_timeout_s=disagg.disaggregation_handshake_timeout_s,
-        heartbeat_interval_s=disagg.disaggregation_heartbeat_interval_s,
-        heartbeat_max_failures=disagg.disaggregation_heartbeat_max_failures,
-        drain_timeout_s=disagg.disaggregation_drain_timeout_s,
+    return TransferConfig(
+        handshake_timeout_s=spec.disagg.disaggregation_handshake_timeout_s,
         control_host=spec.control_host,
+        secret=read_secret(spec.disagg.cluster_secret_file),
     )
-    return replace(config, secret=read_secret(disagg.cluster_secret_file))
 
 
 def start(manager: PrefillManager | DecodeManager, wakeup: Callable[[], None]) -> None:

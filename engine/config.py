@@ -170,12 +170,9 @@ class EngineConfig(FlagSet):
     max_mamba_cache_size: int | None = flag(
         None,
         "states of a recurrent model: of running requests, and snapshots of prefixes; default: two for each running request, no "
-        "more than their share of memory holds (--mamba-full-memory-ratio). Where tokens are drafted, one more for each running request "
+        "more than their share of memory holds. Where tokens are drafted, one more for each running request "
         "is beside them",
         least=2,
-    )
-    mamba_full_memory_ratio: float = flag(
-        0.9, "memory for recurrent states, beside that for KV pages of the same model", above=0
     )
     prefault_kv: bool = flag(
         False, "on cpu: touch all KV memory at start, so that no step waits until the system provides it"
@@ -230,25 +227,6 @@ class EngineConfig(FlagSet):
         1.0,
         "factor on the memory that running requests are expected to need; above 1: fewer run, fewer are retracted",
         least=0,
-    )
-    init_new_token_ratio: float = flag(
-        0.7, "share of its max_tokens that a running request is expected to use, at first", above=0, most=1
-    )
-    min_new_token_ratio_factor: float = flag(
-        0.14, "share of --init-new-token-ratio to which the ratio decays while no request is retracted", least=0, most=1
-    )
-    new_token_ratio_decay_steps: int = flag(600, "decode steps in which the ratio decays", least=1)
-    retract_decode_steps: int = flag(
-        20, "further tokens of each request that the ratio counts with after a retraction", least=0
-    )
-    clip_max_new_tokens_estimation: int = flag(4096, "most tokens by which a request is expected to grow", least=0)
-    in_batch_prefix_caching_deprioritize_threshold: int = flag(
-        32,
-        "with lpm or dfs-weight: a prompt that shares at least this many uncached tokens with an earlier one goes behind it",
-        least=1,
-    )
-    in_batch_prefix_caching_wait_threshold: int = flag(
-        128, "a prompt waits a step for another one that computes at least this many of its tokens", least=1
     )
     enable_priority_scheduling: bool = flag(False, "schedule requests with a higher `priority` first")
     schedule_low_priority_values_first: bool = flag(
@@ -306,12 +284,8 @@ class EngineConfig(FlagSet):
     )
     hicache_storage_prefetch_policy: str = flag(
         "best_effort",
-        "how long a request waits for its prefix to be read from files: not at all, for all of it, or for "
-        "--hicache-storage-prefetch-timeout",
+        "how long a request waits for its prefix to be read from files: not at all, for all of it, or for a second",
         choices=PREFETCH_POLICIES,
-    )
-    hicache_storage_prefetch_timeout_s: float = flag(
-        1.0, "longest wait for prefix files with the prefetch policy `timeout`", unit="s", least=0
     )
     hicache_load_ahead_mb: int | None = flag(
         None,
@@ -359,19 +333,7 @@ class EngineConfig(FlagSet):
         "draft less where rows and passes cost more than they give; without it, draft as much as other flags allow, except tokens that "
         "are almost never right",
     )
-    speculative_ngram_min_match_window_size: int = flag(
-        2, "with NGRAM: tokens that must have occurred before, at least", least=1
-    )
-    speculative_ngram_max_match_window_size: int = flag(
-        32,
-        "with NGRAM: the longest match that counts, in tokens; of several places the one with the longest match gives the draft",
-        least=1,
-    )
     disable_overlap_schedule: bool = flag(False, "collect each step before the next one is launched (depth 1)")
-    enable_overlap_schedule: bool = flag(
-        False,
-        "plan a step while another computes, on cpu, too (as --stream threaded); on cuda this is the default",
-    )
     disable_cuda_graph: bool = flag(
         False, "launch decode steps kernel by kernel instead of as CUDA graphs (on cpu: as tapes)"
     )
@@ -405,13 +367,6 @@ class EngineConfig(FlagSet):
         None, "highest rank of an adapter; default: 64 on a GPU, no limit on a CPU", least=1
     )
     max_loaded_loras: int | None = flag(None, "most adapters loaded at once; default: no limit", least=1)
-    lora_drain_wait_threshold_s: float = flag(
-        10.0,
-        "wait after which a request's adapter gets the next free place in the batch",
-        unit="s",
-        least=0,
-        special={0: "never"},
-    )
     grammar_backend: str | None = flag(
         None,
         "compiler of JSON schemas, regexes and grammars for constrained answers; default: llguidance, or none with "
@@ -419,15 +374,8 @@ class EngineConfig(FlagSet):
         choices=GRAMMAR_BACKENDS,
         refused=dict.fromkeys(("xgrammar", "outlines"), "llguidance compiles all grammars; leave the flag out"),
     )
-    grammar_compile_timeout_s: float = flag(
-        10.0, "time after which a request is refused whose grammar is still compiling", unit="s", above=0
-    )
-    grammar_cache_size: int = flag(256, "compiled grammars to cache; the least recently used is evicted", least=1)
     constrained_json_disable_any_whitespace: bool = flag(
         False, "generate constrained JSON without whitespace between its parts: fewer tokens"
-    )
-    constrained_json_max_whitespace: int = flag(
-        16, "whitespace characters in a row between the parts of constrained JSON", least=0, special={0: "no limit"}
     )
     constrained_json_allow_additional_properties: bool = flag(
         False, "objects of constrained JSON may hold properties that their schema does not list, unless it forbids them"
@@ -447,13 +395,6 @@ class EngineConfig(FlagSet):
     )
     stream_interval: int = flag(1, "tokens between two messages of a stream; a request may set its own", least=1)
     scheduler_recv_interval: int = flag(1, "decode steps between two polls for new requests", least=1)
-    scheduler_recv_weight_decode: int = flag(1, "how much of --scheduler-recv-interval a decode step counts", least=1)
-    scheduler_recv_weight_default: int | None = flag(
-        None, "how much of it a step with prompts counts (unset: new requests are polled after each)", least=1
-    )
-    scheduler_recv_weight_none: int | None = flag(
-        None, "how much of it a turn without a step counts (unset: new requests are polled after each)", least=1
-    )
     decode_log_interval: int = flag(40, "steps between two log lines about prefill, decode and memory", least=1)
     watchdog_timeout_s: float = flag(
         300.0,
@@ -484,15 +425,6 @@ class EngineConfig(FlagSet):
         False,
         "with --enable-dp-attention: prompts of one DP rank wait for prompts of the others, since each slows all; a decode worker "
         "ignores it",
-    )
-    prefill_delayer_max_delay_passes: int = flag(
-        30, "with --enable-prefill-delayer: steps after which they wait no longer", least=1
-    )
-    prefill_delayer_token_usage_low_watermark: float | None = flag(
-        None,
-        "with --enable-prefill-delayer: a DP rank that uses a smaller share of its KV cache waits for none; default: each waits",
-        above=0,
-        most=1,
     )
     enable_schedule_enhancer: bool = flag(
         False,

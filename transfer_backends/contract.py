@@ -169,7 +169,7 @@ class KVArgs:
 
 @dataclass(frozen=True, kw_only=True)
 class TransferConfig:
-    """Timeouts (seconds) and limits of a manager. `disagg/config.py` maps the flags."""
+    """Timeouts (seconds) and limits of a manager. `disagg/transfer_engine.py` maps the flags."""
 
     bootstrap_timeout_s: float = 300.0  # prefill: sender opened -> decode's page indices
     waiting_timeout_s: float = 300.0  # decode: indices sent -> first KV

@@ -13,12 +13,7 @@ from service.flags import ConfigError
 
 COUNTED = ("tp_size", "pp_size", "dp_size")  # multiply to the ranks
 SIZES = (*COUNTED, "ep_size")
-OF_DP_ATTENTION = (
-    "enable_dp_attention",
-    "enable_prefill_delayer",
-    "prefill_delayer_max_delay_passes",
-    "prefill_delayer_token_usage_low_watermark",
-)
+OF_DP_ATTENTION = ("enable_dp_attention", "enable_prefill_delayer")
 # Of EngineConfig, what an encoder worker has, too: it has one rank, and no text model.
 OF_ENCODERS = (
     "model_path",

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from engine.core.drafts import NO_DRAFT, Draft
 from engine.core.request import Request
 
+SHORTEST_MATCH = 2  # tokens that must have occurred before: one alone is seldom followed by the same
+LONGEST_MATCH = 32  # tokens that count: of several places the one with the longest match gives the draft
 RECENT = 8  # places of an n-gram that are compared
 INDEXED_AT_ONCE = 4096  # tokens: 1 us each, in the scheduler's thread
 
@@ -62,14 +64,12 @@ def _copy(tokens: list[int], start: int, count: int) -> list[int]:
 
 
 class NgramDrafter:
-    """`shortest_match`, `longest_match`: tokens of an n-gram. `most`: drafted tokens of a request in a step."""
+    """`most`: drafted tokens of a request in a step."""
 
-    def __init__(self, *, shortest_match: int, longest_match: int, most: int) -> None:
-        self._shortest_match = shortest_match
-        self._longest_match = longest_match
+    def __init__(self, *, most: int) -> None:
         self._most = most
 
     def draft(self, request: Request) -> Draft:
-        index = request.drafts.index = request.drafts.index or NgramIndex(self._shortest_match)
+        index = request.drafts.index = request.drafts.index or NgramIndex(SHORTEST_MATCH)
         index.read(request.input_ids, request.output_ids)
-        return index.draft(longest_match=self._longest_match, most=self._most)
+        return index.draft(longest_match=LONGEST_MATCH, most=self._most)

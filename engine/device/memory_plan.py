@@ -18,6 +18,7 @@ from engine.flags.resolve import largest_prompt_step, longest_prompt, num_pages,
 from service.flags import ConfigError
 
 MAX_CPU_BYTES = 4 << 30  # where no flag says more: other processes use the machine, too
+STATES_PER_KV = 0.9  # bytes of recurrent states for each byte of KV pages of the same model; SGLang's default
 LEAST_PAGES = 2  # of a running request: one of its prompt, one to grow into
 LEAST_SLOTS = 2  # the state of a running request, and a snapshot
 
@@ -149,15 +150,15 @@ def with_state_slots(
     wanted = state_slots(config)
     if found is None or config.max_mamba_cache_size is not None:
         return config, _shadows_beside(wanted, drafted)
-    left, ratio = static_left(given, found), config.mamba_full_memory_ratio
+    left, ratio = static_left(given, found), STATES_PER_KV
     fitting, asked = int(left * ratio / (1 + ratio)) // slot_bytes, config.speculative_algorithm
     if fitting == LEAST_SLOTS and asked is None:
         drafted = 0  # what a grammar forces does without
     if fitting < LEAST_SLOTS + (drafted > 0):
         needs = f"three with --speculative-algorithm {asked}" if drafted and asked else "two"
         raise ConfigError(
-            f"--mem-fraction-static {config.mem_fraction_static:g}: {left / 2**20:.0f} MiB, of which --mamba-full-memory-ratio "
-            f"{ratio:g} is for recurrent states of {slot_bytes / 2**20:.1f} MiB, and one request needs {needs}; raise one of them, or "
+            f"--mem-fraction-static {config.mem_fraction_static:g}: {left / 2**20:.0f} MiB, of which "
+            f"{ratio / (1 + ratio):.0%} are for recurrent states of {slot_bytes / 2**20:.1f} MiB, and one request needs {needs}; raise it, or "
             "set --max-mamba-cache-size"
         )
     most = next(slots for slots in range(fitting, 0, -1) if slots + _shadows_beside(slots, drafted) <= fitting)

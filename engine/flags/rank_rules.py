@@ -91,8 +91,6 @@ def check_dp_attention(config: EngineConfig) -> None:
             raise ConfigError(
                 f"{name}: prompts of DP ranks slow each other with --enable-dp-attention alone; give both"
             )
-    if config.prefill_delayer_token_usage_low_watermark is not None and not config.enable_prefill_delayer:
-        raise ConfigError("--prefill-delayer-token-usage-low-watermark: needs --enable-prefill-delayer")
     if config.enable_schedule_enhancer and config.schedule_policy != "fcfs":
         raise ConfigError(
             f"--enable-schedule-enhancer: --schedule-policy {config.schedule_policy} has an order of its own; give fcfs"

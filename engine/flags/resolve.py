@@ -25,6 +25,7 @@ from service.flags import ConfigError
 MAX_STEP_TIME_S = {"cpu": 1.0, "cuda": 0.5}  # below the time after which a router calls a worker silent (1.5 s)
 FIRST_FLOPS = {"cpu": 50e9, "cuda": 50e12}  # per second of a thread or GPU: a cautious guess, for the first step only
 PROFILE_S = 1.0  # a start should not wait for more
+LORA_DRAIN_WAIT_S = 10.0  # SGLang's default: answers of the adapter that makes room take about that long
 GPU_LORA_RANK = 64  # grouped kernels start programs for this rank, and leave those that an adapter lacks
 BACKUP_SHARE = 0.5
 LOAD_AHEAD_MB = {"cpu": 0, "cuda": 64}  # 1.3 ms of a PCIe 5 bus: a step ends with its copies, and takes longer
@@ -115,11 +116,9 @@ def limits(config: EngineConfig) -> Limits:
         multiplexed=config.enable_pdmux,
         wait_between_prefills=config.disable_consecutive_prefill_overlap,
         max_loras_per_batch=config.max_loras_per_batch if config.enable_lora else 0,
-        lora_drain_wait_s=config.lora_drain_wait_threshold_s or None,
+        lora_drain_wait_s=LORA_DRAIN_WAIT_S,
         policy=config.schedule_policy,
         test_retract=config.test_retract,
-        sibling_tokens=config.in_batch_prefix_caching_deprioritize_threshold,
-        min_shared_tokens=config.in_batch_prefix_caching_wait_threshold,
         priorities=priorities(config),
         pp_size=config.pp_size,
         pp_async_batch_depth=config.pp_async_batch_depth,
@@ -130,12 +129,7 @@ def agreement_of(config: EngineConfig, board: Board, dp_rank: int, *, decodes_on
     """A DP rank's side of DP attention. A worker that `decodes_only` has no prompts that could wait."""
     policies: list[PrefillPolicy] = []
     if config.enable_prefill_delayer and not decodes_only:
-        policies.append(
-            PrefillDelayer(
-                max_delay_passes=config.prefill_delayer_max_delay_passes,
-                low_watermark=config.prefill_delayer_token_usage_low_watermark,
-            )
-        )
+        policies.append(PrefillDelayer())
     if config.enable_schedule_enhancer:
         assert config.max_running_requests is not None, "resolved"
         policies.append(ScheduleEnhancer(max_running=config.max_running_requests))
@@ -143,14 +137,7 @@ def agreement_of(config: EngineConfig, board: Board, dp_rank: int, *, decodes_on
 
 
 def ratio_rule(config: EngineConfig) -> RatioRule:
-    return RatioRule(
-        initial=config.init_new_token_ratio,
-        conservativeness=config.schedule_conservativeness,
-        floor_share=config.min_new_token_ratio_factor,
-        decay_steps=config.new_token_ratio_decay_steps,
-        headroom_tokens=config.retract_decode_steps,
-        clip_tokens=config.clip_max_new_tokens_estimation,
-    )
+    return RatioRule(conservativeness=config.schedule_conservativeness)
 
 
 def step_budget(config: EngineConfig, model: ModelConfig, *, part_tokens: int) -> StepBudget | None:
@@ -299,18 +286,9 @@ def _dtype(given: str, stored: str) -> str:
 
 def _stream(config: EngineConfig, device: str) -> str:
     """On a CPU threaded where the loop plans while the leader's own stage or another lane computes, or agrees with other ranks on the next step."""
-    given, overlaps = config.stream, config.enable_overlap_schedule
-    if overlaps and (config.disable_overlap_schedule or given == "inline"):
-        other = "--disable-overlap-schedule" if config.disable_overlap_schedule else f"--stream {given}"
-        raise ConfigError(f"--enable-overlap-schedule: not with {other}; leave one of them out")
+    given = config.stream
     if given == "auto":
-        return (
-            "cuda"
-            if device == "cuda"
-            else "threaded"
-            if overlaps or config.watches_steps or config.enable_pdmux
-            else "inline"
-        )
+        return "cuda" if device == "cuda" else "threaded" if config.watches_steps or config.enable_pdmux else "inline"
     if (given == "cuda") != (device == "cuda"):
         raise ConfigError(f"--stream {given}: the model runs on {device}; leave the flag out")
     return given

@@ -39,12 +39,6 @@ def check_speculation(config: EngineConfig, model: ModelConfig) -> None:
         if not config.speculative_adaptive:
             raise ConfigError(f"--no-speculative-adaptive: {FLAG} is not given; give both, or leave it out")
         return
-    shortest, longest = config.speculative_ngram_min_match_window_size, config.speculative_ngram_max_match_window_size
-    if shortest > longest:
-        raise ConfigError(
-            f"--speculative-ngram-min-match-window-size {shortest}: must be at most "
-            f"--speculative-ngram-max-match-window-size ({longest})"
-        )
     if why := _why_not(config):
         raise ConfigError(f"{FLAG} {algorithm}: {why}")
     if topk_of(config) > 1 and (why := _why_no_trees(model)):
@@ -182,13 +176,8 @@ def drafting_of(config: EngineConfig, *, decodes: bool) -> Drafting | None:
     if not may_draft(config, decodes=decodes):
         return None
     most, is_free = rows_of_request(config) - 1, algorithm is not None and not config.speculative_adaptive
-    drafter = NgramDrafter(
-        shortest_match=config.speculative_ngram_min_match_window_size,
-        longest_match=config.speculative_ngram_max_match_window_size,
-        most=most,
-    )
     return Drafting(
-        drafter if algorithm == NGRAM else None,
+        NgramDrafter(most=most) if algorithm == NGRAM else None,
         most=most,
         passes=passes_of(config) if drafts_by_model(config) else 0,
         topk=topk_of(config),

@@ -25,6 +25,8 @@ from engine.sampling_params import GrammarInvalid, GrammarSpec
 Compiled = StartGrammar | GrammarInvalid
 
 MAX_GIVEN_UP = 4  # compilations that overran their time and still run
+COMPILE_TIMEOUT_S = 10.0  # a client waits that long; nearly all compile in milliseconds
+MAX_CACHED = 256  # grammars; an agent with many tools has some dozens
 
 
 class Compiler(Protocol):
@@ -58,8 +60,8 @@ class GrammarQueue:
         vocab_size: int = 0,
         eos_ids: Sequence[int] = (),
         wakeup: Callable[[], None] = lambda: None,
-        timeout_s: float = 10.0,
-        max_cached: int = 256,
+        timeout_s: float = COMPILE_TIMEOUT_S,
+        max_cached: int = MAX_CACHED,
         max_waiting: int = 4096,
         num_threads: int = 2,
     ) -> None:
@@ -125,7 +127,7 @@ class GrammarQueue:
                     ready.append(waiting.request)
             elif now_s >= waiting.deadline_s:
                 self._counters["grammar_timeouts"] += 1
-                late = f"did not compile within {self._timeout_s:g} s (--grammar-compile-timeout); simplify it"
+                late = f"did not compile within {self._timeout_s:g} s; simplify it"
                 outputs.append(_refused(waiting.request, waiting.field, late))
             else:
                 continue
@@ -186,7 +188,7 @@ class GrammarQueue:
 
 
 STUCK = (
-    f"{MAX_GIVEN_UP} grammars have not compiled within --grammar-compile-timeout and still run; "
+    f"{MAX_GIVEN_UP} grammars have not compiled in time and still run; "
     "grammars that were compiled before work, others when one of these ends"
 )
 COUNTERS = ("grammar_compiled", "grammar_cache_hits", "grammar_failed", "grammar_timeouts")

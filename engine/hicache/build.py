@@ -68,7 +68,6 @@ def build_host_tier(
         write_policy=config.hicache_write_policy,
         disk=index,
         prefetch_policy=config.hicache_storage_prefetch_policy,
-        prefetch_timeout_s=config.hicache_storage_prefetch_timeout_s,
         ahead_pages=ahead_pages(config, page_bytes=pool.page_bytes),
     )
     disk = None

@@ -27,7 +27,7 @@ from engine.hicache.disk import Disk
 from engine.loop.adapter_control import AdapterControl
 from engine.loop.control import EngineControl, Weights
 from engine.loop.deadlines import Deadlines
-from engine.loop.decode_skipper import DecodeSkipper, TurnWeights
+from engine.loop.decode_skipper import DecodeSkipper
 from engine.loop.expert_record import ExpertRecord, Loads
 from engine.loop.interval_log import IntervalLog
 from engine.loop.kv_events import ZmqPublisher
@@ -106,7 +106,6 @@ class LoopSettings:
     eos_ids: frozenset[int]
     stream_interval: int = 1
     recv_interval: int = 1
-    recv_weights: TurnWeights = field(default_factory=TurnWeights)
     poll_interval: int = 1
     log_interval: int = 40
 
@@ -192,7 +191,7 @@ class EngineLoop:
                 on_step=self._on_step,
                 agreement=services.agreement,
             )
-        self._reads = DecodeSkipper(interval=settings.recv_interval, weights=settings.recv_weights)
+        self._reads = DecodeSkipper(interval=settings.recv_interval)
         self._polls = DecodeSkipper(interval=settings.poll_interval)
         self._gate = StreamGate(interval=settings.stream_interval)
         self._deadlines = Deadlines()

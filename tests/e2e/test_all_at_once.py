@@ -21,7 +21,7 @@ FEATURES = {
     "--prefill": "1",
     "--decode": "1",
     "--chunked-prefill-size": "64",
-    "--enable-overlap-schedule": None,
+    "--stream": "threaded",
     "--mm-enable-dp-encoder": None,
     "--vlm-cache-size-mb": "16",
     "--enable-eplb": None,

@@ -77,7 +77,6 @@ def test_states_take_no_more_than_their_share() -> None:
     assert slots_of(MIB) == 128, "two for each of 64 requests fit"
     assert slots_of(74 * MIB) == 12, "2,000 MiB, of which 0.9 / 1.9 are for states of Qwen3-Next"
     assert slots_of(74 * MIB, sharers=2) == 6
-    assert slots_of(74 * MIB, mamba_full_memory_ratio=3.0) == 20
     assert slots_of(74 * MIB, max_mamba_cache_size=40) == 40
     assert slots_of(MIB, max_running_requests=3) == 6
 

@@ -26,11 +26,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
         ("qwen3", {"dp_size": 2, "tp_size": 2, "enable_dp_attention": True}, "--enable-dp-attention agrees"),
         ("qwen3_next", {"pp_size": 2}, "--speculative-algorithm NGRAM: --pp-size 2 has other tokens in flight"),
         ("falcon_h1", {"dp_size": 2, "tp_size": 2, "enable_dp_attention": True}, "--enable-dp-attention agrees"),
-        (
-            "qwen3",
-            {"speculative_ngram_min_match_window_size": 5, "speculative_ngram_max_match_window_size": 4},
-            r"--speculative-ngram-min-match-window-size 5: must be at most --speculative-ngram-max-match-window-size \(4\)",
-        ),
     ],
 )
 def test_what_does_not_work_is_refused(tmp_path: Path, family: str, flags: dict[str, Any], said: str) -> None:

@@ -5,7 +5,7 @@ import pytest
 from engine.config import EngineConfig
 from engine.core.limits import Limits
 from engine.core.new_token_ratio import RatioRule
-from engine.flags.resolve import limits, ratio_rule, resolve, step_budget
+from engine.flags.resolve import depth, limits, ratio_rule, resolve, step_budget
 from engine.model_files.model_config import DEFAULT_MODEL_PATH, WIDE_MODEL_PATH, load_model_config
 from service.flags import ConfigError
 
@@ -70,30 +70,24 @@ def test_answers_go_on_beside_prompts_on_a_cpu_by_default(asked: bool | None, de
     assert resolve(config, load_model_config(DEFAULT_MODEL_PATH), cuda=True).enable_mixed_chunk is mixed
 
 
-def test_the_constants_of_the_scheduler_are_flags() -> None:
-    """Their defaults are those of the core; each reaches its place."""
+def test_the_rest_of_the_scheduler_has_the_constants_of_the_core() -> None:
     model = load_model_config(DEFAULT_MODEL_PATH)
     default = resolve(EngineConfig(device="cpu"), model, cuda=False)
     assert ratio_rule(default) == RatioRule()
     bare = Limits(page_size=1, max_running_requests=1, max_queued_requests=1)
     assert limits(default).sibling_tokens == bare.sibling_tokens
     assert limits(default).min_shared_tokens == bare.min_shared_tokens
-    config = resolve(
-        EngineConfig(
-            device="cpu",
-            init_new_token_ratio=0.5,
-            schedule_conservativeness=0.6,
-            min_new_token_ratio_factor=0.1,
-            new_token_ratio_decay_steps=7,
-            retract_decode_steps=3,
-            clip_max_new_tokens_estimation=99,
-            in_batch_prefix_caching_deprioritize_threshold=5,
-            in_batch_prefix_caching_wait_threshold=6,
-        ),
-        model,
-        cuda=False,
-    )
-    assert ratio_rule(config) == RatioRule(
-        initial=0.5, conservativeness=0.6, floor_share=0.1, decay_steps=7, headroom_tokens=3, clip_tokens=99
-    )
-    assert (limits(config).sibling_tokens, limits(config).min_shared_tokens) == (5, 6)
+    cautious = resolve(EngineConfig(device="cpu", schedule_conservativeness=0.6), model, cuda=False)
+    assert ratio_rule(cautious) == RatioRule(conservativeness=0.6)
+
+
+def test_steps_overlap_on_a_cpu_with_a_threaded_stream_and_on_a_gpu_always() -> None:
+    model = load_model_config(DEFAULT_MODEL_PATH)
+    for flags, stream, steps in (
+        ({"device": "cpu"}, "inline", 1),
+        ({"device": "cpu", "stream": "threaded"}, "threaded", 2),
+        ({"device": "cpu", "stream": "threaded", "disable_overlap_schedule": True}, "threaded", 1),
+        ({"device": "cuda"}, "cuda", 2),
+    ):
+        found = resolve(EngineConfig(**flags), model, cuda=True)
+        assert (found.stream, depth(found)) == (stream, steps)

@@ -8,7 +8,7 @@ import pytest
 from engine.core.plan import Plan
 from engine.core.policy import Priorities
 from engine.core.times import Times, time_line
-from engine.loop.decode_skipper import DecodeSkipper, TurnWeights
+from engine.loop.decode_skipper import DecodeSkipper
 from engine.loop.interval_log import IntervalLog
 from engine.loop.reporter import problems_of
 from engine.loop.retraction_log import RetractionLog
@@ -151,29 +151,6 @@ def test_only_pure_decode_steps_skip_the_inbox() -> None:
     assert seen == [True, False, False, True, False, True, False, True]
     always = DecodeSkipper(interval=1)
     assert all(always.due(p) for p in (None, decode, decode, prefill))
-
-
-def test_a_turn_counts_as_much_as_its_kind_weighs() -> None:
-    kinds = {
-        "decode": Plan(seq=1, extend=False, items=[]),
-        "prompts": Plan(seq=1, extend=True, items=[]),
-        "nothing": None,
-    }
-
-    def turns_until_due(weights: TurnWeights, kind: str) -> int:
-        skipper = DecodeSkipper(interval=12, weights=weights)
-        first, second = (next(i for i in range(1, 20) if skipper.due(kinds[kind])) for _ in range(2))
-        assert first == second
-        return first
-
-    weights = TurnWeights(decode=2, default=5, none=3)
-    assert {kind: turns_until_due(weights, kind) for kind in kinds} == {"decode": 6, "prompts": 3, "nothing": 4}
-    assert {kind: turns_until_due(TurnWeights(), kind) for kind in kinds} == {"decode": 12, "prompts": 1, "nothing": 1}
-    mixed = DecodeSkipper(interval=12, weights=weights)
-    assert [mixed.due(kinds[k]) for k in ("prompts", "decode", "nothing", "decode", "decode")] == [False] * 3 + [
-        True,
-        False,
-    ]
 
 
 STALLS = """

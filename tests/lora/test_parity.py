@@ -98,7 +98,7 @@ def test_batches_retractions_and_other_adapters_change_no_token(models: dict[str
             alone.run()
         wanted |= alone.tokens
         alone.close()
-    memory = {"max_total_tokens": 224, "page_size": 4, "clip_max_new_tokens_estimation": 1}
+    memory = {"max_total_tokens": 224, "page_size": 4, "schedule_conservativeness": 0.0}
     flags = {"max_loras_per_batch": 2, "stream": "threaded", **memory}
     with start(models, **flags) as engine:
         for rid, (prompt, adapter) in asked.items():

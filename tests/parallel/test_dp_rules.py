@@ -34,7 +34,6 @@ TWO: dict[str, Any] = {"enable_dp_attention": True, "tp_size": 2, "dp_size": 2}
         ({**TWO, "tp_size": 4, "reduce_units": 2}, "--reduce-units 2: is not a multiple of --tp-size 4; choose 4"),
         ({"enable_prefill_delayer": True}, "--enable-prefill-delayer: prompts of DP ranks slow each other with"),
         ({"enable_schedule_enhancer": True}, "--enable-schedule-enhancer: prompts of DP ranks slow each other with"),
-        ({**TWO, "prefill_delayer_token_usage_low_watermark": 0.5}, "low-watermark: needs --enable-prefill-delayer"),
         (
             {**TWO, "enable_schedule_enhancer": True, "schedule_policy": "lpm"},
             "--enable-schedule-enhancer: --schedule-policy lpm has an order of its own; give fcfs",

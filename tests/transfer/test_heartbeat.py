@@ -1,18 +1,18 @@
-"""When a peer that freezes is noticed, by the defaults of the flags; pauses that are none of its business."""
+"""When a peer that freezes is noticed, by the constants of workers; pauses that are none of its business."""
 
 import pytest
 
-from disagg.config import DisaggConfig
+from transfer_backends.contract import TransferConfig
 from transfer_backends.control_thread import TICK_S
 from transfer_backends.timers import Heartbeat
 
-TICKS = range(int(DisaggConfig.disaggregation_heartbeat_interval_s / TICK_S) + 1)
+TICKS = range(int(TransferConfig.heartbeat_interval_s / TICK_S) + 1)
 
 
 def new() -> Heartbeat:
     return Heartbeat(
-        interval_s=DisaggConfig.disaggregation_heartbeat_interval_s,
-        max_failures=DisaggConfig.disaggregation_heartbeat_max_failures,
+        interval_s=TransferConfig.heartbeat_interval_s,
+        max_failures=TransferConfig.heartbeat_max_failures,
         now_s=0.0,
     )
 

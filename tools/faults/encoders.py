@@ -15,11 +15,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from disagg.feature_transfers import FETCH_TIMEOUT_S
 from tests.e2e.client import left_over
 from tests.e2e.cluster import READY_S, wait_until
 from tools.faults.cells import BACKENDS
 from tools.faults.report import REPORTS, about_run, keep
-from tools.faults.rig_with_encoder import ENCODE, TIMEOUT_S, RigWithEncoder, body_of
+from tools.faults.rig_with_encoder import ENCODE, RigWithEncoder, body_of
 
 REPORT = "encoder_faults.json"
 PROMPTS = 3  # of two images each
@@ -55,7 +56,7 @@ def _failing(rig: RigWithEncoder) -> None:
 
 
 def _slow(rig: RigWithEncoder) -> None:
-    time.sleep(TIMEOUT_S + 1.0)
+    time.sleep(FETCH_TIMEOUT_S + 1.0)
 
 
 # Name -> what is done, and how it is done. Rows of AWAY leave no encoder worker behind.

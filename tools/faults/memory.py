@@ -9,7 +9,7 @@ import psutil
 from tools.faults.household import Part
 
 # Of a process's life. Caches and pools fill, and tables with a time to live: the slowest is prefill's memory of ended
-# rooms (--disaggregation-bootstrap-timeout, 300 s), which grows until the first of them expire.
+# rooms (300 s), which grows until the first of them expire.
 WARM_UP_S = 320.0
 NUM_KEPT = 60  # samples of a curve that go into the report
 LEAST_SPAN_S = 60.0  # shorter lives say nothing

@@ -67,7 +67,7 @@ a role, errors are right while the victim is away; "right" is demanded wherever 
 `tools/faults/cells.py`). Pairs add the longest silence of a stream, from the fault on (in a held phase: from the end of the hold).
 
 A bootstrap server that stays dead is
-named in the error after `--disaggregation-bootstrap-grace` (5 s). A silent worker costs its requests `--dead-worker-timeout` (30 s;
+named in the error after 5 s. A silent worker costs its requests `--dead-worker-timeout` (30 s;
 [operations.md](../operations.md#dead-workers-and-bootstrap-servers)).
 """
 

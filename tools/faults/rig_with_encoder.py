@@ -17,7 +17,6 @@ from tests.models.tiny_seeing import END, IMAGE, START, make_seeing_checkpoint
 from tools.faults.rig import DEATH_S, Rig, role_of
 
 ENCODE = "encode"
-TIMEOUT_S = 5.0  # that a prompt waits for features
 NEW = 8
 IDS = [20, 21, START, IMAGE, END, 22, 23, START, IMAGE, END, 25, 26]
 SMALL = ("--dtype", "float32", "--max-total-tokens", "8192", "--chunked-prefill-size", "64", "--log-level", "warning")
@@ -121,5 +120,5 @@ class RigWithEncoder(Rig):
         if name == "bootstrap":
             return command
         at = command.index("--chunked-prefill-size")
-        fetches = ["--feature-fetch", "--feature-fetch-timeout", str(TIMEOUT_S)] if role_of(name) == "prefill" else []
+        fetches = ["--feature-fetch"] if role_of(name) == "prefill" else []
         return [*command[:at], "--model-path", self._tower if name == ENCODE else self._model, *SMALL, *fetches]

@@ -183,9 +183,7 @@ COUNTERS = {
     "feature_fetches_refused": Figure(
         "tandem_num_feature_fetches_refused", "images that the encode worker did not send, or did not compute well"
     ),
-    "feature_fetches_late": Figure(
-        "tandem_num_feature_fetches_late", "images whose features took longer than --feature-fetch-timeout"
-    ),
+    "feature_fetches_late": Figure("tandem_num_feature_fetches_late", "images whose features took longer than 10 s"),
     "feature_fetches_aborted": Figure(
         "tandem_num_feature_fetches_aborted", "images whose features were not needed any more, or found no room"
     ),
