@@ -28,6 +28,7 @@ from router.client.upstream import HttpUpstream, _Connection
 from router.compose import Router, limits_of
 from router.config import RouterConfig
 from router.pool.states import Check
+from router.server import SHUTDOWN_TIMEOUT_S
 from service.http.server import make_runner
 
 WINDOW = 100  # requests: so short that one of many is not disturbed
@@ -112,7 +113,7 @@ async def _build(stack: AsyncExitStack, *, stream: bool) -> Client:
     events = STREAM_HEAD + chunk(EVENT) * EVENTS + chunk(DONE) + b"0\r\n\r\n"
     join_worker(upstream, prefill, answer=whole(ANSWER))
     join_worker(upstream, decode, answer=events if stream else whole(ANSWER))
-    runner = make_runner(router.handler(), limits_of(config), shutdown_timeout_s=config.shutdown_timeout_s)
+    runner = make_runner(router.handler(), limits_of(config), shutdown_timeout_s=SHUTDOWN_TIMEOUT_S)
     await runner.setup()
     stack.push_async_callback(runner.cleanup)
     return Client(runner.server, stream=stream)

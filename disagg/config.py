@@ -53,9 +53,6 @@ class DisaggConfig(FlagSet):
         "requests are expected to grow as recent answers did",
         least=0,
     )
-    disaggregation_decode_polling_interval: int = flag(
-        1, "decode steps of a decode worker between two looks at its queues of requests without KV", least=1
-    )
     disaggregation_decode_retraction_backup: str = flag(
         "recompute",
         "what happens to the KV of a request that decode retracts; recompute: decode computes it again; host: it waits in "

@@ -135,7 +135,7 @@ def _serve(
             publisher=publisher,
         ),
         turns=turns,
-        settings=_loop_settings(parts, spec.disagg),
+        settings=_loop_settings(parts),
         clock=time.monotonic,
     )
     watchdog = Watchdog(turns) if group is None else Watchdog(turns, on_stall=partial(_end_with_late_ranks, group))
@@ -292,13 +292,11 @@ def _board(spec: SchedulerSpec, parts: "EngineParts") -> "SharedBoard | None":
     return SharedBoard(parts.group.joint.region, rank=spec.dp_rank, wakes=wakes)
 
 
-def _loop_settings(parts: "EngineParts", disagg: DisaggConfig) -> LoopSettings:
+def _loop_settings(parts: "EngineParts") -> LoopSettings:
     return LoopSettings(
         depth=parts.depth,
         eos_ids=frozenset(parts.model.eos_token_ids),
         stream_interval=parts.config.stream_interval,
-        recv_interval=parts.config.scheduler_recv_interval,
-        poll_interval=disagg.disaggregation_decode_polling_interval if disagg.disaggregation_mode == "decode" else 1,
         log_interval=parts.config.decode_log_interval,
     )
 

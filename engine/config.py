@@ -394,7 +394,6 @@ class EngineConfig(FlagSet):
         choices=("last", "mean"),
     )
     stream_interval: int = flag(1, "tokens between two messages of a stream; a request may set its own", least=1)
-    scheduler_recv_interval: int = flag(1, "decode steps between two polls for new requests", least=1)
     decode_log_interval: int = flag(40, "steps between two log lines about prefill, decode and memory", least=1)
     watchdog_timeout_s: float = flag(
         300.0,
@@ -504,9 +503,6 @@ class ServerConfig(ImageFlags):
     otlp_traces_endpoint: str | None = flag(
         None, "OTLP/HTTP address of the collector (http://HOST:4318); implies --enable-trace"
     )
-    trace_ring: int = flag(
-        512, "finished requests whose times are kept for `tandem trace`", least=0, special={0: "none"}
-    )
     max_body_bytes: int = flag(64 << 20, "longest request body", unit="bytes", least=1)
     sse_keep_alive_interval_s: float = flag(
         15.0,
@@ -515,16 +511,9 @@ class ServerConfig(ImageFlags):
         least=0,
         special={0.0: "none"},
     )
-    max_image_pixels: int = flag(
-        1 << 25,
-        "most pixels of an image file, which its header says; a picture of as many takes four bytes each while it is decoded",
-        least=1,
-        most=MAX_IMAGE_PIXELS,
-    )
     max_stored_responses: int = flag(
         1000, "most answers of /v1/responses kept for previous_response_id", least=0, special={0: "none"}
     )
-    max_stored_response_bytes: int = flag(64 << 20, "most bytes of these answers", unit="bytes", least=1)
     skip_server_warmup: bool = flag(False, "compute no request before the worker says that it is ready")
     ready_file: str | None = flag(None, "file to write, as JSON, once the server is healthy")
     tokenizer_worker_num: int = flag(

@@ -67,13 +67,16 @@ from service.http.routes import Handler, Routes
 from service.http.server import RequestLimits
 from service.http.unserved_routes import unserved_routes
 from service.responses.book import LocalBook
-from service.responses.store import ResponseStore
+from service.responses.store import MAX_BYTES, ResponseStore
 from service.security.addresses import require_secret
 from service.security.browser import BrowserRule
 from service.security.keys import KeyGate, KeyRing, open_gate
 from service.security.secret import read_secret_file, router_secret
 from service.telemetry.otlp import open_exporter
 from service.telemetry.tracer import Tracer
+
+HEADER_TIMEOUT_S = 10.0  # for a client to send the head of a request: anyone may connect
+BODY_TIMEOUT_S = 60.0  # for the body: 64 MiB at 9 Mbit/s
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +106,7 @@ class Router:
         self.peers = PeerProcesses(slot)
         stack.push_async_callback(self.peers.close)
         exporter = open_exporter(enable=config.enable_trace, endpoint=config.otlp_traces_endpoint, process="router")
-        self.tracer = Tracer(ring_size=config.trace_ring, exporter=exporter)
+        self.tracer = Tracer(exporter=exporter)
         stack.callback(self.tracer.close)
         self.recorder = Recorder(time.monotonic, place=0 if slot is None else slot.row)
         self.chooser = make_chooser(config, draw=secrets.randbelow)
@@ -298,10 +301,9 @@ def limits_of(config: RouterConfig) -> RequestLimits:
     """Return the limits of clients' bodies and of their time."""
     return RequestLimits(
         max_body_bytes=config.max_body_bytes,
-        header_timeout_s=config.header_timeout_s,
-        body_timeout_s=config.body_timeout_s,
+        header_timeout_s=HEADER_TIMEOUT_S,
+        body_timeout_s=BODY_TIMEOUT_S,
         size_flag="--max-body-bytes",
-        time_flag="--body-timeout",
     )
 
 
@@ -355,7 +357,7 @@ def _responses(config: RouterConfig) -> ResponseStore | None:
     if config.max_stored_responses == 0:
         return None
     max_count = -(-config.max_stored_responses // config.workers)
-    return ResponseStore(max_count=max_count, max_bytes=config.max_stored_response_bytes // config.workers)
+    return ResponseStore(max_count=max_count, max_bytes=MAX_BYTES // config.workers)
 
 
 def _table(config: RouterConfig, peers: SharedLoad | None) -> WorkerTable:

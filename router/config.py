@@ -155,9 +155,6 @@ class DiscoveryFlags(FlagSet):
     encode_selector: tuple[str, ...] = flag((), "labels KEY=VALUE of encoder workers' pods; default: there are none")
     service_discovery_port: int = flag(80, "port that workers listen on in their pods", least=1, most=MAX_PORT)
     service_discovery_namespace: str | None = flag(None, "namespace of the pods; default: all (needs a ClusterRole)")
-    prefill_bootstrap_port_annotation: str = flag(
-        "sglang.ai/bootstrap-port", "annotation of a prefill pod with its bootstrap port; default: as it reports"
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,23 +208,18 @@ class RouterConfig(
         1800.0, "longest time for one request in all", above=0, option="--request-timeout-secs"
     )
     drain_timeout_s: float = _seconds(30.0, "time for running requests after SIGTERM; then they are answered 503")
-    shutdown_timeout_s: float = _seconds(3.0, "time for the last answers to leave when the router ends")
     max_body_bytes: int = flag(64 << 20, "longest request body", unit="bytes", least=1)
     max_stored_responses: int = flag(
         1000, "most answers of /v1/responses kept for previous_response_id", least=0, special={0: "none"}
     )
-    max_stored_response_bytes: int = flag(64 << 20, "most bytes of these answers", unit="bytes", least=1)
-    header_timeout_s: float = _seconds(10.0, "longest time for a client to send the head of a request", above=0)
     sse_keep_alive_interval_s: float = _seconds(
         15.0, "longest silence of a stream; then a comment keeps proxies from cutting it", zero="none"
     )
-    body_timeout_s: float = _seconds(60.0, "longest time for a client to send the body of a request", above=0)
     log_level: str = flag("info", "lowest level of the log", choices=("debug", "info", "warning", "error"))
     log_format: str = flag("text", "log as text or as one JSON object per line", choices=LOG_FORMATS)
     log_requests: bool = flag(False, "log one line per generation request: its workers, times and status")
     enable_trace: bool = flag(False, "send spans to an OpenTelemetry collector (extra `otel`; OTEL_* variables apply)")
     otlp_traces_endpoint: str | None = flag(None, "OTLP/HTTP address (http://HOST:4318); implies --enable-trace")
-    trace_ring: int = flag(512, "finished requests kept for `tandem trace`", least=0, special={0: "none"})
     ready_file: str | None = flag(None, "file to write, as JSON, once the router listens")
 
 

@@ -13,12 +13,14 @@ from router.compose import Router, check_exposure, limits_of
 from router.config import RouterConfig, check_config
 from router.fleet.processes import ProcessSlot, obey_parent, run_fleet
 from service.http.listening import open_port
-from service.http.server import make_runner
+from service.http.server import RequestLimits, make_runner
 from service.process.collector import spare_what_lives
 from service.process.ready_file import write_ready_file
 from service.process.start import allow_many_files
 from service.process.stop_signals import StopSignals
 from service.telemetry.logs import set_up_logging
+
+SHUTDOWN_TIMEOUT_S = 3.0  # for the last answers to leave when the router ends
 
 log = logging.getLogger(__name__)
 
@@ -58,13 +60,15 @@ async def run_router(
 
 
 @asynccontextmanager
-async def start_router(config: RouterConfig, *, slot: ProcessSlot | None = None) -> AsyncIterator[Router]:
-    """A listening router; leaving the block stops it. `slot`: it is one process of several."""
+async def start_router(
+    config: RouterConfig, *, slot: ProcessSlot | None = None, limits: RequestLimits | None = None
+) -> AsyncIterator[Router]:
+    """A listening router; leaving the block stops it. `slot`: it is one process of several. `limits`: other ones than `limits_of`."""
     check_config(config)
     async with AsyncExitStack() as stack:
         router = Router(config, slot, stack)
         await router.connect(stack)
-        runner = make_runner(router.handler(), limits_of(config), shutdown_timeout_s=config.shutdown_timeout_s)
+        runner = make_runner(router.handler(), limits or limits_of(config), shutdown_timeout_s=SHUTDOWN_TIMEOUT_S)
         stack.push_async_callback(runner.cleanup)  # first to end: no new connection; running requests are waited for
         await runner.setup()
         if slot is not None:  # before it requests the workers: no change of the pool is missed

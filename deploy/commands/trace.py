@@ -1,6 +1,6 @@
 """`tandem trace`: the times of requests, as a file for https://ui.perfetto.dev. Needs no collector.
 
-Router and workers keep the times of their last requests (--trace-ring); the router also collects its workers' records.
+Router and workers keep the times of their last requests; the router also collects its workers' records.
 """
 
 import http.client
@@ -39,7 +39,7 @@ def run(argv: Sequence[str]) -> int:
     missing = sorted(set(query.ids or ()) - {record.request_id for record in records})
     if not records or missing:
         which = ", ".join(missing) or "any request"
-        raise ConfigError(f"{config.url} knows nothing of {which}; it keeps its last requests only (--trace-ring)")
+        raise ConfigError(f"{config.url} knows nothing of {which}; it keeps its last requests only")
     Path(config.output).write_text(json.dumps(trace_file(records)))
     print(summary(records, config.output))
     return 0

@@ -42,18 +42,14 @@ _SHARED = (
     "disable_image_fetch",
     "drain_timeout_s",
     "enable_trace",
-    "image_fetch_timeout_s",
     "log_format",
     "log_level",
     "max_body_bytes",
-    "max_image_bytes",
     "max_images_per_request",
-    "max_stored_response_bytes",
     "max_stored_responses",
     "otlp_traces_endpoint",
     "prefix_fetch",
     "sse_keep_alive_interval_s",
-    "trace_ring",
 )
 
 

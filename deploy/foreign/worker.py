@@ -85,6 +85,8 @@ _IGNORED: dict[str, Entry] = {
     "--max-logprobs": Ignored("OpenAI's routes show at most 20 alternatives, /generate 100", ONE),
     "--watchdog-config": Ignored("--watchdog-timeout bounds a turn of the scheduler", ONE),
     "--soft-watchdog-timeout": Ignored("--watchdog-timeout bounds a turn of the scheduler", ONE),
+    "--scheduler-recv-interval": Ignored("new requests are read before each step", ONE),
+    "--disaggregation-decode-polling-interval": Ignored("a decode worker looks at its queues before each step", ONE),
     "--lora-drain-wait-threshold": Ignored("a request's adapter gets the next free place after 10 s", ONE),
     "--swap-space": Ignored("retracted requests are computed again", ONE),
     "--pp-max-micro-batch-size": Ignored("a step has its share of the running requests, one for each stage", ONE),

@@ -65,7 +65,7 @@ def make_services(
     metrics = Metrics(model_name=model.served_name, mode=spec.mode)
     process = "unified" if spec.mode == "null" else spec.mode
     exporter = open_exporter(enable=server.enable_trace, endpoint=server.otlp_traces_endpoint, process=process)
-    tracer = Tracer(ring_size=server.trace_ring, exporter=exporter)
+    tracer = Tracer(exporter=exporter)
     client = EngineClient(
         leaders,
         open_text=_open_text(model.loaded_tokenizer),
@@ -108,7 +108,7 @@ def _images(server: ServerConfig, vision: VisionConfig) -> "ImageLoader":
     from engine.frontend.images.loader import ImageLoader
     from engine.frontend.images.pixels import PixelMaker
 
-    maker = PixelMaker(vision, max_pixels=server.max_image_pixels)
+    maker = PixelMaker(vision)
     return ImageLoader(maker, server, most_bytes=server.max_body_bytes)
 
 
@@ -128,7 +128,7 @@ def _responses(spec: FrontendSpec) -> LocalBook | None:
     server = spec.server
     if spec.mode != "null" or server.max_stored_responses == 0:
         return None
-    return LocalBook(ResponseStore(max_count=server.max_stored_responses, max_bytes=server.max_stored_response_bytes))
+    return LocalBook(ResponseStore(max_count=server.max_stored_responses))
 
 
 def limits_of(server: ServerConfig) -> RequestLimits:

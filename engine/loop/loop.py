@@ -27,7 +27,6 @@ from engine.hicache.disk import Disk
 from engine.loop.adapter_control import AdapterControl
 from engine.loop.control import EngineControl, Weights
 from engine.loop.deadlines import Deadlines
-from engine.loop.decode_skipper import DecodeSkipper
 from engine.loop.expert_record import ExpertRecord, Loads
 from engine.loop.interval_log import IntervalLog
 from engine.loop.kv_events import ZmqPublisher
@@ -97,16 +96,11 @@ class Ports(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopSettings:
-    """Flags of the same names; `depth`: steps launched before the oldest is collected.
-
-    `poll_interval`: decode steps between two polls of the role.
-    """
+    """Flags of the same names; `depth`: steps launched before the oldest is collected."""
 
     depth: int
     eos_ids: frozenset[int]
     stream_interval: int = 1
-    recv_interval: int = 1
-    poll_interval: int = 1
     log_interval: int = 40
 
 
@@ -191,8 +185,6 @@ class EngineLoop:
                 on_step=self._on_step,
                 agreement=services.agreement,
             )
-        self._reads = DecodeSkipper(interval=settings.recv_interval)
-        self._polls = DecodeSkipper(interval=settings.poll_interval)
         self._gate = StreamGate(interval=settings.stream_interval)
         self._deadlines = Deadlines()
         self._requests = OpenRequests()
@@ -264,9 +256,8 @@ class EngineLoop:
         """Make one turn; return False when there was nothing to compute."""
         now_s = self._clock()
         outputs: list[TokenOutput] = []
-        if self._reads.due(self._pipeline.last):
-            for message in self._ports.receive():
-                outputs += self._handle(message, now_s)
+        for message in self._ports.receive():
+            outputs += self._handle(message, now_s)
         for rid, reason in self._deadlines.due(now_s):
             outputs += self._end(rid, now_s, reason)
         outputs += self._control.on_turn(num_launched=self._pipeline.num_launched)
@@ -277,7 +268,7 @@ class EngineLoop:
         if self._peered is not None:
             self._peered.close_to_peers(self._why_no_peers())
         holds = self._control.awaits_ranks
-        if self._polls.due(self._pipeline.last) and not holds:
+        if not holds:
             outputs += self._role.poll(now_s)
         if self._disk is not None:
             self._disk.turn()

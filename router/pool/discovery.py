@@ -36,9 +36,8 @@ class Discovery:
             Role.UNIFIED: flags.selector,
             Role.ENCODE: flags.encode_selector,
         }
-        annotation = flags.prefill_bootstrap_port_annotation
         self._watches = [
-            PodWatch(api=api, role=role, selector=label_query(parts), annotation=annotation, on_change=self._on_change)
+            PodWatch(api=api, role=role, selector=label_query(parts), on_change=self._on_change)
             for role, parts in selectors.items()
             if parts
         ]

@@ -111,12 +111,11 @@ async def connect(*, namespace: str | None) -> KubeApi:
 
 @dataclass(eq=False, kw_only=True)
 class PodWatch:
-    """The pods of one role. `annotation`: that of a pod's bootstrap port. `run` never returns; cancel it."""
+    """The pods of one role. `run` never returns; cancel it."""
 
     api: KubeApi
     role: Role
     selector: str
-    annotation: str
     on_change: Callable[[], None]
     pods: PodSet = field(default_factory=PodSet)
     listed: bool = False
@@ -208,7 +207,7 @@ class PodWatch:
     def _read(self, raw: object) -> Pod | None:
         """None, and a line in the log, for an unreadable pod."""
         try:
-            return read_pod(raw, annotation=self.annotation)
+            return read_pod(raw)
         except PodError as err:
             log.warning("service discovery: %s", err)
             return None

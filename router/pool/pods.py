@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import msgspec
 
 MAX_PODS = 16384  # of one role
+PORT_ANNOTATION = "sglang.ai/bootstrap-port"  # of a prefill pod; SGLang's
 _ENDED = ("Failed", "Succeeded")
 
 
@@ -52,8 +53,8 @@ class Pod:
     bootstrap_port: str | None = None  # the annotation
 
 
-def read_pod(raw: object, *, annotation: str) -> Pod:
-    """A pod from decoded JSON. `annotation`: that of its bootstrap port. Raises `PodError`."""
+def read_pod(raw: object) -> Pod:
+    """A pod from decoded JSON. Raises `PodError`."""
     try:
         pod = msgspec.convert(raw, _PodObject)
     except msgspec.ValidationError as err:
@@ -67,7 +68,7 @@ def read_pod(raw: object, *, annotation: str) -> Pod:
         ip=status.podIP or "",
         ready=any(c.type == "Ready" and c.status == "True" for c in status.conditions or ()),
         ending=meta.deletionTimestamp is not None or status.phase in _ENDED,
-        bootstrap_port=(meta.annotations or {}).get(annotation),
+        bootstrap_port=(meta.annotations or {}).get(PORT_ANNOTATION),
     )
 
 

@@ -36,21 +36,19 @@ _log = logging.getLogger("service.http")
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """`size_flag` and `time_flag` name the flags that set them; "": no flag."""
+    """`size_flag` names the flag of `max_body_bytes`; "": there is none."""
 
     max_body_bytes: int
     header_timeout_s: float = 60.0
     body_timeout_s: float = 300.0
     size_flag: str = ""
-    time_flag: str = ""
 
     def too_long(self) -> ApiError:
         hint = f" ({self.size_flag})" if self.size_flag else ""
         return ApiError(413, f"the body is longer than {self.max_body_bytes} bytes{hint}", code="body_too_large")
 
     def too_slow(self) -> ApiError:
-        hint = f" ({self.time_flag})" if self.time_flag else ""
-        return ApiError(408, f"the body did not come within {self.body_timeout_s:g} s{hint}", code="body_too_slow")
+        return ApiError(408, f"the body did not come within {self.body_timeout_s:g} s", code="body_too_slow")
 
 
 def make_runner(handle: Handler, limits: RequestLimits, *, shutdown_timeout_s: float) -> web.ServerRunner:

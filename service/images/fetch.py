@@ -21,6 +21,8 @@ from service.images.hosts import AllowedHosts
 from service.images.names import NameLookup
 
 MAX_REDIRECTS = 5
+FETCH_TIMEOUT_S = 5.0  # of an image, with its redirects: a client waits
+MAX_IMAGE_BYTES = 32 << 20  # of a file, wherever it comes from
 AT_A_TIME = 128  # fetches of a process
 CHUNK_BYTES = 1 << 16
 HEADERS = {"Accept": "image/*,*/*;q=0.1", "Accept-Encoding": "identity", "User-Agent": "tandem"}
@@ -33,8 +35,17 @@ _AddressInfo = tuple[int, int, int, str, tuple[str, int] | tuple[str, int, int, 
 class ImageFetcher:
     """Fetches within the limits of `flags`. `resolver`: of names; None: the system's. Raises ConfigError for a wrong rule."""
 
-    def __init__(self, flags: ImageFlags, *, resolver: AbstractResolver | None = None) -> None:
+    def __init__(
+        self,
+        flags: ImageFlags,
+        *,
+        resolver: AbstractResolver | None = None,
+        timeout_s: float = FETCH_TIMEOUT_S,
+        max_image_bytes: int = MAX_IMAGE_BYTES,
+    ) -> None:
         self._flags = flags
+        self._timeout_s = timeout_s
+        self._max_image_bytes = max_image_bytes
         self._hosts = AllowedHosts(domains=flags.allowed_media_domains, networks=flags.allowed_media_networks)
         self._resolver = resolver or NameLookup()
         self._slots = asyncio.Semaphore(AT_A_TIME)
@@ -54,12 +65,11 @@ class ImageFetcher:
     async def _fetch(self, url: str, budget: "_Budget") -> bytes:
         if self._flags.disable_image_fetch:
             raise BadImage(f"this server fetches no images (--disable-image-fetch); {_REMEDY}")
-        timeout_s = self._flags.image_fetch_timeout_s
         try:
-            async with asyncio.timeout(timeout_s), self._slots:
+            async with asyncio.timeout(self._timeout_s), self._slots:
                 return await self._follow(_read_url(url), budget)
         except TimeoutError:
-            raise BadImage(f"did not come within {timeout_s:g} s (--image-fetch-timeout); {_REMEDY}") from None
+            raise BadImage(f"did not come within {self._timeout_s:g} s; {_REMEDY}") from None
 
     async def _follow(self, url: URL, budget: "_Budget") -> bytes:
         for _ in range(MAX_REDIRECTS + 1):
@@ -129,8 +139,8 @@ class ImageFetcher:
         return bytes(data)
 
     def _check_size(self, size: int) -> None:
-        if size > self._flags.max_image_bytes:
-            raise BadImage(f"has more than {self._flags.max_image_bytes} bytes (--max-image-bytes); send a smaller one")
+        if size > self._max_image_bytes:
+            raise BadImage(f"has more than {self._max_image_bytes} bytes; send a smaller one")
 
 
 class _Budget:

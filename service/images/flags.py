@@ -18,8 +18,4 @@ class ImageFlags(FlagSet):
         (),
         "addresses that images may be fetched from although they are not public, at any port or one: 10.0.0.0/8, 10.1.2.3:9000",
     )
-    image_fetch_timeout_s: float = flag(
-        5.0, "longest time to fetch an image, with its redirects", unit="s", above=0, most=600
-    )
-    max_image_bytes: int = flag(32 << 20, "longest image file", unit="bytes", least=1)
     max_images_per_request: int = flag(64, "most images and frames of videos of a request", least=1, most=4096)

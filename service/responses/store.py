@@ -31,10 +31,13 @@ class StoredResponse(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.input) + len(self.response) + OVERHEAD_BYTES
 
 
+MAX_BYTES = 64 << 20  # of the answers that a server keeps: a thousand long ones
+
+
 class ResponseStore:
     """At most `max_count` responses of `max_bytes` together."""
 
-    def __init__(self, *, max_count: int, max_bytes: int) -> None:
+    def __init__(self, *, max_count: int, max_bytes: int = MAX_BYTES) -> None:
         self.num_bytes = 0
         self._max_count, self._max_bytes = max_count, max_bytes
         self._responses: OrderedDict[str, StoredResponse] = OrderedDict()  # the least recently used first

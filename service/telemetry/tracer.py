@@ -8,11 +8,13 @@ from typing import NamedTuple
 from service.telemetry.context import TraceParent, parse_traceparent
 from service.telemetry.records import Exporter, Record, Ring
 
+RING_SIZE = 512  # ended requests whose times a process keeps for `tandem trace`: some MB
+
 
 class Tracer:
     """`ring_size`: requests whose records are kept; 0: none."""
 
-    def __init__(self, *, ring_size: int, exporter: Exporter | None = None) -> None:
+    def __init__(self, *, ring_size: int = RING_SIZE, exporter: Exporter | None = None) -> None:
         self.ring = Ring(ring_size)
         self._exporter = exporter or Exporter()
 

@@ -47,10 +47,9 @@ def pd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pd]:
     switched = {"TANDEM_FAULTS_DIR": str(folder), "PYTHONPATH": inject}
     serve = ("serve", "--port", "0", "--max-total-tokens", "16384", "--decode-log-interval", "4")
     prefill = ("--disaggregation-mode=prefill", "--disaggregation-bootstrap-port=0", f"--watchdog-timeout={STALLED_S}")
-    decode = ("--disaggregation-mode=decode", "--scheduler-recv-interval=4")
     with contextlib.ExitStack() as stack:
         p = stack.enter_context(tandem(folder / "prefill", *serve, *prefill, env=switched))
-        d = stack.enter_context(tandem(folder / "decode", *serve, *decode))
+        d = stack.enter_context(tandem(folder / "decode", *serve, "--disaggregation-mode=decode"))
         asked = ("router", "--port", "0", "--pd-disaggregation", "--prefill", p.url, "--decode", d.url, *CHECKS)
         r = stack.enter_context(tandem(folder / "router", *asked))
         stack.callback((folder / "steps").unlink, missing_ok=True)

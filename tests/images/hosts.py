@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from aiohttp import web
 from aiohttp.abc import AbstractResolver, ResolveResult
 
-from service.images.fetch import ImageFetcher
+from service.images.fetch import FETCH_TIMEOUT_S, MAX_IMAGE_BYTES, ImageFetcher
 from service.images.flags import ImageFlags
 
 OUTSIDE, INSIDE = "127.0.0.2", "127.0.0.1"
@@ -116,7 +116,12 @@ def redirect_to(*targets: str) -> Handler:
 
 
 def fetcher(
-    names: Names | None = None, *, networks: Sequence[str] = (f"{OUTSIDE}/32",), **flags: object
+    names: Names | None = None,
+    *,
+    networks: Sequence[str] = (f"{OUTSIDE}/32",),
+    timeout_s: float = FETCH_TIMEOUT_S,
+    max_image_bytes: int = MAX_IMAGE_BYTES,
+    **flags: object,
 ) -> ImageFetcher:
     given = ImageFlags(allowed_media_networks=tuple(networks), **flags)  # type: ignore[arg-type]
-    return ImageFetcher(given, resolver=names)
+    return ImageFetcher(given, resolver=names, timeout_s=timeout_s, max_image_bytes=max_image_bytes)

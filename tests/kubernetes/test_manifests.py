@@ -24,6 +24,8 @@ from engine.model_files.model_config import WIDE_MODEL_PATH, load_model_config
 from router.config import RouterConfig, check_config, label_query
 from router.http.access import need_of as router_need_of
 from router.http.health_api import PROBES
+from router.pool.pods import PORT_ANNOTATION
+from router.server import SHUTDOWN_TIMEOUT_S
 from service.security.keys import Access
 from tests.kubernetes.schemas import VERSIONS, faults
 from tools.kubernetes.cluster_objects import (
@@ -183,7 +185,7 @@ def test_the_router_s_selectors_choose_its_workers_and_no_other_pod(overlay: str
         assert one(overlay, component).ports()["http"] == config.service_discovery_port
     prefill = one(overlay, "prefill")
     port = worker_configs(overlay, prefill)[2].disaggregation_bootstrap_port
-    assert prefill.annotations[config.prefill_bootstrap_port_annotation] == str(port)
+    assert prefill.annotations[PORT_ANNOTATION] == str(port)
     assert prefill.ports()["bootstrap"] == port
 
 
@@ -335,7 +337,7 @@ def test_a_pod_has_time_to_drain(overlay: str) -> None:
         pause_s = int(found.container["lifecycle"]["preStop"]["exec"]["command"][1])
         if found.component == "router":
             config = router_config(overlay)
-            needed_s = pause_s + config.drain_timeout_s + config.shutdown_timeout_s
+            needed_s = pause_s + config.drain_timeout_s + SHUTDOWN_TIMEOUT_S
         elif found.serves:
             needed_s = pause_s + worker_configs(overlay, found)[1].drain_timeout_s + 5
         else:  # it computes for as long as its leader drains, and ends with it

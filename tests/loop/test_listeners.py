@@ -8,7 +8,6 @@ import pytest
 from engine.core.plan import Plan
 from engine.core.policy import Priorities
 from engine.core.times import Times, time_line
-from engine.loop.decode_skipper import DecodeSkipper
 from engine.loop.interval_log import IntervalLog
 from engine.loop.reporter import problems_of
 from engine.loop.retraction_log import RetractionLog
@@ -142,15 +141,6 @@ def test_a_rest_says_what_has_not_been_said_but_not_often() -> None:
         assert lines == []
         log.on_rest(at_s)
         assert len(lines) == num_lines
-
-
-def test_only_pure_decode_steps_skip_the_inbox() -> None:
-    decode, prefill = Plan(seq=1, extend=False, items=[]), Plan(seq=1, extend=True, items=[])
-    skipper = DecodeSkipper(interval=3)
-    seen = [skipper.due(p) for p in (None, decode, decode, decode, decode, prefill, decode, None)]
-    assert seen == [True, False, False, True, False, True, False, True]
-    always = DecodeSkipper(interval=1)
-    assert all(always.due(p) for p in (None, decode, decode, prefill))
 
 
 STALLS = """

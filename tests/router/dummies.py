@@ -23,6 +23,7 @@ from router.server import start_router
 from service.http import heartbeats
 from service.http.caller_names import CALLER_HEADER
 from service.http.resume import MOVE_OUT, RESUME_FIELD
+from service.http.server import RequestLimits
 from service.security.secret import ROUTER_SECRET
 
 DEADLINE_S = 60.0
@@ -324,6 +325,7 @@ async def cluster(
     info: dict[str, Any] | None = None,
     beats_s: float = 0.0,
     secret: str = SECRET,
+    limits: RequestLimits | None = None,
     **flags: Any,
 ) -> AsyncIterator[Cluster]:
     """Dummies and a router in front of them; `unified` makes it a plain router. `mixed`: unified ones beside pairs. `beats_s`: of all.
@@ -359,7 +361,7 @@ async def cluster(
             worker.info.update(info or {})
             worker.beats_s, worker.rooms = beats_s, rooms
         with patch.dict(os.environ, {ROUTER_SECRET: secret}):
-            router = await stack.enter_async_context(start_router(RouterConfig(**{**settings, **flags})))
+            router = await stack.enter_async_context(start_router(RouterConfig(**{**settings, **flags}), limits=limits))
         timeout = aiohttp.ClientTimeout(total=DEADLINE_S)
         client = await stack.enter_async_context(aiohttp.ClientSession(timeout=timeout))
         yield Cluster(router, prefills, decodes, client, alone, encoders)

@@ -9,8 +9,10 @@ from contextlib import asynccontextmanager
 import pytest
 
 from router.pool.workers import same_url
+from service.http.server import RequestLimits
 from tests.router.dummies import DEADLINE_S, Cluster, cluster, later, until
 
+SHORT = RequestLimits(max_body_bytes=64 << 20, header_timeout_s=0.5, body_timeout_s=0.5)
 HEAD = b"POST /generate HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
 
 
@@ -42,14 +44,14 @@ async def still_serves(c: Cluster) -> None:
 
 @pytest.mark.parametrize("said", [b"", b"POST /gen", HEAD], ids=["nothing", "half a line", "no end"])
 async def test_a_head_that_does_not_come_ends_the_connection(said: bytes) -> None:
-    async with cluster(header_timeout_s=0.5) as c:
+    async with cluster(limits=SHORT) as c:
         async with talking(c, said) as (reader, _):
             assert await reader.read() == b""
         await still_serves(c)
 
 
 async def test_so_does_a_second_head() -> None:
-    async with cluster(header_timeout_s=0.5) as c:
+    async with cluster(limits=SHORT) as c:
         first = HEAD + b'Content-Length: 13\r\n\r\n{"text": "a"}'
         async with talking(c, first) as (reader, writer):
             assert (await reader.readuntil(b'"choices": []}')).startswith(b"HTTP/1.1 200")
@@ -59,17 +61,17 @@ async def test_so_does_a_second_head() -> None:
 
 
 async def test_a_body_that_does_not_come_is_a_408_and_closes_the_connection() -> None:
-    async with cluster(body_timeout_s=0.5) as c:
+    async with cluster(limits=SHORT) as c:
         head, body = await answer_to(c, HEAD + b'Content-Length: 1000\r\n\r\n{"text": ')
         assert head.startswith(b"HTTP/1.1 408") and b"connection: close" in head.lower()
-        assert "--body-timeout" in json.loads(body)["error"]["message"]
+        assert "within 0.5 s" in json.loads(body)["error"]["message"]
         assert not c.prefills[0].seen
         await still_serves(c)
 
 
 async def test_a_request_that_takes_longer_than_its_head_may_is_served() -> None:
     """The deadlines are for what the client sends, not for the answer."""
-    async with cluster(header_timeout_s=0.5, body_timeout_s=0.5) as c:
+    async with cluster(limits=SHORT) as c:
         gate = asyncio.Event()
         c.decodes[0].behave = later(gate)
         job = asyncio.create_task(c.post("/generate", {"text": "a", "stream": True}))

@@ -11,12 +11,10 @@ from hypothesis import strategies as st
 from router.config import DiscoveryFlags, label_query
 from router.pool.discovery import GATHER_S, Discovery, PodWorkers
 from router.pool.pod_watch import backoff_s
-from router.pool.pods import MAX_PODS, Pod, PodError, PodSet, read_pod
+from router.pool.pods import MAX_PODS, PORT_ANNOTATION, Pod, PodError, PodSet, read_pod
 from router.pool.worker import Role
 from router.pool.workers import WorkerTable
 from tests.router.dummies import until
-
-ANNOTATION = "sglang.ai/bootstrap-port"
 
 
 def a_pod(name: str = "a", ip: str = "10.0.0.1", **fields: Any) -> Pod:
@@ -147,7 +145,7 @@ HALVES: list[Any] = [
 @pytest.mark.parametrize("raw", HALVES, ids=repr)
 def test_a_pod_with_half_its_fields_is_no_worker_and_no_crash(raw: Any) -> None:
     try:
-        assert Core().show([read_pod(raw, annotation=ANNOTATION)]) == []
+        assert Core().show([read_pod(raw)]) == []
     except PodError as err:
         assert str(err).startswith("not a pod: ")
 
@@ -158,15 +156,15 @@ def test_a_whole_pod_is_read() -> None:
             "name": "a",
             "namespace": "ns",
             "uid": "u",
-            "annotations": {ANNOTATION: "1"},
+            "annotations": {PORT_ANNOTATION: "1"},
             "deletionTimestamp": "x",
         },
         "status": {"phase": "Running", "podIP": "10.0.0.1", "conditions": [{"type": "Ready", "status": "True"}]},
     }
-    assert read_pod(raw, annotation=ANNOTATION) == a_pod(uid="u", ending=True, bootstrap_port="1")
+    assert read_pod(raw) == a_pod(uid="u", ending=True, bootstrap_port="1")
     raw["metadata"].pop("deletionTimestamp")  # type: ignore[attr-defined]
     raw["status"]["phase"] = "Failed"  # type: ignore[index]
-    assert read_pod(raw, annotation=ANNOTATION).ending
+    assert read_pod(raw).ending
 
 
 def test_the_set_of_pods_is_bounded_and_a_late_delete_spares_the_next_pod() -> None:

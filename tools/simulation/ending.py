@@ -10,6 +10,7 @@ from typing import Protocol
 from engine.frontend.draining import STATE_TIMEOUT_S, drain
 from engine.frontend.server import HTTP_CLOSE_S
 from engine.messages import Shutdown
+from router.server import SHUTDOWN_TIMEOUT_S
 from tools.simulation.router import Router
 from tools.simulation.worker import Worker
 from tools.simulation.world import Process, Violation
@@ -106,16 +107,16 @@ class RouterEnding:
         router.aio.run(router.signals.on_sigterm)
         if first:
             router.aio.run(lambda: _watch(router.aio.create_task(self._drain()), router.process))
-            _demand_end(router.process, self._timeout_s + router.config.shutdown_timeout_s + SLACK_S)
+            _demand_end(router.process, self._timeout_s + SHUTDOWN_TIMEOUT_S + SLACK_S)
 
     async def _drain(self) -> None:
         """As router/server.py ends."""
-        router, config = self._router, self._router.config
+        router = self._router
         await router.live.drain(timeout_s=self._timeout_s, at_once=router.signals.at_once)
         if not all(request.handed_back for request in router.live.requests):
             raise Violation(f"{router.process.name}: drained, and a request was neither finished nor handed back")
         router.network.unlisten(f"{router.process.node}:80", router.process)
-        deadline_s = router.aio.time() + config.shutdown_timeout_s
+        deadline_s = router.aio.time() + SHUTDOWN_TIMEOUT_S
         while router.live.requests and router.aio.time() < deadline_s:
             await asyncio.sleep(STEP_S)
         if router.live.requests:

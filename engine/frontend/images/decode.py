@@ -66,7 +66,7 @@ def _open(data: bytes, *, max_pixels: int) -> Image.Image:
 
 
 def _too_large(max_pixels: int) -> BadImage:
-    return BadImage(f"has more than {max_pixels} pixels (--max-image-pixels); send a smaller one")
+    return BadImage(f"has more than {max_pixels} pixels; send a smaller one")
 
 
 def _one_line(error: Exception) -> str:

@@ -14,7 +14,7 @@ from engine.frontend.images.source import MediaSource
 from service.http.errors import ApiError, bad_field
 from service.images.bad_image import BadImage, with_field
 from service.images.data_urls import data_of, frames_of, from_base64, is_data_url
-from service.images.fetch import ImageFetcher
+from service.images.fetch import MAX_IMAGE_BYTES, ImageFetcher
 from service.images.flags import ImageFlags
 
 THREADS = 2
@@ -117,10 +117,8 @@ class ImageLoader:
                 raise ApiError(400, f"{source.field}: {text}", field=source.field, code="context_length_exceeded")
 
     def _check_size(self, size: int) -> None:
-        if size > self._flags.max_image_bytes:
-            raise BadImage(
-                f"has {size} bytes, more than {self._flags.max_image_bytes} (--max-image-bytes); send a smaller one"
-            )
+        if size > MAX_IMAGE_BYTES:
+            raise BadImage(f"has {size} bytes, more than {MAX_IMAGE_BYTES}; send a smaller one")
 
 
 def _own_data(source: MediaSource) -> bytes:

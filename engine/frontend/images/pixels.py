@@ -14,13 +14,15 @@ from engine.model_files.image_processing import CenterCrop, PixelRange
 from engine.model_files.vision_config import VisionConfig
 from service.images.bad_image import BadImage
 
+MAX_PIXELS = 1 << 25  # of a file, by its header: a picture of as many takes four bytes each while it is decoded
+
 
 @dataclass(frozen=True)
 class PixelMaker:
     """Thread-safe. `max_pixels`: of a file."""
 
     vision: VisionConfig
-    max_pixels: int
+    max_pixels: int = MAX_PIXELS
     settings: bytes = field(init=False)
 
     def __post_init__(self) -> None:
