@@ -75,6 +75,7 @@ from service.security.secret import read_secret_file, router_secret
 from service.telemetry.otlp import open_exporter
 from service.telemetry.tracer import Tracer
 
+CONNECT_TIMEOUT_S = 5.0  # to a worker: a SYN is sent again after 1 and 3 s
 HEADER_TIMEOUT_S = 10.0  # for a client to send the head of a request: anyone may connect
 BODY_TIMEOUT_S = 60.0  # for the body: 64 MiB at 9 Mbit/s
 
@@ -132,7 +133,7 @@ class Router:
         """Build what sends requests to workers. The first goes out with `monitor.watch` or `discovery.start`."""
         config, table, credentials = self.config, self.table, self.credentials
         client = {
-            "connect_timeout_s": config.connect_timeout_s,
+            "connect_timeout_s": CONNECT_TIMEOUT_S,
             "request_timeout_s": config.request_timeout_s,
             "dead_timeout_s": config.dead_worker_timeout_s,
         }

@@ -122,7 +122,7 @@ class HttpUpstream:
                     lambda: _Connection(self, origin), origin.host, origin.port, ssl=origin.ssl
                 )
         except (OSError, TimeoutError) as err:
-            detail = str(err) or f"no connection in {self._connect_timeout_s:g} s (--connect-timeout)"
+            detail = str(err) or f"no connection in {self._connect_timeout_s:g} s"
             return reply.fail(UpstreamError("refused", detail))
         if reply.error is not None:  # ended while the connection was just being made: too late to cancel
             return connection.close()

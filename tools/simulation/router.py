@@ -69,7 +69,6 @@ class Router:
             health_check_timeout_s=1.0,
             health_silence_s=options.silence_s,
             load_poll_interval_s=1.0,
-            connect_timeout_s=2.0,
             request_timeout_s=60.0,
             sse_keep_alive_interval_s=1.0,
             max_concurrent_requests=options.max_concurrent,

@@ -83,7 +83,7 @@ def _tag(field: str, value: str | dict[str, Any]) -> GrammarSpec:
 
 
 def _choice(field: str, choices: list[str]) -> GrammarSpec:
-    """A regex, which every backend of grammars has."""
+    """Write the choices as one regex."""
     if not choices or not all(choices):
         raise bad_field(field, "must be a list of texts that are not empty")
     return GrammarSpec("regex", "|".join(f"({_META.sub(_escaped, choice)})" for choice in choices))
