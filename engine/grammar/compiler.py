@@ -32,13 +32,12 @@ _CONVERTER_ERRORS = (ValueError, TypeError, LookupError, RecursionError, Asserti
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JsonStyle:
-    """The style of constrained JSON. `any_whitespace`: it has spaces between its parts, `max_whitespace` in a row (None: any).
+    """The style of constrained JSON. `any_whitespace`: it has spaces between its parts, at most MAX_WHITESPACE in a row.
 
     `closes_objects`: objects hold no other properties than the schema lists, unless it says so (json_schema.py).
     """
 
     any_whitespace: bool = True
-    max_whitespace: int | None = MAX_WHITESPACE
     closes_objects: bool = True
 
     def schema(self, schema: Any) -> Any:
@@ -79,8 +78,8 @@ class GrammarCompiler:
         if matcher.is_error():
             raise GrammarInvalid(_one_line(matcher.get_error()))
 
-        def start() -> CompiledGrammar:
-            return CompiledGrammar(matcher.deep_copy())
+        def start() -> GrammarState:
+            return GrammarState(matcher.deep_copy())
 
         first = start()
         first.bitmask()  # makes an impossible beginning the client's error now, not a failure later
@@ -111,12 +110,12 @@ class GrammarCompiler:
 
 def _options(style: JsonStyle) -> "JsonCompileOptions":
     """llguidance's names for the style."""
-    if not style.any_whitespace or style.max_whitespace is None:
-        return {"whitespace_flexible": style.any_whitespace}
-    return {"whitespace_pattern": rf"[ \t\n\r]{{1,{style.max_whitespace}}}"}
+    if not style.any_whitespace:
+        return {"whitespace_flexible": False}
+    return {"whitespace_pattern": rf"[ \t\n\r]{{1,{MAX_WHITESPACE}}}"}
 
 
-class CompiledGrammar:
+class GrammarState:
     """One request's state. In an error (a token that does not fit, a limit) llguidance allows the end token alone."""
 
     def __init__(self, matcher: LLMatcher) -> None:
@@ -140,8 +139,8 @@ class CompiledGrammar:
     def forced(self) -> Sequence[int]:
         return self._matcher.compute_ff_tokens()
 
-    def fork(self) -> "CompiledGrammar":
-        return CompiledGrammar(self._matcher.deep_copy())
+    def fork(self) -> "GrammarState":
+        return GrammarState(self._matcher.deep_copy())
 
 
 class _Vocabulary:

@@ -7,7 +7,7 @@ import numpy as np
 import xgrammar as xg
 
 from engine.core.hooks import StartGrammar
-from engine.grammar.compiler import JsonStyle
+from engine.grammar.compiler import MAX_WHITESPACE, JsonStyle
 from engine.grammar.structural import Structure, read_structural_tag
 from engine.sampling_params import GrammarInvalid, GrammarSpec
 from engine.text.tokenizer import Tokenizer
@@ -49,7 +49,7 @@ class XgrammarCompiler:
                     any_whitespace=spaced,
                     separators=None if spaced else (",", ":"),
                     strict_mode=False,
-                    max_whitespace_cnt=self._style.max_whitespace if spaced else None,
+                    max_whitespace_cnt=MAX_WHITESPACE if spaced else None,
                 )
             case "regex":
                 return self._compiler.compile_regex(spec.source)
@@ -64,7 +64,7 @@ class XgrammarCompiler:
 
     def _content(self, s: Structure) -> xg.structural_tag.Format:
         value = xg.structural_tag.JSONSchemaFormat(
-            json_schema=self._style.schema(s.schema), max_whitespace_cnt=self._style.max_whitespace
+            json_schema=self._style.schema(s.schema), max_whitespace_cnt=MAX_WHITESPACE
         )
         if not s.after_number:
             return value
