@@ -88,7 +88,7 @@ def test_a_mixed_batch_gives_what_merged_weights_give(models: dict[str, dict[str
 
 
 def test_batches_retractions_and_other_adapters_change_no_token(models: dict[str, dict[str, str]]) -> None:
-    """One by one with merged weights = all at once, with too little memory, two adapters a batch, at depth 2."""
+    """One by one with merged weights = all at once, with retractions, two adapters a batch, at depth 2."""
     wanted, asked = {}, {}
     for name, merged in models["merged"].items():
         alone = EngineInProcess(merged)
@@ -98,7 +98,7 @@ def test_batches_retractions_and_other_adapters_change_no_token(models: dict[str
             alone.run()
         wanted |= alone.tokens
         alone.close()
-    memory = {"max_total_tokens": 224, "page_size": 4, "schedule_conservativeness": 0.0}
+    memory = {"max_total_tokens": 224, "page_size": 4, "test_retract": 7}
     flags = {"max_loras_per_batch": 2, "stream": "threaded", **memory}
     with start(models, **flags) as engine:
         for rid, (prompt, adapter) in asked.items():
