@@ -32,9 +32,8 @@ SIZES = (10, 100, 1000, 10_000)
 DEFAULT = "least_load"
 SCAN = ", a look at each"
 OBJECTIVE, TIGHT = "cache_aware, objectives", "cache_aware, objectives that few keep"
-RETRY, HEDGE = "least_load, and a retry of each", "least_load, and a hedge of each"
+RETRY = "least_load, and a retry of each"
 OBJECTIVES = {OBJECTIVE: Slo(ttft_s=3600.0), TIGHT: Slo(ttft_s=1.0, itl_s=0.5)}
-AGAIN = {RETRY: "retry", HEDGE: "hedge"}
 SLOW_SHARE = 10  # of --each, for those that are known to grow
 MOST_SCANNED = 1000
 MOST_WATCHED = 1000  # idle workers with sockets
@@ -81,7 +80,7 @@ def router_rows(trace: list[TraceRequest], sizes: tuple[int, ...], *, requests: 
     few = max(1, each // SLOW_SHARE)
     plans = [(DEFAULT, max(sizes), requests)]
     plans += [(policy, count, each) for policy in POLICIES for count in sizes]
-    plans += [(name, count, each) for name in (RETRY, HEDGE, OBJECTIVE, TIGHT) for count in sizes]
+    plans += [(name, count, each) for name in (RETRY, OBJECTIVE, TIGHT) for count in sizes]
     plans += [
         (name + SCAN, count, few) for name in (DEFAULT, "cache_aware") for count in sizes if count <= MOST_SCANNED
     ]
@@ -90,8 +89,8 @@ def router_rows(trace: list[TraceRequest], sizes: tuple[int, ...], *, requests: 
 
 def router_row(trace: list[TraceRequest], name: str, *, workers: int, requests: int) -> dict[str, Any]:
     """One run of one policy."""
-    policy, slo, again = name.split(",")[0], OBJECTIVES.get(name), AGAIN.get(name, "")
-    cluster = Cluster(policy, workers, slo=slo, scanned=name.endswith(SCAN), again=again)
+    policy, slo = name.split(",")[0], OBJECTIVES.get(name)
+    cluster = Cluster(policy, workers, slo=slo, scanned=name.endswith(SCAN), retried=name == RETRY)
     begun_s = time.monotonic()
     with tqdm(total=requests, unit="req", desc=f"{name}, {workers} workers", mininterval=1.0) as bar:
         cluster.run(repeated(trace, requests, workers=workers // 2), tell=bar.update)

@@ -29,7 +29,6 @@ from router.pool.pool import WorkerPool
 from router.pool.states import Check
 from router.pool.worker import Lease, LoadReport, Role, Worker
 from router.pool.workers import WorkerTable
-from router.requests.hedging import other_pools
 from router.requests.picking import Picker
 from service.prefix_chain import BLOCK_TOKENS
 
@@ -106,17 +105,17 @@ class ScannedTable(WorkerTable):
 class Cluster:
     """`workers` of both roles together behind one router with this policy for prefill and, where that is sensible, decode.
 
-    `again`: each request is sent twice, as a "retry" after its first decode worker has failed it, or as a "hedge" beside it.
+    `retried`: each request is sent twice: its first decode worker has failed it.
     """
 
     def __init__(
-        self, policy: str, workers: int, *, slo: Slo | None = None, scanned: bool = False, again: str = ""
+        self, policy: str, workers: int, *, slo: Slo | None = None, scanned: bool = False, retried: bool = False
     ) -> None:
         self._table_of = ScannedTable if scanned else WorkerTable
         self.policy = policy
         self.workers = workers
         self.slo = slo
-        self.again = again
+        self.retried = retried
         self.watch = Stopwatch()
         self.now_s = 0.0
         self.served = self.refused = self.computed = self.cached_tokens = 0
@@ -179,7 +178,7 @@ class Cluster:
             self.refused += 1
             return
         self.watch.add("begin", begun_ns)
-        if self.again:
+        if self.retried:
             begun_ns = time.thread_time_ns()
             self._pick_again(running)
             self.watch.add("again", begun_ns)
@@ -208,15 +207,10 @@ class Cluster:
         return _Running(request, ticket, leases, prompt, self.rooms.mint(1))
 
     def _pick_again(self, running: _Running) -> None:
-        """What a retry, or a hedge, asks of the router's core before it is sent; it ends at once."""
+        """What a retry asks of the router's core before it is sent; it ends at once."""
         request, workers = running.request, [lease.worker for lease in running.leases]
-        if self.again == "retry":
-            request.note_failed(CallFailed(workers[1], reason="lost"), workers)
-            chosen = self.picker.pick(request)
-        else:
-            ways = [others for pools in self.picker.pools(request) if (others := other_pools(pools, workers))]
-            chosen = self.picker.choose(request, ways) if ways else None
-        for choice in chosen or ():
+        request.note_failed(CallFailed(workers[1], reason="lost"), workers)
+        for choice in self.picker.pick(request) or ():
             cost = cost_tokens(choice, request.hints)
             self.table.loads.release(self.table.loads.charge(choice.worker, cost))
 

@@ -201,8 +201,6 @@ class RouterConfig(
         "time for which a stream can go on after its connection, or the router, broke (Last-Event-ID)",
         zero="none",
     )
-    hedge_after_s: float = _seconds(0.0, "silence after which a stream goes to a second pair as well", zero="never")
-    hedge_budget: float = flag(0.05, "largest share of requests that are hedged", above=0, most=1)
     request_timeout_s: float = _seconds(
         1800.0, "longest time for one request in all", above=0, option="--request-timeout-secs"
     )

@@ -38,7 +38,6 @@ _FAULTS = ("refused", "lost", "timeout", "down", "http_500", "http_502", "http_5
 _REFUSALS = ("browser", "client_limit", "key", "model", "queue_full", "queue_timeout", "rate", "slo_itl", "slo_ttft")
 _RETRIED = ("refused", "lost", "down", "status", MOVED)
 _FAILOVERS = (*((reason, end) for reason in ("lost", "down", MOVED) for end in ("went_on", "ended")), (MOVED, "moved"))
-_HEDGES, _WITHHELD = ("started", "won", "lost"), ("busy", "no_other", "budget")
 _MOVES = ("moved", "refused", "failed")
 _STATUSES = (200, 400, 429, CLIENT_GONE, 500, 502, 503, 504)
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -85,21 +84,11 @@ class RouterMetrics(Collector):
         self.role_moves = count("tandem_router_role_moves", moves, ["model", "to_role", "result"])
         pressure = "Work of a pool, counted in workers, over its workers (--auto-roles); 1: as much as it can bear"
         self.role_pressure = Gauge("tandem_router_role_pressure", pressure, ["model", "role"], registry=registry)
-        hedges = "Second attempts beside a silent first one: started; won, or lost to it"
-        self.hedges = count("tandem_router_hedges", hedges, ["what"])
-        withheld = "Requests that were due for a hedge and got none"
-        self.hedges_withheld = count("tandem_router_hedges_withheld", withheld, ["why"])
         registry.register(self)
         self._begin_at_zero(ways)
 
     def _begin_at_zero(self, ways: Sequence[Way]) -> None:
-        known = (
-            (self.refused, _REFUSALS),
-            (self.retries, _RETRIED),
-            (self.hedges, _HEDGES),
-            (self.hedges_withheld, _WITHHELD),
-        )
-        for counter, values in known:
+        for counter, values in ((self.refused, _REFUSALS), (self.retries, _RETRIED)):
             for value in values:
                 counter.labels(value)
         for labels in _FAILOVERS:

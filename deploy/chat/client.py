@@ -114,8 +114,8 @@ class ChatClient:
 
 
 def answering_of(attempts: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Return the attempt in a router's record that answers or may still: not failed, not ended in favour of another."""
-    going = [attempt for attempt in attempts if attempt["failure"] == "" and attempt["cancelled_s"] is None]
+    """Return the attempt in a router's record that answers or may still."""
+    going = [attempt for attempt in attempts if attempt["failure"] == ""]
     return (going or attempts)[-1]
 
 

@@ -1,6 +1,6 @@
-"""One attempt of a request at a prefill and a decode worker, or at one worker; and several of them side by side.
+"""One attempt of a request at a prefill and a decode worker, or at one worker.
 
-The first failure ends both calls of an attempt; decode's answer is the client's. No tasks: all answers wake one waiter
+The first failure ends both calls of an attempt; decode's answer is the client's. No tasks: both answers wake one waiter
 (`HttpReply.listener`).
 """
 
@@ -18,7 +18,7 @@ from router.attempts.request import RequestContext
 from router.attempts.upstream_call import CallFailed, UpstreamCall, stays
 from router.body import write_bodies
 from router.choice.policies import Placement, cost_tokens
-from router.client.upstream import Upstream, UpstreamError
+from router.client.upstream import Upstream
 from router.pool.worker import Lease, Worker
 from router.pool.workers import WorkerTable
 from service.security.secret import VOUCHER_HEADER, vouch
@@ -73,10 +73,11 @@ class RoomMinter:
 
 @dataclass(eq=False, kw_only=True)
 class PairAttempt:
-    """Owns rooms, leases and calls: `end` gives all of them back, and must be called once.
+    """Owns rooms, leases and calls: `end` gives all of them back, and must be called.
 
-    `encoding`: leases of the encoder workers of its images. `prefill` is None at a single worker. `waits_for_prefill`: the answer needs the whole of prefill's. `waiter` wakes when `settled`
-    may have changed. `refused`: by prefill, after the answer had begun. `cancelled`: another attempt answered first.
+    `encoding`: leases of the encoder workers of its images. `prefill` is None at a single worker.
+    `waits_for_prefill`: the answer needs the whole of prefill's. `waiter` wakes when `settled` may have changed.
+    `refused`: by prefill, after the answer had begun.
     """
 
     launcher: "AttemptLauncher"
@@ -86,15 +87,12 @@ class PairAttempt:
     leases: Sequence[Lease]
     rooms: Sequence[int]
     started_s: float
-    hedge: bool
     waits_for_prefill: bool
     encoding: Sequence[Lease] = ()
 
     waiter: Waiter = field(default_factory=Waiter)
     refused: CallFailed | None = None
     completed: bool = False
-    cancelled: bool = False
-    ended_s: float | None = None
     _closed: bool = False
     _ended: bool = False
     _on_late_failure: Callable[[CallFailed], None] | None = None
@@ -145,18 +143,21 @@ class PairAttempt:
         if self.prefill is not None and not self.prefill.ended:
             asyncio.get_running_loop().call_later(TAIL_S, self.prefill.reply.close)
 
-    def close(self, why: UpstreamError | None = None) -> None:
-        """End the calls that still run, with this error, unless the attempt is complete."""
+    def close(self) -> None:
+        """End the calls that still run, unless the attempt is complete."""
         if not self._closed:
             self._closed = True
             for call in self.calls:
-                call.reply.close(why)
+                call.reply.close()
 
-    def end(self, why: UpstreamError | None = None) -> None:
+    def end(self) -> None:
+        """Release what the attempt owns. Idempotent."""
+        if self._ended:
+            return
         launcher = self.launcher
         launcher.on_ended(self)
         launcher.table.loads.release(self.leases[-1])
-        self.close(why)
+        self.close()
         self._ended = True
         if self.prefill is None:
             self._end_prompt()
@@ -204,57 +205,6 @@ def _severity(failure: CallFailed) -> tuple[bool, bool]:
     return failure.retryable and not failure.is_own, failure.reason == "status"
 
 
-@dataclass(eq=False)
-class AttemptGroup:
-    """A request's attempts side by side; the first that answers wins. The caller ends all still in `running`, the winner too."""
-
-    first: PairAttempt
-    on_failed: Callable[[PairAttempt, CallFailed], None]
-    hedge: PairAttempt | None = None
-    _due: Callable[[], PairAttempt | None] | None = None
-
-    def __post_init__(self) -> None:
-        self.running = [self.first]
-
-    async def winner(self) -> PairAttempt:
-        """Wait for the attempt whose answer begins. `CallFailed` of the last one that fails."""
-        while (winner := self._settled()) is None:
-            if self._due is None:
-                await self.first.waiter.wait()
-                continue
-            begin, self._due = self._due, None
-            self.hedge = hedge = begin()
-            if hedge is not None:
-                hedge.waiter = self.first.waiter
-                self.running.append(hedge)
-        return winner
-
-    def begin_hedge(self, begin: Callable[[], PairAttempt | None]) -> None:
-        """Make the waiter of `winner` begin another attempt, unless one has settled."""
-        self._due = begin
-        self.first.waiter.wake()
-
-    def end(self, winner: PairAttempt | None = None) -> None:
-        for attempt in tuple(self.running):
-            if attempt is not winner:
-                self.running.remove(attempt)
-                attempt.cancelled = winner is not None
-                attempt.end(None if winner is None else UpstreamError("cancelled", "another attempt answered first"))
-
-    def _settled(self) -> PairAttempt | None:
-        for attempt in tuple(self.running):
-            try:
-                if attempt.settled():
-                    return attempt
-            except CallFailed as failure:
-                self.on_failed(attempt, failure)
-                if len(self.running) == 1 or (attempt is self.first and not failure.retryable):
-                    raise
-                self.running.remove(attempt)  # a hedge that is refused says nothing about the other
-                attempt.end()
-        return None
-
-
 @dataclass(eq=False, kw_only=True)
 class AttemptLauncher:
     """Begins attempts. `tails`: ended ones whose prefill call still runs; `close` ends those calls. `prefixes`: None: workers exchange none.
@@ -273,12 +223,7 @@ class AttemptLauncher:
     tails: set[PairAttempt] = field(default_factory=set, init=False)
 
     def begin(
-        self,
-        request: RequestContext,
-        headers: Mapping[str, str],
-        placements: Sequence[Placement],
-        *,
-        hedge: bool = False,
+        self, request: RequestContext, headers: Mapping[str, str], placements: Sequence[Placement]
     ) -> PairAttempt:
         parsed, now_s = request.parsed, self.clock()
         rooms: tuple[int, ...] = ()
@@ -318,7 +263,6 @@ class AttemptLauncher:
             leases=leases,
             rooms=rooms,
             started_s=now_s,
-            hedge=hedge,
             waits_for_prefill=parsed.wants_input_logprobs,
             encoding=encoding,
         )
@@ -347,11 +291,19 @@ class AttemptLauncher:
             leases=leases,
             rooms=(),
             started_s=now_s,
-            hedge=False,
             waits_for_prefill=False,
         )
         self._tell_sent(request, attempt)
         return attempt
+
+    async def until_begun(self, request: RequestContext, attempt: PairAttempt) -> None:
+        """Wait until the answer begins. `CallFailed`: it will not, and observers were notified."""
+        try:
+            while not attempt.settled():
+                await attempt.waiter.wait()
+        except CallFailed as failure:
+            self._on_attempt_failed(request, attempt, failure)
+            raise
 
     def _tell_sent(self, request: RequestContext, attempt: PairAttempt) -> None:
         for notify in self.events.on_sent:
@@ -364,7 +316,7 @@ class AttemptLauncher:
                 attempt.prefill.reply.close()
 
     def on_ended(self, attempt: PairAttempt) -> None:
-        now_s = attempt.ended_s = self.clock()
+        now_s = self.clock()
         for notify in self.events.on_attempt_ended:
             notify(attempt, now_s)
 
@@ -382,8 +334,8 @@ class AttemptLauncher:
             return self.rooms.mint(count)
         return self.rooms.mint_at(rank, num_ranks, count)
 
-    def on_attempt_failed(self, request: RequestContext, attempt: PairAttempt, failure: CallFailed) -> None:
-        """Tell all that `failure` ended `attempt` before its answer began."""
+    def _on_attempt_failed(self, request: RequestContext, attempt: PairAttempt, failure: CallFailed) -> None:
+        """Notify observers that `failure` ended `attempt` before its answer began."""
         request.note_failed(failure, attempt.workers)
         now_s = self.clock()
         for notify in self.events.on_attempt_failed:

@@ -51,7 +51,6 @@ class RequestContext(msgspec.Struct, kw_only=True, eq=False):
     parsed: ParsedBody = ParsedBody(api=Api.GENERATE, fields={})
     hints: RoutingHints = RoutingHints()
     slo: Slo | None = None  # None: no objectives
-    hedge_after_s: float | None = None  # silence after which a second attempt begins; None: never
     ways: tuple[Way, ...] = ()  # that it may go
     dp_rank: int | None = None  # of both workers that is to serve it; None: any
     model: str = ""  # that its workers must serve; "": any
@@ -133,8 +132,8 @@ def _patience_s(headers: Mapping[str, str], name: str) -> float | None:
     return None if text is None else seconds_of(text, name)
 
 
-def milliseconds(headers: Mapping[str, str], name: str, *, zero: str = "") -> float | None:
-    """A header's number, in seconds; None without it. `zero`: what 0 means ("": it is refused). `BadBody`."""
+def milliseconds(headers: Mapping[str, str], name: str) -> float | None:
+    """A header's number above 0, in seconds; None without it. `BadBody`."""
     text = headers.get(name)
     if text is None:
         return None
@@ -142,7 +141,6 @@ def milliseconds(headers: Mapping[str, str], name: str, *, zero: str = "") -> fl
         value_s = float(text) / 1000
     except ValueError:
         value_s = -1.0
-    if not 0.0 <= value_s < math.inf or (value_s == 0.0 and not zero):
-        range_ = f", 0: {zero}" if zero else " above 0"
-        raise BadBody(None, f"{name}: must be a number of milliseconds{range_}; got {text[:40]!r}")
+    if not 0.0 < value_s < math.inf:
+        raise BadBody(None, f"{name}: must be a number of milliseconds above 0; got {text[:40]!r}")
     return value_s

@@ -26,7 +26,7 @@ MOVED = "moved"  # reason of an answer that has left its worker, whose KV waits 
 
 
 class CallFailed(Exception):
-    """`reason`: that of `UpstreamError` (never "cancelled"), MOVED, or "status": an HTTP error, whole in `status`, `headers`, `body`."""
+    """`reason`: that of `UpstreamError`, MOVED, or "status": an HTTP error, whole in `status`, `headers`, `body`."""
 
     def __init__(
         self,

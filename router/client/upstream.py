@@ -22,7 +22,7 @@ MAX_ORIGINS = 4 * 4096  # parsed URLs that are kept
 
 
 class UpstreamError(Exception):
-    """`reason`: "refused" (no connection was made), "lost" (it broke), "down" (given up here), "timeout", "cancelled" (not needed)."""
+    """`reason`: "refused" (no connection was made), "lost" (it broke), "down" (given up here), "timeout"."""
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(detail)

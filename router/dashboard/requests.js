@@ -1,7 +1,7 @@
 // The last requests as rows; a click opens one's time line. Owns the rows, and asks for the details of those that are open.
 
 import { el, put, said, svg, time } from "/web/show.js";
-import { drawBars, spansOf, timeLine, tryOf, workerSpans } from "/web/timeline.js";
+import { drawBars, spansOf, timeLine, workerSpans } from "/web/timeline.js";
 
 const KINDS = { "/v1/chat/completions": "chat", "/v1/completions": "completion", "/generate": "generate", "/v1/embeddings": "embedding" };
 
@@ -97,8 +97,7 @@ class Row {
       ["first token", record.first_byte_s === null ? "not yet" : said(time(record.first_byte_s - record.started_s))],
       ...(record.num_events > 1 && record.last_byte_s !== null
         ? [["answer", `${record.num_events} events, ${said(time((record.last_byte_s - record.first_byte_s) / (record.num_events - 1)))} apart`]] : []),
-      ...record.attempts.flatMap((a, i) => (a.failure ? [[`${tryOf(a, i)} failed`, a.failure]] : [])),
-      ...record.attempts.flatMap((a, i) => (a.cancelled_s !== null ? [[`${tryOf(a, i)} ended`, "the other attempt answered first"]] : [])),
+      ...record.attempts.flatMap((a, i) => (a.failure ? [[`try ${i + 1} failed`, a.failure]] : [])),
       ...(record.failure && !record.attempts.some((a) => a.failure === record.failure) ? [["failed", record.failure]] : []),
     ];
     this.detail.replaceChildren(

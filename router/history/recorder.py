@@ -66,7 +66,7 @@ class Recorder:
         return last
 
     def on_sent(self, request: RequestContext, attempt: PairAttempt, now_s: float) -> None:
-        if request.failed is not None and not attempt.hedge:
+        if request.failed is not None:
             self.second(now_s).retried += 1
 
     def on_first_byte(self, request: RequestContext, attempt: PairAttempt, now_s: float) -> None:

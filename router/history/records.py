@@ -29,8 +29,6 @@ class DashboardAttempt(msgspec.Struct):
     prefill_ended_s: float | None = None
     failure: str = ""
     failed_s: float | None = None
-    hedge: bool = False  # made beside the one before it, not after it
-    cancelled_s: float | None = None  # the other one answered first
 
 
 class DashboardRequest(msgspec.Struct):

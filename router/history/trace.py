@@ -114,7 +114,7 @@ class RequestTrace:
 
     def add(self, attempt: PairAttempt) -> None:
         prefill = None if attempt.prefill is None else attempt.prefill.worker.url
-        shown = DashboardAttempt(attempt.started_s, attempt.answering.worker.url, prefill, hedge=attempt.hedge)
+        shown = DashboardAttempt(attempt.started_s, attempt.answering.worker.url, prefill)
         self.attempts[attempt] = shown
         self.outcome.attempts.append(shown)
         self.rooms = attempt.rooms[:MAX_ROOMS]
@@ -133,7 +133,7 @@ class RequestTrace:
             outcome.last_byte_s = request.last_byte_s
         if outcome.key and status >= 400 and not outcome.failure:
             gone = "the client went away" if status == CLIENT_GONE else f"HTTP {status}"
-            outcome.failure = _last_failure(outcome.attempts) or gone
+            outcome.failure = (outcome.attempts[-1].failure if outcome.attempts else "") or gone
 
     def shown(self) -> DashboardRequest:
         outcome, request = self.outcome, self._request
@@ -141,7 +141,6 @@ class RequestTrace:
             outcome.first_byte_s, outcome.num_events = request.first_byte_s, request.num_chunks
             outcome.failure = request.failure[:MAX_FAILURE_CHARS]
         for attempt, shown in self.attempts.items():
-            shown.cancelled_s = attempt.ended_s if attempt.cancelled else None
             if attempt.prefill is not None and attempt.prefill.ended:
                 shown.prefill_ended_s = max(attempt.started_s, attempt.prefill.reply.received_s)
         return outcome
@@ -211,9 +210,3 @@ def _past(call: UpstreamCall, sent_s: float, now_s: float) -> _PastCall:
     if not error and reply.status >= 400:
         error = str(reply.status)
     return _PastCall(call.worker, sent_s, max(sent_s, over_s), error)
-
-
-def _last_failure(attempts: Sequence[DashboardAttempt]) -> str:
-    """Of the last attempt, or of the one beside it if that is a hedge."""
-    last = attempts[-2:] if attempts and attempts[-1].hedge else attempts[-1:]
-    return next((attempt.failure for attempt in last if attempt.failure), "")

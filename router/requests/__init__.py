@@ -1,1 +1,1 @@
-"""One request from its body to its answer: picking, retries, hedging, relay, merging."""
+"""One request from its body to its answer: picking, retries, relay, merging."""

@@ -26,7 +26,6 @@ from router.pool.health import HealthMonitor
 from router.pool.worker import PAIR, UNIFIED, Way
 from router.requests.dispatch import Dispatcher
 from router.requests.failover import Failover
-from router.requests.hedging import Budget, Hedging
 from router.requests.images import BodyImages
 from router.requests.live import LiveRequests
 from router.requests.picking import Picker
@@ -96,16 +95,6 @@ def make_dispatcher(
         clock=launcher.clock,
         ways=ways,
     )
-    hedging = None
-    if config.hedge_after_s:
-        hedging = Hedging(
-            default_s=config.hedge_after_s,
-            budget=Budget(config.hedge_budget),
-            picker=picker,
-            launcher=launcher,
-            admission=admission,
-            metrics=metrics,
-        )
     failover = None
     if config.failover_max:
         failover = Failover(most=config.failover_max, retry_max=config.retry_max, picker=picker, launcher=launcher)
@@ -130,7 +119,6 @@ def make_dispatcher(
         keep_alive_s=config.sse_keep_alive_interval_s,
         credentials=credentials if credentials.has_own else None,
         chooser=chooser if chooser.needs_keys or chooser.needs_session else None,
-        hedging=hedging,
         failover=failover,
         reconnect=reconnect,
         images=BodyImages(config, most_bytes=config.max_body_bytes),

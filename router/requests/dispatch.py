@@ -4,7 +4,6 @@ A request may move to other workers only while nothing was sent to the client. E
 """
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,7 +11,7 @@ from aiohttp import web
 
 from router.admission.admission import PRIORITY_HEADER, Admission
 from router.admission.queue import RequestRefused
-from router.attempts.pair_attempt import AttemptGroup, AttemptLauncher, PairAttempt
+from router.attempts.pair_attempt import AttemptLauncher, PairAttempt
 from router.attempts.request import ITL_HEADER, TTFT_HEADER, RequestContext, time_given
 from router.attempts.upstream_call import CallFailed, circuit_blamed
 from router.body import ALONE, Api, ParsedBody, named_dp_rank, parse_body, write_body
@@ -22,7 +21,6 @@ from router.client.credentials import Credentials
 from router.pool.models import UnknownModel
 from router.pool.worker import Way
 from router.requests.failover import Failover
-from router.requests.hedging import Hedging
 from router.requests.images import BodyImages, holds_images
 from router.requests.kept_alive import serve_kept_alive
 from router.requests.live import LiveRequests
@@ -79,7 +77,6 @@ class Dispatcher:
     keep_alive_s: float
     credentials: Credentials | None
     chooser: Chooser | None
-    hedging: Hedging | None
     failover: Failover | None
     reconnect: Reconnect | None
     images: BodyImages
@@ -161,8 +158,6 @@ class Dispatcher:
         named = rank_in(http.headers)
         request.dp_rank = named_dp_rank(parsed) if named is None else named
         request.slo = self.admission.slo_of(http)
-        if self.hedging is not None:
-            request.hedge_after_s = self.hedging.after_s(http.headers, streams=parsed.streams)
         for notify in self.launcher.events.on_routed:
             notify(request)
         request.headers = self._headers(request)
@@ -229,26 +224,15 @@ class Dispatcher:
             await asyncio.sleep(pause_s(number, self.retry_backoff_s))
         raise AssertionError("the last attempt returns")
 
-    async def _attempt(self, request: RequestContext, first: PairAttempt) -> web.StreamResponse:
-        """Wait for the answer of an attempt, or of its hedge, and give it to the client. `CallFailed`: none came."""
-        group = AttemptGroup(first, partial(self.launcher.on_attempt_failed, request))
-        timer = None if self.hedging is None else self.hedging.arm(request, group)
-        winner = None
+    async def _attempt(self, request: RequestContext, attempt: PairAttempt) -> web.StreamResponse:
+        """Wait for the answer of an attempt, and give it to the client. `CallFailed`: none came."""
         try:
-            winner = await group.winner()
-            if timer is not None:
-                timer.cancel()
-            group.end(winner)
-            return await self._give(request, winner, group.end)
+            await self.launcher.until_begun(request, attempt)
+            return await self._give(request, attempt)
         finally:
-            if timer is not None:
-                timer.cancel()
-            group.end()
-            if self.hedging is not None:
-                self.hedging.count(group, winner)
+            attempt.end()
 
-    async def _give(self, request: RequestContext, attempt: PairAttempt, end: Callable[[], None]) -> web.StreamResponse:
-        """`end`: gives back what the attempt has; an answer that goes on elsewhere calls it early."""
+    async def _give(self, request: RequestContext, attempt: PairAttempt) -> web.StreamResponse:
         attempt.begin_answer()
         now_s = self.launcher.clock()
         for notify in self.launcher.events.on_first_byte:
@@ -259,17 +243,15 @@ class Dispatcher:
         if request.parsed.wants_input_logprobs and prefill is not None:
             merger = Merger(request.parsed.api, prefill.reply.take())
         if call.streaming:
-            return await self._stream(request, attempt, merger, end)
+            return await self._stream(request, attempt, merger)
         if call.framed:
-            return await self._framed(request, attempt, merger, end)
+            return await self._framed(request, attempt, merger)
         return _whole(request, attempt, merger, call.reply.take())
 
-    async def _framed(
-        self, request: RequestContext, attempt: PairAttempt, merger: Merger | None, end: Callable[[], None]
-    ) -> web.Response:
+    async def _framed(self, request: RequestContext, attempt: PairAttempt, merger: Merger | None) -> web.Response:
         """A whole answer that takes long. Its client has nothing yet: one that cannot go on elsewhere begins again (`CallFailed`)."""
         assert self.failover is not None, "only a router with failover asks for frames"
-        answer = self.failover.open(request, end)
+        answer = self.failover.open(request, attempt.end)
         try:
             answer.follow(attempt)
             body = await read_whole(attempt.answering, answer.record)
@@ -290,9 +272,7 @@ class Dispatcher:
         ends_workers = self.failover is not None and request.ends_workers(self.failover.most)
         return ends_workers or request.fails_by_itself()
 
-    async def _stream(
-        self, request: RequestContext, attempt: PairAttempt, merger: Merger | None, end: Callable[[], None]
-    ) -> web.StreamResponse:
+    async def _stream(self, request: RequestContext, attempt: PairAttempt, merger: Merger | None) -> web.StreamResponse:
         attempt.watch_prefill(self.launcher.on_call_failed)
         request.cut = attempt.answering.reply.close
         on_chunk, clock = self.launcher.events.on_chunk, self.launcher.clock
@@ -304,7 +284,7 @@ class Dispatcher:
             request.last_byte_s = now_s
             request.num_chunks += 1
 
-        answer = None if self.failover is None else self.failover.open(request, end)
+        answer = None if self.failover is None else self.failover.open(request, attempt.end)
         splitter = _splitter(request, attempt, merger, None if answer is None else answer.record)
         out = await open_answer(request.http, attempt.answering.reply, request.alive)
         if request.events_first:

@@ -10,11 +10,10 @@ Bounds: `most` workers may die under one request, and `retry_max` errors be repo
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import msgspec
 
-from router.attempts.pair_attempt import AttemptGroup, AttemptLauncher, PairAttempt
+from router.attempts.pair_attempt import AttemptLauncher, PairAttempt
 from router.attempts.request import RequestContext
 from router.attempts.upstream_call import MOVED, CallFailed
 from router.body import write_body
@@ -177,17 +176,16 @@ class ResumableAnswer:
 
     async def _begun(self, first: PairAttempt) -> PairAttempt | None:
         """Wait for the answer of an attempt; None: none came."""
-        group = AttemptGroup(first, partial(self.failover.launcher.on_attempt_failed, self.request))
         try:
-            begun = await group.winner()
+            await self.failover.launcher.until_begun(self.request, first)
         except CallFailed:
-            group.end()
+            first.end()
             return None
         except asyncio.CancelledError:
-            group.end()
+            first.end()
             raise
-        self.end_attempt = begun.end
-        return begun
+        self.end_attempt = first.end
+        return first
 
 
 def ask_for_rest(request: RequestContext, resume: bytes, secret: bytes) -> None:

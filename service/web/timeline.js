@@ -2,13 +2,11 @@
 
 import { el, nameOf, said, svg, time } from "/web/show.js";
 
-/** The attempt that answers, or may yet: of two at a time the one that was not ended for the other. */
+/** The attempt that answers, or may yet. */
 export function answeringOf(record) {
-  const going = record.attempts.filter((attempt) => attempt.failure === "" && attempt.cancelled_s === null);
+  const going = record.attempts.filter((attempt) => attempt.failure === "");
   return going.at(-1) ?? record.attempts.at(-1) ?? null;
 }
-
-export const tryOf = (attempt, i) => (attempt.hedge ? `hedge, try ${i + 1}` : `try ${i + 1}`);
 
 /** Spans of a request, in seconds of the router's clock: {lane, name, from, to, tone}. `to` null: it lasts. */
 export function spansOf(record) {
@@ -18,8 +16,8 @@ export function spansOf(record) {
     spans.push({ lane: "router", name: "chosen", from: record.started_s, to: first.started_s, tone: "quiet" });
   const answering = answeringOf(record);
   record.attempts.forEach((attempt, i) => {
-    const again = record.attempts.length > 1 ? ` (${tryOf(attempt, i)})` : "";
-    const end = attempt.failed_s ?? attempt.cancelled_s ?? record.ended_s;
+    const again = record.attempts.length > 1 ? ` (try ${i + 1})` : "";
+    const end = attempt.failed_s ?? record.ended_s;
     const begun = attempt === answering ? record.first_byte_s : null;
     const failed = attempt.failure !== "";
     if (attempt.prefill !== null)

@@ -91,11 +91,10 @@ def test_what_commands_a_terminal_is_not_printed() -> None:
 
 
 def test_of_several_attempts_the_one_that_answers_is_named() -> None:
-    failed = {"failure": "HTTP 500", "cancelled_s": None}
-    lost = {"failure": "", "cancelled_s": 1.0}
-    won = {"failure": "", "cancelled_s": None}
-    assert answering_of([failed, won, lost]) is won
-    assert answering_of([failed, lost]) is lost
+    failed, first, second = {"failure": "HTTP 500"}, {"failure": "", "try": 2}, {"failure": "", "try": 3}
+    assert answering_of([failed, first, second]) is second
+    assert answering_of([first, failed]) is first
+    assert answering_of([failed]) is failed
 
 
 def test_a_question_without_an_answer_leaves_the_conversation_as_it_was() -> None:

@@ -56,7 +56,7 @@ HEADERS: tuple[tuple[str, ...], ...] = (
         *("X-Forwarded-For", "X-Forwarded-Host"),
     ),
     *((name,) for name in ("x-request-timeout", "x-envoy-expected-rq-timeout-ms", "x-priority", "x-slo-ttft-ms")),
-    *((name,) for name in ("x-slo-itl-ms", "x-tandem-hedge-after-ms", "Host", "Origin", "Sec-Fetch-Site")),
+    *((name,) for name in ("x-slo-itl-ms", "Host", "Origin", "Sec-Fetch-Site")),
     # of routers to workers
     ("X-Tandem-Frames", "X-Tandem-Keep", "X-Tandem-Prefix-Source", "X-Tandem-Image-Encoders", "X-Tandem-No-Beats"),
     *((name,) for name in ("X-Tandem-Resume", "x-data-parallel-rank", "Last-Event-ID")),

@@ -88,8 +88,6 @@ async def test_a_router_without_a_request_shows_them() -> None:
         'tandem_router_errors_total{reason="no_worker",role="prefill,decode"}',
         'tandem_router_retries_total{reason="lost"}',
         'tandem_router_refused_total{why="queue_full"}',
-        'tandem_router_hedges_total{what="won"}',
-        'tandem_router_hedges_withheld_total{why="budget"}',
         'tandem_router_failovers_total{reason="lost",result="went_on"}',
         'tandem_router_images_total{encoder="none"}',
         'smg_http_responses_total{method="POST",status_code="502"}',

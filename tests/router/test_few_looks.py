@@ -1,4 +1,4 @@
-"""Retries, hedges, moves, and requests with objectives take the worker that a look at each would take, and look at few."""
+"""Retries, moves, and requests with objectives take the worker that a look at each would take, and look at few."""
 
 import math
 import random
@@ -30,12 +30,11 @@ from router.choice.prefix_index import PrefixIndex
 from router.config import ChoiceFlags
 from router.pool import workers as table_module
 from router.pool.load_order import load_key
-from router.pool.pool import EMPTY, MAX_GAPS, Pool, WorkerPool
+from router.pool.pool import MAX_GAPS, Pool, WorkerPool
 from router.pool.servers import server_of
 from router.pool.states import Check
 from router.pool.worker import LoadReport, Role, Worker
 from router.pool.workers import WorkerTable
-from router.requests.hedging import other_pools
 from service.prefix_chain import BLOCK_TOKENS
 from tests.router.dummies import table_of
 from tests.router.test_pools import ROLES, Story, plain_least, plain_soonest, queue_ends
@@ -75,16 +74,6 @@ def plain_best(failed: FailedWorkers, alive: Sequence[Worker]) -> list[Worker]:
     left = [w for w in alive if unjoined(w) < MAX_JOINS]
     fresh = [w for w in left if w.worker_id not in failed._failed]
     return [w for w in fresh if not unjoined(w)] or fresh or left
-
-
-def plain_hedge(pools: Sequence[Sequence[Worker]], taken: Sequence[Worker]) -> list[list[Worker]] | None:
-    """The rule of router/requests/hedging.py, a worker at a time."""
-    free = [[w for w in pool if not w.has_queue] for pool in pools]
-    others = [[w for w in pool if w not in taken] for pool in free]
-    if not any(others):
-        return None
-    found = [other or (left if len(pool) == 1 else []) for other, left, pool in zip(others, free, pools, strict=True)]
-    return found if all(found) else None
 
 
 class Trouble(Story):
@@ -131,7 +120,7 @@ def same_choice(pool: Pool, plain: Sequence[Worker], story: Story, index: Prefix
 
 
 @pytest.mark.parametrize(("seed", "workers"), [(0, 8), (1, 8), (2, 60), (3, 60)])
-def test_a_retry_and_a_hedge_go_where_a_look_at_each_would_send_them(seed: int, workers: int) -> None:
+def test_a_retry_goes_where_a_look_at_each_would_send_it(seed: int, workers: int) -> None:
     story, index, sizes = Trouble(random.Random(seed), workers=workers), PrefixIndex(max_blocks=64), set()
     story.table.on_gone = lambda worker: index.forget(worker.worker_id)
     for _ in range(80):
@@ -142,12 +131,6 @@ def test_a_retry_and_a_hedge_go_where_a_look_at_each_would_send_them(seed: int, 
                 best = failed.best_of(pool)
                 same_choice(best, plain_best(failed, [*pool]), story, index)
                 sizes.add(len(pool) - len(best))
-        taken = [story.rng.choice(pool) for pool in pools if pool]
-        hedge = other_pools([failed.best_of(pool) for pool in pools], taken)
-        expected = plain_hedge([plain_best(failed, [*pool]) for pool in pools], taken)
-        assert (hedge is None) == (expected is None)
-        for pool, plain in zip(hedge or (), expected or (), strict=True):
-            same_choice(pool, plain, story, index)
     assert len(sizes) > 2
     story.table.check()
 
@@ -162,7 +145,6 @@ def test_workers_of_one_bootstrap_server_are_left_out_together() -> None:
     table.on_bootstrap(pool[0], "b", 1)
     assert pool[0] in pool.beside([("b", 0)]), "it has moved"
     assert not pool.beside([("b", 0), ("b", 1)])
-    assert not EMPTY.queueless
 
 
 # ---- objectives
@@ -348,7 +330,7 @@ def most_looks(seen: set[int], act: Callable[[], object], change: Callable[[], o
     return most
 
 
-def test_a_retry_a_hedge_and_a_move_look_at_few_workers(looks: set[int]) -> None:
+def test_a_retry_and_a_move_look_at_few_workers(looks: set[int]) -> None:
     table, _ = busy_table(Role.PREFILL)
     rng, workers = random.Random(4), table.workers()
 
@@ -358,10 +340,6 @@ def test_a_retry_a_hedge_and_a_move_look_at_few_workers(looks: set[int]) -> None
         failed._unjoined[server_of(workers[9]) or ("", 0)] = 1
         return LeastLoad().look(failed.best_of(table.ready(Role.PREFILL, "", now_s=0.0)), RoutingHints())
 
-    def hedge() -> object:
-        pools = other_pools([table.ready(Role.PREFILL, "", now_s=0.0)], workers[3:4])
-        return None if pools is None else LeastLoad().look(pools[0], RoutingHints())
-
     def change() -> None:
         worker = rng.choice(workers)
         table.loads.charge(worker, 10)
@@ -370,7 +348,7 @@ def test_a_retry_a_hedge_and_a_move_look_at_few_workers(looks: set[int]) -> None
         table.on_silence(worker, True)
         table.on_silence(worker, False)
 
-    for act in (retry, hedge, lambda: table.others(workers[5]).least_loaded()):
+    for act in (retry, lambda: table.others(workers[5]).least_loaded()):
         assert most_looks(looks, act, change) < 100
 
 

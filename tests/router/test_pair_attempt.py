@@ -4,13 +4,14 @@ import asyncio
 
 import pytest
 
-from router.attempts.pair_attempt import AttemptGroup, PairAttempt
+from router.attempts.pair_attempt import PairAttempt
 from router.attempts.upstream_call import CallFailed
-from tests.router.attempts import Launched, turns
+from tests.router.attempts import Launched, make_request, turns
 
 
-async def winner(attempt: PairAttempt) -> PairAttempt:
-    return await AttemptGroup(attempt, on_failed=lambda attempt, failure: None).winner()
+async def begun(attempt: PairAttempt) -> PairAttempt:
+    await attempt.launcher.until_begun(make_request(), attempt)
+    return attempt
 
 
 @pytest.mark.parametrize("statuses", [(500, 400), (400, 500)])
@@ -19,7 +20,7 @@ async def test_of_two_failures_at_once_the_final_one_counts(statuses: tuple[int,
     prefill.answer(statuses[0])
     decode.answer(statuses[1])
     with pytest.raises(CallFailed) as caught:
-        await winner(attempt)
+        await begun(attempt)
     assert caught.value.status == 400 and caught.value.body == b"x"
 
 
@@ -28,7 +29,7 @@ async def test_a_worker_that_is_gone_is_blamed_before_the_one_that_says_it_lost_
     prefill.answer(500)
     decode.close()
     with pytest.raises(CallFailed) as caught:
-        await winner(attempt)
+        await begun(attempt)
     assert caught.value.reason == "lost"
 
 
@@ -37,7 +38,7 @@ async def test_an_answer_that_came_together_with_a_failure_is_closed() -> None:
     prefill.answer(400)
     decode.answer(200, events=True, complete=False)
     with pytest.raises(CallFailed):
-        await winner(attempt)
+        await begun(attempt)
     attempt.end()
     assert decode.closed
 
@@ -45,7 +46,7 @@ async def test_an_answer_that_came_together_with_a_failure_is_closed() -> None:
 async def test_a_stream_begins_with_its_first_bytes_and_another_answer_with_its_last() -> None:
     for events in (True, False):
         attempt, _, decode = Launched().pair()
-        answer = asyncio.create_task(winner(attempt))
+        answer = asyncio.create_task(begun(attempt))
         decode.answer(200, b"", events=events, complete=False)
         await turns(1)
         assert not answer.done()
@@ -62,7 +63,7 @@ async def test_a_prefill_call_that_never_ends_is_ended(monkeypatch: pytest.Monke
     launched = Launched()
     attempt, prefill, decode = launched.pair()
     decode.answer(200)
-    await winner(attempt)
+    await begun(attempt)
     attempt.complete()
     attempt.end()
     async with asyncio.timeout(10):

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from aiohttp import web
 
 from router.admission.forecast import MIN_POINTS, STALE_S, Forecast
 from router.attempts.request import Slo
@@ -26,7 +25,7 @@ from router.pool.worker import PAIR, UNIFIED, LoadReport, Role, Worker
 from router.pool.workers import WorkerTable, missing_roles, silent_roles
 from router.requests.ways import WayChooser, way_to_take
 from service.flags import ConfigError
-from tests.router.dummies import CHAT, STREAM, Cluster, DummyWorker, always, answer_ok, cluster, hang, until
+from tests.router.dummies import CHAT, STREAM, Cluster, always, cluster, until
 
 WANTED = Objectives(ttft_s=4.0, itl_s=0.04)
 SLOW_HANDOVER, ALONE = (
@@ -370,21 +369,6 @@ async def test_a_refused_objective_is_one_that_no_way_keeps() -> None:
         assert status == 200 and b"null-0" in answer
         status, _, answer = await c.post("/v1/chat/completions", STREAM, headers={"X-SLO-TTFT-ms": "100"})
         assert status == 429 and b"slo_ttft" in answer
-
-
-async def test_a_hedge_may_take_the_other_way() -> None:
-    """Each role has one worker. Whoever is to answer first hangs; the other way's worker answers."""
-    async with cluster(mixed=1, hedge_after_s=0.02, retry_max=0) as c:
-        hung: list[str] = []
-
-        async def hang_first(worker: DummyWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-            hung.append(worker.name)
-            return await (hang if len(hung) == 1 else answer_ok)(worker, request, body)
-
-        for worker in (*c.decodes, *c.alone):
-            worker.behave = hang_first
-        await served_by(c, STREAM)
-        assert sorted(hung) == ["decode-0", "null-0"]
 
 
 async def test_a_prefill_worker_s_own_apis_may_go_to_a_unified_one() -> None:

@@ -30,7 +30,7 @@ from engine.frontend.errors import from_finish
 from engine.loop.control import EngineControl
 from engine.loop.deadlines import Deadlines
 from engine.loop.pipeline import Pipeline
-from router.attempts.pair_attempt import AttemptGroup, PairAttempt, RoomMinter
+from router.attempts.pair_attempt import PairAttempt, RoomMinter
 from router.attempts.request import RequestContext
 from router.attempts.upstream_call import UpstreamCall
 from router.pool.worker import Loads
@@ -527,17 +527,6 @@ CLUSTER.skip(
 )
 def _(original, request, now_s):
     return request.headers
-
-
-@CLUSTER.bug(
-    "let the loser of a hedge run on",
-    PairAttempt.end,
-    "The attempt that loses a hedge is not ended.",
-    called_by=AttemptGroup.end,
-)
-def _(original, attempt, why=None):
-    if why is None:
-        original(attempt, why)
 
 
 # ---- answers that go on at another worker

@@ -13,7 +13,6 @@ from typing import Any
 
 import msgspec
 
-from router.requests.hedging import HEDGE_HEADER
 from service.http.deadline import TIMEOUT_HEADER
 from service.kv_events import namespace_of
 from tests.core.hash_model import hidden_of, prefix_hash
@@ -195,8 +194,6 @@ class Clients:
         request = _request(asked, files=self._options.num_encode > 0)
         if self._options.resume_window_s and asked.stream:
             request.headers.update(headers_of(f"c{asked.number}-{asked.tries}", bytes(asked.body), again=again))
-        if self._options.hedge_after_ms and asked.number % 2:  # whole answers are hedged where their clients say so
-            request.headers[HEDGE_HEADER] = f"{self._options.hedge_after_ms:g}"
         return request
 
     def leave(self, number: int) -> None:

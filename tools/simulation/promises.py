@@ -61,7 +61,7 @@ def _of(seed: int, *faults: str, fault_every_s: float, **more: Any) -> Options:
     """Four workers of each role, quick links, room for all, and steps that are slow beside them: faults strike answers."""
     options = calm(options_of(seed, nodes=8, faults=faults))
     even = replace(options, num_prefill=4, num_decode=4, ranks=(1, 1), kv_units=1, stages=(1, 1))
-    plain = replace(even, priorities=False, hedge_after_ms=0.0, retry_max=5, most_kept_bytes=MOST_KEPT_BYTES)
+    plain = replace(even, priorities=False, retry_max=5, most_kept_bytes=MOST_KEPT_BYTES)
     roomy = replace(plain, delay_s=(0.0001, 0.0005), pages=(300, 150), rows=16, clock_s=0.01)
     return replace(roomy, fault_every_s=fault_every_s, **more)
 

@@ -72,8 +72,6 @@ class Router:
             request_timeout_s=60.0,
             sse_keep_alive_interval_s=1.0,
             max_concurrent_requests=options.max_concurrent,
-            hedge_after_s=options.hedge_after_ms / 1000,
-            hedge_budget=1.0,
             resume_window_s=options.resume_window_s,
         )
         chooser = make_chooser(config, draw=draw.randrange)
@@ -85,9 +83,8 @@ class Router:
             network=network, process=process, aio=self.aio, request_timeout_s=config.request_timeout_s
         )
         metrics = RouterMetrics(self.table)
-        hedges: Any = _Counted(network.world.seen, "hedges")
         failovers: Any = _Counted(network.world.seen, "failovers")
-        metrics.hedges, metrics.failovers = hedges, failovers
+        metrics.failovers = failovers
         gate = open_gate(api_key=None, api_key_file=None, admin_api_key=None, admin_api_key_file=None)
         credentials = Credentials(api=gate.api)
         self.live = LiveRequests()
