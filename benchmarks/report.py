@@ -224,9 +224,9 @@ SECTIONS = {
         "The router's core at work for many workers, and the bootstrap server's registry: production code in virtual "
         "time, fed by a trace that repeats with new prompts, at a rate that suits the workers. Every 1,000 requests "
         "one worker goes down and comes back, so pools are made anew. Sockets and bodies are not included; their cost"
-        " does not depend on the number of workers. What still grows is cache misses. Each request of the rows with `and` is chosen "
-        "twice; objectives (`--slo-ttft`, `--slo-itl`) ask the forecast. The last rows with a comma are for comparison: a look at "
-        "each worker for each request. [Plot](scale.png).",
+        " does not depend on the number of workers. Half of the workers are of each role. Each request of the row with `and` is "
+        "chosen twice; objectives (`--slo-ttft`, `--slo-itl`) ask the forecast. Balance: random prompts in virtual time "
+        "(`benchmarks.scale_balance`), `all compared` is the least loaded of all workers. [Plot](scale.png).",
         scale.render,
     ),
     "kv_event_rate": (

@@ -22,6 +22,7 @@ from deploy.bench.environment import describe
 from router.choice.cache_aware import CacheAware, cached_of, unbalanced
 from router.choice.policies import (
     ConsistentHashing,
+    Draw,
     LeastLoad,
     Placement,
     Policy,
@@ -32,7 +33,7 @@ from router.choice.policies import (
 )
 from router.choice.prefix_index import PrefixIndex
 from router.config import ChoiceFlags
-from router.pool.pool import WorkerPool
+from router.pool.worker import Pool
 
 TREE_BLOCKS = (1 << 26) // 512  # --max-tree-size
 SPEEDS = (0.5, 1.0, 1.5, 2.0)
@@ -49,10 +50,11 @@ class LongestPrefix:
         self._index = index
         self._settings = ChoiceFlags()
 
-    def choose(self, candidates: WorkerPool, ask: RoutingHints) -> Placement:
+    def choose(self, candidates: Pool, ask: RoutingHints) -> Placement:
         matched = self._index.match(ask.keys)
         best = max(candidates, key=lambda w: matched.depth(w.worker_id))
-        if unbalanced(*candidates.queue_ends(), self._settings):
+        queues = [worker.inflight_requests for worker in candidates]
+        if unbalanced(min(queues), max(queues), self._settings):
             best = min(candidates, key=lambda w: w.inflight_requests)
         elif cached_of(matched, best, ask) <= self._settings.cache_threshold * ask.prompt_tokens:
             best = min(candidates, key=lambda w: self._index.num_blocks(w.worker_id))
@@ -60,24 +62,24 @@ class LongestPrefix:
         return Placement(best, cached_of(matched, best, ask))
 
 
-def _draw() -> Callable[[int], int]:
+def _draw() -> Draw:
     return random.Random(SEED).randrange
 
 
 PREFILL: dict[str, Callable[[PrefixIndex], Policy]] = {
     "random": lambda index: Random(_draw()),
-    "round_robin": lambda index: RoundRobin(),
+    "round_robin": lambda index: RoundRobin(_draw()),
     "power_of_two": lambda index: PowerOfTwo(_draw()),
-    "least_load": lambda index: LeastLoad(),
-    "consistent_hashing": lambda index: ConsistentHashing(),
+    "least_load": lambda index: LeastLoad(_draw()),
+    "consistent_hashing": lambda index: ConsistentHashing(_draw()),
     "longest prefix": LongestPrefix,
-    "cache_aware": lambda index: CacheAware(index, ChoiceFlags()),
-    "cache_aware, KV events": lambda index: CacheAware(index, ChoiceFlags()),
+    "cache_aware": lambda index: CacheAware(_draw(), index, ChoiceFlags()),
+    "cache_aware, KV events": lambda index: CacheAware(_draw(), index, ChoiceFlags()),
 }
-DECODE: dict[str, Callable[[], Policy]] = {
-    "random": lambda: Random(_draw()),
+DECODE: dict[str, Callable[[Draw], Policy]] = {
+    "random": Random,
     "round_robin": RoundRobin,
-    "power_of_two": lambda: PowerOfTwo(_draw()),
+    "power_of_two": PowerOfTwo,
     "least_load": LeastLoad,
     "consistent_hashing": ConsistentHashing,
 }
@@ -120,9 +122,9 @@ def _run(path: Path, workers: int, speeds: Sequence[float]) -> dict[str, Any]:
             row = prefill_row(name, trace, PrefillModel(num_workers=workers, cache_tokens=tokens))
             small.append({"policy": name, "cache_tokens": tokens, **row})
     trace = read_trace(path)
-    done_s = replay_prefill(trace, LeastLoad(), model).done_s
+    done_s = replay_prefill(trace, LeastLoad(_draw()), model).done_s
     for name, make in DECODE.items():
-        result = replay_decode(trace, done_s, make(), DecodeModel(num_workers=workers))
+        result = replay_decode(trace, done_s, make(_draw()), DecodeModel(num_workers=workers))
         decode.append({"policy": name, "spread": result.spread, "fullest_p99": _quantile(result.fullest, 0.99)})
     return {"trace": path.name, "requests": len(trace), "prefill": prefill, "small": small, "decode": decode}
 

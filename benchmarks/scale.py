@@ -3,7 +3,8 @@
 usage: python -m benchmarks.scale --trace PATH [--workers N ...] [--requests N] [--each N] [--output FILE] [--plot PNG]
 
 The router's core in virtual time over a trace (benchmarks/scale_cluster.py): the default policy for --requests requests at the
-most workers, every policy for --each at every size. "a look at each" is the same core with nothing kept between requests.
+most workers, every policy for --each at every size. balance (benchmarks/scale_balance.py) is how evenly
+the default policy loads them.
 """
 
 import argparse
@@ -11,11 +12,13 @@ import gc
 import json
 import random
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
+from benchmarks import scale_balance
 from benchmarks.scale_cluster import ROLES, Cluster, Stopwatch, repeated
 from benchmarks.scale_idle import measure, one_process_for_all
 from benchmarks.trace_workers import TraceRequest, read_trace
@@ -24,24 +27,23 @@ from bootstrap_server.protocol import Registration
 from bootstrap_server.registry import Registry
 from deploy.bench.environment import describe
 from router.attempts.request import Slo
+from router.choice.policies import LeastLoad, RoutingHints
 from router.config import POLICIES
 from router.pool.states import Check
 from service.process.start import allow_many_files
 
 SIZES = (10, 100, 1000, 10_000)
 DEFAULT = "least_load"
-SCAN = ", a look at each"
 OBJECTIVE, TIGHT = "cache_aware, objectives", "cache_aware, objectives that few keep"
 RETRY = "least_load, and a retry of each"
 OBJECTIVES = {OBJECTIVE: Slo(ttft_s=3600.0), TIGHT: Slo(ttft_s=1.0, itl_s=0.5)}
-SLOW_SHARE = 10  # of --each, for those that are known to grow
-MOST_SCANNED = 1000
 MOST_WATCHED = 1000  # idle workers with sockets
 PARTS = ("begin", "again", "refused", "first token", "end")
 IDLE_S = 5.0
 RENEW_EVERY, ANY_EVERY = 10, 20  # registry calls between two renewals, and two look-ups of any worker
 SEED = 1
 CHANGES = 400
+BUSY = (0.8, 0.95)  # shares of the time for which prefill workers compute
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -51,6 +53,7 @@ def main(argv: list[str] | None = None) -> int:
         "environment": describe(),
         "trace": args.trace[0].name,
         "router": router_rows(read_trace(args.trace[0]), args.workers, requests=args.requests, each=args.each),
+        "balance": balance_rows(args.balance, seconds=args.balance_seconds),
         "changes": [change_row(count) for count in args.workers],
         "registry": [registry_row(count, args.each) for count in args.workers],
         "idle": idle(min(args.workers), min(MOST_WATCHED, max(args.workers)), seconds=args.idle_seconds),
@@ -69,6 +72,10 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--workers", type=int, nargs="+", default=SIZES, help="of both roles together; even numbers")
     parser.add_argument("--requests", type=int, default=1_000_000, help="of the long run")
     parser.add_argument("--each", type=int, default=50_000, help="requests of each other run")
+    parser.add_argument(
+        "--balance", type=int, nargs="*", default=(1000, 10_000), help="workers whose balance is measured"
+    )
+    parser.add_argument("--balance-seconds", type=float, default=12.0, help="of virtual time")
     parser.add_argument("--idle-seconds", type=float, default=IDLE_S, help="of checks before memory is read")
     parser.add_argument("--output", type=Path, help="write the JSON here")
     parser.add_argument("--plot", type=Path, help="write a PNG here (needs matplotlib)")
@@ -77,20 +84,16 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
 
 def router_rows(trace: list[TraceRequest], sizes: tuple[int, ...], *, requests: int, each: int) -> list[dict[str, Any]]:
     """A row a run; the long one first."""
-    few = max(1, each // SLOW_SHARE)
     plans = [(DEFAULT, max(sizes), requests)]
     plans += [(policy, count, each) for policy in POLICIES for count in sizes]
     plans += [(name, count, each) for name in (RETRY, OBJECTIVE, TIGHT) for count in sizes]
-    plans += [
-        (name + SCAN, count, few) for name in (DEFAULT, "cache_aware") for count in sizes if count <= MOST_SCANNED
-    ]
     return [router_row(trace, name, workers=workers, requests=count) for name, workers, count in plans]
 
 
 def router_row(trace: list[TraceRequest], name: str, *, workers: int, requests: int) -> dict[str, Any]:
     """One run of one policy."""
     policy, slo = name.split(",")[0], OBJECTIVES.get(name)
-    cluster = Cluster(policy, workers, slo=slo, scanned=name.endswith(SCAN), retried=name == RETRY)
+    cluster = Cluster(policy, workers, slo=slo, retried=name == RETRY)
     begun_s = time.monotonic()
     with tqdm(total=requests, unit="req", desc=f"{name}, {workers} workers", mininterval=1.0) as bar:
         cluster.run(repeated(trace, requests, workers=workers // 2), tell=bar.update)
@@ -111,18 +114,29 @@ def router_row(trace: list[TraceRequest], name: str, *, workers: int, requests: 
     }
 
 
+def balance_rows(sizes: Sequence[int], *, seconds: float) -> list[dict[str, Any]]:
+    """A row for each policy and size."""
+    return [
+        scale_balance.measure(name, workers, busy=busy, seconds=seconds, seed=SEED)
+        for workers in sizes
+        for busy in BUSY
+        for name in scale_balance.NAMES
+    ]
+
+
 def change_row(workers: int) -> dict[str, Any]:
     """A worker goes down or comes back, and the next request finds its pool."""
     cluster, watch = Cluster(DEFAULT, workers), Stopwatch()
     table = cluster.table
+    policy = LeastLoad(random.Random(SEED).randrange)
     for role in ROLES:
-        table.ready(role, "", now_s=0.0).least_loaded()
+        policy.look(table.ready(role, "", now_s=0.0), RoutingHints())
     for number in range(CHANGES):
         worker, result = table.workers()[number // 2 % workers], (Check.REFUSED, Check.OK)[number % 2]
         begun_ns = time.thread_time_ns()
         table.on_check(worker, result, now_s=0.0)
         for role in ROLES:
-            table.ready(role, "", now_s=0.0).least_loaded()
+            policy.look(table.ready(role, "", now_s=0.0), RoutingHints())
         watch.add("change", begun_ns)
     table.check()
     return {"workers": workers, "change_us": watch.us("change")}
@@ -208,11 +222,22 @@ def render(report: dict[str, Any]) -> str:
     found = report["idle"]
     lines += [
         "",
+        "| balance at | busy | | largest over mean load: prefill | decode | wait at prefill: mean ms | p99 ms |",
+        "|---|---:|---|---:|---:|---:|---:|",
+        *map(_balance_line, report["balance"]),
+        "",
         f"An idle worker takes **{found['bytes'] / 1000:.1f} kB** in a whole router that watches {found['workers']:,} of them "
         f"(its row, metrics, task, timers and kept-alive connection), and {found['check_us_per_s']:.0f} us of CPU a second for its "
         "check and its report.",
     ]
     return "\n".join(lines)
+
+
+def _balance_line(row: dict[str, Any]) -> str:
+    return (
+        f"| {row['workers']:,} workers | {100 * row['busy']:.0f} % | {row['policy']} | {row['prefill_spread']:.1f} | "
+        f"{row['decode_spread']:.2f} | {row['wait_mean_ms']:.1f} | {row['wait_p99_ms']:.0f} |"
+    )
 
 
 def plot(report: dict[str, Any], path: Path) -> None:

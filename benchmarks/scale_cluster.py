@@ -7,7 +7,7 @@ again. Time is CPU time of this thread; the clock's own cost is taken off.
 """
 
 import heapq
-import secrets
+import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -24,8 +24,6 @@ from router.attempts.upstream_call import CallFailed
 from router.choice.chooser import make_chooser
 from router.choice.policies import RoutingHints, cost_tokens
 from router.config import RouterConfig
-from router.pool.models import serves
-from router.pool.pool import WorkerPool
 from router.pool.states import Check
 from router.pool.worker import Lease, LoadReport, Role, Worker
 from router.pool.workers import WorkerTable
@@ -36,6 +34,7 @@ TOKENS_PER_S = 8000.0  # of a prefill worker
 ITL_S = 0.03
 CAPACITY_TOKENS = 1_000_000  # of a decode worker's KV
 CHURN = 1000  # requests between two workers that go down
+SEED = 1
 TREE_BYTES = 1 << 20  # --max-tree-size: memory for a thousand workers' prefixes on a small machine
 TRACE_WORKERS = 8  # that serve the trace at its own rate without a queue that only grows
 ROLES = (Role.PREFILL, Role.DECODE)
@@ -93,25 +92,13 @@ class _Running:
     rooms: tuple[int, ...]
 
 
-class ScannedTable(WorkerTable):
-    """To compare with: a look at each worker for each request, whose pool is made anew."""
-
-    def ready(self, role: Role, model: str, *, now_s: float) -> Any:
-        alive = [w for w in self.alive(role) if not model or serves(w.models, model)]
-        heard = [w for w in alive if not w.silent] or alive
-        return WorkerPool([w for w in heard if w.circuit.takes(now_s)] or heard)
-
-
 class Cluster:
     """`workers` of both roles together behind one router with this policy for prefill and, where that is sensible, decode.
 
     `retried`: each request is sent twice: its first decode worker has failed it.
     """
 
-    def __init__(
-        self, policy: str, workers: int, *, slo: Slo | None = None, scanned: bool = False, retried: bool = False
-    ) -> None:
-        self._table_of = ScannedTable if scanned else WorkerTable
+    def __init__(self, policy: str, workers: int, *, slo: Slo | None = None, retried: bool = False) -> None:
         self.policy = policy
         self.workers = workers
         self.slo = slo
@@ -129,8 +116,8 @@ class Cluster:
         config = RouterConfig(
             pd_disaggregation=True, prefill_policy=self.policy, decode_policy=decode, max_tree_size=TREE_BYTES
         )
-        chooser = make_chooser(config, draw=secrets.randbelow)
-        self.table = self._table_of(on_gone=chooser.forget)
+        chooser = make_chooser(config, draw=random.Random(SEED).randrange)
+        self.table = WorkerTable(on_gone=chooser.forget)
         self.admission = Admission(config)
         self.queue = AdmissionQueue(config)
         self.rooms = RoomMinter()

@@ -19,7 +19,6 @@ from pathlib import Path
 
 from router.choice.policies import Placement, Policy, RoutingHints, cost_tokens
 from router.choice.prefix_index import PrefixIndex
-from router.pool.pool import WorkerPool
 from router.pool.states import Check
 from router.pool.worker import Lease, LoadReport, Role, Worker
 from router.pool.workers import WorkerTable
@@ -146,7 +145,7 @@ def replay_prefill(
 ) -> PrefillResult:
     """Every request through `policy`; `index` is told what workers cache if `model.events`."""
     table, clock = _table(model.num_workers, Role.PREFILL), _Clock()
-    workers = WorkerPool(table.workers(), table.loads.log)
+    workers = table.workers()
     caches = [BlockCache(model.cache_tokens // TRACE_BLOCK_TOKENS) for _ in workers]
     free_s, queued = [0.0] * len(workers), [0] * len(workers)
     result = PrefillResult([], [], [0] * len(workers), 0, 0, [])
@@ -218,7 +217,7 @@ class DecodeResult:
 def replay_decode(trace: list[TraceRequest], done_s: list[float], policy: Policy, model: DecodeModel) -> DecodeResult:
     """Requests reach decode when prefill is done with them. The router knows of them from then on."""
     table, clock = _table(model.num_workers, Role.DECODE), _Clock()
-    workers = WorkerPool(table.workers(), table.loads.log)
+    workers = table.workers()
     held, result = [0] * len(workers), DecodeResult([], [])
     for when_s, request in sorted(zip(done_s, trace, strict=True), key=lambda pair: (pair[0], pair[1].at_s)):
         clock.run_until(when_s)

@@ -15,9 +15,8 @@ from router.choice.chooser import make_chooser
 from router.choice.policies import RoutingHints, cost_tokens
 from router.choice.way_costs import Objectives
 from router.config import RouterConfig
-from router.pool.pool import WorkerPool
 from router.pool.states import Check
-from router.pool.worker import Lease, LoadReport, Role, Worker
+from router.pool.worker import Lease, LoadReport, Pool, Role, Worker, worker_id_of
 from router.pool.workers import WorkerTable
 from router.requests.ways import WayChooser
 from service.prefix_chain import BLOCK_TOKENS
@@ -108,8 +107,8 @@ class Routing(Generic[T]):
     def release(self, lease: Lease) -> None:
         self._table.loads.release(lease)
 
-    def _pool(self, role: str, pool: Sequence[T]) -> WorkerPool:
-        return WorkerPool(self._worker(role, one) for one in pool)
+    def _pool(self, role: str, pool: Sequence[T]) -> Pool:
+        return sorted((self._worker(role, one) for one in pool), key=worker_id_of)
 
     def _worker(self, role: str, one: T) -> Worker:
         if one not in self.workers:

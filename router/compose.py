@@ -4,6 +4,7 @@
 """
 
 import logging
+import random
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -17,12 +18,11 @@ from router.admission.admission import Admission
 from router.admission.rate_limit import make_limiter
 from router.attempts.encoder_headers import EncoderHeaders
 from router.attempts.pair_attempt import AttemptLauncher, RoomMinter
-from router.attempts.prefix_headers import PrefixHeaders
 from router.body import PUTS, Api
 from router.choice.chooser import Chooser, make_chooser
 from router.choice.encoders import Encoders
 from router.choice.kv_feed import KVEventFeed
-from router.choice.prefix_sources import PrefixSources
+from router.choice.prefix_sources import PrefixHeaders, PrefixSources
 from router.choice.replication import Replication
 from router.client.credentials import Credentials
 from router.client.session import open_session
@@ -110,7 +110,7 @@ class Router:
         self.tracer = Tracer(exporter=exporter)
         stack.callback(self.tracer.close)
         self.recorder = Recorder(time.monotonic, place=0 if slot is None else slot.row)
-        self.chooser = make_chooser(config, draw=secrets.randbelow)
+        self.chooser = make_chooser(config, draw=random.Random(secrets.randbits(64)).randrange)
         self.prefixes = _prefixes(config, self.chooser, self.secret)
         self.feed = KVEventFeed(chooser=self.chooser, secret=cluster_secret, enabled=not config.disable_kv_events)
         stack.push_async_callback(self.feed.close)

@@ -20,11 +20,11 @@ from router.admission.admission import Admission
 from router.admission.forecast import LineFit
 from router.attempts.encoder_headers import EncoderHeaders
 from router.attempts.pair_attempt import PairAttempt
-from router.attempts.prefix_headers import PrefixHeaders
 from router.attempts.request import RequestContext
 from router.attempts.upstream_call import MOVED, CallFailed
 from router.body import Api
 from router.choice.kv_feed import KVEventFeed
+from router.choice.prefix_sources import PrefixHeaders
 from router.pool.breaker import State
 from router.pool.worker import Role, Way, Worker
 from router.pool.workers import WorkerTable

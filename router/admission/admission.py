@@ -13,8 +13,8 @@ from router.attempts.request import ITL_HEADER, TTFT_HEADER, RequestContext, Slo
 from router.body import BadBody, ParsedBody, named_priority
 from router.choice.policies import Placement, Policy, RoutingHints
 from router.config import AdmissionFlags
-from router.pool.pool import Pool
 from router.pool.shared_load import SharedLoad
+from router.pool.worker import Pool
 from service.http.guard import CALLER
 from service.waiter import Waiter, loop_time_s
 
@@ -69,7 +69,7 @@ class Admission:
 
     def look_in_time(self, policy: Policy, pool: Pool, hints: RoutingHints, slo: Slo, *, now_s: float) -> Placement:
         """Find the worker that the policy takes of those that would keep the objectives. `RequestRefused` if there are none."""
-        objectives = objectives_of(slo, pool.role, hints, self.forecast)
+        objectives = objectives_of(slo, pool[0].role, hints, self.forecast)
         return look_in_time(policy, pool, hints, objectives, now_s=now_s) if objectives else policy.look(pool, hints)
 
     async def _wait(self, ticket: Ticket) -> None:

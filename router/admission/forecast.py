@@ -8,15 +8,13 @@ forgetting (West 1979, "Updating mean and variance estimates"), never negative; 
 Mooncake (FAST'25), separate objectives for the two pools follow DistServe (OSDI'24).
 """
 
-from bisect import bisect_left
 from dataclasses import dataclass, field
 
 import msgspec
 
 from router.attempts.pair_attempt import PairAttempt
 from router.attempts.request import RequestContext
-from router.pool.pool import Candidates
-from router.pool.worker import LoadLog, Role, Worker
+from router.pool.worker import Pool, Role, Worker
 
 MIN_EVENTS = 4  # of a stream from which ITL is learned
 KEEP = 0.98  # weight of a point relative to the next one: about 50 of them count
@@ -27,9 +25,8 @@ STALE_S = 30.0  # without a measurement for this long a worker is tried once des
 
 @dataclass(slots=True)
 class LineFit:
-    """`worker_id`: whose it is. `news_s`: time of the last measurement or try to get one; 0: never."""
+    """`news_s`: time of the last measurement or try to get one; 0: never."""
 
-    worker_id: int = -1
     news_s: float = 0.0
     num_points: int = 0
     _weight: float = 0.0
@@ -68,13 +65,9 @@ class LineFit:
 class _Known:
     """Measurements of one worker in one incarnation. `pending_tokens`: of prompts whose answers have not begun."""
 
-    worker_id: int
-    ttft: LineFit = field(init=False)
-    itl: LineFit = field(init=False)
+    ttft: LineFit = field(default_factory=LineFit)
+    itl: LineFit = field(default_factory=LineFit)
     pending_tokens: int = 0
-
-    def __post_init__(self) -> None:
-        self.ttft, self.itl = LineFit(self.worker_id), LineFit(self.worker_id)
 
 
 class SentPrompt(msgspec.Struct):
@@ -99,21 +92,16 @@ class ObservedStream(msgspec.Struct):
 
 
 class Forecast:
-    """`answer_events`: of a stream, the mean of those that ended; 0: none has. `log`: workers whose lines, or what waits there, changed."""
+    """`answer_events`: of a stream, the mean of those that ended; 0: none has."""
 
     def __init__(self) -> None:
         self.answer_events = 0.0
-        self.log = LoadLog()
         self._known: dict[int, _Known] = {}  # by worker id
-        self._with_line: tuple[list[int], list[int]] = ([], [])  # ids of workers whose TTFT, or ITL, is known, sorted
         self._streams: dict[PairAttempt, ObservedStream] = {}
 
     def forget(self, worker: Worker) -> None:
         """The worker left or restarted. Requests that run there no longer count."""
-        if self._known.pop(worker.worker_id, None) is not None:
-            self.log.note(worker.worker_id)
-            for ids in self._with_line:
-                _take_out(ids, worker.worker_id)
+        self._known.pop(worker.worker_id, None)
 
     def on_sent(self, request: RequestContext, attempt: PairAttempt, now_s: float) -> None:
         first = attempt.placements[0]
@@ -147,12 +135,10 @@ class Forecast:
         own = 0 if worker.role is Role.PREFILL else tokens  # a prefill worker's load holds them already
         prompt = SentPrompt(known, tokens, self.waiting_tokens(worker) + own, now_s)
         known.pending_tokens += tokens
-        self._changed(known)
         return prompt
 
     def learn_ttft(self, prompt: SentPrompt, *, now_s: float) -> None:
         prompt.known.ttft.add(prompt.ahead_tokens, now_s - prompt.sent_s, now_s)
-        self._changed(prompt.known)
         self.computed(prompt)
 
     def learn_answer(self, worker: Worker, num_events: int, lasted_s: float, *, requests: float, now_s: float) -> None:
@@ -164,14 +150,12 @@ class Forecast:
         self.answer_events += share * (num_events - self.answer_events)
         if num_events >= MIN_EVENTS:
             known.itl.add(requests, lasted_s / num_events, now_s)
-            self._changed(known)
 
     def computed(self, prompt: SentPrompt) -> None:
         """The prompt waits no longer. Idempotent."""
         if prompt.waiting:
             prompt.waiting = False
             prompt.known.pending_tokens -= prompt.tokens
-            self.log.note(prompt.known.worker_id)
 
     def ttft_s(self, worker: Worker, tokens: int) -> float | None:
         """TTFT of a request with this many uncached tokens; None: unknown."""
@@ -190,42 +174,20 @@ class Forecast:
         """Tokens to be computed first. The load of a unified worker is KV, so only our own requests count."""
         return worker.load_tokens if worker.role is Role.PREFILL else self._of(worker).pending_tokens
 
-    def first_known(self, pool: Candidates, which: int) -> LineFit | None:
+    def first_known(self, pool: Pool, which: int) -> LineFit | None:
         """The line (0: TTFT, 1: ITL) of the first worker of `pool` of which it is known."""
-        found = filter(None, map(pool.member, self._with_line[which]))
-        worker = next(found, None)
-        return None if worker is None else self.fits(worker)[which]
+        for worker in pool:
+            known = self._known.get(worker.worker_id)
+            if known is not None and (line := (known.ttft, known.itl)[which]).is_known:
+                return line
+        return None
 
     def note_try(self, fit: LineFit, now_s: float) -> None:
         """A request goes there, in spite of the line: there will be news of it."""
         fit.news_s = max(fit.news_s, now_s)
-        self.log.note(fit.worker_id)
-
-    def note_line(self, worker: Worker) -> None:
-        """Its lines have changed."""
-        self._changed(self._of(worker))
-
-    def _changed(self, known: _Known) -> None:
-        """Its lines, or what waits there."""
-        self.log.note(known.worker_id)
-        for which, fit in enumerate((known.ttft, known.itl)):
-            if fit.num_points == MIN_POINTS and self._known.get(known.worker_id) is known:
-                _put_in(self._with_line[which], known.worker_id)
 
     def _of(self, worker: Worker) -> _Known:
         known = self._known.get(worker.worker_id)
         if known is None:
-            known = self._known[worker.worker_id] = _Known(worker.worker_id)
+            known = self._known[worker.worker_id] = _Known()
         return known
-
-
-def _put_in(ids: list[int], worker_id: int) -> None:
-    at = bisect_left(ids, worker_id)
-    if ids[at : at + 1] != [worker_id]:
-        ids.insert(at, worker_id)
-
-
-def _take_out(ids: list[int], worker_id: int) -> None:
-    at = bisect_left(ids, worker_id)
-    if ids[at : at + 1] == [worker_id]:
-        del ids[at]

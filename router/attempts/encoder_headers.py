@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 from router.body import TOKENS_PER_IMAGE
 from router.choice.encoders import EncoderChoice, Encoders, choose_encoders
-from router.pool.pool import Pool
-from router.pool.worker import Lease, Role, Worker
+from router.pool.worker import Lease, Pool, Role, Worker
 from router.pool.workers import WorkerTable
 from service.http.image_encoders import ENCODERS_HEADER, write_header
 
@@ -54,7 +53,8 @@ class EncoderHeaders:
         """Return the encoder workers of the same model that `compute` reaches; with one model behind the router, of any name."""
         several = self.table.models.several and compute.models
         pool = self.table.ready(Role.ENCODE, compute.models[0] if several else "", now_s=now_s)
-        return pool.without(self.encoders.avoided_by(compute)) if pool else pool
+        avoided = self.encoders.avoided_by(compute)
+        return [w for w in pool if w.worker_id not in avoided] if avoided else pool
 
     def _count(self, images: Sequence[str], chosen: Mapping[str, EncoderChoice]) -> None:
         for image in images:

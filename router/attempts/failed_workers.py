@@ -12,11 +12,16 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from router.attempts.upstream_call import CallFailed
-from router.pool.pool import Pool
-from router.pool.servers import Server, server_of
-from router.pool.worker import Worker
+from router.pool.worker import Pool, Role, Worker
 
 MAX_JOINS = 2
+
+Server = tuple[str, int | None]
+
+
+def server_of(worker: Worker) -> Server | None:
+    """The bootstrap server by which decode finds a prefill worker; None of others."""
+    return (worker.bootstrap_host, worker.bootstrap_port) if worker.role is Role.PREFILL else None
 
 
 class FailedWorkers(msgspec.Struct):
@@ -67,6 +72,11 @@ class FailedWorkers(msgspec.Struct):
 
     def best_of(self, alive: Pool) -> Pool:
         """Return the workers of `alive` (one role) to try next."""
-        left = alive.beside([server for server, count in self._unjoined.items() if count >= MAX_JOINS])
-        fresh = left.without(self._failed)
-        return fresh.beside(self._unjoined) or fresh or left
+        left = [w for w in alive if self._num_unjoined(w) < MAX_JOINS] if self._unjoined else alive
+        fresh = [w for w in left if w.worker_id not in self._failed]
+        return [w for w in fresh if not self._num_unjoined(w)] or fresh or left
+
+    def _num_unjoined(self, worker: Worker) -> int:
+        """Attempts that could not be joined at its bootstrap server."""
+        server = server_of(worker)
+        return 0 if server is None else self._unjoined.get(server, 0)

@@ -10,17 +10,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from router.attempts.dp_rank import asked_of
 from router.attempts.encoder_headers import EncoderHeaders
 from router.attempts.events import Events
-from router.attempts.prefix_headers import PrefixHeaders
 from router.attempts.request import RequestContext
 from router.attempts.upstream_call import CallFailed, UpstreamCall, stays
-from router.body import write_bodies
+from router.body import ParsedBody, without_dp_rank, write_bodies
 from router.choice.policies import Placement, cost_tokens
+from router.choice.prefix_sources import PrefixHeaders
 from router.client.upstream import Upstream
 from router.pool.worker import Lease, Worker
 from router.pool.workers import WorkerTable
+from service.http.dp_rank import RANK_HEADER
 from service.security.secret import VOUCHER_HEADER, vouch
 from service.waiter import Waiter
 
@@ -241,8 +241,8 @@ class AttemptLauncher:
             prefill_body, decode_body = write_bodies(parsed, host=host, port=port, rooms=rooms)
             prefill_headers = headers
             if request.dp_rank is not None:
-                to_prefill, prefill_headers = asked_of(compute, answer_by, parsed, headers)
-                to_decode, headers = asked_of(answer_by, compute, parsed, headers)
+                to_prefill, prefill_headers = _asked_of(compute, answer_by, parsed, headers)
+                to_decode, headers = _asked_of(answer_by, compute, parsed, headers)
                 prefill_body, _ = write_bodies(to_prefill, host=host, port=port, rooms=rooms)
                 _, decode_body = write_bodies(to_decode, host=host, port=port, rooms=rooms)
             if self.prefixes is not None:
@@ -279,7 +279,7 @@ class AttemptLauncher:
         now_s, worker, parsed = self.clock(), placement.worker, request.parsed
         headers = request.headers_at(now_s)
         if request.dp_rank is not None:
-            parsed, headers = asked_of(worker, prefill, parsed, headers)
+            parsed, headers = _asked_of(worker, prefill, parsed, headers)
         _, body = write_bodies(parsed, host=prefill.bootstrap_host, port=prefill.bootstrap_port, rooms=rooms)
         leases = self._charge(request, [placement], now_s)
         answering = self._call(worker, request.path, self._vouched(headers, prefill, rooms), body, stream=True)
@@ -368,3 +368,15 @@ class AttemptLauncher:
         if secret is None or port is None:
             return headers
         return {**headers, VOUCHER_HEADER: vouch(secret, host=prefill.bootstrap_host, port=port, rooms=rooms)}
+
+
+def _asked_of(
+    worker: Worker, peer: Worker, parsed: ParsedBody, headers: Mapping[str, str]
+) -> tuple[ParsedBody, Mapping[str, str]]:
+    """Return the body and headers for `worker`, one of a pair, of a request that names a DP rank.
+
+    The rank serves at both. A worker with a single rank beside one with several gets no rank.
+    """
+    if worker.ranks.dp > 1 or peer.ranks.dp == 1:
+        return parsed, headers
+    return without_dp_rank(parsed), {name: value for name, value in headers.items() if name != RANK_HEADER}

@@ -10,105 +10,90 @@ there spares memory and a transfer, so its weight is 1. SGLang's thresholds appl
 `cache_threshold` of the prompt is none, and beyond both balance thresholds the load alone decides.
 """
 
-import math
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import NamedTuple
 
-from router.choice.policies import Placement, Policy, RoutingHints
+from router.choice.policies import (
+    DRAWN,
+    SCANNED,
+    LoadKey,
+    Placement,
+    Policy,
+    RoutingHints,
+    few_of,
+    least_loaded,
+    load_key,
+)
 from router.choice.prefix_index import PrefixIndex, PrefixMatch
 from router.config import ChoiceFlags
-from router.pool.load_order import LoadKey, load_key
-from router.pool.pool import Candidates, NoneInTime
-from router.pool.worker import Role, Worker
+from router.pool.worker import Pool, Role, Worker, worker_id_of
 from service.prefix_chain import BLOCK_TOKENS
 
 RECOMPUTE_WEIGHT = 4
-SMALL_GROUP = 16  # workers with equally much cached: up to this many are compared one by one
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False)
 class CacheAware(Policy):
     """`index` is this policy's own; KV events may feed it, too."""
 
     index: PrefixIndex
     flags: ChoiceFlags
 
-    def look(self, candidates: Candidates, hints: RoutingHints) -> Placement:
+    def look(self, pool: Pool, hints: RoutingHints) -> Placement:
         matched = self.index.match(hints.keys)
-        worker = self._soonest(candidates, hints, matched)
+        workers = self._few(pool, matched, hints, DRAWN)
+        worker = self._soonest(workers, matched, hints)
         return Placement(worker, cached_of(matched, worker, hints))
+
+    def some(self, pool: Pool, hints: RoutingHints) -> list[Placement]:
+        matched = self.index.match(hints.keys)
+        workers = self._few(pool, matched, hints, SCANNED - DRAWN)
+        return [Placement(worker, cached_of(matched, worker, hints)) for worker in workers]
 
     def note(self, choice: Placement, hints: RoutingHints) -> None:
         if hints.keys:
             self.index.touch(choice.worker.worker_id, hints.keys)
 
-    def _soonest(self, candidates: Candidates, hints: RoutingHints, matched: PrefixMatch) -> Worker:
-        if not matched.groups:
-            return candidates.least_loaded()
-        shortest, longest = candidates.queue_ends()
-        if not unbalanced(shortest, longest, self.flags):
-            weight = 1 if candidates.role is Role.DECODE else 1 + RECOMPUTE_WEIGHT * shortest
-            return _least_cost(candidates, self._groups(matched, hints, weight), matched)
-        if candidates.by_cache:
-            return _least_cost(candidates, self._groups(matched, hints, 0), matched)
-        return candidates.least_loaded()
+    def _few(self, pool: Pool, matched: PrefixMatch, hints: RoutingHints, count: int) -> Pool:
+        """Return the whole pool, or of a large one `count` random workers and `DRAWN` of those with most of the prompt."""
+        few = few_of(pool, self.draw, count)
+        if len(pool) <= SCANNED or not matched.groups:
+            return few
+        return sorted({*few, *islice(self._holders(pool, matched, hints), DRAWN)}, key=worker_id_of)
 
-    def _groups(self, matched: PrefixMatch, hints: RoutingHints, weight: int) -> Sequence["_Group"]:
-        """Group the workers by the length of their match. A match below the threshold has no worth."""
-        least = self.flags.cache_threshold * hints.prompt_tokens
-        groups = []
-        for depth, bits in matched.groups:
-            tokens = depth * BLOCK_TOKENS
-            worth = weight * tokens if tokens >= least else 0
-            groups.append(_Group(worth, max(0, min(tokens, hints.prompt_tokens - 1)), bits))
-        return groups
+    def _holders(self, pool: Pool, matched: PrefixMatch, hints: RoutingHints) -> Iterator[Worker]:
+        """Yield workers of `pool` with a worthy match, the longest first; of equal ones from a random place on."""
+        start = self.draw(matched.num_places)
+        worthy = [bits for depth, bits in reversed(matched.groups) if self._is_worthy(depth, hints)]
+        ids = (worker_id for bits in worthy for worker_id in matched.ids(bits, start))
+        for worker_id in islice(ids, SCANNED):
+            at = bisect_left(pool, worker_id, key=worker_id_of)
+            if at < len(pool) and pool[at].worker_id == worker_id:
+                yield pool[at]
 
+    def _is_worthy(self, depth: int, hints: RoutingHints) -> bool:
+        return depth * BLOCK_TOKENS >= self.flags.cache_threshold * hints.prompt_tokens
 
-class _Group(NamedTuple):
-    """Workers with equally much cached. `worth`: of that, in tokens of wait; `bits`: of the index."""
+    def _soonest(self, workers: Pool, matched: PrefixMatch, hints: RoutingHints) -> Worker:
+        queues = [worker.inflight_requests for worker in workers]
+        shortest = min(queues)
+        if not matched.groups or unbalanced(shortest, max(queues), self.flags):
+            return least_loaded(workers)
+        weight = 1 if workers[0].role is Role.DECODE else 1 + RECOMPUTE_WEIGHT * shortest
+        worths = {  # tokens of wait that the match is worth, by id
+            worker_id: weight * depth * BLOCK_TOKENS
+            for depth, bits in matched.groups
+            if self._is_worthy(depth, hints)
+            for worker_id in matched.ids(bits)
+        }
 
-    worth: int
-    cached_tokens: int
-    bits: int
+        def cost(worker: Worker) -> LoadKey:
+            tokens, *ties = load_key(worker)
+            return (tokens - worths.get(worker.worker_id, 0), *ties)
 
-
-def _least_cost(pool: Candidates, groups: Sequence[_Group], matched: PrefixMatch) -> Worker:
-    """The best of the least loaded of all and of each group. `NoneInTime`."""
-    best = next(pool.in_order(), None)
-    best_key = None if best is None else _cost_key(best, 0)
-    for group in groups:
-        if not group.worth and not pool.by_cache:
-            continue
-        worker = _first_of(pool, group, matched, math.inf if best_key is None else best_key[0])
-        if worker is not None and (best_key is None or _cost_key(worker, group.worth) < best_key):
-            best, best_key = worker, _cost_key(worker, group.worth)
-    if best is None:
-        raise NoneInTime
-    return best
-
-
-def _first_of(pool: Candidates, group: _Group, matched: PrefixMatch, best_cost: float) -> Worker | None:
-    """The least loaded of a group; None if it costs more than `best_cost`.
-
-    Of a large group one comes soon in the order of load, unless its workers are the busy ones: no more are walked past than it has.
-    """
-    cached_tokens, size = group.cached_tokens, group.bits.bit_count()
-    if size > SMALL_GROUP:
-        for worker in islice(pool.in_order(cached_tokens=cached_tokens), size):
-            if worker.load_tokens - group.worth > best_cost:
-                return None
-            if matched.has(worker.worker_id, group.bits):
-                return worker
-    members = [pool.member(worker_id, cached_tokens=cached_tokens) for worker_id in matched.ids(group.bits)]
-    return min(filter(None, members), key=load_key, default=None)
-
-
-def _cost_key(worker: Worker, credit: int) -> LoadKey:
-    """The cost first; ties as of load."""
-    key = load_key(worker)
-    return (key[0] - credit, *key[1:])
+        return min(workers, key=cost)
 
 
 def unbalanced(shortest: int, longest: int, flags: ChoiceFlags) -> bool:

@@ -1,6 +1,6 @@
 """Chooses the workers of a request by one policy per role, and reads what the policies need of the request. Pure."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import msgspec
 
@@ -8,6 +8,7 @@ from router.body import ParsedBody
 from router.choice.cache_aware import CacheAware
 from router.choice.policies import (
     ConsistentHashing,
+    Draw,
     LeastLoad,
     Policy,
     PowerOfTwo,
@@ -57,8 +58,7 @@ class Chooser:
             index.forget(worker.worker_id)
 
 
-def make_chooser(flags: ChoiceFlags, *, draw: Callable[[int], int]) -> Chooser:
-    """`draw(n)` returns a random integer in [0, n)."""
+def make_chooser(flags: ChoiceFlags, *, draw: Draw) -> Chooser:
     names = {
         Role.PREFILL: flags.prefill_policy or flags.policy,
         Role.DECODE: flags.decode_policy or flags.policy,
@@ -67,20 +67,20 @@ def make_chooser(flags: ChoiceFlags, *, draw: Callable[[int], int]) -> Chooser:
     return Chooser({role: _make(name, flags, draw) for role, name in names.items()})
 
 
-def _make(name: str, flags: ChoiceFlags, draw: Callable[[int], int]) -> Policy:
+def _make(name: str, flags: ChoiceFlags, draw: Draw) -> Policy:
     match name:
         case "least_load":
-            return LeastLoad()
+            return LeastLoad(draw)
         case "cache_aware":
-            return CacheAware(PrefixIndex(max_blocks=max(1, flags.max_tree_size // BLOCK_BYTES)), flags)
+            return CacheAware(draw, PrefixIndex(max_blocks=max(1, flags.max_tree_size // BLOCK_BYTES)), flags)
         case "power_of_two":
             return PowerOfTwo(draw)
         case "round_robin":
-            return RoundRobin()
+            return RoundRobin(draw)
         case "random":
             return Random(draw)
         case "consistent_hashing":
-            return ConsistentHashing()
+            return ConsistentHashing(draw)
     raise AssertionError(f"unknown policy {name!r}")
 
 

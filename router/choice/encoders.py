@@ -1,7 +1,8 @@
 """Which encoder worker computes the features of an image. Pure.
 
-An image belongs to one worker of the pool (router/pool/ring.py), in every router and after each restart: there its features are cached. While
-that one has clearly more to do than the least loaded, this one takes it: so an image that all ask for at once spreads over the pool.
+An image belongs to one worker of the pool (`owner`), in every router and after each restart: its features are cached there.
+While that one has clearly more to do than the least loaded, this one takes it: so an image that all request at once spreads
+over the pool.
 """
 
 from collections import Counter
@@ -9,9 +10,9 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from router.body import TOKENS_PER_IMAGE
-from router.pool.pool import Candidates
+from router.choice.policies import load_key, owner
 from router.pool.reports import fetches_features, parse_encoder
-from router.pool.worker import Worker
+from router.pool.worker import Pool, Worker
 from service.http.image_encoders import ImageEncoder
 
 SLACK_TOKENS = 4 * TOKENS_PER_IMAGE  # by which an image's own worker may be busier than the least loaded
@@ -55,7 +56,7 @@ class Encoders:
         return self._at.get(worker.worker_id)
 
 
-def choose_encoders(digests: Iterable[str], pool: Candidates) -> dict[str, EncoderChoice]:
+def choose_encoders(digests: Iterable[str], pool: Pool) -> dict[str, EncoderChoice]:
     """Choose a worker of `pool` (not empty) for each image of a request, equal ones once. Their load includes those chosen before."""
     planned: Counter[int] = Counter()  # tokens, by id of the worker
     found: dict[str, EncoderChoice] = {}
@@ -65,20 +66,11 @@ def choose_encoders(digests: Iterable[str], pool: Candidates) -> dict[str, Encod
     return found
 
 
-def _choose(digest: str, pool: Candidates, planned: Counter[int]) -> EncoderChoice:
-    owner, least = pool.owner(digest), _least_loaded(pool, planned)
-    is_busy = _load(owner, planned) > _load(least, planned) + SLACK_TOKENS
-    return EncoderChoice(least, is_owner=False) if is_busy else EncoderChoice(owner, is_owner=True)
-
-
-def _least_loaded(pool: Candidates, planned: Counter[int]) -> Worker:
-    """In the order of load it comes before the first worker without a plan, or is that one."""
-    walked: list[Worker] = []
-    for worker in pool.in_order():
-        walked.append(worker)
-        if not planned[worker.worker_id]:
-            break
-    return min(walked, key=lambda worker: _load(worker, planned))
+def _choose(digest: str, pool: Pool, planned: Counter[int]) -> EncoderChoice:
+    own = owner(pool, digest)
+    least = min(pool, key=lambda worker: (_load(worker, planned), load_key(worker)))
+    is_busy = _load(own, planned) > _load(least, planned) + SLACK_TOKENS
+    return EncoderChoice(least, is_owner=False) if is_busy else EncoderChoice(own, is_owner=True)
 
 
 def _load(worker: Worker, planned: Counter[int]) -> int:

@@ -6,11 +6,10 @@ or drops the view (`lose`).
 
 from collections.abc import Sequence
 
-from router.choice.named_blocks import NamedBlocks
 from router.choice.prefix_index import PrefixIndex
 from router.choice.token_blocks import TokenBlocks
 from service.kv_events import AllBlocksCleared, AnyEvent, BlockRemoved, BlockStored, NamesRemoved, NamesStored
-from service.prefix_chain import BLOCK_TOKENS
+from service.prefix_chain import BLOCK_TOKENS, block_names
 
 
 class WorkerCacheView:
@@ -80,3 +79,32 @@ class WorkerCacheView:
                     self.whole = True
         if removed and self.whole:  # text that we sent there is a guess: no more of it than fits
             self._index.shrink(self._worker_id, -(-self._blocks.num_tokens // BLOCK_TOKENS))
+
+
+class NamedBlocks:
+    """The blocks of a worker that uses our own keys as hashes (service/prefix_chain.py), which enter the index as they are.
+
+    `num_tokens`: what came and did not go; exact while no event is missing.
+    """
+
+    def __init__(self, index: PrefixIndex, worker_id: int) -> None:
+        self._index = index
+        self._worker_id = worker_id
+        self._size = 0
+        self.num_tokens = 0
+
+    def store(self, event: BlockStored | NamesStored) -> None:
+        """Take new blocks. Those of an adapter are in no index: requests may name it otherwise."""
+        assert isinstance(event, NamesStored)
+        self._size = event.block_size
+        self.num_tokens += self._size * len(event.block_hashes)
+        if event.lora_id is None and event.lora_name is None:
+            self._index.store_all(self._worker_id, block_names(event.block_hashes, self._size))
+
+    def remove(self, event: BlockRemoved | NamesRemoved) -> None:
+        assert isinstance(event, NamesRemoved)
+        self.num_tokens = max(0, self.num_tokens - self._size * len(event.block_hashes))
+        self._index.remove_all(self._worker_id, event.block_hashes)
+
+    def clear(self) -> None:
+        self.num_tokens = 0

@@ -1,15 +1,30 @@
-"""Which worker gets the next request. Pure. Names follow SGLang's router where it has them (docs/router.md)."""
+"""Which worker gets the next request. Pure. Names follow SGLang's router where it has them (docs/router.md).
+
+Load is what a role runs out of first:
+
+    prefill, encode   tokens, of prompts or of images, that wait to be computed and are in no cache
+    decode, unified   KV that requests will hold when they end, as a share of capacity where all workers report theirs
+
+A policy compares all workers of a pool of up to `SCANNED`, and `DRAWN` random ones of a larger pool. The best of d random
+workers is nearly as lightly loaded as the best of all: Mitzenmacher, "The power of two choices in randomized load
+balancing", IEEE TPDS 12(10), 2001. Measured: docs/reports/benchmarks.md.
+"""
 
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
-from router.pool.load_order import key_for
-from router.pool.pool import Candidates
-from router.pool.worker import Role, Worker, worker_id_of
+from router.pool.worker import Pool, Role, Worker, hash64, worker_id_of
+
+SCANNED = 128
+DRAWN = 16
+_MASK = (1 << 64) - 1
+
+Draw = Callable[[int], int]  # n -> a random integer in [0, n)
+LoadKey = tuple[float, int, int, int]
 
 
 class RoutingHints(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,74 +50,105 @@ def cost_tokens(choice: Placement, hints: RoutingHints) -> int:
     return hints.prompt_tokens + hints.output_tokens
 
 
+def load_key(worker: Worker) -> LoadKey:
+    """Order by tokens, then by live requests, requests so far, and age."""
+    return (worker.load_tokens, worker.inflight_requests, worker.assigned_total, worker.worker_id)
+
+
+def share_key(worker: Worker) -> LoadKey:
+    """Order by the share of capacity, then as `load_key`. The capacity is known."""
+    return (worker.load_tokens / worker.capacity_tokens, *load_key(worker)[1:])
+
+
+def key_for(workers: Sequence[Worker]) -> Callable[[Worker], LoadKey]:
+    """The key to compare workers of one role by: shares if they hold KV and all report a capacity."""
+    by_share = workers[0].role.holds_kv and all([worker.capacity_tokens > 0 for worker in workers])
+    return share_key if by_share else load_key
+
+
+def least_loaded(workers: Sequence[Worker]) -> Worker:
+    return min(workers, key=key_for(workers))
+
+
+def few_of(pool: Pool, draw: Draw, count: int = DRAWN) -> Pool:
+    """Return the whole pool if it has up to `SCANNED` workers, else at most `count` random ones."""
+    size = len(pool)
+    return pool if size <= SCANNED else [pool[at] for at in sorted({draw(size) for _ in range(count)})]
+
+
+def owner(pool: Pool, name: str) -> Worker:
+    """Return the worker that `name` (a session, an image) belongs to, the same in every router.
+
+    Rendezvous hashing (Thaler, Ravishankar, IEEE/ACM ToN 1998): the worker with the highest hash of both. One that leaves
+    moves its own names only, one that joins only takes.
+    """
+    number = hash64(name)
+    scores = [number * worker.hash_factor & _MASK for worker in pool]
+    return pool[scores.index(max(scores))]
+
+
+@dataclass(eq=False)
 class Policy(ABC):
+    draw: Draw
+
     @abstractmethod
-    def look(self, candidates: Candidates, hints: RoutingHints) -> Placement:
-        """Find the one of `candidates` (of one role, at least one) to choose. The request may go elsewhere: remember nothing."""
+    def look(self, pool: Pool, hints: RoutingHints) -> Placement:
+        """Find the worker of `pool` (at least one) to choose. The request may go elsewhere: remember nothing."""
 
     def note(self, choice: Placement, hints: RoutingHints) -> None:  # noqa: B027 (most remember nothing)
         """Remember that the request is sent there, as far as the policy remembers anything."""
 
-    def choose(self, candidates: Candidates, hints: RoutingHints) -> Placement:
+    def choose(self, pool: Pool, hints: RoutingHints) -> Placement:
         """`look` and `note`."""
-        choice = self.look(candidates, hints)
+        choice = self.look(pool, hints)
         self.note(choice, hints)
         return choice
 
+    def some(self, pool: Pool, hints: RoutingHints) -> list[Placement]:
+        """Return up to `SCANNED` workers of `pool` and what they have cached, for a choice among those that are in time."""
+        return [Placement(worker) for worker in few_of(pool, self.draw, SCANNED)]
+
 
 class LeastLoad(Policy):
-    """The least load (router/pool/load_order.py)."""
+    """The least loaded."""
 
-    def look(self, candidates: Candidates, hints: RoutingHints) -> Placement:
-        return Placement(candidates.least_loaded())
+    def look(self, pool: Pool, hints: RoutingHints) -> Placement:
+        return Placement(least_loaded(few_of(pool, self.draw)))
 
 
-@dataclass(frozen=True, slots=True)
 class PowerOfTwo(Policy):
-    """The less loaded of two random workers: nearly as even, and many routers do not all pick the same one.
+    """The less loaded of two random workers: nearly as even, and many routers do not all pick the same one."""
 
-    Mitzenmacher, "The power of two choices in randomized load balancing" (1996). `draw(n)`: a random integer in [0, n).
-    """
-
-    draw: Callable[[int], int]
-
-    def look(self, candidates: Candidates, hints: RoutingHints) -> Placement:
-        if len(candidates) == 1:
-            return Placement(candidates[0])
-        first, second = self.draw(len(candidates)), self.draw(len(candidates) - 1)
-        pair = (candidates[first], candidates[second + (second >= first)])
-        return Placement(min(pair, key=key_for(pair)))
+    def look(self, pool: Pool, hints: RoutingHints) -> Placement:
+        if len(pool) == 1:
+            return Placement(pool[0])
+        first, second = self.draw(len(pool)), self.draw(len(pool) - 1)
+        return Placement(least_loaded((pool[first], pool[second + (second >= first)])))
 
 
+@dataclass(eq=False)
 class RoundRobin(Policy):
     """The next worker by id after the last one of that role, so that workers that join or leave cause no skips."""
 
-    def __init__(self) -> None:
-        self._last_id: dict[Role, int] = {}
+    _last_id: dict[Role, int] = field(default_factory=dict)
 
-    def look(self, candidates: Candidates, hints: RoutingHints) -> Placement:
-        last = self._last_id.get(candidates.role, -1)
-        place = bisect_right(candidates, last, key=worker_id_of)
-        return Placement(candidates[place % len(candidates)])
+    def look(self, pool: Pool, hints: RoutingHints) -> Placement:
+        place = bisect_right(pool, self._last_id.get(pool[0].role, -1), key=worker_id_of)
+        return Placement(pool[place % len(pool)])
 
     def note(self, choice: Placement, hints: RoutingHints) -> None:
         self._last_id[choice.worker.role] = choice.worker.worker_id
 
 
-@dataclass(frozen=True, slots=True)
 class Random(Policy):
-    """Uniform. `draw(n)`: a random integer in [0, n)."""
+    """Uniform."""
 
-    draw: Callable[[int], int]
-
-    def look(self, candidates: Candidates, hints: RoutingHints) -> Placement:
-        return Placement(candidates[self.draw(len(candidates))])
+    def look(self, pool: Pool, hints: RoutingHints) -> Placement:
+        return Placement(pool[self.draw(len(pool))])
 
 
-class ConsistentHashing(Policy):
-    """A session goes to the same worker in every router (router/pool/ring.py); requests without one go by load."""
+class ConsistentHashing(LeastLoad):
+    """A session goes to the same worker in every router (`owner`); requests without one go by load."""
 
-    def look(self, candidates: Candidates, hints: RoutingHints) -> Placement:
-        if not hints.session:
-            return Placement(candidates.least_loaded())
-        return Placement(candidates.owner(hints.session))
+    def look(self, pool: Pool, hints: RoutingHints) -> Placement:
+        return Placement(owner(pool, hints.session)) if hints.session else super().look(pool, hints)

@@ -45,11 +45,19 @@ class PrefixMatch:
         part = self._parts.get(worker_id)
         return part is not None and bool(bits & part.bit)
 
-    def ids(self, bits: int) -> Iterator[int]:
-        while bits:
-            low = bits & -bits
-            yield self._owner[low.bit_length() - 1]
-            bits ^= low
+    @property
+    def num_places(self) -> int:
+        """The number of places that `ids` may start from."""
+        return max(1, len(self._owner))
+
+    def ids(self, bits: int, start: int = 0) -> Iterator[int]:
+        """Yield the workers of `bits`, from the place `start` on and round to it."""
+        later = bits >> start << start
+        for part in (later, bits ^ later):
+            while part:
+                low = part & -part
+                yield self._owner[low.bit_length() - 1]
+                part ^= low
 
 
 class PrefixIndex:

@@ -1,14 +1,17 @@
-"""Which other prefill worker has more of a prompt's prefix than the one that was chosen for it. Pure."""
+"""Which other prefill worker has more of a prompt's prefix than the one that was chosen for it, and the header that names it
+(--prefix-fetch). Pure.
+"""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from router.choice.policies import Placement, RoutingHints
+from router.choice.policies import Placement, RoutingHints, load_key
 from router.choice.prefix_index import PrefixIndex
-from router.pool.load_order import load_key
+from router.choice.replication import Replication
 from router.pool.reports import PrefixHolder, parse_prefix_holder
 from router.pool.worker import Worker
-from service.http.prefix_source import PrefixSourceHeader
+from service.http.prefix_source import PREFIX_HEADER, PrefixSourceHeader, write_header
 from service.prefix_chain import BLOCK_TOKENS
 
 
@@ -86,3 +89,27 @@ class PrefixSources:
 def _most(holder: Holder) -> tuple[float, ...]:
     """Order holders by the blocks they have, then by the least load."""
     return (holder.num_blocks, *(-part for part in load_key(holder.worker)))
+
+
+@dataclass(eq=False, kw_only=True)
+class PrefixHeaders:
+    """`secret`: by which workers know their router. `replication`: of hot prefixes; None: nothing is copied ahead.
+
+    `num_named`: attempts whose prefill worker gets the address of another one.
+    """
+
+    sources: PrefixSources
+    secret: bytes
+    replication: Replication | None = None
+    num_named: int = 0
+
+    def added_to(self, headers: Mapping[str, str], chosen: Placement, hints: RoutingHints) -> Mapping[str, str]:
+        """Return the headers for the chosen prefill worker."""
+        holder = self.sources.better(chosen, hints)
+        if holder is None:
+            return headers
+        self.num_named += 1
+        return self.naming(holder, headers)
+
+    def naming(self, holder: Holder, headers: Mapping[str, str], *, copy: bool = False) -> Mapping[str, str]:
+        return {**headers, PREFIX_HEADER: write_header(holder.header(copy=copy), self.secret)}

@@ -1,4 +1,5 @@
-"""Ends calls that wait for a worker in vain (`Worker.calls`), or that others are to take over. Pure: receives the time.
+"""Ends calls that wait for a worker in vain (`Worker.calls`), or that others are to take over, as those that a decode worker
+near its memory limit gives away. Pure: receives the time.
 
 A call is given up when, both for `timeout_s`, its worker passed no health check and no byte came; at once when another process
 answers at the address and no byte came since the old one was last seen; and where no other worker could take it over, at a worker that
@@ -6,11 +7,12 @@ has been silent for twice the time after which others do. A call that gets bytes
 given up.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 from router.pool.states import Health
-from router.pool.worker import Worker
+from router.pool.worker import Pool, Worker
 
 PAUSES = 2  # silences that may be a pause, which costs no answer where there is no other worker
 
@@ -79,6 +81,26 @@ def give_up_all(worker: Worker, calls: Iterable[ActiveCall], why: str) -> None:
         call.give_up(why)
 
 
+def num_to_give(worker: Worker, pool: Pool, *, above: float) -> int:
+    """Count the requests by which `worker` holds more than `above` of its KV memory, as far as another one of
+    `pool` has room below that share.
+
+    As in Llumnix (OSDI 2024) requests move while they run; here only to avoid a retraction, never to even loads out.
+    A request counts as much as the mean of those that run there. 0 where reports are missing.
+    """
+    report = worker.report
+    if report is None or not report.running_reqs or not report.capacity_tokens:
+        return 0
+    excess = report.used_tokens - above * report.capacity_tokens
+    if excess <= 0:
+        return 0
+    room = max((_room(other, above=above) for other in pool if other is not worker), default=0.0)
+    mean = report.used_tokens / report.running_reqs
+    if room < mean:
+        return 0
+    return min(math.ceil(excess / mean), int(room / mean), report.running_reqs - 1)
+
+
 def _why_vain(worker: Worker, call: ActiveCall, now_s: float, *, timeout_s: float) -> str:
     """Return why no answer will come; "": it may."""
     since_s = call.waits_since_s
@@ -90,3 +112,11 @@ def _why_vain(worker: Worker, call: ActiveCall, now_s: float, *, timeout_s: floa
         return ""
     silent = f"no good health check for {now_s - worker.good_s:.0f} s (--dead-worker-timeout)"
     return f"no answer, and {silent}: {worker.last_error}"
+
+
+def _room(worker: Worker, *, above: float) -> float:
+    """Tokens until it holds that share, with what waits for memory there."""
+    report = worker.report
+    if report is None or not worker.answers:
+        return 0.0
+    return above * report.capacity_tokens - report.used_tokens - report.pending_tokens

@@ -18,12 +18,12 @@ from router.pool.active_calls import (
     give_up_all,
     give_up_vain_calls,
     last_sign_s,
+    num_to_give,
     waits_at_silent,
 )
 from router.pool.heartbeats import Heartbeats
 from router.pool.models import has_adapters, parse_models, says_models
 from router.pool.probe import BEATS, FAILURES, ROUNDING_S, Prober
-from router.pool.rebalance import num_to_give
 from router.pool.reports import (
     is_bootstrap_server,
     parse_bootstrap,
@@ -231,7 +231,7 @@ class HealthMonitor:
 
     def _rebalance(self, worker: Worker) -> None:
         above = self.config.rebalance_above
-        if count := num_to_give(worker, self.table.others(worker), above=above):
+        if count := num_to_give(worker, self.table.pool_of(worker), above=above):
             self.move_calls(worker, f"it holds more than {above:g} of its memory (--rebalance-above)", most=count)
 
     def move_calls(self, worker: Worker, why: str, *, answers: bool = True, most: int | None = None) -> int:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from hashlib import blake2b
 from operator import attrgetter
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
     from router.pool.active_calls import ActiveCall
 
 MAX_WORKERS = 16384  # of one table
-_QUEUES = ("prealloc", "retracted")  # stages of a decode worker in which requests wait for memory
-MAX_LOG = 1 << 14  # changes that are kept; a reader that is further behind reads every worker
 
 
 class Role(StrEnum):
@@ -40,6 +39,11 @@ class Role(StrEnum):
 Way = tuple[Role, ...]  # the roles that serve one request together, the one that computes its prompt first
 PAIR: Way = (Role.PREFILL, Role.DECODE)
 UNIFIED: Way = (Role.UNIFIED,)
+
+
+def hash64(text: str) -> int:
+    """A number of 64 bits, the same in every process."""
+    return int.from_bytes(blake2b(text.encode(errors="replace"), digest_size=8).digest(), "big")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +128,10 @@ class Worker:
     runtime_type: str | None = None  # VLLM (vllm.py); None: any other
     circuit: Circuit = field(default_factory=Circuit)
     calls: dict["ActiveCall", None] = field(default_factory=dict)  # that run there, oldest first
+    hash_factor: int = field(init=False)  # odd, of its URL, the same in every router (rendezvous hashing)
+
+    def __post_init__(self) -> None:
+        self.hash_factor = hash64(self.url) | 1
 
     @property
     def url_host(self) -> str:
@@ -154,16 +162,9 @@ class Worker:
         """Tokens of KV that fit there; 0: unknown."""
         return self.report.capacity_tokens if self.report is not None else 0
 
-    @property
-    def has_queue(self) -> bool:
-        """Whether requests wait there, by its last report."""
-        report = self.report
-        return report is not None and (
-            report.waiting_reqs > 0 or any([report.stages.get(stage, 0) for stage in _QUEUES])
-        )
-
 
 worker_id_of = attrgetter("worker_id")
+Pool = Sequence[Worker]  # workers of one role, in the order of ids
 
 
 class Lease(msgspec.Struct, frozen=True, eq=False):
@@ -174,39 +175,10 @@ class Lease(msgspec.Struct, frozen=True, eq=False):
     trial: bool = False
 
 
-class LoadLog:
-    """Ids of workers whose load or report changed, in order; each reader remembers how far it has read.
-
-    `has_peers`: other processes change loads without an entry here.
-    """
-
-    __slots__ = ("_dropped", "_ids", "has_peers")
-
-    def __init__(self, *, has_peers: bool = False) -> None:
-        self.has_peers = has_peers
-        self._ids: list[int] = []
-        self._dropped = 0
-
-    def note(self, worker_id: int) -> None:
-        self._ids.append(worker_id)
-        if len(self._ids) > 2 * MAX_LOG:
-            del self._ids[:MAX_LOG]
-            self._dropped += MAX_LOG
-
-    @property
-    def end(self) -> int:
-        return self._dropped + len(self._ids)
-
-    def since(self, place: int) -> Sequence[int] | None:
-        begin = place - self._dropped
-        return self._ids[begin:] if begin >= 0 else None
-
-
 @dataclass(slots=True)
 class Loads:
     """All leases of one router process. Changes the load of workers, and nothing else of them."""
 
-    log: LoadLog = field(default_factory=LoadLog)
     _leases: dict[int, Lease] = field(default_factory=dict)
 
     def charge(self, worker: Worker, tokens: int, *, now_s: float = 0.0) -> Lease:
@@ -231,15 +203,11 @@ class Loads:
 
     def on_report(self, worker: Worker, report: LoadReport | None) -> None:
         """Take what a worker reports (None: nothing). Load that this router sent itself is not counted twice."""
-        before = _compared(worker)
         worker.report = report
         reported = 0 if report is None else _reported_tokens(worker.role, report)
         worker.foreign_tokens = max(0, reported - worker.tokens_everywhere)
-        if before != _compared(worker):
-            self.log.note(worker.worker_id)
 
     def _on_load(self, worker: Worker) -> None:
-        self.log.note(worker.worker_id)
         if worker.peers is not None:
             worker.peers.publish(worker.slot, tokens=worker.inflight_tokens, requests=worker.inflight_requests)
 
@@ -252,15 +220,6 @@ class Loads:
             held = [lease.tokens for lease in self._leases.values() if lease.worker is worker]
             assert worker.inflight_requests == len(held), (worker.url, worker.inflight_requests, len(held))
             assert worker.inflight_tokens == sum(held), (worker.url, worker.inflight_tokens, sum(held))
-
-
-def _compared(worker: Worker) -> tuple[object, ...]:
-    """Return the part of its report that orders of workers read."""
-    report = worker.report
-    if report is None:
-        return (worker.foreign_tokens,)
-    used, stages = report.used_tokens + report.pending_tokens, report.stages
-    return (worker.foreign_tokens, report.capacity_tokens, used, report.waiting_reqs > 0, stages and worker.has_queue)
 
 
 def _reported_tokens(role: Role, report: LoadReport) -> int:

@@ -3,24 +3,22 @@
 It receives check results and the time; it opens no socket and reads no clock. Their load belongs to `loads`.
 """
 
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from urllib.parse import urlsplit
 
 from router.config import BreakerFlags, HealthFlags
 from router.pool.breaker import Circuit
-from router.pool.members import Members, is_up
-from router.pool.models import Catalogue
+from router.pool.models import Catalogue, serves
 from router.pool.open_circuits import OpenCircuits
-from router.pool.pool import Pool, WorkerPool
 from router.pool.shared_load import SharedLoad
 from router.pool.states import TRANSITIONS, Check, Health
-from router.pool.worker import MAX_WORKERS, PAIR, UNIFIED, LoadLog, Loads, Role, Way, Worker
+from router.pool.worker import MAX_WORKERS, PAIR, UNIFIED, Loads, Pool, Role, Way, Worker
 from service.http.errors import ApiError
 
-_NONE: Set[int] = frozenset()
 MAX_FORMER_LIVES = 16  # incarnations of one worker that are remembered
+MAX_POOLS = 256  # kept until the next change
 
 
 class WorkerTableError(ApiError):
@@ -41,18 +39,14 @@ class WorkerTable:
     on_gone: Callable[[Worker], None] = lambda worker: None
     on_change: Callable[[], None] = lambda: None
     breaker: BreakerFlags = field(default_factory=BreakerFlags)
-    loads: Loads = field(init=False)
+    loads: Loads = field(default_factory=Loads)
     _workers: dict[int, Worker] = field(default_factory=dict)  # by id
     _by_name: dict[str, Worker] = field(default_factory=dict)  # of `same_url`
     _by_slot: dict[int, Worker] = field(default_factory=dict)  # slots of `peers`; without, all workers have the same
     _next_id: int = 0
-    _members: Members = field(init=False)
+    _pools: dict[tuple[Role, str], Pool] = field(default_factory=dict)  # since the last change
     _models: Catalogue | None = None  # until one with models goes, or has others
     _circuits: OpenCircuits = field(default_factory=OpenCircuits)
-
-    def __post_init__(self) -> None:
-        self.loads = Loads(LoadLog(has_peers=self.peers is not None))
-        self._members = Members(self._workers, self.loads.log)
 
     def add(
         self, url: str, *, role: Role, bootstrap_port: int | None = None, now_s: float = 0.0, discovered: bool = False
@@ -82,7 +76,7 @@ class WorkerTable:
         self._next_id += 1
         self._workers[worker.worker_id] = worker
         self._by_name[same_url(url)] = self._by_slot[worker.slot] = worker
-        self._on_change(worker)
+        self._on_change()
         return worker
 
     def remove(self, url: str) -> Worker:
@@ -96,7 +90,7 @@ class WorkerTable:
             worker.peers.give_back(worker.slot)
         worker.peers, worker.slot = None, 0
         self._models = None if worker.models else self._models
-        self._on_change(worker)
+        self._on_change()
         self.on_gone(worker)
         return worker
 
@@ -107,7 +101,7 @@ class WorkerTable:
         """
         worker = self.find(url)
         worker.leaving, worker.last_resort = True, last_resort
-        self._on_change(worker)
+        self._on_change()
         return worker
 
     def find(self, url: str) -> Worker:
@@ -130,19 +124,31 @@ class WorkerTable:
 
     def is_alive(self, worker: Worker) -> bool:
         """Whether `alive` has it."""
-        return worker in self and is_up(worker) and (not worker.leaving or not self._members.has_regular(worker.role))
+        return worker in self.alive(worker.role)
 
-    def pool(self, role: Role, model: str) -> WorkerPool:
-        """The workers of `alive` that serve `model` ("": any). Silence narrows the choice and never empties it."""
-        return self._members.pool(role, model)
+    def pool(self, role: Role, model: str) -> Pool:
+        """The workers of `alive` that serve `model` ("": any). Silence narrows the choice and never empties it.
+
+        Kept until a worker changes: a request only looks it up.
+        """
+        found = self._pools.get((role, model))
+        if found is None:
+            if len(self._pools) >= MAX_POOLS:
+                self._pools.clear()
+            found = self._pools[role, model] = self._pool(role, model)
+        return found
+
+    def _pool(self, role: Role, model: str) -> Pool:
+        serving = [w for w in self.alive(role) if not model or serves(w.models, model)]
+        return tuple([w for w in serving if not w.silent] or serving)
 
     def ready(self, role: Role, model: str, *, now_s: float) -> Pool:
         """The workers of `pool` whose circuits let requests pass. That narrows the choice and never empties it."""
         pool = self.pool(role, model)
-        faulty: Set[int] = self._circuits.shut(now_s) if self._circuits.any else _NONE
+        faulty = self._circuits.shut(now_s) if self._circuits.any else frozenset()
         if self.peers is not None and (others := self.peers.others_open(now_s)):
-            faulty = faulty | {self._by_slot[slot].worker_id for slot in others if slot in self._by_slot}
-        return (pool.without(faulty) or pool) if faulty else pool
+            faulty = faulty.union([self._by_slot[slot].worker_id for slot in others if slot in self._by_slot])
+        return [w for w in pool if w.worker_id not in faulty] or pool if faulty else pool
 
     def trusts(self, worker: Worker, *, now_s: float) -> bool:
         """Whether its circuit lets requests pass, in all processes of this router."""
@@ -151,7 +157,7 @@ class WorkerTable:
 
     def has_others(self, worker: Worker) -> bool:
         """Whether others that answer could do what `worker` does: one of its role, or of each role of another way."""
-        if self._answers(self.others(worker)):
+        if any(other is not worker and not other.silent for other in self.pool_of(worker)):
             return True
         model = worker.models[0] if worker.models else ""
         ways = (way for way in (PAIR, UNIFIED) if worker.role not in way)
@@ -161,10 +167,9 @@ class WorkerTable:
         """Whether one of them does. Where one is silent, all are: others would have been preferred."""
         return bool(pool) and not pool[0].silent
 
-    def others(self, worker: Worker) -> Pool:
-        """Return the workers of its role and model beside it."""
-        model = worker.models[0] if worker.models else ""
-        return self.pool(worker.role, model).without({worker.worker_id})
+    def pool_of(self, worker: Worker) -> Pool:
+        """Return the pool of its role and model."""
+        return self.pool(worker.role, worker.models[0] if worker.models else "")
 
     def on_check(self, worker: Worker, result: Check, *, now_s: float, error: str = "") -> bool:
         """Take the result of a check, or of a request that could not connect. True if the worker's state changed."""
@@ -178,7 +183,7 @@ class WorkerTable:
         if target is worker.health or (threshold and worker.streak < getattr(self.health, threshold)):
             return False
         worker.health, worker.changed_s = target, now_s
-        self._on_change(worker)
+        self._on_change()
         if target is Health.DOWN:
             worker.silent, worker.busy_s = False, None  # worse
             self._forget(worker)
@@ -188,7 +193,7 @@ class WorkerTable:
         if worker.silent is silent:
             return False
         worker.silent = silent
-        self._on_change(worker)
+        self._on_change()
         return True
 
     def on_incarnation(self, worker: Worker, incarnation: str, *, checked_s: float) -> None:
@@ -209,25 +214,25 @@ class WorkerTable:
         """Send nothing new to a worker while it changes to `role`. None: the change is over or has failed."""
         assert role is None or (worker.switching_to is None and worker.role is not role), (worker.url, worker.role)
         worker.switching_to = role
-        self._on_change(worker)
+        self._on_change()
 
     def on_role(self, worker: Worker, role: Role) -> None:
         """Note that a worker has another role. What was known of it in the old one, its given port too, is forgotten."""
         worker.role = role
-        self._on_change(worker)
+        self._on_change()
         worker.given_bootstrap_port = None
         self._forget(worker)
 
     def on_models(self, worker: Worker, names: tuple[str, ...]) -> None:
         if names != worker.models:
             worker.models, self._models = names, None
-            self._on_change(worker)
+            self._on_change()
 
     def on_bootstrap(self, worker: Worker, host: str, port: int | None) -> None:
         """Note where decode finds a prefill worker."""
         if (host, port) != (worker.bootstrap_host, worker.bootstrap_port):
             worker.bootstrap_host, worker.bootstrap_port = host, port
-            self._on_change(worker)
+            self._on_change()
 
     @property
     def models(self) -> Catalogue:
@@ -240,8 +245,8 @@ class WorkerTable:
         worker.circuit.reset()
         self.on_gone(worker)
 
-    def _on_change(self, worker: Worker) -> None:
-        self._members.note(worker)
+    def _on_change(self) -> None:
+        self._pools.clear()
         self.on_change()
 
     def _on_circuit(self, worker: Worker, until_s: float) -> None:
@@ -257,7 +262,7 @@ class WorkerTable:
         assert list(self._by_name.values()) == workers
         assert all(self.find(w.url) is w for w in workers)
         self._circuits.check(workers)
-        self._members.check()
+        assert self._pools == {key: self._pool(*key) for key in self._pools}
         self.loads.check(workers)
 
 
@@ -270,6 +275,13 @@ def same_url(url: str) -> str:
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
     port = parts.port or {"http": 80, "https": 443}.get(parts.scheme)
     return f"{parts.scheme}://{host}:{port}"
+
+
+def is_up(worker: Worker) -> bool:
+    """Whether it may be chosen, as a regular worker or as a last resort."""
+    if worker.health is not Health.UP or worker.switching_to is not None:
+        return False
+    return not worker.leaving or worker.last_resort
 
 
 def _kind(check: Check) -> Check:

@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from router.attempts.pair_attempt import AttemptLauncher, PairAttempt
-from router.attempts.prefix_headers import PrefixHeaders
 from router.attempts.request import RequestContext
 from router.body import write_bodies
 from router.choice.policies import RoutingHints
-from router.choice.prefix_sources import Holder
+from router.choice.prefix_sources import Holder, PrefixHeaders
 from router.choice.replication import Replication
 from router.client.upstream import HttpReply
 from router.pool.worker import Role, Worker

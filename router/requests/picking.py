@@ -13,10 +13,9 @@ from router.admission.admission import Admission
 from router.admission.queue import RequestRefused
 from router.attempts.request import RequestContext, Slo, time_given
 from router.body import ParsedBody, named_model
-from router.choice.policies import Placement, Policy
-from router.pool.pool import Pool, WorkerPool
+from router.choice.policies import Placement, Policy, few_of, least_loaded
 from router.pool.probe import ROUNDING_S
-from router.pool.worker import Role, Way, Worker
+from router.pool.worker import Pool, Role, Way, Worker
 from router.pool.workers import WorkerTable, missing_roles, silent_roles
 from router.requests.ways import Placements, Pools, WayChooser
 from service.waiter import Waiter
@@ -76,10 +75,11 @@ class Picker:
     def pick_for_rest(self, request: RequestContext, *, but: Worker) -> Placement | None:
         """Pick the worker with most room that goes on with what `but` has begun; None: there is no other that answers."""
         alike = [pools[-1] for way, pools in zip(request.ways, self.pools(request), strict=True) if way[-1] is but.role]
-        pool = alike[0].without({but.worker_id})
-        if not pool or pool[0].silent:
+        others = [worker for worker in alike[0] if worker is not but]
+        if not others or others[0].silent:
             return None
-        return self.choose(request, [[WorkerPool([pool.least_loaded()])]])[0]
+        best = least_loaded(few_of(others, self.policies[but.role].draw))
+        return self.choose(request, [[[best]]])[0]
 
     def choose(self, request: RequestContext, ways: Sequence[Pools]) -> Placements:
         """Choose one worker of each pool of a way; the policies remember that the request goes there."""
@@ -87,7 +87,7 @@ class Picker:
             now_s = self.clock()
             return self.ways.choose(self._sound(request, ways, now_s), request.hints, now_s, request.slo)
         policies, hints = self.policies, request.hints
-        return tuple([policies[pool.role].choose(pool, hints) for pool in ways[0]])
+        return tuple([policies[pool[0].role].choose(pool, hints) for pool in ways[0]])
 
     def pools(self, request: RequestContext) -> list[list[Pool]]:
         """Return the workers of each way's roles. If one of them is silent, all are: others would have been preferred."""
@@ -121,7 +121,7 @@ class Picker:
 
     def _look_in_time(self, request: RequestContext, slo: Slo, pools: Pools) -> Placements:
         look, hints, now_s = self.admission.look_in_time, request.hints, self.clock()
-        return tuple([look(self.policies[pool.role], pool, hints, slo, now_s=now_s) for pool in pools])
+        return tuple([look(self.policies[pool[0].role], pool, hints, slo, now_s=now_s) for pool in pools])
 
     def _sound(self, request: RequestContext, ways: Sequence[Pools], now_s: float) -> Sequence[Pools]:
         """The ways without a worker that has failed the request, or whose circuit is open; all, if there are none.

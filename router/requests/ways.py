@@ -14,8 +14,7 @@ from router.admission.forecast import STALE_S, Forecast, LineFit
 from router.attempts.request import Slo
 from router.choice.policies import Placement, Policy, RoutingHints
 from router.choice.way_costs import Ask, FittedLine, Objectives, WorkerFigures, pair_strain, unified_strain
-from router.pool.pool import Pool
-from router.pool.worker import LoadReport, Role, Worker
+from router.pool.worker import LoadReport, Pool, Role, Worker
 
 STAY = 0.03  # prompts of one length change their way for a strain that is less by this share
 COMPANY_SHARE = 0.05  # of each choice
@@ -49,7 +48,7 @@ class WayChooser:
 
         `slo`: the request's own objectives.
         """
-        found = [tuple([self.policies[pool.role].look(pool, hints) for pool in pools]) for pools in ways]
+        found = [tuple([self.policies[pool[0].role].look(pool, hints) for pool in pools]) for pools in ways]
         return self.take(ways, found, hints, now_s, slo)
 
     def take(

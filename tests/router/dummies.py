@@ -380,6 +380,11 @@ def depths(index: PrefixIndex, keys: Sequence[Hashable]) -> dict[int, int]:
     return {worker_id: depth for depth, bits in matched.groups for worker_id in matched.ids(bits)}
 
 
+def no_draw(count: int) -> int:
+    """The draw of a policy that compares all workers of its pools."""
+    raise AssertionError(f"a pool of {count} workers is drawn from")
+
+
 def table_of(count: int, *, role: Role = Role.DECODE) -> WorkerTable:
     """`count` workers of one role, all up."""
     table = WorkerTable()

@@ -11,7 +11,7 @@ from aiohttp import web
 
 from router.admission.admission import Admission
 from router.admission.forecast import MIN_POINTS, STALE_S, Forecast, LineFit
-from router.admission.in_time import InTime, look_in_time, objectives_of
+from router.admission.in_time import look_in_time, objectives_of
 from router.admission.queue import AdmissionQueue, RequestRefused, TicketStatus
 from router.attempts.events import Events
 from router.attempts.request import Slo
@@ -19,12 +19,11 @@ from router.choice.policies import LeastLoad, RoutingHints
 from router.config import AdmissionFlags, RouterConfig
 from router.metrics import RouterMetrics
 from router.pool.breaker import Event
-from router.pool.pool import WorkerPool
 from router.pool.shared_load import SharedLoad
 from router.pool.worker import Role, Worker
 from router.pool.workers import WorkerTable
 from tests.router.attempts import Launched, make_request
-from tests.router.dummies import Behaviour, DummyWorker, answer_ok, cluster, later, stream, until
+from tests.router.dummies import Behaviour, DummyWorker, answer_ok, cluster, later, no_draw, stream, until
 
 # ---- the line
 
@@ -163,7 +162,7 @@ def taken(forecast: Forecast, workers: list[Worker], slo: Slo, *, tokens: int = 
     """The least loaded of those that keep `slo` with a prompt of so many tokens. `RequestRefused`."""
     hints = RoutingHints(prompt_tokens=tokens)
     objectives = objectives_of(slo, workers[0].role, hints, forecast)
-    return look_in_time(LeastLoad(), WorkerPool(workers), hints, objectives, now_s=now_s).worker
+    return look_in_time(LeastLoad(no_draw), workers, hints, objectives, now_s=now_s).worker
 
 
 def test_the_law_is_learnt_and_what_breaks_the_slo_is_refused_and_nothing_else() -> None:
@@ -190,9 +189,13 @@ def test_only_workers_that_are_in_time_are_left_and_the_unknown_may_be() -> None
     forecast = Forecast()
     teach(forecast, table, fast)
     teach(forecast, table, slow, speed=0.1)
-    hints = RoutingHints(prompt_tokens=5000)
-    kept = InTime(WorkerPool([fast, slow, new]), objectives_of(Slo(ttft_s=2.0), Role.PREFILL, hints, forecast))
-    assert [*kept] == [fast, new] and slow not in kept
+    ask: dict[str, Any] = {"slo": Slo(ttft_s=2.0), "tokens": 5000, "now_s": 61.0}
+    table.loads.charge(fast, 1)
+    table.loads.charge(new, 2)  # so that the least loaded is `slow`
+    assert taken(forecast, [fast, slow, new], **ask) is fast
+    assert taken(forecast, [slow, new], **ask) is new
+    with pytest.raises(RequestRefused):
+        taken(forecast, [slow], **ask)
     forecast.forget(slow)  # another process now
     assert taken(forecast, [slow], Slo(ttft_s=2.0), tokens=5000, now_s=61.0) is slow
 

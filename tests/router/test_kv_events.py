@@ -22,8 +22,7 @@ from engine.images import key_ids
 from engine.loop.kv_events import ZmqPublisher
 from router.choice.chooser import make_chooser
 from router.choice.kv_feed import KVEventFeed, _Turns
-from router.choice.kv_view import WorkerCacheView
-from router.choice.named_blocks import NamedBlocks
+from router.choice.kv_view import NamedBlocks, WorkerCacheView
 from router.choice.prefix_index import PrefixIndex
 from router.choice.prefix_keys import chain
 from router.choice.token_blocks import TokenBlocks

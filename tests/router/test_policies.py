@@ -24,31 +24,30 @@ from router.choice.policies import (
 from router.choice.prefix_index import PrefixIndex
 from router.choice.prefix_keys import chain
 from router.config import POLICIES, ChoiceFlags, RouterConfig
-from router.pool.pool import WorkerPool
 from router.pool.states import Check
-from router.pool.worker import LoadReport, Role
+from router.pool.worker import LoadReport, Pool, Role
 from service.prefix_chain import BLOCK_BYTES, BLOCK_TOKENS
-from tests.router.dummies import depths, table_of
+from tests.router.dummies import depths, no_draw, table_of
 
 ANY = RoutingHints()
 
 
-def workers_of(count: int, *, role: Role = Role.DECODE) -> WorkerPool:
-    return WorkerPool(table_of(count, role=role).workers())
+def workers_of(count: int, *, role: Role = Role.DECODE) -> Pool:
+    return table_of(count, role=role).workers()
 
 
 def test_least_load_takes_fewest_tokens_and_spreads_ties() -> None:
-    table, policy = table_of(3), LeastLoad()
+    table, policy = table_of(3), LeastLoad(no_draw)
     order = []
     for tokens in (10, 10, 10, 1):
-        worker = policy.choose(WorkerPool(table.workers()), ANY).worker
+        worker = policy.choose(table.workers(), ANY).worker
         order.append(worker.worker_id)
         table.loads.charge(worker, tokens)
     assert order == [0, 1, 2, 0]
-    assert policy.choose(WorkerPool(table.workers()), ANY).worker.worker_id == 1
+    assert policy.choose(table.workers(), ANY).worker.worker_id == 1
     idle = table_of(2)
     for expected in (0, 1, 0, 1):
-        worker = policy.choose(WorkerPool(idle.workers()), ANY).worker
+        worker = policy.choose(idle.workers(), ANY).worker
         assert worker.worker_id == expected
         idle.loads.release(idle.loads.charge(worker, 10))
 
@@ -56,9 +55,9 @@ def test_least_load_takes_fewest_tokens_and_spreads_ties() -> None:
 @settings(max_examples=50)
 @given(st.lists(st.integers(0, 500), min_size=1, max_size=100))
 def test_least_load_never_strays_further_than_one_request(tokens: list[int]) -> None:
-    table, policy = table_of(4), LeastLoad()
+    table, policy = table_of(4), LeastLoad(no_draw)
     for count in tokens:
-        table.loads.charge(policy.choose(WorkerPool(table.workers()), ANY).worker, count)
+        table.loads.charge(policy.choose(table.workers(), ANY).worker, count)
     loads = [w.load_tokens for w in table.workers()]
     assert max(loads) - min(loads) <= max(tokens)
 
@@ -69,16 +68,16 @@ def test_workers_that_hold_kv_are_compared_by_the_share_of_it(role: Role, expect
     for worker, capacity, tokens in zip(table.workers(), (1000, 8000), (500, 2000), strict=True):
         table.loads.on_report(worker, LoadReport(capacity_tokens=capacity))
         table.loads.charge(worker, tokens)
-    assert LeastLoad().choose(WorkerPool(table.workers()), ANY).worker.worker_id == expected
+    assert LeastLoad(no_draw).choose(table.workers(), ANY).worker.worker_id == expected
     table.loads.on_report(table.workers()[1], None)  # one that does not say: tokens again
-    assert LeastLoad().choose(WorkerPool(table.workers()), ANY).worker.worker_id == 0
+    assert LeastLoad(no_draw).choose(table.workers(), ANY).worker.worker_id == 0
 
 
 def test_round_robin_skips_no_one_when_workers_come_and_go() -> None:
-    table, policy = table_of(3), RoundRobin()
-    seen = [policy.choose(WorkerPool(table.workers()), ANY).worker.worker_id for _ in range(4)]
+    table, policy = table_of(3), RoundRobin(no_draw)
+    seen = [policy.choose(table.workers(), ANY).worker.worker_id for _ in range(4)]
     table.remove("http://h1:1")
-    seen += [policy.choose(WorkerPool(table.workers()), ANY).worker.worker_id for _ in range(3)]
+    seen += [policy.choose(table.workers(), ANY).worker.worker_id for _ in range(3)]
     assert seen == [0, 1, 2, 0, 2, 0, 2]
 
 
@@ -92,9 +91,9 @@ def test_power_of_two_takes_the_less_loaded_of_two_different_ones() -> None:
             draws = iter((first, second))
             pair = {first, second + (second >= first)}
             assert len(pair) == 2
-            chosen = PowerOfTwo(lambda n, draws=draws: next(draws)).choose(WorkerPool(workers), ANY).worker  # type: ignore[misc]
+            chosen = PowerOfTwo(lambda n, draws=draws: next(draws)).choose(workers, ANY).worker  # type: ignore[misc]
             assert chosen.worker_id == (2 if 2 in pair else 1)
-    assert PowerOfTwo(lambda n: 1 // 0).choose(WorkerPool(workers[:1]), ANY).worker is workers[0]
+    assert PowerOfTwo(lambda n: 1 // 0).choose(workers[:1], ANY).worker is workers[0]
 
 
 # ---- sessions
@@ -109,9 +108,9 @@ def sessions(count: int) -> list[RoutingHints]:
 def test_a_worker_that_leaves_moves_its_own_sessions_only_and_one_that_joins_takes_its_share(
     count: int, data: st.DataObject
 ) -> None:
-    policy, workers = ConsistentHashing(), workers_of(count)
+    policy, workers = ConsistentHashing(no_draw), workers_of(count)
     gone = workers[data.draw(st.integers(0, count - 1))]
-    asks, left = sessions(400), WorkerPool(w for w in reversed(workers) if w is not gone)
+    asks, left = sessions(400), [w for w in workers if w is not gone]
     before = [policy.choose(workers, ask).worker for ask in asks]
     after = [policy.choose(left, ask).worker for ask in asks]
     assert all(new is old for old, new in zip(before, after, strict=True) if old is not gone)
@@ -122,12 +121,10 @@ def test_a_worker_that_leaves_moves_its_own_sessions_only_and_one_that_joins_tak
 
 def test_sessions_spread_evenly_and_without_one_the_load_decides() -> None:
     table = table_of(8)
-    counts = Counter(
-        ConsistentHashing().choose(WorkerPool(table.workers()), ask).worker.worker_id for ask in sessions(8000)
-    )
+    counts = Counter(ConsistentHashing(no_draw).choose(table.workers(), ask).worker.worker_id for ask in sessions(8000))
     assert all(850 < counts[i] < 1150 for i in range(8)), counts
     table.loads.charge(table.workers()[0], 1)
-    assert ConsistentHashing().choose(WorkerPool(table.workers()), ANY).worker.worker_id == 1
+    assert ConsistentHashing(no_draw).choose(table.workers(), ANY).worker.worker_id == 1
 
 
 def parsed(**fields: Any) -> Any:
@@ -166,18 +163,18 @@ def ask_of(keys: list[int], *, tokens: int | None = None) -> RoutingHints:
 
 
 def cache_aware(**flags: Any) -> CacheAware:
-    return CacheAware(PrefixIndex(max_blocks=100), ChoiceFlags(**flags))
+    return CacheAware(no_draw, PrefixIndex(max_blocks=100), ChoiceFlags(**flags))
 
 
 def test_a_prompt_goes_where_its_prefix_is_and_costs_only_the_rest() -> None:
     table, policy = table_of(3, role=Role.PREFILL), cache_aware()
     ask = ask_of(keys_of("a", 4))
-    first = policy.choose(WorkerPool(table.workers()), ask)
+    first = policy.choose(table.workers(), ask)
     assert first == Placement(table.workers()[0], 0) and cost_tokens(first, ask) == 4 * BLOCK_TOKENS + 1
     table.loads.charge(first.worker, 1)  # a little load does not drive it away
-    again = policy.choose(WorkerPool(table.workers()), ask_of(keys_of("a", 4)))
+    again = policy.choose(table.workers(), ask_of(keys_of("a", 4)))
     assert again == Placement(first.worker, 4 * BLOCK_TOKENS) and cost_tokens(again, ask) == 1
-    assert policy.choose(WorkerPool(table.workers()), ask_of(keys_of("b", 4))).worker is not first.worker
+    assert policy.choose(table.workers(), ask_of(keys_of("b", 4))).worker is not first.worker
 
 
 @pytest.mark.parametrize(
@@ -187,12 +184,12 @@ def test_unequal_queues_beyond_both_thresholds_go_by_load_alone(short: int, long
     table = table_of(2, role=Role.PREFILL)
     policy = cache_aware(balance_abs_threshold=4, balance_rel_threshold=1.5)
     ask = ask_of(keys_of("a", 4))
-    there = policy.choose(WorkerPool(table.workers()), ask).worker
+    there = policy.choose(table.workers(), ask).worker
     other = table.workers()[1 - there.worker_id]
     for worker, count in ((there, long), (other, short)):
         for _ in range(count):
             table.loads.charge(worker, 1 if worker is there else 0)
-    assert (policy.choose(WorkerPool(table.workers()), ask).worker is other) == ignored
+    assert (policy.choose(table.workers(), ask).worker is other) == ignored
 
 
 @pytest.mark.parametrize(("role", "stays"), [(Role.PREFILL, True), (Role.DECODE, False)])
@@ -200,11 +197,11 @@ def test_a_prefix_is_worth_its_computation_on_prefill_alone(role: Role, stays: b
     """All have queues. The worker with the prefix holds more than twice its tokens."""
     table, policy = table_of(2, role=role), cache_aware()
     ask = ask_of(keys_of("a", 4))
-    there = policy.choose(WorkerPool(table.workers()), ask).worker
+    there = policy.choose(table.workers(), ask).worker
     for worker in table.workers():
         table.loads.charge(worker, 1)
     table.loads.charge(there, 10 * BLOCK_TOKENS)
-    assert (policy.choose(WorkerPool(table.workers()), ask).worker is there) == stays
+    assert (policy.choose(table.workers(), ask).worker is there) == stays
 
 
 def test_a_worker_that_left_or_went_down_is_no_longer_known_to_have_anything() -> None:
@@ -239,7 +236,7 @@ def test_each_role_has_its_policy_and_asks_only_for_what_it_needs() -> None:
     ask = chooser.hints_of(body, {})
     assert (len(ask.keys), ask.session) == (3, "u")
     decodes = workers_of(4)
-    expected = ConsistentHashing().choose(decodes, ask).worker
+    expected = ConsistentHashing(no_draw).choose(decodes, ask).worker
     assert chooser.policies[Role.DECODE].choose(decodes, ask) == Placement(expected)
 
 
@@ -255,7 +252,7 @@ def test_every_policy_gives_a_candidate_and_no_cost_is_negative(
             blocks, tokens = data.draw(st.integers(0, 5)), data.draw(st.integers(1, 700))
             ask = RoutingHints(prompt_tokens=tokens, keys=keys_of("a", blocks), session=f"{tokens}")
             left_out = data.draw(st.sets(st.integers(0, count - 1), max_size=count - 1))
-            candidates = WorkerPool(worker for worker in table.workers() if worker.worker_id not in left_out)
+            candidates = [worker for worker in table.workers() if worker.worker_id not in left_out]
             choice = chooser.policies[role].choose(candidates, ask)
             assert choice.worker in candidates
             assert cost_tokens(choice, ask) >= 1 and 0 <= choice.cached_tokens < tokens

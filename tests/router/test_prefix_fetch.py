@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from router.attempts.prefix_headers import PrefixHeaders
 from router.choice.policies import Placement, RoutingHints
 from router.choice.prefix_index import PrefixIndex
-from router.choice.prefix_sources import PrefixSources
+from router.choice.prefix_sources import PrefixHeaders, PrefixSources
 from router.choice.replication import HALF_LIFE_S, HOT_HITS, MOST_AT_ONCE, MOST_KEPT, PAUSE_S, Replication
 from router.config import RouterConfig, check_config
 from router.pool.reports import PrefixHolder, parse_prefix_holder

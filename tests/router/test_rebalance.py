@@ -5,8 +5,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from router.pool.pool import WorkerPool
-from router.pool.rebalance import num_to_give
+from router.pool.active_calls import num_to_give
 from router.pool.worker import LoadReport, Worker
 from tests.router.dummies import cluster, table_of, until
 from tests.router.test_failover import DONE, read, tokens_of
@@ -43,7 +42,7 @@ def report(used: int, *, running: int = 10, pending: int = 0, capacity: int = 10
 )
 def test_so_many_are_given(mine: LoadReport | None, others: Iterable[LoadReport | None], given: int) -> None:
     worker, *rest = reporting(mine, *others)
-    assert num_to_give(worker, WorkerPool(rest), above=0.9) == given
+    assert num_to_give(worker, [worker, *rest], above=0.9) == given
 
 
 def loads(used: int, running: int) -> dict[str, object]:

@@ -48,10 +48,13 @@ def test_rows_tell_what_was_run_and_are_drawn(trace: list[TraceRequest], tmp_pat
     assert {row["policy"] for row in rows} >= {scale.RETRY, scale.OBJECTIVE, scale.TIGHT}
     registry = [scale.registry_row(count, 100) for count in (4, 8)]
     changes = [scale.change_row(count) for count in (4, 8)]
+    balance = scale.balance_rows((8,), seconds=6.0)
     report: dict[str, Any] = {"trace": "small", "router": rows, "changes": changes, "registry": registry}
+    report["balance"] = balance
     report["idle"] = {"workers": 8, "bytes": 18_000.0, "check_us_per_s": 300.0}
     text = scale.render(report)
-    assert "60 requests of `small` on 8 workers" in text and "| cache_aware, a look at each |" in text
+    assert "60 requests of `small` on 8 workers" in text and "| 8 workers | 95 % | all compared |" in text
+    assert all(row["requests"] > 20 and row["decode_spread"] >= 1.0 for row in balance)
     scale.plot(report, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 

@@ -138,7 +138,6 @@ class Pool:
         for i in range(MIN_POINTS):
             ttft_fit.add(100.0 * i, line.at(100.0 * i), now_s)
             step_fit.add(float(i), STEP.at(i), now_s)
-        self.forecast.note_line(worker)
 
     def of(self, role: Role) -> Worker:
         return next(worker for worker in self.workers if worker.role is role)
