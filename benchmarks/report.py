@@ -226,7 +226,7 @@ SECTIONS = {
         "one worker goes down and comes back, so pools are made anew. Sockets and bodies are not included; their cost"
         " does not depend on the number of workers. Half of the workers are of each role. Each request of the row with `and` is "
         "chosen twice; objectives (`--slo-ttft`, `--slo-itl`) ask the forecast. Balance: random prompts in virtual time "
-        "(`benchmarks.scale_balance`), `all compared` is the least loaded of all workers. [Plot](scale.png).",
+        "(`benchmarks.scale_balance`), `least of all` is the least loaded of all workers. [Plot](scale.png).",
         scale.render,
     ),
     "kv_event_rate": (

@@ -4,7 +4,7 @@ usage: python -m benchmarks.scale_balance [--workers N ...] [--policy NAME ...] 
 
 Production code chooses: the router's table, policies and leases. Workers are a simple model: a prefill worker computes
 its prompts one after another, and a decode worker holds a request's KV until its last token. `--busy`: the share of the
-time for which prefill workers compute. "all compared" is the ideal: the least loaded of all workers, at any number.
+time for which prefill workers compute. "least of all" is the ideal: the least loaded of all workers, at any number.
 """
 
 import argparse
@@ -12,32 +12,42 @@ import heapq
 import json
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from router.choice.chooser import make_chooser
-from router.choice.policies import LeastLoad, Placement, RoutingHints, cost_tokens, least_loaded
+from router.choice.policies import Placement, Policy, RoutingHints, cost_tokens, load_key
 from router.config import RouterConfig
 from router.pool.states import Check
-from router.pool.worker import PAIR, Lease, Pool
+from router.pool.worker import PAIR, Lease, Pool, Worker
 from router.pool.workers import WorkerTable
 
-IDEAL = "all compared"
+IDEAL = "least of all"
 NAMES = (IDEAL, "least_load", "power_of_two", "random")
 SIZES = (1000, 10_000)
 TOKENS_PER_S = 8000.0  # of a prefill worker
-PROMPT_LOG, PROMPT_SPREAD, MOST_TOKENS = 7.0, 1.0, 32_000  # of a lognormal distribution: 1,800 tokens on average
-MEAN_TOKENS = 1750.0  # of prompts; only the rate follows from it
+PROMPT_LOG, PROMPT_SPREAD, MOST_TOKENS = 7.0, 1.0, 32_000  # of a lognormal distribution
+MEAN_TOKENS = 1806.0  # of prompts; only the rate follows from it
 MEAN_ANSWER = 100.0  # tokens
 ITL_S = 0.02
 WARM_UP_S, SAMPLE_S = 4.0, 0.1
 
 
-class AllCompared(LeastLoad):
-    """The least loaded worker of a pool of any size."""
+class LeastOfAll(Policy):
+    """The least loaded worker, of which `note_load` hears every change: a heap, whose old entries go when they are met."""
+
+    def __init__(self, workers: Sequence[Worker]) -> None:
+        super().__init__(draw=lambda count: 0)
+        self._heap = [load_key(worker) for worker in workers]
+        self._workers = {worker.worker_id: worker for worker in workers}
+
+    def note_load(self, worker: Worker) -> None:
+        heapq.heappush(self._heap, load_key(worker))
 
     def look(self, pool: Pool, hints: RoutingHints) -> Placement:
-        return Placement(least_loaded(pool))
+        while load_key(worker := self._workers[self._heap[0][3]]) != self._heap[0]:
+            heapq.heappop(self._heap)
+        return Placement(worker)
 
 
 class Balance:
@@ -49,11 +59,11 @@ class Balance:
         self.table = WorkerTable()
         policy = "least_load" if name == IDEAL else name
         self._policies = dict(make_chooser(RouterConfig(policy=policy), draw=draw).policies)
-        if name == IDEAL:
-            self._policies |= {role: AllCompared(draw) for role in PAIR}
         for number in range(workers):
             worker = self.table.add(f"http://10.{number >> 8}.{number & 255}.1:30000", role=PAIR[number % 2])
             self.table.on_check(worker, Check.OK, now_s=0.0)
+        if name == IDEAL:
+            self._policies |= {role: LeastOfAll(self.table.workers(role)) for role in PAIR}
         self._rate = busy * workers / 2 * TOKENS_PER_S / MEAN_TOKENS
         self._free_s = dict.fromkeys(self.table.workers(), 0.0)
         self._later: list[tuple[float, int, Callable[[], object]]] = []
@@ -90,8 +100,8 @@ class Balance:
         self._free_s[prefill.worker] = done_s = begun_s + tokens / TOKENS_PER_S
         if now_s > WARM_UP_S:
             self.waits_s.append(begun_s - now_s)
-        self._at(done_s, lambda: self.table.loads.release(prefill))
-        self._at(done_s + output * ITL_S, lambda: self.table.loads.release(decode))
+        self._at(done_s, lambda: self._release(prefill))
+        self._at(done_s + output * ITL_S, lambda: self._release(decode))
 
     def _choose(self, role: Any, hints: RoutingHints, now_s: float) -> Lease:
         begun_ns = time.thread_time_ns()
@@ -99,7 +109,17 @@ class Balance:
         lease = self.table.loads.charge(choice.worker, cost_tokens(choice, hints))
         self.choice_ns += time.thread_time_ns() - begun_ns
         self.num_choices += 1
+        self._note_load(choice.worker)
         return lease
+
+    def _release(self, lease: Lease) -> None:
+        self.table.loads.release(lease)
+        self._note_load(lease.worker)
+
+    def _note_load(self, worker: Worker) -> None:
+        policy = self._policies[worker.role]
+        if isinstance(policy, LeastOfAll):
+            policy.note_load(worker)
 
     def _sample(self) -> None:
         for role in PAIR:

@@ -72,7 +72,9 @@ class FailedWorkers(msgspec.Struct):
 
     def best_of(self, alive: Pool) -> Pool:
         """Return the workers of `alive` (one role) to try next."""
-        left = [w for w in alive if self._num_unjoined(w) < MAX_JOINS] if self._unjoined else alive
+        if not self._unjoined:
+            return [w for w in alive if w.worker_id not in self._failed] or alive
+        left = [w for w in alive if self._num_unjoined(w) < MAX_JOINS]
         fresh = [w for w in left if w.worker_id not in self._failed]
         return [w for w in fresh if not self._num_unjoined(w)] or fresh or left
 

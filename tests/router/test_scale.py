@@ -53,7 +53,7 @@ def test_rows_tell_what_was_run_and_are_drawn(trace: list[TraceRequest], tmp_pat
     report["balance"] = balance
     report["idle"] = {"workers": 8, "bytes": 18_000.0, "check_us_per_s": 300.0}
     text = scale.render(report)
-    assert "60 requests of `small` on 8 workers" in text and "| 8 workers | 95 % | all compared |" in text
+    assert "60 requests of `small` on 8 workers" in text and "| 8 workers | 95 % | least of all |" in text
     assert all(row["requests"] > 20 and row["decode_spread"] >= 1.0 for row in balance)
     scale.plot(report, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
