@@ -90,8 +90,8 @@ class CacheAware(Policy):
         }
 
         def cost(worker: Worker) -> LoadKey:
-            tokens, *ties = load_key(worker)
-            return (tokens - worths.get(worker.worker_id, 0), *ties)
+            key = load_key(worker)
+            return (key[0] - worths.get(worker.worker_id, 0), *key[1:])
 
         return min(workers, key=cost)
 

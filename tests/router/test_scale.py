@@ -44,7 +44,7 @@ def test_a_repeated_trace_goes_on_in_time_with_new_prompts(trace: list[TraceRequ
 def test_rows_tell_what_was_run_and_are_drawn(trace: list[TraceRequest], tmp_path: Path) -> None:
     rows = scale.router_rows(trace, (4, 8), requests=60, each=40)
     assert all(row["served"] + row["refused"] == row["requests"] for row in rows)
-    assert {row["served"] for row in rows if not row["refused"]} == {60, 40, 4}
+    assert {row["served"] for row in rows if not row["refused"]} == {60, 40}
     assert {row["policy"] for row in rows} >= {scale.RETRY, scale.OBJECTIVE, scale.TIGHT}
     registry = [scale.registry_row(count, 100) for count in (4, 8)]
     changes = [scale.change_row(count) for count in (4, 8)]
