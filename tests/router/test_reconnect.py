@@ -113,7 +113,7 @@ async def test_a_worker_that_a_new_router_has_not_checked_yet_is_asked() -> None
         new, other = (w for w in c.router.table.workers() if w.role is Role.DECODE)
         c.decodes[0].behave, c.decodes[1].behave = keeps(), keeps(status=404)
         new.health = Health.STARTING
-        c.router.table._members.note(new)
+        c.router.table._on_change()
         _, _, text = await c.post(PATH, STREAM, headers=AGAIN)
         assert tokens_of(text) == [3, 4] and other.health is Health.UP
         await c.settled()
