@@ -34,7 +34,7 @@ WARM_UP_S, SAMPLE_S = 4.0, 0.1
 
 
 class LeastOfAll(Policy):
-    """The least loaded worker, of which `note_load` hears every change: a heap, whose old entries go when they are met."""
+    """The least loaded worker, from a heap that `note_load` keeps; old entries leave it when they come up."""
 
     def __init__(self, workers: Sequence[Worker]) -> None:
         super().__init__(draw=lambda count: 0)

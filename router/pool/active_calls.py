@@ -82,7 +82,7 @@ def give_up_all(worker: Worker, calls: Iterable[ActiveCall], why: str) -> None:
 
 
 def num_to_give(worker: Worker, pool: Pool, *, above: float) -> int:
-    """Count the requests by which `worker` holds more than `above` of its KV memory, as far as another one of
+    """Count the requests by which `worker` holds more than `above` of its KV memory, as far as one of
     `pool` has room below that share.
 
     As in Llumnix (OSDI 2024) requests move while they run; here only to avoid a retraction, never to even loads out.
@@ -94,7 +94,7 @@ def num_to_give(worker: Worker, pool: Pool, *, above: float) -> int:
     excess = report.used_tokens - above * report.capacity_tokens
     if excess <= 0:
         return 0
-    room = max((_room(other, above=above) for other in pool if other is not worker), default=0.0)
+    room = max((_room(other, above=above) for other in pool), default=0.0)
     mean = report.used_tokens / report.running_reqs
     if room < mean:
         return 0
