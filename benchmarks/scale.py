@@ -3,8 +3,7 @@
 usage: python -m benchmarks.scale --trace PATH [--workers N ...] [--requests N] [--each N] [--output FILE] [--plot PNG]
 
 The router's core in virtual time over a trace (benchmarks/scale_cluster.py): the default policy for --requests requests at the
-most workers, every policy for --each at every size. balance (benchmarks/scale_balance.py) is how evenly
-the default policy loads them.
+most workers, every policy for --each at every size. Balance: benchmarks/scale_balance.py.
 """
 
 import argparse

@@ -1,10 +1,12 @@
-"""How evenly the router's choices load thousands of workers, and how long prompts wait, in virtual time from one seed.
+"""How evenly the router's choices load thousands of workers, and how long prompts wait.
 
-usage: python -m benchmarks.scale_balance [--workers N ...] [--policy NAME ...] [--busy SHARE] [--seconds S] [--seed N]
+usage: python -m benchmarks.scale_balance [--workers N ...] [--policy NAME ...] [--busy SHARE]
+                                          [--seconds S] [--seed N]
 
-Production code chooses: the router's table, policies and leases. Workers are a simple model: a prefill worker computes
-its prompts one after another, and a decode worker holds a request's KV until its last token. `--busy`: the share of the
-time for which prefill workers compute. "least of all" is the ideal: the least loaded of all workers, at any number.
+Virtual time, from one seed. Production code chooses: the router's table, policies and leases. Workers
+are a simple model: a prefill worker computes its prompts one after another, and a decode worker holds
+a request's KV until its last token. `--busy`: the share of the time for which prefill workers compute.
+"least of all" is the ideal: the least loaded of all workers, at any number.
 """
 
 import argparse
@@ -34,7 +36,7 @@ WARM_UP_S, SAMPLE_S = 4.0, 0.1
 
 
 class LeastOfAll(Policy):
-    """The least loaded worker, from a heap that `note_load` keeps; old entries leave it when they come up."""
+    """The least loaded worker, from a heap that `note_load` keeps; stale entries leave at the top."""
 
     def __init__(self, workers: Sequence[Worker]) -> None:
         super().__init__(draw=lambda count: 0)

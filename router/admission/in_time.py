@@ -1,8 +1,8 @@
 """The workers that would keep a request's objectives, and the policy's choice among them. Pure.
 
-A policy chooses from the whole pool first, and its worker is nearly always in time. If not, it chooses among those that are,
-of the workers that `Policy.some` returns. If none is, the one whose line was measured longest ago is tried, as it may be
-faster now; else the request is refused.
+A policy chooses from the whole pool first, and its worker is nearly always in time. If not, it chooses
+among those in time of the workers that `Policy.some` returns. If there are none, the one whose line was
+measured longest ago is tried, as it may be faster now; else the request is refused.
 """
 
 import math
@@ -93,7 +93,10 @@ def _one_to_try(seen: Sequence[Placement], objectives: Sequence[Objective], now_
 
 
 def _refusal(seen: Sequence[Placement], objectives: Sequence[Objective]) -> RequestRefused:
-    """Return a refusal by the first objective that all workers miss, else by the last, with the shortest time of those that miss it."""
+    """Return a refusal by the first objective that all workers miss, else by the last.
+
+    It names the shortest time among the workers that miss it.
+    """
     for objective in objectives:
         late_s = [objective.predicted_s(one) or 0.0 for one in seen if not objective.keeps(one)]
         if len(late_s) == len(seen):

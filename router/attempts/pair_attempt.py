@@ -1,7 +1,7 @@
 """One attempt of a request at a prefill and a decode worker, or at one worker.
 
-The first failure ends both calls of an attempt; decode's answer is the client's. No tasks: both answers wake one waiter
-(`HttpReply.listener`).
+The first failure ends both calls of an attempt; decode's answer is the client's. No tasks: both answers
+wake one waiter (`HttpReply.listener`).
 """
 
 import asyncio
@@ -76,8 +76,8 @@ class PairAttempt:
     """Owns rooms, leases and calls: `end` gives all of them back, and must be called.
 
     `encoding`: leases of the encoder workers of its images. `prefill` is None at a single worker.
-    `waits_for_prefill`: the answer needs the whole of prefill's. `waiter` wakes when `settled` may have changed.
-    `refused`: by prefill, after the answer had begun.
+    `waits_for_prefill`: the answer needs the whole of prefill's. `waiter` wakes when `settled` may have
+    changed. `refused`: by prefill, after the answer had begun.
     """
 
     launcher: "AttemptLauncher"

@@ -57,14 +57,14 @@ class CacheAware(Policy):
             self.index.touch(choice.worker.worker_id, hints.keys)
 
     def _few(self, pool: Pool, matched: PrefixMatch, hints: RoutingHints, count: int) -> Pool:
-        """Return the whole pool, or of a large one `count` random workers and `DRAWN` of those with most of the prompt."""
+        """Return the pool; of a large one `count` random workers, and `DRAWN` with most of the prompt."""
         few = few_of(pool, self.draw, count)
         if len(pool) <= SCANNED or not matched.groups:
             return few
         return sorted({*few, *islice(self._holders(pool, matched, hints), DRAWN)}, key=worker_id_of)
 
     def _holders(self, pool: Pool, matched: PrefixMatch, hints: RoutingHints) -> Iterator[Worker]:
-        """Yield workers of `pool` with a worthy match, the longest first; of equal ones from a random place on."""
+        """Yield workers of `pool` with a worthy match, the longest first, ties from a random place on."""
         start = self.draw(matched.num_places)
         worthy = [bits for depth, bits in reversed(matched.groups) if self._is_worthy(depth, hints)]
         ids = (worker_id for bits in worthy for worker_id in matched.ids(bits, start))

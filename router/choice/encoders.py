@@ -1,8 +1,8 @@
 """Which encoder worker computes the features of an image. Pure.
 
-An image belongs to one worker of the pool (`owner`), in every router and after each restart: its features are cached there.
-While that one has clearly more to do than the least loaded, this one takes it: so an image that all request at once spreads
-over the pool.
+An image belongs to one worker of the pool (`owner`), in every router and after each restart: its
+features are cached there. While that one has clearly more to do than the least loaded, this one takes
+it: so an image that all request at once spreads over the pool.
 """
 
 from collections import Counter

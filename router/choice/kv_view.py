@@ -82,9 +82,9 @@ class WorkerCacheView:
 
 
 class NamedBlocks:
-    """The blocks of a worker that uses our own keys as hashes (service/prefix_chain.py), which enter the index as they are.
+    """The blocks of a worker that uses our own keys as hashes (service/prefix_chain.py).
 
-    `num_tokens`: what came and did not go; exact while no event is missing.
+    They enter the index as they are. `num_tokens`: what came and did not go; exact while no event is missing.
     """
 
     def __init__(self, index: PrefixIndex, worker_id: int) -> None:

@@ -1,13 +1,14 @@
-"""Which worker gets the next request. Pure. Names follow SGLang's router where it has them (docs/router.md).
+"""Policies choose the worker of the next request. Pure. Names follow SGLang's router (docs/router.md).
 
 Load is what a role runs out of first:
 
     prefill, encode   tokens, of prompts or of images, that wait to be computed and are in no cache
-    decode, unified   KV that requests will hold when they end, as a share of capacity where all workers report theirs
+    decode, unified   KV that requests will hold when they end, as a share of capacity where all
+                      workers report theirs
 
-A policy compares all workers of a pool of up to `SCANNED`, and `DRAWN` random ones of a larger pool. The best of d random
-workers is nearly as lightly loaded as the best of all: Mitzenmacher, "The power of two choices in randomized load
-balancing", IEEE TPDS 12(10), 2001. Measured: docs/reports/benchmarks.md.
+A policy compares all workers of a pool of up to `SCANNED`, and `DRAWN` random ones of a larger pool.
+The best of d random workers is nearly as lightly loaded as the best of all: Mitzenmacher, "The power of
+two choices in randomized load balancing", IEEE TPDS 12(10), 2001. Measured: docs/reports/benchmarks.md.
 """
 
 from abc import ABC, abstractmethod
@@ -28,7 +29,10 @@ LoadKey = tuple[float, int, int, int]
 
 
 class RoutingHints(msgspec.Struct, frozen=True, kw_only=True):
-    """The properties of a request that a policy reads. `keys`: of its prompt's prefixes; `session`: "" unknown. Empty if no policy needs them."""
+    """The properties of a request that a policy reads.
+
+    `keys`: of its prompt's prefixes. `session`: "" unknown. Both are empty if no policy needs them.
+    """
 
     prompt_tokens: int = 0
     output_tokens: int = 0
@@ -44,7 +48,7 @@ class Placement(msgspec.Struct, frozen=True):
 
 
 def cost_tokens(choice: Placement, hints: RoutingHints) -> int:
-    """Return the load of a request at its worker: for prefill the tokens to compute, else all its KV."""
+    """Return the load of a request at its worker: for prefill tokens to compute, else all its KV."""
     if choice.worker.role is Role.PREFILL:
         return hints.prompt_tokens - choice.cached_tokens
     return hints.prompt_tokens + hints.output_tokens
@@ -61,7 +65,7 @@ def share_key(worker: Worker) -> LoadKey:
 
 
 def key_for(workers: Sequence[Worker]) -> Callable[[Worker], LoadKey]:
-    """The key to compare workers of one role by: shares if they hold KV and all report a capacity."""
+    """Return the key to compare workers by: shares if they hold KV and all report a capacity."""
     by_share = workers[0].role.holds_kv and all([worker.capacity_tokens > 0 for worker in workers])
     return share_key if by_share else load_key
 
@@ -79,8 +83,8 @@ def few_of(pool: Pool, draw: Draw, count: int = DRAWN) -> Pool:
 def owner(pool: Pool, name: str) -> Worker:
     """Return the worker that `name` (a session, an image) belongs to, the same in every router.
 
-    Rendezvous hashing (Thaler, Ravishankar, IEEE/ACM ToN 1998): the worker with the highest hash of both. One that leaves
-    moves its own names only, one that joins only takes.
+    Rendezvous hashing (Thaler, Ravishankar, IEEE/ACM ToN 1998): the worker with the highest hash of both.
+    A worker that leaves moves its own names only; one that joins only takes.
     """
     number = hash64(name)
     scores = [number * worker.hash_factor & _MASK for worker in pool]
@@ -93,7 +97,7 @@ class Policy(ABC):
 
     @abstractmethod
     def look(self, pool: Pool, hints: RoutingHints) -> Placement:
-        """Find the worker of `pool` (at least one) to choose. The request may go elsewhere: remember nothing."""
+        """Find the worker of `pool` (at least one) to choose. Remember nothing: it may go elsewhere."""
 
     def note(self, choice: Placement, hints: RoutingHints) -> None:  # noqa: B027 (most remember nothing)
         """Remember that the request is sent there, as far as the policy remembers anything."""
@@ -105,7 +109,7 @@ class Policy(ABC):
         return choice
 
     def some(self, pool: Pool, hints: RoutingHints) -> list[Placement]:
-        """Return up to `SCANNED` workers of `pool` and what they have cached, for a choice among those that are in time."""
+        """Return up to `SCANNED` workers of `pool` and what they have cached (router/admission/in_time.py)."""
         return [Placement(worker) for worker in few_of(pool, self.draw, SCANNED)]
 
 
@@ -117,7 +121,7 @@ class LeastLoad(Policy):
 
 
 class PowerOfTwo(Policy):
-    """The less loaded of two random workers: nearly as even, and many routers do not all pick the same one."""
+    """The less loaded of two random workers: many routers do not all pick the same one."""
 
     def look(self, pool: Pool, hints: RoutingHints) -> Placement:
         if len(pool) == 1:
@@ -148,7 +152,7 @@ class Random(Policy):
 
 
 class ConsistentHashing(LeastLoad):
-    """A session goes to the same worker in every router (`owner`); requests without one go by load."""
+    """A session goes to its `owner`, the same in every router; requests without one go by load."""
 
     def look(self, pool: Pool, hints: RoutingHints) -> Placement:
         return Placement(owner(pool, hints.session)) if hints.session else super().look(pool, hints)

@@ -1,5 +1,6 @@
-"""Which other prefill worker has more of a prompt's prefix than the one that was chosen for it, and the header that names it
-(--prefix-fetch). Pure.
+"""Finds the prefill worker that has more of a prompt's prefix than the chosen one, and names it in a header.
+
+Of --prefix-fetch. Pure.
 """
 
 from collections.abc import Callable, Iterator, Mapping

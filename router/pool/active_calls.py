@@ -1,5 +1,4 @@
-"""Ends calls that wait for a worker in vain (`Worker.calls`), or that others are to take over, as those that a decode worker
-near its memory limit gives away. Pure: receives the time.
+"""Ends calls that wait for a worker in vain (`Worker.calls`), or that others are to take over. Pure: receives the time.
 
 A call is given up when, both for `timeout_s`, its worker passed no health check and no byte came; at once when another process
 answers at the address and no byte came since the old one was last seen; and where no other worker could take it over, at a worker that
@@ -82,11 +81,11 @@ def give_up_all(worker: Worker, calls: Iterable[ActiveCall], why: str) -> None:
 
 
 def num_to_give(worker: Worker, pool: Pool, *, above: float) -> int:
-    """Count the requests by which `worker` holds more than `above` of its KV memory, as far as one of
-    `pool` has room below that share.
+    """Count the requests that `worker` gives away, as it holds more than `above` of its KV memory.
 
-    As in Llumnix (OSDI 2024) requests move while they run; here only to avoid a retraction, never to even loads out.
-    A request counts as much as the mean of those that run there. 0 where reports are missing.
+    It gives as many as one worker of `pool` has room for below that share; a request counts as much as the
+    mean of those that run there. 0 where reports are missing. As in Llumnix (OSDI 2024) requests move while
+    they run; here only to avoid a retraction, never to even loads out.
     """
     report = worker.report
     if report is None or not report.running_reqs or not report.capacity_tokens:

@@ -127,9 +127,9 @@ class WorkerTable:
         return worker in self.alive(worker.role)
 
     def pool(self, role: Role, model: str) -> Pool:
-        """The workers of `alive` that serve `model` ("": any). Silence narrows the choice and never empties it.
+        """Return the workers of `alive` that serve `model` ("": any), the silent ones if all are.
 
-        Kept until a worker changes: a request only looks it up.
+        It is kept until a worker changes.
         """
         found = self._pools.get((role, model))
         if found is None:
