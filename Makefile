@@ -131,9 +131,10 @@ mutants: $(STAMP)
 	$(BIN)/python -m tools.mutants ways --report docs/reports/way_mutants.json
 	$(BIN)/python -m tools.mutants prefixes --report docs/reports/prefix_mutants.json
 
-# A fleet of ten thousand workers in virtual time: about a minute.
+# A fleet of ten thousand workers in virtual time, and how evenly its workers are loaded: some minutes.
 scale-fleet: $(STAMP)
 	$(BIN)/python -m benchmarks.scale_fleet $(ARGS)
+	$(BIN)/python -m benchmarks.scale_balance
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.report $(ARGS)

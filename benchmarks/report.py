@@ -225,8 +225,7 @@ SECTIONS = {
         "time, fed by a trace that repeats with new prompts, at a rate that suits the workers. Every 1,000 requests "
         "one worker goes down and comes back, so pools are made anew. Sockets and bodies are not included; their cost"
         " does not depend on the number of workers. Half of the workers are of each role. Each request of the row with `and` is "
-        "chosen twice; objectives (`--slo-ttft`, `--slo-itl`) ask the forecast. Balance: random prompts in virtual time "
-        "(`benchmarks.scale_balance`), `least of all` is the least loaded of all workers. [Plot](scale.png).",
+        "chosen twice; objectives (`--slo-ttft`, `--slo-itl`) ask the forecast. [Plot](scale.png).",
         scale.render,
     ),
     "kv_event_rate": (

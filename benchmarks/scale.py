@@ -3,7 +3,7 @@
 usage: python -m benchmarks.scale --trace PATH [--workers N ...] [--requests N] [--each N] [--output FILE] [--plot PNG]
 
 The router's core in virtual time over a trace (benchmarks/scale_cluster.py): the default policy for --requests requests at the
-most workers, every policy for --each at every size. Balance: benchmarks/scale_balance.py.
+most workers, every policy for --each at every size.
 """
 
 import argparse
@@ -11,13 +11,11 @@ import gc
 import json
 import random
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from benchmarks import scale_balance
 from benchmarks.scale_cluster import ROLES, Cluster, Stopwatch, repeated
 from benchmarks.scale_idle import measure, one_process_for_all
 from benchmarks.trace_workers import TraceRequest, read_trace
@@ -42,7 +40,6 @@ IDLE_S = 5.0
 RENEW_EVERY, ANY_EVERY = 10, 20  # registry calls between two renewals, and two look-ups of any worker
 SEED = 1
 CHANGES = 400
-BUSY = (0.8, 0.95)  # shares of the time for which prefill workers compute
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -52,7 +49,6 @@ def main(argv: list[str] | None = None) -> int:
         "environment": describe(),
         "trace": args.trace[0].name,
         "router": router_rows(read_trace(args.trace[0]), args.workers, requests=args.requests, each=args.each),
-        "balance": balance_rows(args.balance, seconds=args.balance_seconds),
         "changes": [change_row(count) for count in args.workers],
         "registry": [registry_row(count, args.each) for count in args.workers],
         "idle": idle(min(args.workers), min(MOST_WATCHED, max(args.workers)), seconds=args.idle_seconds),
@@ -71,10 +67,6 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--workers", type=int, nargs="+", default=SIZES, help="of both roles together; even numbers")
     parser.add_argument("--requests", type=int, default=1_000_000, help="of the long run")
     parser.add_argument("--each", type=int, default=50_000, help="requests of each other run")
-    parser.add_argument(
-        "--balance", type=int, nargs="*", default=(1000, 10_000), help="workers whose balance is measured"
-    )
-    parser.add_argument("--balance-seconds", type=float, default=12.0, help="of virtual time")
     parser.add_argument("--idle-seconds", type=float, default=IDLE_S, help="of checks before memory is read")
     parser.add_argument("--output", type=Path, help="write the JSON here")
     parser.add_argument("--plot", type=Path, help="write a PNG here (needs matplotlib)")
@@ -111,16 +103,6 @@ def router_row(trace: list[TraceRequest], name: str, *, workers: int, requests: 
         "report_us": watch.us("report"),
         "cached": cluster.cached_tokens / (cluster.cached_tokens + cluster.computed),
     }
-
-
-def balance_rows(sizes: Sequence[int], *, seconds: float) -> list[dict[str, Any]]:
-    """A row for each policy and size."""
-    return [
-        scale_balance.measure(name, workers, busy=busy, seconds=seconds, seed=SEED)
-        for workers in sizes
-        for busy in BUSY
-        for name in scale_balance.NAMES
-    ]
 
 
 def change_row(workers: int) -> dict[str, Any]:
@@ -221,22 +203,11 @@ def render(report: dict[str, Any]) -> str:
     found = report["idle"]
     lines += [
         "",
-        "| balance at | busy | | largest over mean load: prefill | decode | wait at prefill: mean ms | p99 ms |",
-        "|---|---:|---|---:|---:|---:|---:|",
-        *map(_balance_line, report["balance"]),
-        "",
         f"An idle worker takes **{found['bytes'] / 1000:.1f} kB** in a whole router that watches {found['workers']:,} of them "
         f"(its row, metrics, task, timers and kept-alive connection), and {found['check_us_per_s']:.0f} us of CPU a second for its "
         "check and its report.",
     ]
     return "\n".join(lines)
-
-
-def _balance_line(row: dict[str, Any]) -> str:
-    return (
-        f"| {row['workers']:,} workers | {100 * row['busy']:.0f} % | {row['policy']} | {row['prefill_spread']:.1f} | "
-        f"{row['decode_spread']:.2f} | {row['wait_mean_ms']:.1f} | {row['wait_p99_ms']:.0f} |"
-    )
 
 
 def plot(report: dict[str, Any], path: Path) -> None:

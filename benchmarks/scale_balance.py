@@ -15,17 +15,18 @@ import json
 import random
 import time
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any
 
 from router.choice.chooser import make_chooser
 from router.choice.policies import Placement, Policy, RoutingHints, cost_tokens, load_key
-from router.config import RouterConfig
+from router.config import POLICIES, RouterConfig
 from router.pool.states import Check
 from router.pool.worker import PAIR, Lease, Pool, Worker
 from router.pool.workers import WorkerTable
 
 IDEAL = "least of all"
-NAMES = (IDEAL, "least_load", "power_of_two", "random")
+NAMES = (IDEAL, "least_load", "power_of_two")
 SIZES = (1000, 10_000)
 TOKENS_PER_S = 8000.0  # of a prefill worker
 PROMPT_LOG, PROMPT_SPREAD, MOST_TOKENS = 7.0, 1.0, 32_000  # of a lognormal distribution
@@ -150,15 +151,14 @@ def measure(name: str, workers: int, *, busy: float, seconds: float, seed: int) 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, nargs="+", default=SIZES, help="of both roles together; even numbers")
-    parser.add_argument("--policy", choices=NAMES, nargs="+", default=NAMES)
-    parser.add_argument("--busy", type=float, default=0.9)
+    parser.add_argument("--policy", choices=(*NAMES, *POLICIES), nargs="+", default=NAMES, metavar="NAME")
+    parser.add_argument("--busy", type=float, nargs="+", default=(0.8, 0.95))
     parser.add_argument("--seconds", type=float, default=12.0, help="of virtual time")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
-    for workers in args.workers:
-        for name in args.policy:
-            row = measure(name, workers, busy=args.busy, seconds=args.seconds, seed=args.seed)
-            print(json.dumps({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}), flush=True)
+    for workers, busy, name in product(args.workers, args.busy, args.policy):
+        row = measure(name, workers, busy=busy, seconds=args.seconds, seed=args.seed)
+        print(json.dumps({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}), flush=True)
 
 
 if __name__ == "__main__":
