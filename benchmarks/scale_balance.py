@@ -84,7 +84,6 @@ class Balance:
                 sample_s += SAMPLE_S
             self._until(now_s)
             self._serve(now_s)
-        self.table.check()
         waits = sorted(self.waits_s)
         return {
             "requests": self.num_choices // 2,
