@@ -15,10 +15,12 @@ from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
+from hashlib import blake2b
 
 import msgspec
 
-from router.pool.worker import Pool, Role, Worker, hash64, worker_id_of
+from router.pool.worker import MAX_WORKERS, Pool, Role, Worker, worker_id_of
 
 SCANNED = 128
 DRAWN = 16
@@ -86,9 +88,19 @@ def owner(pool: Pool, name: str) -> Worker:
     Rendezvous hashing (Thaler, Ravishankar, IEEE/ACM ToN 1998): the worker with the highest hash of both.
     A worker that leaves moves its own names only; one that joins only takes.
     """
-    number = hash64(name)
-    scores = [number * worker.hash_factor & _MASK for worker in pool]
+    number = _hash64(name)
+    scores = [number * _odd_hash(worker.url) & _MASK for worker in pool]
     return pool[scores.index(max(scores))]
+
+
+def _hash64(text: str) -> int:
+    """Return a number of 64 bits, the same in every process."""
+    return int.from_bytes(blake2b(text.encode(errors="replace"), digest_size=8).digest(), "big")
+
+
+@lru_cache(maxsize=2 * MAX_WORKERS)
+def _odd_hash(url: str) -> int:
+    return _hash64(url) | 1
 
 
 @dataclass(eq=False)

@@ -7,7 +7,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from hashlib import blake2b
 from operator import attrgetter
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -39,11 +38,6 @@ class Role(StrEnum):
 Way = tuple[Role, ...]  # the roles that serve one request together, the one that computes its prompt first
 PAIR: Way = (Role.PREFILL, Role.DECODE)
 UNIFIED: Way = (Role.UNIFIED,)
-
-
-def hash64(text: str) -> int:
-    """A number of 64 bits, the same in every process."""
-    return int.from_bytes(blake2b(text.encode(errors="replace"), digest_size=8).digest(), "big")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,10 +122,6 @@ class Worker:
     runtime_type: str | None = None  # VLLM (vllm.py); None: any other
     circuit: Circuit = field(default_factory=Circuit)
     calls: dict["ActiveCall", None] = field(default_factory=dict)  # that run there, oldest first
-    hash_factor: int = field(init=False)  # odd, of its URL, the same in every router (rendezvous hashing)
-
-    def __post_init__(self) -> None:
-        self.hash_factor = hash64(self.url) | 1
 
     @property
     def url_host(self) -> str:
