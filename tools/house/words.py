@@ -103,7 +103,6 @@ CLASSES = {
     "Exchange": "RequestContext",
     "Picture": "DashboardSnapshot",
     "Race": "PairAttempt",
-    "Contest": "HedgedAttempt",
     "Door": "AdmissionQueue",
     "Line": "AdmissionQueue",
     "Stand": "the queue's status",
