@@ -48,7 +48,7 @@ help:
 	@echo "make clean             remove $(VENV) and caches"
 	@echo
 	@echo "Checks that write a report into docs/reports:"
-	@echo "make bench [ARGS=...]  benchmarks.md: measure this machine (some minutes)"
+	@echo "make bench [ARGS=...]  benchmarks.md: measure this machine (an hour); ARGS="--beside TREE": compare two checkouts"
 	@echo "make bench-peers [PEERS=DIR]          peers.md: beside vLLM, transformers and llama.cpp on this kind of CPU (an hour; 6 GB)"
 	@echo "make plan-error        plan_error.md: the same requests on real workers and in tandem plan"
 	@echo "make gpu-check [PYTHON=python3]       gpu_check.json: kernels, steps and transfers on a GPU (4 minutes, at most 12)"

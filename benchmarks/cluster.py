@@ -8,6 +8,8 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +28,7 @@ from tools.family import children, family
 ROOT = Path(__file__).resolve().parents[1]
 START_S = 300.0
 END_S = 10.0
+ANSWER_S = 600.0
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,38 @@ def load_records(*, url: str, compare: str | None = None, **flags: Any) -> list[
     if errors := [record.error for one in found for record in one.records if record.error is not None]:
         raise RuntimeError(f"requests failed: {errors}")
     return found
+
+
+def post(url: str, body: Mapping[str, Any], path: str = "/generate") -> Any:
+    """Send JSON; the answer's. Raises for any other status than 200."""
+    request = urllib.request.Request(url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
+        return json.load(answer)
+
+
+@contextmanager
+def answering(argv: Sequence[str], url: str) -> Iterator[psutil.Process]:
+    """Run a program until the block ends, which begins once `url` answers (200, or 503: a router without workers serves)."""
+    process = subprocess.Popen(argv, stdout=sys.stderr, cwd=ROOT, preexec_fn=die_with_parent())
+    try:
+        deadline_s = time.monotonic() + START_S
+        while not _answers(url):
+            if process.poll() is not None or time.monotonic() > deadline_s:
+                raise RuntimeError(f"did not start: {' '.join(argv)}")
+            time.sleep(0.005)
+        yield psutil.Process(process.pid)
+    finally:
+        _end(process)
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=2.0):
+            return True
+    except urllib.error.HTTPError as error:
+        return error.code == 503
+    except OSError:
+        return False
 
 
 def _wait_ready(process: "subprocess.Popen[bytes]", ready_file: Path, argv: list[str]) -> dict[str, Any]:

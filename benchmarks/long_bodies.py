@@ -1,14 +1,10 @@
-"""Streams beside long bodies: the longest silence of 16 streams while one body of megabytes is read, tokenized, refused or answered.
-
-usage: python -m benchmarks.long_bodies [--streams 16] [--megabytes 30] [--rounds 3] [--only NAME ...] [--model-path smollm2] [--output FILE]
+"""Measures the longest silence of 16 streams while one body of megabytes is read, tokenized, refused or answered.
 
 A router, a prefill and a decode worker on this machine. Streams go through the router, and so does one body after the other, then the same
-to each worker directly where that is possible. Beside them a short request comes every 0.3 s. The client shares the cores. The aim: no
-silence above 0.25 s. What else runs on the machine only adds silence, so of several rounds the least counts; the rows without a body show
-what is left of it.
+to each worker directly where that is possible. Beside them a short request comes every 0.3 s. The client shares the cores. What else runs
+on the machine only adds silence, so of several rounds the least counts; the rows without a body show what is left of it.
 """
 
-import argparse
 import asyncio
 import base64
 import gzip
@@ -19,26 +15,22 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import aiohttp
 
 from benchmarks.cluster import tandem_up
-from deploy.bench import environment
-from deploy.bench.report import table
+from benchmarks.measures import Measure, Row, Tables, tell
 
-AIM_S = 0.25
 BESIDE_EVERY_S = 0.3
 SETTLE_S = 0.5  # before a body and after its answer
 ALONE_S = 10.0
 TIMEOUT_S = 300.0
 STREAM_TOKENS = 2000
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,53 +140,55 @@ class Watched:
         self.others.clear()
 
 
-def send(url: str, body: Body) -> tuple[int, str]:
+def send(url: str, body: Body) -> int:
+    """Return the status of the answer; 0: the body was refused before all of it was sent."""
     headers = {"Content-Type": "application/json", **({"Content-Encoding": body.coding} if body.coding else {})}
     request = urllib.request.Request(url + body.path, body.data, headers)
     try:
         with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
-            return response.status, response.read(300).decode(errors="replace")
+            response.read()
+            return int(response.status)
     except urllib.error.HTTPError as error:
-        return error.code, error.read(300).decode(errors="replace")
-    except OSError as error:  # refused before all of it was sent
-        return 0, str(error)
+        return error.code
+    except OSError:
+        return 0
 
 
-def best_of(watched: Watched, name: str, to: str, work: Callable[[], tuple[int, str]], *, rounds: int) -> Row:
-    rows = [row_of(watched, name, to, work) for _ in range(rounds)]
-    return min(rows, key=lambda row: float(row["silence_s"]))
-
-
-def nothing() -> tuple[int, str]:
+def _nothing() -> int:
     time.sleep(ALONE_S)
-    return 0, ""
+    return 0
 
 
-def row_of(watched: Watched, name: str, to: str, work: Callable[[], tuple[int, str]]) -> Row:
-    time.sleep(SETTLE_S)
-    watched.forget()
-    begin = time.monotonic()
-    status, answer = work()
-    taken_s = time.monotonic() - begin
-    time.sleep(SETTLE_S)
-    end = begin + taken_s
-    row = {
-        "name": name,
+def _row(watched: Watched, name: str, to: str, work: Callable[[], int], *, rounds: int = 1) -> Row:
+    """The round with the least silence."""
+    rows = []
+    for _ in range(rounds):
+        time.sleep(SETTLE_S)
+        watched.forget()
+        begin = time.monotonic()
+        status = work()
+        taken_s = time.monotonic() - begin
+        time.sleep(SETTLE_S)
+        rows.append((watched.silence_s(begin, begin + taken_s), taken_s, status, list(watched.others)))
+    silence_s, taken_s, status, others = min(rows)
+    tell(f"{name} {to}", silence_s=silence_s, taken_s=taken_s, status=status)
+    failed = sum(answered != 200 for answered, _, _ in others)
+    return {
+        "body": name,
         "to": to,
-        "status": status,
-        "taken_s": taken_s,
-        "silence_s": watched.silence_s(begin, end),
-        "others_s": max((took for _, _, took in watched.others), default=0.0),
-        "others_failed": sum(status != 200 for status, _, _ in watched.others),
-        "answer": answer,
+        "status": status or None,
+        "answered after, s": taken_s,
+        "longest silence of a stream, s": silence_s,
+        "slowest other, s": max((took_s for _, _, took_s in others), default=0.0),
+        "others failed": failed or None,
     }
-    print(json.dumps({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}), flush=True)
-    return row
 
 
-def measure(*, streams: int, megabytes: int, rounds: int, only: Sequence[str], flags: Sequence[str]) -> list[Row]:
-    chosen = [body for body in bodies(megabytes) if not only or body.name in only]
-    with tandem_up(*flags) as cluster:
+def measure(
+    *, streams: int = 16, megabytes: int = 30, rounds: int = 3, only: tuple[str, ...] = (), model: str = "smollm2"
+) -> Tables:
+    """`only`: names of bodies; (): all."""
+    with tandem_up("--model-path", model) as cluster:
         watched = Watched(cluster.url, streams)
         thread = threading.Thread(target=lambda: asyncio.run(watched.run()))
         thread.start()
@@ -203,58 +197,27 @@ def measure(*, streams: int, megabytes: int, rounds: int, only: Sequence[str], f
             while sum(map(bool, watched.times_s.values())) < streams:
                 time.sleep(0.1)
                 assert time.monotonic() < begin + TIMEOUT_S, "the streams did not begin"
-            rows = [row_of(watched, "no body", "", nothing)]
-            for body in chosen:
-                targets = [("router", cluster.url), *(cluster.workers if body.straight else ())]
-                own = 1 if body.once else rounds
-                rows += [best_of(watched, body.name, to, partial(send, url, body), rounds=own) for to, url in targets]
-            rows.append(row_of(watched, "no body", "", nothing))
+            rows = [_row(watched, "no body", "", _nothing)]
+            for body in bodies(megabytes):
+                if not only or body.name in only:
+                    targets = [("router", cluster.url), *(cluster.workers if body.straight else ())]
+                    own = 1 if body.once else rounds
+                    rows += [_row(watched, body.name, to, partial(send, url, body), rounds=own) for to, url in targets]
+            rows.append(_row(watched, "no body", "", _nothing))
         finally:
             watched.over.set()
             thread.join()
-    return rows
+    return {"": rows}
 
 
-def render(result: dict[str, Any]) -> str:
-    """The table of a result (benchmarks/report.py uses it too)."""
-    lines = [
-        [
-            row["name"],
-            row["to"],
-            str(row["status"] or ""),
-            f"{row['taken_s']:.1f}",
-            f"{row['silence_s']:.2f}",
-            f"{row['others_s']:.2f}" + (f", {row['others_failed']} failed" if row["others_failed"] else ""),
-        ]
-        for row in result["rows"]
-    ]
-    header = ["body", "to", "status", "answered after s", "longest silence of a stream s", "slowest other s"]
-    beside, alone = (_worst(row for row in result["rows"] if bool(row["to"]) is has_body) for has_body in (True, False))
-    text = f"The longest silence beside a body: {beside:.2f} s (aim: {AIM_S:g}), without one: {alone:.2f} s."
-    return f"{table(header, lines)}\n\n{text}"
-
-
-def _worst(rows: Iterable[Row]) -> float:
-    return max((row["silence_s"] for row in rows), default=0.0)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--streams", type=int, default=16)
-    parser.add_argument("--megabytes", type=int, default=30)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these bodies")
-    parser.add_argument("--model-path", default="smollm2")
-    parser.add_argument("--flags", default="", help="more flags of `tandem up`")
-    parser.add_argument("--output", type=Path)
-    args = parser.parse_args()
-    flags = ("--model-path", args.model_path, *args.flags.split())
-    rows = measure(streams=args.streams, megabytes=args.megabytes, rounds=args.rounds, only=args.only, flags=flags)
-    result = {"environment": environment.describe(), "rows": rows}
-    print(render(result))
-    if args.output:
-        args.output.write_text(json.dumps(result, indent=1))
-
-
-if __name__ == "__main__":
-    main()
+MEASURES = {
+    "long_bodies": Measure(
+        title="Streams beside long bodies",
+        about="The longest silence of any of 16 streams of SmolLM2 while one body is read, refused or answered; the slowest of short requests that come "
+        "beside it. Router, prefill and decode worker, and the client, share this machine. The least of three rounds (scores of thousands: one). "
+        "The aim: no silence above 0.25 s. A score or a rerank "
+        "computes thousands of prompts: streams wait for the cores too, and a short request for the prompts of a turn.",
+        run=measure,
+        quick={"streams": 2, "megabytes": 4, "rounds": 1},
+    )
+}

@@ -1,40 +1,83 @@
-"""Time to the first token where a prefix comes from another prefill worker, and where it is computed: by length of the prompt.
+"""Measures the time to the first token where a prefix comes from another prefill worker, and where it is computed."""
 
-usage: python -m benchmarks.prefix_fetch [--tokens 256 1024 8192] [--rounds 5] [--layers 4] [--backend nixl] [--output FILE]
-
-Prefill workers with --prefix-fetch and a decode worker; this program is their router. One has each prompt cached, the others nothing:
-
-    computed   no source is named
-    fetched    the source is named to a worker that has never computed a prompt, and so always fetches
-    chosen     ... to the one that computes the others: --prefix-fetch compares costs; "fetches" of how many rounds it chose so
-
-With `--layers` the model is a random one of that many layers of Qwen3-0.6B's shape; without, the shipped one (a KiB of KV a token).
-"""
-
-import argparse
 import asyncio
 import json
 import random
-import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import aiohttp
-from tqdm import tqdm
 
+from benchmarks.measures import Measure, Row, Tables, tell
 from benchmarks.random_model import write_model
-from deploy.bench import environment
-from deploy.bench.report import table
 from service.http.prefix_source import PREFIX_HEADER, PrefixSourceHeader, write_header
 from tests.e2e.cluster import SECRET, Started, tandem
 
 FLAGS = ("--port", "0", "--max-total-tokens", "65536", "--num-threads", "1", "--log-level", "warning")
 WAYS = ("computed", "fetched", "chosen")
+
+
+def measure(
+    *,
+    tokens: Sequence[int] = (256, 512, 1024, 2048, 8192, 30000),
+    rounds: int = 5,
+    layers: int = 0,
+    backend: str = "nixl",
+) -> Tables:
+    """`tokens`: lengths of prompts. `layers`: of a random model in the shape of Qwen3-0.6B; 0: the shipped one."""
+    with tempfile.TemporaryDirectory(prefix="tandem-prefix-") as name:
+        model: tuple[str, ...] = ()
+        if layers:
+            write_model(Path(name, "model"), layers=layers)
+            model = ("--model-path", str(Path(name, "model")))
+        with started(Path(name), model, backend) as (prefill, decode):
+            return {"": asyncio.run(_run(prefill, decode, tokens, rounds))}
+
+
+async def _run(prefill: list[Started], decode: Started, tokens: Sequence[int], rounds: int) -> list[Row]:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600)) as http:
+        cluster = Cluster(http, prefill, decode)
+        await cluster.read()
+        for worker in prefill:  # handshakes, without a prompt that measures anything
+            await cluster.first_token(cluster.source, _prompt(-1, 40))
+            await cluster.first_token(worker, _prompt(-1, 40), named=worker is not cluster.source)
+        times: dict[tuple[int, str], list[float]] = defaultdict(list)
+        chosen: dict[int, int] = defaultdict(int)
+        for number in range(rounds):
+            for length in tokens:
+                chosen[length] += await _prompt_each_way(cluster, _prompt(number, length), times)
+    found = {length: {f"{way}, ms": median(times[length, way]) for way in WAYS} for length in tokens}
+    return [{"tokens": length, **of, "fetches": f"{chosen[length]} of {rounds}"} for length, of in found.items()]
+
+
+async def _prompt_each_way(cluster: "Cluster", prompt: list[int], times: dict[tuple[int, str], list[float]]) -> bool:
+    """Note what the first token took; return whether the worker that chooses has fetched."""
+    _, right = await cluster.first_token(cluster.source, prompt)
+    has_chosen = False
+    for way in WAYS:
+        worker = cluster.fetcher if way == "fetched" else cluster.chooser
+        for at in (worker, cluster.decode):
+            await cluster.forget(at)
+        before = await cluster.fetched(worker)
+        ms, tokens = await cluster.first_token(worker, prompt, named=way != "computed")
+        came = await cluster.fetched(worker) > before
+        assert tokens == right, (way, len(prompt))
+        assert came or way != "fetched", f"{len(prompt)} tokens did not come"
+        has_chosen |= came and way == "chosen"
+        times[len(prompt), way].append(ms)
+        tell(f"{len(prompt)} tokens, {way}", ms=ms)
+    return has_chosen
+
+
+def _prompt(number: int, length: int) -> list[int]:
+    draw = random.Random(f"{number}/{length}")
+    return [1, *(draw.randrange(16, 512) for _ in range(length - 1))]
 
 
 @contextmanager
@@ -113,76 +156,13 @@ class Cluster:
         return sum(int(float(line.split()[-1])) for line in lines)
 
 
-async def measure(cluster: Cluster, lengths: list[int], rounds: int) -> list[dict[str, Any]]:
-    await cluster.read()
-    times: dict[tuple[int, str], list[float]] = defaultdict(list)
-    chosen: dict[int, int] = defaultdict(int)
-    for worker in (
-        cluster.source,
-        cluster.fetcher,
-        cluster.chooser,
-    ):  # handshakes, without a prompt that measures anything
-        await cluster.first_token(cluster.source, _prompt(-1, 40))
-        await cluster.first_token(worker, _prompt(-1, 40), named=worker is not cluster.source)
-    for number, length in tqdm([(n, length) for n in range(rounds) for length in lengths], unit="prompt"):
-        prompt = _prompt(number, length)
-        _, right = await cluster.first_token(cluster.source, prompt)
-        for way in WAYS:
-            worker = cluster.fetcher if way == "fetched" else cluster.chooser
-            for at in (worker, cluster.decode):
-                await cluster.forget(at)
-            before = await cluster.fetched(worker)
-            ms, tokens = await cluster.first_token(worker, prompt, named=way != "computed")
-            came = await cluster.fetched(worker) > before
-            assert tokens == right, (way, length)
-            assert came or way != "fetched", f"{length} tokens did not come"
-            chosen[length] += came and way == "chosen"
-            times[length, way].append(ms)
-    return [
-        {"tokens": n, "fetches": chosen[n], **{f"{way}_ms": statistics.median(times[n, way]) for way in WAYS}}
-        for n in lengths
-    ]
-
-
-def _prompt(number: int, length: int) -> list[int]:
-    draw = random.Random(f"{number}/{length}")
-    return [1, *(draw.randrange(16, 512) for _ in range(length - 1))]
-
-
-async def run(folder: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
-    model: tuple[str, ...] = ()
-    if args.layers:
-        write_model(folder / "model", layers=args.layers)
-        model = ("--model-path", str(folder / "model"))
-    with started(folder, model, args.backend) as (prefill, decode):
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600)) as http:
-            return await measure(Cluster(http, prefill, decode), args.tokens, args.rounds)
-
-
-def render(result: dict[str, Any]) -> str:
-    rows = [
-        [str(row["tokens"]), *(f"{row[f'{way}_ms']:.0f}" for way in WAYS), f"{row['fetches']} of {result['rounds']}"]
-        for row in result["rows"]
-    ]
-    return table(["tokens", *(f"{way}, ms" for way in WAYS), "fetches"], rows)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[256, 512, 1024, 2048, 8192, 30000])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--layers", type=int, default=0, help="0: the shipped model")
-    parser.add_argument("--backend", default="nixl", choices=("nixl", "mooncake"))
-    parser.add_argument("--output", type=Path)
-    args = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="tandem-prefix-") as folder:
-        rows = asyncio.run(run(Path(folder), args))
-    what = {"layers": args.layers, "backend": args.backend, "rounds": args.rounds}
-    result = {"environment": environment.describe(), **what, "rows": rows}
-    print(render(result))
-    if args.output:
-        args.output.write_text(json.dumps(result, indent=1))
-
-
-if __name__ == "__main__":
-    main()
+MEASURES = {
+    "prefix_fetch": Measure(
+        title="Prefixes of other workers",
+        about="Time to the first token of a prompt that one prefill worker has cached and another one does not, by its length; the shipped model (a "
+        "KiB of KV a token), prefill and decode on this one machine, over NIXL. *Chosen*: by `--prefix-fetch`, which compares costs. Each "
+        "answer's tokens are compared.",
+        run=measure,
+        quick={"rounds": 1, "tokens": [512]},
+    )
+}

@@ -1,29 +1,25 @@
-"""What the router's own code costs for one request: everything from the client's bytes to the answer's, without sockets.
+"""Measures what the router costs: its own code from a client's bytes to the answer's, and its whole process beside SGLang's router.
 
-usage: python -m benchmarks.router_path [--seconds S] [--output FILE]
-
-Clients and workers are transports that answer in place, so no system call and no other process is in the figure: it is the
-part that is ours to mend, and on a busy machine the least of many short windows is steady to a few per cent. Where it goes is
-told by cProfile, whose own cost falls on small functions: shares are to be read against each other.
+In the first, clients and workers are transports that answer in place, so no system call and no other process is in the figure, and on a
+busy machine the least of many short windows is steady to a few per cent. In the second, workers answer at once (instant_worker.py).
 """
 
-import argparse
 import asyncio
-import cProfile
-import json
 import statistics
+import sys
 import time
-from collections import Counter
-from collections.abc import Callable
-from contextlib import AsyncExitStack
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack, ExitStack, contextmanager
+from typing import Any, NamedTuple
 
+import psutil
 import uvloop
 
+from benchmarks.cluster import answering
 from benchmarks.instant_worker import ANSWER, DONE, EVENT, STREAM_HEAD, chunk, whole
-from benchmarks.router_load import request_bytes
-from deploy.bench.environment import describe
+from benchmarks.load import load, request_bytes
+from benchmarks.measures import Measure, Row, Tables, in_turns, used_s
+from deploy.launcher.ports import free_ports
 from router.client.upstream import HttpUpstream, _Connection
 from router.compose import Router, limits_of
 from router.config import RouterConfig
@@ -33,6 +29,7 @@ from service.http.server import make_runner
 
 WINDOW = 100  # requests: so short that one of many is not disturbed
 EVENTS = 64
+WARM_UP_S = 0.5
 
 
 class Wire(asyncio.Transport):
@@ -61,10 +58,10 @@ class Wire(asyncio.Transport):
 
 
 def join_worker(upstream: HttpUpstream, url: str, *, answer: bytes) -> None:
-    """A free connection to a worker that says `answer` to whatever comes."""
+    """Add a free connection to a worker that says `answer` to whatever comes."""
     loop, origin = asyncio.get_running_loop(), upstream._origin(url)
     connection = _Connection(upstream, origin)
-    connection.connection_made(Wire(lambda data: _later(loop, connection.data_received, answer)))
+    connection.connection_made(Wire(lambda _: _later(loop, connection.data_received, answer)))
     connection.free_since_s = loop.time()
     upstream.on_free(connection)
 
@@ -74,7 +71,7 @@ def _later(loop: asyncio.AbstractEventLoop, act: Callable[[bytes], None], data: 
 
 
 class Client:
-    """One request after the other over one connection; `serve(n)` returns when n were answered."""
+    """Sends one request after the other over one connection; `serve(n)` returns when n were answered."""
 
     def __init__(self, server: Any, *, stream: bool) -> None:
         self._request = request_bytes("127.0.0.1", stream=stream)
@@ -119,8 +116,8 @@ async def _build(stack: AsyncExitStack, *, stream: bool) -> Client:
     return Client(runner.server, stream=stream)
 
 
-async def measure(*, seconds: float, stream: bool) -> dict[str, Any]:
-    """The least and the median CPU time of a request over windows, and the parts' shares."""
+async def windows_us(*, seconds: float, stream: bool) -> list[float]:
+    """Return the CPU microseconds of a request in each of many windows."""
     async with AsyncExitStack() as stack:
         client = await _build(stack, stream=stream)
         await client.serve(10 * WINDOW)
@@ -129,84 +126,124 @@ async def measure(*, seconds: float, stream: bool) -> dict[str, Any]:
             before_s = time.process_time()
             await client.serve(WINDOW)
             windows.append((time.process_time() - before_s) / WINDOW * 1e6)
-        return {"least_us": min(windows), "median_us": statistics.median(windows), "parts": await _parts_of(client)}
+        return windows
 
 
-PARTS = (  # the first that is in a file's path has its time
-    (
-        "the client's side: aiohttp's server, deadlines, guard",
-        ("aiohttp", "multidict", "service/http/s", "service/http/g", "service/http/r", "http/access", "http/l"),
-    ),
-    (
-        "the workers' side: our client, calls, attempts",
-        ("client/upstream", "attempts/upstream_call", "attempts/pair_attempt"),
-    ),
-    (
-        "the dispatcher, answers",
-        (
-            "requests/dispatch",
-            "requests/relay",
-            "http/errors",
-            "requests/live",
-            "attempts/request",
-        ),
-    ),
-    ("bodies", ("router/body", "json_depth")),
-    ("keys", ("service/security/", "client/credentials")),
-    ("admission, forecast", ("admission/",)),
-    ("choice, load, breakers", ("choice/", "pool/")),
-    (
-        "what is remembered: metrics, dashboard, trace",
-        ("metrics", "prometheus", "history/", "service/telemetry/"),
-    ),
+def measure_path(*, seconds: float = 5.0) -> Tables:
+    """A whole answer, and one of 64 events."""
+    found = {stream: uvloop.run(windows_us(seconds=seconds, stream=stream)) for stream in (False, True)}
+    event_us = (min(found[True]) - min(found[False])) / EVENTS
+    rows: list[Row] = [
+        {"CPU us": title, "whole answer": of(found[False]), "64 events": of(found[True])}
+        for title, of in (("a request, the least of many windows", min), ("median", statistics.median))
+    ]
+    return {"": [*rows, {"CPU us": "each event more", "64 events": event_us}]}
+
+
+# ---- whole processes
+
+
+class Load(NamedTuple):
+    """`pause_ms`: between a stream's events; None: whole answers."""
+
+    name: str
+    clients: int
+    pause_ms: float | None
+
+
+LOADS = (
+    Load("whole answers, 1 client", 1, None),
+    Load("whole answers, 16 clients", 16, None),
+    Load("64 events at once, 16 clients", 16, 0.0),
+    Load("64 events, one every 5 ms, 16 clients", 16, 5.0),
 )
 
 
-async def _parts_of(client: Client) -> dict[str, float]:
-    """Share of each part; what C code takes counts for who called it."""
-    profile = cProfile.Profile(time.process_time)
-    profile.enable()
-    await client.serve(50 * WINDOW)
-    profile.disable()
-    spent: Counter[str] = Counter()
-    for entry in profile.getstats():
-        if isinstance(entry.code, str):
-            continue
-        inside = sum(call.inlinetime for call in entry.calls or () if isinstance(call.code, str))
-        if "benchmarks/" not in entry.code.co_filename:
-            spent[_part(entry.code.co_filename)] += entry.inlinetime + inside
-    return {part: spent[part] / spent.total() for part in [*(name for name, _ in PARTS), "the rest: asyncio, Python"]}
+def tandem(port: int, prefill: int, decode: int) -> list[str]:
+    """Our router."""
+    return [
+        *(sys.executable, "-m", "deploy", "router", "--pd-disaggregation", "--port", str(port), "--log-level", "error"),
+        *("--prefill", f"http://127.0.0.1:{prefill}", "--decode", f"http://127.0.0.1:{decode}"),
+    ]
 
 
-def _part(filename: str) -> str:
-    return next((name for name, marks in PARTS if any(mark in filename for mark in marks)), "the rest: asyncio, Python")
+def sglang(port: int, prefill: int, decode: int) -> list[str]:
+    """SGLang's router (Rust, from PyPI)."""
+    (metrics,) = free_ports(1)
+    return [
+        *(sys.executable, "-m", "sglang_router.launch_router", "--pd-disaggregation", "--policy", "random"),
+        *("--prefill", f"http://127.0.0.1:{prefill}", "8998", "--decode", f"http://127.0.0.1:{decode}"),
+        *("--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(metrics), "--log-level", "error"),
+    ]
 
 
-def render(result: dict[str, Any]) -> str:
-    """Write the section of docs/reports/benchmarks.md."""
-    rows = result["rows"]
-    lines = [f"| | {' | '.join(rows)} |", "|---" + "|---:" * len(rows) + "|"]
-    for name, title in (("least_us", "CPU us/request, the least of many windows"), ("median_us", "median")):
-        lines.append(f"| {title} | {' | '.join(format(row[name], '.0f') for row in rows.values())} |")
-    for part in next(iter(rows.values()))["parts"]:
-        lines.append(f"| {part} | {' | '.join(format(row['parts'][part], '.0%') for row in rows.values())} |")
-    return "\n".join(lines)
+ROUTERS = {"tandem": tandem, "sglang-router": sglang}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=5.0)
-    parser.add_argument("--output", type=Path)
-    args = parser.parse_args()
-    rows = {
-        name: uvloop.run(measure(seconds=args.seconds, stream=stream))
-        for name, stream in (("whole answer", False), ("64 events at once", True))
-    }
-    result = {"environment": describe(), "rows": rows}
-    print(render(result))
-    if args.output:
-        args.output.write_text(json.dumps(result, indent=1))
+@contextmanager
+def instant_workers(pause_ms: float) -> Iterator[tuple[int, int]]:
+    """Run a prefill and a decode worker that answer at once; their ports."""
+    prefill, decode = free_ports(2)
+    with ExitStack() as stack:
+        for port, flags in (
+            (prefill, ["--mode", "prefill", "--events", "1"]),
+            (decode, ["--mode", "decode", "--events", str(EVENTS), "--pause-ms", str(pause_ms)]),
+        ):
+            argv = [sys.executable, "-m", "benchmarks.instant_worker", str(port), *flags]
+            stack.enter_context(answering(argv, f"http://127.0.0.1:{port}/health"))
+        yield prefill, decode
 
 
-if __name__ == "__main__":
-    main()
+def measure_cost(*, seconds: float = 3.0, rounds: int = 3) -> Tables:
+    """Each router, and none, under each load."""
+    rows: list[Row] = []
+    for one in LOADS:
+        with ExitStack() as stack:
+            workers = stack.enter_context(instant_workers(one.pause_ms or 0.0))
+            ports: dict[str, tuple[int, psutil.Process | None]] = {"none": (workers[1], None)}
+            for name, argv in ROUTERS.items():
+                (port,) = free_ports(1)
+                ready = f"http://127.0.0.1:{port}/readiness"
+                ports[name] = port, stack.enter_context(answering(argv(port, *workers), ready))
+            ways = {name: _way(one, *at, seconds) for name, at in ports.items()}
+            rows += [{"load": one.name, "router": name, **row} for name, row in in_turns(ways, rounds).items()]
+    return {"": rows}
+
+
+def _way(one: Load, port: int, router: psutil.Process | None, seconds: float) -> Callable[[], dict[str, float]]:
+    url, stream = f"http://127.0.0.1:{port}", one.pause_ms is not None
+
+    def sample() -> dict[str, float]:
+        uvloop.run(load(url, clients=one.clients, seconds=WARM_UP_S, stream=stream))
+        family = [] if router is None else [router, *router.children(recursive=True)]
+        before_s, begin_s = used_s(family), time.perf_counter()
+        seen = uvloop.run(load(url, clients=one.clients, seconds=seconds, stream=stream))
+        us, wall_s = 1e6 * (used_s(family) - before_s), time.perf_counter() - begin_s
+        return {
+            "requests/s": len(seen.whole_s) / wall_s,
+            "CPU us a request": us / len(seen.whole_s),
+            "CPU us an event": us / seen.events if seen.events else 0.0,
+            "first byte p50, ms": statistics.median(seen.first_byte_s) * 1e3,
+            "p99": statistics.quantiles(seen.first_byte_s, n=100)[98] * 1e3 if len(seen.first_byte_s) > 1 else 0.0,
+        }
+
+    return sample
+
+
+MEASURES = {
+    "router_cost": Measure(
+        title="What a router costs",
+        about="In front of one prefill and one decode worker that answer at once; bodies of 300 bytes. CPU time is that of "
+        "the router's processes. Health checks run beside the load, so slow loads pay for them too. SGLang's router "
+        "(Rust, from PyPI) in the same run; its late first bytes are the delayed ACK of kept-alive connections.",
+        run=measure_cost,
+        quick={"seconds": 0.5, "rounds": 1},
+    ),
+    "router_path": Measure(
+        title="Where the router's time goes",
+        about="The router's own code from the client's bytes to the answer's, without sockets. The three writes and reads "
+        "of a request, which every router has, come on top.",
+        run=measure_path,
+        quick={"seconds": 0.5},
+    ),
+}

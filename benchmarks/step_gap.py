@@ -1,6 +1,4 @@
-"""How long the executor stands idle between two decode steps, with one step in flight and with two.
-
-usage: python -m benchmarks.step_gap [--device cpu|cuda] [--models shipped 0.6b] [--batches 1 8 32 128] [--steps 32] [--output FILE]
+"""Measures how long the executor stands idle between two decode steps, with one step in flight and with two.
 
 An engine without sockets (scheduler, pipeline, executor, model) decodes batches of one size. The gap is the time from the
 end of one step's forward and draw to the start of the next, in the executor's stream: by the clock of its thread on a CPU,
@@ -9,25 +7,20 @@ step (launches that come late) belongs to the step. Share: of all gaps in the ti
 
 Depths (engine/loop/pipeline.py): 1, the next step is launched when the results of the last one are read
 (`--disable-overlap-schedule`); 2, before. "inline" is the default on a CPU: the scheduler's own thread computes, so its
-gap is all that the scheduler does, and nothing can hide it. 0.6b: random weights in the shape of Qwen3-0.6B.
+gap is all that the scheduler does, and nothing can hide it.
 """
 
-import argparse
-import json
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 
+from benchmarks.measures import Measure, Row, Tables
 from benchmarks.random_model import write_model
-from deploy.bench import environment
-from deploy.bench.report import table
 from engine.build import EngineParts, build_engine
 from engine.config import EngineConfig
 from engine.core.plan import Plan
@@ -42,8 +35,7 @@ BATCHES = (1, 8, 32, 128)
 PROMPT_LEN = 16
 FIRST_TOKEN = 32  # ids that any of the models has
 SETTLED = 4  # decode steps before the first that counts
-WAYS = {"cpu": (("inline", 1), ("threaded", 1), ("threaded", 2)), "cuda": (("cuda", 1), ("cuda", 2))}
-SHIPPED, RANDOM = "shipped", "0.6b"
+WAYS = (("inline", 1), ("threaded", 1), ("threaded", 2))
 
 Mark = Callable[[], float]  # milliseconds on one axis; on CUDA valid when the stream is done
 
@@ -96,26 +88,37 @@ def _cuda_marks() -> Callable[[], Mark]:
     return mark
 
 
-def measure(model: str, *, device: str, batches: Sequence[int], steps: int) -> list[dict[str, Any]]:
-    """One row a (way, batch)."""
-    rows = []
-    for stream, depth in WAYS[device]:
+def measure(*, layers: int = 28, batches: Sequence[int] = BATCHES, steps: int = 32) -> Tables:
+    """On a CPU: the shipped model, and random weights in the shape of Qwen3-0.6B."""
+    with tempfile.TemporaryDirectory(prefix="tandem-gap-") as folder:
+        write_model(Path(folder), layers=layers)
+        models = {"shipped": DEFAULT_MODEL_PATH, "0.6b": folder}
+        return {"": [row for name, path in models.items() for row in _rows(name, path, batches, steps)]}
+
+
+def _rows(name: str, path: str, batches: Sequence[int], steps: int) -> list[Row]:
+    """A row for each way and batch."""
+    rows: list[Row] = []
+    for stream, depth in WAYS:
         config = EngineConfig(
-            model_path=model,
-            device=device,
+            model_path=path,
+            device="cpu",
             stream=stream,
             max_total_tokens=max(batches) * (PROMPT_LEN + steps + 4 * SETTLED + 16),
             max_running_requests=max(batches),
             disable_radix_cache=True,
         )
-        parts = build_engine(config, load_model_config(model), progress=False)
+        parts = build_engine(config, load_model_config(path), progress=False)
         try:
             timed = TimedRunner(parts.pool.device)
             parts.device.executor.runner = timed.around(parts.device.executor.runner)
             for batch in batches:
                 timed.steps.clear()
                 _decode(parts, depth=depth, batch=batch, steps=steps)
-                rows.append({"stream": stream, "depth": depth, "batch": batch, **gaps(timed, steps)})
+                found = gaps(timed, steps)
+                row: Row = {"model, stream": f"{name}, {stream}, depth {depth}", "batch": batch}
+                row |= {"step p50, ms": found["step_p50_ms"], "gap p50, us": found["gap_p50_us"]}
+                rows.append(row | {"max": found["gap_max_us"], "idle share": f"{100 * found['idle_share']:.1f} %"})
         finally:
             parts.device.executor.close()
     return rows
@@ -146,48 +149,14 @@ def gaps(timed: TimedRunner, steps: int) -> dict[str, float]:
     }
 
 
-def render(result: dict[str, Any]) -> str:
-    """The table of a result (benchmarks/report.py uses it too)."""
-    lines = [
-        [
-            f"{name}, {row['stream']}, depth {row['depth']}",
-            str(row["batch"]),
-            f"{row['step_p50_ms']:.2f}",
-            f"{row['gap_p50_us']:.0f}",
-            f"{row['gap_max_us']:.0f}",
-            f"{100 * row['idle_share']:.1f} %",
-        ]
-        for name, rows in result["models"].items()
-        for row in rows
-    ]
-    return table(["model, stream", "batch", "step p50, ms", "gap p50, us", "max", "idle share"], lines)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu", choices=tuple(WAYS))
-    parser.add_argument("--models", nargs="+", default=[SHIPPED, RANDOM], choices=(SHIPPED, RANDOM))
-    parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES))
-    parser.add_argument("--steps", type=int, default=32)
-    parser.add_argument("--layers", type=int, default=28, help=f"of {RANDOM}")
-    parser.add_argument(
-        "--checkpoint", type=Path, help=f"{RANDOM}, made by benchmarks.random_model; default: it is made"
+MEASURES = {
+    "step_gap": Measure(
+        title="Between two steps",
+        about="Time for which the executor's stream has nothing to do between two decode steps, with one step in flight "
+        "(depth 1) and with two; one thread computes. Inline is the default on a CPU: the scheduler's own thread "
+        "computes, and its work between steps is the gap. `threaded` hides the gap on a core of its own, but both "
+        "threads need Python's lock.",
+        run=measure,
+        quick={"layers": 2, "batches": [1, 8], "steps": 8},
     )
-    parser.add_argument("--output", type=Path)
-    args = parser.parse_args()
-    found = {}
-    with ExitStack() as stack:
-        for name in args.models:
-            path = DEFAULT_MODEL_PATH if name == SHIPPED else args.checkpoint
-            if path is None:
-                path = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tandem-gap-")))
-                write_model(path, layers=args.layers)
-            found[name] = measure(str(path), device=args.device, batches=args.batches, steps=args.steps)
-    result = {"environment": environment.describe(), "device": args.device, "models": found}
-    print(render(result))
-    if args.output:
-        args.output.write_text(json.dumps(result, indent=1))
-
-
-if __name__ == "__main__":
-    main()
+}

@@ -1,15 +1,14 @@
-"""Bytes per second of KV transfer between two processes: the managers against the raw engine against memcpy.
+"""Measures KV transfer between two processes, in bytes a second: the managers, the raw engine, and memcpy.
 
-usage: python -m benchmarks.transfer_rate [--backend nixl --backend mooncake] [--total-mib 64] [--repeats 9] [--output FILE]
-
-One process pair per backend. Each repeat measures, in turn: memcpy of the same pieces within the prefill process, the
+One pair of processes for each backend. Each repeat measures, in turn: memcpy of the same pieces within the prefill process, the
 engine alone (the same merged pieces, a window of posts), and a whole transfer through both managers, timed from
 `sender.send` to `receiver.poll() == Success` in the other process (one monotonic clock on one machine). CPU seconds
-are those of both processes. The raw engine is measured twice: with a loop that asks
-without pause, and with one that naps as the managers do. Reported: medians over the repeats, and of the per-repeat ratios.
+are those of both processes. The raw engine is measured twice: with a loop that asks without pause, and with one that naps as the
+managers do.
+
+usage: python -m benchmarks.transfer_rate BACKEND NUM_PAGES PAGE_BYTES CONTROL INCARNATION     (the decode side)
 """
 
-import argparse
 import json
 import subprocess
 import sys
@@ -19,14 +18,12 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
 
-from deploy.bench import environment
-from deploy.bench.report import table
+from benchmarks.cluster import ROOT
+from benchmarks.measures import Measure, Row, Tables, medians, tell
 from transfer_backends.contract import KVArgs, OpState, Pieces, Region, Route, TransferConfig
 from transfer_backends.decode.manager import DecodeManager
 from transfer_backends.engines.registry import make_engine
@@ -36,13 +33,11 @@ from transfer_backends.ports import Engine
 from transfer_backends.prefill.driver import FIRST_NAP_S, LONG_NAP_S
 from transfer_backends.prefill.manager import PrefillManager
 
-ROOT = Path(__file__).resolve().parents[1]
 AUX_BYTES = 4096
 WAIT_S = 60.0
 MIB = 1 << 20
 SMALL_MIB = 4  # a hand-over as of a short prompt: what counts is what is added to the engine's time
 PIECE_KIB = (16, 64, 1024)
-RATIOS = ("managers_over_raw", "managers_over_napping", "managers_over_memcpy")
 
 
 class Memory:
@@ -167,7 +162,7 @@ def process_pair(backend: str, *, num_pages: int, page_bytes: int) -> Iterator[P
     changed = threading.Event()
     manager.set_wakeup(changed.set)
     manager.start()
-    argv = [sys.executable, "-m", "benchmarks.transfer_rate", "--decode-side", backend, str(num_pages), str(page_bytes)]
+    argv = [sys.executable, "-m", "benchmarks.transfer_rate", backend, str(num_pages), str(page_bytes)]
     argv += [manager.control_address, manager.incarnation]
     child = subprocess.Popen(argv, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
@@ -249,48 +244,48 @@ def time_managers(pair: Pair, src: Sequence[int], dst: Sequence[int]) -> float:
     return success_at - begin
 
 
-def measure(backend: str, *, page_kib: int, contiguous: bool, total_mib: int, repeats: int) -> dict[str, Any]:
-    """Medians for one backend and one shape of pages."""
+def measure(*, total_mib: int = 64, repeats: int = 9, backends: Sequence[str] = ("nixl", "mooncake")) -> Tables:
+    """Scattered pages of several sizes, adjacent ones, and a hand-over as of a short prompt."""
+    cases = [*((kib, False, total_mib) for kib in PIECE_KIB), (64, True, total_mib), (64, False, SMALL_MIB)]
+    return {"": [_case(backend, *case, repeats=repeats) for backend in backends for case in cases]}
+
+
+def _case(backend: str, page_kib: int, contiguous: bool, total_mib: int, *, repeats: int) -> Row:
     page_bytes = page_kib * 1024
     count = max(1, total_mib * MIB // page_bytes)
-    num_pages = 2 * count + 2
     rng = np.random.default_rng(1)
-    rates: dict[str, list[float]] = {"memcpy": [], "raw": [], "napping": [], "managers": []}
-    cpu_managers: list[float] = []
-    added_ms: list[float] = []
-    with process_pair(backend, num_pages=num_pages, page_bytes=page_bytes) as pair:
+    with process_pair(backend, num_pages=2 * count + 2, page_bytes=page_bytes) as pair:
         target = np.zeros(count * page_bytes, np.uint8)
-        for repeat in range(repeats + 1):  # the first warms up
+        samples = []
+        for _ in range(repeats + 1):
             src, dst = _pages(rng, count, contiguous), _pages(rng, count, contiguous)
-            region = Region(pair.peer_base, num_pages, page_bytes, None)
-            pieces = plan_pieces(
-                src, dst, src=pair.memory.kv_region, dst=region, max_piece_bytes=pair.raw.caps.max_piece_bytes
-            )
-            memcpy_s = time_memcpy(pair, pieces, target)
-            raw_s = time_raw(pair, pieces)
-            napping_s = time_raw(pair, pieces, naps=True)
-            cpu_before = pair.cpu_s()
-            managers_s = time_managers(pair, src.tolist(), dst.tolist())
-            cpu_after = pair.cpu_s()
-            if repeat:
-                taken = {"memcpy": memcpy_s, "raw": raw_s, "napping": napping_s, "managers": managers_s}
-                for name, seconds in taken.items():
-                    rates[name].append(pieces.size_bytes / seconds / 1e9)
-                added_ms.append(1000 * (managers_s - raw_s))
-                cpu_managers.append((cpu_after - cpu_before) / (pieces.size_bytes / 1e9))
+            samples.append(_repeat(pair, src, dst, target))
         pair.manager.check()
-    pairs = list(zip(rates["managers"], rates["raw"], rates["napping"], rates["memcpy"], strict=True))
+    kind = "adjacent" if contiguous else "scattered"
+    name = f"{backend}, {total_mib} MiB, {page_kib} KiB pages, {kind}"
+    found = medians(samples[1:])  # the first warms up
+    tell(name, **found)
+    return {"": name, **found}
+
+
+def _repeat(pair: Pair, src: Any, dst: Any, target: "np.ndarray[Any, Any]") -> dict[str, float]:
+    own = pair.memory.kv_region
+    peer = Region(pair.peer_base, own.num_items, own.item_bytes, None)
+    pieces = plan_pieces(src, dst, src=own, dst=peer, max_piece_bytes=pair.raw.caps.max_piece_bytes)
+    memcpy_s, raw_s = time_memcpy(pair, pieces, target), time_raw(pair, pieces)
+    napping_s = time_raw(pair, pieces, naps=True)
+    before_s = pair.cpu_s()
+    managers_s = time_managers(pair, src.tolist(), dst.tolist())
+    cpu_s, gb = pair.cpu_s() - before_s, pieces.size_bytes / 1e9
     return {
-        "backend": backend,
-        "page_kib": page_kib,
-        "pages": "adjacent" if contiguous else "scattered",
-        "total_mib": total_mib,
-        **{f"{name}_gb_s": median(values) for name, values in rates.items()},
-        "managers_add_ms": median(added_ms),
-        "managers_over_raw": median(m / r for m, r, _, _ in pairs),
-        "managers_over_napping": median(m / n for m, _, n, _ in pairs),
-        "managers_over_memcpy": median(m / c for m, _, _, c in pairs),
-        "cpu_s_per_gb": median(cpu_managers),
+        "managers, GB/s": gb / managers_s,
+        "raw engine": gb / raw_s,
+        "raw, napping": gb / napping_s,
+        "memcpy": gb / memcpy_s,
+        "managers/raw": raw_s / managers_s,
+        "managers/memcpy": memcpy_s / managers_s,
+        "managers add, ms": 1e3 * (managers_s - raw_s),
+        "CPU s/GB": cpu_s / gb,
     }
 
 
@@ -300,58 +295,23 @@ def _pages(rng: np.random.Generator, count: int, contiguous: bool) -> "np.ndarra
     return (2 * rng.permutation(count) + 1).astype(np.int64)  # odd ids: no two pages adjoin, no two pieces merge
 
 
-def render(result: dict[str, Any]) -> str:
-    """The table of a result (benchmarks/report.py uses it too)."""
-    rows = [
-        [
-            f"{row['backend']}, {row['total_mib']} MiB, {row['page_kib']} KiB pages, {row['pages']}",
-            *(f"{row[name]:.2f}" for name in ("managers_gb_s", "raw_gb_s", "napping_gb_s", "memcpy_gb_s")),
-            *(f"{row[name]:.2f}" for name in RATIOS),
-            *(f"{row[name]:.2f}" for name in ("managers_add_ms", "cpu_s_per_gb")),
-        ]
-        for row in result["rows"]
-    ]
-    header = [
-        "",
-        "managers GB/s",
-        "raw engine GB/s",
-        "raw, napping GB/s",
-        "memcpy GB/s",
-        "managers/raw",
-        "managers/raw, napping",
-        "managers/memcpy",
-        "managers add, ms",
-        "CPU s/GB",
-    ]
-    return table(header, rows)
-
-
 def main() -> None:
-    if sys.argv[1:2] == ["--decode-side"]:
-        backend, num_pages, page_bytes, control, incarnation = sys.argv[2:]
-        return decode_main(backend, int(num_pages), int(page_bytes), control, incarnation)
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--backend", action="append", choices=("nixl", "mooncake"))
-    parser.add_argument("--total-mib", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--output", type=Path)
-    args = parser.parse_args()
-    rows = []
-    for backend in args.backend or ("nixl", "mooncake"):
-        cases = [
-            *((kib, False, args.total_mib) for kib in PIECE_KIB),
-            (64, True, args.total_mib),
-            (64, False, SMALL_MIB),
-        ]
-        for page_kib, contiguous, mib in cases:
-            row = measure(backend, page_kib=page_kib, contiguous=contiguous, total_mib=mib, repeats=args.repeats)
-            rows.append(row)
-            print(json.dumps(row), file=sys.stderr, flush=True)
-    result = {"environment": environment.describe(), "rows": rows}
-    print(render(result))
-    if args.output:
-        args.output.write_text(json.dumps(result, indent=1))
+    backend, num_pages, page_bytes, control, incarnation = sys.argv[1:]
+    decode_main(backend, int(num_pages), int(page_bytes), control, incarnation)
 
+
+MEASURES = {
+    "transfer_rate": Measure(
+        title="KV transfer",
+        about="Between two processes: through both managers (from `send` to `Success` on the other side); the engine alone "
+        "with the same pieces; memcpy of the same pieces within one process. The raw loop polls without a pause. "
+        "Managers pause between polls, because a polling core does not compute. An engine with threads of its own "
+        "(Mooncake over TCP) gains or loses by where the kernel puts the raw loop, so small pages are measured with "
+        "the managers' pauses, too.",
+        run=measure,
+        quick={"total_mib": 16, "repeats": 3},
+    )
+}
 
 if __name__ == "__main__":
     main()

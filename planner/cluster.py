@@ -1,7 +1,7 @@
 """One run: the workers of a layout serve the requests of a workload at one rate; the time of each token is recorded.
 
 The router's own policies route the requests (planner/routing.py). Workers may join and retire meanwhile, as those that
-change their role do (benchmarks/role_moves.py).
+change their role do (tests/planner/role_moves.py).
 """
 
 from collections.abc import Callable, Sequence

@@ -3,8 +3,8 @@
 import json
 from pathlib import Path
 
-from benchmarks import auto_roles, peers, plan_error, ranks
-from benchmarks.report import ELSEWHERE, KEPT, SECTIONS, with_section
+from benchmarks import peers, plan_error
+from benchmarks.report import KEPT, MEASURES, with_section
 from tests.packages import ROOT
 from tools.api_table import page as api_table
 from tools.faults import report as faults
@@ -18,11 +18,6 @@ def test_reliability(tmp_path: Path) -> None:
     assert (tmp_path / "page.md").read_text() == faults.PAGE.read_text()
 
 
-def test_auto_roles() -> None:
-    report = json.loads((REPORTS / "auto_roles.json").read_text())
-    assert auto_roles.page(report, "auto_roles") == (REPORTS / "auto_roles.md").read_text()
-
-
 def test_plan_error() -> None:
     report = json.loads((REPORTS / "plan_error.json").read_text())
     assert plan_error.page(report) == (REPORTS / "plan_error.md").read_text()
@@ -30,11 +25,6 @@ def test_plan_error() -> None:
 
 def test_peers() -> None:
     assert peers.page(peers.kept()) == peers.PAGE.read_text()
-
-
-def test_ranks() -> None:
-    report = json.loads((REPORTS / "ranks.json").read_text())
-    assert ranks.page(report) == (REPORTS / "ranks.md").read_text()
 
 
 def test_routes_and_fields() -> None:
@@ -49,8 +39,8 @@ def test_fuzz_begins_as_its_writer_says() -> None:
 def test_benchmarks_say_what_was_measured() -> None:
     """Most figures are not kept beside the page, so only its text is compared."""
     page = (KEPT / "benchmarks.md").read_text()
-    for name, (title, text, _) in SECTIONS.items():
-        assert name in ELSEWHERE or f"## {title}\n\n{text}\n" in page, name
+    for name, measure in MEASURES.items():
+        assert f"## {measure.title}\n\n{measure.about}\n" in page, name
 
 
 def test_a_section_is_written_again_alone() -> None:
@@ -64,17 +54,19 @@ def test_a_section_is_written_again_alone() -> None:
         "time": "now",
         "versions": {"torch": "2"},
     }
-    result = {"environment": env, "rows": []}
+    rows = [{"batch": 8, "step, ms": 12.345, "way": None}]
+    result = {"environment": env, "arguments": {"steps": 4}, "tables": {"Above.": rows}}
     tail = "\nBy hand.\n\n## Integer weights\n\nx\n\n`python -m benchmarks.quantized_step` on A.\n"
-    old = "# B\n\n## A mixture of experts\n\nold\n\n`python -m benchmarks.moe_step` on A.\n" + tail
-    new = with_section(old, "moe_step", result)
+    old = "# B\n\n## Steps from a tape\n\nold\n\n`python -m benchmarks.tapes` on A.\n" + tail
+    new = with_section(old, "tapes", result)
+    stamp = '`make bench ARGS="--only tapes --set steps=4"` on C, 2 cores, 1 GiB; commit abc, now; torch 2.\n'
+    assert new.endswith(stamp + tail) and "old" not in new and new.startswith("# B\n\n## Steps from a tape")
     assert (
-        new.endswith("commit abc, now; torch 2.\n" + tail)
-        and "old" not in new
-        and new.startswith("# B\n\n## A mixture")
+        "Above.\n\n| batch | step, ms | way |\n| ----- | -------: | --: |\n| 8     |     12.3 |     |\n\n`make" in new
     )
-    before, after = new.split("\n## Integer weights")
+    assert with_section(new, "tapes", result) == new
+    before, _ = new.split("\n## Integer weights")
     assert with_section(before + "\n## Between two steps\n", "kv_dtype", result).startswith(
         before + "\n## KV of 8 bits: attention\n"
     )
-    assert with_section(new, "kv_dtype", result).endswith("commit abc, now; torch 2.\n") and after
+    assert with_section(new, "kv_dtype", result).startswith(new + "\n## KV of 8 bits: attention\n")

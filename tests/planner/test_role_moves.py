@@ -5,16 +5,14 @@ from functools import cache
 
 import pytest
 
-from benchmarks.auto_roles import auto_spec, day_and_night, run
-from benchmarks.role_moves import AutoSpec, Moved, RoleMoves, WorkloadPhase, from_phases
 from planner.cluster import PlannedCluster
 from planner.goodput import SloTargets
-from planner.layout import parse_layout
 from planner.step_time import Fitted
 from planner.workload import Lengths, PlannedRequest
 from router.config import AutoRolesFlags
 from router.pool.worker import Role
 from tests.planner.planned import assert_at_rest, cluster, request_at
+from tests.planner.role_moves import AutoSpec, Moved, RoleMoves, WorkloadPhase, from_phases
 
 FOREVER = float("inf")
 SLOW = Fitted(
@@ -109,11 +107,3 @@ def test_workers_report_the_time_that_they_computed() -> None:
     for worker in planned.workers():
         assert worker.state is not None and worker.executor.busy_s > 1.0
         assert worker.state.counters["busy_s"] == pytest.approx(worker.executor.busy_s, rel=0.02)
-
-
-def test_the_benchmark_plans_the_same_days_and_nights() -> None:
-    """(It takes minutes: this is its first seconds.)"""
-    load = day_and_night(2)
-    short = replace(load.study, requests=load.study.requests[:40])
-    told = run(replace(load, study=short), parse_layout("1P1D"), auto_spec(short.slo, 1.0))
-    assert told["requests"] == 40 and told["ends_as"] == "1P1D" and told["good_share"] > 0

@@ -1,0 +1,239 @@
+"""Measures a pair of prefill and decode worker beside a unified worker: TTFT, running answers beside prompts, pages by layers, ranks."""
+
+import asyncio
+import os
+import random
+import re
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.cluster import Cluster, load, load_records, pin, post, tandem_up
+from benchmarks.cpu_use import cpu_use
+from benchmarks.measures import Measure, Row, Tables, in_turns
+from benchmarks.peer_loads import SEED_STEP, Server, interference, warm_up
+from benchmarks.random_model import write_model
+from deploy.bench.stats import Summary
+from disagg.page_sender import KEPT
+
+BACKENDS = ("nixl", "mooncake")
+
+
+@contextmanager
+def random_model(**shape: int) -> Iterator[str]:
+    """Write a random checkpoint; its folder."""
+    with tempfile.TemporaryDirectory(prefix="tandem-bench-") as folder:
+        write_model(Path(folder), **shape)
+        yield folder
+
+
+# ---- what a pair costs
+
+PROMPT_LENS = (64, 512, 2048)
+TRANSFER = re.compile(r"^sglang:kv_transfer_latency_ms(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
+BUSY = {"concurrency": 8, "input_len": 256, "output_len": 64}
+
+
+def measure_overhead(*, requests: int = KEPT, backends: Sequence[str] = BACKENDS) -> Tables:
+    """Prompts are random token ids, so nothing is cached. `requests`: of each length; the transfer is that of the last 64."""
+    alone, busy = list[Row](), list[Row]()
+    for backend in backends:
+        with tandem_up("--unified") as unified, tandem_up("--transfer-backend", backend) as pair:
+            for length in PROMPT_LENS:
+                shape = {"concurrency": 1, "input_len": length, "output_len": 8, "num_requests": requests}
+                one, two = load(url=unified.url, compare=pair.url, prompt="ids", **shape)
+                alone.append(_adds(f"{backend}, {length} tokens", one, two, transfer_ms(pair)))
+            one, two = load(url=unified.url, compare=pair.url, prompt="ids", num_requests=4 * requests, **BUSY)
+            busy += [{"8 at once, 256 in, 64 out": "unified"} | _latencies(one)]
+            busy += [{"8 at once, 256 in, 64 out": f"pd, {backend}"} | _latencies(two)]
+    return {"": alone, "Under load:": busy}
+
+
+def _adds(name: str, unified: Summary, pair: Summary, moved_ms: float) -> Row:
+    assert unified.ttft_s is not None and pair.ttft_s is not None
+    one, two = 1e3 * unified.ttft_s.p50, 1e3 * pair.ttft_s.p50
+    row: Row = {"one request at a time, TTFT p50": name, "unified, ms": one, "PD, ms": two, "PD adds, ms": two - one}
+    return row | {"transfer, ms": moved_ms, "beyond it, ms": two - one - moved_ms}
+
+
+def transfer_ms(pair: Cluster) -> float:
+    """Return the mean hand-over of the last `KEPT` requests, as the prefill worker measures it.
+
+    It begins with the last chunk (or decode's word where it goes, if that comes later) and ends when all has landed.
+    """
+    url = dict(pair.workers)["prefill"]
+    with urllib.request.urlopen(f"{url}/metrics", timeout=10.0) as answer:
+        found = TRANSFER.search(answer.read().decode())
+    assert found is not None, "the prefill worker says nothing of its transfers"
+    return float(found[1])
+
+
+def _latencies(summary: Summary) -> Row:
+    assert summary.ttft_s is not None and summary.itl_s is not None
+    ttft, itl = summary.ttft_s, summary.itl_s
+    row: Row = {"TTFT p50, ms": 1e3 * ttft.p50, "TTFT p99": 1e3 * ttft.p99}
+    return row | {"ITL p50, ms": 1e3 * itl.p50, "ITL p99": 1e3 * itl.p99, "output tok/s": summary.output_tokens_per_s}
+
+
+# ---- running answers beside prompts
+
+PREFILL_CORE, DECODE_CORE = 0, 1
+
+
+def measure_interference(*, rounds: int = 3, backend: str = "nixl", layers: int = 28) -> Tables:
+    """Workload C of peer_loads.py, and its long decodes alone. A unified worker has two threads on both cores.
+
+    In a pair each worker's processes are pinned to a core; the router and this client share the prefill worker's.
+    """
+    everywhere, rows = os.sched_getaffinity(0), list[Row]()
+    with random_model(layers=layers) as model:
+        flags = ("--model-path", model, "--prefault-kv")
+        with tandem_up("--unified", "--num-threads", "2", *flags) as cluster:
+            rows += _beside_prompts("unified, two threads", cluster, Path(model).name, rounds)
+        with tandem_up("--transfer-backend", backend, *flags) as cluster:
+            pin(cluster, {"prefill": (PREFILL_CORE,), "decode": (DECODE_CORE,), "router": (PREFILL_CORE,)})
+            os.sched_setaffinity(0, {PREFILL_CORE})
+            try:
+                rows += _beside_prompts("prefill | decode, a core each", cluster, Path(model).name, rounds)
+            finally:
+                os.sched_setaffinity(0, everywhere)
+    return {"": rows}
+
+
+def _beside_prompts(name: str, cluster: Cluster, model: str, rounds: int) -> list[Row]:
+    server = Server(url=cluster.url, model=model)
+    asyncio.run(warm_up(server))
+    seeds = iter(range(SEED_STEP, 1000 * SEED_STEP, SEED_STEP))
+
+    def sample(prompts: bool) -> dict[str, float]:
+        with cpu_use() as used:
+            found = asyncio.run(interference(server, seed=next(seeds), prompts=prompts))
+        return {**found, "cores_left": used.cores_left}
+
+    ways: dict[str, Callable[[], dict[str, float]]] = {
+        "alone": partial(sample, False),
+        "prompts come": partial(sample, True),
+    }
+    rows = []
+    found = in_turns(ways, rounds)
+    for way, one in found.items():
+        row: Row = {"4 long decodes": f"{name}, {way}", "ITL p50, ms": one["itl_p50_ms"], "p99": one["itl_p99_ms"]}
+        row |= {"max": one["itl_max_ms"], "tok/s": one["output_tok_s"], "cores left": one["cores_left"]}
+        if way != "alone":
+            row |= {"prompts' TTFT p50, ms": one["ttft_p50_ms"]}
+            row |= {"p99, over alone": one["itl_p99_ms"] / found["alone"]["itl_p99_ms"]}
+        rows.append(row)
+    return rows
+
+
+# ---- pages that leave layer by layer
+
+LAYERWISE = "--disaggregation-layerwise-transfer"
+
+
+def measure_layerwise(
+    *, layers: int = 8, requests: int = 5, lengths: Sequence[int] = (2048, 8192), backends: Sequence[str] = ("nixl",)
+) -> Tables:
+    """TTFT of a lone prompt without a transfer at all (unified), with pages that leave whole, and by layers."""
+    rows: list[Row] = []
+    with random_model(layers=layers) as model:
+        common = ("--model-path", model, "--max-total-tokens", "20000", "--chunked-prefill-size", "8192")
+        common += ("--max-step-time", "0")  # chunks of this size, however long they take
+        for backend in backends:
+            pd = ("--transfer-backend", backend, *common, LAYERWISE)
+            ways = {"unified": ("--unified", *common), "whole": (*pd, "off"), "layers": (*pd, "on")}
+            with ExitStack() as stack:
+                urls = {way: stack.enter_context(tandem_up(*args)).url for way, args in ways.items()}
+                for length in lengths:
+                    rows.append(_by_layers(f"{backend}, {length} tokens", urls, length, requests))
+    return {"": rows}
+
+
+def _by_layers(name: str, urls: dict[str, str], length: int, requests: int) -> Row:
+    draw = random.Random(length)
+
+    def ttft_ms(url: str) -> dict[str, float]:
+        ids = [draw.randrange(16, 500) for _ in range(length)]
+        begin_s = time.monotonic()
+        post(url, {"input_ids": ids, "sampling_params": {"max_new_tokens": 1, "temperature": 0, "ignore_eos": True}})
+        return {"ms": 1e3 * (time.monotonic() - begin_s)}
+
+    found = in_turns({way: partial(ttft_ms, url) for way, url in urls.items()}, requests, warm_up=1)
+    alone, whole, by_layers = (found[way]["ms"] for way in ("unified", "whole", "layers"))
+    row: Row = {"TTFT p50, ms": name, "unified": alone, "PD, pages whole": whole, "PD, by layers": by_layers}
+    return row | {"whole adds": whole - alone, "by layers adds": by_layers - alone, "gained": whole - by_layers}
+
+
+# ---- ranks
+
+RANKS = {
+    "one thread": ("--num-threads", "1"),
+    "two threads": ("--num-threads", "2"),
+    "--tp-size 2": ("--tp-size", "2", "--num-threads", "1"),
+    "--pp-size 2": ("--pp-size", "2", "--num-threads", "1"),
+}
+
+
+def measure_ranks(*, rounds: int = 3, layers: int = 28, long: int = 4096) -> Tables:
+    """One unified worker for each way, all on this machine, asked in turns: only one computes at a time."""
+    with random_model(layers=layers) as model, ExitStack() as stack:
+        common = ("--unified", "--model-path", model, "--max-total-tokens", "32768", "--disable-radix-cache")
+        urls = {name: stack.enter_context(tandem_up(*common, *flags)).url for name, flags in RANKS.items()}
+        found = in_turns({name: partial(_ranks, url, long) for name, url in urls.items()}, rounds)
+    base = found["two threads"]
+    return {
+        "": [
+            {"way (beside two threads)": name, **{key: f"{v:.1f} ({v / base[key]:.2f})" for key, v in one.items()}}
+            for name, one in found.items()
+        ]
+    }
+
+
+def _ranks(url: str, long: int) -> dict[str, float]:
+    def ask(num: int, at_once: int, length: int, output: int) -> Any:
+        shape = {"num_requests": num, "concurrency": at_once, "input_len": length, "output_len": output}
+        return load_records(url=url, prompt="ids", warmup=0, seed=random.getrandbits(30), **shape)[0].records
+
+    one, eight, lone = ask(2, 1, 64, 24), ask(8, 8, 64, 24), ask(1, 1, long, 2)
+    gaps = [1e3 * median(gap for record in records for gap in record.itl_s) for records in (one, eight)]
+    ttfts = [1e3 * median(record.ttft_s for record in records) for records in (one, lone)]
+    return {"ITL of 1, ms": gaps[0], "of 8": gaps[1], "TTFT of 64 tokens, ms": ttfts[0], f"of {long}": ttfts[1]}
+
+
+MEASURES = {
+    "interference": Measure(
+        title="What prompts do to running answers",
+        about="Four long decodes alone, and while a prompt of 1,024 tokens arrives every second. These cores cannot prefill"
+        " that many, so a queue builds up. The aim for a core each: p99 within 1.3 of alone.",
+        run=measure_interference,
+        quick={"rounds": 1, "layers": 2},
+    ),
+    "pd_overhead": Measure(
+        title="Unified against prefill + decode",
+        about="Both on this one machine, in turns within one run. Prefill and decode together have no more hardware than "
+        "the unified worker alone, so this shows what PD costs, not what it gains.",
+        run=measure_overhead,
+        quick={"requests": 10, "backends": ["nixl"]},
+    ),
+    "layerwise": Measure(
+        title="Pages that leave layer by layer",
+        about="A random checkpoint with layers like those of Qwen3-0.6B, but fewer and narrower, so that the transfer "
+        "weighs more. One thread computes; the other cores belong to the sender. The most that there is to gain is "
+        "the time of the transfer, and the gain needs an idle core.",
+        run=measure_layerwise,
+        quick={"layers": 2, "requests": 2, "lengths": [2048]},
+    ),
+    "ranks": Measure(
+        title="Ranks of one model",
+        about="Random bf16 weights in the shape of Qwen3-0.6B with a small vocabulary, one unified worker for each way, all on this machine, "
+        "asked in turns: only one computes at a time. The aim: two ranks within 10 % of one process with two threads.",
+        run=measure_ranks,
+        quick={"rounds": 1, "layers": 2, "long": 512},
+    ),
+}

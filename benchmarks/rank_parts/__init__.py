@@ -1,1 +1,0 @@
-"""Parts of benchmarks.ranks. Each has TITLE, TEXT, `measure` (its figures as JSON) and `render` (their table)."""
