@@ -43,26 +43,26 @@ class Part:
 
 PARTS = {
     "numerics": Part("attention:numerics", 90, is_timed=False),
-    "identity": Part("identity:measure", 90, is_timed=False),
-    "host_tier": Part("host_tier:measure", 60, is_timed=False),
+    "identity": Part("checks:identity", 90, is_timed=False),
+    "host_tier": Part("checks:host_tier", 60, is_timed=False),
     "ranks": Part("ranks:measure", 90, is_timed=False),
-    "sanitizer": Part("sanitizer:measure", 90, is_timed=False),
-    "families": Part("families:measure", 90, is_timed=False),
-    "limits": Part("limits:measure", 20),
+    "sanitizer": Part("checks:sanitizer", 90, is_timed=False),
+    "families": Part("checks:families", 90, is_timed=False),
+    "limits": Part("rates:limits", 20),
     "decode_attention": Part("attention:decode_bandwidth", 40),
     "extend_attention": Part("attention:extend_rate", 40),
-    "sampler": Part("sampler:measure", 30),
+    "sampler": Part("rates:sampler", 30),
     "decode": Part("steps:decode", 60),
     "mixture": Part("steps:mixture", 40),
-    "products": Part("products:measure", 15),
+    "products": Part("rates:products", 15),
     "prefill": Part("steps:prefill", 35),
     "short_prompts": Part("steps:short_prompts", 25),
-    "adapters": Part("adapters:measure", 25),
+    "adapters": Part("steps:adapters", 25),
     "gap": Part("steps:gap", 40),
     "transfer": Part("transfer:measure", 40),
     "transfer_mooncake": Part("transfer:measure_mooncake", 24),
-    "restart": Part("restart:measure", 60),
-    "cluster": Part("cluster:measure", 90),
+    "restart": Part("transfer:restart", 60),
+    "cluster": Part("checks:cluster", 90),
 }
 
 
@@ -233,7 +233,7 @@ def _at(value: Any, path: str) -> float | None:
 
 
 def render(result: dict[str, Any]) -> str:
-    """The table of a result (benchmarks/report.py uses it too)."""
+    """Write the table of a result."""
     from deploy.bench.report import table
 
     words = {True: "yes", False: "no", None: "-"}

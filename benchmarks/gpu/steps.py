@@ -1,19 +1,25 @@
-"""Steps of a model of Qwen3-8B's shape: decode beside the memory's floor, prompts beside bf16 products, the gap between steps."""
+"""Steps of a model of Qwen3-8B's shape: decode beside the memory's floor and with adapters, prompts beside bf16 products, the gaps."""
 
 from collections import Counter
+from collections.abc import Sequence
 from statistics import median
 from time import perf_counter
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from benchmarks.gpu.engine import Run, Steps, make_engine
+from benchmarks.gpu.engine import STD, Run, Steps, make_engine, random_model
 from benchmarks.gpu.target import QWEN3_8B, QWEN3_30B_A3B, TINY, TINY_MIXTURE, Shape, Target
 from benchmarks.step_gap import SETTLED, TimedRunner, gaps
 from engine.build import EngineParts
+from engine.layers.linear import SiteShape
+from engine.lora.weights import AdapterWeights, SiteWeights
+from engine.models.decoder import DenseDecoder
 from service.process.collector import spare_what_lives
 
 KERNELS_SHOWN = 14
+RANK = 16  # of adapters
 
 
 def decode(target: Target) -> dict[str, Any]:
@@ -135,6 +141,60 @@ def _gap_row(
     wall_ms = 1000 * (perf_counter() - begin)
     found = gaps(timed, num_steps - 2 * SETTLED)
     return {"batch": batch, "depth": depth, "wall_ms_per_step": wall_ms / num_steps, **found}
+
+
+def adapters(target: Target) -> dict[str, Any]:
+    """Decode steps with LoRA adapters beside the same steps without, as graphs; all rows of a batch have one of so many."""
+    shape = target.pick(QWEN3_8B, TINY)
+    batch, counts = target.pick((64, (0, 1, 8)), (2, (0, 2)))
+    context = target.pick(512, 20)
+    models: list[DenseDecoder] = []
+
+    def load(*args: Any, **kwargs: Any) -> DenseDecoder:
+        models.append(random_model(*args, **kwargs))
+        return models[-1]
+
+    parts = make_engine(
+        target,
+        shape,
+        context=context + 16,
+        load=load,
+        enable_lora=True,
+        max_lora_rank=RANK,
+        max_loras_per_batch=max(counts),
+        max_running_requests=batch,
+        max_total_tokens=batch * (context + 32),
+    )
+    store = parts.device.adapters
+    assert store is not None
+    sites = [site.shape for site in models[0].linear_sites()]
+    for number in range(1, max(counts) + 1):
+        store.install(number, random_adapter(sites, dtype=getattr(torch, target.dtype), device=target.device))
+    rows = []
+    for count in counts:
+        of_slots = [1 + slot % count if count else 0 for slot in range(batch)]
+        steps = Steps(parts, batch=batch, context=context, adapters=of_slots)
+        rows.append({"batch": batch, "adapters": count, "ms": step_ms(target, parts, steps)})
+        rows[-1]["of_plain"] = rows[-1]["ms"] / rows[0]["ms"]
+    parts.device.executor.close()
+    return {"rank": RANK, "context": context, "rows": rows}
+
+
+def random_adapter(sites: Sequence[SiteShape], *, dtype: torch.dtype, device: torch.device) -> AdapterWeights:
+    """Make an adapter that changes every matrix of `sites`."""
+
+    def weights(*shape: int) -> Tensor:
+        return STD * torch.randn(shape, device=device).to(dtype)
+
+    made = []
+    for site in sites:
+        parts, column = [], 0
+        for i, size in enumerate(site.rows):
+            ranks = slice(i * RANK, (i + 1) * RANK)
+            parts.append((slice(column, column + size), ranks, weights(RANK, size)))
+            column += size
+        made.append(SiteWeights(weights(len(parts) * RANK, site.width), tuple(parts)))
+    return AdapterWeights(tuple(made), RANK)
 
 
 def step_ms(target: Target, parts: EngineParts, steps: Steps) -> float:

@@ -8,6 +8,7 @@ small size the same goes over host memory.
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -32,6 +33,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE_SIZE = 16
 REPEATS = 5
 CHILD_WAIT_S = 20.0
+PAGES_OF_THE_DEAD = 512
+WATCHED_S, LOOK_EVERY_S = 5.0, 0.05  # what of their memory comes back
 
 
 class DeviceMemory:
@@ -117,6 +120,73 @@ def _row(target: Target, backend: str, *, num_send: int, page_bytes: int) -> dic
         # a copy's figure counts what it reads and what it writes
         "of_copy": target.share(2 * size / seconds / 1e9, "copy_gb_s"),
     }
+
+
+def restart(target: Target) -> dict[str, Any]:
+    """Kill a peer, and see how much of its memory comes back while the process that wrote into it lives on, and when.
+
+    UCX maps a peer's whole pool by CUDA IPC, and the driver keeps memory that is mapped anywhere (openucx/ucx#11753). So each
+    setting of UCX's cache, that of workers and UCX's own, has a process of its own, which sends once and kills its peer.
+    """
+    page_bytes = target.pick(QWEN3_8B.layers * 2 * QWEN3_8B.kv_heads * QWEN3_8B.head_dim * 2 * 16, 4096)
+    num_pages = target.pick(4096, 2 * PAGES_OF_THE_DEAD + 2)
+    first, *others = (
+        _in_a_process(target, cache, num_pages=num_pages, page_bytes=page_bytes)
+        for cache in target.pick(("", "y"), ("",))
+    )
+    return {**first, "ucx_default": others}
+
+
+def _in_a_process(target: Target, cache: str, *, num_pages: int, page_bytes: int) -> dict[str, Any]:
+    env = {**os.environ, **({"UCX_CUDA_IPC_CACHE": cache} if cache else {})}
+    argv = [
+        sys.executable,
+        "-m",
+        __spec__.name,
+        "--kill",
+        "--num-pages",
+        str(num_pages),
+        "--page-bytes",
+        str(page_bytes),
+    ]
+    argv += ["--device", str(target.device)]
+    done = subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"UCX_CUDA_IPC_CACHE={cache}: {done.stderr[-1000:]}")
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def _kill_and_watch(device: torch.device, *, num_pages: int, page_bytes: int) -> dict[str, Any]:
+    memory = DeviceMemory(num_pages=num_pages, page_bytes=page_bytes, device=device)
+    manager = PrefillManager(memory.args, engine_of("nixl", memory), TransferConfig())
+    changed = threading.Event()
+    manager.set_wakeup(changed.set)
+    manager.start()
+    before = _free_bytes(device)
+    peer = start_peer(manager, memory, device, backend="nixl")
+    try:
+        send(manager, memory, peer, changed, room=1, num_send=PAGES_OF_THE_DEAD)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # what the comparison of bytes took is this process's own
+        peer.kill()
+        peer.wait()
+        killed_at = time.monotonic()
+        lost, back_s = before - _free_bytes(device), 0.0
+        while lost > 0 and time.monotonic() < killed_at + WATCHED_S:
+            time.sleep(LOOK_EVERY_S)
+            now = before - _free_bytes(device)
+            if now < lost:
+                lost, back_s = now, time.monotonic() - killed_at
+    finally:
+        end_peer(peer)
+        manager.close()
+    return {"peer_gb": num_pages * page_bytes / 1e9, "lost_gb": lost / 1e9, "back_s": back_s}
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return 0  # memory of a killed process on a CPU is back when it is gone
 
 
 def start_peer(
@@ -205,14 +275,20 @@ def end_peer(child: "subprocess.Popen[str]") -> None:
 
 
 def main() -> None:
-    """Run the decode process: receive what stdin names, until it ends."""
+    """Run the decode process, which receives what stdin names until it ends; or with --kill one of `restart`."""
     parser = argparse.ArgumentParser()
-    for name in ("--control", "--incarnation", "--device", "--backend"):
-        parser.add_argument(name, required=True)
+    parser.add_argument("--kill", action="store_true")
+    parser.add_argument("--device", type=torch.device)
+    for name in ("--control", "--incarnation", "--backend"):
+        parser.add_argument(name)
     for name in ("--num-pages", "--page-bytes"):
-        parser.add_argument(name, required=True, type=int)
+        parser.add_argument(name, type=int)
     args = parser.parse_args()
-    memory = DeviceMemory(num_pages=args.num_pages, page_bytes=args.page_bytes, device=torch.device(args.device))
+    sizes = {"num_pages": args.num_pages, "page_bytes": args.page_bytes}
+    if args.kill:
+        print(json.dumps(_kill_and_watch(args.device, **sizes)))
+        return
+    memory = DeviceMemory(device=args.device, **sizes)
     route = Route(control=args.control, incarnation=args.incarnation)
     manager = DecodeManager(memory.args, engine_of(args.backend, memory), TransferConfig(), lookup=lambda *_: route)
     manager.start()

@@ -58,7 +58,7 @@ def test_checks_run_side_by_side_and_measurements_alone() -> None:
 
 
 def test_a_part_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(gpu_check.PARTS, "limits", gpu_check.Part("limits:measure", 0.02))
+    monkeypatch.setitem(gpu_check.PARTS, "limits", gpu_check.Part("rates:limits", 0.02))
     assert gpu_check.check(["limits"], gpu_check.run_apart)["limits"]["error"] == "not done after 0 s"
 
 
