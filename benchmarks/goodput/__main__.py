@@ -1,12 +1,11 @@
-"""Goodput of unified workers, pairs and a mixed pool on the same cores, measured and planned.
+"""Goodput of unified workers, pairs and a mixed pool on the same cores, measured.
 
 usage: python -m benchmarks.goodput [--trace PATH] [--loads ...] [--layouts ...] [--requests 160] [--layers 8] [--report docs/reports/goodput]
        python -m benchmarks.goodput --page          write page and pictures again from the JSON
 
 Goodput: the highest rate (requests a second) at which 95 % of the requests keep the objectives of their load. Real processes, HTTP and
 NIXL; each worker is pinned to its cores (layouts.py). Without --trace, lengths are drawn as in Mooncake's conversation trace (FAST'25:
-github.com/kvcache-ai/Mooncake, FAST25-release/traces). What is measured first (calibrate.py) gives the objectives, and what
-`tandem plan` plans with; each search begins at the planned rate. The JSON is written after each run: an interrupted measurement goes on
+github.com/kvcache-ai/Mooncake, FAST25-release/traces). What is measured first (calibrate.py) gives the objectives. The JSON is written after each run: an interrupted measurement goes on
 with the same command.
 """
 
@@ -63,8 +62,6 @@ def measure(args: argparse.Namespace, path: Path) -> None:
         folder = Path(name)
         write_model(folder / "model", layers=args.layers)
         bench = Bench(
-            planner_folder=folder,
-            kv_tokens=KV_TOKENS,
             cores=cores,
             flags=_flags(folder / "model"),
             source=source,
@@ -72,7 +69,7 @@ def measure(args: argparse.Namespace, path: Path) -> None:
             path=path,
             bar=bar,
         )
-        bench.plan(loads, layouts)
+        bench.begin(loads, layouts)
         bar.total = RUNS * len(loads) * len(layouts)
         bar.update(sum(len(one.points) for one in found.cells))
         for layout in layouts:

@@ -1,4 +1,4 @@
-"""The measurement: calibrate, plan every cell, then search each one's goodput on real clusters. What is known already is not done again."""
+"""Calibrates, then searches the goodput of each layout under each load on real clusters. What is known already is not done again."""
 
 import os
 from collections.abc import Sequence
@@ -12,26 +12,25 @@ import msgspec
 from benchmarks.cluster import Cluster
 from benchmarks.cpu_use import cpu_use
 from benchmarks.goodput import results
-from benchmarks.goodput.calibrate import Calibration, calibrate, chunk_of
+from benchmarks.goodput.calibrate import STEP_ANSWERS, Calibration, calibrate, chunk_of
+from benchmarks.goodput.clusters import UNFINISHED, pinned, run
 from benchmarks.goodput.layouts import Layout, flags_of, pinning
 from benchmarks.goodput.loads import Load, of_a_run, to_send
-from benchmarks.goodput.measure import UNFINISHED, pinned, run
-from benchmarks.goodput.planned import Planner, planned_point
 from benchmarks.goodput.results import Cell, Results
 from planner.goodput import Point, SloTargets
 from planner.workload import PlannedRequest
 
 OTHERS_CORES = 0.25  # a run beside which others took more is taken again, once
 TUNED = 0.6  # of the objective for ITL: what a step of a tuned layout may take on average; a shared core is 1.6 times slower at times
-LEAST_RATE = 1.0  # requests a second: the first one tried where none is planned to be kept
+GUESS = (
+    0.6  # of the requests a second that the cores would serve if they did nothing else: the first rate that is tried
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bench:
     """`source`: the requests before they are scaled. `cores`, `flags`: of every cluster. `bar`: of tqdm, a tick for each run."""
 
-    planner_folder: Path
-    kv_tokens: int
     cores: Sequence[int]
     flags: tuple[str, ...]
     source: Sequence[PlannedRequest]
@@ -39,18 +38,17 @@ class Bench:
     path: Path
     bar: Any
 
-    def plan(self, loads: Sequence[Load], layouts: Sequence[Layout]) -> None:
-        """Fix objectives, and what is planned, before anything is measured."""
+    def begin(self, loads: Sequence[Load], layouts: Sequence[Layout]) -> None:
+        """Fix objectives and first guesses before anything is measured."""
         calibration = self.calibration()
         for load in loads:
             if load.name not in self.results.loads:
                 self.results.loads[load.name] = self._entry(load, calibration)
-        for load in loads:
+            guess = self._guess(load, calibration)
             for layout in layouts:
                 if self.results.cell(load.name, layout.name) is None:
-                    self._say(f"planning {load.name}: {layout.name}")
-                    self.results.cells.append(self._planned(load, layout))
-                    self._write()
+                    self.results.cells.append(Cell(load=load.name, layout=layout.name, guess=guess))
+        self._write()
 
     def calibration(self) -> Calibration:
         if self.results.calibration is None:
@@ -79,7 +77,7 @@ class Bench:
                     stack.close()
                     self._say(f"starting {layout.name}")
                     flags, cluster = wanted, stack.enter_context(pinned([*self.flags, *wanted], where))
-                self._search(cell, cluster, load.requests(self.source), layout)
+                self._search(cell, cluster, load.requests(self.source))
 
     # ---- inside
 
@@ -90,26 +88,17 @@ class Bench:
         lengths = [(one.input_len, one.output_len) for one in requests]
         return results.load_entry(slo, lengths, chunk=chunk_of(calibration.whole, itl_s=TUNED * slo.itl_s))
 
-    def _planned(self, load: Load, layout: Layout) -> Cell:
-        slo, where, chunk = self.results.slo(load.name), pinning(layout, self.cores), self._chunk(load.name)
-        rate, best = self._planner().search(layout, where, load.requests(self.source), slo, chunk=chunk)
-        guess = rate or LEAST_RATE
-        if layout.multiplexed:
-            return Cell(load=load.name, layout=layout.name, planned=None, guess=guess, planned_best=None)
-        return Cell(load=load.name, layout=layout.name, planned=rate, guess=guess, planned_best=best)
-
-    def _planner(self) -> Planner:
-        return Planner(folder=self.planner_folder, calibration=self.calibration(), kv_tokens=self.kv_tokens)
-
-    def _chunk(self, load: str) -> int:
-        return int(self.results.loads[load]["chunk"])
+    def _guess(self, load: Load, calibration: Calibration) -> float:
+        entry, alone = self.results.loads[load.name], calibration.alone
+        answer_s = entry["answer_tokens"] * alone.step_s / STEP_ANSWERS
+        return GUESS * 2 / (entry["prompt_tokens"] * alone.prompt_token_s + answer_s)
 
     def _cell(self, load: Load, layout: Layout) -> Cell:
         found = self.results.cell(load.name, layout.name)
-        assert found is not None, "planned"
+        assert found is not None, "begun"
         return found
 
-    def _search(self, cell: Cell, cluster: Cluster, requests: Sequence[PlannedRequest], layout: Layout) -> None:
+    def _search(self, cell: Cell, cluster: Cluster, requests: Sequence[PlannedRequest]) -> None:
         slo = self.results.slo(cell.load)
         search = cell.search(slo)
         while (rate := search.next_rate()) is not None:
@@ -120,11 +109,6 @@ class Bench:
             cell.runs.append({"rate": rate, "cores_left": left, "stopped": UNFINISHED in point.errors})
             self._write()
             self.bar.update()
-        if search.best is not None and cell.planned is not None:
-            study = self._planner().study(
-                layout, pinning(layout, self.cores), requests, slo, chunk=self._chunk(cell.load)
-            )
-            cell.planned_there = planned_point(study, layout, search.best.rate)
         cell.done = True
         self._write()
 

@@ -1,4 +1,4 @@
-"""The clusters that are compared, all on the same cores: which processes, on which of the cores, and what `tandem plan` calls them. Pure.
+"""Names the clusters that are compared, all on the same cores: which processes, on which of the cores. Pure.
 
     unified          | one worker, a thread on each core: prompts first, or with mixed chunks (the default on a CPU), whose size may be tuned;
                      | or multiplexed: prompts and decodes at the same time (--enable-pdmux), with the load's objective for ITL
@@ -21,16 +21,14 @@ LAYERWISE = "--disaggregation-layerwise-transfer"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """`planned`: its name in `tandem plan`; of a `multiplexed` one, which that does not know, the nearest: a first guess. `flags`: of `tandem up`. `layerwise`: pages leave layer by layer. `tuned`: steps with prompts
+    """`flags`: of `tandem up`. `tuned`: steps with prompts are as short as the load's objective for ITL.
 
-    are as short as the load's objective for ITL. `shared`: workers have no cores of their own.
+    `shared`: workers have no cores of their own.
     """
 
     name: str
     kind: str
-    planned: str
     flags: tuple[str, ...]
-    layerwise: bool = False
     tuned: bool = False
     shared: bool = False
     multiplexed: bool = False
@@ -41,20 +39,19 @@ class Layout:
 
 
 LAYOUTS = (
-    Layout(name="unified", kind="unified", planned="1U", flags=("--unified", "--no-enable-mixed-chunk")),
-    Layout(name="mixed chunk", kind="unified", planned="1U-mixed", flags=("--unified",)),
-    Layout(name="mixed chunk, tuned", kind="unified", planned="1U-mixed", flags=("--unified",), tuned=True),
+    Layout(name="unified", kind="unified", flags=("--unified", "--no-enable-mixed-chunk")),
+    Layout(name="mixed chunk", kind="unified", flags=("--unified",)),
+    Layout(name="mixed chunk, tuned", kind="unified", flags=("--unified",), tuned=True),
     Layout(
         name="unified, multiplexed",
         kind="unified",
-        planned="1U-mixed",
         flags=("--unified", "--enable-pdmux"),
         multiplexed=True,
     ),
-    Layout(name="pair", kind="pairs", planned="1P1D", flags=(LAYERWISE, "off")),
-    Layout(name="pair, by layers", kind="pairs", planned="1P1D", flags=(LAYERWISE, "on"), layerwise=True),
-    Layout(name="pair, cores shared", kind="pairs", planned="1P1D", flags=(), shared=True),
-    Layout(name="mixed pool", kind="mixed pool", planned="1P1D1U-mixed", flags=("--mixed", "1"), shared=True),
+    Layout(name="pair", kind="pairs", flags=(LAYERWISE, "off")),
+    Layout(name="pair, by layers", kind="pairs", flags=(LAYERWISE, "on")),
+    Layout(name="pair, cores shared", kind="pairs", flags=(), shared=True),
+    Layout(name="mixed pool", kind="mixed pool", flags=("--mixed", "1"), shared=True),
 )
 
 

@@ -11,23 +11,20 @@ import msgspec
 from planner.goodput import Point, Search, SloTargets
 from service.flags import ConfigError
 
-NEAR, STRIDE, MOST_STEPS = 1.08, 1.16, 6  # of a search that begins at the planned goodput
-LOWEST = 0.4  # of the planned rate: below it a run takes many minutes, and says no more than that the plan was wrong
+NEAR, STRIDE, MOST_STEPS = 1.08, 1.3, 8  # of a search
+LOWEST = 0.15  # of the guess: below it a run takes many minutes
 
 
 @dataclass(slots=True, kw_only=True)
 class Cell:
-    """A layout under a load. Rates in requests a second. `planned`: None: no plan knows the layout. `guess`: the first one tried. `planned_best`: the planned run at the planned goodput; `planned_there`: at the
+    """A layout under a load. `guess`: the first rate that is tried, in requests a second.
 
-    measured one. `runs`: of each measured point, what else is known. `done`: the search has ended.
+    `runs`: of each measured point, what else is known. `done`: the search has ended.
     """
 
     load: str
     layout: str
-    planned: float | None
     guess: float
-    planned_best: Point | None
-    planned_there: Point | None = None
     points: list[Point] = field(default_factory=list)
     runs: list[dict[str, Any]] = field(default_factory=list)
     done: bool = False

@@ -1,19 +1,13 @@
 """Planned clusters with unified workers beside pairs: the router's own choice of ways decides, in virtual time."""
 
-import json
-from pathlib import Path
-
 import pytest
 
-from benchmarks.goodput.virtual import KINDS, MEASURED, measured, render, steadiness
 from deploy.bench.stats import RequestRecord
 from planner.cluster import PlannedCluster
-from planner.step_time import StepLoad
 from planner.workload import Lengths, PlannedRequest, from_lengths
 from tests.planner.planned import assert_at_rest, cluster, request_at
 
 FOREVER = float("inf")
-REPORT = Path("docs/reports/goodput_h200.json")
 SHORT, LONG = Lengths(input_len=60, output_len=60, range_ratio=0.5), Lengths(input_len=3000, output_len=20)
 
 
@@ -74,26 +68,3 @@ def test_other_layouts_choose_as_before() -> None:
         planned = cluster(name)
         served(planned, both(2), rate=20.0)
         assert all(worker.state is None for worker in planned.workers())
-
-
-def test_the_benchmark_s_steps_take_what_was_measured() -> None:
-    parts = json.loads(MEASURED.read_text())["parts"]
-    time = measured(parts)
-    tokens = parts["prefill"]["tokens"]
-    prompt = StepLoad(prefill_tokens=tokens, prefill_pairs=tokens**2 / 2, prefill_context=tokens, samples=1)
-    assert time.seconds(prompt) == pytest.approx(parts["prefill"]["ms"] / 1000, rel=0.01)
-    context = parts["decode"]["context"]
-    for row in parts["decode"]["rows"]:
-        if row["graphs"]:
-            step = StepLoad(decodes=row["batch"], decode_context=row["batch"] * context, samples=row["batch"])
-            assert time.seconds(step) == pytest.approx(row["ms"] / 1000, rel=0.01)
-
-
-def test_the_benchmark_says_who_wins() -> None:
-    """On what it wrote: every load has each kind, and names the best of them."""
-    loads = json.loads(REPORT.read_text())["loads"]
-    assert {row["kind"] for load in loads for row in load["layouts"]} == set(KINDS)
-    for load, line in zip(loads, render(loads).splitlines()[2:], strict=True):
-        best = max(load["layouts"], key=lambda row: row["goodput"])
-        assert line.rstrip(" |").endswith(best["kind"]), line
-    assert all(min(shares) <= 1.0 for _, shares in steadiness(loads))

@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import psutil
-
 from benchmarks.cluster import Cluster, pin, tandem_up
 from benchmarks.goodput.layouts import Pinning
 from deploy.bench.client import Target
@@ -18,7 +16,6 @@ from deploy.bench.stats import RequestRecord
 from deploy.bench.workload import BenchRequest
 from deploy.openai_api import first_model
 from planner.goodput import Point, SloTargets, first_judged, most_misses, point_of
-from tools.family import children, family
 
 UNFINISHED = "stopped"  # in flight, or not sent yet, when the run was
 WARM_UP, AT_ONCE = 8, 4
@@ -100,17 +97,3 @@ def _warm_up(requests: Sequence[BenchRequest]) -> list[BenchRequest]:
         BenchRequest(idx=-1, prompt=one.prompt[::-1], prompt_len=one.prompt_len, output_len=2)
         for one in requests[:WARM_UP]
     ]
-
-
-def cpu_s(cluster: Cluster) -> tuple[float, float]:
-    """CPU seconds so far of the router and of this process, the client."""
-    (up,) = [pid for role, pid in cluster.pids if role == "up"]
-    workers = {pid for role, pid in cluster.pids if role != "up"}
-    routers = [child for child in children(up) if child.pid not in workers and "router" in child.cmdline()]
-    assert routers, "the launcher has started a router"
-    return sum(_used_s(one) for child in routers for one in family(child.pid)), _used_s(psutil.Process())
-
-
-def _used_s(process: psutil.Process) -> float:
-    times = process.cpu_times()
-    return float(times.user + times.system)
