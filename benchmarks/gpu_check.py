@@ -270,7 +270,7 @@ def main() -> None:
         parser.error(f"--parts: no part {', '.join(unknown)}; there are {', '.join(PARTS)}")
     if args.small:
         os.environ["TRITON_INTERPRET"] = "1"  # before anything imports a kernel
-        importlib.import_module("benchmarks.gpu.interpreter")
+        importlib.import_module("tests.triton_interpreter")
     elif not has_gpu():
         print(
             "gpu_check: torch finds no CUDA device here; --small shows on a CPU that everything runs", file=sys.stderr

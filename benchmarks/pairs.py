@@ -1,11 +1,10 @@
-"""Measures a pair of prefill and decode worker beside a unified worker: TTFT, running answers beside prompts, pages by layers, ranks."""
+"""Measures a pair of prefill and decode worker beside a unified worker: TTFT, running answers beside prompts, ranks."""
 
 import asyncio
 import os
 import random
 import re
 import tempfile
-import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -14,7 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.cluster import Cluster, load, load_records, pin, post, tandem_up
+from benchmarks.cluster import Cluster, load, load_records, pin, tandem_up
 from benchmarks.cpu_use import cpu_use
 from benchmarks.measures import Measure, Row, Tables, in_turns
 from benchmarks.peer_loads import SEED_STEP, Server, interference, warm_up
@@ -132,44 +131,6 @@ def _beside_prompts(name: str, cluster: Cluster, model: str, rounds: int) -> lis
     return rows
 
 
-# ---- pages that leave layer by layer
-
-LAYERWISE = "--disaggregation-layerwise-transfer"
-
-
-def measure_layerwise(
-    *, layers: int = 8, requests: int = 5, lengths: Sequence[int] = (2048, 8192), backends: Sequence[str] = ("nixl",)
-) -> Tables:
-    """TTFT of a lone prompt without a transfer at all (unified), with pages that leave whole, and by layers."""
-    rows: list[Row] = []
-    with random_model(layers=layers) as model:
-        common = ("--model-path", model, "--max-total-tokens", "20000", "--chunked-prefill-size", "8192")
-        common += ("--max-step-time", "0")  # chunks of this size, however long they take
-        for backend in backends:
-            pd = ("--transfer-backend", backend, *common, LAYERWISE)
-            ways = {"unified": ("--unified", *common), "whole": (*pd, "off"), "layers": (*pd, "on")}
-            with ExitStack() as stack:
-                urls = {way: stack.enter_context(tandem_up(*args)).url for way, args in ways.items()}
-                for length in lengths:
-                    rows.append(_by_layers(f"{backend}, {length} tokens", urls, length, requests))
-    return {"": rows}
-
-
-def _by_layers(name: str, urls: dict[str, str], length: int, requests: int) -> Row:
-    draw = random.Random(length)
-
-    def ttft_ms(url: str) -> dict[str, float]:
-        ids = [draw.randrange(16, 500) for _ in range(length)]
-        begin_s = time.monotonic()
-        post(url, {"input_ids": ids, "sampling_params": {"max_new_tokens": 1, "temperature": 0, "ignore_eos": True}})
-        return {"ms": 1e3 * (time.monotonic() - begin_s)}
-
-    found = in_turns({way: partial(ttft_ms, url) for way, url in urls.items()}, requests, warm_up=1)
-    alone, whole, by_layers = (found[way]["ms"] for way in ("unified", "whole", "layers"))
-    row: Row = {"TTFT p50, ms": name, "unified": alone, "PD, pages whole": whole, "PD, by layers": by_layers}
-    return row | {"whole adds": whole - alone, "by layers adds": by_layers - alone, "gained": whole - by_layers}
-
-
 # ---- ranks
 
 RANKS = {
@@ -220,14 +181,6 @@ MEASURES = {
         "the unified worker alone, so this shows what PD costs, not what it gains.",
         run=measure_overhead,
         quick={"requests": 10, "backends": ["nixl"]},
-    ),
-    "layerwise": Measure(
-        title="Pages that leave layer by layer",
-        about="A random checkpoint with layers like those of Qwen3-0.6B, but fewer and narrower, so that the transfer "
-        "weighs more. One thread computes; the other cores belong to the sender. The most that there is to gain is "
-        "the time of the transfer, and the gain needs an idle core.",
-        run=measure_layerwise,
-        quick={"layers": 2, "requests": 2, "lengths": [2048]},
     ),
     "ranks": Measure(
         title="Ranks of one model",

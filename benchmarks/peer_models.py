@@ -1,17 +1,25 @@
 """The models that engines are compared on, as each engine reads them: a folder of safetensors, GGUF files of the same weights."""
 
+import json
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
-from benchmarks.float_checkpoint import write_smollm2
-from benchmarks.gguf_file import write_gguf
 from benchmarks.peer_loads import SHIPPED, Vocabulary
 from benchmarks.random_model import write_model
+from engine.gguf.config import config_fields
+from engine.gguf.file import open_gguf
+from engine.model_files.model_config import ModelConfig, load_model_config
+from engine.model_files.source import smollm2_file
+from engine.models.checkpoint import Checkpoint
+from engine.text.tokenizer import load_tokenizer
+from tests.models.gguf_file import write_gguf
 
 BF16, QUANTIZED = "bf16", ("Q8_0", "Q4_0")
 SHAPE, SMOLLM2 = "Qwen3-0.6B's shape", "SmolLM2-135M"
@@ -58,3 +66,42 @@ def _gguf_files(folder: Path, quantize: Path) -> dict[str, Path]:
             [quantize, "--pure", whole, files[kind], kind], check=True, stdout=sys.stderr, stderr=subprocess.DEVNULL
         )
     return files
+
+
+def write_smollm2(folder: Path) -> None:
+    """Write SmolLM2 as safetensors in bfloat16, which every engine reads; raises `ConfigError` where its package is not installed."""
+    path = smollm2_file()
+    folder.mkdir(parents=True, exist_ok=True)
+    fields = config_fields(open_gguf(path))
+    theta = fields["rope_parameters"]["rope_theta"]
+    old_names = {"rope_theta": theta, "torch_dtype": "bfloat16", "hidden_act": "silu"}  # of transformers 4
+    (folder / "config.json").write_text(json.dumps({**fields, **old_names}, indent=1))
+    tokenizer = load_tokenizer(path)
+    tokenizer.backend.save(str(folder / "tokenizer.json"))
+    kind = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / "tokenizer_config.json").write_text(json.dumps({**tokenizer.config, **kind}))
+    with torch.inference_mode(), Checkpoint(str(path), dtype="float32", device="cpu", progress=False) as checkpoint:
+        shapes = shapes_of(load_model_config(str(path)))
+        weights = {name: checkpoint.take(name, shape).bfloat16() for name, shape in shapes.items()}
+        checkpoint.check_all_taken()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def shapes_of(config: ModelConfig) -> dict[str, list[int]]:
+    """Of the tensors of a Llama whose head is its embedding."""
+    hidden, wide = config.hidden_size, config.intermediate_size
+    query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    of_layer = {
+        "self_attn.q_proj": [query, hidden],
+        "self_attn.k_proj": [key, hidden],
+        "self_attn.v_proj": [key, hidden],
+        "self_attn.o_proj": [hidden, query],
+        "mlp.gate_proj": [wide, hidden],
+        "mlp.up_proj": [wide, hidden],
+        "mlp.down_proj": [hidden, wide],
+        "input_layernorm": [hidden],
+        "post_attention_layernorm": [hidden],
+    }
+    layers = range(config.num_layers)
+    found = {f"model.layers.{layer}.{name}.weight": shape for layer in layers for name, shape in of_layer.items()}
+    return {"model.embed_tokens.weight": [config.vocab_size, hidden], "model.norm.weight": [hidden], **found}

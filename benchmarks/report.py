@@ -18,19 +18,17 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import (
-    decode_steps,
-    kv_bits,
     long_bodies,
     pairs,
     prefix_fetch,
+    quantized_step,
     router_path,
     scheduler_step,
     served,
     side_by_side,
     speculation,
-    step_gap,
     step_time,
-    transfer_rate,
+    transfer,
 )
 from benchmarks.cluster import ROOT
 from benchmarks.measures import Measure, Tables, rendered
@@ -39,7 +37,7 @@ from deploy.bench.environment import describe
 KEPT = ROOT / "docs" / "reports"
 PAGE = KEPT / "benchmarks.md"
 HEAD = "# Benchmarks\n\n`make bench` writes this page (benchmarks/report.py). Do not edit it by hand.\n"
-TOPICS = (pairs, transfer_rate, prefix_fetch, step_time, decode_steps, kv_bits, step_gap, speculation)
+TOPICS = (pairs, transfer, prefix_fetch, step_time, quantized_step, speculation)
 TOPICS += (scheduler_step, served, long_bodies, router_path)
 MEASURES: dict[str, Measure] = {name: measure for topic in TOPICS for name, measure in topic.MEASURES.items()}
 STAMP = re.compile(r"^`(?:python -m benchmarks|make bench).*\n", re.MULTILINE)

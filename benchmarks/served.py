@@ -1,11 +1,10 @@
-"""Measures what serves beside the engine: CPU time of a token outside it, several frontends, the start of processes."""
+"""Measures what serves beside the engine: CPU time of a token outside it, and the start of processes."""
 
 import json
 import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -77,39 +76,6 @@ def _tokens(
     }
 
 
-# ---- frontends
-
-
-def measure_frontends(*, numbers: tuple[int, ...] = (1, 2), seconds: float = 3.0, rounds: int = 5) -> Tables:
-    """Unified workers side by side, loaded in turns by chats of one token, which are not streamed."""
-    with ExitStack() as stack:
-        ways: dict[str, Callable[[], dict[str, float]]] = {}
-        for number in numbers:
-            flags = ("--unified", "--tokenizer-worker-num", str(number), "--log-level", "error")
-            cluster = stack.enter_context(tandem_up(*flags))
-            worker = next(psutil.Process(pid) for role, pid in cluster.pids if role == "unified")
-            frontends = [worker, *(p for p in worker.children() if "disagg.frontend_process" in p.cmdline())]
-            assert len(frontends) == number, [p.cmdline() for p in worker.children()]
-            ways[str(number)] = partial(_chats, cluster.workers[0][1], frontends, seconds=seconds)
-        found = in_turns(ways, rounds)
-    first = found[str(numbers[0])]["requests/s"]
-    return {"": [{"frontends": n, **row, "over the first row": row["requests/s"] / first} for n, row in found.items()]}
-
-
-def _chats(url: str, frontends: list[psutil.Process], *, seconds: float) -> dict[str, float]:
-    body = json.dumps(CHAT | {"messages": MESSAGES, "max_tokens": 1}).encode()
-    uvloop.run(load(url, clients=64, seconds=WARM_UP_S, stream=False, body=body))
-    before_s, begin_s = used_s(frontends), time.monotonic()
-    seen = uvloop.run(load(url, clients=64, seconds=seconds, stream=False, body=body))
-    taken_s, cpu_s = time.monotonic() - begin_s, used_s(frontends) - before_s
-    return {
-        "requests/s": len(seen.whole_s) / taken_s,
-        "answer p50, ms": 1e3 * statistics.median(seen.whole_s),
-        "frontends' CPU, cores": cpu_s / taken_s,
-        "CPU us a request": 1e6 * cpu_s / len(seen.whole_s),
-    }
-
-
 # ---- start
 
 CLUSTERS = {
@@ -153,13 +119,6 @@ MEASURES = {
         "are not counted, but they share the cores. The aim: 40 us. With few streams most of the cost is a process "
         "that wakes up for one token.",
         run=measure_tokens,
-        quick={"seconds": 1.0, "rounds": 1},
-    ),
-    "frontends": Measure(
-        title="Several frontends",
-        about="A unified worker with one frontend and one with two (`--tokenizer-worker-num`), loaded in turns by 64 clients; answers are "
-        "not streamed. Client and scheduler share the cores: a second frontend has what they leave.",
-        run=measure_frontends,
         quick={"seconds": 1.0, "rounds": 1},
     ),
     "start_time": Measure(

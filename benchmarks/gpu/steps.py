@@ -1,7 +1,8 @@
 """Steps of a model of Qwen3-8B's shape: decode beside the memory's floor and with adapters, prompts beside bf16 products, the gaps."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -11,8 +12,10 @@ from torch import Tensor
 
 from benchmarks.gpu.engine import STD, Run, Steps, make_engine, random_model
 from benchmarks.gpu.target import QWEN3_8B, QWEN3_30B_A3B, TINY, TINY_MIXTURE, Shape, Target
-from benchmarks.step_gap import SETTLED, TimedRunner, gaps
 from engine.build import EngineParts
+from engine.core.plan import Plan
+from engine.executor.model_runner import ModelRunner
+from engine.executor.sample_pass import StepOutput
 from engine.layers.linear import SiteShape
 from engine.lora.weights import AdapterWeights, SiteWeights
 from engine.models.decoder import DenseDecoder
@@ -20,6 +23,9 @@ from service.process.collector import spare_what_lives
 
 KERNELS_SHOWN = 14
 RANK = 16  # of adapters
+SETTLED = 4  # decode steps before the first whose gap counts
+
+Mark = Callable[[], float]  # milliseconds on one axis; on CUDA valid when the stream is done
 
 
 def decode(target: Target) -> dict[str, Any]:
@@ -107,6 +113,54 @@ def short_prompts(target: Target) -> dict[str, Any]:
     return {"rows": rows}
 
 
+class TimedRunner:
+    """Notes when each step of the runner that it is put around begins and ends in the stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._mark = _cuda_marks() if device.type == "cuda" else _clock_mark
+        self.steps: list[tuple[bool, Mark, Mark]] = []  # (it is a decode step, begin, end)
+
+    def around(self, runner: ModelRunner) -> "TimedRunner":
+        self._runner = runner
+        return self
+
+    def run(self, plan: Plan) -> StepOutput:
+        begin = self._mark()
+        output = self._runner.run(plan)
+        self.steps.append((not plan.extend and bool(plan.items), begin, self._mark()))
+        return output
+
+    def wait_for_copies(self, seq: int) -> None:
+        self._runner.wait_for_copies(seq)
+
+    def close(self) -> None:
+        self._runner.close()
+
+    def forward(self, plan: Plan) -> Tensor | None:
+        raise AssertionError("a step in two halves: only grammars ask for one")
+
+    def sample(self, plan: Plan, hidden: Tensor | None) -> StepOutput:
+        raise AssertionError("a step in two halves: only grammars ask for one")
+
+
+def _clock_mark() -> Mark:
+    now_ms = 1000 * perf_counter()
+    return lambda: now_ms
+
+
+def _cuda_marks() -> Callable[[], Mark]:
+    first: list[torch.cuda.Event] = []
+
+    def mark() -> Mark:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        if not first:
+            first.append(event)
+        return lambda: float(first[0].elapsed_time(event))
+
+    return mark
+
+
 def gap(target: Target) -> dict[str, Any]:
     """What the device waits between decode steps, driven by the scheduler, at depth 1 and 2: by events around each step.
 
@@ -139,8 +193,20 @@ def _gap_row(
     begin = perf_counter()
     run.drain()
     wall_ms = 1000 * (perf_counter() - begin)
-    found = gaps(timed, num_steps - 2 * SETTLED)
+    found = _gaps(timed, num_steps - 2 * SETTLED)
     return {"batch": batch, "depth": depth, "wall_ms_per_step": wall_ms / num_steps, **found}
+
+
+def _gaps(timed: TimedRunner, steps: int) -> dict[str, float]:
+    """Of `steps` decode steps behind the first few: the gaps between them, the steps themselves, the idle share."""
+    marks = [(begin(), end()) for decode, begin, end in timed.steps if decode][SETTLED : SETTLED + steps]
+    found = [max(0.0, begin - end) for (_, end), (begin, _) in pairwise(marks)]
+    return {
+        "gap_p50_us": 1000 * median(found),
+        "gap_max_us": 1000 * max(found),
+        "step_p50_ms": median(end - begin for begin, end in marks),
+        "idle_share": sum(found) / (marks[-1][1] - marks[0][0]),
+    }
 
 
 def adapters(target: Target) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-import benchmarks.gpu.interpreter  # noqa: F401 (before kernels run)
+import tests.triton_interpreter  # noqa: F401 (before kernels run)
 from engine.attention.latent_triton import TritonLatents
 from engine.kernels import extend_plan, triton_decode, triton_extend
 from engine.kv.kv_pool import KVPool

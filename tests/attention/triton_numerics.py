@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-import benchmarks.gpu.interpreter  # noqa: F401 (before kernels run)
+import tests.triton_interpreter  # noqa: F401 (before kernels run)
 from engine.attention import triton_backend
 from engine.attention.flashinfer_prompts import FlashInferPrompts
 from engine.attention.triton_backend import TritonBackend

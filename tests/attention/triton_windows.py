@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-import benchmarks.gpu.interpreter  # noqa: F401 (before kernels run)
+import tests.triton_interpreter  # noqa: F401 (before kernels run)
 from engine.attention import triton_backend
 from engine.attention.triton_backend import TritonBackend
 from engine.kernels import extend_plan, triton_decode, triton_extend

@@ -56,17 +56,15 @@ def test_a_section_is_written_again_alone() -> None:
     }
     rows = [{"batch": 8, "step, ms": 12.345, "way": None}]
     result = {"environment": env, "arguments": {"steps": 4}, "tables": {"Above.": rows}}
-    tail = "\nBy hand.\n\n## Integer weights\n\nx\n\n`python -m benchmarks.quantized_step` on A.\n"
-    old = "# B\n\n## Steps from a tape\n\nold\n\n`python -m benchmarks.tapes` on A.\n" + tail
-    new = with_section(old, "tapes", result)
-    stamp = '`make bench ARGS="--only tapes --set steps=4"` on C, 2 cores, 1 GiB; commit abc, now; torch 2.\n'
-    assert new.endswith(stamp + tail) and "old" not in new and new.startswith("# B\n\n## Steps from a tape")
+    tail = "\nBy hand.\n\n## Speculation\n\nx\n\n`python -m benchmarks.speculation` on A.\n"
+    old = "# B\n\n## Integer weights\n\nold\n\n`python -m benchmarks.quantized_step` on A.\n" + tail
+    new = with_section(old, "quantized_step", result)
+    stamp = '`make bench ARGS="--only quantized_step --set steps=4"` on C, 2 cores, 1 GiB; commit abc, now; torch 2.\n'
+    assert new.endswith(stamp + tail) and "old" not in new and new.startswith("# B\n\n## Integer weights")
     assert (
         "Above.\n\n| batch | step, ms | way |\n| ----- | -------: | --: |\n| 8     |     12.3 |     |\n\n`make" in new
     )
-    assert with_section(new, "tapes", result) == new
-    before, _ = new.split("\n## Integer weights")
-    assert with_section(before + "\n## Between two steps\n", "kv_dtype", result).startswith(
-        before + "\n## KV of 8 bits: attention\n"
-    )
-    assert with_section(new, "kv_dtype", result).startswith(new + "\n## KV of 8 bits: attention\n")
+    assert with_section(new, "quantized_step", result) == new
+    before, _ = new.split("\n## Speculation")
+    assert with_section(before + "\n## Start\n", "scheduler_step", result).startswith(before + "\n## Scheduler alone\n")
+    assert with_section(new, "scheduler_step", result).startswith(new + "\n## Scheduler alone\n")

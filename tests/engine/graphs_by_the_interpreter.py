@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import benchmarks.gpu.interpreter  # noqa: F401 (before kernels run)
+import tests.triton_interpreter  # noqa: F401 (before kernels run)
 from benchmarks import random_model
 from engine.executor.decode_graphs import T
 from engine.executor.forward import Forward

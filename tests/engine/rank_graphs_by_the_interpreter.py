@@ -16,7 +16,7 @@ import pytest
 import torch
 from triton.runtime.interpreter import InterpretedFunction
 
-import benchmarks.gpu.interpreter  # noqa: F401 (before kernels run)
+import tests.triton_interpreter  # noqa: F401 (before kernels run)
 from benchmarks import random_model
 from engine.kernels import triton_sample
 from tests.engine.engine_in_process import EngineInProcess

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import benchmarks.gpu.interpreter  # noqa: F401 (before kernels run)
+import tests.triton_interpreter  # noqa: F401 (before kernels run)
 from engine.executor.decode_graphs import Work
 from engine.kernels import triton_lora, triton_sample
 from engine.layers.linear import SiteShape

@@ -10,7 +10,6 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
 from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer, get_gguf_tokenizer
 
-from benchmarks.gguf_file import add_tokenizer, write
 from engine.gguf.ends import end_ids
 from engine.gguf.file import open_gguf
 from engine.gguf.tokenizer import PRE_TOKENIZERS
@@ -20,6 +19,7 @@ from engine.text.chat_template import load_chat_template
 from engine.text.tokenizer import Tokenizer as OurTokenizer
 from engine.text.tokenizer import load_tokenizer
 from tests.models.folder_shapes import TINYLLAMA, write_folder
+from tests.models.gguf_file import add_tokenizer, write
 from tests.models.varied_texts import varied_texts
 
 DOCS = Path(__file__).parents[2] / "docs"

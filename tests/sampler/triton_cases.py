@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-import benchmarks.gpu.interpreter  # noqa: F401 (before kernels run)
+import tests.triton_interpreter  # noqa: F401 (before kernels run)
 from engine.core.plan import SlotOpen
 from engine.grammar.token_rules import rules_of
 from engine.kernels import triton_noise, triton_sample

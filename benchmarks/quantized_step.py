@@ -1,4 +1,4 @@
-"""Measures decode steps of a random model in one process, the ways in turns: with integer weights, and from a tape.
+"""Measures a decode step of a random model with integer weights beside bf16, in turns in one process.
 
 Of one thread its own seconds count, which others on the machine disturb less.
 """
@@ -59,43 +59,17 @@ def decode_batch(model: DenseDecoder, vocab: int, batch: int) -> DecodeBatch:
     return DecodeBatch(CpuBackend(pool), step, ids, positions)
 
 
-def _step(
-    model: DenseDecoder, batch: DecodeBatch, *, taped: bool = True, logits: bool = True
-) -> Callable[[], dict[str, float]]:
-    """Return what computes the step, with its `logits` or without, and says how long that took."""
+def _step(model: DenseDecoder, batch: DecodeBatch) -> Callable[[], dict[str, float]]:
+    """Return what computes the step to its logits, and says how long that took."""
     clock, tapes = (time.thread_time if torch.get_num_threads() == 1 else time.perf_counter), DecodeTapes()
 
     def one() -> dict[str, float]:
         batch.backend.begin(batch.step)
         begin_s = clock()
-        if taped:
-            hidden = tapes.forward(model, batch.ids, batch.positions, batch.backend.attend)
-        else:
-            hidden = model.forward(batch.ids, batch.positions, batch.backend.attend)
-        if logits:
-            model.logits(hidden)
+        model.logits(tapes.forward(model, batch.ids, batch.positions, batch.backend.attend))
         return {"ms": 1e3 * (clock() - begin_s)}
 
     return one
-
-
-def measure_tapes(*, layers: int = 28, steps: int = 40, threads: tuple[int, ...] = ()) -> Tables:
-    """The same step kernel by kernel, and from a tape; bits are compared by tests/engine."""
-    rows: list[Row] = []
-    with tempfile.TemporaryDirectory(prefix="tandem-tapes-") as folder, torch.inference_mode():
-        write_model(Path(folder), layers=layers)
-        config = load_model_config(folder)
-        model = load_model(folder, config, dtype="bfloat16", device="cpu", progress=False)
-        for count in threads or sorted({1, os.cpu_count() or 1}):
-            torch.set_num_threads(count)
-            for size in BATCHES:
-                batch = decode_batch(model, config.vocab_size, size)
-                ways = {name: _step(model, batch, taped=name != "plain", logits=False) for name in ("plain", "taped")}
-                found = in_turns(ways, steps, warm_up=WARM_UP)
-                plain, taped = found["plain"]["ms"], found["taped"]["ms"]
-                row: Row = {"threads": count, "batch": size, "kernel by kernel, ms": plain, "from a tape, ms": taped}
-                rows.append(row | {"times as fast": plain / taped})
-    return {"": rows}
 
 
 def measure_quantized(*, layers: int = 28, steps: int = 40, threads: int = 0) -> Tables:
@@ -137,14 +111,6 @@ def read_bytes(model: DenseDecoder, scheme: Scheme | None) -> int:
 
 
 MEASURES = {
-    "tapes": Measure(
-        title="Steps from a tape",
-        about="The forward of a decode step on a CPU, in turns in one process: Python and torch between the kernels, and "
-        "the same kernel calls recorded and repeated by one call from C (`engine/kernels/tape.py`). The bits are the "
-        "same.",
-        run=measure_tapes,
-        quick={"layers": 4, "steps": 4},
-    ),
     "quantized_step": Measure(
         title="Integer weights",
         about="A decode step on a CPU with `--quantization` beside bf16, in turns in one process: a random checkpoint with the layers of "
