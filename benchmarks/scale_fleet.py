@@ -13,12 +13,12 @@ import json
 import random
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from benchmarks.scale_cluster import Stopwatch
+from benchmarks.measures import Measure, Row, Tables, tell
 from bootstrap_server.config import BootstrapConfig
 from bootstrap_server.protocol import Registration
 from bootstrap_server.registry import Registry
@@ -40,9 +40,34 @@ CHECK_S = 1.0
 RENEW_S = 5.0  # a third of the lease
 HOP_S = 0.002  # a message between two processes
 ANSWER_S = 2.0  # mean
+RATE_A_WORKER = 0.5  # requests a second
 MOST_TRIES = 4
+SAMPLE_S = 0.5  # between two looks at the balance
 DOWN_S, DRAIN_S = 20.0, 3.0
+CLOCK_CALLS = 20_000  # whose own cost is taken off
 CHANGES = ("die", "die", "die for good", "drain", "move")
+
+
+class Stopwatch:
+    """CPU time of what runs between `start` and `stop`, by name."""
+
+    def __init__(self) -> None:
+        self.ns: dict[str, int] = {}
+        self.count: dict[str, int] = {}
+        begun = time.thread_time_ns()
+        for _ in range(CLOCK_CALLS):
+            time.thread_time_ns()
+        self._own_ns = (time.thread_time_ns() - begun) / CLOCK_CALLS
+
+    def add(self, name: str, begun_ns: int) -> None:
+        """It took from `begun_ns` (of `time.thread_time_ns`) until now."""
+        self.ns[name] = self.ns.get(name, 0) + time.thread_time_ns() - begun_ns
+        self.count[name] = self.count.get(name, 0) + 1
+
+    def us(self, name: str) -> float:
+        """Microseconds each."""
+        count = self.count.get(name, 0)
+        return max(0.0, self.ns[name] / count - self._own_ns) / 1000 if count else 0.0
 
 
 @dataclass(eq=False)
@@ -95,6 +120,7 @@ class Fleet:
         self._quiet = False  # no new request, and no new fault
         self.counts: Counter[str] = Counter()
         self.watch = Stopwatch()
+        self._fullest: list[float] = []
         self.registry = Registry(BootstrapConfig(max_workers=workers), shared=True)
         config = RouterConfig(pd_disaggregation=True)
         chooser = make_chooser(config, draw=self._rng.randrange)
@@ -116,6 +142,7 @@ class Fleet:
         """So long under load and faults; then all heal, and all that runs must end."""
         self._at(2.0, self._arrive)
         self._at(2.0, self._strike)
+        self._at(2.0 + ANSWER_S, self._sample)
         self._until(seconds)
         self._quiet = True
         self._until(seconds + DOWN_S + 3 * RENEW_S)
@@ -303,6 +330,22 @@ class Fleet:
         for node in sent.nodes:
             del node.sent[sent]
 
+    # ---- balance
+
+    @property
+    def fullest(self) -> float:
+        """Requests of the fullest worker of a role over the mean's, on average over the run; 1 is perfect."""
+        return sum(self._fullest) / len(self._fullest) if self._fullest else 0.0
+
+    def _sample(self) -> None:
+        if self._quiet:
+            return
+        for role in PAIR:
+            counts = [len(n.sent) for n in self.nodes.values() if n.alive and not n.draining and n.worker.role is role]
+            if any(counts):
+                self._fullest.append(max(counts) * len(counts) / sum(counts))
+        self._at(self.now_s + SAMPLE_S, self._sample)
+
     # ---- time
 
     def _at(self, when_s: float, act: Callable[[], None]) -> None:
@@ -317,13 +360,25 @@ class Fleet:
 
 
 def measure(workers: int, *, seconds: float, rate: float, seed: int) -> dict[str, Any]:
-    """A run; raises if something that must hold does not."""
+    """Run a fleet; raises if something that must hold does not."""
     begun_s = time.monotonic()
     fleet = Fleet(workers, seed=seed, rate=rate)
     fleet.run(seconds)
     cost = {f"{name}_us": round(fleet.watch.us(name), 1) for name in sorted(fleet.watch.ns)}
-    counts = dict(sorted(fleet.counts.items()))
-    return {"workers": workers, "seed": seed, "wall_s": round(time.monotonic() - begun_s, 1), **cost, "counts": counts}
+    told = {"workers": workers, "seed": seed, "wall_s": round(time.monotonic() - begun_s, 1), **cost}
+    return {**told, "fullest": round(fleet.fullest, 2), "counts": dict(sorted(fleet.counts.items()))}
+
+
+def measure_sizes(*, workers: Sequence[int] = (10, 100, 1000), seconds: float = 10.0) -> Tables:
+    """The same rate for each worker, however many there are."""
+    rows: list[Row] = []
+    for count in workers:
+        found = measure(count, seconds=seconds, rate=count * RATE_A_WORKER, seed=1)
+        row: Row = {"workers": count, "a choice, CPU us": found["pick_us"], "a check and its report": found["check_us"]}
+        row |= {"a room registered": found["room_us"], "a lease renewed": found["renewal_us"]}
+        rows.append(row | {"fullest worker over the mean": found["fullest"]})
+        tell(str(count), **found)
+    return {"": rows}
 
 
 def main() -> None:
@@ -336,6 +391,17 @@ def main() -> None:
     found = measure(args.workers, seconds=args.seconds, rate=args.rate, seed=args.seed)
     print(json.dumps(found, indent=1))
 
+
+MEASURES = {
+    "scale": Measure(
+        title="Scale",
+        about="Half prefill, half decode workers that register, renew, die, come back and drain, around one bootstrap registry and one router's "
+        "core: production code in virtual time (`make scale-fleet`), one request a second and two workers. Sockets and bodies are not "
+        "included; their cost does not depend on the number of workers.",
+        run=measure_sizes,
+        quick={"workers": [20], "seconds": 4.0},
+    )
+}
 
 if __name__ == "__main__":
     main()

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import router_policies
-from benchmarks.trace_workers import TRACE_BLOCK_TOKENS, PrefillModel, TraceRequest, read_trace
+from tests.router import trace_policies
+from tests.router.trace_workers import TRACE_BLOCK_TOKENS, PrefillModel, TraceRequest, read_trace
 
 MODEL = PrefillModel(num_workers=4, cache_tokens=200_000)
 
@@ -54,20 +54,10 @@ def test_a_line_that_is_no_request_is_named(tmp_path: Path, line: str) -> None:
 
 
 def test_the_policies_differ_as_they_should(trace: list[TraceRequest]) -> None:
-    rows = {name: router_policies.prefill_row(name, trace, MODEL) for name in router_policies.PREFILL}
+    rows = {name: trace_policies.prefill_row(name, trace, MODEL) for name in trace_policies.PREFILL}
     aware = ("cache_aware", "cache_aware, KV events", "consistent_hashing", "longest prefix")
     blind = [name for name in rows if name not in aware]
     assert min(rows[name]["hit_rate"] for name in aware) > 1.5 * max(rows[name]["hit_rate"] for name in blind)
     assert rows["cache_aware"]["ttft_p99_s"] <= min(rows[name]["ttft_p99_s"] for name in blind)
     assert rows["least_load"]["queue_tokens_p99"] <= rows["random"]["queue_tokens_p99"]
-    assert rows == {name: router_policies.prefill_row(name, trace, MODEL) for name in router_policies.PREFILL}
-
-
-def test_the_command_writes_figures_and_a_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = write_trace(tmp_path / "small.jsonl.gz", conversations=3, turns=2)
-    argv = ["--trace", str(path), "--workers", "2", "--speeds", "1", "--output", str(tmp_path / "out.json")]
-    assert router_policies.main([*argv, "--plot", str(tmp_path / "out.png")]) == 0
-    report = json.loads((tmp_path / "out.json").read_text())
-    assert {row["policy"] for row in report["traces"][0]["prefill"]} == set(router_policies.PREFILL)
-    assert router_policies.render(report) in capsys.readouterr().out
-    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+    assert rows == {name: trace_policies.prefill_row(name, trace, MODEL) for name in trace_policies.PREFILL}

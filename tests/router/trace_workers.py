@@ -1,7 +1,6 @@
-"""Prefill and decode workers simple enough to replay a trace against a router policy: one number for each thing.
+"""Prefill workers simple enough to replay a trace against a router policy: one number for each thing.
 
-    prefill   one prompt after the other, `tokens_per_s` of what is not cached; an LRU cache of 512-token blocks
-    decode    a token of every request each `itl_s`; a request holds its KV from its first token to its last
+A worker computes one prompt after the other, `tokens_per_s` of what is not cached; it has an LRU cache of 512-token blocks.
 
 The trace is that of Mooncake (FAST'25): JSON lines with `timestamp` (ms), `input_length`, `output_length` and
 `hash_ids`, the names of prefix-chained blocks of 512 tokens. Its times are rounded to some seconds, so requests of one
@@ -17,7 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from router.choice.policies import Placement, Policy, RoutingHints, cost_tokens
+from router.choice.policies import Policy, RoutingHints, cost_tokens
 from router.choice.prefix_index import PrefixIndex
 from router.pool.states import Check
 from router.pool.worker import Lease, LoadReport, Role, Worker
@@ -105,10 +104,9 @@ class PrefillModel:
 
 @dataclass(slots=True)
 class PrefillResult:
-    """`ttft_s`: waiting and computing, a value per request; `done_s`: when, in the order of the trace."""
+    """`ttft_s`: waiting and computing, a value per request."""
 
     ttft_s: list[float]
-    done_s: list[float]
     computed: list[int]
     prompt_tokens: int
     cached_tokens: int
@@ -144,11 +142,11 @@ def replay_prefill(
     trace: list[TraceRequest], policy: Policy, model: PrefillModel, *, index: PrefixIndex | None = None
 ) -> PrefillResult:
     """Every request through `policy`; `index` is told what workers cache if `model.events`."""
-    table, clock = _table(model.num_workers, Role.PREFILL), _Clock()
+    table, clock = _table(model.num_workers), _Clock()
     workers = table.workers()
     caches = [BlockCache(model.cache_tokens // TRACE_BLOCK_TOKENS) for _ in workers]
     free_s, queued = [0.0] * len(workers), [0] * len(workers)
-    result = PrefillResult([], [], [0] * len(workers), 0, 0, [])
+    result = PrefillResult([], [0] * len(workers), 0, 0, [])
     report_s = REPORT_S
     for request in trace:
         while report_s <= request.at_s:
@@ -166,7 +164,6 @@ def replay_prefill(
         free_s[at] = max(free_s[at], request.at_s) + model.overhead_s + todo / model.tokens_per_s
         queued[at] += todo
         result.ttft_s.append(free_s[at] - request.at_s)
-        result.done_s.append(free_s[at])
         result.computed[at] += todo
         result.prompt_tokens += request.input_tokens
         result.cached_tokens += cached
@@ -195,47 +192,10 @@ def _tell(index: PrefixIndex, worker_id: int, stored: list[int], gone: list[int]
     return act
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeModel:
-    num_workers: int = 8
-    itl_s: float = 0.03
-    capacity_tokens: int = 1_000_000
-
-
-@dataclass(slots=True)
-class DecodeResult:
-    """KV held, at each arrival: by the fullest worker, and on average."""
-
-    fullest: list[int]
-    mean: list[float]
-
-    @property
-    def spread(self) -> float:
-        return sum(self.fullest) / sum(self.mean)
-
-
-def replay_decode(trace: list[TraceRequest], done_s: list[float], policy: Policy, model: DecodeModel) -> DecodeResult:
-    """Requests reach decode when prefill is done with them. The router knows of them from then on."""
-    table, clock = _table(model.num_workers, Role.DECODE), _Clock()
-    workers = table.workers()
-    held, result = [0] * len(workers), DecodeResult([], [])
-    for when_s, request in sorted(zip(done_s, trace, strict=True), key=lambda pair: (pair[0], pair[1].at_s)):
-        clock.run_until(when_s)
-        ask = request.ask()
-        choice: Placement = policy.choose(workers, ask)
-        at, tokens = choice.worker.worker_id, request.input_tokens + request.output_tokens
-        lease = table.loads.charge(choice.worker, cost_tokens(choice, ask))
-        held[at] += tokens
-        clock.at(when_s + request.output_tokens * model.itl_s, _finish(table, lease, held, at, tokens))
-        result.fullest.append(max(held))
-        result.mean.append(sum(held) / len(held))
-    return result
-
-
-def _table(count: int, role: Role) -> WorkerTable:
+def _table(count: int) -> WorkerTable:
     table = WorkerTable()
     for i in range(count):
-        worker: Worker = table.add(f"http://{role}-{i}:1", role=role)
+        worker: Worker = table.add(f"http://prefill-{i}:1", role=Role.PREFILL)
         table.on_check(worker, Check.OK, now_s=0.0)
     return table
 
