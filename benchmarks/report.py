@@ -20,7 +20,6 @@ from typing import Any
 from benchmarks import (
     long_bodies,
     pairs,
-    prefix_fetch,
     quantized_step,
     router_path,
     scale_fleet,
@@ -38,7 +37,7 @@ from deploy.bench.environment import describe
 KEPT = ROOT / "docs" / "reports"
 PAGE = KEPT / "benchmarks.md"
 HEAD = "# Benchmarks\n\n`make bench` writes this page (benchmarks/report.py). Do not edit it by hand.\n"
-TOPICS = (pairs, transfer, prefix_fetch, step_time, quantized_step, speculation)
+TOPICS = (pairs, transfer, step_time, quantized_step, speculation)
 TOPICS += (scheduler_step, served, long_bodies, router_path, scale_fleet)
 MEASURES: dict[str, Measure] = {name: measure for topic in TOPICS for name, measure in topic.MEASURES.items()}
 STAMP = re.compile(r"^`(?:python -m benchmarks|make bench).*\n", re.MULTILINE)
