@@ -165,6 +165,7 @@ churn-soak: $(STAMP)
 
 # Run them alone on the machine: up to 40 processes.
 rank-faults: $(STAMP)
+	$(if $(CELLS),,$(BIN)/python -m tools.faults.ranks.starts)
 	$(BIN)/python -m tools.faults.ranks.matrix $(if $(CELLS),--cells '$(CELLS)')
 
 rank-shapes: $(STAMP)
