@@ -8,11 +8,10 @@ than 0.3 of the prompt, else the worker with the smallest tree; the shortest que
 import random
 from collections.abc import Callable, Sequence
 
-from router.pool.pool import WorkerPool
-
 from router.choice.cache_aware import CacheAware, cached_of, unbalanced
 from router.choice.policies import (
     ConsistentHashing,
+    Draw,
     LeastLoad,
     Placement,
     Policy,
@@ -23,6 +22,7 @@ from router.choice.policies import (
 )
 from router.choice.prefix_index import PrefixIndex
 from router.config import ChoiceFlags
+from router.pool.worker import Pool
 from tests.router.trace_workers import PrefillModel, TraceRequest, replay_prefill
 
 TREE_BLOCKS = (1 << 26) // 512  # --max-tree-size
@@ -36,10 +36,11 @@ class LongestPrefix:
         self._index = index
         self._settings = ChoiceFlags()
 
-    def choose(self, candidates: WorkerPool, ask: RoutingHints) -> Placement:
+    def choose(self, candidates: Pool, ask: RoutingHints) -> Placement:
         matched = self._index.match(ask.keys)
         best = max(candidates, key=lambda w: matched.depth(w.worker_id))
-        if unbalanced(*candidates.queue_ends(), self._settings):
+        queues = [worker.inflight_requests for worker in candidates]
+        if unbalanced(min(queues), max(queues), self._settings):
             best = min(candidates, key=lambda w: w.inflight_requests)
         elif cached_of(matched, best, ask) <= self._settings.cache_threshold * ask.prompt_tokens:
             best = min(candidates, key=lambda w: self._index.num_blocks(w.worker_id))
@@ -47,19 +48,19 @@ class LongestPrefix:
         return Placement(best, cached_of(matched, best, ask))
 
 
-def _draw() -> Callable[[int], int]:
+def _draw() -> Draw:
     return random.Random(SEED).randrange
 
 
 PREFILL: dict[str, Callable[[PrefixIndex], Policy]] = {
     "random": lambda index: Random(_draw()),
-    "round_robin": lambda index: RoundRobin(),
+    "round_robin": lambda index: RoundRobin(_draw()),
     "power_of_two": lambda index: PowerOfTwo(_draw()),
-    "least_load": lambda index: LeastLoad(),
-    "consistent_hashing": lambda index: ConsistentHashing(),
+    "least_load": lambda index: LeastLoad(_draw()),
+    "consistent_hashing": lambda index: ConsistentHashing(_draw()),
     "longest prefix": LongestPrefix,
-    "cache_aware": lambda index: CacheAware(index, ChoiceFlags()),
-    "cache_aware, KV events": lambda index: CacheAware(index, ChoiceFlags()),
+    "cache_aware": lambda index: CacheAware(_draw(), index, ChoiceFlags()),
+    "cache_aware, KV events": lambda index: CacheAware(_draw(), index, ChoiceFlags()),
 }
 
 
