@@ -1,10 +1,7 @@
-"""The decode role: a request gets pages, its KV lands in them, and it joins the running batch without a forward.
+"""The decode role: a request gets pages, its KV lands in them (disagg/incoming.py), and it joins the running batch without a forward.
 
-add -> WAITING --handshake done, memory--> TRANSFER --Success--> running (the scheduler's)
-           \\________ Failed, abort, timeout: answered at once _______/
-                                 |
-                      pages a peer may still write: quarantined until the receiver is drained
-
+add -> a transfer --landed--> running (the scheduler's)
+           \\____ failed, aborted, late: answered at once
 running --memory short--> RETRACTED (the scheduler's, or Resumption's) --memory, before any new request--> running
 running --the router moves it--> Moves: its KV goes to another decode worker, where it is added with its `source`
 """
@@ -12,11 +9,12 @@ running --the router moves it--> Moves: its KV goes to another decode worker, wh
 import logging
 import math
 from collections import Counter
+from collections.abc import Sequence
 
-from disagg.handover import DecodeHandover, HandoverStage, Receivers
-from disagg.metadata import Checksum, FirstToken, KVCorrupt, MetadataBuffers, MetadataCorrupt
+from disagg.incoming import Incoming, Receivers, TransferFailure, TransferStage
+from disagg.metadata import Checksum, FirstToken, MetadataBuffers
 from disagg.moving import HAS_MOVED, Moves
-from disagg.quarantine import Quarantine
+from disagg.request_transfers import RequestTarget, RequestTransfer, check_quarantine
 from disagg.resumption import Resumption
 from engine.core.outputs import StepEffects, refusal, refused
 from engine.core.plan import Plan
@@ -24,7 +22,7 @@ from engine.core.request import Request
 from engine.core.scheduler import ABORTED, Scheduler
 from engine.messages import FAKE_BOOTSTRAP_HOST, FinishReason, LogprobOptions, TokenOutput, TransferPath
 from transfer_backends.contract import Route
-from transfer_backends.kvpoll import KVPoll, RoomInUse
+from transfer_backends.kvpoll import RoomInUse
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +30,7 @@ PREALLOC_TIMEOUT_S = 300.0  # for memory: as long as prefill keeps the request
 UNJOINED = 502  # the router must not try the same pair again: this worker has tried for long
 
 
-class DecodeRole:
+class DecodeRole(RequestTarget):
     name = "decode"
 
     def __init__(
@@ -47,23 +45,18 @@ class DecodeRole:
         moves: Moves | None = None,
     ) -> None:
         """`checksum`: of what lands, compared with the sender's before decode starts. `moves`: None: what leaves takes no KV along."""
-        self._scheduler = scheduler
+        super().__init__(scheduler)
         self._manager = manager
         self._metadata = metadata
         self._moves_bytes = moves_bytes
         self._prealloc_timeout_s = prealloc_timeout_s
-        self._checksum = checksum
-        self._handovers: dict[str, DecodeHandover] = {}
-        self._quarantine = Quarantine(scheduler=scheduler, metadata=metadata)
+        late = f"no KV memory within {prealloc_timeout_s:g} s (--disaggregation-prealloc-timeout)"
+        self._incoming = Incoming[RequestTransfer](metadata, self, checksum=checksum, late=late)
         self._resumption = Resumption(
-            scheduler=scheduler,
-            manager=manager,
-            metadata=metadata,
-            quarantine=self._quarantine,
-            moves_bytes=moves_bytes,
-            checksum=checksum,
+            scheduler=scheduler, manager=manager, metadata=metadata, moves_bytes=moves_bytes, checksum=checksum
         )
         self._moves = moves
+        self._outputs: list[TokenOutput] = []  # of the poll under way
         self._counters: Counter[str] = Counter()
         self._closed = False
 
@@ -88,16 +81,24 @@ class DecodeRole:
         unfit = self._scheduler.held.adopt(request)
         assert unfit is None, unfit  # `refusal` gave none above
         request.times.bootstraps = request.times.remote = True
-        self._handovers[request.rid] = DecodeHandover(
-            request, bootstrap.room, moves_bytes=self._moves_bytes and not fake, receiver=receiver
+        transfer = RequestTransfer(
+            key=request.rid,
+            room=bootstrap.room,
+            receiver=receiver,
+            request=request,
+            deadline_s=request.arrived_s + self._prealloc_timeout_s,
+            moves_bytes=self._moves_bytes and not fake,
         )
+        self._incoming.begin(transfer)
         return []
 
     def abort(self, rid: str, now_s: float, reason: FinishReason = ABORTED) -> list[TokenOutput]:
         self._resumption.take()
-        handover = self._handovers.get(rid)
-        if handover is not None:
-            return self._end(handover, reason)
+        transfer = self._incoming.transfers.get(rid)
+        if transfer is not None:
+            output = self._scheduler.held.end(transfer.request, reason)
+            self._incoming.cancel(transfer, reason.message)
+            return [output]
         held = self._resumption.abort(rid, reason)
         if held is None and self._moves is not None:
             held = self._moves.abort(rid, reason)
@@ -121,26 +122,13 @@ class DecodeRole:
             self._moves.end_all(why)
 
     def poll(self, now_s: float) -> list[TokenOutput]:
-        outputs: list[TokenOutput] = []
-        self._quarantine.end_drained()
+        self._incoming.end_quarantine()
         self._resumption.take()
         self._resumption.poll(now_s, may_preempt=not self._closed)
-        if self._moves is not None:
-            outputs += self._moves.poll(now_s)
-        ready: list[DecodeHandover] = []
-        for handover in list(self._handovers.values()):
-            state = handover.receiver.poll()
-            handover.joined = handover.joined or state is KVPoll.WaitingForInput
-            if state is KVPoll.Failed:
-                outputs += self._fail(handover)
-            elif handover.stage is HandoverStage.TRANSFER and state is KVPoll.Success:
-                outputs += self._start(handover, now_s)
-            elif handover.stage is HandoverStage.WAITING and state is KVPoll.WaitingForInput:
-                ready.append(handover)
-        self._give_memory(ready, now_s)
-        for handover in [h for h in self._handovers.values() if h.stage is HandoverStage.WAITING]:
-            outputs += self._expire(handover, now_s)
-        return outputs
+        moved = [] if self._moves is None else self._moves.poll(now_s)
+        self._incoming.poll(now_s)
+        ended, self._outputs = self._outputs, []
+        return moved + ended
 
     def on_launch(self, plan: Plan) -> None:
         """No peer waits for what it computes."""
@@ -148,112 +136,86 @@ class DecodeRole:
     def on_step(self, effects: StepEffects, now_s: float) -> list[TokenOutput]:
         return effects.outputs
 
-    # ---- moves
+    # ---- as the target of its transfers
 
-    def _give_memory(self, ready: list[DecodeHandover], now_s: float) -> None:
+    def reserve(self, ready: Sequence[RequestTransfer]) -> None:
         """Reserve memory, most urgent first. None overtakes one that finds no room, or a retracted one as urgent."""
-        if not ready:
-            return
-        urgency = self._scheduler.limits.priorities.urgency
+        now_s, urgency = self._incoming.now_s, self._scheduler.limits.priorities.urgency
         retracted = [*self._scheduler.stages.retracted(), *self._resumption.waiting()]
         before = max((urgency(r, now_s) for r in retracted), default=-math.inf)
-        for handover in sorted(ready, key=lambda h: -urgency(h.request, now_s)):
-            if urgency(handover.request, now_s) <= before:
+        for transfer in sorted(ready, key=lambda t: -urgency(t.request, now_s)):
+            request = transfer.request
+            if urgency(request, now_s) <= before:
                 return
-            if self._scheduler.held.adapter_has_place(handover.request, now_s) and not self._preallocate(
-                handover, now_s
-            ):
+            if self._scheduler.held.adapter_has_place(request, now_s) and not self._preallocate(transfer):
                 return
 
-    def _preallocate(self, handover: DecodeHandover, now_s: float) -> bool:
-        """Offer prefill a metadata row and the prompt's pages that are not cached here; False when there is no room now."""
-        row = self._metadata.allocate()
-        if row is None:
+    def _preallocate(self, transfer: RequestTransfer) -> bool:
+        """Offer prefill a metadata row and the prompt's pages; False when there is no room now."""
+        request, held = transfer.request, self._scheduler.held
+        if not self._incoming.reserve(transfer, lambda: held.reserve(request, may_preempt=not self._closed)):
             return False
-        if not self._scheduler.held.reserve(handover.request, may_preempt=not self._closed):
-            self._metadata.free(row)
-            return False
-        handover.metadata_row, handover.stage = row, HandoverStage.TRANSFER
-        handover.request.times.queued_s = now_s
-        skip = handover.request.shared_pages  # cached here: neither written nor exposed
-        handover.tail = self._scheduler.memory.tail(handover.request, handover.request.handed_tokens)
-        handover.receiver.provide(self._landing(handover.request), row, skip_pages=skip, tail=handover.tail)
+        transfer.deadline_s = math.inf
+        request.times.queued_s = self._incoming.now_s
+        memory, end, skip = self._scheduler.memory, request.handed_tokens, request.shared_pages
+        transfer.num_tokens, transfer.tail = end, memory.tail(request, end)
+        pages = request.pages[skip : memory.allocator.pages_for(end)]  # others are cached here: never exposed
+        self._incoming.provide(transfer, pages, skip_pages=skip)
         return True
 
-    def _landing(self, request: Request) -> list[int]:
-        """Pages of the tokens that are handed over, without what is cached here."""
-        return request.pages[request.shared_pages : self._scheduler.memory.allocator.pages_for(request.handed_tokens)]
-
-    def _expire(self, handover: DecodeHandover, now_s: float) -> list[TokenOutput]:
-        if now_s - handover.request.arrived_s <= self._prealloc_timeout_s:
-            return []
-        self._counters["prealloc_timeouts"] += 1
-        waited = f"no KV memory within {self._prealloc_timeout_s:g} s"
-        return self._end(handover, FinishReason(kind="abort", message=waited, status=503))
-
-    def _start(self, handover: DecodeHandover, now_s: float) -> list[TokenOutput]:
-        try:
-            pages, end = self._landing(handover.request), handover.request.handed_tokens
-            first = handover.read_row(self._metadata, pages, handover.tail, self._checksum, num_tokens=end)
-        except (MetadataCorrupt, KVCorrupt) as error:
-            rid, room = handover.request.rid, handover.room
-            log.error("decode %s (room %d): %s", rid, room, error, extra=handover.log_fields)
-            self._counters["metadata_corrupt" if isinstance(error, MetadataCorrupt) else "kv_checksum_failed"] += 1
-            return self._end(handover, FinishReason(kind="abort", message=f"KV transfer: {error}", status=500))
-        if first is None:
-            return []
-        self._counters["kv_checksum_verified"] += self._checksum is not None and handover.moves_bytes
-        times = handover.request.times
-        times.landed_s, times.remote_queue_s, times.remote_prefill_s = now_s, first.queue_s, first.prefill_s
-        handover.request.transfer_retries += handover.receiver.retries()
-        self._quarantine.close(handover.receiver, handover.metadata_row)
-        del self._handovers[handover.request.rid]
-        return self._run(handover.request, first)
-
-    def _run(self, request: Request, first: FirstToken) -> list[TokenOutput]:
+    def landed(self, transfer: RequestTransfer, first: FirstToken) -> str:
+        request, held, cached_tokens = transfer.request, self._scheduler.held, first.cached_tokens
+        request.times.landed_s = self._incoming.now_s
+        request.times.remote_queue_s, request.times.remote_prefill_s = first.queue_s, first.prefill_s
+        transfer.take_over(first)
         if request.source is None:
-            return self._scheduler.held.start_decoding(request, first.result, cached_tokens=first.cached_tokens)
-        self._counters["moved_in"] += 1
-        self._scheduler.held.go_on_decoding(request, cached_tokens=first.cached_tokens)
-        return []
+            self._outputs += held.start_decoding(request, first.result, cached_tokens=cached_tokens)
+        else:
+            self._counters["moved_in"] += 1
+            held.go_on_decoding(request, cached_tokens=cached_tokens)
+        return ""
 
-    def _fail(self, handover: DecodeHandover) -> list[TokenOutput]:
-        self._counters["bootstrap_failed" if handover.stage is HandoverStage.WAITING else "transfer_failed"] += 1
-        reason = handover.receiver.failure() or "the transfer failed"
-        rid, room = handover.request.rid, handover.room
-        log.warning("decode %s (room %d) failed: %s", rid, room, reason, extra=handover.log_fields)
-        status = 500 if handover.joined else UNJOINED
-        return self._end(handover, FinishReason(kind="abort", message=f"KV transfer: {reason}", status=status))
+    def failed(self, transfer: RequestTransfer, failure: TransferFailure, reason: str) -> None:
+        """Answer now, if `abort` has not."""
+        if failure is not TransferFailure.ABORTED:
+            finish = self._finish_of(transfer, failure, reason)
+            self._outputs.append(self._scheduler.held.end(transfer.request, finish))
+        self._scheduler.held.release(transfer.request)
 
-    def _end(self, handover: DecodeHandover, reason: FinishReason) -> list[TokenOutput]:
-        """Answer with `reason` now; memory goes back at once, or through quarantine."""
-        handover.receiver.abort(reason.message)
-        output = self._scheduler.held.end(handover.request, reason)
-        del self._handovers[handover.request.rid]
-        self._quarantine.leave(handover)
-        self._scheduler.held.release(handover.request)
-        return [output]
+    def _finish_of(self, transfer: RequestTransfer, failure: TransferFailure, reason: str) -> FinishReason:
+        """Count and log a failure."""
+        if failure is TransferFailure.LATE:
+            self._counters["prealloc_timeouts"] += 1
+            return FinishReason(kind="abort", message=reason, status=503)
+        about, fields = (transfer.key, transfer.room, reason), transfer.log_fields
+        if failure is TransferFailure.CORRUPT:
+            log.error("decode %s (room %d): %s", *about, extra=fields)
+        else:
+            log.warning("decode %s (room %d) failed: %s", *about, extra=fields)
+            self._counters["bootstrap_failed" if transfer.metadata_row is None else "transfer_failed"] += 1
+        status = 500 if transfer.reached else UNJOINED
+        return FinishReason(kind="abort", message=f"KV transfer: {reason}", status=status)
 
     # ---- reports
 
     def waits_for_outside(self) -> bool:
         return bool(
-            self._handovers
-            or len(self._resumption)
-            or len(self._quarantine)
+            self._incoming.transfers
+            or self._resumption.incoming.transfers
+            or self._quarantined
             or self._num_moving
-            or len(self._scheduler.stages.retracted())
+            or self._scheduler.stages.retracted()
         )
 
     def queues(self) -> dict[str, int]:
-        count = Counter(handover.stage for handover in self._handovers.values())
+        count, resuming = self._incoming.count(), len(self._resumption.waiting())
         return {
-            "prealloc": count[HandoverStage.WAITING],
-            "transfer": count[HandoverStage.TRANSFER],
-            "resuming": len(self._resumption) - self._resumption.num_waiting,
-            "quarantined": len(self._quarantine),
+            "prealloc": count[TransferStage.WAITING],
+            "transfer": count[TransferStage.RECEIVING],
+            "resuming": len(self._resumption.incoming.transfers) - resuming,
+            "quarantined": len(self._quarantined),
             "moving": self._num_moving,
-            "retracted": len(self._scheduler.stages.retracted()) + self._resumption.num_waiting,
+            "retracted": len(self._scheduler.stages.retracted()) + resuming,
             "waiting": 0,  # all that the scheduler's waiting queue holds are retracted ones
         }
 
@@ -261,12 +223,20 @@ class DecodeRole:
         backups = self._scheduler.backups
         own = {"backup_saved_tokens": backups.saved_tokens, "backup_restored_tokens": backups.restored_tokens}
         moved = {} if self._moves is None else self._moves.all_counters()
-        return {**self._manager.counters, **(self._counters + self._resumption.counters), **own, **moved}
+        arrived = (
+            self._counters + self._incoming.counters + self._resumption.counters + self._resumption.incoming.counters
+        )
+        return {**self._manager.counters, **arrived, **own, **moved}
 
     def gauges(self) -> dict[str, float]:
-        wanted = sum(h.request.handed_tokens for h in self._handovers.values() if h.stage is HandoverStage.WAITING)
+        waiting = [t for t in self._incoming.transfers.values() if t.stage is TransferStage.WAITING]
+        wanted = sum(transfer.request.handed_tokens for transfer in waiting)
         allocator = self._scheduler.memory.allocator
         return {"pending_prealloc_token_usage": wanted / (allocator.num_pages * allocator.page_size)}
+
+    @property
+    def _quarantined(self) -> list[RequestTransfer]:
+        return [*self._incoming.quarantined, *self._resumption.incoming.quarantined]
 
     @property
     def _num_moving(self) -> int:
@@ -280,16 +250,17 @@ class DecodeRole:
         return []
 
     def check(self) -> None:
-        owned = sum(h.metadata_row is not None for h in self._handovers.values())
-        owned += self._resumption.num_rows + self._quarantine.num_rows
-        owned += 0 if self._moves is None else self._moves.num_rows
+        owned = self._incoming.num_rows + self._resumption.incoming.num_rows
+        if self._moves is not None:
+            owned += self._moves.num_rows
+            self._moves.check()
         used = self._metadata.num_used
         assert owned == used, f"{used} metadata rows used, {owned} owned"
-        self._quarantine.check()
+        check_quarantine(self._scheduler.memory, self._quarantined)
         self._metadata.check()
+        self._incoming.check()
+        self._resumption.incoming.check()
         self._manager.check()
-        if self._moves is not None:
-            self._moves.check()
 
     def close(self) -> None:
         if self._moves is not None:

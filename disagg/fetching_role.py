@@ -38,7 +38,7 @@ class FetchingRole:
         """Do nothing: no peer asks this worker for work."""
 
     def end_peers_work(self, why: str) -> None:
-        self._features.end_all(why)
+        self._features.incoming.end_all(why)
 
     def move_out(self, rid: str, room: int, now_s: float) -> list[TokenOutput]:
         """No other worker goes on with its requests."""
@@ -54,7 +54,7 @@ class FetchingRole:
         return {"waiting": self._scheduler.num_waiting, **self._features.queues()}
 
     def counters(self) -> dict[str, float]:
-        return dict(self._features.counters)
+        return self._features.all_counters()
 
     def gauges(self) -> dict[str, float]:
         return {}

@@ -1,23 +1,21 @@
-"""The hand-over of a request's KV: its record and stages on either side.
+"""The hand-over of a request's KV to another worker: its record on the sender's side; the receiver's is in disagg/incoming.py.
 
-    sender     WAITING (for decode's pages) --> COMPUTING --last chunk sent--> TRANSFER --Success--> ENDING --> gone
-    decode     WAITING (for memory) ---------- pages offered to prefill -----> TRANSFER --Success--> running (the scheduler's)
+    WAITING (for the peer's pages) --> COMPUTING --last chunk sent--> TRANSFER --Success--> ENDING --> gone
 
-The sender is a prefill worker, or the decode worker that a request leaves. Its record stays, ENDING, until no operation reads its
-pages. A receiver's goes at once; memory that a peer may still write goes into quarantine.
+The sender is a prefill worker, or the decode worker that a request leaves. The record stays, ENDING, until no operation reads its
+pages.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from enum import Enum
 from typing import Protocol
 
-from disagg.metadata import Checksum, FirstToken, MetadataBuffers, PendingChecksum, verified
+from disagg.metadata import PendingChecksum
 from engine.core.request import Request
 from engine.messages import TokenOutput
 from service.telemetry.logs import about
-from transfer_backends.contract import PeerPath, RecomputeRequest, Route, Tail
-from transfer_backends.ports import KVReceiver, KVSender
+from transfer_backends.contract import PeerPath, RecomputeRequest, Tail
+from transfer_backends.ports import KVSender
 
 
 class HandoverStage(Enum):
@@ -25,24 +23,6 @@ class HandoverStage(Enum):
     COMPUTING = "computing"
     TRANSFER = "transfer"
     ENDING = "ending"
-
-
-@dataclass(slots=True, eq=False)
-class Handover:
-    """`moves_bytes`: False for a fake transfer, which writes no metadata row."""
-
-    request: Request
-    room: int
-    moves_bytes: bool
-    stage: HandoverStage = HandoverStage.WAITING
-    metadata_row: int | None = None
-    tail: Tail = ()  # what goes behind the last page
-    checksum: PendingChecksum | None = None  # of pages and tail, once they are computed or have landed
-
-    @property
-    def log_fields(self) -> dict[str, dict[str, str | int | float]]:
-        """Return the fields of its log lines, for `extra=`."""
-        return about(request_id=self.request.request_id, rid=self.request.rid, room=self.room)
 
 
 class Purpose(Enum):
@@ -57,19 +37,34 @@ class Purpose(Enum):
     FEATURES = "features"
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
-class PrefillHandover(Handover):
-    """`answer`: to send once decode has everything.
+@dataclass(slots=True, eq=False)
+class PrefillHandover:
+    """One hand-over.
 
-    `last_pages` went with the last chunk, at `last_sent_s`.
+    `moves_bytes`: False for a fake transfer, which writes no metadata row. `answer`: to send once decode has everything.
+    `last_pages` went with the last chunk, at `last_sent_s`. `tail`: what goes behind the last page. `checksum`: of pages and
+    tail, once they are computed.
     """
 
+    request: Request
+    room: int
+    _: KW_ONLY
+    moves_bytes: bool
     sender: KVSender
     purpose: Purpose = Purpose.PROMPT
+    stage: HandoverStage = HandoverStage.WAITING
+    metadata_row: int | None = None
+    tail: Tail = ()
+    checksum: PendingChecksum | None = None
     sent_pages: int = 0
     last_pages: int = 0
     last_sent_s: float = 0.0
     answer: TokenOutput | None = None
+
+    @property
+    def log_fields(self) -> dict[str, dict[str, str | int | float]]:
+        """Return the fields of its log lines, for `extra=`."""
+        return about(request_id=self.request.request_id, rid=self.request.rid, room=self.room)
 
     @property
     def for_prompt(self) -> bool:
@@ -81,38 +76,6 @@ class PrefillHandover(Handover):
 
     def for_client(self, outputs: list[TokenOutput]) -> list[TokenOutput]:
         return outputs if self.for_prompt else []
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class DecodeHandover(Handover):
-    """`joined`: the prefill worker was found and reached."""
-
-    receiver: KVReceiver
-    joined: bool = False
-
-    def read_row(
-        self,
-        rows: MetadataBuffers,
-        pages: Sequence[int],
-        tail: Tail,
-        checksum: Checksum | None,
-        *,
-        num_tokens: int | None = None,
-    ) -> FirstToken | None:
-        """Return what has landed; None: ask again, the checksum of `pages` and `tail` is under way.
-
-        `num_tokens`: of the request, up to the end of the last page; None: pages are filled.
-        KV of other weights than this worker's stays out of its prefix cache, where later requests would read it.
-        Raises MetadataCorrupt, or KVCorrupt if the bytes are not the ones that prefill sent.
-        """
-        assert self.metadata_row is not None
-        first = rows.read(self.metadata_row, room=self.room if self.moves_bytes else None)
-        if first.other_weights:
-            self.request.keep_kv = False
-        if checksum is not None and self.moves_bytes:
-            self.checksum = self.checksum or checksum(pages, tail, num_tokens)
-            return verified(first, self.checksum, num_pages=len(pages))
-        return first
 
 
 class Senders(Protocol):
@@ -131,18 +94,3 @@ class Senders(Protocol):
     def check(self) -> None: ...
 
     def close(self) -> None: ...
-
-
-class Receivers(Protocol):
-    """The part of the decode manager that the role uses."""
-
-    @property
-    def counters(self) -> dict[str, int]: ...
-
-    def receiver(
-        self, room: int, *, bootstrap: str, room_attempt: int = 0, fake: bool = False, route: Route | None = None
-    ) -> KVReceiver: ...
-
-    def check(self) -> None: ...
-
-    def close(self) -> bool: ...

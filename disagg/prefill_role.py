@@ -114,7 +114,7 @@ class PrefillRole:
         if self._prefixes is not None:
             self._prefixes.end_all(why)
         if self._features is not None:
-            self._features.end_all(why)
+            self._features.incoming.end_all(why)
         reason = FinishReason(kind="abort", message=why)
         for handover in list(self._outgoing.handovers.values()):
             if not handover.for_prompt and handover.stage is not HandoverStage.ENDING:
@@ -201,7 +201,7 @@ class PrefillRole:
     def counters(self) -> dict[str, float]:
         own = self._counters + self._outgoing.counters
         prefixes = {} if self._prefixes is None else self._prefixes.counters()
-        features = {} if self._features is None else self._features.counters
+        features = {} if self._features is None else self._features.all_counters()
         return {**self._manager.counters, **own, **self._pages.counters, **prefixes, **features}
 
     def gauges(self) -> dict[str, float]:

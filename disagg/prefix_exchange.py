@@ -53,33 +53,34 @@ class PrefixExchange:
     def poll(self, now_s: float) -> list[TokenOutput]:
         """Advance all; return the answers of copies."""
         self._now_s = now_s
-        self._fetches.poll(now_s)
+        self._fetches.incoming.poll(now_s)
         self._server.poll(now_s)
         return [_copied(request) for request in self._fetches.take_ended_copies()]
 
     def end_all(self, why: str) -> None:
-        self._fetches.end_all(why)
+        self._fetches.incoming.end_all(why)
         self._server.end_all(why)
 
     # ---- reports
 
     @property
     def waits_for_outside(self) -> bool:
-        return bool(len(self._fetches) or len(self._server) or self._fetches.num_quarantined)
+        incoming = self._fetches.incoming
+        return bool(incoming.transfers or len(self._server) or incoming.quarantined)
 
     @property
     def num_rows(self) -> int:
-        return self._fetches.num_rows + self._server.num_rows
+        return self._fetches.incoming.num_rows + self._server.num_rows
 
     def queues(self) -> dict[str, int]:
         return {
-            "fetching": len(self._fetches),
+            "fetching": len(self._fetches.incoming.transfers),
             "sending": len(self._server),
-            "quarantined": self._fetches.num_quarantined,
+            "quarantined": len(self._fetches.incoming.quarantined),
         }
 
     def counters(self) -> dict[str, float]:
-        return {**self._fetches.counters, **self._server.all_counters()}
+        return {**self._fetches.counters, **self._fetches.incoming.counters, **self._server.all_counters()}
 
     def gauges(self) -> dict[str, float]:
         return self._policy.gauges(self._now_s)

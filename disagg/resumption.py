@@ -1,7 +1,7 @@
 """Retracted requests of the decode role whose KV a prefill worker computes again.
 
-    retracted --> WAITING --handshake done, pages--> TRANSFER --Success--> running: its next step is a usual one
-                    \\__ Failed, a bad row, no worker, almost all still cached: computed by this engine instead __/
+    retracted --> a transfer --landed--> running: its next step is a usual one
+                    \\__ failed, a bad row, no worker, almost all still cached: computed by this engine instead
 
 Prefill computes the KV of every known token but the last and samples nothing: a usual step here samples the next token, so
 seeds, penalties, grammar and logprobs go on. Pages that are still cached here are neither computed nor sent. Images go along with
@@ -13,22 +13,22 @@ The room is the request's own, the room attempt its number of retractions (the r
 import logging
 import math
 from collections import Counter
+from collections.abc import Sequence
 
-from disagg.handover import DecodeHandover, HandoverStage, Receivers
-from disagg.metadata import Checksum, KVCorrupt, MetadataBuffers, MetadataCorrupt
-from disagg.quarantine import Quarantine
+from disagg.incoming import Incoming, Receivers, TransferFailure, TransferStage
+from disagg.metadata import Checksum, FirstToken, MetadataBuffers
 from disagg.recompute import fits, packed
+from disagg.request_transfers import RequestTarget, RequestTransfer
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
 from engine.messages import FAKE_BOOTSTRAP_HOST, FinishReason, TokenOutput
 from transfer_backends.contract import Work
-from transfer_backends.kvpoll import KVPoll, RoomInUse
-from transfer_backends.ports import KVReceiver
+from transfer_backends.kvpoll import RoomInUse
 
 log = logging.getLogger(__name__)
 
 
-class Resumption:
+class Resumption(RequestTarget):
     """Owns requests from `take` until they run, wait for this engine, or end."""
 
     def __init__(
@@ -37,81 +37,76 @@ class Resumption:
         scheduler: Scheduler,
         manager: Receivers,
         metadata: MetadataBuffers,
-        quarantine: Quarantine,
         moves_bytes: bool,
         checksum: Checksum | None = None,
     ) -> None:
-        self._scheduler = scheduler
+        super().__init__(scheduler)
         self._manager = manager
-        self._metadata = metadata
-        self._quarantine = quarantine
-        self._moves_bytes = moves_bytes
-        self._checksum = checksum
-        self._handovers: dict[str, DecodeHandover] = {}  # in order of arrival of the requests
+        self.incoming = Incoming[RequestTransfer](metadata, self, checksum=checksum)
         self.counters: Counter[str] = Counter()
+        self._moves_bytes = moves_bytes
+        self._may_preempt = False
 
     def take(self) -> None:
         """Take over requests retracted since the last call."""
         for request in self._scheduler.held.take_retracted():
-            receiver = self._open(request)
-            if receiver is None:
+            if not self._begin(request):
                 self._scheduler.held.resume_here(request)
-            else:
-                assert request.bootstrap is not None
-                self._handovers[request.rid] = DecodeHandover(
-                    request, request.bootstrap.room, moves_bytes=self._moves_bytes, receiver=receiver
-                )
-                in_order = sorted(self._handovers.values(), key=lambda h: h.request.serial)
-                self._handovers = {h.request.rid: h for h in in_order}
 
-    def _open(self, request: Request) -> KVReceiver | None:
+    def _begin(self, request: Request) -> bool:
         at = request.bootstrap
         if at is None or at.host == FAKE_BOOTSTRAP_HOST or not fits(request.images):
-            return None
+            return False
         try:
-            return self._manager.receiver(at.room, bootstrap=f"{at.host}:{at.port}", room_attempt=request.retractions)
+            receiver = self._manager.receiver(
+                at.room, bootstrap=f"{at.host}:{at.port}", room_attempt=request.retractions
+            )
         except RoomInUse:  # a client that chose its rooms itself used this one twice
             self.counters["recompute_failed"] += 1
-            return None
+            return False
+        self.incoming.begin(
+            RequestTransfer(
+                key=request.rid, room=at.room, receiver=receiver, request=request, moves_bytes=self._moves_bytes
+            )
+        )
+        return True
 
     def poll(self, now_s: float, *, may_preempt: bool) -> None:
-        """Advance each request, most urgent first; of equally urgent ones those that this engine computes go first."""
-        if not self._handovers:
-            return
-        urgency = self._scheduler.limits.priorities.urgency
-        computed = max((urgency(r, now_s) for r in self._scheduler.stages.retracted()), default=-math.inf)
-        may_reserve = True
-        for handover in sorted(self._handovers.values(), key=lambda h: -urgency(h.request, now_s)):
-            state = handover.receiver.poll()
-            if state is KVPoll.Failed:
-                self._fail(handover, handover.receiver.failure() or "the transfer failed")
-            elif handover.stage is HandoverStage.TRANSFER and state is KVPoll.Success:
-                self._land(handover)
-            elif handover.stage is HandoverStage.WAITING and state is KVPoll.WaitingForInput:
-                may_reserve = may_reserve and urgency(handover.request, now_s) > computed
-                may_reserve = may_reserve and self._request(handover, may_preempt=may_preempt)
+        self._may_preempt = may_preempt
+        self.incoming.poll(now_s)
 
     def waiting(self) -> list[Request]:
         """Requests that wait for memory, before any new request that is not more urgent."""
-        return [h.request for h in self._handovers.values() if h.stage is HandoverStage.WAITING]
+        return [t.request for t in self.incoming.transfers.values() if t.stage is TransferStage.WAITING]
 
-    def _request(self, handover: DecodeHandover, *, may_preempt: bool) -> bool:
+    def abort(self, rid: str, reason: FinishReason) -> list[TokenOutput] | None:
+        """End a request; None: it is not here."""
+        transfer = self.incoming.transfers.get(rid)
+        if transfer is None:
+            return None
+        output = self._scheduler.held.end(transfer.request, reason)
+        self.incoming.cancel(transfer, reason.message)
+        return [output]
+
+    # ---- as the target of its transfers
+
+    def reserve(self, ready: Sequence[RequestTransfer]) -> None:
+        """Reserve memory, most urgent first; of equally urgent requests those that this engine computes go first."""
+        now_s, urgency = self.incoming.now_s, self._scheduler.limits.priorities.urgency
+        computed = max((urgency(r, now_s) for r in self._scheduler.stages.retracted()), default=-math.inf)
+        for transfer in sorted(ready, key=lambda t: (-urgency(t.request, now_s), t.request.serial)):
+            if urgency(transfer.request, now_s) <= computed or not self._request(transfer):
+                return
+
+    def _request(self, transfer: RequestTransfer) -> bool:
         """Reserve pages and a metadata row, and send them to prefill with the tokens; False when there is no room now."""
-        row, request = self._metadata.allocate(), handover.request
-        if row is None:
+        request, memory, held = transfer.request, self._scheduler.memory, self._scheduler.held
+        if not self.incoming.reserve(transfer, lambda: held.reserve(request, may_preempt=self._may_preempt)):
             return False
-        handover.metadata_row = row
-        if not self._scheduler.held.reserve(request, may_preempt=may_preempt):
-            self._metadata.free(row)
-            handover.metadata_row = None
+        if request.num_tokens - request.computed_len <= memory.allocator.page_size:  # one small step of our own
+            self.incoming.cancel(transfer, "almost all of it is still cached")
             return False
-        page_size = self._scheduler.memory.allocator.page_size
-        if request.num_tokens - request.computed_len <= page_size:  # less than a page: one small step of our own
-            self._here(handover, "almost all of it is still cached")
-            return False
-        handover.stage = HandoverStage.TRANSFER
         known = request.tokens(0, request.num_tokens - 1)
-        given = self._requested_pages(request)
         work = Work(
             tokens=known,
             priority=request.priority,
@@ -119,72 +114,27 @@ class Resumption:
             namespace=request.namespace,
             images=packed(request.images),
         )
-        handover.tail = self._scheduler.memory.tail(request, len(known))
-        handover.receiver.provide(given, row, skip_pages=request.shared_pages, work=work, tail=handover.tail)
+        end, skip = len(known), request.shared_pages
+        transfer.num_tokens, transfer.tail = end, memory.tail(request, end)
+        pages = request.pages[skip : memory.allocator.pages_for(end)]
+        self.incoming.provide(transfer, pages, skip_pages=skip, work=work)
         return True
 
-    def _requested_pages(self, request: Request) -> list[int]:
-        """Pages of every known token but the last, without what is cached here."""
-        return request.pages[request.shared_pages : self._scheduler.memory.allocator.pages_for(request.num_tokens - 1)]
-
-    def _land(self, handover: DecodeHandover) -> None:
-        try:
-            pages, end = self._requested_pages(handover.request), handover.request.num_tokens - 1
-            first = handover.read_row(self._metadata, pages, handover.tail, self._checksum, num_tokens=end)
-        except (MetadataCorrupt, KVCorrupt) as error:
-            self.counters["kv_checksum_failed"] += isinstance(error, KVCorrupt)
-            return self._fail(handover, str(error))
-        if first is None:
-            return
-        self.counters["kv_checksum_verified"] += self._checksum is not None and self._moves_bytes
+    def landed(self, transfer: RequestTransfer, first: FirstToken) -> str:
         if first.result.bad or (self._moves_bytes and first.result.token is not None):
-            return self._fail(handover, "prefill computed NaN, or sampled a token, which was not requested")
-        del self._handovers[handover.request.rid]
-        handover.request.transfer_retries += handover.receiver.retries()
-        self._quarantine.close(handover.receiver, handover.metadata_row)
+            return "prefill computed NaN, or sampled a token, which was not requested"
+        transfer.take_over(first)
         self.counters["resumed_through_prefill"] += 1
-        self._scheduler.held.resume_decoding(handover.request)
+        self._scheduler.held.resume_decoding(transfer.request)
+        return ""
 
-    def _fail(self, handover: DecodeHandover, reason: str) -> None:
-        """This engine computes the KV; the client does not notice."""
-        self.counters["recompute_failed"] += 1
-        log.warning(
-            "decode %s (room %d): prefill did not compute it again: %s",
-            handover.request.rid,
-            handover.room,
-            reason,
-            extra=handover.log_fields,
-        )
-        self._here(handover, reason)
-
-    def _here(self, handover: DecodeHandover, reason: str) -> None:
-        self._leave(handover, reason)
-        self._scheduler.held.resume_here(handover.request)
-
-    def abort(self, rid: str, reason: FinishReason) -> list[TokenOutput] | None:
-        """End a request; None: it is not here."""
-        handover = self._handovers.get(rid)
-        if handover is None:
-            return None
-        output = self._scheduler.held.end(handover.request, reason)
-        self._leave(handover, reason.message)
-        self._scheduler.held.release(handover.request)
-        return [output]
-
-    def _leave(self, handover: DecodeHandover, reason: str) -> None:
-        del self._handovers[handover.request.rid]
-        handover.receiver.abort(reason)
-        self._quarantine.leave(handover)
-
-    # ---- reports
-
-    def __len__(self) -> int:
-        return len(self._handovers)
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self.waiting())
-
-    @property
-    def num_rows(self) -> int:
-        return sum(h.metadata_row is not None for h in self._handovers.values())
+    def failed(self, transfer: RequestTransfer, failure: TransferFailure, reason: str) -> None:
+        """This engine computes the KV, unless the client has gone; it does not notice."""
+        request = transfer.request
+        if request.finish is not None:
+            return self._scheduler.held.release(request)
+        if failure is not TransferFailure.ABORTED:
+            self.counters["recompute_failed"] += 1
+            message = "decode %s (room %d): prefill did not compute it again: %s"
+            log.warning(message, transfer.key, transfer.room, reason, extra=transfer.log_fields)
+        self._scheduler.held.resume_here(request)

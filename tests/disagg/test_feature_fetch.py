@@ -119,7 +119,7 @@ def test_an_encoder_that_is_late_costs_a_prompt_its_time_alone() -> None:
     cluster = EncodeCluster(timeout_s=3.0)
     cluster.ask("a", ONE)
     rng = random.Random(1)
-    while cluster.fetches.num_rows == 0:  # its pages are named
+    while cluster.fetches.incoming.num_rows == 0:  # its pages are named
         cluster.wire.step(rng)
         cluster.engine.turn()
     cluster.engine.now_s = 2.9

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from disagg.decode_role import DecodeRole
+from disagg.incoming import Incoming
 from disagg.outgoing import Outgoing
 from disagg.page_sender import PageSender
 from engine.core import finish, hidden
@@ -677,12 +677,12 @@ def _(original, role, entry):
 
 @CORE.bug(
     "decode reuses what a peer may still write",
-    DecodeRole._end,
+    Incoming._fail,
     "Pages of an aborted request skip the quarantine.",
 )
-def _(original, role, entry, reason):
-    entry.receiver = Agreeing(entry.receiver)
-    return original(role, entry, reason)
+def _(original, incoming, transfer, failure, reason):
+    transfer.receiver = Agreeing(transfer.receiver)
+    original(incoming, transfer, failure, reason)
 
 
 @CORE.bug(

@@ -3,12 +3,11 @@
 from msgspec.structs import replace
 
 from disagg import feature_fetching
-from disagg.feature_fetching import FeatureFetches
-from disagg.handover import HandoverStage
+from disagg.feature_fetching import FeatureFetch, FeatureFetches
+from disagg.incoming import Incoming, TransferStage
 from disagg.page_sender import PageSender
 from engine.core.image_cache import ImageCache
-from engine.core.memory import Memory
-from tools.mutants.core import Agreeing
+from engine.core.memory import Detached, Memory
 from tools.mutants.planting import Bugs
 from transfer_backends.kvpoll import KVPoll
 
@@ -30,19 +29,21 @@ def _(original, fetches):
 
 
 @ENCODERS.bug(
-    "pages of a late fetch of features are free at once", FeatureFetches._end, "The encoder may still write into them."
+    "pages of a late fetch of features are free at once",
+    FeatureFetches.detach,
+    "The encoder may still write into them.",
 )
-def _(original, fetches, fetch, how, reason):
-    fetch.receiver = Agreeing(fetch.receiver)
-    original(fetches, fetch, how, reason)
+def _(original, fetches, fetch):
+    return Detached()
 
 
 ENCODERS.skip("pages of copied features stay away", FeatureFetches._free_copied, "The pool of arrivals runs dry.")
 
 
-@ENCODERS.bug("quarantine of features has no end", FeatureFetches._end_drained, "What was late once is lost.")
-def _(original, fetches):
-    return None
+@ENCODERS.bug("quarantine of features has no end", Incoming.end_quarantine, "What was late once is lost.")
+def _(original, incoming):
+    if not any(isinstance(transfer, FeatureFetch) for transfer in incoming.quarantined):
+        original(incoming)
 
 
 # ---- what counts as an image's features
@@ -67,16 +68,18 @@ def _(original, images, plan):
     plan.lands = [replace(land, pages=pages[len(land.pages)].pop()) for land in plan.lands]
 
 
-@ENCODERS.bug("a partly written image is whole", FeatureFetches._move, "It lands while its transfer is under way.")
-def _(original, fetches, fetch, now_s):
-    under_way = fetch.receiver.poll() not in (KVPoll.Success, KVPoll.Failed)
-    if fetch.stage is HandoverStage.TRANSFER and under_way and fetches._images.land(fetch.image, fetch.pages):
-        fetches._landed.append(fetch.pages)
-        fetches._forget(fetch)
-        fetch.pages = []
-        fetches._exposed.append(fetch)
-        return
-    original(fetches, fetch, now_s)
+@ENCODERS.bug("a partly written image is whole", FeatureFetches.poll, "It lands while its transfer is under way.")
+def _(original, fetches, now_s):
+    incoming = fetches.incoming
+    for fetch in list(incoming.transfers.values()):
+        under_way = fetch.receiver.poll() not in (KVPoll.Success, KVPoll.Failed)
+        if fetch.stage is TransferStage.RECEIVING and under_way and fetches._images.land(fetch.image, fetch.pages):
+            fetches._landed.append(fetch.pages)
+            fetches._end_wait(fetch)
+            fetch.pages, fetch.stage = [], TransferStage.QUARANTINED
+            del incoming._transfers[fetch.key]
+            incoming._quarantined.append(fetch)
+    original(fetches, now_s)
 
 
 @ENCODERS.bug("the last page of an image is not sent", PageSender._send_last, "It keeps what was there before.")
@@ -102,14 +105,14 @@ def _(original, memory, request):
 # ---- prompts that wait
 
 
-@ENCODERS.bug("a prompt waits for an encoder that died", FeatureFetches._forget, "Nothing tells it to encode.")
+@ENCODERS.bug("a prompt waits for an encoder that died", FeatureFetches._end_wait, "Nothing tells it to encode.")
 def _(original, fetches, fetch):
     if fetch.receiver.poll() is KVPoll.Failed:
         fetch.waiting.clear()
     original(fetches, fetch)
 
 
-@ENCODERS.bug("one prompt of several goes on", FeatureFetches._forget, "The others wait for what is there.")
+@ENCODERS.bug("one prompt of several goes on", FeatureFetches._end_wait, "The others wait for what is there.")
 def _(original, fetches, fetch):
     for rid in list(fetch.waiting)[1:]:
         del fetch.waiting[rid]

@@ -3,12 +3,13 @@
 from types import SimpleNamespace
 
 from disagg.fetch_policy import FetchPolicy
+from disagg.incoming import Incoming
 from disagg.prefix_fetching import PrefixFetches
 from disagg.prefix_serving import PrefixServer
-from disagg.quarantine import Quarantine
+from disagg.request_transfers import RequestTarget
 from engine.core.held import HeldRequests
 from engine.core.host_cache import HostCache
-from engine.core.memory import Memory
+from engine.core.memory import Detached, Memory
 from router.choice.prefix_sources import PrefixSources
 from router.choice.replication import Replication
 from tools.mutants.planting import Bugs
@@ -17,10 +18,9 @@ PREFIXES = Bugs()
 FINDERS = ("tests/disagg/test_prefix_fetch.py", "tests/router/test_prefix_fetch.py")
 
 
-@PREFIXES.bug("pages of a late fetch are free at once", Quarantine.leave, "The source may still write into them.")
-def _(original, quarantine, handover):
-    if handover.metadata_row is not None:
-        quarantine._metadata.free(handover.metadata_row)
+@PREFIXES.bug("pages of a late fetch are free at once", RequestTarget.detach, "The source may still write into them.")
+def _(original, target, transfer):
+    return Detached()
 
 
 @PREFIXES.bug("copies to and from the host count as made", HostCache.is_settled, "A peer reads or writes before them.")
@@ -36,24 +36,20 @@ def _(original, memory, request):
     return num_pages
 
 
-@PREFIXES.bug("a request waits for a prefix that will not come", PrefixFetches._forget, "Nothing tells it to compute.")
-def _(original, fetches, fetch):
+@PREFIXES.bug("a request waits for a prefix that will not come", PrefixFetches.failed, "Nothing tells it to compute.")
+def _(original, fetches, fetch, failure, reason):
     fetch.waiting.clear()
-    original(fetches, fetch)
+    original(fetches, fetch, failure, reason)
 
 
-@PREFIXES.bug("a fetch has no end", PrefixFetches._note_late, "What is too late goes on, and its requests wait.")
-def _(original, fetches, fetch, now_s):
-    original(fetches, fetch, now_s)
-    fetch.until_s = float("inf")
-    fetches._end = lambda *_: None
+PREFIXES.skip("a fetch has no end", Incoming._expire, "What is too late goes on, and its requests wait.")
 
 
 @PREFIXES.bug("a client that leaves takes others' prefix along", PrefixFetches.leave, "All that wait for it compute.")
 def _(original, fetches, request):
-    for fetch in list(fetches._fetches.values()):
+    for fetch in list(fetches.incoming.transfers.values()):
         if request.rid in fetch.waiting:
-            fetches._end(fetch, "aborted", "the client has gone")
+            fetches.incoming.cancel(fetch, "the client has gone")
 
 
 @PREFIXES.bug("each request fetches for itself", PrefixFetches._same, "Two with one prefix get it twice.")

@@ -21,7 +21,7 @@ from disagg.decode_role import DecodeRole
 from disagg.encode_role import EncodeRole
 from disagg.feature_fetching import FeatureFetch, FeatureFetches
 from disagg.fetch_policy import FetchPolicy
-from disagg.handover import DecodeHandover, PrefillHandover
+from disagg.handover import PrefillHandover
 from disagg.metadata import ROW, Checksum, MetadataBuffers
 from disagg.moving import Moves
 from disagg.outgoing import Outgoing
@@ -31,6 +31,7 @@ from disagg.prefix_exchange import PrefixExchange
 from disagg.prefix_fetching import PrefixFetches
 from disagg.prefix_serving import PrefixServer
 from disagg.recompute import Bounds
+from disagg.request_transfers import RequestTransfer
 from engine.core.plan import Plan
 from engine.loop.loop import EngineLoop, LoopServices, LoopSettings
 from engine.loop.turn_clock import TurnClock
@@ -691,14 +692,14 @@ class Worker:
         role = self.role
         return role._prefixes if isinstance(role, PrefillRole) else None
 
-    def handovers_in(self) -> list[DecodeHandover]:
-        """Those of KV that comes."""
+    def handovers_in(self) -> list[RequestTransfer]:
+        """Transfers of KV to this worker."""
         if self.exchange is not None:
-            return [*self.exchange._fetches._fetches.values()]
-        return [*self.role._handovers.values()] if isinstance(self.role, DecodeRole) else []
+            return [*self.exchange._fetches.incoming.transfers.values()]
+        return [*self.role._incoming.transfers.values()] if isinstance(self.role, DecodeRole) else []
 
     def features_in(self) -> list[FeatureFetch]:
-        return [] if self.features is None else [*self.features._fetches.values()]
+        return [] if self.features is None else [*self.features.incoming.transfers.values()]
 
     def handovers_out(self) -> list[PrefillHandover]:
         served = [] if self.exchange is None else [*self.exchange._server._outgoing.handovers.values()]

@@ -1,0 +1,267 @@
+"""Transfers from other workers: KV of requests, of retracted and of moved ones, prefixes, features of images.
+
+    begin -> WAITING -> RESERVED -> RECEIVING --Success, a good row--> LANDED -> DONE
+                 \\__________\\___________\\__ failed, late, aborted --> FAILED -> (QUARANTINED) -> DONE
+
+The mirror of disagg/outgoing.py. A *target* uses it: it reserves memory, takes over what has landed, and knows what a failure means.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Generic, Protocol, TypeVar
+
+from disagg.metadata import Checksum, FirstToken, KVCorrupt, MetadataBuffers, MetadataCorrupt, PendingChecksum, verified
+from engine.core.memory import Detached
+from transfer_backends.contract import Route, Tail, Work
+from transfer_backends.kvpoll import KVPoll
+from transfer_backends.ports import KVReceiver
+
+
+class TransferStage(Enum):
+    """The state of a transfer: what it is, and what may come next."""
+
+    WAITING = "for its peer, and for memory here", ("RESERVED", "FAILED")
+    RESERVED = "memory and a metadata row are taken", ("RECEIVING", "FAILED")
+    RECEIVING = "the peer has the pages, and may write them", ("LANDED", "FAILED")
+    LANDED = "everything is here, and is the target's", ("DONE",)
+    FAILED = "at the peer, late, of no use here, or aborted", ("QUARANTINED", "DONE")
+    QUARANTINED = "the peer may still write the memory", ("DONE",)
+    DONE = "the room is closed, and the row free", ()
+
+    def may_become(self, stage: "TransferStage") -> bool:
+        return stage.name in self.value[1]
+
+
+class TransferFailure(Enum):
+    REFUSED = "refused"  # the peer failed, or what it sent is of no use here
+    CORRUPT = "corrupt"
+    LATE = "late"
+    ABORTED = "aborted"
+
+    @property
+    def counted(self) -> str:
+        """Return its name in counters: what is corrupt counts as refused."""
+        return TransferFailure.REFUSED.value if self is TransferFailure.CORRUPT else self.value
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class IncomingTransfer:
+    """One transfer.
+
+    `key`: its name among those of a target. `moves_bytes`: False for a fake transfer, which writes no metadata row.
+    `reached`: the peer was found. `pages`, `tail`: what it may write. `num_tokens`: up to the end of the last page;
+    None: pages are filled. `checksum`: of pages and tail, once they have landed. `detached`: memory in quarantine.
+    """
+
+    key: str
+    room: int
+    receiver: KVReceiver
+    deadline_s: float = math.inf
+    moves_bytes: bool = True
+    stage: TransferStage = TransferStage.WAITING
+    reached: bool = False
+    metadata_row: int | None = None
+    pages: Sequence[int] = ()
+    tail: Tail = ()
+    num_tokens: int | None = None
+    checksum: PendingChecksum | None = None
+    detached: Detached = field(default_factory=Detached)
+
+    def move(self, stage: TransferStage) -> None:
+        assert self.stage.may_become(stage), f"{self.key} (room {self.room}) cannot go from {self.stage} to {stage}"
+        self.stage = stage
+
+
+Transfer = TypeVar("Transfer", bound=IncomingTransfer)
+AnyTransfer = TypeVar("AnyTransfer", bound=IncomingTransfer, contravariant=True)
+
+
+class Target(Protocol[AnyTransfer]):
+    """The owner of the memory in which transfers land."""
+
+    def reserve(self, ready: Sequence[AnyTransfer]) -> None:
+        """Give memory to those whose turn it is, by `Incoming.reserve` and `provide`: their peers wait for it."""
+
+    def landed(self, transfer: AnyTransfer, first: FirstToken) -> str:
+        """Take over what has landed; or return why it is of no use, and the transfer fails."""
+
+    def detach(self, transfer: AnyTransfer) -> Detached:
+        """Take from the transfer the memory that its peer may still write, until `free_detached`."""
+
+    def free_detached(self, detached: Detached) -> None: ...
+
+    def failed(self, transfer: AnyTransfer, failure: TransferFailure, reason: str) -> None:
+        """Free the memory that the transfer has left, and have others go on. Its peer was sent the reason."""
+
+
+class Receivers(Protocol):
+    """The part of the decode manager that `Incoming` uses."""
+
+    @property
+    def counters(self) -> dict[str, int]: ...
+
+    def receiver(
+        self, room: int, *, bootstrap: str, room_attempt: int = 0, fake: bool = False, route: Route | None = None
+    ) -> KVReceiver: ...
+
+    def check(self) -> None: ...
+
+    def close(self) -> bool: ...
+
+
+class Incoming(Generic[Transfer]):
+    """Owns rooms and metadata rows from `begin` until no peer can write any more. `now_s`: of the last `poll`."""
+
+    def __init__(
+        self, rows: MetadataBuffers, target: Target[Transfer], *, checksum: Checksum | None = None, late: str = ""
+    ) -> None:
+        """`checksum`: of what lands, compared with the sender's. `late`: the reason that the peer of a late transfer gets."""
+        self.now_s = 0.0
+        self.counters: Counter[str] = Counter()
+        self._rows = rows
+        self._target = target
+        self._checksum = checksum
+        self._late = late
+        self._transfers: dict[str, Transfer] = {}
+        self._quarantined: list[Transfer] = []
+
+    def begin(self, transfer: Transfer) -> None:
+        assert transfer.key not in self._transfers
+        self._transfers[transfer.key] = transfer
+
+    def reserve(self, transfer: Transfer, take_memory: Callable[[], bool]) -> bool:
+        """Take a metadata row and memory; False: one of them is not there now."""
+        row = self._rows.allocate()
+        if row is None:
+            return False
+        if not take_memory():
+            self._rows.free(row)
+            return False
+        transfer.metadata_row = row
+        transfer.move(TransferStage.RESERVED)
+        return True
+
+    def provide(
+        self, transfer: Transfer, pages: Sequence[int], *, skip_pages: int = 0, work: Work | None = None
+    ) -> None:
+        """Send the peer what it may write from now on: `pages`, the row and the tail. Parameters as of `KVReceiver.provide`."""
+        assert transfer.metadata_row is not None
+        transfer.pages = pages
+        transfer.move(TransferStage.RECEIVING)
+        row, tail = transfer.metadata_row, transfer.tail
+        transfer.receiver.provide(pages, row, skip_pages=skip_pages, work=work, tail=tail)
+
+    def cancel(self, transfer: Transfer, reason: str) -> None:
+        self._fail(transfer, TransferFailure.ABORTED, reason)
+
+    def end_all(self, why: str) -> None:
+        for transfer in list(self._transfers.values()):
+            self.cancel(transfer, why)
+
+    def poll(self, now_s: float) -> None:
+        """Advance all. What is ready gets memory before it can be late for it."""
+        self.now_s = now_s
+        self.end_quarantine()
+        ready: list[Transfer] = []
+        for transfer in list(self._transfers.values()):
+            state, receives = transfer.receiver.poll(), transfer.stage is TransferStage.RECEIVING
+            transfer.reached = transfer.reached or state is KVPoll.WaitingForInput
+            if state is KVPoll.Failed:
+                self._fail(transfer, TransferFailure.REFUSED, transfer.receiver.failure() or "the transfer failed")
+            elif receives and state is KVPoll.Success:
+                self._land(transfer)
+            elif state is KVPoll.WaitingForInput and not receives:
+                ready.append(transfer)
+            else:
+                self._expire(transfer)
+        if ready:
+            self._target.reserve(ready)
+        for transfer in ready:
+            if transfer.stage in (TransferStage.WAITING, TransferStage.RESERVED):
+                self._expire(transfer)
+
+    def end_quarantine(self) -> None:
+        """Free the memory that no peer can write any more."""
+        for transfer in [t for t in self._quarantined if t.receiver.drained()]:
+            self._quarantined.remove(transfer)
+            self._target.free_detached(transfer.detached)
+            self._close(transfer)
+
+    # ---- moves
+
+    def _land(self, transfer: Transfer) -> None:
+        try:
+            first = self._read(transfer)
+        except (MetadataCorrupt, KVCorrupt) as error:
+            is_kv = isinstance(error, KVCorrupt)
+            self.counters["kv_checksum_failed" if is_kv else "metadata_corrupt"] += 1
+            return self._fail(transfer, TransferFailure.CORRUPT, str(error))
+        if first is None:
+            return
+        self.counters["kv_checksum_verified"] += self._checksum is not None and transfer.moves_bytes
+        if why := self._target.landed(transfer, first):
+            return self._fail(transfer, TransferFailure.REFUSED, why)
+        transfer.move(TransferStage.LANDED)
+        del self._transfers[transfer.key]
+        self._close(transfer)
+
+    def _read(self, transfer: Transfer) -> FirstToken | None:
+        """Return the row; None: the checksum of what has landed is under way. Raises MetadataCorrupt and KVCorrupt."""
+        assert transfer.metadata_row is not None
+        first = self._rows.read(transfer.metadata_row, room=transfer.room if transfer.moves_bytes else None)
+        if self._checksum is None or not transfer.moves_bytes:
+            return first
+        pages = transfer.pages[: transfer.receiver.written_pages()]
+        transfer.checksum = transfer.checksum or self._checksum(pages, transfer.tail, transfer.num_tokens)
+        return verified(first, transfer.checksum, num_pages=len(pages))
+
+    def _expire(self, transfer: Transfer) -> None:
+        if self.now_s >= transfer.deadline_s:
+            self._fail(transfer, TransferFailure.LATE, self._late)
+
+    def _fail(self, transfer: Transfer, failure: TransferFailure, reason: str) -> None:
+        """Memory is free at once, or once its peer cannot write it any more."""
+        transfer.move(TransferStage.FAILED)
+        transfer.receiver.abort(reason)
+        del self._transfers[transfer.key]
+        if transfer.receiver.drained():
+            self._close(transfer)
+        else:
+            transfer.detached = self._target.detach(transfer)
+            transfer.move(TransferStage.QUARANTINED)
+            self._quarantined.append(transfer)
+        self._target.failed(transfer, failure, reason)
+
+    def _close(self, transfer: Transfer) -> None:
+        transfer.move(TransferStage.DONE)
+        if transfer.metadata_row is not None:
+            self._rows.free(transfer.metadata_row)
+        transfer.receiver.close()
+
+    # ---- reports
+
+    @property
+    def transfers(self) -> Mapping[str, Transfer]:
+        """Return those that have not ended, by key, in order of their beginning."""
+        return self._transfers
+
+    @property
+    def quarantined(self) -> Sequence[Transfer]:
+        return self._quarantined
+
+    @property
+    def num_rows(self) -> int:
+        return sum(t.metadata_row is not None for t in (*self._transfers.values(), *self._quarantined))
+
+    def count(self) -> Counter[TransferStage]:
+        return Counter(transfer.stage for transfer in self._transfers.values())
+
+    def check(self) -> None:
+        for transfer in self._transfers.values():
+            assert transfer.stage.may_become(TransferStage.FAILED), f"{transfer.key} has ended: {transfer.stage}"
+            has_row, row = transfer.stage is not TransferStage.WAITING, transfer.metadata_row
+            assert has_row is (row is not None), f"{transfer.key}: {transfer.stage} with row {row}"
+        assert all(t.stage is TransferStage.QUARANTINED for t in self._quarantined)
