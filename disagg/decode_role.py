@@ -1,4 +1,6 @@
-"""The decode role: a request gets pages, its KV lands in them (disagg/incoming.py), and it joins the running batch without a forward.
+"""The decode role: a request gets pages, its KV lands in them, and it joins the running batch.
+
+Nothing is computed for that. disagg/incoming.py has the stages of a transfer.
 
 add -> a transfer --landed--> running (the scheduler's)
            \\____ failed, aborted, late: answered at once
@@ -8,7 +10,6 @@ running --the router moves it--> Moves: its KV goes to another decode worker, wh
 
 import logging
 import math
-from collections import Counter
 from collections.abc import Sequence
 
 from disagg.incoming import Incoming, Receivers, TransferFailure, TransferStage
@@ -17,10 +18,10 @@ from disagg.moving import HAS_MOVED, Moves
 from disagg.request_transfers import RequestTarget, RequestTransfer, check_quarantine
 from disagg.resumption import Resumption
 from engine.core.outputs import StepEffects, refusal, refused
-from engine.core.plan import Plan
 from engine.core.request import Request
 from engine.core.scheduler import ABORTED, Scheduler
-from engine.messages import FAKE_BOOTSTRAP_HOST, FinishReason, LogprobOptions, TokenOutput, TransferPath
+from engine.loop.role import Peered
+from engine.messages import FAKE_BOOTSTRAP_HOST, FinishReason, LogprobOptions, TokenOutput
 from transfer_backends.contract import Route
 from transfer_backends.kvpoll import RoomInUse
 
@@ -30,7 +31,7 @@ PREALLOC_TIMEOUT_S = 300.0  # for memory: as long as prefill keeps the request
 UNJOINED = 502  # the router must not try the same pair again: this worker has tried for long
 
 
-class DecodeRole(RequestTarget):
+class DecodeRole(RequestTarget, Peered):
     name = "decode"
 
     def __init__(
@@ -57,7 +58,7 @@ class DecodeRole(RequestTarget):
         )
         self._moves = moves
         self._outputs: list[TokenOutput] = []  # of the poll under way
-        self._counters: Counter[str] = Counter()
+        self._counters = self._incoming.counters
         self._closed = False
 
     def add(self, request: Request, now_s: float) -> list[TokenOutput]:
@@ -129,9 +130,6 @@ class DecodeRole(RequestTarget):
         self._incoming.poll(now_s)
         ended, self._outputs = self._outputs, []
         return moved + ended
-
-    def on_launch(self, plan: Plan) -> None:
-        """No peer waits for what it computes."""
 
     def on_step(self, effects: StepEffects, now_s: float) -> list[TokenOutput]:
         return effects.outputs
@@ -223,9 +221,7 @@ class DecodeRole(RequestTarget):
         backups = self._scheduler.backups
         own = {"backup_saved_tokens": backups.saved_tokens, "backup_restored_tokens": backups.restored_tokens}
         moved = {} if self._moves is None else self._moves.all_counters()
-        arrived = (
-            self._counters + self._incoming.counters + self._resumption.counters + self._resumption.incoming.counters
-        )
+        arrived = self._counters + self._resumption.counters
         return {**self._manager.counters, **arrived, **own, **moved}
 
     def gauges(self) -> dict[str, float]:
@@ -241,13 +237,6 @@ class DecodeRole(RequestTarget):
     @property
     def _num_moving(self) -> int:
         return 0 if self._moves is None else len(self._moves)
-
-    def avoided_encoders(self) -> list[str]:
-        return []
-
-    def transfer_paths(self) -> list[TransferPath]:
-        """Prefill measures them."""
-        return []
 
     def check(self) -> None:
         owned = self._incoming.num_rows + self._resumption.incoming.num_rows

@@ -4,17 +4,17 @@ from disagg.feature_serving import FeatureServer
 from disagg.handover import Senders
 from disagg.metadata import MetadataBuffers
 from engine.core.outputs import StepEffects, refusal, refused
-from engine.core.plan import Plan
 from engine.core.request import Request
 from engine.core.scheduler import ABORTED, Scheduler
-from engine.messages import FinishReason, KVSource, TokenOutput, TransferPath
+from engine.loop.role import Peered
+from engine.messages import FinishReason, KVSource, TokenOutput
 
 NO_TOKENS = refusal(
     "this is an encode worker (--disaggregation-mode encode): it generates nothing; ask the router", status=400
 )
 
 
-class EncodeRole:
+class EncodeRole(Peered):
     name = "encode"
 
     def __init__(
@@ -45,10 +45,6 @@ class EncodeRole:
     def abort(self, rid: str, now_s: float, reason: FinishReason = ABORTED) -> list[TokenOutput]:
         return [] if self._server.abort(rid, reason) else self._scheduler.abort(rid, reason)
 
-    def move_out(self, rid: str, room: int, now_s: float) -> list[TokenOutput]:
-        """It has no requests of clients."""
-        return []
-
     def close_to_peers(self, why: str | None) -> None:
         self._closed_to_peers = why
 
@@ -60,9 +56,6 @@ class EncodeRole:
             self._server.take(wanted, now_s, refused=self._closed_to_peers)
         self._server.poll(now_s)
         return []
-
-    def on_launch(self, plan: Plan) -> None:
-        """Features leave once their step is collected."""
 
     def on_step(self, effects: StepEffects, now_s: float) -> list[TokenOutput]:
         self._server.on_step(effects, now_s)
@@ -87,12 +80,6 @@ class EncodeRole:
             "mm_cache_hit_rate": self._server.hit_rate,
             "waiting_tokens": float(self._server.waiting_tokens),
         }
-
-    def avoided_encoders(self) -> list[str]:
-        return []
-
-    def transfer_paths(self) -> list[TransferPath]:
-        return []
 
     def check(self) -> None:
         owned, used = self._server.num_rows, self._metadata.num_used

@@ -8,7 +8,6 @@ Prompts with the same image wait for one fetch. An image whose KV is cached here
 
 import hashlib
 import logging
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -37,7 +36,7 @@ AVOIDED_S = 5.0  # an encoder that was late, failed or refused: other prompts do
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class FeatureFetch(IncomingTransfer):
-    """The key is the image's. `control`: address of the encoder. `waiting`: prompts that get the features, by rid."""
+    """The key is the image's. `control`: address of the encoder. `waiting`: prompts by rid."""
 
     image: ImageInput
     control: str
@@ -71,7 +70,7 @@ class FeatureFetches:
         self._timeout_s = timeout_s
         self._landed: list[list[int]] = []  # pages that the image cache has
         self._avoided: dict[str, float] = {}  # control addresses, and until when
-        self.counters: Counter[str] = Counter()
+        self.counters = self.incoming.counters
 
     def begin(self, request: Request, now_s: float) -> None:
         """Have `request` wait for the features of its images that an encoder computes."""
@@ -129,7 +128,7 @@ class FeatureFetches:
     # ---- as the target of its transfers
 
     def reserve(self, ready: Sequence[FeatureFetch]) -> None:
-        """Send pages and a row to the encoders, with the pixels; where others have them all, later."""
+        """Send pages and a row to the encoders, with the pixels; later, where none is free."""
         for fetch in ready:
             if self.incoming.now_s < fetch.deadline_s and self.incoming.reserve(fetch, partial(self._allocate, fetch)):
                 alone = _alone(fetch.image)
@@ -166,7 +165,7 @@ class FeatureFetches:
         self._allocator.end_quarantine(detached.pages)
 
     def failed(self, fetch: FeatureFetch, failure: TransferFailure, reason: str) -> None:
-        """Those that wait encode the image. Whatever an encoder refused one image for, the next may fare no better."""
+        """Those that wait encode the image; for a while no other image is asked of its encoder."""
         lacked_pages = fetch.reached and fetch.metadata_row is None
         if failure is not TransferFailure.ABORTED and not (failure is TransferFailure.LATE and lacked_pages):
             self._avoided[fetch.control] = self.incoming.now_s + AVOIDED_S
@@ -199,9 +198,6 @@ class FeatureFetches:
     def queues(self) -> dict[str, int]:
         incoming = self.incoming
         return {"fetching_features": len(incoming.transfers), "quarantined_features": len(incoming.quarantined)}
-
-    def all_counters(self) -> dict[str, float]:
-        return {**self.counters, **self.incoming.counters}
 
     def check(self) -> None:
         counts, fetches = self._allocator.counts(), list(self.incoming.transfers.values())

@@ -1,9 +1,9 @@
-"""The hand-over of a request's KV to another worker: its record on the sender's side; the receiver's is in disagg/incoming.py.
+"""The record of a request's hand-over at its sender. The receiver's is in disagg/incoming.py.
 
-    WAITING (for the peer's pages) --> COMPUTING --last chunk sent--> TRANSFER --Success--> ENDING --> gone
+    WAITING (for pages) --> COMPUTING --last chunk sent--> TRANSFER --Success--> ENDING --> gone
 
-The sender is a prefill worker, or the decode worker that a request leaves. The record stays, ENDING, until no operation reads its
-pages.
+The sender is a prefill worker, or the decode worker that a request leaves. The record stays,
+ENDING, until no operation reads its pages.
 """
 
 from dataclasses import KW_ONLY, dataclass
@@ -41,9 +41,9 @@ class Purpose(Enum):
 class PrefillHandover:
     """One hand-over.
 
-    `moves_bytes`: False for a fake transfer, which writes no metadata row. `answer`: to send once decode has everything.
-    `last_pages` went with the last chunk, at `last_sent_s`. `tail`: what goes behind the last page. `checksum`: of pages and
-    tail, once they are computed.
+    `moves_bytes`: False for a fake transfer, which writes no metadata row. `answer`: to send once
+    decode has everything. `last_pages` went with the last chunk, at `last_sent_s`. `tail`: what
+    goes behind the last page. `checksum`: of pages and tail, once they are computed.
     """
 
     request: Request

@@ -1,9 +1,10 @@
-"""Transfers from other workers: KV of requests, of retracted and of moved ones, prefixes, features of images.
+"""Transfers from other workers: KV of requests, also of retracted and moved ones, prefixes, images.
 
     begin -> WAITING -> RESERVED -> RECEIVING --Success, a good row--> LANDED -> DONE
-                 \\__________\\___________\\__ failed, late, aborted --> FAILED -> (QUARANTINED) -> DONE
+                \\__________\\___________\\__ failed, late, aborted --> FAILED -> (QUARANTINED) -> DONE
 
-The mirror of disagg/outgoing.py. A *target* uses it: it reserves memory, takes over what has landed, and knows what a failure means.
+The mirror of disagg/outgoing.py. A *target* uses it: it reserves memory, takes over what has
+landed, and knows what a failure means.
 """
 
 import math
@@ -51,9 +52,10 @@ class TransferFailure(Enum):
 class IncomingTransfer:
     """One transfer.
 
-    `key`: its name among those of a target. `moves_bytes`: False for a fake transfer, which writes no metadata row.
-    `reached`: the peer was found. `pages`, `tail`: what it may write. `num_tokens`: up to the end of the last page;
-    None: pages are filled. `checksum`: of pages and tail, once they have landed. `detached`: memory in quarantine.
+    `key`: its name among those of a target. `moves_bytes`: False for a fake transfer, which writes
+    no metadata row. `reached`: the peer was found. `pages`, `tail`: what it may write.
+    `num_tokens`: up to the end of the last page; None: pages are filled. `checksum`: of pages and
+    tail, once they have landed. `detached`: memory in quarantine.
     """
 
     key: str
@@ -83,22 +85,22 @@ class Target(Protocol[AnyTransfer]):
     """The owner of the memory in which transfers land."""
 
     def reserve(self, ready: Sequence[AnyTransfer]) -> None:
-        """Give memory to those whose turn it is, by `Incoming.reserve` and `provide`: their peers wait for it."""
+        """Give memory to those whose turn it is, by `Incoming.reserve` and `Incoming.provide`."""
 
     def landed(self, transfer: AnyTransfer, first: FirstToken) -> str:
         """Take over what has landed; or return why it is of no use, and the transfer fails."""
 
     def detach(self, transfer: AnyTransfer) -> Detached:
-        """Take from the transfer the memory that its peer may still write, until `free_detached`."""
+        """Take over the memory that its peer may still write, until `free_detached`."""
 
     def free_detached(self, detached: Detached) -> None: ...
 
     def failed(self, transfer: AnyTransfer, failure: TransferFailure, reason: str) -> None:
-        """Free the memory that the transfer has left, and have others go on. Its peer was sent the reason."""
+        """Free the memory that the transfer has left. Its peer was sent the reason."""
 
 
 class Receivers(Protocol):
-    """The part of the decode manager that `Incoming` uses."""
+    """The part of the decode manager that targets use."""
 
     @property
     def counters(self) -> dict[str, int]: ...
@@ -113,12 +115,15 @@ class Receivers(Protocol):
 
 
 class Incoming(Generic[Transfer]):
-    """Owns rooms and metadata rows from `begin` until no peer can write any more. `now_s`: of the last `poll`."""
+    """Owns rooms and metadata rows from `begin` until no peer can write any more.
+
+    `now_s`: of the last `poll`.
+    """
 
     def __init__(
         self, rows: MetadataBuffers, target: Target[Transfer], *, checksum: Checksum | None = None, late: str = ""
     ) -> None:
-        """`checksum`: of what lands, compared with the sender's. `late`: the reason that the peer of a late transfer gets."""
+        """`checksum`: of what lands, compared with the sender's. `late`: why a late one has failed."""
         self.now_s = 0.0
         self.counters: Counter[str] = Counter()
         self._rows = rows
@@ -147,7 +152,7 @@ class Incoming(Generic[Transfer]):
     def provide(
         self, transfer: Transfer, pages: Sequence[int], *, skip_pages: int = 0, work: Work | None = None
     ) -> None:
-        """Send the peer what it may write from now on: `pages`, the row and the tail. Parameters as of `KVReceiver.provide`."""
+        """Send the peer what it may write from now on, as `KVReceiver.provide`."""
         assert transfer.metadata_row is not None
         transfer.pages = pages
         transfer.move(TransferStage.RECEIVING)
@@ -209,7 +214,10 @@ class Incoming(Generic[Transfer]):
         self._close(transfer)
 
     def _read(self, transfer: Transfer) -> FirstToken | None:
-        """Return the row; None: the checksum of what has landed is under way. Raises MetadataCorrupt and KVCorrupt."""
+        """Return the row; None: the checksum of what has landed is under way.
+
+        Raises MetadataCorrupt and KVCorrupt.
+        """
         assert transfer.metadata_row is not None
         first = self._rows.read(transfer.metadata_row, room=transfer.room if transfer.moves_bytes else None)
         if self._checksum is None or not transfer.moves_bytes:

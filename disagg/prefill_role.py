@@ -20,6 +20,7 @@ from engine.core.plan import Plan
 from engine.core.request import Request
 from engine.core.scheduler import ABORTED, Scheduler
 from engine.images import ImageInput
+from engine.loop.role import Peered
 from engine.messages import FAKE_BOOTSTRAP_HOST, FinishReason, KVSource, TokenOutput, TransferPath
 from transfer_backends.contract import Work
 from transfer_backends.kvpoll import RoomInUse
@@ -33,7 +34,7 @@ class Directory(Protocol):
     def close(self) -> None: ...
 
 
-class PrefillRole:
+class PrefillRole(Peered):
     name = "prefill"
 
     def __init__(
@@ -102,10 +103,6 @@ class PrefillRole:
         if self._prefixes is not None:
             self._prefixes.leave(handover.request)
         return self._outgoing.abort(handover, reason)
-
-    def move_out(self, rid: str, room: int, now_s: float) -> list[TokenOutput]:
-        """Move nothing: no request has begun its answer here, so the router sends it elsewhere whole."""
-        return []
 
     def close_to_peers(self, why: str | None) -> None:
         self._closed_to_peers = why
@@ -201,7 +198,7 @@ class PrefillRole:
     def counters(self) -> dict[str, float]:
         own = self._counters + self._outgoing.counters
         prefixes = {} if self._prefixes is None else self._prefixes.counters()
-        features = {} if self._features is None else self._features.all_counters()
+        features = {} if self._features is None else self._features.counters
         return {**self._manager.counters, **own, **self._pages.counters, **prefixes, **features}
 
     def gauges(self) -> dict[str, float]:

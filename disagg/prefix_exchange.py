@@ -80,7 +80,7 @@ class PrefixExchange:
         }
 
     def counters(self) -> dict[str, float]:
-        return {**self._fetches.counters, **self._fetches.incoming.counters, **self._server.all_counters()}
+        return {**self._fetches.counters, **self._server.all_counters()}
 
     def gauges(self) -> dict[str, float]:
         return self._policy.gauges(self._now_s)

@@ -11,7 +11,6 @@ The room is that of the request whose router named the source, under an attempt 
 """
 
 import logging
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -35,9 +34,10 @@ MOST_FETCHES = 8  # at a time: more prompts than that are better computed meanwh
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class PrefixFetch(RequestTransfer):
-    """`request` is the carrier. `waiting`: those that get the prefix, by rid. `num_known`: tokens that the source has, as the router knows.
+    """`request` is the carrier. `waiting`: those that get the prefix, by rid.
 
-    `given_s`: when the source got the pages; None: not yet.
+    `num_known`: tokens that the source has, as the router knows. `given_s`: when it got the pages;
+    None: not yet.
     """
 
     waiting: dict[str, Request] = field(default_factory=dict)
@@ -61,7 +61,7 @@ class PrefixFetches(RequestTarget):
         self._manager = manager
         late = "it takes longer than to compute the prefix"
         self.incoming = Incoming[PrefixFetch](metadata, self, checksum=checksum, late=late)
-        self.counters: Counter[str] = Counter()
+        self.counters = self.incoming.counters
         self._policy = policy
         self._copies: dict[str, Request] = {}  # those that a router asked for, by rid
         self._page_size = scheduler.memory.allocator.page_size
@@ -122,12 +122,10 @@ class PrefixFetches(RequestTarget):
         if num_known <= cached:
             return
         find_wait_s = self._policy.copy_wait_s if source.copy else self._policy.wait_s
-        wait_s = find_wait_s(num_known - cached, now_s)
-        if wait_s is None or len(self.incoming.transfers) >= MOST_FETCHES:
-            self.counters["prefix_fetches_forgone"] += 1
-            return
+        wait_s, busy = find_wait_s(num_known - cached, now_s), len(self.incoming.transfers) >= MOST_FETCHES
         carrier = carrier_of(tokens, request.namespace, rid=f"fetch-{room}", now_s=now_s)
-        if self._scheduler.refusal(carrier) is not None:  # too many requests live
+        if wait_s is None or busy or self._scheduler.refusal(carrier) is not None:
+            self.counters["prefix_fetches_forgone"] += 1
             return
         route = Route(control=source.control, incarnation=source.incarnation, shared=True)
         try:

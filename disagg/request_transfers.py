@@ -23,7 +23,7 @@ class RequestTransfer(IncomingTransfer):
         return about(request_id=self.request.request_id, rid=self.key, room=self.room)
 
     def take_over(self, first: FirstToken) -> None:
-        """Note what the row says of its KV: with other weights than this worker's it stays out of the prefix cache."""
+        """Note retries, and other weights than this worker's: such KV stays out of the cache."""
         self.request.keep_kv = self.request.keep_kv and not first.other_weights
         self.request.transfer_retries += self.receiver.retries()
 

@@ -1,7 +1,7 @@
 """Retracted requests of the decode role whose KV a prefill worker computes again.
 
     retracted --> a transfer --landed--> running: its next step is a usual one
-                    \\__ failed, a bad row, no worker, almost all still cached: computed by this engine instead
+                    \\__ failed, no worker, almost all still cached: this engine computes it
 
 Prefill computes the KV of every known token but the last and samples nothing: a usual step here samples the next token, so
 seeds, penalties, grammar and logprobs go on. Pages that are still cached here are neither computed nor sent. Images go along with
@@ -12,7 +12,6 @@ The room is the request's own, the room attempt its number of retractions (the r
 
 import logging
 import math
-from collections import Counter
 from collections.abc import Sequence
 
 from disagg.incoming import Incoming, Receivers, TransferFailure, TransferStage
@@ -43,7 +42,7 @@ class Resumption(RequestTarget):
         super().__init__(scheduler)
         self._manager = manager
         self.incoming = Incoming[RequestTransfer](metadata, self, checksum=checksum)
-        self.counters: Counter[str] = Counter()
+        self.counters = self.incoming.counters
         self._moves_bytes = moves_bytes
         self._may_preempt = False
 
@@ -91,7 +90,7 @@ class Resumption(RequestTarget):
     # ---- as the target of its transfers
 
     def reserve(self, ready: Sequence[RequestTransfer]) -> None:
-        """Reserve memory, most urgent first; of equally urgent requests those that this engine computes go first."""
+        """Reserve memory, most urgent first, behind those as urgent that this engine computes."""
         now_s, urgency = self.incoming.now_s, self._scheduler.limits.priorities.urgency
         computed = max((urgency(r, now_s) for r in self._scheduler.stages.retracted()), default=-math.inf)
         for transfer in sorted(ready, key=lambda t: (-urgency(t.request, now_s), t.request.serial)):

@@ -29,19 +29,22 @@ class EngineRole(Protocol):
 
 @runtime_checkable
 class Peered(Protocol):
-    """A role that exchanges KV with peers."""
+    """A role that exchanges KV with peers. It inherits what does not concern it."""
 
     def close_to_peers(self, why: str | None) -> None:
         """Refuse work of peers because of `why`; None: accept it."""
+        return None
 
     def end_peers_work(self, why: str) -> None:
         """End unfinished work for peers, and notify them."""
 
     def move_out(self, rid: str, room: int, now_s: float) -> list[TokenOutput]:
         """End a request here, because another worker goes on with it. Its KV waits in `room`, if there is any."""
+        return []
 
     def on_launch(self, plan: Plan) -> None:
         """A step is about to be launched."""
+        return None
 
     def waits_for_outside(self) -> bool:
         """Whether a transfer, a peer or a timeout may advance a queue: the loop rests briefly."""
@@ -51,13 +54,16 @@ class Peered(Protocol):
 
     def counters(self) -> dict[str, float]: ...
 
-    def gauges(self) -> dict[str, float]: ...
+    def gauges(self) -> dict[str, float]:
+        return {}
 
     def transfer_paths(self) -> list[TransferPath]:
         """Return the transfer paths to the newest peers, a bounded number."""
+        return []
 
     def avoided_encoders(self) -> list[str]:
         """Control addresses of encoder workers that are asked for nothing at present: they were late, or could not be reached."""
+        return []
 
     def check(self) -> None:
         """Raise AssertionError if the role's own state is inconsistent."""

@@ -5,10 +5,9 @@ from typing import Any
 
 import pytest
 
-from engine.core.plan import Plan
 from engine.loop.deadlines import SOON_S, SPARE, Deadlines, too_late
 from engine.loop.loop import IDLE_WAIT_S, OUTSIDE_WAIT_S, EngineLoop, LoopServices, LoopSettings
-from engine.loop.role import UnifiedRole
+from engine.loop.role import Peered, UnifiedRole
 from engine.loop.turn_clock import TurnClock
 from engine.messages import (
     ContinueGeneration,
@@ -20,7 +19,6 @@ from engine.messages import (
     PauseGeneration,
     TokenBatch,
     TokenOutput,
-    TransferPath,
 )
 from engine.sampling_params import SamplingParams
 from tests.core.engine_in_a_test import EngineInATest
@@ -29,7 +27,7 @@ from tests.loop.test_control import FakeProfiler, FakeWeights
 from tests.loop.test_pipeline import Recorder
 
 
-class NotedRole(UnifiedRole):
+class NotedRole(UnifiedRole, Peered):
     """A unified role that notes what it hears about peers, which it does not have."""
 
     closed: str | None = None
@@ -47,9 +45,6 @@ class NotedRole(UnifiedRole):
         self.moved += ((rid, room),)
         return []
 
-    def on_launch(self, plan: Plan) -> None:
-        """No peer waits for it."""
-
     def waits_for_outside(self) -> bool:
         return self.waits
 
@@ -58,15 +53,6 @@ class NotedRole(UnifiedRole):
 
     def counters(self) -> dict[str, float]:
         return {}
-
-    def gauges(self) -> dict[str, float]:
-        return {}
-
-    def avoided_encoders(self) -> list[str]:
-        return []
-
-    def transfer_paths(self) -> list[TransferPath]:
-        return []
 
     def check(self) -> None:
         """It has no state."""
