@@ -81,7 +81,7 @@ Transfer = TypeVar("Transfer", bound=IncomingTransfer)
 AnyTransfer = TypeVar("AnyTransfer", bound=IncomingTransfer, contravariant=True)
 
 
-class Target(Protocol[AnyTransfer]):
+class TransferTarget(Protocol[AnyTransfer]):
     """The owner of the memory in which transfers land."""
 
     def reserve(self, ready: Sequence[AnyTransfer]) -> None:
@@ -121,7 +121,12 @@ class Incoming(Generic[Transfer]):
     """
 
     def __init__(
-        self, rows: MetadataBuffers, target: Target[Transfer], *, checksum: Checksum | None = None, late: str = ""
+        self,
+        rows: MetadataBuffers,
+        target: TransferTarget[Transfer],
+        *,
+        checksum: Checksum | None = None,
+        late: str = "",
     ) -> None:
         """`checksum`: of what lands, compared with the sender's. `late`: why a late one has failed."""
         self.now_s = 0.0
