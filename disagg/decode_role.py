@@ -12,10 +12,17 @@ import logging
 import math
 from collections.abc import Sequence
 
-from disagg.incoming import Incoming, Receivers, TransferFailure, TransferStage
+from disagg.incoming import (
+    Incoming,
+    Receivers,
+    RequestTarget,
+    RequestTransfer,
+    TransferFailure,
+    TransferStage,
+    check_quarantine,
+)
 from disagg.metadata import Checksum, FirstToken, MetadataBuffers
 from disagg.moving import HAS_MOVED, Moves
-from disagg.request_transfers import RequestTarget, RequestTransfer, check_quarantine
 from disagg.resumption import Resumption
 from engine.core.outputs import StepEffects, refusal, refused
 from engine.core.request import Request

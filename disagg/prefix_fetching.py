@@ -15,10 +15,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from disagg.fetch_policy import FetchPolicy
-from disagg.incoming import Incoming, Receivers, TransferFailure, TransferStage
+from disagg.incoming import (
+    Incoming,
+    Receivers,
+    RequestTarget,
+    RequestTransfer,
+    TransferFailure,
+    TransferStage,
+    check_quarantine,
+)
 from disagg.metadata import Checksum, FirstToken, MetadataBuffers
 from disagg.recompute import NOTHING
-from disagg.request_transfers import RequestTarget, RequestTransfer, check_quarantine
 from engine.core.memory import match_limit
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler

@@ -14,10 +14,9 @@ import logging
 import math
 from collections.abc import Sequence
 
-from disagg.incoming import Incoming, Receivers, TransferFailure, TransferStage
+from disagg.incoming import Incoming, Receivers, RequestTarget, RequestTransfer, TransferFailure, TransferStage
 from disagg.metadata import Checksum, FirstToken, MetadataBuffers
 from disagg.recompute import fits, packed
-from disagg.request_transfers import RequestTarget, RequestTransfer
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
 from engine.messages import FAKE_BOOTSTRAP_HOST, FinishReason, TokenOutput

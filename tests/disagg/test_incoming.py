@@ -3,7 +3,6 @@
 import random
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import pytest
 
@@ -11,56 +10,40 @@ from disagg.incoming import Incoming, IncomingTransfer, TransferFailure, Transfe
 from disagg.metadata import FirstToken, MetadataBuffers
 from engine.core.memory import Detached
 from engine.core.plan import ItemResult
-from transfer_backends.contract import Tail, Work
+from tests.core.hash_model import HashModel
+from tests.disagg.wire_in_a_test import Receiver, Room, Side, Wire
 from transfer_backends.kvpoll import FINAL, KVPoll
 
 PAGES = 3
+ROWS = MetadataBuffers(1)
+WIRE = Wire(prefill=HashModel(page_size=1), decode=HashModel(page_size=1), rows=(ROWS, ROWS))
 
 
-@dataclass
-class Peer:
-    """A receiver whose state the test sets."""
+class Peer(Receiver):
+    """A receiver whose state the test sets. `writes`: its peer has the pages, and may write them."""
 
-    state: KVPoll = KVPoll.Bootstrapping
-    writes: bool = False  # it has the pages, and may write them
-    row: int | None = None
-    reasons: list[str] = field(default_factory=list)
-    closed: bool = False
+    def __init__(self) -> None:
+        super().__init__(WIRE, Room(decode=Side()), (7, 0))
 
-    def poll(self) -> KVPoll:
-        return self.state
+    @property
+    def state(self) -> KVPoll:
+        return self._side.state
 
-    def abort(self, reason: str) -> None:
-        if self.state not in FINAL:
-            self.state = KVPoll.Failed
-            self.reasons.append(reason)
+    @state.setter
+    def state(self, state: KVPoll) -> None:
+        self._side.state = state
 
-    def failure(self) -> str | None:
-        return "the peer failed"
+    @property
+    def writes(self) -> bool:
+        return not self._side.settled
 
-    def provide(
-        self,
-        dst_pages: Sequence[int],
-        metadata_row: int,
-        *,
-        skip_pages: int = 0,
-        work: Work | None = None,
-        tail: Tail = (),
-    ) -> None:
-        self.state, self.writes, self.row = KVPoll.Transferring, True, metadata_row
+    @writes.setter
+    def writes(self, writes: bool) -> None:
+        self._side.settled = not writes
 
-    def retries(self) -> int:
-        return 0
-
-    def written_pages(self) -> int:
-        return 1
-
-    def drained(self) -> bool:
-        return self.state in FINAL and not self.writes
-
-    def close(self) -> None:
-        assert self.drained() and not self.closed
-        self.closed = True
+    @property
+    def closed(self) -> bool:
+        return self._side.closed
 
 
 class Owner:
@@ -113,8 +96,9 @@ class Owner:
         self.free += len(transfer.pages)
 
     def write_row(self, peer: Peer, *, room: int = 7) -> None:
-        assert peer.row is not None
-        self.rows.write(peer.row, room=room, first=FirstToken(ItemResult(token=3), 0))
+        (row,) = [t.metadata_row for t in self.incoming.transfers.values() if t.receiver is peer]
+        assert row is not None
+        self.rows.write(row, room=room, first=FirstToken(ItemResult(token=3), 0))
         peer.state, peer.writes = KVPoll.Success, False
 
 
@@ -185,7 +169,7 @@ def test_what_waits_is_late_at_its_deadline_unless_there_is_memory() -> None:
     first.state = second.state = KVPoll.WaitingForInput
     owner.incoming.poll(10.0)
     assert [*owner.incoming.transfers] == ["a"] and owner.failures == 2 * [TransferFailure.LATE]
-    assert second.reasons == unreached.reasons == ["it is late"] and owner.free == PAGES - 1
+    assert second.failure() == unreached.failure() == "it is late" and owner.free == PAGES - 1
 
 
 def test_whatever_happens_rows_and_pages_return() -> None:

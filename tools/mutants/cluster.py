@@ -8,7 +8,6 @@ import numpy as np
 from bootstrap_server.client import Registrar
 from disagg.decode_role import DecodeRole
 from disagg.handover import Purpose
-from disagg.incoming import TransferStage
 from disagg.metadata import verified, verify
 from disagg.moving import Moves
 from disagg.outgoing import Outgoing
@@ -361,7 +360,7 @@ def _(original, registrar):
 def _(original, role, now_s):
     outputs = original(role, now_s)
     for transfer in list(role._incoming.transfers.values()):
-        if transfer.stage is TransferStage.RECEIVING and transfer.receiver.poll() is KVPoll.Transferring:
+        if transfer.receiver.poll() is KVPoll.Transferring:
             role._incoming._land(transfer)
     started, role._outputs = role._outputs, []
     return outputs + started

@@ -3,10 +3,9 @@
 from types import SimpleNamespace
 
 from disagg.fetch_policy import FetchPolicy
-from disagg.incoming import Incoming
+from disagg.incoming import Incoming, RequestTarget
 from disagg.prefix_fetching import PrefixFetches
 from disagg.prefix_serving import PrefixServer
-from disagg.request_transfers import RequestTarget
 from engine.core.held import HeldRequests
 from engine.core.host_cache import HostCache
 from engine.core.memory import Detached, Memory

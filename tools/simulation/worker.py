@@ -22,6 +22,7 @@ from disagg.encode_role import EncodeRole
 from disagg.feature_fetching import FeatureFetch, FeatureFetches
 from disagg.fetch_policy import FetchPolicy
 from disagg.handover import PrefillHandover
+from disagg.incoming import RequestTransfer
 from disagg.metadata import ROW, Checksum, MetadataBuffers
 from disagg.moving import Moves
 from disagg.outgoing import Outgoing
@@ -31,7 +32,6 @@ from disagg.prefix_exchange import PrefixExchange
 from disagg.prefix_fetching import PrefixFetches
 from disagg.prefix_serving import PrefixServer
 from disagg.recompute import Bounds
-from disagg.request_transfers import RequestTransfer
 from engine.core.plan import Plan
 from engine.loop.loop import EngineLoop, LoopServices, LoopSettings
 from engine.loop.turn_clock import TurnClock
