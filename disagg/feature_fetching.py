@@ -165,7 +165,7 @@ class FeatureFetches:
         self._allocator.end_quarantine(detached.pages)
 
     def failed(self, fetch: FeatureFetch, failure: TransferFailure, reason: str) -> None:
-        """Those that wait encode the image; for a while no other image is asked of its encoder."""
+        """Let the prompts that wait encode the image. Its encoder gets no other for a while."""
         lacked_pages = fetch.reached and fetch.metadata_row is None
         if failure is not TransferFailure.ABORTED and not (failure is TransferFailure.LATE and lacked_pages):
             self._avoided[fetch.control] = self.incoming.now_s + AVOIDED_S

@@ -1,4 +1,4 @@
-"""Transfers from other workers: KV of requests, also of retracted and moved ones, prefixes, images.
+"""Transfers from other workers: KV of requests, prefixes, features of images.
 
     begin -> WAITING -> RESERVED -> RECEIVING --Success, a good row--> LANDED -> DONE
                 \\__________\\___________\\__ failed, late, aborted --> FAILED -> (QUARANTINED) -> DONE
@@ -57,7 +57,7 @@ class IncomingTransfer:
 
     `key`: its name among those of a target. `moves_bytes`: False for a fake transfer, which writes
     no metadata row. `reached`: the peer was found. `pages`, `tail`: what it may write.
-    `num_tokens`: up to the end of the last page; None: pages are filled. `checksum`: of pages and
+    `num_tokens`: up to the end of the last page, unless pages are filled. `checksum`: of pages and
     tail, once they have landed. `detached`: memory in quarantine.
     """
 
@@ -304,7 +304,7 @@ class RequestTransfer(IncomingTransfer):
 
 
 class RequestTarget:
-    """What those have in common that reserve memory for requests and get its KV from a peer."""
+    """The base of targets that reserve memory for requests, whose KV comes from a peer."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler

@@ -43,8 +43,7 @@ MOST_FETCHES = 8  # at a time: more prompts than that are better computed meanwh
 class PrefixFetch(RequestTransfer):
     """`request` is the carrier. `waiting`: those that get the prefix, by rid.
 
-    `num_known`: tokens that the source has, as the router knows. `given_s`: when it got the pages;
-    None: not yet.
+    `num_known`: tokens that the source has, as the router knows. `given_s`: when it got the pages.
     """
 
     waiting: dict[str, Request] = field(default_factory=dict)
@@ -197,7 +196,7 @@ class PrefixFetches(RequestTarget):
             self._policy.note_fetch(num_tokens, self.incoming.now_s - fetch.given_s, self.incoming.now_s)
 
     def failed(self, fetch: PrefixFetch, failure: TransferFailure, reason: str) -> None:
-        """Those that wait compute the prefix."""
+        """Let the requests that wait compute the prefix."""
         if failure is TransferFailure.LATE:
             self._note_fetch(fetch, fetch.num_known)
         elif failure is TransferFailure.CORRUPT:
