@@ -58,7 +58,7 @@ class DecodeRole(RequestTarget, Peered):
         self._metadata = metadata
         self._moves_bytes = moves_bytes
         self._prealloc_timeout_s = prealloc_timeout_s
-        late = f"no KV memory within {prealloc_timeout_s:g} s (--disaggregation-prealloc-timeout)"
+        late = f"no KV memory within {prealloc_timeout_s:g} s"
         self._incoming = Incoming[RequestTransfer](metadata, self, checksum=checksum, late=late)
         self._resumption = Resumption(
             scheduler=scheduler, manager=manager, metadata=metadata, moves_bytes=moves_bytes, checksum=checksum
