@@ -262,7 +262,8 @@ class WorkerTable:
         assert list(self._by_name.values()) == workers
         assert all(self.find(w.url) is w for w in workers)
         self._circuits.check(workers)
-        assert self._pools == {key: self._pool(*key) for key in self._pools}
+        anew = {key: self._pool(*key) for key in self._pools}
+        assert self._pools == anew
         self.loads.check(workers)
 
 

@@ -138,7 +138,7 @@ OF_ENCODERS = (
     Promise(
         name="slow, failed, damaged and late writes of features are seen in no answer",
         options=_encoding(
-            4,
+            7,
             "memory pressure",
             length_s=6.0,
             encoder_engine=_FAULTY,
