@@ -24,15 +24,19 @@ def write_model(
     *,
     layers: int = 28,
     hidden: int = 1024,
+    intermediate: int | None = None,
 ) -> int:
-    """Write the checkpoint; returns the bytes of its weights, all of which a decode step reads."""
+    """Write the checkpoint; returns the bytes of its weights, all of which a decode step reads.
+
+    `intermediate`: the width of an MLP; 3 * hidden by default.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     shipped = Path(DEFAULT_MODEL_PATH)
     for name in TOKENIZER_FILES:
         if (shipped / name).exists():
             shutil.copy(shipped / name, folder / name)
     vocab = int(json.loads((shipped / "config.json").read_text())["vocab_size"])
-    wide = 3 * hidden
+    wide = intermediate or 3 * hidden
     config = _config(vocab, layers=layers, hidden=hidden, wide=wide)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     weights = _weights(vocab, layers=layers, hidden=hidden, wide=wide)

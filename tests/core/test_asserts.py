@@ -12,11 +12,10 @@ from tests.packages import PACKAGES, ROOT
 
 _BUILTINS = "all any int isinstance len list max min range set sorted sum zip"
 _QUESTIONS = (
-    "_evictable_leaf all count counts find has has_place is_contiguous is_pinned is_set items key_of keys may_become "
-    "state_of"
+    "_evictable_leaf all count counts find has has_place is_contiguous is_pinned is_set items key_of keys state_of"
 )
 BUILTINS = frozenset(_BUILTINS.split())
-QUESTIONS = frozenset([*_QUESTIONS.split(), "stride", "total", "values"])
+QUESTIONS = frozenset([*_QUESTIONS.split(), "may_become", "stride", "total", "values"])
 
 
 def changes(source: str) -> Iterator[tuple[int, str]]:
