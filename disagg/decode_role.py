@@ -13,7 +13,6 @@ import math
 from collections.abc import Sequence
 
 from disagg.incoming import (
-    Incoming,
     Receivers,
     RequestTarget,
     RequestTransfer,
@@ -38,7 +37,7 @@ PREALLOC_TIMEOUT_S = 300.0  # for memory: as long as prefill keeps the request
 UNJOINED = 502  # the router must not try the same pair again: this worker has tried for long
 
 
-class DecodeRole(RequestTarget, Peered):
+class DecodeRole(RequestTarget[RequestTransfer], Peered):
     name = "decode"
 
     def __init__(
@@ -53,19 +52,18 @@ class DecodeRole(RequestTarget, Peered):
         moves: Moves | None = None,
     ) -> None:
         """`checksum`: of what lands, compared with the sender's before decode starts. `moves`: None: what leaves takes no KV along."""
-        super().__init__(scheduler)
+        late = f"no KV memory within {prealloc_timeout_s:g} s"
+        super().__init__(scheduler, metadata, checksum=checksum, late=late)
         self._manager = manager
         self._metadata = metadata
         self._moves_bytes = moves_bytes
         self._prealloc_timeout_s = prealloc_timeout_s
-        late = f"no KV memory within {prealloc_timeout_s:g} s"
-        self._incoming = Incoming[RequestTransfer](metadata, self, checksum=checksum, late=late)
         self._resumption = Resumption(
             scheduler=scheduler, manager=manager, metadata=metadata, moves_bytes=moves_bytes, checksum=checksum
         )
         self._moves = moves
         self._outputs: list[TokenOutput] = []  # of the poll under way
-        self._counters = self._incoming.counters
+        self._counters = self.incoming.counters
         self._closed = False
 
     def add(self, request: Request, now_s: float) -> list[TokenOutput]:
@@ -97,17 +95,14 @@ class DecodeRole(RequestTarget, Peered):
             deadline_s=request.arrived_s + self._prealloc_timeout_s,
             moves_bytes=self._moves_bytes and not fake,
         )
-        self._incoming.begin(transfer)
+        self.incoming.begin(transfer)
         return []
 
     def abort(self, rid: str, now_s: float, reason: FinishReason = ABORTED) -> list[TokenOutput]:
         self._resumption.take()
-        transfer = self._incoming.transfers.get(rid)
-        if transfer is not None:
-            output = self._scheduler.held.end(transfer.request, reason)
-            self._incoming.cancel(transfer, reason.message)
-            return [output]
-        held = self._resumption.abort(rid, reason)
+        held = self.end(rid, reason)
+        if held is None:
+            held = self._resumption.end(rid, reason)
         if held is None and self._moves is not None:
             held = self._moves.abort(rid, reason)
         return self._scheduler.abort(rid, reason) if held is None else held
@@ -130,11 +125,11 @@ class DecodeRole(RequestTarget, Peered):
             self._moves.end_all(why)
 
     def poll(self, now_s: float) -> list[TokenOutput]:
-        self._incoming.end_quarantine()
+        self.incoming.end_quarantine()
         self._resumption.take()
         self._resumption.poll(now_s, may_preempt=not self._closed)
         moved = [] if self._moves is None else self._moves.poll(now_s)
-        self._incoming.poll(now_s)
+        self.incoming.poll(now_s)
         ended, self._outputs = self._outputs, []
         return moved + ended
 
@@ -145,7 +140,7 @@ class DecodeRole(RequestTarget, Peered):
 
     def reserve(self, ready: Sequence[RequestTransfer]) -> None:
         """Reserve memory, most urgent first. None overtakes one that finds no room, or a retracted one as urgent."""
-        now_s, urgency = self._incoming.now_s, self._scheduler.limits.priorities.urgency
+        now_s, urgency = self.incoming.now_s, self._scheduler.limits.priorities.urgency
         retracted = [*self._scheduler.stages.retracted(), *self._resumption.waiting()]
         before = max((urgency(r, now_s) for r in retracted), default=-math.inf)
         for transfer in sorted(ready, key=lambda t: -urgency(t.request, now_s)):
@@ -158,19 +153,16 @@ class DecodeRole(RequestTarget, Peered):
     def _preallocate(self, transfer: RequestTransfer) -> bool:
         """Offer prefill a metadata row and the prompt's pages; False when there is no room now."""
         request, held = transfer.request, self._scheduler.held
-        if not self._incoming.reserve(transfer, lambda: held.reserve(request, may_preempt=not self._closed)):
+        if not self.incoming.reserve(transfer, lambda: held.reserve(request, may_preempt=not self._closed)):
             return False
         transfer.deadline_s = math.inf
-        request.times.queued_s = self._incoming.now_s
-        memory, end, skip = self._scheduler.memory, request.handed_tokens, request.shared_pages
-        transfer.num_tokens, transfer.tail = end, memory.tail(request, end)
-        pages = request.pages[skip : memory.allocator.pages_for(end)]  # others are cached here: never exposed
-        self._incoming.provide(transfer, pages, skip_pages=skip)
+        request.times.queued_s = self.incoming.now_s
+        self.provide_tokens(transfer, request.handed_tokens)
         return True
 
     def landed(self, transfer: RequestTransfer, first: FirstToken) -> str:
         request, held, cached_tokens = transfer.request, self._scheduler.held, first.cached_tokens
-        request.times.landed_s = self._incoming.now_s
+        request.times.landed_s = self.incoming.now_s
         request.times.remote_queue_s, request.times.remote_prefill_s = first.queue_s, first.prefill_s
         transfer.take_over(first)
         if request.source is None:
@@ -205,7 +197,7 @@ class DecodeRole(RequestTarget, Peered):
 
     def waits_for_outside(self) -> bool:
         return bool(
-            self._incoming.transfers
+            self.incoming.transfers
             or self._resumption.incoming.transfers
             or self._quarantined
             or self._num_moving
@@ -213,7 +205,7 @@ class DecodeRole(RequestTarget, Peered):
         )
 
     def queues(self) -> dict[str, int]:
-        count, resuming = self._incoming.count(), len(self._resumption.waiting())
+        count, resuming = self.incoming.count(), len(self._resumption.waiting())
         return {
             "prealloc": count[TransferStage.WAITING],
             "transfer": count[TransferStage.RECEIVING],
@@ -232,21 +224,21 @@ class DecodeRole(RequestTarget, Peered):
         return {**self._manager.counters, **arrived, **own, **moved}
 
     def gauges(self) -> dict[str, float]:
-        waiting = [t for t in self._incoming.transfers.values() if t.stage is TransferStage.WAITING]
+        waiting = [t for t in self.incoming.transfers.values() if t.stage is TransferStage.WAITING]
         wanted = sum(transfer.request.handed_tokens for transfer in waiting)
         allocator = self._scheduler.memory.allocator
         return {"pending_prealloc_token_usage": wanted / (allocator.num_pages * allocator.page_size)}
 
     @property
     def _quarantined(self) -> list[RequestTransfer]:
-        return [*self._incoming.quarantined, *self._resumption.incoming.quarantined]
+        return [*self.incoming.quarantined, *self._resumption.incoming.quarantined]
 
     @property
     def _num_moving(self) -> int:
         return 0 if self._moves is None else len(self._moves)
 
     def check(self) -> None:
-        owned = self._incoming.num_rows + self._resumption.incoming.num_rows
+        owned = self.incoming.num_rows + self._resumption.incoming.num_rows
         if self._moves is not None:
             owned += self._moves.num_rows
             self._moves.check()
@@ -254,7 +246,7 @@ class DecodeRole(RequestTarget, Peered):
         assert owned == used, f"{used} metadata rows used, {owned} owned"
         check_quarantine(self._scheduler.memory, self._quarantined)
         self._metadata.check()
-        self._incoming.check()
+        self.incoming.check()
         self._resumption.incoming.check()
         self._manager.check()
 

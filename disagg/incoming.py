@@ -8,6 +8,7 @@ landed, and knows what a failure means.
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from disagg.metadata import Checksum, FirstToken, KVCorrupt, MetadataBuffers, Me
 from engine.core.memory import Detached, Memory
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
+from engine.messages import FinishReason, TokenOutput
 from service.telemetry.logs import about
 from transfer_backends.contract import Route, Tail, Work
 from transfer_backends.kvpoll import KVPoll
@@ -303,13 +305,45 @@ class RequestTransfer(IncomingTransfer):
         self.request.transfer_retries += self.receiver.retries()
 
 
-class RequestTarget:
+AnyRequestTransfer = TypeVar("AnyRequestTransfer", bound=RequestTransfer)
+
+
+class RequestTarget(ABC, Generic[AnyRequestTransfer]):
     """The base of targets that reserve memory for requests, whose KV comes from a peer."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(
+        self, scheduler: Scheduler, rows: MetadataBuffers, *, checksum: Checksum | None = None, late: str = ""
+    ) -> None:
         self._scheduler = scheduler
+        self.incoming = Incoming[AnyRequestTransfer](rows, self, checksum=checksum, late=late)
 
-    def detach(self, transfer: RequestTransfer) -> Detached:
+    @abstractmethod
+    def reserve(self, ready: Sequence[AnyRequestTransfer]) -> None: ...
+
+    @abstractmethod
+    def landed(self, transfer: AnyRequestTransfer, first: FirstToken) -> str: ...
+
+    @abstractmethod
+    def failed(self, transfer: AnyRequestTransfer, failure: TransferFailure, reason: str) -> None: ...
+
+    def provide_tokens(self, transfer: AnyRequestTransfer, end: int, *, work: Work | None = None) -> None:
+        """Send the peer the pages of the first `end` tokens but the cached ones, and what goes behind them."""
+        request, memory = transfer.request, self._scheduler.memory
+        skip = request.shared_pages
+        transfer.num_tokens, transfer.tail = end, memory.tail(request, end)
+        pages = request.pages[skip : memory.allocator.pages_for(end)]
+        self.incoming.provide(transfer, pages, skip_pages=skip, work=work)
+
+    def end(self, rid: str, reason: FinishReason) -> list[TokenOutput] | None:
+        """End a request whose KV arrives; None: it is not here."""
+        transfer = self.incoming.transfers.get(rid)
+        if transfer is None:
+            return None
+        output = self._scheduler.held.end(transfer.request, reason)
+        self.incoming.cancel(transfer, reason.message)
+        return [output]
+
+    def detach(self, transfer: AnyRequestTransfer) -> Detached:
         return self._scheduler.held.quarantine(transfer.request)
 
     def free_detached(self, detached: Detached) -> None:

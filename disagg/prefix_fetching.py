@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 
 from disagg.fetch_policy import FetchPolicy
 from disagg.incoming import (
-    Incoming,
     Receivers,
     RequestTarget,
     RequestTransfer,
@@ -51,7 +50,7 @@ class PrefixFetch(RequestTransfer):
     given_s: float | None = None
 
 
-class PrefixFetches(RequestTarget):
+class PrefixFetches(RequestTarget[PrefixFetch]):
     """Owns carriers from `begin` until their memory is the tree's, free, or in quarantine."""
 
     def __init__(
@@ -63,10 +62,8 @@ class PrefixFetches(RequestTarget):
         policy: FetchPolicy,
         checksum: Checksum | None = None,
     ) -> None:
-        super().__init__(scheduler)
+        super().__init__(scheduler, metadata, checksum=checksum, late="it takes longer than to compute the prefix")
         self._manager = manager
-        late = "it takes longer than to compute the prefix"
-        self.incoming = Incoming[PrefixFetch](metadata, self, checksum=checksum, late=late)
         self.counters = self.incoming.counters
         self._policy = policy
         self._copies: dict[str, Request] = {}  # those that a router asked for, by rid

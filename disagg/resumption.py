@@ -14,19 +14,19 @@ import logging
 import math
 from collections.abc import Sequence
 
-from disagg.incoming import Incoming, Receivers, RequestTarget, RequestTransfer, TransferFailure, TransferStage
+from disagg.incoming import Receivers, RequestTarget, RequestTransfer, TransferFailure, TransferStage
 from disagg.metadata import Checksum, FirstToken, MetadataBuffers
 from disagg.recompute import fits, packed
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
-from engine.messages import FAKE_BOOTSTRAP_HOST, FinishReason, TokenOutput
+from engine.messages import FAKE_BOOTSTRAP_HOST
 from transfer_backends.contract import Work
 from transfer_backends.kvpoll import RoomInUse
 
 log = logging.getLogger(__name__)
 
 
-class Resumption(RequestTarget):
+class Resumption(RequestTarget[RequestTransfer]):
     """Owns requests from `take` until they run, wait for this engine, or end."""
 
     def __init__(
@@ -38,9 +38,8 @@ class Resumption(RequestTarget):
         moves_bytes: bool,
         checksum: Checksum | None = None,
     ) -> None:
-        super().__init__(scheduler)
+        super().__init__(scheduler, metadata, checksum=checksum)
         self._manager = manager
-        self.incoming = Incoming[RequestTransfer](metadata, self, checksum=checksum)
         self.counters = self.incoming.counters
         self._moves_bytes = moves_bytes
         self._may_preempt = False
@@ -77,15 +76,6 @@ class Resumption(RequestTarget):
         """Requests that wait for memory, before any new request that is not more urgent."""
         return [t.request for t in self.incoming.transfers.values() if t.stage is TransferStage.WAITING]
 
-    def abort(self, rid: str, reason: FinishReason) -> list[TokenOutput] | None:
-        """End a request; None: it is not here."""
-        transfer = self.incoming.transfers.get(rid)
-        if transfer is None:
-            return None
-        output = self._scheduler.held.end(transfer.request, reason)
-        self.incoming.cancel(transfer, reason.message)
-        return [output]
-
     # ---- as the target of its transfers
 
     def reserve(self, ready: Sequence[RequestTransfer]) -> None:
@@ -112,10 +102,7 @@ class Resumption(RequestTarget):
             namespace=request.namespace,
             images=packed(request.images),
         )
-        end, skip = len(known), request.shared_pages
-        transfer.num_tokens, transfer.tail = end, memory.tail(request, end)
-        pages = request.pages[skip : memory.allocator.pages_for(end)]
-        self.incoming.provide(transfer, pages, skip_pages=skip, work=work)
+        self.provide_tokens(transfer, len(known), work=work)
         return True
 
     def landed(self, transfer: RequestTransfer, first: FirstToken) -> str:

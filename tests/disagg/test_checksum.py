@@ -46,7 +46,7 @@ def with_checksums(cluster: Cluster) -> Cluster:
 
     cluster.wire.copy_pages = copy_whole  # type: ignore[method-assign]
     cluster.prefill.role._pages._checksum = Checksums(source)  # type: ignore[union-attr]
-    cluster.decode.role._incoming._checksum = Checksums(target)  # type: ignore[union-attr]
+    cluster.decode.role.incoming._checksum = Checksums(target)  # type: ignore[union-attr]
     cluster.decode.role._resumption.incoming._checksum = Checksums(target)  # type: ignore[union-attr]
     return cluster
 

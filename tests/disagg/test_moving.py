@@ -98,7 +98,7 @@ def test_a_move_that_fails_leaves_nothing_behind_and_the_rest_goes_through_prefi
     trio.move("r")
     while ask.hop == 0:
         trio.step(rng)
-    handovers = trio.engines["b"].role._incoming.transfers  # type: ignore[union-attr]
+    handovers = trio.engines["b"].role.incoming.transfers  # type: ignore[union-attr]
     if when.startswith("while"):
         while not trio.wires["a", "b"].copied:
             trio.step(rng)

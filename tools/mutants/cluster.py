@@ -359,9 +359,9 @@ def _(original, registrar):
 )
 def _(original, role, now_s):
     outputs = original(role, now_s)
-    for transfer in list(role._incoming.transfers.values()):
+    for transfer in list(role.incoming.transfers.values()):
         if transfer.receiver.poll() is KVPoll.Transferring:
-            role._incoming._land(transfer)
+            role.incoming._land(transfer)
     started, role._outputs = role._outputs, []
     return outputs + started
 

@@ -696,7 +696,7 @@ class Worker:
         """Transfers of KV to this worker."""
         if self.exchange is not None:
             return [*self.exchange._fetches.incoming.transfers.values()]
-        return [*self.role._incoming.transfers.values()] if isinstance(self.role, DecodeRole) else []
+        return [*self.role.incoming.transfers.values()] if isinstance(self.role, DecodeRole) else []
 
     def features_in(self) -> list[FeatureFetch]:
         return [] if self.features is None else [*self.features.incoming.transfers.values()]
