@@ -365,8 +365,8 @@ def measure(workers: int, *, seconds: float, rate: float, seed: int) -> dict[str
     fleet = Fleet(workers, seed=seed, rate=rate)
     fleet.run(seconds)
     cost = {f"{name}_us": round(fleet.watch.us(name), 1) for name in sorted(fleet.watch.ns)}
-    told = {"workers": workers, "seed": seed, "wall_s": round(time.monotonic() - begun_s, 1), **cost}
-    return {**told, "fullest": round(fleet.fullest, 2), "counts": dict(sorted(fleet.counts.items()))}
+    run = {"workers": workers, "seed": seed, "wall_s": round(time.monotonic() - begun_s, 1), **cost}
+    return {**run, "fullest": round(fleet.fullest, 2), "counts": dict(sorted(fleet.counts.items()))}
 
 
 def measure_sizes(*, workers: Sequence[int] = (10, 100, 1000), seconds: float = 10.0) -> Tables:

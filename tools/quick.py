@@ -12,7 +12,6 @@ unless it changed itself.
 """
 
 import argparse
-import ast
 import hashlib
 import json
 import os
@@ -26,6 +25,8 @@ from pathlib import Path
 
 from tools.cpu_seconds import timed_loop
 from tools.durations import read_budgets
+from tools.house.seams import perhaps_imported
+from tools.house.tree import Module
 
 ROOT = Path(__file__).parents[1]
 CACHE = ".build/quick_imports.json"
@@ -70,22 +71,11 @@ def default_base(root: Path) -> str:
 # ---- imports
 
 
-def imported_names(text: str) -> list[str]:
-    """Dotted names that a module imports, and names in them that may be modules."""
-    found = set[str]()
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-    return sorted(found)
-
-
 def read_names(texts: Mapping[str, str], cache: Path) -> dict[str, list[str]]:
     """Path -> dotted names that it imports; what was parsed before comes from the cache, by content."""
     known = json.loads(cache.read_text()) if cache.exists() else {}
     keys = {path: hashlib.sha1(text.encode()).hexdigest() for path, text in texts.items()}
-    found = {key: known.get(key) or imported_names(texts[path]) for path, key in keys.items()}
+    found = {key: known.get(key) or sorted(perhaps_imported(Module(path, texts[path]))) for path, key in keys.items()}
     cache.parent.mkdir(parents=True, exist_ok=True)
     cache.write_text(json.dumps(found))
     return {path: found[key] for path, key in keys.items()}

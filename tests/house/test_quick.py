@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tools.durations import Budgets
-from tools.quick import Choice, changed_files, choose, imported_names, touched
+from tools.quick import Choice, changed_files, choose, read_names, touched
 
 TREE = {
     "core/__init__.py": "",
@@ -106,9 +106,9 @@ def test_a_change_is_what_differs_from_the_merge_base_committed_or_not(tree: Pat
         changed_files(tree, "no-such-branch")
 
 
-def test_names_that_functions_and_type_checkers_import_count() -> None:
+def test_names_that_functions_and_type_checkers_import_count(tmp_path: Path) -> None:
     text = "import a.b\nif TYPE_CHECKING:\n    from c import d\ndef f():\n    import e\n"
-    assert imported_names(text) == ["a.b", "c", "c.d", "e"]
+    assert read_names({"a.py": text}, tmp_path / "cache") == {"a.py": ["a.b", "c", "c.d", "e"]}
 
 
 def test_the_nearest_run_while_they_fit_and_what_starts_processes_only_if_it_changed() -> None:

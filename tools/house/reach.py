@@ -4,7 +4,7 @@ import ast
 import re
 from collections.abc import Iterator, Mapping
 
-from tools.house.seams import imported, last_name
+from tools.house.seams import last_name, perhaps_imported
 from tools.house.tree import Module, Rule, Tree, directory_of
 
 _PROGRAM = re.compile(r"-m ([\w.]+)")
@@ -33,9 +33,7 @@ def unreached(tree: Tree) -> Mapping[str, int]:
 
 def _named(module: Module) -> Iterator[str]:
     """Modules that a module imports or starts, and names that may be modules: strings, and words behind `f"benchmarks.{name}"`."""
-    yield from imported(module)
-    for node in module.nodes(ast.ImportFrom):
-        yield from (f"{node.module}.{alias.name}" for alias in node.names)
+    yield from perhaps_imported(module)
     prose = {id(node.value) for node in module.nodes(ast.Expr)}
     texts = [c.value for c in module.nodes(ast.Constant) if isinstance(c.value, str) and id(c) not in prose]
     words = [text.partition(":")[0] for text in texts if _WORD.fullmatch(text)]

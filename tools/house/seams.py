@@ -83,6 +83,13 @@ def imported(module: Module) -> set[str]:
     return names | {alias.name for node in module.nodes(ast.Import) for alias in node.names}
 
 
+def perhaps_imported(module: Module) -> set[str]:
+    """Absolute imports, and the names behind `from ... import`, which may be modules, too."""
+    absolute = [node for node in module.nodes(ast.ImportFrom) if not node.level]
+    behind = {f"{node.module}.{alias.name}" for node in absolute for alias in node.names}
+    return imported(module) - {"."} | behind
+
+
 def none_branches(tree: Tree) -> Mapping[str, int]:
     """`is None` and `is not None` in each file of BASE_PATH, and in all. A file that is not there is a finding."""
     modules = {module.path: module for module in tree.modules}
