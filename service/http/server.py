@@ -29,6 +29,7 @@ from service.http.routes import Handler
 IDLE_S = 75.0
 SMALL_BYTES = 4 << 10  # a compressed body of them inflates at once, and no bound of what a body holds is near
 FIRST_HEAD_S = 0.5  # for a connection that was accepted just before its server ends
+ACCEPT_ITERATIONS = 3  # of asyncio's loop, from the kernel's connection over a task of its own to `connection_made`
 LINGER_S = 2.0  # that an unwanted rest of a body is read away, so that its sender gets to read why
 _NO_ACCESS_LOG: Any = None  # as aiohttp's own runner has it; its types do not
 _log = logging.getLogger("service.http")
@@ -62,7 +63,7 @@ def make_runner(handle: Handler, limits: RequestLimits, *, shutdown_timeout_s: f
         return request
 
     server = TimedServer(handle, request_factory=make_request, header_timeout_s=limits.header_timeout_s)
-    return web.ServerRunner(server, shutdown_timeout=shutdown_timeout_s)
+    return TimedRunner(server, shutdown_timeout=shutdown_timeout_s)
 
 
 def with_plain_path(message: Any) -> Any:
@@ -101,6 +102,19 @@ async def _running(runner: web.ServerRunner) -> AsyncIterator[web.ServerRunner]:
         yield runner
     finally:
         await runner.cleanup()
+
+
+class TimedRunner(web.ServerRunner):
+    """Stops accepting some iterations before it closes: asyncio drops a connection that it accepted and has not yet made."""
+
+    async def cleanup(self) -> None:
+        loop = asyncio.get_running_loop()
+        for site in self.sites:
+            for sock in getattr(site._server, "sockets", ()):
+                loop.remove_reader(sock)
+        for _ in range(ACCEPT_ITERATIONS):
+            await asyncio.sleep(0)
+        await super().cleanup()
 
 
 class TimedServer(web.Server):

@@ -1,7 +1,11 @@
 """A server that ends still answers the first request of a connection that it has accepted."""
 
 import asyncio
+import socket
+from collections.abc import Callable
 
+import pytest
+import uvloop
 from aiohttp import web
 
 from service.http.listening import open_port
@@ -46,3 +50,31 @@ async def test_a_connection_without_a_request_is_answered_once() -> None:
 
 async def test_a_silent_connection_does_not_keep_the_server() -> None:
     assert await answers_at_the_end() == []
+
+
+@pytest.mark.parametrize("iterations", range(8))
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_a_connection_is_answered_whenever_its_server_ends_by_it_or_by_the_next(
+    new_loop: Callable[[], asyncio.AbstractEventLoop], iterations: int
+) -> None:
+    """`iterations`: of the loop, from the connection in the kernel's queue to the server's end."""
+
+    async def answer() -> bytes:
+        with open_port("127.0.0.1", 0) as port:
+            runners = [make_runner(handle, RequestLimits(max_body_bytes=1 << 10), shutdown_timeout_s=1) for _ in "ab"]
+            for runner in runners:
+                await runner.setup()
+            await port.serve(runners[0])
+            with socket.create_connection(("127.0.0.1", port.port)) as client:
+                client.sendall(HEAD)
+                for _ in range(iterations):
+                    await asyncio.sleep(0)
+                await runners[0].cleanup()
+                await port.serve(runners[1])
+                client.setblocking(False)
+                received = await asyncio.wait_for(asyncio.get_running_loop().sock_recv(client, 1 << 16), 10)
+            await runners[1].cleanup()
+            return received
+
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        assert runner.run(answer()).startswith(b"HTTP/1.1 200")
