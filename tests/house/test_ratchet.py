@@ -10,6 +10,7 @@ from tests.house.planted import plant
 from tools.house.__main__ import RULES, main
 from tools.house.ratchet import Row, Table, changes, check, dump, findings, parse, tightened
 from tools.house.reach import SERVE
+from tools.house.report import REPORT
 from tools.house.tree import Rule
 
 EXACT = Rule("widths", "parameters", "group them", lambda tree: {}, most=8)
@@ -158,12 +159,23 @@ def test_the_program_fails_on_any_finding(tmp_path: Path, capsys: pytest.Capture
     base = {path: "" for rule in RULES if rule.name == "none_branches" for path in rule.measure(plant(tmp_path, {}))}
     plant(tmp_path, {path.split(",")[0]: "" for path in base if path.startswith(("engine", "disagg", "router"))})
     plant(
-        tmp_path, {SERVE: "add_flags(parser, Config)", "engine/config.py": "class Config:\n    size: int = flag(1)\n"}
+        tmp_path,
+        {
+            SERVE: "add_flags(parser, Config)",
+            REPORT: "",
+            "engine/config.py": "class Config:\n    size: int = flag(1)\n",
+        },
     )
+    write = ["--report", str(tmp_path / REPORT)]
     main(["--tighten"], tmp_path)
+    assert main(write, tmp_path) == 0
     assert main([], tmp_path) == 0
     plant(tmp_path, {"engine/core/memory.py": "x = 1\n" * 30})
     assert main([], tmp_path) == 1
-    assert "engine/core: 30 lines of Python and C, at most" in capsys.readouterr().out
-    assert main(["--report", str(tmp_path / "page.md")], tmp_path) == 0
-    assert "| engine |" in (tmp_path / "page.md").read_text()
+    shown = capsys.readouterr().out
+    assert "engine/core: 30 lines of Python and C, at most" in shown
+    assert f"{REPORT}: it has 2 all product, the tree 32: run `make house`" in shown
+    assert main(write, tmp_path) == 0
+    assert "| engine |" in (tmp_path / REPORT).read_text()
+    main([], tmp_path)
+    assert REPORT not in capsys.readouterr().out

@@ -12,7 +12,7 @@ from pathlib import Path
 from tests.packages import ROOT
 from tools.house import blind, budgets, doubles, plain_chat, prose, reach, register, seams, words
 from tools.house.ratchet import FILE, above, check, dump, limit_of, parse, tightened
-from tools.house.report import page
+from tools.house.report import REPORT, page, stale
 from tools.house.tree import Rule, Tree
 
 RULES: tuple[Rule, ...] = (
@@ -67,7 +67,7 @@ def main(argv: Sequence[str], root: Path = ROOT) -> int:
     if args.report:
         args.report.write_text(page(tree, table))
         return 0
-    found = check(RULES, measured, root)
+    found = [*check(RULES, measured, root), *stale((root / REPORT).read_text(), table)]
     print(table, *found, sep="\n")
     return 1 if found else 0
 

@@ -1,6 +1,7 @@
 """docs/reports/house.md: the sizes, how long things are in each package, and which rooms import which."""
 
 import ast
+import re
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -9,6 +10,9 @@ from tests.packages import PACKAGES
 from tools.house.seams import imported, length, num_none
 from tools.house.tree import Module, Tree
 
+REPORT = "docs/reports/house.md"
+STALE = 0.02  # of the lines of a total: what a few commits change
+TOTAL = re.compile(r"^lines, (.+?) {2,}([\d,]+)", re.M)
 Cell = Callable[[Sequence[Module]], str]
 
 
@@ -28,6 +32,16 @@ def page(tree: Tree, sizes: str) -> str:
         *_longest(tree),
     ]
     return "\n".join(lines) + "\n"
+
+
+def stale(text: str, sizes: str) -> list[str]:
+    """Totals of lines that `text`, the page, states and that `sizes` no longer has."""
+    then, now = ({name: int(n.replace(",", "")) for name, n in TOTAL.findall(of)} for of in (text, sizes))
+    return [
+        f"{REPORT}: it has {then.get(name, 0):,} {name}, the tree {value:,}: run `make house`"
+        for name, value in now.items()
+        if abs(value - then.get(name, 0)) > STALE * value
+    ]
 
 
 def _packages(tree: Tree) -> list[str]:
