@@ -1,4 +1,3 @@
-"""The router: picks a prefill and a decode worker for each request and gives the client the decode worker's answer.
-
-Installs and runs without torch; knows nothing of engine/.
+"""The router: chooses the workers of requests and passes their answers on. Without torch and
+engine/.
 """

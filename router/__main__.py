@@ -1,4 +1,4 @@
-"""`python -m router`: the same as `tandem router`. The one allowed upward import: this file is an entry point."""
+"""`python -m router` runs `tandem router`: an entry point, hence its upward import."""
 
 import sys
 

@@ -1,7 +1,6 @@
-"""Request bodies: reads the few fields the router decides by, and writes the bodies for both workers. Pure.
+"""Request bodies: parses the fields that the router needs, and writes both workers' bodies. Pure.
 
-A body is taken apart at its top level only; every value that the router does not change keeps its bytes. Workers refuse wrong
-values, except where the router could not go on.
+Only the top level is parsed; unchanged values keep their bytes. Workers refuse wrong values.
 """
 
 import re
@@ -17,13 +16,13 @@ from service.http.json_depth import JSON_ERRORS, MAX_DEPTH, decode_or_none, deep
 from service.model_names import untagged
 from service.responses.items import inner_text
 
-BYTES_PER_TOKEN = 4  # of text; a guess good enough to balance by
+BYTES_PER_TOKEN = 4  # of text; an estimate for load balancing
 TOKENS_PER_IMAGE = 1024  # likewise
 DEFAULT_OUTPUT_TOKENS = 128  # assumed when the request does not bound its answer
 MAX_COUNTED_OUTPUT_TOKENS = 512  # answers are mostly far shorter than the bound that clients send
 MAX_SAMPLES = 4096  # of one request
 
-HISTORY_FIELD = "history"  # of a response: the items before its input, which the router knows
+HISTORY_FIELD = "history"  # items before a response's input, which the router stores
 BOOTSTRAP_FIELDS = ("bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key")
 RANK_FIELDS = ("routed_dp_rank", "data_parallel_rank")
 _NULL = b"null"
@@ -49,15 +48,15 @@ class Api(StrEnum):
     OLLAMA_GENERATE = "/api/generate"
 
 
-# The worker writes their one prompt.
+# APIs with one prompt, which the worker renders.
 CHATS = frozenset((Api.CHAT, Api.MESSAGES, Api.RESPONSES, Api.OLLAMA_CHAT, Api.OLLAMA_GENERATE))
-# The worker that computes prompts answers them alone.
+# APIs that need no decode worker.
 _RERANKS = (Api.RERANK, Api.RERANK_PLAIN, Api.RERANK_V2)
 _CLASSIFIES = (Api.CLASSIFY, Api.CLASSIFY_V1)
 ALONE = frozenset((Api.EMBEDDINGS, Api.ENCODE, Api.SCORE, Api.SCORE_PAIRS, *_RERANKS, *_CLASSIFIES))
 PUTS = (Api.GENERATE, Api.ENCODE)  # as in SGLang
-OLLAMA = frozenset((Api.OLLAMA_CHAT, Api.OLLAMA_GENERATE))  # they stream unless the body says no
-# In the order in which a prompt holds them.
+OLLAMA = frozenset((Api.OLLAMA_CHAT, Api.OLLAMA_GENERATE))  # they stream by default
+# In the order in which they appear in a prompt.
 _PROMPT_FIELDS = {
     Api.CHAT: ("messages",),
     Api.COMPLETIONS: ("prompt",),
@@ -76,7 +75,7 @@ _PROMPT_FIELDS = {
 
 
 class BadBody(ApiError):
-    """A body the router cannot route. `field`: the wrong one (None: the body as a whole)."""
+    """A body that the router cannot route. `field`: the wrong one."""
 
     def __init__(self, field: str | None, message: str) -> None:
         super().__init__(400, message, field=field)
@@ -92,14 +91,14 @@ class _Options(msgspec.Struct):
 
 
 class ParsedBody(msgspec.Struct, frozen=True, kw_only=True):
-    """`fields`: top-level name -> its JSON text. Token counts are estimates, over all samples."""
+    """A parsed body. `fields`: name -> JSON text. Token counts are estimates over all samples."""
 
     api: Api
     fields: dict[str, msgspec.Raw]
     num_samples: int = 0
     prompt_tokens: int = 0
     output_tokens: int = 0
-    wants_input_logprobs: bool = False  # or another thing that only the prefill worker's answer holds
+    wants_input_logprobs: bool = False  # or another output that only prefill's answer contains
 
     @property
     def streams(self) -> bool:
@@ -114,7 +113,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 def parse_body(api: Api, body: bytes) -> ParsedBody:
-    """`BadBody` for a body that is not a JSON object or requests more than `MAX_SAMPLES` samples."""
+    """Parse a body. Raises BadBody for no JSON object, or over `MAX_SAMPLES` samples."""
     if deeper_than(body):
         raise BadBody(None, f"the body is nested too deeply (more than {MAX_DEPTH} levels)")
     try:
@@ -145,10 +144,11 @@ def parse_body(api: Api, body: bytes) -> ParsedBody:
 
 
 def write_bodies(parsed: ParsedBody, *, host: str, port: int | None, rooms: Sequence[int]) -> tuple[bytes, bytes]:
-    """(prefill body, decode body) with bootstrap fields: scalars for one sample, else a list entry per sample.
+    """Return the prefill and the decode body with bootstrap fields (per sample if there are
+    several).
 
-    Rooms run prompt-major: sample j of prompt i has rooms[i * n + j]. Bootstrap fields of the client are overwritten.
-    Prefill's answer is never streamed: it is not passed on, and its errors come with a real status.
+    Sample j of prompt i has rooms[i * n + j]. Bootstrap fields of the client are overwritten.
+    Prefill never streams, so that its errors have a real status.
     """
     assert len(rooms) == parsed.num_samples, (len(rooms), parsed.num_samples)
     fields: dict[str, object] = {k: v for k, v in parsed.fields.items() if k not in BOOTSTRAP_FIELDS}
@@ -165,14 +165,13 @@ def write_bodies(parsed: ParsedBody, *, host: str, port: int | None, rooms: Sequ
 
 
 def with_fields(parsed: ParsedBody, changes: Mapping[str, bytes]) -> ParsedBody:
-    """The body with other JSON texts in these fields of its prompt."""
+    """Return the body with other JSON texts in fields of its prompt."""
     fields = {**parsed.fields, **{name: msgspec.Raw(text) for name, text in changes.items()}}
     _, prompt_tokens = _prompt_shape(parsed.api, prompt_of(parsed.api, fields))
     return msgspec.structs.replace(parsed, fields=fields, prompt_tokens=prompt_tokens)
 
 
 def write_body(parsed: ParsedBody) -> bytes:
-    """The body for a worker that serves it alone."""
     return _encode(parsed.fields)
 
 
@@ -182,13 +181,11 @@ def named_model(parsed: ParsedBody) -> str:
 
 
 def named_priority(parsed: ParsedBody) -> int | None:
-    """The request's `priority`; None for none, or for what is no integer."""
     value = _small(_raw(parsed.fields, "priority"))
     return value if isinstance(value, int) else None
 
 
 def named_dp_rank(parsed: ParsedBody) -> int | None:
-    """The DP rank of its workers that the request names; None for none, or for what is no integer."""
     found = (_small(raw) for name in RANK_FIELDS if (raw := _raw(parsed.fields, name)))
     return next((value for value in found if isinstance(value, int)), None)
 
@@ -199,16 +196,15 @@ def without_dp_rank(parsed: ParsedBody) -> ParsedBody:
 
 
 def prompt_of(api: Api, fields: Mapping[str, msgspec.Raw]) -> bytes:
-    """The JSON text of the prompt."""
     texts = [_raw(fields, name) for name in _PROMPT_FIELDS[api]]
-    if api is Api.RESPONSES:  # one list of items, so that each turn of a conversation begins as the one before
+    if api is Api.RESPONSES:  # one list of items, so that the turns of a conversation share their prefix
         return b",".join([texts[0], *filter(None, map(inner_text, texts[1:]))])
     text = b"".join(texts)
     return _raw(fields, "input_ids") if api in (Api.GENERATE, Api.ENCODE) and not text else text
 
 
 def _prompt_shape(api: Api, raw: bytes) -> tuple[int, int]:
-    """Count text, token ids, or a list of either by the first byte inside, so that long prompts are not decoded."""
+    """Count prompts and tokens by the first byte inside, without decoding long prompts."""
     if api in CHATS or not raw.startswith(b"["):
         return 1, len(raw) // BYTES_PER_TOKEN + 1
     match = _FIRST_INSIDE.match(raw)
@@ -269,7 +265,7 @@ def _wants_input_logprobs(api: Api, fields: dict[str, msgspec.Raw]) -> bool:
 
 
 def _raw(fields: Mapping[str, msgspec.Raw], name: str) -> bytes:
-    """The JSON text of a field; empty when it is absent or null."""
+    """Return the JSON text of a field, empty if absent or null."""
     value = fields.get(name)
     text = b"" if value is None else bytes(value)
     return b"" if text == _NULL else text

@@ -1,6 +1,5 @@
-"""Builds the parts of one router process, in the order in which they need each other. Decides nothing, handles nothing.
-
-`server.py` listens with what is built here. The exit stack closes the parts in reverse order.
+"""Builds the parts of one router process in order of dependency; the exit stack closes them in
+reverse.
 """
 
 import logging
@@ -83,12 +82,12 @@ log = logging.getLogger(__name__)
 
 
 class Router:
-    """One router process. `slot`: its place among several. `url`: where it listens, once it does."""
+    """One router process. `slot`: its slot among several. `url`: its address once it listens."""
 
     url = ""
 
     def __init__(self, config: RouterConfig, slot: ProcessSlot | None, stack: AsyncExitStack) -> None:
-        """Build what needs no worker. Raises `ConfigError`."""
+        """Build all parts that need no worker. Raises ConfigError."""
         self._stack = stack
         self.config, self.slot = config, slot
         cluster_secret, self.gate = check_exposure(config)
@@ -130,7 +129,7 @@ class Router:
         )
 
     async def connect(self, stack: AsyncExitStack) -> None:
-        """Build what sends requests to workers. The first goes out with `monitor.watch` or `discovery.start`."""
+        """Build the clients of workers. Requests start with `monitor.watch` or `discovery.start`."""
         config, table, credentials = self.config, self.table, self.credentials
         client = {
             "connect_timeout_s": CONNECT_TIMEOUT_S,
@@ -180,7 +179,7 @@ class Router:
         stack.callback(self.dispatcher.launcher.close)
 
     def handler(self) -> Handler:
-        """The function that answers every request. Each of several processes sees its share of a client's requests."""
+        """Return the handler of all requests. Rate limits are divided among the processes."""
         config, share = self.config, 1 if self.slot is None else self.config.workers
         limiter = make_limiter(config.rate_limit_requests_per_second / share, -(-config.rate_limit_burst // share))
         return make_guard(
@@ -299,7 +298,6 @@ def _prefixes(config: RouterConfig, chooser: Chooser, secret: bytes | None) -> P
 
 
 def limits_of(config: RouterConfig) -> RequestLimits:
-    """Return the limits of clients' bodies and of their time."""
     return RequestLimits(
         max_body_bytes=config.max_body_bytes,
         header_timeout_s=HEADER_TIMEOUT_S,
@@ -309,14 +307,14 @@ def limits_of(config: RouterConfig) -> RequestLimits:
 
 
 def check_exposure(config: RouterConfig) -> tuple[bytes | None, KeyGate]:
-    """Return the cluster's secret and the key gate. Raises `ConfigError` for a router that is open to every address without keys."""
+    """Return the cluster secret and the key gate. ConfigError for a public router without keys."""
     gate = open_gate(
         api_key=config.api_key,
         api_key_file=config.api_key_file,
         admin_api_key=config.admin_api_key,
         admin_api_key_file=config.admin_api_key_file,
     )
-    _browser_rule(config, gate)  # refuses a flag before any process starts
+    _browser_rule(config, gate)  # reports bad flags before any process starts
     warning = require_secret(
         config.host,
         flag="--host",
@@ -331,7 +329,7 @@ def check_exposure(config: RouterConfig) -> tuple[bytes | None, KeyGate]:
 
 
 def _check_secret(config: RouterConfig, secret: bytes | None) -> None:
-    """Raises `ConfigError` for a flag that has workers take orders which they take from no unknown router."""
+    """Raise ConfigError for flags that need a secret, as workers obey only a router that has it."""
     asked = {
         "--prefix-fetch": config.prefix_fetch,
         "--encode": config.encode,
@@ -354,7 +352,6 @@ def _browser_rule(config: RouterConfig, gate: KeyGate) -> BrowserRule:
 
 
 def _responses(config: RouterConfig) -> ResponseStore | None:
-    """Each process keeps its share of what the flags allow."""
     if config.max_stored_responses == 0:
         return None
     max_count = -(-config.max_stored_responses // config.workers)

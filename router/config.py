@@ -1,4 +1,4 @@
-"""The router's flags, named as SGLang's router names them, in groups; and the check that flags fit each other (`check_config`)."""
+"""The router's flags, named as in SGLang's router, and the check of their combinations."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ MAX_PORT = 65535
 def _seconds(
     default: float, help: str, *, above: float | None = None, zero: str | None = None, option: str | None = None
 ) -> Any:
-    """A flag in seconds: above `above`, else at least 0. `zero`: what 0 means."""
+    """Declare a flag in seconds: above `above`, else at least 0. `zero` describes the value 0."""
     least = 0 if above is None else None
     special = {} if zero is None else {0.0: zero}
     return flag(default, help, unit="s", above=above, least=least, special=special, option=option)
@@ -177,7 +177,7 @@ class KeyFlags(FlagSet):
     cluster_secret_file: str | None = flag(None, "file of the cluster's secret; with it decode workers get vouchers")
 
 
-# Dataclasses take the fields of their bases from the last base to the first: --help shows WorkerFlags first.
+# Dataclass fields come from the last base first, so --help starts with WorkerFlags.
 @dataclass(frozen=True, kw_only=True)
 class RouterConfig(
     ImageFlags,
@@ -221,7 +221,7 @@ class RouterConfig(
 
 
 def check_config(config: RouterConfig) -> None:
-    """Raise `ConfigError` for the first flags that do not fit each other."""
+    """Raise ConfigError for the first invalid combination of flags."""
     for flag_name, url in _worker_urls(config):
         check_worker_url(flag_name, url)
     if config.pd_disaggregation:
@@ -247,7 +247,7 @@ def check_config(config: RouterConfig) -> None:
     _check_discovery(config)
     _check_auto_roles(config)
     _check_prefix_fetch(config)
-    AllowedHosts(domains=config.allowed_media_domains, networks=config.allowed_media_networks)  # reads the rules
+    AllowedHosts(domains=config.allowed_media_domains, networks=config.allowed_media_networks)  # parses the rules
 
 
 def _check_prefix_fetch(config: RouterConfig) -> None:
@@ -291,7 +291,7 @@ def _check_auto_roles(config: RouterConfig) -> None:
 
 
 def _check_discovery(config: RouterConfig) -> None:
-    """Each role that requests need has a selector, and the other ones have none; encoder workers may have one."""
+    """Require a selector for each role in use (optional for encoders), and none for other roles."""
     pairs = [("--prefill-selector", config.prefill_selector), ("--decode-selector", config.decode_selector)]
     unified = [("--selector", config.selector)]
     for name, parts in [*pairs, *unified, ("--encode-selector", config.encode_selector)]:
@@ -309,7 +309,7 @@ def _check_discovery(config: RouterConfig) -> None:
 
 
 def label_query(parts: Sequence[str]) -> str:
-    """The API server's `labelSelector` of KEY=VALUE requirements that must all hold. ValueError for any other part."""
+    """Return the Kubernetes `labelSelector` of KEY=VALUE requirements. ValueError for other text."""
     words = [word for part in parts for word in part.split()]
     for word in words:
         key, equals, value = word.partition("=")

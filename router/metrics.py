@@ -1,7 +1,4 @@
-"""The router's Prometheus metrics, in a registry of their own. Owns counters; reads the worker table when scraped.
-
-Beside `tandem_router_*` stand the names of SGLang's router (`smg_*`) for the same quantities, made at each scrape.
-"""
+"""The router's Prometheus metrics, also under the names of SGLang's router (`smg_*`)."""
 
 import asyncio
 import time
@@ -33,7 +30,7 @@ from service.http.routes import Handler
 from service.responses.store import ResponseStore
 
 CIRCUITS = {State.CLOSED: 0, State.OPEN: 1, State.HALF_OPEN: 2}
-# Labels that are known beforehand: their series begin at 0, for `rate()` does not see the event with which a series begins.
+# Label values whose series start at 0: `rate()` misses the event that creates a series.
 _FAULTS = ("refused", "lost", "timeout", "down", "http_500", "http_502", "http_503")
 _REFUSALS = ("browser", "client_limit", "key", "model", "queue_full", "queue_timeout", "rate", "slo_itl", "slo_ttft")
 _RETRIED = ("refused", "lost", "down", "status", MOVED)
@@ -47,9 +44,9 @@ WorkerValue = Callable[[Worker], float | None]
 
 
 class RouterMetrics(Collector):
-    """Counts what happens to requests; `exposition()` is the text of /metrics.
+    """Counters of requests, and gauges read from the worker table at each scrape.
 
-    What every request counts are plain numbers: the library's own counters take a lock and eight calls for each. `ways`: of requests.
+    Counts per request are plain numbers: the library's counters take a lock and eight calls each.
     """
 
     def __init__(
@@ -113,13 +110,12 @@ class RouterMetrics(Collector):
         self.retries.labels(failure.reason).inc()
 
     def on_pressure(self, model: str, role: Role, pressure: float) -> None:
-        """Take a pool's pressure (--auto-roles): from now on workers may move to it."""
+        """Set a pool's pressure (--auto-roles), and create its series of role switches."""
         self.role_pressure.labels(model, role.value).set(pressure)
         for result in _MOVES:
             self.role_moves.labels(model, role.value, result)
 
     def on_failover(self, failure: CallFailed, attempt: PairAttempt | None) -> None:
-        """`attempt`: where the stream goes on."""
         by_kv = attempt is not None and failure.reason == MOVED and attempt.prefill is None
         result = "ended" if attempt is None else "moved" if by_kv else "went_on"
         self.failovers.labels(failure.label, result).inc()
@@ -131,7 +127,6 @@ class RouterMetrics(Collector):
         self._inflight += 1
 
     def on_answered(self, path: str, status: int, seconds: float) -> None:
-        """Count a request that ended. `path`: one of few."""
         self._inflight -= 1
         self._answered[path, status] += 1
         self._duration_s.observe(path, seconds)
@@ -140,7 +135,7 @@ class RouterMetrics(Collector):
         return generate_latest(self._registry)
 
     async def scrape(self) -> bytes:
-        """Return `exposition`, yielding to other tasks between families: for a thousand workers it takes 50 ms."""
+        """Return `exposition`, yielding between families: a thousand workers take 50 ms."""
         parts = []
         for family in self._registry.collect():
             parts.append(generate_latest(_OneFamily(family)))
@@ -172,7 +167,7 @@ class RouterMetrics(Collector):
         yield from self._sglang_names(workers)
 
     def _sglang_names(self, workers: Sequence[Worker]) -> Iterator[Metric]:
-        """Yield the metrics of SGLang's router 0.3.2 under its labels, for paths that generate."""
+        """Yield metrics of SGLang's router 0.3.2."""
         paths, statuses = Counts[str](), Counts[str]()
         for (path, status), count in self._answered.items():
             paths[path] += count
@@ -193,7 +188,7 @@ class RouterMetrics(Collector):
 
 
 def _what_may_be_missing(ways: Sequence[Way]) -> Iterator[tuple[Role, ...]]:
-    """Yield the roles that may be without a worker when no way is whole, in the order in which they are named."""
+    """Yield the combinations of roles that can lack a worker while no route is complete."""
     lacks = [[lack for size in range(1, len(way) + 1) for lack in combinations(way, size)] for way in ways]
     for of_each in product(*lacks) if ways else ():
         yield tuple(chain.from_iterable(of_each))
@@ -209,7 +204,7 @@ class _OneFamily(CollectorRegistry):
 
 
 def counted(handler: Handler, metrics: RouterMetrics) -> Handler:
-    """A generation request; one whose client went away counts as status 499."""
+    """Count the requests of a generation handler; 499 if the client left."""
 
     async def handle(request: web.BaseRequest) -> web.StreamResponse:
         started_s, status = time.monotonic(), CLIENT_GONE
@@ -226,7 +221,7 @@ def counted(handler: Handler, metrics: RouterMetrics) -> Handler:
 
 class _Seconds:
     def __init__(self) -> None:
-        self._counts: dict[str, list[int]] = {}  # by bucket, the last one: longer than all
+        self._counts: dict[str, list[int]] = {}  # by bucket, the last unbounded
         self._sums: dict[str, float] = {}
 
     def observe(self, path: str, seconds: float) -> None:
@@ -238,7 +233,6 @@ class _Seconds:
         self._sums[path] += seconds
 
     def family(self, name: str, text: str, **labels: str) -> HistogramMetricFamily:
-        """`labels`: on every sample, before its path."""
         family = HistogramMetricFamily(name, text, labels=[*labels, "path"])
         for path, counts in self._counts.items():
             buckets = zip(_BOUNDS, accumulate(counts), strict=True)
@@ -297,7 +291,7 @@ def _of_encoders(encoders: EncoderHeaders) -> Metric:
 
 
 def _of_admission(workers: Sequence[Worker], admission: Admission) -> Iterator[Metric]:
-    """The admission queue, and the two fitted lines of each worker (admission/forecast.py)."""
+    """Yield the queue's length and the fitted lines of each worker (admission/forecast.py)."""
     fits, text = admission.forecast.fits, "Requests that wait for their turn (--queue-size)"
     yield GaugeMetricFamily("tandem_router_waiting_requests", text, value=admission.queue.num_waiting)
     for name, text, value in (

@@ -1,4 +1,4 @@
-"""Runs a router, as one process or several: listens, and handles signals. What it is made of: compose.py."""
+"""Runs a router in one or several processes: port and signals. Its parts: compose.py."""
 
 import logging
 import time
@@ -20,13 +20,13 @@ from service.process.start import allow_many_files
 from service.process.stop_signals import StopSignals
 from service.telemetry.logs import set_up_logging
 
-SHUTDOWN_TIMEOUT_S = 3.0  # for the last answers to leave when the router ends
+SHUTDOWN_TIMEOUT_S = 3.0  # for last responses at the end
 
 log = logging.getLogger(__name__)
 
 
 def serve(config: RouterConfig, *, on_ready: Callable[[str], None] | None = None) -> None:
-    """`run_router` on an event loop of its own (uvloop), or on several, each in a process (`--workers`)."""
+    """Run a router on a uvloop event loop, or one per process (`--workers`)."""
     set_up_logging(level=config.log_level, format=config.log_format, process="router")
     allow_many_files()
     if config.workers == 1:
@@ -44,9 +44,9 @@ def serve_in_slot(slot: ProcessSlot, config: RouterConfig) -> None:
 async def run_router(
     config: RouterConfig, *, on_ready: Callable[[str], None] | None = None, slot: ProcessSlot | None = None
 ) -> None:
-    """Run until SIGTERM (drain), SIGINT or a second signal (end at once), or until cancelled.
+    """Run until SIGTERM (drain), SIGINT or a second signal (end at once), or cancellation.
 
-    `on_ready(url)`: the router listens, even if no worker is alive. `ConfigError` for a flag that cannot be honoured.
+    `on_ready(url)` is called once it listens, even without workers. ConfigError for bad flags.
     """
     signals = StopSignals()
     if slot is not None:
@@ -63,15 +63,15 @@ async def run_router(
 async def start_router(
     config: RouterConfig, *, slot: ProcessSlot | None = None, limits: RequestLimits | None = None
 ) -> AsyncIterator[Router]:
-    """A listening router; leaving the block stops it. `slot`: it is one process of several. `limits`: other ones than `limits_of`."""
+    """Start a listening router; leaving the context stops it. `limits` overrides `limits_of`."""
     check_config(config)
     async with AsyncExitStack() as stack:
         router = Router(config, slot, stack)
         await router.connect(stack)
         runner = make_runner(router.handler(), limits or limits_of(config), shutdown_timeout_s=SHUTDOWN_TIMEOUT_S)
-        stack.push_async_callback(runner.cleanup)  # first to end: no new connection; running requests are waited for
+        stack.push_async_callback(runner.cleanup)  # ends first: no new connections, waits for running requests
         await runner.setup()
-        if slot is not None:  # before it requests the workers: no change of the pool is missed
+        if slot is not None:  # before reading the pool, so that no change is missed
             await web.UnixSite(runner, str(slot.socket(slot.row))).start()
             await router.peers.catch_up(router.table, now_s=time.monotonic())
         port = stack.enter_context(open_port(config.host, config.port, shared=slot is not None))
@@ -91,7 +91,6 @@ async def start_router(
 
 
 def _report_ready(config: RouterConfig, url: str, on_ready: Callable[[str], None] | None) -> None:
-    """The router listens, with one process or with all."""
     write_ready_file(config.ready_file, {"router": url})
     if on_ready is not None:
         on_ready(url)

@@ -1,1 +1,1 @@
-"""Which requests run, and when: limits, the queue, predicted latency, rate limits."""
+"""Admission control: concurrency limits, the queue, predicted latency, rate limits."""

@@ -1,4 +1,4 @@
-"""Whether a request is served now: limits, priority, objectives."""
+"""Admission of requests: limits, priorities and SLOs."""
 
 import asyncio
 import math
@@ -24,8 +24,6 @@ MAX_PRIORITY = 1 << 31
 
 
 class Admission:
-    """`forecast` learns from the requests that are served."""
-
     def __init__(self, config: AdmissionFlags, *, peers: SharedLoad | None = None) -> None:
         self.forecast = Forecast()
         self.queue = AdmissionQueue(config, peers)
@@ -36,13 +34,13 @@ class Admission:
         self._slo = Slo(config.slo_ttft_s or math.inf, config.slo_itl_s or math.inf)
 
     def refuse_early(self, http: web.BaseRequest) -> None:
-        """Refuse before the body is read, if requests never wait and there is no room. `RequestRefused`."""
+        """Raise RequestRefused before the body is read, if there is neither room nor a queue."""
         client = self._client(http)
         if not self.queue.limits.queue_size and (self.queue.full or self.queue.client_full(client)):
             raise self._refused(client, TicketStatus.FULL)
 
     async def enter(self, request: RequestContext) -> Ticket:
-        """Wait until the request may run; `leave` must follow. `RequestRefused`; `BadBody`: the priority is no number."""
+        """Wait until the request may run. `leave` must follow. Raises RequestRefused, BadBody."""
         priority = _priority(request.http, request.parsed)
         client = self._client(request.http)
         ticket, changed = self.queue.arrive(client, priority=priority, now_s=loop_time_s())
@@ -68,7 +66,7 @@ class Admission:
         return Slo(self._slo.ttft_s if ttft_s is None else ttft_s, self._slo.itl_s if itl_s is None else itl_s)
 
     def look_in_time(self, policy: Policy, pool: Pool, hints: RoutingHints, slo: Slo, *, now_s: float) -> Placement:
-        """Find the worker that the policy takes of those that would keep the objectives. `RequestRefused` if there are none."""
+        """Choose among workers predicted to meet the SLO. Raises RequestRefused."""
         objectives = objectives_of(slo, pool[0].role, hints, self.forecast)
         return look_in_time(policy, pool, hints, objectives, now_s=now_s) if objectives else policy.look(pool, hints)
 
@@ -114,12 +112,11 @@ class Admission:
 
 
 def client_name(http: web.BaseRequest) -> str:
-    """The client for limits: the name of its API key, else its address."""
+    """Return the client that limits apply to: its API key's name, else its address."""
     return http[CALLER].name or client_of(http.remote)
 
 
 def _priority(http: web.BaseRequest, parsed: ParsedBody) -> int:
-    """Return the priority of the body, else of the header, else 0; higher goes first."""
     named = named_priority(parsed)
     text = http.headers.get(PRIORITY_HEADER)
     if named is None and text is not None:

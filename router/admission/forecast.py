@@ -1,11 +1,11 @@
-"""Predicts TTFT and ITL of a worker from what this router process measured there. Pure.
+"""Predicts TTFT and ITL of a worker from measurements of this router process. Pure.
 
-    TTFT of a prefill (or unified) worker    a + b * (tokens waiting there to be computed + the request's own)
+    TTFT of a prefill (or unified) worker    a + b * (tokens queued there + the request's own)
     ITL of a decode (or unified) worker      a + b * requests there
 
-a and b are fitted per worker to observed streams, so they include network and batching: recursive least squares with exponential
-forgetting (West 1979, "Updating mean and variance estimates"), never negative; without spread in x the slope is 0. Early refusal follows
-Mooncake (FAST'25), separate objectives for the two pools follow DistServe (OSDI'24).
+Recursive least squares with exponential forgetting (West 1979, "Updating mean and variance
+estimates") fits a and b per worker, never negative. Early refusal follows Mooncake (FAST'25), an
+SLO per pool DistServe (OSDI'24).
 """
 
 from dataclasses import dataclass, field
@@ -16,16 +16,16 @@ from router.attempts.pair_attempt import PairAttempt
 from router.attempts.request import RequestContext
 from router.pool.worker import Pool, Role, Worker
 
-MIN_EVENTS = 4  # of a stream from which ITL is learned
+MIN_EVENTS = 4  # shorter streams teach no ITL
 KEEP = 0.98  # weight of a point relative to the next one: about 50 of them count
-ANSWER_SHARE = 0.02  # of the mean length of answers, that each adds
-MIN_POINTS = 8  # before which nothing is predicted
-STALE_S = 30.0  # without a measurement for this long a worker is tried once despite its forecast: it may be faster now
+ANSWER_SHARE = 0.02  # weight of a new answer in the mean length
+MIN_POINTS = 8  # fewer give no prediction
+STALE_S = 30.0  # a worker without a measurement for so long is tried once despite its forecast
 
 
 @dataclass(slots=True)
 class LineFit:
-    """`news_s`: time of the last measurement or try to get one; 0: never."""
+    """A fitted line. `news_s`: time of the last measurement, or of the last try to get one."""
 
     news_s: float = 0.0
     num_points: int = 0
@@ -63,7 +63,7 @@ class LineFit:
 
 @dataclass(slots=True, eq=False)
 class _Known:
-    """Measurements of one worker in one incarnation. `pending_tokens`: of prompts whose answers have not begun."""
+    """Measurements of one incarnation of a worker. `pending_tokens`: of prompts not yet computed."""
 
     ttft: LineFit = field(default_factory=LineFit)
     itl: LineFit = field(default_factory=LineFit)
@@ -71,7 +71,7 @@ class _Known:
 
 
 class SentPrompt(msgspec.Struct):
-    """A request at one worker. `ahead_tokens`: to be computed before its first token, its own included."""
+    """A request at one worker. `ahead_tokens` are computed before its first token."""
 
     known: _Known  # of the incarnation that the request was sent to
     tokens: int
@@ -81,7 +81,7 @@ class SentPrompt(msgspec.Struct):
 
 
 class ObservedStream(msgspec.Struct):
-    """One attempt as its stream comes. Events of the first chunk do not count: their times are unknown."""
+    """One streaming attempt. Events of the first chunk do not count, as their times are unknown."""
 
     prompt: SentPrompt
     answering: _Known
@@ -92,7 +92,7 @@ class ObservedStream(msgspec.Struct):
 
 
 class Forecast:
-    """`answer_events`: of a stream, the mean of those that ended; 0: none has."""
+    """Fitted lines per worker. `answer_events`: mean events per finished stream."""
 
     def __init__(self) -> None:
         self.answer_events = 0.0
@@ -100,7 +100,6 @@ class Forecast:
         self._streams: dict[PairAttempt, ObservedStream] = {}
 
     def forget(self, worker: Worker) -> None:
-        """The worker left or restarted. Requests that run there no longer count."""
         self._known.pop(worker.worker_id, None)
 
     def on_sent(self, request: RequestContext, attempt: PairAttempt, now_s: float) -> None:
@@ -130,9 +129,9 @@ class Forecast:
             self._learn_answer(stream.answering, stream.num_events, lasted_s, requests, now_s)
 
     def expect(self, worker: Worker, tokens: int, *, now_s: float) -> SentPrompt:
-        """Note a request with this many uncached tokens, after it was charged to the worker."""
+        """Record a request with so many uncached tokens, after it was charged to the worker."""
         known = self._of(worker)
-        own = 0 if worker.role is Role.PREFILL else tokens  # a prefill worker's load holds them already
+        own = 0 if worker.role is Role.PREFILL else tokens  # a prefill worker's load includes them already
         prompt = SentPrompt(known, tokens, self.waiting_tokens(worker) + own, now_s)
         known.pending_tokens += tokens
         return prompt
@@ -142,7 +141,7 @@ class Forecast:
         self.computed(prompt)
 
     def learn_answer(self, worker: Worker, num_events: int, lasted_s: float, *, requests: float, now_s: float) -> None:
-        """`requests`: at the worker meanwhile, on average."""
+        """Record a finished stream; `requests` is the mean number at the worker meanwhile."""
         self._learn_answer(self._of(worker), num_events, lasted_s, requests, now_s)
 
     def _learn_answer(self, known: _Known, num_events: int, lasted_s: float, requests: float, now_s: float) -> None:
@@ -152,30 +151,28 @@ class Forecast:
             known.itl.add(requests, lasted_s / num_events, now_s)
 
     def computed(self, prompt: SentPrompt) -> None:
-        """The prompt waits no longer. Idempotent."""
+        """Count the prompt as computed. Idempotent."""
         if prompt.waiting:
             prompt.waiting = False
             prompt.known.pending_tokens -= prompt.tokens
 
     def ttft_s(self, worker: Worker, tokens: int) -> float | None:
-        """TTFT of a request with this many uncached tokens; None: unknown."""
         return self._of(worker).ttft.at(self.waiting_tokens(worker) + tokens)
 
     def itl_s(self, worker: Worker) -> float | None:
-        """ITL with one more request at the worker; None: unknown."""
         return self._of(worker).itl.at(worker.requests_everywhere + 1)
 
     def fits(self, worker: Worker) -> tuple[LineFit, LineFit]:
-        """(TTFT by tokens, ITL by requests)."""
         known = self._of(worker)
         return known.ttft, known.itl
 
     def waiting_tokens(self, worker: Worker) -> int:
-        """Tokens to be computed first. The load of a unified worker is KV, so only our own requests count."""
+        """Queued tokens. A unified worker's load measures KV, so only this process's requests count
+        there.
+        """
         return worker.load_tokens if worker.role is Role.PREFILL else self._of(worker).pending_tokens
 
     def first_known(self, pool: Pool, which: int) -> LineFit | None:
-        """The line (0: TTFT, 1: ITL) of the first worker of `pool` of which it is known."""
         for worker in pool:
             known = self._known.get(worker.worker_id)
             if known is not None and (line := (known.ttft, known.itl)[which]).is_known:
@@ -183,7 +180,7 @@ class Forecast:
         return None
 
     def note_try(self, fit: LineFit, now_s: float) -> None:
-        """A request goes there, in spite of the line: there will be news of it."""
+        """Record that a request goes there despite the forecast."""
         fit.news_s = max(fit.news_s, now_s)
 
     def _of(self, worker: Worker) -> _Known:

@@ -1,8 +1,8 @@
-"""The workers that would keep a request's objectives, and the policy's choice among them. Pure.
+"""The policy's choice among the workers predicted to meet a request's SLO. Pure.
 
-A policy chooses from the whole pool first, and its worker is nearly always in time. If not, it chooses
-among those in time of the workers that `Policy.some` returns. If there are none, the one whose line was
-measured longest ago is tried, as it may be faster now; else the request is refused.
+If the policy's choice from the whole pool would miss the SLO, it chooses among those of
+`Policy.some` that meet it. Without any, a worker with a stale measurement is tried, else the
+request is refused.
 """
 
 import math
@@ -20,7 +20,7 @@ _NAMES = {"ttft": "the first token", "itl": "the time between tokens"}
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """`what`: "ttft" or "itl". `size`: of the request, in tokens or in requests, with nothing cached."""
+    """One SLO. `what`: "ttft" or "itl". `size`: the request's tokens (nothing cached), or 1."""
 
     what: str
     wanted_s: float
@@ -31,7 +31,6 @@ class Objective:
         return self.forecast.fits(worker)[self.what == "itl"]
 
     def predicted_s(self, choice: Placement) -> float | None:
-        """None: nothing is known."""
         worker, size = choice.worker, self.size
         if self.what == "ttft":
             size += self.forecast.waiting_tokens(worker) - choice.cached_tokens
@@ -57,7 +56,6 @@ class Objective:
 
 
 def objectives_of(slo: Slo, role: Role, hints: RoutingHints, forecast: Forecast) -> list[Objective]:
-    """Return the objectives that depend on a worker of this role."""
     found = []
     if role is not Role.DECODE and slo.ttft_s < math.inf:
         found.append(Objective("ttft", slo.ttft_s, hints.prompt_tokens, forecast))
@@ -69,7 +67,7 @@ def objectives_of(slo: Slo, role: Role, hints: RoutingHints, forecast: Forecast)
 def look_in_time(
     policy: Policy, pool: Pool, hints: RoutingHints, objectives: Sequence[Objective], *, now_s: float
 ) -> Placement:
-    """The policy's choice among the workers that keep all objectives. `RequestRefused`: none does."""
+    """Return the policy's choice among workers that meet all SLOs. Raises RequestRefused."""
     choice = policy.look(pool, hints)
     if all([objective.keeps(choice) for objective in objectives]):
         return choice
@@ -79,7 +77,7 @@ def look_in_time(
 
 
 def _one_to_try(seen: Sequence[Placement], objectives: Sequence[Objective], now_s: float) -> Placement:
-    """The worker that was measured longest ago, if that is long. It is tried once: one request is enough."""
+    """Return the worker measured longest ago, once, if its line is stale."""
     for objective in objectives:
         for choice in sorted(seen, key=lambda one: objective.fit(one.worker).news_s):
             if not objective.is_stale(choice.worker, now_s):
@@ -93,10 +91,7 @@ def _one_to_try(seen: Sequence[Placement], objectives: Sequence[Objective], now_
 
 
 def _refusal(seen: Sequence[Placement], objectives: Sequence[Objective]) -> RequestRefused:
-    """Return a refusal by the first objective that all workers miss, else by the last.
-
-    It names the shortest time among the workers that miss it.
-    """
+    """Return the refusal by the first SLO that all workers miss, with their shortest time."""
     for objective in objectives:
         late_s = [objective.predicted_s(one) or 0.0 for one in seen if not objective.keeps(one)]
         if len(late_s) == len(seen):

@@ -1,11 +1,11 @@
-"""Which requests run now, which wait, and which are refused: limits for all requests and for each client. Pure.
+r"""The admission queue: concurrency limits for all requests and for each client. Pure.
 
-    arrive --> there is room: runs -------------------> over
-           \\-> waits, in order of priority, then arrival --> runs
-                   \\-> refused: the queue is too long, or it waited too long
+    arrive --> room: runs ------------------------------> over
+           \-> waits by priority, then arrival --> runs
+                   \-> refused: queue full, or waited too long
 
-A queue that is too long drops the lowest priority; of several such the latest request of the client with the most of them, so that a
-client that floods the queue displaces only itself. Counts are over all processes of the router; each process has a queue.
+A full queue drops the latest request of lowest priority from the client with most of them, so that
+a flooding client displaces only itself. Limits count all router processes; queues are per process.
 """
 
 from bisect import insort
@@ -19,7 +19,7 @@ from service.http.errors import ApiError
 
 
 class RequestRefused(ApiError):
-    """The request may not run. `why`: in metrics, and the error's code."""
+    """A refusal, answered with 429. `why` is its label in metrics and its error code."""
 
     def __init__(self, message: str, *, why: str, retry_after_s: int = 1) -> None:
         super().__init__(429, message, code=why, retry_after_s=retry_after_s)
@@ -36,7 +36,7 @@ class TicketStatus(StrEnum):
 
 @dataclass(slots=True, order=True)
 class Ticket:
-    """One request, from its arrival; sorted by its place in the queue."""
+    """One request from its arrival on; tickets sort in queue order."""
 
     _rank: tuple[int, int]  # (-priority, arrival)
     client: str = field(compare=False)
@@ -52,7 +52,7 @@ class AdmissionQueue:
         self._peers = peers
         self._waiting: list[Ticket] = []
         self._running = 0
-        self._of_client: Counter[str] = Counter()  # that run
+        self._of_client: Counter[str] = Counter()  # running requests
         self._num_arrived = 0
 
     @property
@@ -61,7 +61,6 @@ class AdmissionQueue:
 
     @property
     def num_everywhere(self) -> int:
-        """Requests that run in all processes of this router."""
         return self._running + (0 if self._peers is None else self._peers.others_live())
 
     @property
@@ -80,10 +79,10 @@ class AdmissionQueue:
         return self._of_client[client] + others >= limit
 
     def arrive(self, client: str, *, priority: int, now_s: float) -> tuple[Ticket, list[Ticket]]:
-        """(its ticket, others that it displaced)."""
+        """Return the new ticket, and other tickets whose status changed."""
         self._num_arrived += 1
         ticket = Ticket((-priority, self._num_arrived), client, now_s)
-        if not self._waiting and not self.full and not self.client_full(client):  # as below, but soon
+        if not self._waiting and not self.full and not self.client_full(client):  # shortcut with the same result
             self._count(client, 1)
             ticket.status = TicketStatus.RUNS
             return ticket, []
@@ -94,7 +93,7 @@ class AdmissionQueue:
         return ticket, [other for other in changed if other is not ticket]
 
     def leave(self, ticket: Ticket) -> list[Ticket]:
-        """The request is over, or its client left while it waited."""
+        """Remove a request that ended, or whose client left."""
         if ticket.status is TicketStatus.RUNS:
             self._count(ticket.client, -1)
         elif ticket.status is TicketStatus.WAITS:
@@ -103,7 +102,7 @@ class AdmissionQueue:
         return self._admit()
 
     def tick(self, now_s: float) -> list[Ticket]:
-        """Time passed; other processes may have made room."""
+        """Refuse late tickets; admit others, as other processes may have made room."""
         late = [t for t in self._waiting if now_s - t.since_s >= self.limits.queue_timeout_s]
         for ticket in late:
             self._waiting.remove(ticket)
@@ -116,7 +115,6 @@ class AdmissionQueue:
         assert all(ticket.status is TicketStatus.WAITS for ticket in self._waiting)
 
     def _admit(self) -> list[Ticket]:
-        """Let requests run in order. A client at its limit is passed over."""
         admitted: list[Ticket] = []
         for ticket in tuple(self._waiting):
             if self.full:

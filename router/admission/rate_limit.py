@@ -1,16 +1,16 @@
-"""How many requests a client may make: one token bucket each. Pure."""
+"""Rate limits per client by token buckets. Pure."""
 
 import ipaddress
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-MAX_CLIENTS = 65536  # beyond, the client that was quiet longest is forgotten
-IPV6_SITE_BITS = 64  # of one subscriber: any address of it is the same client
+MAX_CLIENTS = 65536  # beyond it, the client that was quiet longest is forgotten
+IPV6_SITE_BITS = 64  # prefix of one subscriber, who counts as one client
 
 
 @dataclass(slots=True)
 class RateLimiter:
-    """`per_s` requests a second, `burst` at once."""
+    """A token bucket per client: `per_s` requests a second, `burst` at once."""
 
     per_s: float
     burst: int
@@ -20,7 +20,7 @@ class RateLimiter:
         assert self.per_s > 0 and self.burst >= 1, (self.per_s, self.burst)
 
     def wait_s(self, client: str, now_s: float) -> float:
-        """Take one request's token and return 0.0; if none is left, return the seconds until there is one."""
+        """Take a token and return 0.0, or return the seconds until there is one."""
         tokens, at_s = self._buckets.pop(client, (float(self.burst), now_s))
         tokens = min(float(self.burst), tokens + max(0.0, now_s - at_s) * self.per_s)
         missing = max(0.0, 1.0 - tokens)
@@ -31,12 +31,12 @@ class RateLimiter:
 
 
 def make_limiter(per_s: float, burst: int) -> RateLimiter | None:
-    """None: no limit. `burst` 0: the requests of two seconds."""
+    """Return a limiter, None without limit. The default burst is two seconds of requests."""
     return None if per_s <= 0 else RateLimiter(per_s, burst or max(1, round(2 * per_s)))
 
 
 def client_of(remote: str | None) -> str:
-    """The client behind an address: the address, for IPv6 its site."""
+    """Return the client at an address: an IPv4 address, or an IPv6 site."""
     try:
         address = ipaddress.ip_address(remote or "")
     except ValueError:

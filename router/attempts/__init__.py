@@ -1,1 +1,1 @@
-"""One client's request, its attempts at pairs of workers, the calls of each attempt, and the events that report them."""
+"""A client request, its attempts at workers, their upstream calls and events."""

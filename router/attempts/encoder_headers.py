@@ -1,4 +1,4 @@
-"""Tells the worker that computes a prompt with images which encoder workers have, or compute, their features."""
+"""Headers that name the encoder workers of a prompt's images to the worker that computes it."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,9 @@ from service.http.image_encoders import ENCODERS_HEADER, write_header
 
 
 class Encoding(NamedTuple):
-    """`headers`: for the worker that computes the prompt. `leases`: what the encoder workers are charged, until it is computed."""
+    """`headers` for the worker that computes the prompt; `leases` charge the encoder workers until
+    then.
+    """
 
     headers: Mapping[str, str]
     leases: Sequence[Lease] = ()
@@ -21,9 +23,9 @@ class Encoding(NamedTuple):
 
 @dataclass(eq=False, kw_only=True)
 class EncoderHeaders:
-    """`secret`: by which workers know their router; None: none is named.
+    """Names encoder workers in headers signed with `secret`, none without a secret.
 
-    `num_images`: of attempts, by the worker that was named: "owner", "least_loaded", or "none".
+    `num_images` counts images by encoder worker: "owner", "least_loaded", "none".
     """
 
     encoders: Encoders
@@ -32,9 +34,9 @@ class EncoderHeaders:
     num_images: Counter[str] = field(default_factory=Counter)
 
     def named_in(self, headers: Mapping[str, str], images: Sequence[str], compute: Worker, *, now_s: float) -> Encoding:
-        """Name an encoder worker for each of `images` (digests, in order of appearance) to `compute`.
+        """Name an encoder worker for each of `images` (digests in order of appearance).
 
-        None is healthy, or `compute` asks none: none is named.
+        None is named if all are down, or if `compute` fetches no features.
         """
         secret, pool = self.secret, self._pool(compute, now_s)
         if secret is None or not pool or pool[0].silent or not self.encoders.asks(compute):  # silent: then all are
@@ -50,7 +52,6 @@ class EncoderHeaders:
         return Encoding({**headers, ENCODERS_HEADER: value}, leases)
 
     def _pool(self, compute: Worker, now_s: float) -> Pool:
-        """Return the encoder workers of the same model that `compute` reaches; with one model behind the router, of any name."""
         several = self.table.models.several and compute.models
         pool = self.table.ready(Role.ENCODE, compute.models[0] if several else "", now_s=now_s)
         avoided = self.encoders.avoided_by(compute)

@@ -1,4 +1,4 @@
-"""The events in the life of a request, each with the functions that receive it (requests/build.py names them)."""
+"""The events of a request and their receivers (set in requests/build.py)."""
 
 from __future__ import annotations
 

@@ -1,10 +1,8 @@
-"""The workers that failed one request, and thus which ones to try next. Pure.
+"""The workers that failed one request, and the workers to try next. Pure.
 
-A worker that failed the request is tried again only where there is no other. When a pair could not be joined, either side may
-be at fault, or the bootstrap server: other servers come first, and one server gets `MAX_JOINS` attempts in all.
-
-A failure that may be the request's own is tried once more, by other workers. If they answer, those that only the failed attempt had
-are to blame; if it fails there, too, the request is.
+Other workers come first. If a pair could not join, other bootstrap servers come first, and one
+server gets `MAX_JOINS` attempts. A failure that the request may have caused is tried once more
+elsewhere: an answer there blames the workers of the failed attempt, another failure the request.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,13 +18,14 @@ Server = tuple[str, int | None]
 
 
 def server_of(worker: Worker) -> Server | None:
-    """The bootstrap server by which decode finds a prefill worker; None of others."""
+    """Return the bootstrap server of a prefill worker."""
     return (worker.bootstrap_host, worker.bootstrap_port) if worker.role is Role.PREFILL else None
 
 
 class FailedWorkers(msgspec.Struct):
-    """`num_deaths`: workers that the request may have ended; `num_errors`: failures that workers reported and lived; `num_own`: of
-    those, perhaps the request's own."""
+    """Failures of one request: `num_deaths` of workers, `num_errors` reported by live ones,
+    `num_own` of these perhaps caused by the request.
+    """
 
     last: CallFailed
     num_deaths: int = 0
@@ -37,7 +36,6 @@ class FailedWorkers(msgspec.Struct):
     _unjoined: dict[Server, int] = msgspec.field(default_factory=dict)
 
     def note(self, failure: CallFailed, workers: Sequence[Worker]) -> None:
-        """Record that `failure` ended the attempt at `workers`."""
         self.last = failure
         self.num_deaths += failure.is_death
         self.num_errors += failure.reason == "status" and not failure.is_death and not failure.draining
@@ -56,22 +54,21 @@ class FailedWorkers(msgspec.Struct):
 
     @property
     def is_own(self) -> bool:
-        """Whether different workers failed alike: the request is to blame."""
+        """True if different workers failed alike."""
         return self.num_own > 1
 
     def decides_nothing(self, workers: Iterable[Worker]) -> bool:
-        """Whether another try at `workers` could not show whose failure the last one was: all of them had it."""
+        """Return whether all of `workers` had the last failure: another try would prove nothing."""
         return self.last.is_own and all(w.worker_id in self._suspects for w in workers)
 
     def take_suspects(self, answering: Iterable[Worker]) -> list[Worker]:
-        """Return, once, the workers whose failure it was, since `answering` have the answer."""
+        """Return, once, the workers to blame, as `answering` succeeded."""
         suspects, self._suspects = self._suspects, {}
         for worker in answering:
             suspects.pop(worker.worker_id, None)
         return list(suspects.values())
 
     def best_of(self, alive: Pool) -> Pool:
-        """Return the workers of `alive` (one role) to try next."""
         if not self._unjoined:
             return [w for w in alive if w.worker_id not in self._failed] or alive
         left = [w for w in alive if self._num_unjoined(w) < MAX_JOINS]
@@ -79,6 +76,5 @@ class FailedWorkers(msgspec.Struct):
         return [w for w in fresh if not self._num_unjoined(w)] or fresh or left
 
     def _num_unjoined(self, worker: Worker) -> int:
-        """Attempts that could not be joined at its bootstrap server."""
         server = server_of(worker)
         return 0 if server is None else self._unjoined.get(server, 0)

@@ -1,7 +1,7 @@
 """One attempt of a request at a prefill and a decode worker, or at one worker.
 
-The first failure ends both calls of an attempt; decode's answer is the client's. No tasks: both answers
-wake one waiter (`HttpReply.listener`).
+Both answers wake one waiter, without tasks. The first failure ends both calls. The client gets
+decode's answer.
 """
 
 import asyncio
@@ -25,16 +25,16 @@ from service.security.secret import VOUCHER_HEADER, vouch
 from service.waiter import Waiter
 
 TAIL_S = 5.0  # how long prefill may take to end its own answer after the client has all of decode's
-GOING = 503  # the answer of a worker that ends, or whose engine died
+GOING = 503  # status of a worker that is ending, or whose engine died
 ROOM_BITS = 63
 MAX_LIVE_ROOMS = 1 << 20
 
 
 class RoomMinter:
-    """Mints the numbers under which the two halves of a request meet. `draw(bits)`: an unpredictable integer in [0, 2**bits).
+    """Mints bootstrap rooms. `draw(bits)` returns an unpredictable integer of so many bits.
 
-    A room is never 0 (SGLang's prefill never completes room 0), and never equal to a live one: two live requests in one room
-    would mix their KV.
+    A room is never 0 (SGLang's prefill never completes room 0) nor equal to a live one, which would
+    mix the KV of two requests.
     """
 
     def __init__(self, draw: Callable[[int], int] = secrets.randbits) -> None:
@@ -48,7 +48,7 @@ class RoomMinter:
         return tuple([self._mint_one() for _ in range(count)])
 
     def mint_at(self, rank: int, num_ranks: int, count: int) -> tuple[int, ...]:
-        """Mint rooms of one DP rank of a prefill worker: those that leave `rank` when divided by `num_ranks`."""
+        """Mint rooms whose remainder by `num_ranks` is `rank`, the DP rank of a prefill worker."""
         assert 0 <= rank < num_ranks, (rank, num_ranks)
         return tuple([self._mint_one(rank, num_ranks) for _ in range(count)])
 
@@ -73,11 +73,10 @@ class RoomMinter:
 
 @dataclass(eq=False, kw_only=True)
 class PairAttempt:
-    """Owns rooms, leases and calls: `end` gives all of them back, and must be called.
+    """One attempt; owns rooms, leases and calls. `end` releases them and must be called.
 
-    `encoding`: leases of the encoder workers of its images. `prefill` is None at a single worker.
-    `waits_for_prefill`: the answer needs the whole of prefill's. `waiter` wakes when `settled` may have
-    changed. `refused`: by prefill, after the answer had begun.
+    `prefill` is None at a single worker. `waits_for_prefill`: the client's answer needs prefill's.
+    `waiter` wakes when `settled` may have changed. `refused`: by prefill after the answer started.
     """
 
     launcher: "AttemptLauncher"
@@ -110,7 +109,7 @@ class PairAttempt:
         return (self.answering,) if self.prefill is None else (self.prefill, self.answering)
 
     def settled(self) -> bool:
-        """Whether the answer has begun (and prefill's is whole, if it is needed). `CallFailed` of the call that failed."""
+        """Return whether the answer has started. Raises CallFailed."""
         if not self._is_decided():
             return False
         failures = [failure for call in self.calls if (failure := call.failure()) is not None]
@@ -119,22 +118,22 @@ class PairAttempt:
         return True
 
     def stay(self) -> None:
-        """Keep its calls at workers that are silent, until the answer begins: no attempt is left that could do better."""
+        """Keep the calls at silent workers until the answer starts: no attempt is left."""
         for call in self.calls:
             call.goes_on = stays
 
     def begin_answer(self) -> None:
-        """Release the prefill worker: decode would not have begun before the prompt was computed."""
+        """Release the prefill worker: decode only answers a computed prompt."""
         self.answering.goes_on = stays
         if self.prefill is not None:
             self.prefill.goes_on = stays
         self._end_prompt()
 
     def watch_prefill(self, on_failure: Callable[[CallFailed], None]) -> None:
-        """Report a failure of prefill from now on, while the client gets decode's stream.
+        """Report later failures of prefill, while the client reads decode's stream.
 
-        If prefill *refuses* the request (an HTTP error), decode's stream is cut, and `refused` says why. After a broken
-        connection, or 503 of a worker that ends, decode may have all it needs, and knows whether it has.
+        An HTTP error of prefill cuts the stream (`refused`). After a lost connection, or 503 of an
+        ending worker, decode may have all KV, and decides.
         """
         self._on_late_failure = on_failure
 
@@ -144,7 +143,6 @@ class PairAttempt:
             asyncio.get_running_loop().call_later(TAIL_S, self.prefill.reply.close)
 
     def close(self) -> None:
-        """End the calls that still run, unless the attempt is complete."""
         if not self._closed:
             self._closed = True
             for call in self.calls:
@@ -167,18 +165,16 @@ class PairAttempt:
                 launcher.on_prefill_ended(self)
 
     def _end_prompt(self) -> None:
-        """Give back what computes the prompt: that is over."""
         for lease in (*self.encoding, *(self.leases[:1] if self.prefill is not None else ())):
             self.launcher.table.loads.release(lease)
 
     def _is_decided(self) -> bool:
-        """Whether there is an answer, or will be none."""
         if self.answering.begun and (self.prefill is None or self.prefill.ended or not self.waits_for_prefill):
             return True
         return any([call.failure() is not None for call in self.calls])
 
     def _ring(self) -> None:
-        """Wake the waiter only once it is decided: a good end of prefill comes first and decides nothing."""
+        """Wake the waiter once decided. A good end of prefill comes first and decides nothing."""
         if self.waiter.is_waiting and self._is_decided():
             self.waiter.wake()
 
@@ -201,16 +197,13 @@ class PairAttempt:
 
 
 def _severity(failure: CallFailed) -> tuple[bool, bool]:
-    """If both calls fail, report the final error first, then a lost connection, then the peer's complaint about it."""
+    """Sort final errors first, then lost connections, then complaints about the peer."""
     return failure.retryable and not failure.is_own, failure.reason == "status"
 
 
 @dataclass(eq=False, kw_only=True)
 class AttemptLauncher:
-    """Begins attempts. `tails`: ended ones whose prefill call still runs; `close` ends those calls. `prefixes`: None: workers exchange none.
-
-    `encoders`: None: images are computed where their prompts are.
-    """
+    """Starts attempts. `tails`: ended ones whose prefill call still runs, until `close`."""
 
     table: WorkerTable
     rooms: RoomMinter
@@ -272,9 +265,10 @@ class AttemptLauncher:
     def begin_rest(
         self, request: RequestContext, placement: Placement, *, prefill: Worker, rooms: Sequence[int]
     ) -> PairAttempt:
-        """Begin at a decode worker that gets the KV from another one, in `rooms`, which the caller owns.
+        """Start at a decode worker that takes the KV over from another one, in `rooms` of the
+        caller.
 
-        `prefill`: of the pair before, whose bootstrap server it asks if it has to give the KV up.
+        `prefill` is of the former pair: a retracted request gets its KV there.
         """
         now_s, worker, parsed = self.clock(), placement.worker, request.parsed
         headers = request.headers_at(now_s)
@@ -297,7 +291,7 @@ class AttemptLauncher:
         return attempt
 
     async def until_begun(self, request: RequestContext, attempt: PairAttempt) -> None:
-        """Wait until the answer begins. `CallFailed`: it will not, and observers were notified."""
+        """Wait until the answer starts. Raises CallFailed after notifying observers."""
         try:
             while not attempt.settled():
                 await attempt.waiter.wait()
@@ -310,7 +304,6 @@ class AttemptLauncher:
             notify(request, attempt, attempt.started_s)
 
     def close(self) -> None:
-        """End the prefill calls that outlive their attempts."""
         for attempt in tuple(self.tails):
             if attempt.prefill is not None:
                 attempt.prefill.reply.close()
@@ -328,14 +321,13 @@ class AttemptLauncher:
         self.rooms.release(attempt.rooms)
 
     def _rooms(self, request: RequestContext, prefill: Worker) -> tuple[int, ...]:
-        """Rooms of the DP rank that the request names: a prefill worker finds a room's rank by its number."""
+        """Mint rooms of the request's DP rank, which prefill derives from the room."""
         rank, num_ranks, count = request.dp_rank, prefill.ranks.dp, request.parsed.num_samples
         if rank is None or not 0 <= rank < num_ranks:
             return self.rooms.mint(count)
         return self.rooms.mint_at(rank, num_ranks, count)
 
     def _on_attempt_failed(self, request: RequestContext, attempt: PairAttempt, failure: CallFailed) -> None:
-        """Notify observers that `failure` ended `attempt` before its answer began."""
         request.note_failed(failure, attempt.workers)
         now_s = self.clock()
         for notify in self.events.on_attempt_failed:
@@ -343,7 +335,6 @@ class AttemptLauncher:
         self.on_call_failed(failure)
 
     def on_call_failed(self, failure: CallFailed) -> None:
-        """Tell all that a worker failed."""
         now_s = self.clock()
         for notify in self.events.on_call_failed:
             notify(failure, now_s)
@@ -363,7 +354,7 @@ class AttemptLauncher:
         return call
 
     def _vouched(self, headers: Mapping[str, str], prefill: Worker, rooms: Sequence[int]) -> Mapping[str, str]:
-        """Add a voucher for the bootstrap server that the body names, if the cluster has a secret."""
+        """Add a voucher for the body's bootstrap server, if the cluster has a secret."""
         secret, port = self.secret, prefill.bootstrap_port
         if secret is None or port is None:
             return headers
@@ -373,10 +364,7 @@ class AttemptLauncher:
 def _asked_of(
     worker: Worker, peer: Worker, parsed: ParsedBody, headers: Mapping[str, str]
 ) -> tuple[ParsedBody, Mapping[str, str]]:
-    """Return the body and headers for `worker`, one of a pair, of a request that names a DP rank.
-
-    The rank serves at both. A worker with a single rank beside one with several gets no rank.
-    """
+    """Drop the request's DP rank for a worker with a single rank whose peer has several."""
     if worker.ranks.dp > 1 or peer.ranks.dp == 1:
         return parsed, headers
     return without_dp_rank(parsed), {name: value for name, value in headers.items() if name != RANK_HEADER}

@@ -1,4 +1,4 @@
-"""One client's request while it is served: what it requests, what was decided, how far its answer is; times in its headers."""
+"""The state of one client request, and its deadline headers."""
 
 import asyncio
 import math
@@ -18,18 +18,18 @@ from service.http.keep_alive import KeepAlive
 
 TTFT_HEADER = "x-slo-ttft-ms"
 ITL_HEADER = "x-slo-itl-ms"
-LEAST_S = 0.001  # that a retry gives its workers: one may still be idle
+LEAST_S = 0.001  # least deadline of a retry: an idle worker may meet it
 
 
 class Slo(msgspec.Struct, frozen=True):
-    """Objectives of one request, in seconds; inf: none."""
+    """The SLO of one request, in seconds; inf for none."""
 
     ttft_s: float = math.inf
     itl_s: float = math.inf
 
 
 class AnswerKeeper(Protocol):
-    """Sees an answer before the client does: a whole one, or a stream's events. `close` follows, however it ended."""
+    """Observer of an answer before the client gets it. `close` follows in any case."""
 
     def on_answer(self, body: bytes) -> None: ...
     def on_events(self, events: bytes) -> None: ...
@@ -37,7 +37,7 @@ class AnswerKeeper(Protocol):
 
 
 class RequestContext(msgspec.Struct, kw_only=True, eq=False):
-    """One request from its arrival to the end of its answer. Times are the router's clock."""
+    """One request until its answer ends. Times are on the router's clock."""
 
     http: web.BaseRequest
     task: "asyncio.Task[object]"
@@ -46,56 +46,57 @@ class RequestContext(msgspec.Struct, kw_only=True, eq=False):
     started_s: float
     caller: str = ""  # the name of its key
 
-    # Read of the body and the headers.
+    # From the body and the headers.
     body: bytes = b""
     parsed: ParsedBody = ParsedBody(api=Api.GENERATE, fields={})
     hints: RoutingHints = RoutingHints()
-    slo: Slo | None = None  # None: no objectives
-    ways: tuple[Way, ...] = ()  # that it may go
-    dp_rank: int | None = None  # of both workers that is to serve it; None: any
-    model: str = ""  # that its workers must serve; "": any
-    images: tuple[str, ...] = ()  # digests of those in its body, in order of appearance
-    traceparent: str = ""  # sent to workers; "": the client's
+    slo: Slo | None = None  # None without SLO
+    ways: tuple[Way, ...] = ()  # allowed routes
+    dp_rank: int | None = None  # requested rank of both workers
+    model: str = ""  # required of its workers; empty for any
+    images: tuple[str, ...] = ()  # digests in order of appearance
+    traceparent: str = ""  # sent to workers; empty for the client's own
     headers: Mapping[str, str] = {}  # sent to workers
 
-    digest: str = ""  # of what the client sent; "": no one needs it
+    digest: str = ""  # of the client's body; empty if unused
     events_first: bytes = b""  # sent to the client before a worker's events
 
-    keeper: AnswerKeeper | None = None  # None: nothing is remembered of the answer
+    keeper: AnswerKeeper | None = None  # observes the answer
 
-    # So far.
-    failed: FailedWorkers | None = None  # None: no attempt has failed
+    # Progress.
+    failed: FailedWorkers | None = None  # None before the first failure
     first_byte_s: float | None = None
     last_byte_s: float = 0.0
     num_chunks: int = 0
-    failure: str = ""  # why the answer ended early, after its status had left
+    failure: str = ""  # why the answer ended early, after its status was sent
     handed_back: bool = False
     cut: Callable[[], None] | None = None  # closes the stream that the answer is read from
-    alive: KeepAlive | None = None  # keeps the client's stream open; None: nothing does
+    alive: KeepAlive | None = None  # keeps the client's stream open
 
     def headers_at(self, now_s: float) -> Mapping[str, str]:
-        """The headers of an attempt that begins then, when less of the client's time is left. They count milliseconds."""
+        """Return the headers of an attempt at `now_s`, with the remaining deadline."""
         elapsed_s = now_s - self.started_s
         return self.headers if elapsed_s < LEAST_S else less_time(self.headers, elapsed_s)
 
     def note_failed(self, failure: CallFailed, workers: Sequence[Worker]) -> None:
-        """Record that `failure` ended the attempt at `workers`: others come first for the next."""
         if self.failed is None:
             self.failed = FailedWorkers(failure)
         self.failed.note(failure, workers)
 
     def ends_workers(self, most: int) -> bool:
-        """Whether more than `most` workers died under it: it may be what they died of."""
+        """Return whether more than `most` workers died while serving it."""
         return self.failed is not None and self.failed.num_deaths > most
 
     def fails_by_itself(self, placements: Sequence[Placement] = ()) -> bool:
-        """Whether it is to blame for its failure, or an attempt at `placements` could not tell."""
+        """Return whether the request caused its failure, or an attempt at `placements` would prove
+        nothing.
+        """
         if self.failed is None:
             return False
         return self.failed.is_own or (bool(placements) and self.failed.decides_nothing(p.worker for p in placements))
 
     def hand_back(self) -> None:
-        """End it because the router ends: cut its stream, whose last event then says why, or cancel its handler."""
+        """End the request because the router ends: cut its stream or cancel its handler."""
         self.handed_back = True
         if self.cut is not None:
             self.cut()
@@ -103,21 +104,20 @@ class RequestContext(msgspec.Struct, kw_only=True, eq=False):
             self.task.cancel()
 
     def took_cancel(self) -> bool:
-        """In a handler that is being cancelled: whether `hand_back` did it (then the handler answers), not the client."""
+        """Return, in a cancelled handler, whether `hand_back` did it; then the handler answers."""
         if self.handed_back:
             self.task.uncancel()
         return self.handed_back
 
 
 def time_given(headers: Mapping[str, str]) -> float:
-    """Seconds that the client of a request with `headers` (names in lower case) will wait; inf: no limit."""
+    """Return the client's deadline in seconds by its headers (names in lower case), inf if none."""
     return min((value_s for name in UNITS_S if (value_s := _patience_s(headers, name)) is not None), default=math.inf)
 
 
 def less_time(headers: Mapping[str, str], elapsed_s: float) -> dict[str, str]:
-    """`headers` (of the first attempt, names in lower case) for one that begins `elapsed_s` later.
-
-    What is no number passes as it is: the worker refuses it.
+    """Return the first attempt's `headers` for one `elapsed_s` later. The worker refuses bad
+    numbers.
     """
     left = dict(headers)
     for name, unit_s in UNITS_S.items():
@@ -133,7 +133,7 @@ def _patience_s(headers: Mapping[str, str], name: str) -> float | None:
 
 
 def milliseconds(headers: Mapping[str, str], name: str) -> float | None:
-    """A header's number above 0, in seconds; None without it. `BadBody`."""
+    """Return a header of milliseconds in seconds. Raises BadBody."""
     text = headers.get(name)
     if text is None:
         return None

@@ -1,4 +1,4 @@
-"""One HTTP request to one worker and its answer; its failures, by kind, and where they are reported."""
+"""One HTTP request to one worker, its answer, and its failures by kind."""
 
 import logging
 import math
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-UNJOINED = 502  # what a decode worker answers when it could not find or reach the prefill worker
+UNJOINED = 502  # status of a decode worker that could not find or reach the prefill worker
 _IN_PIECES = (*STREAM_TYPES, FRAMES_TYPE)
 _FAULTS = frozenset((500, UNJOINED, 503))
-MOVED = "moved"  # reason of an answer that has left its worker, whose KV waits there for another one
+MOVED = "moved"  # reason of an answer that was migrated: its KV waits there for another worker
 
 
 class CallFailed(Exception):
-    """`reason`: that of `UpstreamError`, MOVED, or "status": an HTTP error, whole in `status`, `headers`, `body`."""
+    """A failed call. `reason`: as UpstreamError, MOVED, or "status" for an HTTP error."""
 
     def __init__(
         self,
@@ -55,21 +55,21 @@ class CallFailed(Exception):
 
     @property
     def unjoined(self) -> bool:
-        """Decode could not reach its prefill worker. The answer does not say which side failed."""
+        """True if decode could not reach prefill; either may be at fault."""
         return self.status == UNJOINED and self.worker.role is Role.DECODE
 
     @property
     def is_own(self) -> bool:
-        """Perhaps the request's own, as its worker says, which serves others. What another worker makes of it decides."""
+        """True if the worker blames the request. Another worker's answer decides."""
         return self.status == 500 and says_request_failed(self.body)
 
     @property
     def is_fault(self) -> bool:
-        """The worker's own, for its circuit.
+        """True for a fault of the worker, which its circuit counts.
 
-        Faults of the request or its client (4xx; 504: its own deadline), back-pressure (503 with Retry-After), an orderly end, a
-        call given up because health checks found the worker dead, and an unreachable prefill worker do not count. What may be the request's
-        own failure counts once another worker has answered it (`circuit_blamed`).
+        Not counted: errors of the client (4xx; 504), back-pressure (503 with Retry-After), an
+        orderly end, calls given up by health checks, an unreachable prefill worker. A failure that
+        may be the request's counts once another worker has answered it (`circuit_blamed`).
         """
         if self.reason != "status":
             return self.reason in ("refused", "lost", "timeout")
@@ -79,24 +79,24 @@ class CallFailed(Exception):
 
     @property
     def is_death(self) -> bool:
-        """The worker, or its engine, died with the request in its hands. One that is silent may be slow: no request is to blame."""
+        """True if the worker died with the request. A silent one may only be slow."""
         return self.reason == "lost" or (self.status == 503 and self.is_fault)
 
     @property
     def retryable(self) -> bool:
-        """Another worker may do better. Back-pressure and bad requests (4xx) are the client's to handle."""
+        """True if another worker may succeed. The client handles back-pressure and bad requests."""
         return self.reason in ("refused", "lost", "down", MOVED) or self.status in _FAULTS
 
 
 class UpstreamCall:
-    """One request to one worker, under way. `stream`: its answer may be passed on as it comes."""
+    """One running request to one worker. `stream` permits passing its answer on as it comes."""
 
     def __init__(self, worker: Worker, reply: HttpReply, *, stream: bool) -> None:
         self.worker = worker
         self.reply = reply
         self._stream = stream
         self._failure: CallFailed | None = None
-        # Once its client has a part of the answer, or no longer waits for it: whether another worker can do the rest.
+        # Set once the client has a part of the answer: returns whether another worker can continue it.
         self.goes_on: Callable[[], bool] | None = None
         self.rooms_to_leave: Callable[[], Mapping[str, int]] = dict
         self.names_owner = ""  # of the names of its samples
@@ -121,7 +121,7 @@ class UpstreamCall:
 
     @property
     def framed(self) -> bool:
-        """A whole answer, which takes long, behind frames (service/http/resume.py)."""
+        """True for a whole answer after frames (service/http/resume.py)."""
         return self._is_of((FRAMES_TYPE,))
 
     def _is_of(self, types: tuple[str, ...]) -> bool:
@@ -134,11 +134,11 @@ class UpstreamCall:
 
     @property
     def begun(self) -> bool:
-        """Whether the answer has begun: first bytes of a stream or frames, or the whole of any other answer."""
+        """True from the first bytes of a stream or frames, else at the end of the answer."""
         return self.reply.complete or (self.reply.num_buffered > 0 and self._is_of(_IN_PIECES))
 
     def failure(self) -> CallFailed | None:
-        """Return the failure before the answer began; later failures are for its reader."""
+        """Return the failure before the answer started. Later ones go to its reader."""
         if self._failure is None:
             self._failure = self._find_failure()
         return self._failure
@@ -159,30 +159,28 @@ class UpstreamCall:
 
     @property
     def waits_since_s(self) -> float | None:
-        """Return the loop's time of the last bytes, or of the call's begin; None: bytes are buffered."""
+        """Loop time of the last bytes, or of the start; None while bytes are buffered."""
         return None if self.reply.num_buffered else self.reply.received_s
 
     @property
     def last_byte_s(self) -> float:
-        """Return when the last bytes came (the loop's time); -inf: none did."""
         return self.reply.received_s if self.reply.status else -math.inf
 
     def give_up(self, why: str) -> None:
         self.reply.close(UpstreamError("down", why))
 
     def record_end(self, now_s: float) -> None:
-        """Report a good end to the worker's circuit; a fault was reported when it happened."""
+        """Report a good end to the circuit. Faults are reported as they happen."""
         if not self.worker.circuit.quiet and self.reply.complete and self.reply.status < 300:
             self.worker.circuit.record(Event.WELL, now_s)
 
 
 def stays() -> bool:
-    """No other worker can do the rest."""
     return False
 
 
 def broken_stream(worker: Worker, err: UpstreamError) -> CallFailed:
-    """The failure of an answer of which the client has a part."""
+    """Return the failure of an answer that the client has partly received."""
     if err.reason == "down":
         return CallFailed(worker, reason="down", detail=str(err))
     return CallFailed(worker, reason="lost", detail=f"the stream broke off: {err}")
@@ -203,7 +201,7 @@ def circuit_failed(failure: CallFailed, now_s: float) -> None:
 
 
 def circuit_blamed(request: "RequestContext", attempt: "PairAttempt", now_s: float) -> None:
-    """Report the workers at which the request failed: `attempt` has answered it, so the failure was theirs."""
+    """Record a fault of the workers that failed the request which `attempt` answered."""
     if request.failed is not None:
         for worker in request.failed.take_suspects(attempt.workers):
             worker.circuit.record(Event.FAULT, now_s)

@@ -1,1 +1,1 @@
-"""Which worker gets a request: policies, prefixes that workers hold, KV events."""
+"""Choice of workers: policies, prefix index, KV events."""

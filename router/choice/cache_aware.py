@@ -1,13 +1,14 @@
-"""The cache-aware policy: a prompt goes where it is computed soonest, counting what is cached of it. Pure.
+"""The cache-aware policy: the worker that computes the prompt soonest, given its cached prefix.
+Pure.
 
-    cost(worker) = tokens that wait there to be computed - weight * tokens of the prompt that it has cached
-    weight       = 1 + RECOMPUTE_WEIGHT * requests at the worker that has the fewest (prefill and unified workers)
+    cost(worker) = tokens queued there for prefill - weight * cached tokens of the prompt
+    weight       = 1 + RECOMPUTE_WEIGHT * fewest requests at any worker (prefill and unified workers)
 
-The least cost wins. On an idle worker a prefix is computed again at no cost to others; where all have queues that delays every request
-behind it, so the weight grows with the queues (docs/router.md: on the Mooncake traces at twice their rate the median first token came
-eight times later without; between 1 and 16 the constant makes little difference). Decode does not compute prompts: a prefix cached
-there spares memory and a transfer, so its weight is 1. SGLang's thresholds apply: a match below
-`cache_threshold` of the prompt is none, and beyond both balance thresholds the load alone decides.
+The least cost wins. Recomputing a prefix on an idle worker delays no one, so the weight grows with
+the queues (docs/router.md: without it the median TTFT was eight times higher on the Mooncake traces
+at twice their rate). In decode a cached prefix only saves memory and a transfer: weight 1. SGLang's
+thresholds apply: a match below `cache_threshold` is ignored, and beyond both balance thresholds
+only the load decides.
 """
 
 from bisect import bisect_left
@@ -36,8 +37,6 @@ RECOMPUTE_WEIGHT = 4
 
 @dataclass(eq=False)
 class CacheAware(Policy):
-    """`index` is this policy's own; KV events may feed it, too."""
-
     index: PrefixIndex
     flags: ChoiceFlags
 
@@ -57,14 +56,16 @@ class CacheAware(Policy):
             self.index.touch(choice.worker.worker_id, hints.keys)
 
     def _few(self, pool: Pool, matched: PrefixMatch, hints: RoutingHints, count: int) -> Pool:
-        """Return the pool; of a large one `count` random workers, and `DRAWN` with most of the prompt."""
+        """Return the pool; of a large one `count` random workers and `DRAWN` with the longest
+        matches.
+        """
         few = few_of(pool, self.draw, count)
         if len(pool) <= SCANNED or not matched.groups:
             return few
         return sorted({*few, *islice(self._holders(pool, matched, hints), DRAWN)}, key=worker_id_of)
 
     def _holders(self, pool: Pool, matched: PrefixMatch, hints: RoutingHints) -> Iterator[Worker]:
-        """Yield workers of `pool` with a worthy match, the longest first, ties from a random place on."""
+        """Yield workers above `cache_threshold`, longest match first, ties from a random start."""
         start = self.draw(matched.num_places)
         worthy = [bits for depth, bits in reversed(matched.groups) if self._is_worthy(depth, hints)]
         ids = (worker_id for bits in worthy for worker_id in matched.ids(bits, start))
@@ -82,7 +83,7 @@ class CacheAware(Policy):
         if not matched.groups or unbalanced(shortest, max(queues), self.flags):
             return least_loaded(workers)
         weight = 1 if workers[0].role is Role.DECODE else 1 + RECOMPUTE_WEIGHT * shortest
-        worths = {  # tokens of wait that the match is worth, by id
+        worths = {  # tokens of wait that offset the match, by id
             worker_id: weight * depth * BLOCK_TOKENS
             for depth, bits in matched.groups
             if self._is_worthy(depth, hints)
@@ -97,10 +98,9 @@ class CacheAware(Policy):
 
 
 def unbalanced(shortest: int, longest: int, flags: ChoiceFlags) -> bool:
-    """Whether queue lengths differ by more than both balance thresholds."""
     return longest - shortest > flags.balance_abs_threshold and longest > flags.balance_rel_threshold * shortest
 
 
 def cached_of(matched: PrefixMatch, worker: Worker, hints: RoutingHints) -> int:
-    """Tokens of the prompt that `worker` has cached; the last token is always computed."""
+    """Return the cached tokens of the prompt. The last token is always computed."""
     return max(0, min(matched.depth(worker.worker_id) * BLOCK_TOKENS, hints.prompt_tokens - 1))

@@ -1,4 +1,4 @@
-"""Chooses the workers of a request by one policy per role, and reads what the policies need of the request. Pure."""
+"""One policy per role, and the hints that policies need from a request. Pure."""
 
 from collections.abc import Mapping
 
@@ -23,10 +23,10 @@ from router.pool.worker import Role, Worker
 from service.http.json_depth import decode_or_none
 from service.prefix_chain import BLOCK_BYTES
 
-# In the order of precedence, headers first.
+# In order of precedence, headers before fields.
 SESSION_HEADERS = ("X-Session-Id", "X-SMG-Routing-Key")
 SESSION_FIELDS = ("session_params", "session_id", "routing_key", "prompt_cache_key", "user")
-MAX_SESSION_CHARS = 1024  # of what is hashed
+MAX_SESSION_CHARS = 1024  # of a hashed session
 
 
 class _SessionParams(msgspec.Struct):
@@ -52,7 +52,6 @@ class Chooser:
         return policy.index if isinstance(policy, CacheAware) else None
 
     def forget(self, worker: Worker) -> None:
-        """The worker left, or lost its cache."""
         index = self.cache_of(worker.role)
         if index is not None:
             index.forget(worker.worker_id)

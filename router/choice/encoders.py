@@ -1,8 +1,7 @@
-"""Which encoder worker computes the features of an image. Pure.
+"""Choice of the encoder worker of an image. Pure.
 
-An image belongs to one worker of the pool (`owner`), in every router and after each restart: its
-features are cached there. While that one has clearly more to do than the least loaded, this one takes
-it: so an image that all request at once spreads over the pool.
+Each image has an owner by rendezvous hashing, the same in all routers, which caches its features.
+If the owner is clearly busier than the least loaded worker, the latter takes the image.
 """
 
 from collections import Counter
@@ -15,18 +14,16 @@ from router.pool.reports import fetches_features, parse_encoder
 from router.pool.worker import Pool, Worker
 from service.http.image_encoders import ImageEncoder
 
-SLACK_TOKENS = 4 * TOKENS_PER_IMAGE  # by which an image's own worker may be busier than the least loaded
+SLACK_TOKENS = 4 * TOKENS_PER_IMAGE  # by which an image's owner may be busier than the least loaded
 
 
 class EncoderChoice(NamedTuple):
-    """`is_owner`: the image belongs to `worker`."""
-
     worker: Worker
     is_owner: bool
 
 
 class Encoders:
-    """The addresses of encoder workers, and the workers that ask them (--feature-fetch), as they report."""
+    """Reported addresses of encoder workers, and the workers that fetch features (--feature-fetch)."""
 
     def __init__(self) -> None:
         self._at: dict[int, ImageEncoder] = {}
@@ -47,17 +44,17 @@ class Encoders:
         return worker.worker_id in self._asking
 
     def avoided_by(self, worker: Worker) -> set[int]:
-        """Return the ids of those that `worker` asks for nothing at present: they were late, or it could not reach them."""
+        """Return the ids of encoder workers that `worker` avoids as late or unreachable."""
         avoided = () if worker.report is None else worker.report.avoided_encoders
         return {worker_id for worker_id, at in self._at.items() if at.control in avoided} if avoided else set()
 
     def at(self, worker: Worker) -> ImageEncoder | None:
-        """None: it was restarted, and has not been asked since."""
+        """Return its address, None if it has not reported since a restart."""
         return self._at.get(worker.worker_id)
 
 
 def choose_encoders(digests: Iterable[str], pool: Pool) -> dict[str, EncoderChoice]:
-    """Choose a worker of `pool` (not empty) for each image of a request, equal ones once. Their load includes those chosen before."""
+    """Choose a worker of `pool` for each distinct image. Loads include images just assigned."""
     planned: Counter[int] = Counter()  # tokens, by id of the worker
     found: dict[str, EncoderChoice] = {}
     for digest in dict.fromkeys(digests):

@@ -1,8 +1,8 @@
-"""Receives the workers' KV events (ZMQ) for the prefix index of a cache-aware policy.
+"""Subscriber of the workers' KV events (ZMQ), for the prefix index of a cache-aware policy.
 
-Missed events, at the start as well, are requested at the worker's replay address, of a few workers at a time; without one the known prefixes
-are dropped. Sockets are read in the event loop, in turns (`_Turns`), so that requests come between them; what a router cannot read in time
-waits in the sockets, up to `RECEIVE_HWM` messages of each worker, and is then lost, seen as a gap, and requested.
+Missed events are requested at the worker's replay address; without one its prefixes are dropped.
+The event loop reads sockets in small portions (`_Turns`), so that requests run in between. Messages
+beyond `RECEIVE_HWM` per worker are lost, seen as a gap, and requested.
 """
 
 import asyncio
@@ -37,10 +37,10 @@ from service.waiter import Waiter, end_tasks
 log = logging.getLogger(__name__)
 
 REPLAY_TIMEOUT_S = 5.0
-RECEIVE_HWM = 256  # messages of a worker that wait here
-TURN_S = 0.002  # of the event loop, in a row
+RECEIVE_HWM = 256  # waiting messages of a worker
+TURN_S = 0.002  # of the event loop at once
 MOST_REPLAYS = 32  # at a time
-SOCKETS_EACH = 4  # a worker has one, and one more while it replays; one that is gone may close later
+SOCKETS_EACH = 4  # one, another during a replay, and those of gone workers, which close later
 
 
 Message = tuple[int, Sequence[AnyEvent]]  # number, events
@@ -48,7 +48,7 @@ Message = tuple[int, Sequence[AnyEvent]]  # number, events
 
 @dataclass(eq=False, kw_only=True)
 class KVEventFeed:
-    """`secret`: the cluster's, for workers that ask for it."""
+    """Subscriptions by worker. `secret`: the cluster's, for workers with CURVE."""
 
     chooser: Chooser
     secret: bytes | None
@@ -59,7 +59,6 @@ class KVEventFeed:
     _followers: dict[int, "_Follower"] = field(default_factory=dict)
 
     def on_info(self, worker: Worker, info: object) -> None:
-        """Follow the events of a worker by its `/server_info`, or those at its new address."""
         index = self.chooser.cache_of(worker.role) if self.enabled else None
         source = parse_event_source(info, url_host=worker.url_host) if index is not None else None
         follower = self._followers.get(worker.worker_id)
@@ -73,9 +72,7 @@ class KVEventFeed:
             return
         if self._context is None:
             self._context = zmq.asyncio.Context()
-            self._context.set(
-                zmq.MAX_SOCKETS, SOCKETS_EACH * MAX_WORKERS
-            )  # by default a thousand, then opening one fails
+            self._context.set(zmq.MAX_SOCKETS, SOCKETS_EACH * MAX_WORKERS)  # the default of a thousand is too few
         view = WorkerCacheView(index, worker.worker_id, named=source.named)
         secret = self.secret if source.curve else None
         decode = decode_names if source.named else decode_events
@@ -92,7 +89,6 @@ class KVEventFeed:
         return None if index is None else index.num_blocks(worker.worker_id)
 
     def view_of(self, worker: Worker) -> WorkerCacheView | None:
-        """The cache by the worker's events; None: it is not followed."""
         follower = self._followers.get(worker.worker_id)
         return None if follower is None else follower.view
 
@@ -121,7 +117,7 @@ class _Follower:
     task: "asyncio.Task[None] | None" = None
 
     async def run(self) -> None:
-        """Follow the worker until cancelled. Messages wait in the socket while older ones are replayed."""
+        """Follow the worker until cancelled. Messages wait in the socket during a replay."""
         with self._socket(zmq.SUB, self.source.endpoint, _plain_socket) as sub:
             sub.subscribe(self.source.topic.encode())
             await self._catch_up(0)
@@ -136,7 +132,7 @@ class _Follower:
                 reader.close()
 
     def _read(self, frames: list[bytes]) -> "Message | None":
-        """Take a message; returned if older ones are missing."""
+        """Apply a message, or return it if older ones are missing."""
         try:
             seq, events = read_message(frames, self.decode)
         except BadEvent as error:
@@ -146,7 +142,6 @@ class _Follower:
         return None if self.view.on_message(seq, events) is None else (seq, events)
 
     async def _catch_up(self, start: int) -> None:
-        """Read messages from `start` on, as far as the worker still has them."""
         if self.source.replay_endpoint is None:
             return
         async with self.replays:
@@ -176,12 +171,12 @@ class _Follower:
 
 
 def _plain_socket(context: zmq.Context[Any], kind: int) -> zmq.Socket[Any]:
-    """One without tasks and futures, which cost more than most messages do."""
+    """A socket without tasks and futures, which cost more than most messages."""
     return zmq.Socket(context, kind)
 
 
 class _Reader:
-    """Reads a socket in the event loop: `take` receives each message, until it returns one before which others are missing (`gap`)."""
+    """Reads a socket in the event loop: each message goes to `take`, which returns one after a gap."""
 
     def __init__(self, sock: Any, take: Callable[[list[bytes]], Message | None], turns: "_Turns") -> None:
         self._sock, self._take, self._turns = sock, take, turns
@@ -192,10 +187,10 @@ class _Reader:
         self._file = sock.getsockopt(zmq.FD)
 
     async def gap(self) -> Message:
-        """Go on reading, until there is a gap."""
+        """Read until messages are missing; return the first one after them."""
         self._reads = True
         self._loop.add_reader(self._file, self._turns.add, self)
-        self._turns.add(self)  # the descriptor tells only of what comes from now on
+        self._turns.add(self)  # the descriptor only signals later messages
         while self._gap is None:
             await self._waiter.wait()
         found, self._gap = self._gap, None
@@ -207,7 +202,7 @@ class _Reader:
             self._loop.remove_reader(self._file)
 
     def read_one(self) -> bool:
-        """Whether there may be more."""
+        """Read a message; return whether there may be more."""
         if not self._reads:
             return False
         try:
@@ -216,16 +211,14 @@ class _Reader:
             return False
         self._gap = self._take(frames)
         if self._gap is None:
-            return bool(self._sock.getsockopt(zmq.EVENTS) & zmq.POLLIN)  # a third of what an empty read costs
+            return bool(self._sock.getsockopt(zmq.EVENTS) & zmq.POLLIN)  # a third of the cost of an empty read
         self.close()
         self._waiter.wake()
         return False
 
 
 class _Turns:
-    """The readers that may have messages. Each reads one, then the next; after `TURN_S` all rest as long, so that at most a half of the
-    loop's time goes there.
-    """
+    """Round robin over readers, one message each. After `TURN_S` all rest as long."""
 
     def __init__(self) -> None:
         self._ready: dict[_Reader, None] = {}

@@ -1,7 +1,7 @@
 """One worker's prefix cache by its KV events, entered into the prefix index. Pure.
 
-Messages are numbered. `on_message` returns from where on they are missing; the reader of the sockets requests them (`on_replay`)
-or drops the view (`lose`).
+`on_message` returns the start of a gap; its reader requests the missing messages (`on_replay`) or
+drops the view (`lose`).
 """
 
 from collections.abc import Sequence
@@ -13,13 +13,13 @@ from service.prefix_chain import BLOCK_TOKENS, block_names
 
 
 class WorkerCacheView:
-    """`whole`: every event since the worker's cache was empty is known. `named`: the worker's hashes are our keys (NamesStored)."""
+    """`whole`: every event since the cache was empty is known. `named`: its hashes are our keys."""
 
     def __init__(self, index: PrefixIndex, worker_id: int, *, named: bool = False) -> None:
         self._index = index
         self._worker_id = worker_id
         self._blocks: NamedBlocks | TokenBlocks = (NamedBlocks if named else TokenBlocks)(index, worker_id)
-        self.next = 0  # number of the first message that is not known
+        self.next = 0  # number of the first unknown message
         self._last_live = -1
         self.whole = True
         self.num_gaps = 0
@@ -30,8 +30,8 @@ class WorkerCacheView:
         return self._blocks.num_tokens
 
     def on_message(self, seq: int, events: Sequence[AnyEvent]) -> int | None:
-        """Take a published message. Returns the number from which on messages are missing, this one included; None: none are."""
-        if seq <= self._last_live:  # numbers only grow: the worker has restarted
+        """Apply a published message, or return the first missing number before it."""
+        if seq <= self._last_live:  # numbers only grow, so the worker has restarted
             self._clear()
             self.next, self._last_live, self.whole = 0, -1, True
         if seq > self.next:
@@ -42,14 +42,14 @@ class WorkerCacheView:
         return None
 
     def on_replay(self, seq: int, events: Sequence[AnyEvent]) -> None:
-        """Take a message that was requested; unknown older ones are lost."""
+        """Apply a requested message. Unknown older ones are lost."""
         if seq > self.next:
             self.lose()
         if seq >= self.next:
             self._apply(seq, events)
 
     def skip_to(self, seq: int) -> None:
-        """Messages before `seq` cannot be had: drop everything and expect `seq`."""
+        """Drop everything and expect `seq`: earlier messages are unavailable."""
         if seq > self.next:
             self.lose()
             self.next = seq
@@ -77,14 +77,14 @@ class WorkerCacheView:
                 case AllBlocksCleared():
                     self._clear()
                     self.whole = True
-        if removed and self.whole:  # text that we sent there is a guess: no more of it than fits
+        if removed and self.whole:  # prompts sent there are only presumed cached: at most as many as fit
             self._index.shrink(self._worker_id, -(-self._blocks.num_tokens // BLOCK_TOKENS))
 
 
 class NamedBlocks:
-    """The blocks of a worker that uses our own keys as hashes (service/prefix_chain.py).
+    """Blocks of a worker whose hashes are our keys (service/prefix_chain.py).
 
-    They enter the index as they are. `num_tokens`: what came and did not go; exact while no event is missing.
+    `num_tokens` is exact while no event is missing.
     """
 
     def __init__(self, index: PrefixIndex, worker_id: int) -> None:
@@ -94,7 +94,7 @@ class NamedBlocks:
         self.num_tokens = 0
 
     def store(self, event: BlockStored | NamesStored) -> None:
-        """Take new blocks. Those of an adapter are in no index: requests may name it otherwise."""
+        """Add blocks; those of an adapter stay out of the index, as requests may name it otherwise."""
         assert isinstance(event, NamesStored)
         self._size = event.block_size
         self.num_tokens += self._size * len(event.block_hashes)

@@ -1,14 +1,13 @@
-"""Policies choose the worker of the next request. Pure. Names follow SGLang's router (docs/router.md).
+"""Policies choose the worker of the next request. Pure. Names follow SGLang's router
+(docs/router.md).
 
-Load is what a role runs out of first:
+    load of prefill, encode   tokens queued for computation and in no cache
+    load of decode, unified   KV that requests will hold at their end, as a share of capacity if all
+                              workers report theirs
 
-    prefill, encode   tokens, of prompts or of images, that wait to be computed and are in no cache
-    decode, unified   KV that requests will hold when they end, as a share of capacity where all
-                      workers report theirs
-
-A policy compares all workers of a pool of up to `SCANNED`, and `DRAWN` random ones of a larger pool.
-The best of d random workers is nearly as lightly loaded as the best of all: Mitzenmacher, "The power of
-two choices in randomized load balancing", IEEE TPDS 12(10), 2001. Measured: docs/reports/benchmarks.md.
+A policy compares all workers of a pool of up to `SCANNED`, else `DRAWN` random ones: the best of d
+random workers is nearly as lightly loaded as the best of all (Mitzenmacher, "The power of two
+choices in randomized load balancing", IEEE TPDS 12(10), 2001; docs/reports/benchmarks.md).
 """
 
 from abc import ABC, abstractmethod
@@ -31,9 +30,8 @@ LoadKey = tuple[float, int, int, int]
 
 
 class RoutingHints(msgspec.Struct, frozen=True, kw_only=True):
-    """The properties of a request that a policy reads.
-
-    `keys`: of its prompt's prefixes. `session`: "" unknown. Both are empty if no policy needs them.
+    """Properties of a request that policies read: `keys` of its prompt's prefixes, and its
+    `session`, both empty if no policy needs them.
     """
 
     prompt_tokens: int = 0
@@ -43,31 +41,30 @@ class RoutingHints(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Placement(msgspec.Struct, frozen=True):
-    """`cached_tokens`: how much of the prompt the worker probably has cached."""
+    """A worker and the tokens of the prompt that it probably has cached."""
 
     worker: Worker
     cached_tokens: int = 0
 
 
 def cost_tokens(choice: Placement, hints: RoutingHints) -> int:
-    """Return the load of a request at its worker: for prefill tokens to compute, else all its KV."""
+    """Return the load of a request at its worker: tokens to compute for prefill, else all its KV."""
     if choice.worker.role is Role.PREFILL:
         return hints.prompt_tokens - choice.cached_tokens
     return hints.prompt_tokens + hints.output_tokens
 
 
 def load_key(worker: Worker) -> LoadKey:
-    """Order by tokens, then by live requests, requests so far, and age."""
     return (worker.load_tokens, worker.inflight_requests, worker.assigned_total, worker.worker_id)
 
 
 def share_key(worker: Worker) -> LoadKey:
-    """Order by the share of capacity, then as `load_key`. The capacity is known."""
+    """Order by the share of capacity (known), then as `load_key`."""
     return (worker.load_tokens / worker.capacity_tokens, *load_key(worker)[1:])
 
 
 def key_for(workers: Sequence[Worker]) -> Callable[[Worker], LoadKey]:
-    """Return the key to compare workers by: shares if they hold KV and all report a capacity."""
+    """Return the order of workers: by share if they hold KV and all report a capacity."""
     by_share = workers[0].role.holds_kv and all([worker.capacity_tokens > 0 for worker in workers])
     return share_key if by_share else load_key
 
@@ -77,16 +74,15 @@ def least_loaded(workers: Sequence[Worker]) -> Worker:
 
 
 def few_of(pool: Pool, draw: Draw, count: int = DRAWN) -> Pool:
-    """Return the whole pool if it has up to `SCANNED` workers, else at most `count` random ones."""
     size = len(pool)
     return pool if size <= SCANNED else [pool[at] for at in sorted({draw(size) for _ in range(count)})]
 
 
 def owner(pool: Pool, name: str) -> Worker:
-    """Return the worker that `name` (a session, an image) belongs to, the same in every router.
+    """Return the worker that owns `name` (a session, an image), the same in every router.
 
-    Rendezvous hashing (Thaler, Ravishankar, IEEE/ACM ToN 1998): the worker with the highest hash of both.
-    A worker that leaves moves its own names only; one that joins only takes.
+    Rendezvous hashing (Thaler, Ravishankar, IEEE/ACM ToN 1998): the worker with the highest hash of
+    both. A worker that leaves only moves its own names.
     """
     number = _hash64(name)
     scores = [number * _odd_hash(worker.url) & _MASK for worker in pool]
@@ -94,7 +90,6 @@ def owner(pool: Pool, name: str) -> Worker:
 
 
 def _hash64(text: str) -> int:
-    """Return a number of 64 bits, the same in every process."""
     return int.from_bytes(blake2b(text.encode(errors="replace"), digest_size=8).digest(), "big")
 
 
@@ -109,31 +104,30 @@ class Policy(ABC):
 
     @abstractmethod
     def look(self, pool: Pool, hints: RoutingHints) -> Placement:
-        """Find the worker of `pool` (at least one) to choose. Remember nothing: it may go elsewhere."""
+        """Choose a worker of `pool` (at least one), without recording the choice."""
 
-    def note(self, choice: Placement, hints: RoutingHints) -> None:  # noqa: B027 (most remember nothing)
-        """Remember that the request is sent there, as far as the policy remembers anything."""
+    def note(self, choice: Placement, hints: RoutingHints) -> None:  # noqa: B027 (most have no state)
+        """Record that the request is sent there."""
 
     def choose(self, pool: Pool, hints: RoutingHints) -> Placement:
-        """`look` and `note`."""
         choice = self.look(pool, hints)
         self.note(choice, hints)
         return choice
 
     def some(self, pool: Pool, hints: RoutingHints) -> list[Placement]:
-        """Return up to `SCANNED` workers of `pool` and what they have cached (router/admission/in_time.py)."""
+        """Return up to `SCANNED` workers of `pool` with their cached tokens
+        (router/admission/in_time.py).
+        """
         return [Placement(worker) for worker in few_of(pool, self.draw, SCANNED)]
 
 
 class LeastLoad(Policy):
-    """The least loaded."""
-
     def look(self, pool: Pool, hints: RoutingHints) -> Placement:
         return Placement(least_loaded(few_of(pool, self.draw)))
 
 
 class PowerOfTwo(Policy):
-    """The less loaded of two random workers: many routers do not all pick the same one."""
+    """The less loaded of two random workers, so that many routers do not all choose the same one."""
 
     def look(self, pool: Pool, hints: RoutingHints) -> Placement:
         if len(pool) == 1:
@@ -144,7 +138,7 @@ class PowerOfTwo(Policy):
 
 @dataclass(eq=False)
 class RoundRobin(Policy):
-    """The next worker by id after the last one of that role, so that workers that join or leave cause no skips."""
+    """The next worker by id after the last of that role, so that joins and exits skip none."""
 
     _last_id: dict[Role, int] = field(default_factory=dict)
 
@@ -157,14 +151,12 @@ class RoundRobin(Policy):
 
 
 class Random(Policy):
-    """Uniform."""
-
     def look(self, pool: Pool, hints: RoutingHints) -> Placement:
         return Placement(pool[self.draw(len(pool))])
 
 
 class ConsistentHashing(LeastLoad):
-    """A session goes to its `owner`, the same in every router; requests without one go by load."""
+    """The `owner` of a session. Requests without one go by load."""
 
     def look(self, pool: Pool, hints: RoutingHints) -> Placement:
         return Placement(owner(pool, hints.session)) if hints.session else super().look(pool, hints)

@@ -1,12 +1,12 @@
-"""Which worker has which prompt prefixes in its cache, as far as a router can know. Pure.
+"""Index of prompt prefixes cached at workers. Pure.
 
-One table for all workers: key of a prefix (router/choice/prefix_keys.py) -> a bit per worker. A key names everything before it, so
-this is the prefix tree, and a look-up walks one path of it for any number of workers.
+It maps the key of a prefix (prefix_keys.py) to a bit per worker. A key covers everything before it,
+so one walk along a prompt's keys matches all workers. SGLang's router has such a tree.
 
-    guessed    a request with this prefix was sent there; forgotten least recently used first, `max_blocks` per worker
-    reported   a KV event of the worker says so; another one will say when it is gone
+    guessed    a request with this prefix was sent there; LRU, `max_blocks` per worker
+    reported   by a KV event, until another one removes it
 
-A worker that leaves is ignored at once; its entries go a few with each later request. The tree is an idea of SGLang's router.
+A worker that leaves is ignored at once; each later request sweeps some of its entries.
 """
 
 from collections import OrderedDict
@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 
 Group = tuple[int, int]
 
-SWEEP = 256  # entries of workers that left, dropped by each request
+SWEEP = 256  # entries of gone workers that each request drops
 
 
 @dataclass(slots=True, eq=False)
 class _Part:
-    """The prefixes of one worker: the keys whose entry has `bit`."""
+    """The prefixes of one worker: keys whose entry has `bit`."""
 
     bit: int
     guessed: OrderedDict[Hashable, None] = field(default_factory=OrderedDict)  # least recently used first
@@ -29,7 +29,9 @@ class _Part:
 
 @dataclass(slots=True)
 class PrefixMatch:
-    """Valid until the index changes. `groups`: (number of prefixes, bits of the workers that have exactly that number), fewest first."""
+    """Workers by match length: `groups` of (number of prefixes, bits of workers with exactly so
+    many), shortest first. Valid until the index changes.
+    """
 
     groups: list[Group]
     _owner: Mapping[int, int]
@@ -47,11 +49,10 @@ class PrefixMatch:
 
     @property
     def num_places(self) -> int:
-        """The number of places that `ids` may start from."""
         return max(1, len(self._owner))
 
     def ids(self, bits: int, start: int = 0) -> Iterator[int]:
-        """Yield the workers of `bits`, from the place `start` on and round to it."""
+        """Yield the workers of `bits` in a circle from position `start`."""
         later = bits >> start << start
         for part in (later, bits ^ later):
             while part:
@@ -66,14 +67,14 @@ class PrefixIndex:
         self._max_blocks = max_blocks
         self._holders: dict[Hashable, int] = {}
         self._parts: dict[int, _Part] = {}
-        self._owner: dict[int, int] = {}  # bit position -> worker id, of live workers
+        self._owner: dict[int, int] = {}  # bit position -> id of a live worker
         self._live = 0  # their bits
         self._free: list[int] = []  # bit positions without entries
         self._num_bits = 0
         self._leaving: list[_Part] = []
 
     def match(self, keys: Sequence[Hashable]) -> PrefixMatch:
-        """Which workers have how many of `keys`, from the first."""
+        """Match `keys` from the first on."""
         groups: list[Group] = []
         holders, with_all = self._holders, self._live
         for depth, key in enumerate(keys):
@@ -89,7 +90,7 @@ class PrefixIndex:
         return PrefixMatch(groups, self._owner, self._parts)
 
     def touch(self, worker_id: int, keys: Sequence[Hashable]) -> None:
-        """Record that a request with these prefixes goes to this worker. The longest will be forgotten first."""
+        """Record that a request with these prefixes goes to the worker. The longest expires first."""
         part = self._part(worker_id)
         guessed, reported, holders, bit = part.guessed, part.reported, self._holders, part.bit
         for key in reversed(keys):
@@ -102,7 +103,6 @@ class PrefixIndex:
         self._sweep()
 
     def store(self, worker_id: int, key: Hashable) -> None:
-        """Record a prefix that the worker reports; no more than `max_blocks` of them."""
         self.store_all(worker_id, (key,))
 
     def store_all(self, worker_id: int, keys: Sequence[Hashable]) -> None:
@@ -114,11 +114,10 @@ class PrefixIndex:
             holders[key] = holders.get(key, 0) | bit
 
     def remove(self, worker_id: int, key: Hashable) -> None:
-        """The worker reports that a prefix is gone."""
         self.remove_all(worker_id, (key,))
 
     def remove_all(self, worker_id: int, keys: Collection[Hashable]) -> None:
-        """As `remove`; most of `keys` may be in no table."""
+        """Remove prefixes reported as gone. Most of `keys` may be unknown."""
         part = self._part(worker_id)
         for key in part.reported.intersection(keys):
             part.reported.discard(key)
@@ -129,7 +128,7 @@ class PrefixIndex:
                 self._clear(key, part.bit)
 
     def shrink(self, worker_id: int, num_blocks: int) -> None:
-        """Drop the oldest guesses beyond `num_blocks`, the size of the worker's cache."""
+        """Drop the oldest guessed prefixes beyond the worker's cache size, `num_blocks`."""
         part = self._part(worker_id)
         self._trim(part, max(0, num_blocks - len(part.reported)))
 
@@ -165,14 +164,14 @@ class PrefixIndex:
             self._clear(part.guessed.popitem(last=False)[0], part.bit)
 
     def _clear(self, key: Hashable, bit: int) -> None:
-        left = self._holders[key] ^ bit  # which it has
+        left = self._holders[key] ^ bit  # the bit is set
         if left:
             self._holders[key] = left
         else:
             del self._holders[key]
 
     def _sweep(self) -> None:
-        """Drop some entries of workers that left; a bit without entries is free for another worker."""
+        """Drop some entries of gone workers, and reuse a bit without entries."""
         budget = SWEEP
         while self._leaving and budget:
             part = self._leaving[-1]

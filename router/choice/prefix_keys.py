@@ -1,8 +1,9 @@
-"""Keys of prompt prefixes, for the cache-aware policy and the workers' KV events: names by service/prefix_chain.py. Pure.
+"""Keys of prompt prefixes, for the cache-aware policy and KV events, by service/prefix_chain.py.
+Pure.
 
-The bytes are the prompt's JSON text as the client wrote it, or its token ids. A router has no tokenizer, so text matches text, and ids
-match ids and the events of workers. A block is about 128 tokens: 32 hashes (30 us) for a prompt of 16 kB. A shorter prompt has no key: to
-compute it again costs less than any detour.
+The hashed bytes are the prompt's JSON text, or its token ids: without a tokenizer, only ids match
+the events of workers. A block has about 128 tokens: a prompt of 16 kB costs 32 hashes (30 us). A
+shorter prompt has no key, as recomputing it costs less than any detour.
 """
 
 import msgspec
@@ -19,7 +20,7 @@ _batch_decoder = msgspec.json.Decoder(list[list[int]])
 
 
 def chain(seed: bytes, data: bytes | memoryview) -> list[int]:
-    """Keys of the whole blocks of `data`, at most `MAX_KEYS`."""
+    """Return the keys of the whole blocks of `data`, at most `MAX_KEYS`."""
     link = open_chain(seed)
     keys = []
     for end in range(BLOCK_BYTES, min(len(data), MAX_KEYS * BLOCK_BYTES) + 1, BLOCK_BYTES):
@@ -29,7 +30,7 @@ def chain(seed: bytes, data: bytes | memoryview) -> list[int]:
 
 
 def prompt_keys(parsed: ParsedBody) -> list[int]:
-    """Keys of a request's prompt; of a batch of ids its first prompt, of a batch of texts all of them in a row."""
+    """Return the keys of a prompt; the first prompt of a batch of ids, all of a batch of texts."""
     fields, prompt = parsed.fields, memoryview(prompt_of(parsed.api, parsed.fields))
     if parsed.api in CHATS:
         seed = b"\0".join((_text(fields, "model"), _text(fields, "lora_path"), _text(fields, "tools")))
@@ -39,7 +40,9 @@ def prompt_keys(parsed: ParsedBody) -> list[int]:
 
 
 def _plain_keys(fields: dict[str, msgspec.Raw], prompt: memoryview) -> list[int]:
-    """Keys of text (it begins with a quote) or ids (with a digit), alone or in brackets: a batch."""
+    """Return the keys of text (starts with a quote) or ids (with a digit), or of a batch in
+    brackets.
+    """
     start = bytes(prompt[:64]).lstrip(b"[ \t\r\n")
     adapter, namespace = _text(fields, "lora_path"), _namespace(fields)
     if start[:1].isdigit():
@@ -51,7 +54,7 @@ def _plain_keys(fields: dict[str, msgspec.Raw], prompt: memoryview) -> list[int]
 
 
 def _first_ids(prompt: memoryview) -> bytes:
-    """The ids of the first prompt; empty if they are no list of ids (the worker will refuse them)."""
+    """Return the ids of the first prompt, empty if they are invalid (the worker will refuse them)."""
     try:
         if bytes(prompt[:64]).replace(b" ", b"").startswith(b"[["):
             ids = _batch_decoder.decode(prompt)[0]
@@ -63,7 +66,6 @@ def _first_ids(prompt: memoryview) -> bytes:
 
 
 def _namespace(fields: dict[str, msgspec.Raw]) -> tuple[str, ...]:
-    """The namespace of the prompt; of a batch that of its first prompt."""
     if not fields.keys() & {"cache_salt", "extra_key"}:
         return ()
     return namespace_of(_first_string(fields.get("cache_salt")), _first_string(fields.get("extra_key")))

@@ -1,7 +1,4 @@
-"""Finds the prefill worker that has more of a prompt's prefix than the chosen one, and names it in a header.
-
-Of --prefix-fetch. Pure.
-"""
+"""Prefill workers with a longer cached prefix than the chosen one (--prefix-fetch). Pure."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -17,7 +14,7 @@ from service.prefix_chain import BLOCK_TOKENS
 
 
 class Holder(NamedTuple):
-    """`num_blocks`: of the prompt, from its first, that `worker` has."""
+    """A worker with the first `num_blocks` blocks of a prompt."""
 
     worker: Worker
     at: PrefixHolder
@@ -35,7 +32,7 @@ class Holder(NamedTuple):
 
 
 class PrefixSources:
-    """The prefill workers that exchange prefixes. `index`: what each has, by its KV events and by the prompts that it got."""
+    """Prefill workers that exchange prefixes, with `index` as their contents."""
 
     def __init__(self, index: PrefixIndex) -> None:
         self._index = index
@@ -55,7 +52,7 @@ class PrefixSources:
         return worker.worker_id in self._workers
 
     def better(self, chosen: Placement, hints: RoutingHints) -> Holder | None:
-        """Return the worker that has most of the prompt, if that is a block more than the chosen one has."""
+        """Return the worker with the longest match, if it exceeds the chosen one's by a block."""
         if not hints.keys or not self.exchanges(chosen.worker):
             return None
         found = self.holders(hints, like=chosen.worker)
@@ -64,7 +61,7 @@ class PrefixSources:
         return best if more else None
 
     def holders(self, hints: RoutingHints, *, like: Worker) -> Iterator[Holder]:
-        """Yield the workers beside `like`, of the same models, that have a part of the prompt."""
+        """Yield workers other than `like`, of the same models, with a part of the prompt."""
         for num_blocks, bits in (matched := self._index.match(hints.keys)).groups:
             for worker_id in matched.ids(bits):
                 worker, at = self._workers.get(worker_id, (None, None))
@@ -74,12 +71,11 @@ class PrefixSources:
                     yield Holder(worker, at, num_blocks)
 
     def holding(self, worker: Worker, num_blocks: int) -> Holder | None:
-        """Return `worker` as the holder of `num_blocks` blocks; None: it sends no prefixes."""
         found = self._workers.get(worker.worker_id)
         return None if found is None else Holder(*found, num_blocks)
 
     def others(self, like: Worker, *, but: Callable[[Worker], bool]) -> list[Worker]:
-        """Return the workers of the same models that answer, least loaded first."""
+        """Return live workers of the same models, least loaded first."""
         alive = (worker for worker, _ in self._workers.values() if worker.answers and not worker.leaving)
         return sorted((w for w in alive if w.models == like.models and not but(w)), key=load_key)
 
@@ -88,15 +84,13 @@ class PrefixSources:
 
 
 def _most(holder: Holder) -> tuple[float, ...]:
-    """Order holders by the blocks they have, then by the least load."""
     return (holder.num_blocks, *(-part for part in load_key(holder.worker)))
 
 
 @dataclass(eq=False, kw_only=True)
 class PrefixHeaders:
-    """`secret`: by which workers know their router. `replication`: of hot prefixes; None: nothing is copied ahead.
-
-    `num_named`: attempts whose prefill worker gets the address of another one.
+    """Names prefix sources in headers signed with `secret`. `num_named` counts attempts with such a
+    header.
     """
 
     sources: PrefixSources
@@ -105,7 +99,6 @@ class PrefixHeaders:
     num_named: int = 0
 
     def added_to(self, headers: Mapping[str, str], chosen: Placement, hints: RoutingHints) -> Mapping[str, str]:
-        """Return the headers for the chosen prefill worker."""
         holder = self.sources.better(chosen, hints)
         if holder is None:
             return headers

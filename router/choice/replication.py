@@ -1,8 +1,7 @@
-"""Which prefixes are worth a second copy before a second worker is asked, and how many bytes that may cost. Pure.
+"""Choice of hot prefixes to copy to a second worker, within a budget of bytes per second. Pure.
 
-A prefix is hot when `HOT_HITS` requests, of which each counts half after `HALF_LIFE_S`, began with it and one worker alone has it: that one
-cannot serve them all. Copies run `MOST_AT_ONCE` at a time, and together take no more than a number of bytes a second: each may overdraw
-the account, and the next one waits until it is paid.
+A prefix is hot after `HOT_HITS` requests, each with a half-life of `HALF_LIFE_S`, while a single
+worker has it. A copy may overdraw the budget; the next one waits until that is paid back.
 """
 
 from collections import OrderedDict
@@ -10,7 +9,7 @@ from collections.abc import Hashable
 
 HOT_HITS = 6.0
 HALF_LIFE_S = 30.0
-PAUSE_S = 30.0  # after a copy, before the next of the same prefix
+PAUSE_S = 30.0  # between two copies of the same prefix
 MOST_AT_ONCE = 2
 MOST_KEPT = 4096  # prefixes whose hits are counted
 
@@ -18,15 +17,15 @@ MOST_KEPT = 4096  # prefixes whose hits are counted
 class Replication:
     def __init__(self, *, bytes_a_s: float) -> None:
         self._bytes_a_s = bytes_a_s
-        self._hits: OrderedDict[Hashable, tuple[float, float]] = OrderedDict()  # (hits, when), the least recent first
-        self._last_s: dict[Hashable, float] = {}  # of copies that run or ran lately, their beginning
+        self._hits: OrderedDict[Hashable, tuple[float, float]] = OrderedDict()  # (hits, time), least recent first
+        self._last_s: dict[Hashable, float] = {}  # start of running and recent copies
         self._account = 0.0
         self._paid_s = 0.0
         self.num_running = 0
         self.num_copied = self.num_failed = 0
 
     def note(self, key: Hashable, now_s: float) -> bool:
-        """Count a request with this prefix; return whether it is hot."""
+        """Count a request with this prefix, and return whether it is hot."""
         hits, at_s = self._hits.pop(key, (0.0, now_s))
         hits = hits * 0.5 ** ((now_s - at_s) / HALF_LIFE_S) + 1.0
         self._hits[key] = hits, now_s
@@ -35,7 +34,7 @@ class Replication:
         return bool(hits >= HOT_HITS)
 
     def begin(self, key: Hashable, size_bytes: int, now_s: float) -> bool:
-        """Whether it may be copied now. If so it is charged, and `end` follows."""
+        """Start and charge a copy if it is allowed now. Then `end` must follow."""
         self._account = min(0.0, self._account + (now_s - self._paid_s) * self._bytes_a_s)
         self._paid_s = now_s
         self._last_s = {other: at_s for other, at_s in self._last_s.items() if now_s - at_s < PAUSE_S}

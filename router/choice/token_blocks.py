@@ -1,7 +1,7 @@
-"""The blocks of a worker that names them by hashes of its own: keys are made of the tokens. Pure.
+"""Blocks of a worker with hashes of its own: their keys come from the token ids. Pure.
 
-The index has a key of ours for each BLOCK_TOKENS tokens. So each block of the worker's size is kept as a place in the run of blocks that
-came with it, and the run with the links over its prompt (service/prefix_chain.py).
+The index has a key per BLOCK_TOKENS tokens, unlike the worker's blocks. A block is therefore a
+position in the run of blocks of its event, and the run keeps the hash chain (prefix_chain.py).
 """
 
 from collections.abc import Sequence
@@ -20,16 +20,16 @@ from service.prefix_chain import (
     token_seed,
 )
 
-MAX_BLOCKS = 1 << 20  # of one worker; more are not believed
+MAX_BLOCKS = 1 << 20  # of one worker; further ones are ignored
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Run:
-    """Blocks of `size` tokens that came in one event. `links`: over the prompt, at each end of a block of ours, from the last one before
-    the run on; empty: the start of the prompt is unknown.
+    """Blocks of `size` tokens that came in one event.
 
-        data    the token bytes from `links[0]` on: `first` of them lie before the run
-        keys    of the blocks of ours that end in the run
+    links   of the chain, from the last key before the run on; empty: prompt start unknown
+    data    token bytes from `links[0]` on, the first `first` of them before the run
+    keys    that end in the run
     """
 
     size: int
@@ -43,14 +43,14 @@ class _Run:
         object.__setattr__(self, "step", self.size * TOKEN_BYTES)
 
     def keys_of(self, place: int) -> Sequence[int]:
-        """Return the keys that the block at `place` has completed."""
+        """Return the keys that the block at `place` completes."""
         if not self.keys:
             return ()
         end = self.first + (place + 1) * self.step
         return self.keys[(end - self.step) // BLOCK_BYTES : end // BLOCK_BYTES]
 
     def followed_by(self, place: int, size: int, tokens: list[int]) -> "_Run":
-        """The run behind the block at `place`; -1: at the beginning of this one."""
+        """Return the run after the block at `place` (-1: at the start of this one)."""
         if not self.links:
             return _Run(size)
         end = self.first + (place + 1) * self.step
@@ -66,13 +66,11 @@ class _Run:
         return _Run(size, len(rest), data, links, [name_of(link) for link in links[1:]])
 
 
-_Block = tuple[_Run, int]  # and its place there
+_Block = tuple[_Run, int]  # and its position there
 _UNKNOWN: _Block = (_Run(0), -1)
 
 
 class TokenBlocks:
-    """`num_tokens`: in blocks that are known."""
-
     def __init__(self, index: PrefixIndex, worker_id: int) -> None:
         self._index = index
         self._worker_id = worker_id
@@ -98,7 +96,7 @@ class TokenBlocks:
                 place += 1
 
     def remove(self, event: BlockRemoved | NamesRemoved) -> None:
-        """Most blocks have completed no key: that costs least."""
+        """Remove blocks, with a fast path for the many that complete no key."""
         assert isinstance(event, BlockRemoved)
         pop, index, tokens = self._blocks.pop, self._index, 0
         for block_hash in event.block_hashes:
@@ -116,11 +114,11 @@ class TokenBlocks:
         self.num_tokens = 0
 
     def _are_new(self, hashes: list[BlockHash]) -> bool:
-        """Whether each is new, and comes once: nearly always."""
+        """Return whether all hashes are new and distinct, the usual case."""
         return self._blocks.keys().isdisjoint(hashes) and len(set(hashes)) == len(hashes)
 
     def _add(self, before: _Block, event: BlockStored, hashes: list[BlockHash], place: int) -> _Block:
-        """Take new blocks of an event, from the one at `place` on. Returns the last."""
+        """Add new blocks of an event from position `place` on; return the last."""
         size, count = event.block_size, len(hashes)
         run = before[0].followed_by(before[1], size, event.token_ids[place * size : (place + count) * size])
         self._blocks.update(zip(hashes, zip(repeat(run), range(count)), strict=True))
@@ -129,7 +127,9 @@ class TokenBlocks:
         return run, count - 1
 
     def _before(self, event: BlockStored) -> _Block:
-        """The block that the event continues; an unknown one for KV of an adapter: requests may name it otherwise."""
+        """Return the parent block; an unknown one for an adapter, which requests may name
+        otherwise.
+        """
         if event.lora_id is not None or event.lora_name is not None:
             return _UNKNOWN
         if event.parent_block_hash is None:
@@ -138,7 +138,7 @@ class TokenBlocks:
 
 
 def _namespace(event: BlockStored) -> list[str]:
-    """Return the extra keys of the first block as text. Requests have no keys but namespaces."""
+    """Return the extra keys of the first block, of which requests only have namespaces."""
     keys = event.extra_keys
     first = keys[0] if isinstance(keys, list) and keys else None
     return [str(key) for key in first] if isinstance(first, list) else []

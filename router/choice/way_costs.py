@@ -1,17 +1,14 @@
-"""How much a request strains what clients want on each way that it may go. Pure.
+"""SLO cost of each route of a request in a mixed fleet. Pure.
 
-    strain(way) = (TTFT / wanted TTFT)^4 + (time between tokens / wanted one)^4, both as they will be with the request
+    cost(route) = (TTFT / wanted TTFT)^4 + (ITL / wanted ITL)^4, predicted with the request
+    TTFT          wait for room + measured time of queued tokens and of the prompt
+    ITL           with one more request; at a unified worker plus the stall that this prompt causes
+                  to answers there, over the length of an answer
 
-    TTFT                   wait for room + what waits at the worker that computes the prompt, and the prompt itself, by what was measured
-    time between tokens    with one answer more at the worker that answers; at a unified worker also the time for which this prompt
-                           holds up the answers there, over the length of an answer
-
-The last is what separates the ways: a prompt holds up no answer at a prefill worker, and the hand-over, which is in the measured TTFT
-of a pair, is not needed at a unified worker. So short prompts go to unified workers and long ones to prefill workers, until either side
-is so loaded that the other strains less. The high power makes the objective that is nearest to its limit decide.
-
-Ideas: a mixed pool beside prefill and decode workers, Splitwise (ISCA'24); a choice by predicted times, Mooncake (FAST'25); neither kind
-of worker wins everywhere, TaiChi (arXiv 2508.01989).
+Prefill workers stall no answers, unified workers need no hand-over: short prompts go to unified
+workers, long ones to pairs, until load outweighs that. The high power makes the SLO closest to its
+limit decide. Ideas: Splitwise (ISCA'24), mixed pools; Mooncake (FAST'25), predicted times; TaiChi
+(arXiv 2508.01989), no kind of worker wins everywhere.
 """
 
 from typing import NamedTuple
@@ -20,8 +17,6 @@ POWER = 4
 
 
 class FittedLine(NamedTuple):
-    """`base_s` + `slope_s` * x."""
-
     base_s: float
     slope_s: float
 
@@ -30,17 +25,18 @@ class FittedLine(NamedTuple):
 
 
 class Objectives(NamedTuple):
-    """The clients' objectives in seconds: to the first token, and between tokens."""
+    """The clients' SLOs in seconds."""
 
     ttft_s: float
     itl_s: float
 
 
 class WorkerFigures(NamedTuple):
-    """The measured times of a worker. `ttft`: by tokens to compute; `step`: time between tokens by requests there.
+    """Load and fitted times of a worker.
 
-    `waiting_tokens`: to be computed first. `requests` are there, and hold `held_tokens` of `capacity_tokens` of KV (0: unknown).
-    `most_requests`: that run at a time; 0: unknown. `company`: how probable it is that answers are there when a prompt comes.
+    `ttft` is by tokens, `step` (ITL) by requests. `waiting_tokens` are queued. `requests` hold
+    `held_tokens` of `capacity_tokens` (0: unknown); `most_requests` can run at once (0: unknown).
+    `company` is the probability that answers run when a prompt arrives.
     """
 
     ttft: FittedLine
@@ -54,7 +50,7 @@ class WorkerFigures(NamedTuple):
 
 
 class Ask(NamedTuple):
-    """A request at one worker. `new_tokens`: of the prompt, not cached there. `kv_tokens`: that it will hold. `answer_tokens`: expected."""
+    """A request at one worker: uncached prompt tokens, KV at its end, expected answer length."""
 
     new_tokens: int
     kv_tokens: int
@@ -73,9 +69,9 @@ def unified_strain(worker: WorkerFigures, ask: Ask, wanted: Objectives) -> float
 
 
 def wait_for_room_s(worker: WorkerFigures, ask: Ask) -> float:
-    """Return the time until the worker has memory for one request more, and a place in its batch.
+    """Return the time until the worker has memory and a batch slot for one more request.
 
-    A share of all memory or places becomes free in that share of the time for which requests stay.
+    A share of either frees up in that share of the time that requests stay.
     """
     over = 0.0
     if worker.capacity_tokens:

@@ -1,1 +1,1 @@
-"""The router as a client of its workers: sessions, keys, one request and its answer."""
+"""The router as an HTTP client of its workers."""

@@ -1,4 +1,4 @@
-"""Which key the router shows to workers, for each kind of call."""
+"""Keys that the router sends to workers, by kind of call."""
 
 import time
 
@@ -6,7 +6,9 @@ from service.security.keys import KeyRing, bearer
 
 
 class Credentials:
-    """A key of the router's own takes the place of the client's. `api`: the clients' keys; workers mostly have the same."""
+    """The router's own keys replace the client's. `api` holds the clients' keys, mostly shared with
+    workers.
+    """
 
     def __init__(self, *, api: KeyRing, worker: KeyRing | None = None, admin: KeyRing | None = None) -> None:
         self._api = api
@@ -16,22 +18,22 @@ class Credentials:
 
     @property
     def has_own(self) -> bool:
-        """The router has a key for workers, so a client's may not be passed on as it is; or keys that may change."""
+        """True if a client's header cannot be passed on unchecked: own keys, or key files that may
+        change.
+        """
         return self._worker.is_set or bool(self._from_files)
 
     def own(self) -> dict[str, str]:
-        """Return the headers of the router's own requests: health, load, information."""
         self._refresh()
         return bearer(self._worker.first or self._api.first)
 
     def own_admin(self) -> dict[str, str]:
-        """Return the headers of the router's own admin calls."""
         self._refresh()
         return bearer(self._admin.first or self._worker.first or self._api.first)
 
     def for_client(self, authorization: str) -> dict[str, str]:
-        """Return the headers for a request with that header. A key that workers have, too, is passed on: while one is rotated out, the client
-        knows better than this router which one every worker has.
+        """Return the headers for a client's request. A key that workers share is passed on, as
+        during a rotation the client knows best which key all workers accept.
         """
         self._refresh()
         if self._worker.first is not None and self._worker.holder(authorization) is None:
@@ -39,7 +41,7 @@ class Credentials:
         return {"Authorization": authorization} if authorization else {}
 
     def for_admin(self, authorization: str) -> dict[str, str]:
-        """Return the headers of an admin's call that this router has let through."""
+        """Return the headers of an admitted admin call."""
         self._refresh()
         if self._admin.first is None:
             return self.for_client(authorization)
@@ -47,7 +49,7 @@ class Credentials:
         return {"Authorization": authorization} if known else bearer(self._admin.first)
 
     def _refresh(self) -> None:
-        """Look at every file, each time: a worker may have read the new key a moment ago, and refuses the old one."""
+        """Re-read every file each time: a worker may already refuse the old key."""
         if self._from_files:
             now_s = time.monotonic()
             for ring in self._from_files:

@@ -1,4 +1,4 @@
-"""What connections to workers have in common, and the client for everything but generation."""
+"""TCP settings of connections to workers, and the HTTP client for all calls except generation."""
 
 import io
 import socket
@@ -8,9 +8,9 @@ import aiohttp
 import msgspec
 from yarl import URL
 
-READ_BUFFER_BYTES = 256 << 10  # not taken yet; more stops the reading: back-pressure to the worker
+READ_BUFFER_BYTES = 256 << 10  # buffered bytes beyond which reading pauses
 PROBES = 4
-CALL_TIMEOUT_S = 30.0  # of an admin's call
+CALL_TIMEOUT_S = 30.0  # of an admin call
 KEEPALIVE_S = 4.0  # below uvicorn's 5 s, so that a kept connection is rarely closed under a new request
 _SKIPPED_HEADERS = ("User-Agent", "Accept", "Accept-Encoding")
 
@@ -18,9 +18,9 @@ _SKIPPED_HEADERS = ("User-Agent", "Accept", "Accept-Encoding")
 def open_session(
     *, connect_timeout_s: float, request_timeout_s: float, dead_timeout_s: float = 0.0
 ) -> aiohttp.ClientSession:
-    """Open a session for health, load, and admin calls: unlimited connections, nothing decoded, no proxies, no cookies.
+    """Open a session for health, load and admin calls: no limits, decoding, proxies or cookies.
 
-    `dead_timeout_s`: the kernel closes a connection whose other end has not answered for that long; 0: never.
+    The kernel closes a connection after `dead_timeout_s` without a response, never if 0.
     """
 
     def open_socket(address: aiohttp.AddrInfoType) -> socket.socket:
@@ -42,7 +42,7 @@ def open_session(
 
 
 def keep_alive(opened: socket.socket, dead_timeout_s: float) -> None:
-    """Turn on TCP keep-alive (tcp(7)): the first probe after a third of the time, then `PROBES` in the rest; 0: none."""
+    """Turn on TCP keep-alive (tcp(7)): a probe after a third of the time, then `PROBES`; 0: none."""
     if dead_timeout_s == 0:
         return
     opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -55,7 +55,7 @@ def keep_alive(opened: socket.socket, dead_timeout_s: float) -> None:
 
 
 class WorkerAnswer(msgspec.Struct, frozen=True):
-    """`status` 0: no answer came, and `body` says why. `refused`: nothing listens there."""
+    """An HTTP response. `status` 0: none came, `body` has the error. `refused`: the connection was."""
 
     status: int
     body: bytes
@@ -64,7 +64,7 @@ class WorkerAnswer(msgspec.Struct, frozen=True):
 
 
 def _in_pieces(body: bytes) -> bytes | io.BytesIO | None:
-    """A long body is written as the worker reads it."""
+    """Wrap a long body so that it is written as the worker reads it."""
     return io.BytesIO(body) if len(body) > READ_BUFFER_BYTES else body or None
 
 
@@ -77,7 +77,7 @@ async def call_worker(
     *,
     timeout_s: float = CALL_TIMEOUT_S,
 ) -> WorkerAnswer:
-    """Call the URL as it is written: nothing in it is decoded, and no dots are followed."""
+    """Call the URL verbatim, without decoding or dot segments."""
     headers = {**headers, **({"Content-Type": "application/json"} if body else {})}
     timeout = aiohttp.ClientTimeout(total=timeout_s)
     try:

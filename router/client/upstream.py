@@ -1,6 +1,7 @@
-"""The HTTP/1.1 client of generation requests: kept connections to workers, one request on each at a time.
+"""The HTTP/1.1 client of generation requests: pooled connections, one request on each at a time.
 
-A general client costs four times as much (docs/reports/benchmarks.md), and may redirect, decompress, or send a request twice.
+A general client costs four times as much (docs/reports/benchmarks.md), and may redirect,
+decompress, or send a request twice.
 """
 
 import asyncio
@@ -17,12 +18,14 @@ from service.http.resume import FRAMES_TYPE
 from service.http.stream import STREAM_TYPES
 from service.waiter import Waiter, end_tasks
 
-MAX_HEAD_BYTES = 64 << 10  # of an answer
-MAX_ORIGINS = 4 * 4096  # parsed URLs that are kept
+MAX_HEAD_BYTES = 64 << 10  # of a response
+MAX_ORIGINS = 4 * 4096  # cached parsed URLs
 
 
 class UpstreamError(Exception):
-    """`reason`: "refused" (no connection was made), "lost" (it broke), "down" (given up here), "timeout"."""
+    """A failed call. `reason`: "refused" (not connected), "lost", "down" (given up here),
+    "timeout".
+    """
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(detail)
@@ -31,14 +34,14 @@ class UpstreamError(Exception):
 
 class Upstream(Protocol):
     def get(self, url: str, path: str, *, headers: Mapping[str, str], timeout_s: float) -> "HttpReply":
-        """Send a request without a body. The answer must end within `timeout_s`."""
+        """Send a request without a body, with a deadline."""
 
     def post(self, url: str, path: str, *, headers: Mapping[str, str], body: bytes) -> "HttpReply":
-        """Send a request. `url`: scheme, host and port."""
+        """Send a request. `url` is scheme, host and port."""
 
 
 class _Origin:
-    """One worker's address, and the free connections to it."""
+    """A worker's address and its idle connections."""
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
@@ -46,11 +49,11 @@ class _Origin:
         self.ssl = ssl.create_default_context() if parts.scheme == "https" else None
         self.port = parts.port or (443 if self.ssl else 80)
         self.name = parts.netloc.rpartition("@")[2]
-        self.free: list[_Connection] = []  # the last used one last
+        self.free: list[_Connection] = []  # most recent last
 
 
 class HttpUpstream:
-    """`Upstream` over sockets. `dead_timeout_s`: as `open_session`."""
+    """`Upstream` over sockets, with `dead_timeout_s` as in `open_session`."""
 
     def __init__(self, *, connect_timeout_s: float, request_timeout_s: float, dead_timeout_s: float = 0.0) -> None:
         self._dead_timeout_s = dead_timeout_s
@@ -61,7 +64,7 @@ class HttpUpstream:
         self._connecting: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
         self._sweep: asyncio.TimerHandle | None = None
-        self._headers: Mapping[str, str] = {}  # of the last request
+        self._headers: Mapping[str, str] = {}  # of the latest request
         self._lines = ""
 
     def get(self, url: str, path: str, *, headers: Mapping[str, str], timeout_s: float) -> "HttpReply":
@@ -69,9 +72,8 @@ class HttpUpstream:
         return self._send(origin, HttpReply(self._loop, timeout_s=timeout_s), _get(path, origin.name, _lines(headers)))
 
     def post(self, url: str, path: str, *, headers: Mapping[str, str], body: bytes) -> "HttpReply":
-        """As `Upstream.post`. The answer must end within the request's timeout."""
         origin = self._origin(url)
-        if headers is not self._headers:  # both legs of a request have the same: their text is made once
+        if headers is not self._headers:  # both calls of a request share them: formatted once
             self._headers, self._lines = headers, _lines(headers)
         reply = HttpReply(self._loop, timeout_s=self._request_timeout_s)
         return self._send(origin, reply, _head(path, origin.name, self._lines, len(body)), body)
@@ -98,7 +100,7 @@ class HttpUpstream:
     def _origin(self, url: str) -> _Origin:
         origin = self.origins.get(url)
         if origin is None:
-            if len(self.origins) >= MAX_ORIGINS:  # of workers that left; busy connections know theirs
+            if len(self.origins) >= MAX_ORIGINS:  # mostly of gone workers; busy connections keep theirs
                 for old in self.origins.values():
                     for connection in tuple(old.free):
                         connection.close()
@@ -107,7 +109,7 @@ class HttpUpstream:
         return origin
 
     def _free(self, origin: _Origin) -> "_Connection | None":
-        """The connection that was used last, unless the worker may be about to close it."""
+        """Return the most recent idle connection that the worker is not about to close."""
         while origin.free:
             connection = origin.free.pop()
             if not connection.closed and self._loop.time() - connection.free_since_s < KEEPALIVE_S:
@@ -124,7 +126,7 @@ class HttpUpstream:
         except (OSError, TimeoutError) as err:
             detail = str(err) or f"no connection in {self._connect_timeout_s:g} s"
             return reply.fail(UpstreamError("refused", detail))
-        if reply.error is not None:  # ended while the connection was just being made: too late to cancel
+        if reply.error is not None:  # ended during the connect, too late to cancel
             return connection.close()
         return connection.send(reply, head, body)
 
@@ -144,7 +146,7 @@ class HttpUpstream:
             self._sweep = self._loop.call_later(KEEPALIVE_S, self._close_old)
 
     def _close_old(self) -> None:
-        """Close connections that were not used for a while: their workers may be gone."""
+        """Close connections that were idle for long, as their workers may be gone."""
         old_s, self._sweep = self._loop.time() - KEEPALIVE_S, None
         free = [connection for origin in self.origins.values() for connection in origin.free]
         for connection in free:
@@ -155,13 +157,12 @@ class HttpUpstream:
 
 
 class HttpReply:
-    """A worker's answer, from the moment the request is sent. One task at a time reads it.
+    """A worker's response from the sending of its request on. One task at a time reads it.
 
-    `status` is 0 until its head has come; `headers` have names in lower case. `complete`: all of it came. `error`: why no more
-    will come. `num_buffered`: bytes that came and were not taken; of a stream no more than a buffer, of another answer all, as it
-    is taken whole. `received_s`: when anything came last (the loop's time).
-    `listener` is called at every change of these, `on_end` once when no more will come; neither may raise. `end_connection`
-    ends the connection or the attempt to make one; `resume` continues its reading.
+    `status` is 0 before the head; header names are in lower case. `error` ends it early.
+    `num_buffered` counts unread bytes: a stream pauses at a full buffer, other bodies are read
+    whole. `received_s` is the loop time of the last bytes. `listener` is called at each change,
+    `on_end` once; neither may raise.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, *, timeout_s: float) -> None:
@@ -181,7 +182,7 @@ class HttpReply:
         self._timer = loop.call_later(timeout_s, self._on_timeout)
 
     def take(self) -> bytes:
-        """Return the bytes since the last call; b"" if there are none."""
+        """Return the bytes since the last call."""
         chunks = self._chunks
         if not chunks:
             return b""
@@ -193,7 +194,9 @@ class HttpReply:
         return data
 
     async def readany(self) -> bytes:
-        """Wait for bytes and return them; b"" at the end. `UpstreamError` when it breaks off."""
+        """Wait for bytes and return them, b"" at the end. Raises UpstreamError if the response
+        breaks off.
+        """
         while not self._chunks:
             if self.error is not None:
                 raise self.error
@@ -203,14 +206,14 @@ class HttpReply:
         return self.take()
 
     def close(self, error: UpstreamError | None = None) -> None:
-        """End it here, with that error, unless it has ended; the connection is closed."""
+        """End it with an error, unless it has ended, and close the connection."""
         if not self.complete and self.error is None:
             end_connection = self.end_connection
             self.fail(error or UpstreamError("lost", "the request was ended here"))
             end_connection()
 
     def feed(self, data: bytes) -> bool:
-        """Add a piece of the body; False: enough for now."""
+        """Add bytes of the body; return False to pause reading."""
         self._chunks.append(data)
         self.num_buffered += len(data)
         return self.num_buffered <= READ_BUFFER_BYTES or not self._is_stream()
@@ -224,14 +227,16 @@ class HttpReply:
         self._report_end()
 
     def fail(self, error: UpstreamError) -> None:
-        """End the stream; earlier bytes can still be read."""
+        """End it; earlier bytes stay readable."""
         if not self.complete and self.error is None:
             self._timer.cancel()
             self.error = error
             self._report_end()
 
     def _report_end(self) -> None:
-        """Call the listeners, then drop them: a circle would keep bodies until the garbage collector runs."""
+        """Call the listeners and drop them: a reference cycle would keep bodies until garbage
+        collection.
+        """
         self.on_end()
         self.wake()
         self.listener = self.on_end = self.resume = self.end_connection = _nothing
@@ -246,11 +251,11 @@ class HttpReply:
 
 
 def _nothing() -> None:
-    """No listener."""
+    """Do nothing."""
 
 
 class _Connection(asyncio.Protocol):
-    """One socket: free, or with one request on it. The methods `on_*` are called by its parser."""
+    """A socket, idle or with one request. The parser calls its `on_*` methods."""
 
     def __init__(self, owner: HttpUpstream, origin: _Origin) -> None:
         self.origin = origin
@@ -300,7 +305,7 @@ class _Connection(asyncio.Protocol):
         return None
 
     def eof_received(self) -> bool:
-        """The worker closed: the end of an answer without a length, else a broken one."""
+        """End a response without length; fail any other."""
         if self._until_eof:
             self._keep = False
             self.on_message_complete()
@@ -329,7 +334,7 @@ class _Connection(asyncio.Protocol):
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
         headers, self._headers, self._head_bytes = self._headers, {}, 0
-        if status < 200 or self._reply is None:  # only says that an answer will come
+        if status < 200 or self._reply is None:  # an informational response
             return
         self._reply.status, self._reply.headers = status, headers
         self._keep = self._parser.should_keep_alive()
@@ -354,7 +359,7 @@ class _Connection(asyncio.Protocol):
 
 
 def _lines(headers: Mapping[str, str]) -> str:
-    """Headers as they are sent. `ValueError` for one that is more than one line."""
+    """Format headers. ValueError for a line break in one."""
     text = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
     if text.count("\n") != len(headers) or text.count("\r") != len(headers):
         raise ValueError("a header holds a line break")

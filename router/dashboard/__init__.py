@@ -1,1 +1,3 @@
-"""The page at /dashboard: what the router and its workers do right now. Files of the page lie beside the modules."""
+"""The page at /dashboard: the live state of router and workers. Its static files are in this
+directory.
+"""

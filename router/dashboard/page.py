@@ -1,6 +1,5 @@
-"""Routes of the dashboard: the state that the page shows, which needs a key.
-
-Polled: without an open page nothing is computed.
+"""Routes of the dashboard. The page polls them, with a key; without an open page nothing is
+computed.
 """
 
 import time
@@ -27,7 +26,7 @@ STATE, SNAPSHOT, REQUEST = "/dashboard/state", "/dashboard/snapshot", "/dashboar
 
 @dataclass(eq=False, kw_only=True)
 class Dashboard:
-    """Handlers. `auto_roles`: the answer of /auto_roles, None where it is off."""
+    """Handlers. `auto_roles` returns the body of /auto_roles, if that is on."""
 
     config: RouterConfig
     table: WorkerTable
@@ -45,7 +44,7 @@ class Dashboard:
         ]
 
     async def state(self, request: web.BaseRequest) -> web.Response:
-        """Everything the page shows but the details of one request, of all processes of this router."""
+        """Return everything the page shows except details of one request, over all processes."""
         now_s = self.recorder.now_s()
         memory = await self.memory()
         roles = None if self.auto_roles is None else msgspec.Raw(await self.auto_roles())
@@ -64,7 +63,6 @@ class Dashboard:
         raise ApiError(404, f"no request {key} is remembered any more", code="not_found")
 
     async def memory(self) -> DashboardSnapshot:
-        """Return the records of all processes of this router."""
         others = [decode_or_none(body, DashboardSnapshot) for body in await self.peers.request("GET", SNAPSHOT)]
         return merge([self._own(), *(snapshot for snapshot in others if snapshot is not None)])
 

@@ -1,4 +1,4 @@
-"""Makes the JSON document that the page draws, from the processes' memories and the worker table. Pure."""
+"""The JSON document of the dashboard, from records of all processes and the worker table. Pure."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -8,15 +8,15 @@ from router.history.records import DashboardRequest, DashboardSnapshot, Second
 from router.pool.worker import Worker
 
 SHOWN_REQUESTS = 48
-SHOWN_SECONDS = 120  # of the curves
-WINDOW_S = 60  # that the figures speak of
-SMOOTH_S = 3  # workers report every second, more or less
+SHOWN_SECONDS = 120  # in the charts
+WINDOW_S = 60  # averaged over
+SMOOTH_S = 3  # workers report about every second
 MAX_FAILURE_CHARS = 300
 _SHARES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 
 
 def merge(snapshots: Iterable[DashboardSnapshot]) -> DashboardSnapshot:
-    """Add up what each process served; take once what workers report to all."""
+    """Add up the counts of each process; take reports of workers, which all receive, once."""
     seconds: dict[int, Second] = {}
     records: list[DashboardRequest] = []
     switching: dict[str, str] = {}
@@ -40,7 +40,7 @@ def _merge_second(into: Second, second: Second) -> None:
 
 
 def draw(memory: DashboardSnapshot, workers: Sequence[Worker], *, now_s: float) -> dict[str, Any]:
-    """`workers`, `window` (the last minute), `series` (by the second), `requests` (newest first)."""
+    """Return `workers`, `window` (last minute), `series` (by second), `requests` (newest first)."""
     return {
         "workers": [show_worker(worker, switching_to=memory.switching.get(worker.url)) for worker in workers],
         "window": _window(memory.seconds, now_s),
@@ -50,7 +50,7 @@ def draw(memory: DashboardSnapshot, workers: Sequence[Worker], *, now_s: float) 
 
 
 def show_worker(worker: Worker, *, switching_to: str | None = None) -> dict[str, Any]:
-    """In-flight figures are of all processes of the router. `switching_to`: the role that one of them moves it to."""
+    """Return a worker's row, with in-flight counts of all processes."""
     return {
         "url": worker.url,
         "role": worker.role.value,
@@ -65,7 +65,7 @@ def show_worker(worker: Worker, *, switching_to: str | None = None) -> dict[str,
 
 
 def pick_records(records: Sequence[DashboardRequest]) -> list[DashboardRequest]:
-    """The newest ones; those that run come before those that have ended."""
+    """Return the newest records, running ones first."""
     running = [record for record in records if record.ended_s is None][-SHOWN_REQUESTS:]
     ended = [record for record in records if record.ended_s is not None]
     ended.sort(key=lambda r: (r.ended_s or 0.0, r.key))
@@ -74,7 +74,7 @@ def pick_records(records: Sequence[DashboardRequest]) -> list[DashboardRequest]:
 
 
 def _window(seconds: Sequence[Second], now_s: float) -> dict[str, Any]:
-    """Rates are per second, latencies in seconds (None: there were none)."""
+    """Return rates per second and latencies in seconds, None without data."""
     inside = [s for s in seconds if int(now_s) - WINDOW_S <= s.at < int(now_s)]
     covered_s = min(WINDOW_S, max(1, int(now_s) - (seconds[0].at if seconds else 0)))
     ttft: dict[int, int] = {}
@@ -100,7 +100,7 @@ def _window(seconds: Sequence[Second], now_s: float) -> dict[str, Any]:
 
 
 def _series(seconds: Sequence[Second], now_s: float) -> dict[str, list[float | None]]:
-    """Curves of whole seconds (None: no value), up to one that every worker has reported."""
+    """Return curves of whole seconds, up to the last one that every worker has reported."""
     by_at = {second.at: second for second in seconds}
     none, end = Second(0), int(now_s) - 1
     shown = [by_at.get(at, none) for at in range(end - SHOWN_SECONDS, end)]

@@ -1,1 +1,1 @@
-"""Several processes that are one router: the processes, what they share, what they send each other."""
+"""Several processes that form one router, their shared memory and messages."""

@@ -1,6 +1,7 @@
-"""What the processes of one router send each other: changes of the pool, and their counts for one /metrics.
+"""Messages between the processes of one router: pool changes, and counts for one /metrics.
 
-Each also serves its ordinary routes at a unix socket; requests of peers carry a key that only they know, and are not forwarded.
+Each serves its routes on a unix socket, too. Requests of peers carry a shared key and are not
+forwarded again.
 """
 
 import hmac
@@ -39,7 +40,9 @@ class PeerProcesses:
         return hmac.compare_digest(key.encode(errors="surrogateescape"), self._slot.key.encode())
 
     async def forward(self, request: web.BaseRequest, body: dict[str, Any], *, timeout_s: float = TIMEOUT_S) -> None:
-        """Send a request that was done here to the peers, unless one sent it. A peer that does not answer is starting: it will ask."""
+        """Forward a request to the peers, unless a peer sent it. A peer that is starting catches up
+        later.
+        """
         if self.num and not self.is_peer(request):
             await self.request(request.method, request.path, body, timeout_s=timeout_s)
 
@@ -47,7 +50,7 @@ class PeerProcesses:
         return await self._peers.request(method, path, body, timeout_s=timeout_s)
 
     async def catch_up(self, table: WorkerTable, *, now_s: float) -> None:
-        """Take over the pool of a peer, which may differ from the flags."""
+        """Copy the pool of a peer, which may have changed since the flags."""
         for body in (await self.request("GET", "/workers"))[:1]:
             known = {w["url"]: w for w in msgspec.json.decode(body)["workers"] if not w["discovered"]}
             for worker in table.workers():

@@ -1,9 +1,9 @@
-"""Several processes that are one router (`--workers N`): they share the port, the load, and the worker table.
+"""Several processes that form one router (`--workers N`), with one port, load and worker table.
 
-the parent    holds the port (SO_REUSEPORT; the kernel distributes connections), starts the processes, restarts one that died,
-              passes signals on; serves nothing
-a process     a whole router; its load is in shared memory (router/pool/shared_load.py); changes of the pool and counts go to its
-              peers over unix sockets (peer_processes.py)
+parent    holds the port (SO_REUSEPORT: the kernel distributes connections), starts and restarts
+          processes, forwards signals, serves nothing
+process   a whole router; load in shared memory (router/pool/shared_load.py); pool changes and
+          counts over unix sockets (peer_processes.py)
 """
 
 import asyncio
@@ -30,14 +30,14 @@ from service.process.stop_signals import DRAIN, END, hangup_ends
 log = logging.getLogger(__name__)
 
 READY_S = 60.0
-RESTART_PAUSE_S = 1.0  # between two starts in one slot: a process that dies at once must not keep a core busy
+RESTART_PAUSE_S = 1.0  # between two starts, so that a process that dies at once does not occupy a core
 
 Target = Callable[["ProcessSlot", RouterConfig], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessSlot:
-    """One of the processes of a router. `folder`: what they share; `key`: authenticates them to each other."""
+    """One process of a router. `folder` holds shared files, `key` authenticates peers."""
 
     row: int
     num_rows: int
@@ -61,7 +61,9 @@ class ProcessSlot:
 
 
 def run_fleet(config: RouterConfig, serve: Target, *, on_ready: Callable[[str], None]) -> None:
-    """Run `config.workers` processes of `serve` until SIGTERM or SIGINT has ended all. `on_ready(url)`: all listen."""
+    """Run `config.workers` processes of `serve` until a signal ends all. `on_ready(url)` when all
+    listen.
+    """
     shared = tempfile.TemporaryDirectory(prefix="tandem-router-", dir=socket_folder(), ignore_cleanup_errors=True)
     with open_shared_ports(config.host, config.port, count=1) as (port,), shared as name:
         key, folder = secrets.token_hex(16), Path(name)
@@ -78,9 +80,10 @@ _HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, DRAIN, END)
 
 
 def signal_for(number: int, *, had_sigterm: bool) -> signal.Signals:
-    """The signal that the parent sends on when it receives `number`. `had_sigterm`: before.
+    """Return the signal that the parent forwards on `number`.
 
-    It counts, and sends another signal for the second: the kernel merges two equal ones, and an event loop may report one twice.
+    A second SIGTERM becomes another signal: the kernel merges equal ones, and an event loop may
+    report one twice.
     """
     if number in (signal.SIGHUP, DRAIN):
         return signal.Signals(number)
@@ -88,7 +91,7 @@ def signal_for(number: int, *, had_sigterm: bool) -> signal.Signals:
 
 
 def obey_parent(*, on_drain: Callable[[], None], on_end: Callable[[], None]) -> None:
-    """In a process of the fleet: end only by the parent's signals, or at its death."""
+    """End this process only by the parent's signals, or at its death."""
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
@@ -143,7 +146,9 @@ class _Fleet:
 
     @contextmanager
     def signals(self) -> Iterator[None]:
-        """Pass signals on to all; after one that ends them no process is restarted. At the end no process is left."""
+        """Forward signals. After one that ends the processes none restarts, and none survives the
+        context.
+        """
         before = {number: signal.signal(number, self._on_signal) for number in _HANDLED}
         try:
             yield
@@ -173,7 +178,7 @@ class _Fleet:
                 time.sleep(0.02)
 
     def watch(self) -> None:
-        """Wait until all have ended; restart one that dies before that."""
+        """Wait until all have ended, restarting any that dies before."""
         while running := [member for member in self._members if member.process.exitcode is None]:
             wait([member.process.sentinel for member in running], timeout=1.0)
             for member in self._members:

@@ -1,1 +1,1 @@
-"""What the last requests and the last two minutes were, by the second. The dashboard shows it."""
+"""The last requests and the last two minutes by second, for the dashboard."""

@@ -1,8 +1,7 @@
-"""Remembers the last requests, and counts the last two minutes by the second. Pure but for its clock.
+"""Records the last requests, and counts per second for two minutes. Pure but for its clock.
 
-It observes every event of a stream, so each call does little, and all memory is bounded. A request's trace (trace.py) is read
-only when the dashboard requests it. Latencies are counts in buckets, each an eighth wider than the one before: a quantile is off by
-6 % at most, and counts of several processes add up, as in DDSketch (Masson, Rim and Lee, VLDB 2019).
+Latencies are counts in buckets of ratio 1.125: quantiles are within 6 %, and counts of several
+processes add up, as in DDSketch (Masson, Rim and Lee, VLDB 2019).
 """
 
 import math
@@ -16,8 +15,8 @@ from router.attempts.upstream_call import CallFailed
 from router.history.records import DashboardRequest, DashboardSnapshot, Second
 from router.pool.worker import LoadReport, Role
 
-KEPT_REQUESTS = 256  # that have ended
-MAX_RUNNING = 512  # that run and are remembered; more are only counted
+KEPT_REQUESTS = 256  # finished ones
+MAX_RUNNING = 512  # recorded running ones; further ones are only counted
 KEPT_SECONDS = 120
 
 MIN_S = 1e-5
@@ -43,7 +42,7 @@ class Recorder:
         self._seconds: deque[Second] = deque([Second(int(now_s()))], maxlen=KEPT_SECONDS)
 
     def begin(self, request: Watched, now_s: float) -> str:
-        """Remember a request that was read, and return its key, unique among all processes."""
+        """Record a parsed request; return its key, unique among all processes."""
         self._serial += 1
         key = f"{self._place}-{self._serial}"
         self.second(now_s).arrived += 1
@@ -84,7 +83,9 @@ class Recorder:
         add(self.second(self.now_s()).failures, {f"{','.join(missing)} no_worker": 1})
 
     def on_report(self, role: Role, before: LoadReport | None, report: LoadReport | None) -> None:
-        """A worker's report, and the one before. A counter that fell belongs to a new process."""
+        """Add a report's increase over the one before. A counter that fell belongs to a new
+        process.
+        """
         if before is None or report is None or role is Role.ENCODE:
             return
         second = self.second(self.now_s())
@@ -114,7 +115,7 @@ def add(into: dict[Counted, int], counts: Mapping[Counted, int]) -> None:
 
 
 def quantile(counts: Mapping[int, int], share: float) -> float | None:
-    """Seconds below which `share` of the counts lies; None without any."""
+    """Return the `share` quantile in seconds."""
     total = sum(counts.values())
     if not total:
         return None

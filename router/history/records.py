@@ -1,10 +1,12 @@
-"""What the dashboard remembers, as the processes of a router exchange it. Times: the machine's monotonic clock, in seconds."""
+"""Records for the dashboard, as the processes exchange them. Times are monotonic seconds."""
 
 import msgspec
 
 
 class Second(msgspec.Struct):
-    """The events of one second. Latencies are counts by bucket (recorder.py); `failures` are counts by "role reason"."""
+    """Events of one second. Latencies are counts by bucket (recorder.py), `failures` by "role
+    reason".
+    """
 
     at: int
     arrived: int = 0
@@ -14,14 +16,16 @@ class Second(msgspec.Struct):
     ttft: dict[int, int] = msgspec.field(default_factory=dict)
     gaps: dict[int, int] = msgspec.field(default_factory=dict)
     failures: dict[str, int] = msgspec.field(default_factory=dict)
-    # What workers counted since their last report: every process receives the same, so these are not added up.
+    # Increases since workers' last reports. All processes receive the same, so these are not summed.
     prompt_tokens: int = 0
     output_tokens: int = 0
     kv_bytes: int = 0
 
 
 class DashboardAttempt(msgspec.Struct):
-    """One try of a request. `answering`: the decode (or unified) worker, or the prefill worker where it answers alone."""
+    """One attempt. `answering`: the decode or unified worker, or a prefill worker that needs no
+    decode.
+    """
 
     started_s: float
     answering: str
@@ -32,26 +36,26 @@ class DashboardAttempt(msgspec.Struct):
 
 
 class DashboardRequest(msgspec.Struct):
-    """One request as the router saw it. `status` 0: it runs; 499: its client went away. `failure`: "": none."""
+    """One request. `status` is 0 while it runs, 499 if its client left."""
 
     key: str  # unique among all processes
     request_id: str
     path: str
     started_s: float
-    prompt_tokens: int  # as the router estimates them
+    prompt_tokens: int  # estimated
     attempts: list[DashboardAttempt]
     first_byte_s: float | None = None
     last_byte_s: float | None = None
-    num_events: int = 0  # pieces in which a streamed answer went out
+    num_events: int = 0  # chunks of a streamed answer
     ended_s: float | None = None
     status: int = 0
     failure: str = ""
-    caller: str = ""  # the name of the key that sent it
+    caller: str = ""  # name of its API key
     rooms: list[int] = []  # of all its attempts
 
 
 class DashboardSnapshot(msgspec.Struct):
-    """The records of one process. `switching`: workers that it moves to another role, by URL."""
+    """Records of one process. `switching`: URL -> new role of workers that it switches."""
 
     seconds: list[Second]
     records: list[DashboardRequest]

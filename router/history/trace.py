@@ -1,7 +1,6 @@
-"""The trace of one request: its workers, times and outcome. Times are monotonic seconds.
+"""The trace of one request: its workers, times and outcome, in monotonic seconds.
 
-The record for `tandem trace` (service/telemetry/records.py), the log line and the dashboard's record (records.py) are made of
-it, the first and the last only when they are read.
+It yields the record of `tandem trace` and the dashboard's on demand, and the log line.
 """
 
 import logging
@@ -25,7 +24,7 @@ from service.telemetry.tracer import SpanContext, Tracer, unix_offset_s
 
 log = logging.getLogger(__name__)
 
-MAX_MODEL_BYTES = 256  # kept of what a client may send
+MAX_MODEL_BYTES = 256  # of a client's value
 MAX_ROOMS = 16  # likewise
 MAX_ID_CHARS = 128  # shown on the dashboard
 MAX_FAILURE_CHARS = 300
@@ -33,7 +32,7 @@ MAX_FAILURE_CHARS = 300
 
 @dataclass(eq=False)
 class RequestTraces:
-    """Keeps a trace of each request under way. `log_requests`: log a line when one ends (--log-requests)."""
+    """Traces of running requests. `log_requests`: log a line at each end (--log-requests)."""
 
     tracer: Tracer
     recorder: Recorder
@@ -58,7 +57,7 @@ class RequestTraces:
 
     def on_ended(self, request: RequestContext, status: int, now_s: float) -> None:
         trace = self._running.pop(request, None)
-        if trace is None:  # it could not be read
+        if trace is None:  # its body was invalid
             trace = self._begin(request)
         trace.end(status, now_s)
         if trace.outcome.key:
@@ -81,7 +80,7 @@ class RequestTraces:
 
 
 class _PastCall(msgspec.Struct, frozen=True):
-    """A call that is over. `error`: what went wrong ("": nothing)."""
+    """A finished call; `error` is empty on success."""
 
     worker: Worker
     sent_s: float
@@ -90,7 +89,7 @@ class _PastCall(msgspec.Struct, frozen=True):
 
 
 class RequestTrace:
-    """One request and its attempts: themselves while it runs; after that the outcome, without the bytes that they hold."""
+    """One request and its attempts; at its end it drops them, with their bodies, for the outcome."""
 
     def __init__(self, request: RequestContext, span: SpanContext | None) -> None:
         parsed = request.parsed

@@ -1,1 +1,1 @@
-"""Routes beside generation: health, workers, calls to every worker; the key that each route needs."""
+"""Routes other than generation, and the key that each route needs."""

@@ -1,4 +1,4 @@
-"""The key that each route of the router needs, and the rate limit."""
+"""The API key that each route needs, and the rate limit."""
 
 import math
 import time
@@ -20,7 +20,7 @@ _OPEN_PATHS = (
     frozenset(("/health", "/liveness", "/readiness", HOME, "/metrics", "/openapi.json", "/ping", "/version"))
     | FILES.keys()
 )
-# What changes workers, or the pool, for all clients. A route named nowhere here needs an API key.
+# Routes that change workers for all clients. Any unlisted route needs an API key.
 _ADMIN_ROUTES = frozenset((("POST", "/workers"), ("DELETE", "/workers")))
 _ADMIN_PATHS = frozenset((*TIMEOUTS_S, LOAD_ADAPTER, UNLOAD_ADAPTER, TRACES, "/workers/role", "/workers/migrate"))
 
@@ -29,12 +29,12 @@ def need_of(method: str, path: str) -> Access:
     if path in _OPEN_PATHS:
         return Access.NONE
     if path in _ADMIN_PATHS or (method, path) in _ADMIN_ROUTES or path.startswith("/dashboard/"):
-        return Access.ADMIN  # the dashboard: it names the requests of all clients
+        return Access.ADMIN  # the dashboard shows all clients' requests
     return Access.USER
 
 
 def limit_rate(limiter: RateLimiter, metrics: RouterMetrics) -> Callable[[web.BaseRequest, Access], ApiError | None]:
-    """Refuse a client above its rate with 429. Requests that need no key are not counted."""
+    """Return a check that refuses a client above its rate with 429. Open routes do not count."""
 
     def admit(request: web.BaseRequest, need: Access) -> ApiError | None:
         if need is Access.NONE:

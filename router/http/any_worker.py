@@ -1,6 +1,6 @@
-"""Routes beside generation that one worker answers for all that serve the model: models, tokens, what a prompt costs.
+"""Routes that any worker of the model can answer: models, tokenizer, prompt costs.
 
-With several models their lists are joined, of one worker for each.
+With several models the lists of one worker each are joined.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ ASKED = (
 )  # POST, with the model in the body
 _ALIASES = ("/v1/tokenize", "/v1/detokenize")
 DESCRIBED = ("/get_model_info", "/model_info", "/api/version")
-LISTS = {  # where the rows are, and in them the names
+LISTS = {  # fields of the rows, and of a row's name
     "/v1/models": ("data", "id"),
     "/api/tags": ("models", "name"),
     "/api/ps": ("models", "name"),
@@ -41,8 +41,6 @@ LISTS = {  # where the rows are, and in them the names
 
 
 class _Named(msgspec.Struct):
-    """The fields of a body that name a model."""
-
     model: Any = msgspec.UNSET
     name: Any = None
 
@@ -60,7 +58,7 @@ class AnyWorkerApi:
         ]
 
     async def ask(self, request: web.BaseRequest) -> web.Response:
-        """What is no model's name is for the worker to refuse."""
+        """Pass the body to a worker of its model. The worker refuses a bad name."""
         body = await request.read()
         named = await BODIES.run(partial(decode_or_none, body, _Named), size=len(body)) or _Named()
         name = named.name if named.model is msgspec.UNSET else named.model

@@ -1,4 +1,4 @@
-"""Routes that every worker answers: cache, pause, weights, memory, profiles, adapters, aborts."""
+"""Routes that go to every worker: cache, pause, weights, memory, profiles, adapters, aborts."""
 
 import asyncio
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ EXPERTS = (
     "/stop_expert_distribution_record",
     "/dump_expert_distribution_record",
 )
-TIMEOUTS_S = {  # of POSTs that go to all workers as they are
+TIMEOUTS_S = {  # of POSTs that are passed on unchanged
     "/flush_cache": CALL_TIMEOUT_S,
     PAUSE: CALL_TIMEOUT_S,
     CONTINUE: CALL_TIMEOUT_S,
@@ -68,19 +68,19 @@ class FanOutApi:
         ]
 
     async def pass_to_all(self, request: web.BaseRequest) -> web.Response:
-        """All workers act at the same time; encoder workers have no experts."""
         headers, path = self.calls.credentials.for_admin(authorization_of(request.headers)), request.path
         body, timeout_s = await request.read(), TIMEOUTS_S[path]
         encoders = path not in EXPERTS
         answer = await self.calls.call_all("POST", path, headers, body, timeout_s=timeout_s, encoders=encoders)
         if path in (UPDATE_WEIGHTS, RELEASE, RESUME):
-            self.monitor.refresh()  # the models may have other names, the workers another health
+            self.monitor.refresh()  # model names and health may have changed
         return answer
 
     async def pause(self, request: web.BaseRequest) -> web.Response:
-        """Pass to all. The mode `block` holds new requests in all processes of the router first, and waits until the others have ended.
+        """Pause all workers.
 
-        So no worker has a request of which another one knows nothing yet.
+        Mode `block` first holds new requests in all router processes and waits for running ones, so
+        that no request has reached one worker of a pair only.
         """
         if object_of(await request.read()).get("mode") == "block":
             body = {"mode": "block"}
@@ -90,36 +90,37 @@ class FanOutApi:
         return await self.pass_to_all(request)
 
     async def unpause(self, request: web.BaseRequest) -> web.Response:
-        """Pass to all, then let the requests in that waited."""
+        """Continue all workers, then admit the waiting requests."""
         answer = None if self.peers.is_peer(request) else await self.pass_to_all(request)
         self.live.unblock()
         await self.peers.forward(request, {})
         return json_response({"success": True}) if answer is None else answer
 
     async def pass_adapter(self, request: web.BaseRequest) -> web.Response:
-        """Load or unload an adapter at the workers of one model: if there are several, `model` names it (to unload: the model that has it).
-
-        Encoder workers have none.
+        """Load or unload an adapter at all workers of one model but encoders. `model` names it
+        among several.
         """
         body, path = await request.read(), request.path
-        fields = object_of(body)  # workers refuse a body that is no object
+        fields = object_of(body)  # workers refuse a non-object
         try:
             model = self.calls.table.models.of_adapter(
                 model=fields.get("model"), adapter=fields.get("lora_name"), loads=path == LOAD_ADAPTER
             )
         except ValueError as err:
             raise ApiError(400, str(err), field="model") from None
-        if "model" in fields:  # the router's field: a worker has one model
+        if "model" in fields:  # only for the router
             body = msgspec.json.encode({name: value for name, value in fields.items() if name != "model"})
         headers = self.calls.credentials.for_admin(authorization_of(request.headers))
         answer = await self.calls.call_all(
             "POST", path, headers, body, timeout_s=UPDATE_TIMEOUT_S, model=model, encoders=False
         )
-        self.monitor.refresh()  # names have come or gone
+        self.monitor.refresh()  # model names have changed
         return answer
 
     async def abort_request(self, request: web.BaseRequest) -> web.Response:
-        """Pass to every worker: only they know request ids. An id is of the key that gave it; an admin's ends that of any key, or all at once."""
+        """Pass an abort to every worker. Ids belong to the key that sent them; an admin may abort
+        any, or all.
+        """
         body, authorization = await request.read(), authorization_of(request.headers)
         asked = await BODIES.run(partial(decode_or_none, body, _Abort), size=len(body))
         if asked is not None and asked.abort_all:

@@ -1,4 +1,4 @@
-"""Routes about the router's state: liveness, readiness, metrics."""
+"""Routes of the router's state: liveness, readiness, metrics."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -44,7 +44,9 @@ class HealthApi:
         return json_response({"version": installed_version()})
 
     async def readiness(self, request: web.BaseRequest) -> web.Response:
-        """200 if a request would find its workers; with `?workers=all` only once every worker is healthy, in every process."""
+        """Return 200 if each needed role has a worker; with `?workers=all` if all workers are
+        healthy in all processes.
+        """
         if self.live.draining:
             status = {"status": DRAINING, "num_live_reqs": len(self.live)}
             return json_response(status, status=503, headers={"Retry-After": "1"})
@@ -58,7 +60,7 @@ class HealthApi:
         return json_response({"status": "ready", "healthy_workers": healthy, "total_workers": len(workers)})
 
     async def _waits_for(self, request: web.BaseRequest, workers: Sequence[Worker]) -> str:
-        """Return why `?workers=all` waits; "": it does not. A peer process gets the answer of this process alone."""
+        """Return why `?workers=all` is not ready. A peer process gets this process's answer."""
         late = [f"{w.role} {w.url} is {w.health}" for w in workers if not w.answers]
         if late:
             return f"{len(late)} of {len(workers)} workers are not healthy: {', '.join(late)}"

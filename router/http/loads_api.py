@@ -1,4 +1,4 @@
-"""GET /v1/loads and /get_load: the load of all workers, in the shapes of one server of SGLang with a rank for each."""
+"""GET /v1/loads and /get_load: all workers as the DP ranks of one SGLang server."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from service.http.loads import loads_answer
 from service.http.stream import json_response
 from service.security.keys import authorization_of
 
-LOADS = ("/v1/loads", "/loads")  # SMG asks for the second first
+LOADS = ("/v1/loads", "/loads")  # SMG tries the second first
 
 
 @dataclass(eq=False)
@@ -31,14 +31,13 @@ class LoadsApi:
         return json_response([old_row(row) for row in await self._rows(request)])
 
     async def _rows(self, request: web.BaseRequest) -> list[dict[str, Any]]:
-        """Rows of the workers that answer."""
         headers = self.calls.credentials.for_client(authorization_of(request.headers))
         answers = await self.calls.answers("GET", "/v1/loads", headers)
         return join_rows((w.url, w.role.value, object_of(a.body)) for w, a in answers if a.status == 200)
 
 
 def join_rows(answers: Iterable[tuple[str, str, dict[str, Any]]]) -> list[dict[str, Any]]:
-    """The rows of (url, role, answer) with ranks that count on, and `worker` and `role` in each."""
+    """Join the rows of (url, role, answer), with consecutive ranks."""
     rows: list[dict[str, Any]] = []
     for url, role, answer in answers:
         loads = answer.get("loads")
@@ -49,7 +48,9 @@ def join_rows(answers: Iterable[tuple[str, str, dict[str, Any]]]) -> list[dict[s
 
 
 def old_row(row: dict[str, Any]) -> dict[str, Any]:
-    """The row of /get_load, which older routers poll. SGLang's rows have no queues beside the waiting one."""
+    """Return a row of /get_load, for older routers; `num_waiting_reqs` sums all queues, as in
+    SGLang.
+    """
     waiting = count_of(row.get("num_queued_reqs", row.get("num_waiting_reqs")))
     return {
         "dp_rank": row["dp_rank"],

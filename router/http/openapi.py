@@ -1,6 +1,7 @@
-"""GET /openapi.json: the router's own routes, and bodies of generation as a live worker describes them. Pure.
+"""GET /openapi.json: the router's own routes, and generation bodies as a live worker describes
+them.
 
-While no worker is alive these bodies are objects. Fields that the router overwrites are left out.
+Without a live worker these are objects. Fields that the router overwrites are left out.
 """
 
 from typing import Any
@@ -24,7 +25,7 @@ _FAILURES = {
     "502": "a worker could not be reached or broke off",
     "504": "a worker did not answer in time",
 }
-# path -> method -> schema of the body (None: no body)
+# path -> method -> schema of the body, None without
 _OWN: dict[str, dict[str, Any]] = {
     **{
         path: {"get": None}
@@ -64,12 +65,12 @@ _OWN: dict[str, dict[str, Any]] = {
         }
     },
 }
-# Passed to one worker or all as they come: their bodies are described by the worker.
+# Passed on unchanged, so the worker describes their bodies.
 _PASSED = ("/abort_request", *ASKED, *(path for path in TIMEOUTS_S if path not in _OWN), LOAD_ADAPTER, UNLOAD_ADAPTER)
 
 
 def make_document(worker: Any) -> dict[str, Any]:
-    """`worker`: a worker's own document, decoded; anything else counts as none."""
+    """Return the document. `worker` is a worker's decoded document, or anything else for none."""
     worker = worker if isinstance(worker, dict) else {}
     paths = {path: {m: _operation(path, body) for m, body in methods.items()} for path, methods in _OWN.items()}
     for path in (*(str(api) for api in Api), INVOCATIONS, *_PASSED):
@@ -83,7 +84,7 @@ def make_document(worker: Any) -> dict[str, Any]:
 
 def _operation(path: str, body: dict[str, Any] | None) -> dict[str, Any]:
     good = answer("done", plain_text=path == "/metrics", streams=_STREAMS.get(path, ""))
-    failures = failures_of(_FAILURES, {})  # a worker's, as they come
+    failures = failures_of(_FAILURES, {})  # a worker's, unchanged
     if path not in _PASSED:
         failures |= failures_of({"400": _FAILURES["400"]}, shape_of(path).schema)
     return operation(path, answers={"200": good, "201": {"description": "added"}}, failures=failures, body=body)

@@ -1,4 +1,4 @@
-"""The files of the router's pages."""
+"""Static files of the router's pages."""
 
 from service.http.pages import CHAT, SHARED, files_of
 

@@ -1,4 +1,4 @@
-"""Routes of stored responses, and of what processes of one router ask each other about them."""
+"""Routes of stored responses, and requests between router processes about them."""
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from service.responses.conversation import not_found
 
 @dataclass(eq=False)
 class ResponsesApi:
-    """`book`: None: nothing is stored."""
+    """Handlers. Without `book` nothing is stored."""
 
     book: SharedBook | None
     peers: PeerProcesses

@@ -1,4 +1,4 @@
-"""Routes about single requests: the times that router and workers kept of many (an admin's), or of one of the caller's own."""
+"""Routes of request times: many requests for an admin, a single one for its own client."""
 
 import asyncio
 import time
@@ -29,7 +29,7 @@ TIMEOUT_S = 10.0
 
 @dataclass(eq=False, kw_only=True)
 class TracesApi:
-    """`memory`: what all processes of this router remember."""
+    """Handlers. `memory` returns the records of all processes."""
 
     calls: WorkerCalls
     tracer: Tracer
@@ -57,9 +57,8 @@ class TracesApi:
         return json_response(Records(records=sorted(kept, key=lambda record: record.start_s)))
 
     async def trace(self, request: web.BaseRequest) -> web.Response:
-        """The last request of that id: its workers and times as the router saw them, and what these workers kept.
-
-        A client sees its own requests, by the key that sent them; an admin sees all.
+        """Return the last request of an id with its workers' records: clients see only their own
+        requests.
         """
         request_id, caller = request.path.removeprefix(TRACES + "/"), request[CALLER]
         record = last_of((await self.memory()).records, request_id, caller)
@@ -75,7 +74,6 @@ class TracesApi:
     async def _worker_records(
         self, workers: Sequence[Worker], ids: Sequence[str], headers: Mapping[str, str]
     ) -> list[Record]:
-        """Records of the workers that have /traces; others (of other makes, or dead) have none."""
         body, session = msgspec.json.encode(TracesQuery(ids=list(ids))), self.calls.session
         calls = (call_worker(session, "POST", w.url + TRACES, headers, body, timeout_s=TIMEOUT_S) for w in workers)
         records: list[Record] = []
@@ -87,13 +85,15 @@ class TracesApi:
 
 
 def may_see(part: Record, record: DashboardRequest, caller: Caller) -> bool:
-    """Whether a worker's part belongs to the record: others may have sent the same id. Without a room only an admin knows."""
+    """Return whether a worker's record belongs to `record`, as ids may repeat. Without room: admins
+    only.
+    """
     room = part.attributes.get(ROOM_ATTRIBUTE)
     return str(room) in map(str, record.rooms) if room is not None else caller.access >= Access.ADMIN
 
 
 def last_of(records: Collection[DashboardRequest], request_id: str, caller: Caller) -> DashboardRequest | None:
-    """The request of that id that began last, of those that `caller` may see. `records`: in the order of their start."""
+    """Return the last of `records` (by start) with that id that `caller` may see."""
     may_see_all = caller.access >= Access.ADMIN
     kept_id = request_id[:MAX_ID_CHARS]
     found = [r for r in records if r.request_id == kept_id and (may_see_all or r.caller == caller.name)]

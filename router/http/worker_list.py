@@ -1,4 +1,4 @@
-"""What the router tells of its workers."""
+"""Descriptions of workers."""
 
 import asyncio
 from collections.abc import Sequence
@@ -8,13 +8,13 @@ import msgspec
 
 from router.pool.worker import Role, Worker
 
-SLICE = 50  # workers that are described without a pause
+SLICE = 50  # workers between two yields to other tasks
 
 _encode = msgspec.json.Encoder().encode
 
 
 async def describe_all(workers: Sequence[Worker]) -> msgspec.Raw:
-    """A JSON list. Other tasks run between its slices: of a thousand workers the whole takes milliseconds."""
+    """Return a JSON list, yielding in between: a thousand workers take milliseconds."""
     parts = []
     for at in range(0, len(workers), SLICE):
         parts.append(_encode([describe(worker) for worker in workers[at : at + SLICE]])[1:-1])
@@ -23,7 +23,6 @@ async def describe_all(workers: Sequence[Worker]) -> msgspec.Raw:
 
 
 def describe(worker: Worker) -> dict[str, Any]:
-    """Facts that msgspec encodes."""
     return {
         "id": worker.worker_id,
         "url": worker.url,

@@ -1,4 +1,4 @@
-"""Routes about workers: list, add, remove, switch roles; settings; the document of all routes."""
+"""Routes to list, add, remove and switch workers; router settings; the OpenAPI document."""
 
 import time
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ class _NamedWorker(msgspec.Struct):
 
 
 class _NewWorker(_NamedWorker):
-    """`worker_type`: SGLang's name of `role`."""
+    """`worker_type` is SGLang's name of `role`."""
 
     role: str | None = None
     worker_type: str | None = None
@@ -78,7 +78,6 @@ class WorkersApi:
         return json_response({"workers": await describe_all(workers), "total": len(workers)})
 
     async def add_worker(self, request: web.BaseRequest) -> web.Response:
-        """The worker gets requests after its first good check."""
         body = decode_body(await request.read(), _NewWorker)
         role = self._role_of(body, Role.ENCODE)
         worker = self.calls.table.add(body.url, role=role, bootstrap_port=body.bootstrap_port, now_s=time.monotonic())
@@ -87,7 +86,7 @@ class WorkersApi:
         return json_response(describe(worker), status=201)
 
     async def remove_worker(self, request: web.BaseRequest) -> web.Response:
-        """The body or the query names the URL. Requests that run there go on."""
+        """Remove the worker named in body or query. Its running requests continue."""
         query = dict(request.query)
         url = decode_body(msgspec.json.encode(query) if query else await request.read(), _NamedWorker).url
         worker = self.calls.table.remove(url)
@@ -96,10 +95,10 @@ class WorkersApi:
         return json_response(describe(worker))
 
     async def switch_role(self, request: web.BaseRequest) -> web.Response:
-        """200 once the worker serves in that role; 409: it may not or cannot, and nothing has changed; 502: it did not return."""
+        """Switch a role. 409: refused, nothing changed; 502: the worker did not return."""
         body = decode_body(await request.read(), _RoleSwitch)
         role, worker = self._role_of(body), self.calls.table.find(body.url)
-        if self.peers.is_peer(request):  # the peer moves it
+        if self.peers.is_peer(request):  # the peer switches it
             self.monitor.look(worker)
             return json_response(describe(worker))
         headers = self.calls.credentials.for_admin(authorization_of(request.headers))
@@ -107,7 +106,7 @@ class WorkersApi:
         return json_response(describe(worker))
 
     async def migrate(self, request: web.BaseRequest) -> web.Response:
-        """Others take over what runs at a worker, which stays in the table. `moved`: calls of this router process."""
+        """Migrate a worker's running requests to others. `moved` counts calls of this process."""
         body = decode_body(await request.read(), _NamedWorker)
         worker = self.calls.table.find(body.url)
         if not self.calls.table.has_others(worker):
@@ -132,7 +131,7 @@ class WorkersApi:
         )
 
     async def openapi(self, request: web.BaseRequest) -> web.Response:
-        """The router's own routes, and generation as the first live worker describes it (decode before prefill)."""
+        """Return the document, with generation as the first live worker describes it, decode first."""
         headers = self.calls.credentials.own()
         for role in reversed(self.calls.roles):
             for worker in self.calls.table.alive(role):
@@ -142,7 +141,7 @@ class WorkersApi:
         return json_response(make_document(None))
 
     def _role_of(self, body: _NewWorker | _RoleSwitch, *others: Role) -> Role:
-        """Return the role that `body` names; `others`: roles that it may name beside the router's own."""
+        """Return the role named in `body`; `others` are allowed in addition."""
         alone, roles = self.calls.roles, [*self.calls.roles, *others]
         word = body.role or body.worker_type or (alone[0].value if len(alone) == 1 else None)
         named = _ROLE_WORDS.get(word or "", word)

@@ -1,1 +1,1 @@
-"""The workers: table, health and load, calls that wait for them, service discovery."""
+"""The workers: table, health, load, active calls, service discovery."""

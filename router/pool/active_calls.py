@@ -1,9 +1,8 @@
-"""Ends calls that wait for a worker in vain (`Worker.calls`), or that others are to take over. Pure: receives the time.
+"""Calls that wait for a worker (`Worker.calls`): gives up vain ones, finds those to migrate. Pure.
 
-A call is given up when, both for `timeout_s`, its worker passed no health check and no byte came; at once when another process
-answers at the address and no byte came since the old one was last seen; and where no other worker could take it over, at a worker that
-has been silent for twice the time after which others do. A call that gets bytes, or whose client is too slow to take them, is never
-given up.
+A call is given up if neither a good health check nor a byte came for `timeout_s`; at once if
+another process now answers at the address; and, if no other worker could take it over, after twice
+the silence limit. A call that receives bytes, or whose client reads slowly, is never given up.
 """
 
 import math
@@ -13,14 +12,13 @@ from typing import Protocol
 from router.pool.states import Health
 from router.pool.worker import Pool, Worker
 
-PAUSES = 2  # silences that may be a pause, which costs no answer where there is no other worker
+PAUSES = 2  # times the silence limit; a shorter silence may be a pause
 
 
 class ActiveCall(Protocol):
-    """A call to a worker. `waits_since_s`: nothing came since; None: its client does not take what came.
-
-    `movable`: another worker can do the rest; `continuable`: without computing again what the client has. `names_owner`: of the names that
-    `leave` returns (service/http/caller_names.py).
+    """A call to a worker. `waits_since_s` is None while its client is slow. `movable`: another
+    worker can do the rest; `continuable`: without recomputing sent tokens. `names_owner`:
+    caller_names.py.
     """
 
     names_owner: str
@@ -38,20 +36,20 @@ class ActiveCall(Protocol):
     def continuable(self) -> bool: ...
 
     def leave(self) -> Mapping[str, int]:
-        """Return the samples that may go on elsewhere by their KV, each with the room for it; empty: none. Such a call is neither movable nor
-        continuable any more.
+        """Return the rooms of samples that can move with their KV. The call is then no longer
+        movable.
         """
 
     def give_up(self, why: str) -> None: ...
 
 
 def last_sign_s(worker: Worker) -> float:
-    """Return when the last byte came from `worker`: of a check, a heartbeat or a live call."""
+    """Return when the last byte of a check, heartbeat or call came."""
     return max((worker.heard_s, *(call.last_byte_s for call in worker.calls)))
 
 
 def give_up_vain_calls(worker: Worker, now_s: float, *, timeout_s: float) -> int:
-    """End the calls that wait in vain for `worker`, and return how many. `timeout_s` 0: never."""
+    """End the calls that wait in vain and count them. `timeout_s` 0 disables this."""
     if not timeout_s:
         return 0
     vain = [(call, why) for call in worker.calls if (why := _why_vain(worker, call, now_s, timeout_s=timeout_s))]
@@ -62,7 +60,9 @@ def give_up_vain_calls(worker: Worker, now_s: float, *, timeout_s: float) -> int
 
 
 def waits_at_silent(worker: Worker, now_s: float, *, silence_s: float) -> list[ActiveCall]:
-    """Return what waits for a silent worker, once its silence is longer than a pause. For calls that no other worker takes over."""
+    """Return the calls at a worker silent for longer than a pause, for which no other worker
+    exists.
+    """
     if now_s - last_sign_s(worker) < PAUSES * silence_s:
         return []
     waits = [(call, call.waits_since_s) for call in worker.calls]
@@ -70,7 +70,7 @@ def waits_at_silent(worker: Worker, now_s: float, *, silence_s: float) -> list[A
 
 
 def calls_for_others(worker: Worker, *, answers: bool) -> list[ActiveCall]:
-    """Return the calls at `worker` that others can take over. `answers`: the worker still does."""
+    """Return the calls that others can take over. `answers`: the worker still does."""
     return [call for call in worker.calls if (call.continuable if answers else call.movable)]
 
 
@@ -81,11 +81,10 @@ def give_up_all(worker: Worker, calls: Iterable[ActiveCall], why: str) -> None:
 
 
 def num_to_give(worker: Worker, pool: Pool, *, above: float) -> int:
-    """Count the requests that `worker` gives away, as it holds more than `above` of its KV memory.
+    """Count the requests to migrate from `worker`, whose KV usage exceeds `above`.
 
-    It gives as many as one worker of `pool` has room for below that share; a request counts as much as the
-    mean of those that run there. 0 where reports are missing. As in Llumnix (OSDI 2024) requests move while
-    they run; here only to avoid a retraction, never to even loads out.
+    One worker of `pool` must have room for them below `above`, at the mean size of a request. As in
+    Llumnix (OSDI 2024) running requests move, but only to avoid retraction, not to balance load.
     """
     report = worker.report
     if report is None or not report.running_reqs or not report.capacity_tokens:
@@ -101,7 +100,6 @@ def num_to_give(worker: Worker, pool: Pool, *, above: float) -> int:
 
 
 def _why_vain(worker: Worker, call: ActiveCall, now_s: float, *, timeout_s: float) -> str:
-    """Return why no answer will come; "": it may."""
     since_s = call.waits_since_s
     if since_s is None:
         return ""
@@ -114,7 +112,6 @@ def _why_vain(worker: Worker, call: ActiveCall, now_s: float, *, timeout_s: floa
 
 
 def _room(worker: Worker, *, above: float) -> float:
-    """Tokens until it holds that share, with what waits for memory there."""
     report = worker.report
     if report is None or not worker.answers:
         return 0.0

@@ -1,10 +1,11 @@
-"""A circuit breaker: a worker that fails repeatedly gets no requests for a while, then a few trials. Pure.
+"""A circuit breaker: a failing worker gets no requests for a while, then a few trials. Pure.
 
-    CLOSED     --cb-failure-threshold faults in a row, none older than the window, open it
-    OPEN       nothing is sent there until the timeout is over
-    HALF_OPEN  up to --cb-success-threshold requests at a time try it; as many answers that begin close it, one fault opens it again
+    CLOSED     --cb-failure-threshold faults in a row within the window open it
+    OPEN       no requests until the timeout
+    HALF_OPEN  up to --cb-success-threshold requests at a time; as many started answers close it,
+               one fault opens it again
 
-Only the worker's own faults count (`CallFailed.is_fault`). The flags have the names and defaults of SGLang's router.
+Only faults of the worker count (`CallFailed.is_fault`). Flags and defaults are SGLang's.
 """
 
 import math
@@ -22,24 +23,24 @@ class State(StrEnum):
 
 
 class Event(StrEnum):
-    BEGUN = "begun"  # an answer began: proof of life, but it may still break
+    BEGUN = "begun"  # an answer started: it may still break
     WELL = "well"  # an answer is complete
     FAULT = "fault"
     WAITED = "waited"  # the timeout is over
 
 
-# (state, event) -> (next state, the flag that must be reached first; "": none)
+# (state, event) -> (next state, the threshold flag if any)
 TRANSITIONS: dict[tuple[State, Event], tuple[State, str]] = {
     (State.CLOSED, Event.BEGUN): (State.CLOSED, ""),
     (State.CLOSED, Event.WELL): (State.CLOSED, ""),
     (State.CLOSED, Event.FAULT): (State.OPEN, "cb_failure_threshold"),
     (State.CLOSED, Event.WAITED): (State.CLOSED, ""),
-    (State.OPEN, Event.BEGUN): (State.OPEN, ""),  # of a request from before
+    (State.OPEN, Event.BEGUN): (State.OPEN, ""),  # of an earlier request
     (State.OPEN, Event.WELL): (State.OPEN, ""),
     (State.OPEN, Event.FAULT): (State.OPEN, ""),
     (State.OPEN, Event.WAITED): (State.HALF_OPEN, ""),
     (State.HALF_OPEN, Event.BEGUN): (State.CLOSED, "cb_success_threshold"),
-    (State.HALF_OPEN, Event.WELL): (State.HALF_OPEN, ""),  # it has begun before
+    (State.HALF_OPEN, Event.WELL): (State.HALF_OPEN, ""),  # already counted as started
     (State.HALF_OPEN, Event.FAULT): (State.OPEN, ""),
     (State.HALF_OPEN, Event.WAITED): (State.HALF_OPEN, ""),
 }
@@ -47,24 +48,24 @@ TRANSITIONS: dict[tuple[State, Event], tuple[State, str]] = {
 
 @dataclass(slots=True)
 class Circuit:
-    """The circuit of one worker. A request sent there calls `send`, and if that returns True `end_trial`, with any result.
+    """The circuit of one worker. If `send` returns True, `end_trial` must follow.
 
-    `quiet`: closed, with no fault on record, so only a fault changes it: the usual state. `on_trial`: called when a trial begins or ends.
+    `quiet`: closed without faults, the usual state. `on_trial`: called when a trial starts or ends.
     """
 
     flags: BreakerFlags = field(default_factory=BreakerFlags)
     state: State = State.CLOSED
     quiet: bool = True
-    on_open: Callable[[float], None] = lambda until_s: None  # receives the end of the timeout; 0.0: not open
+    on_open: Callable[[float], None] = lambda until_s: None  # receives the end of the timeout, 0.0 if not open
     on_trial: Callable[[], None] = lambda: None
-    _since_s: float = -math.inf  # of this state
+    _since_s: float = -math.inf  # start of this state
     _faults_s: list[float] = field(default_factory=list)  # in a row, within the window
     _num_begun: int = 0  # while half open
-    _num_trials: int = 0  # that run
+    _num_trials: int = 0  # running ones
 
     @property
     def waits_until_s(self) -> float:
-        """Return when an open circuit may be tried; inf: it is not open."""
+        """The end of an open circuit's timeout, inf if not open."""
         return self._since_s + self.flags.cb_timeout_duration_s if self.state is State.OPEN else math.inf
 
     def takes(self, now_s: float) -> bool:
@@ -74,7 +75,7 @@ class Circuit:
         return may_be_tried and self._num_trials < self.flags.cb_success_threshold
 
     def send(self, now_s: float) -> bool:
-        """Note that a request is sent, and return whether it is a trial: `end_trial` must follow."""
+        """Record a request; return whether it is a trial."""
         if self._has_waited(now_s):
             self.record(Event.WAITED, now_s)
         trial = self.state is State.HALF_OPEN
@@ -106,7 +107,7 @@ class Circuit:
         self.on_open(now_s + self.flags.cb_timeout_duration_s if target is State.OPEN else 0.0)
 
     def reset(self) -> None:
-        """Forget everything: another process serves there, or the worker is dead."""
+        """Forget everything: a new process serves there, or the worker is dead."""
         self._enter(State.CLOSED, -math.inf)
         self.quiet = True
 

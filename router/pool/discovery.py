@@ -1,7 +1,7 @@
-"""Keeps the worker table equal to the pods that the selectors choose. Owns the watches and the workers they brought.
+"""Service discovery: keeps the worker table equal to the pods that the selectors choose.
 
-Workers named on the command line or by POST /workers are not touched. While the API server is away the pool stays as it is: health
-checks notice death without it.
+Workers named by flags or POST /workers are not touched. While the API server is away the pool stays
+unchanged: health checks notice dead workers.
 """
 
 import asyncio
@@ -22,8 +22,8 @@ from service.waiter import end_tasks, loop_time_s
 
 log = logging.getLogger(__name__)
 
-REAP_S = 0.1  # between two looks at whether leaving workers have anything left to do
-GATHER_S = 0.1  # changes of pods that come so soon after others are looked at together: each look is at all pods
+REAP_S = 0.1  # between two checks of leaving workers
+GATHER_S = 0.1  # changes within this time are handled together
 MAX_PROBLEMS = 64
 
 
@@ -62,7 +62,7 @@ class Discovery:
         return {"roles": roles, **self._workers.counts(), "problems": dict(self._workers.problems)}
 
     def _on_change(self) -> None:
-        """Look at the pods now, or soon with the changes that come until then."""
+        """Read the pods now, or soon together with further changes."""
         if self._later is None:
             wait_s = self._looked_s + GATHER_S - loop_time_s()
             if wait_s > 0:
@@ -71,7 +71,7 @@ class Discovery:
                 self._look()
 
     def _look(self) -> None:
-        """Apply the pods of all watches, once each has been listed: until then workers would seem to be gone."""
+        """Apply the pods of all watches, once each has been listed."""
         self._later, self._looked_s = None, loop_time_s()
         if all(watch.listed for watch in self._watches):
             self._workers.update({watch.role: watch.pods.pods() for watch in self._watches}, now_s=loop_time_s())
@@ -95,7 +95,7 @@ class Discovery:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """A worker that the table shall have, and its pod."""
+    """A worker that the table should have, and its pod."""
 
     url: str
     role: Role
@@ -106,7 +106,7 @@ class Wanted:
 
 @dataclass(slots=True)
 class _Joined:
-    """`worker`: None if the table has refused it, because it was named by hand."""
+    """A joined worker, None if the table refused it because it was named by hand."""
 
     wanted: Wanted
     worker: Worker | None
@@ -118,23 +118,22 @@ class _Joined:
 
 @dataclass(slots=True)
 class PodWorkers:
-    """The workers that came from pods. `port`: of every pod's worker. Its decisions depend on the pods and the table alone.
+    """Workers from pods, all on `port`. Decisions depend only on the pods and the table.
 
-        pod   absent --ready--> joined --deleted, ended, no longer selected--> leaving --its requests ended--> absent
+        pod   absent --ready--> joined --deleted, ended, deselected--> leaving --idle--> absent
 
-    Readiness only lets a pod in. From then on the router's own health checks count: they are faster, and they tell a worker that
-    drains from a dead one.
+    Readiness only admits a pod. Afterwards the router's own health checks count: they are faster,
+    and distinguish draining workers from dead ones.
     """
 
     table: WorkerTable
     monitor: HealthMonitor
     port: int
-    problems: dict[str, str] = field(default_factory=dict)  # pod -> why it is no worker though it is ready
+    problems: dict[str, str] = field(default_factory=dict)  # ready pod -> why it is no worker
     _joined: dict[str, _Joined] = field(default_factory=dict)  # by URL
-    _leaving: dict[str, _Joined] = field(default_factory=dict)  # of them
+    _leaving: dict[str, _Joined] = field(default_factory=dict)  # a subset
 
     def update(self, pods: Mapping[Role, Sequence[Pod]], *, now_s: float) -> None:
-        """Make the table have exactly the workers of `pods`."""
         wanted = self._wanted(pods)
         ending = {(pod.name, pod.uid) for role in pods for pod in pods[role] if pod.ending}
         for url, joined in list(self._joined.items()):
@@ -144,7 +143,7 @@ class PodWorkers:
             self._enter(want, now_s)
 
     def reap(self) -> None:
-        """Remove workers that leave, have no request left, and are no last resort."""
+        """Remove leaving workers without requests, except a last resort."""
         for joined in list(self._leaving.values()):
             worker = joined.worker
             if worker is not None and not worker.inflight_requests and not self.table.is_alive(worker):
@@ -160,7 +159,7 @@ class PodWorkers:
         if joined is not None:
             if joined.wanted == want and not joined.leaving:
                 return
-            self._drop(joined)  # another pod has its address; its requests go on, or fail by themselves
+            self._drop(joined)  # another pod has its address; running requests continue or fail
         worker, port = None, want.bootstrap_port
         try:
             worker = self.table.add(want.url, role=want.role, bootstrap_port=port, now_s=now_s, discovered=True)
@@ -172,12 +171,12 @@ class PodWorkers:
         self._joined[want.url] = _Joined(want, worker)
 
     def _leave(self, joined: _Joined, *, ending: bool) -> None:
-        """Send it nothing new. One that is being deleted (`ending`) serves for some seconds yet: it is a last resort until it is
-        gone, as the router may not have checked its successor.
+        """Send it no new requests. A pod being deleted (`ending`) still serves for seconds, and
+        remains a last resort, as its successor may be unchecked.
         """
         url, worker = joined.wanted.url, joined.worker
         if worker is None or worker not in self.table:
-            self._forget(url)  # named by hand, or taken out by hand
+            self._forget(url)  # named or removed by hand
         elif not worker.leaving or (worker.last_resort and not ending):
             self.table.retire(url, last_resort=ending)
             self._leaving[url] = joined
@@ -195,7 +194,7 @@ class PodWorkers:
         self._leaving.pop(url, None)
 
     def _wanted(self, pods: Mapping[Role, Sequence[Pod]]) -> dict[str, Wanted]:
-        """Return the pods by URL. Of two pods with one address the first counts; the other is a problem."""
+        """Return pods by URL. The first of two pods with one address counts."""
         self.problems = {}
         found: dict[str, Wanted] = {}
         for role in sorted(pods):
@@ -206,7 +205,6 @@ class PodWorkers:
         return found
 
     def _want(self, pod: Pod, role: Role) -> Wanted | None:
-        """The worker of `pod`; None: it is not ready, or ends."""
         if pod.ending:
             return None
         if not pod.ip:
@@ -239,7 +237,7 @@ def _shared(want: Wanted, other: Wanted) -> str:
 
 
 async def open_discovery(flags: DiscoveryFlags, *, table: WorkerTable, monitor: HealthMonitor) -> Discovery | None:
-    """None without --service-discovery. Raises `ConfigError` if no API server is known."""
+    """Return None without --service-discovery. ConfigError without an API server."""
     if not flags.service_discovery:
         return None
     api = await connect(namespace=flags.service_discovery_namespace)

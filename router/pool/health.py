@@ -1,4 +1,4 @@
-"""Watches workers: health, role, models, load, bootstrap address. One task per worker, so that a slow one delays no other."""
+"""Health monitor: health, role, models, load and bootstrap address of workers, one task per worker."""
 
 import asyncio
 import logging
@@ -57,8 +57,8 @@ _ROLES = {  # by --disaggregation-mode
 }
 MOST_BEATS_PER_S = 4096  # of all workers
 MOST_CHECKS_PER_S = 64  # of all workers with requests and without heartbeats: about 3 % of a core
-BETWEEN_S = 0.0005  # two first checks
-GOLDEN = 0.6180339887  # its multiples spread evenly over an interval, however many there are (Knuth, vol. 3, 6.4)
+BETWEEN_S = 0.0005  # delay between first checks
+GOLDEN = 0.6180339887  # its multiples spread evenly over an interval (Knuth, vol. 3, 6.4)
 NO_WORKER = "/health answers, but neither /server_info nor /v1/models says anything: is this URL a worker's?"
 NO_HALF = (
     "/server_info does not say which half of a pair it is (disaggregation_mode): start it with --disaggregation-mode prefill or "
@@ -75,10 +75,10 @@ NO_ENCODER = (
 
 @dataclass(eq=False, kw_only=True)
 class HealthMonitor:
-    """Checks every worker that was given to `watch`; the table decides what the answers mean.
+    """Checks workers given to `watch`; the table interprets the results.
 
-    `on_report` gets a worker's load before the table does; `on_info` its `/server_info`, when it comes up and at intervals.
-    `let_go` ends calls at a worker that answers, for others to take over. `upstream`: for heartbeats; None: all workers are asked.
+    `on_report` gets a load before the table; `on_info` a worker's `/server_info`. `let_go` migrates
+    calls from a worker that answers. Without `upstream` there are no heartbeats, only checks.
     """
 
     config: HealthFlags
@@ -90,7 +90,7 @@ class HealthMonitor:
     on_info: Callable[[Worker, object], None] = lambda worker, info: None
     let_go: Callable[[Worker, Sequence[ActiveCall], str], None] = give_up_all
     _watches: dict[int, "_Watch"] = field(default_factory=dict)
-    _begin_s: float = 0.0  # when the last watch began, or will
+    _begin_s: float = 0.0  # start of the last watch
 
     def __post_init__(self) -> None:
         self._prober = Prober(
@@ -102,7 +102,7 @@ class HealthMonitor:
         )
 
     def watch(self, worker: Worker) -> None:
-        """Check `worker` now and then every interval. A thousand at once begin within half a second."""
+        """Check `worker` now and at intervals. First checks are staggered."""
         self._begin_s = max(loop_time_s(), self._begin_s + BETWEEN_S)
         watch = _Watch(worker, begin_s=self._begin_s)
         watch.heartbeats = self._heartbeats(watch)
@@ -110,7 +110,7 @@ class HealthMonitor:
         self._watches[worker.worker_id] = watch
 
     def retire(self, worker: Worker) -> None:
-        """A worker left the table: watch it only while requests of ours run there."""
+        """Watch a removed worker only while our requests run there."""
         watch = self._watches.get(worker.worker_id)
         if watch is not None:
             watch.retired = True
@@ -125,15 +125,15 @@ class HealthMonitor:
         await end_tasks(tasks)
 
     def on_unreachable(self, worker: Worker, *, refused: str = "", draining: bool = False) -> None:
-        """A request failed there. If nothing listens (`refused` says why), or it drains, it leaves the pool now; else it is checked."""
+        """Mark a worker down if the connection was refused, or draining; check it in any case."""
         if refused:
             self._note(worker, Check.REFUSED, refused)
         elif draining:
             self._note(worker, Check.DRAINING, "it is draining")
-        self.look(worker)  # it may have been restarted, with another bootstrap port
+        self.look(worker)  # it may have restarted with another bootstrap port
 
     def look(self, worker: Worker) -> None:
-        """Check a worker now, and read its `/server_info` again."""
+        """Check a worker now, with its `/server_info`."""
         watch = self._watches.get(worker.worker_id)
         if watch is not None:
             watch.info_due_s = 0.0
@@ -173,7 +173,9 @@ class HealthMonitor:
         )
 
     async def _wait(self, watch: "_Watch", due_s: float) -> None:
-        """Wait for the next check, news of the worker's end, or its silence while it has requests or late heartbeats."""
+        """Wait until the next check is due, the worker ends, or it is silent with requests or late
+        heartbeats.
+        """
         while not watch.wake.is_set() and (now_s := loop_time_s()) < due_s:
             beat_s = self._beat_s(watch)
             if beat_s and now_s - max(watch.checked_s, last_sign_s(watch.worker)) >= beat_s:
@@ -185,7 +187,7 @@ class HealthMonitor:
                 continue
 
     def _beat_s(self, watch: "_Watch") -> float:
-        """Return the silence after which the worker is probed; 0: at the next check."""
+        """Return the silence after which to probe the worker, 0 if the next check will do."""
         if not (watch.worker.calls or watch.is_late) or watch.is_fine:
             return 0.0
         beat_s = self._prober.beat_s and max(self._prober.beat_s, len(self._watches) / MOST_CHECKS_PER_S)
@@ -197,10 +199,9 @@ class HealthMonitor:
             log.warning("%d requests at %s worker %s were given up: it is gone", count, worker.role, worker.url)
 
     async def _check(self, watch: "_Watch") -> None:
-        """One round: health, then what else is due. A worker comes up with its bootstrap address known.
-
-        One whose heartbeats are fine is asked for its health when its `/server_info` is due, and for its load while something runs there:
-        at rest it is asked for nothing between.
+        """Run one round: health, then whatever else is due, so that a worker comes up with its
+        bootstrap address known. With good heartbeats, health is checked with `/server_info` only,
+        and load only while requests run.
         """
         worker, heartbeats = watch.worker, watch.heartbeats
         known, result, error = worker.incarnation, Check.OK, ""
@@ -212,7 +213,9 @@ class HealthMonitor:
         is_new = worker.health is not Health.UP or worker.incarnation != known
         if result is Check.OK and (is_new or now_s >= watch.info_due_s):
             error = await self._read_info(watch)
-            if error and error != worker.last_error and worker.health is not Health.UP:  # its state does not change
+            if (
+                error and error != worker.last_error and worker.health is not Health.UP
+            ):  # not logged as a change of state
                 log.warning("%s worker %s gets no request: %s", worker.role, worker.url, error)
             result = Check.FAILED if error else Check.OK
             watch.info_due_s = now_s + BOOTSTRAP_REFRESH_S
@@ -235,9 +238,10 @@ class HealthMonitor:
             self.move_calls(worker, f"it holds more than {above:g} of its memory (--rebalance-above)", most=count)
 
     def move_calls(self, worker: Worker, why: str, *, answers: bool = True, most: int | None = None) -> int:
-        """Move calls of `worker` to other workers, if there are any; return how many. `most`: the latest ones alone.
+        """Migrate the (latest `most`) calls of `worker` to others, if there are any, and count
+        them.
 
-        What a worker that `answers` has computed and not shown is not thrown away: such calls stay.
+        If the worker `answers`, calls with computed but unsent tokens stay.
         """
         if self.config.disable_moves or not self.table.has_others(worker):
             return 0
@@ -252,11 +256,13 @@ class HealthMonitor:
         if self.table.on_check(worker, result, now_s=loop_time_s(), error=error):
             level = logging.INFO if worker.health is Health.UP else logging.WARNING
             log.log(level, "%s worker %s is %s %s", worker.role, worker.url, worker.health, error)
-        if worker.health is Health.DRAINING:  # each time: answers begin meanwhile
+        if worker.health is Health.DRAINING:  # each time, as answers start meanwhile
             self.move_calls(worker, "it is draining")
 
     def _on_silence(self, worker: Worker, silent: bool) -> None:
-        """Called again and again while a worker is silent: calls that cannot move get some time more, should it only pause."""
+        """Handle (repeated) reports of silence. Calls that cannot move get more time, as it may be
+        a pause.
+        """
         if self.table.on_silence(worker, silent) and worker.health is Health.UP:
             what = "silent: others are preferred" if silent else "answering again"
             log.log(logging.WARNING if silent else logging.INFO, "%s worker %s is %s", worker.role, worker.url, what)
@@ -266,7 +272,7 @@ class HealthMonitor:
             self._end_vain_calls(worker)
 
     def _end_vain_calls(self, worker: Worker) -> None:
-        """End what waits for a silent worker with heartbeats that has no other beside it, so that clients wait for no answer."""
+        """End calls at a silent worker that no other worker can replace."""
         if self.config.disable_moves or self.table.has_others(worker):
             return
         silence_s = self.config.health_silence_s
@@ -290,7 +296,7 @@ class HealthMonitor:
         return (Check.OK, "") if status == 200 else (Check.FAILED, f"/health answers {status}")
 
     async def _read_info(self, watch: "_Watch") -> str:
-        """Read role, models and bootstrap address; returns what is wrong. After an error the known ones stay."""
+        """Read role, models and bootstrap address; return an error. Old values stay after an error."""
         worker = watch.worker
         info, error = await self._prober.first_json(worker, _INFO_PATHS)
         error = error or await self._read_models(worker, info) or self._read_role(worker, info)
@@ -308,10 +314,11 @@ class HealthMonitor:
         return ""
 
     async def _read_bootstrap(self, watch: "_Watch", info: object) -> str:
-        """Take the bootstrap address that a worker reports; returns what is wrong. Another port may be given.
+        """Read the bootstrap address; return an error.
 
-        That one is right if a bootstrap server answers there: ports may be mapped. Else each of its requests would fail, one by one.
-        That is asked once of a process: a server that hangs would hold up the worker's checks, and hide its silence.
+        A given port wins if a bootstrap server answers there, as ports may be mapped. That is
+        checked once per process: a hanging server would delay the worker's checks and hide its
+        silence.
         """
         worker = watch.worker
         host, port = parse_bootstrap(info, url_host=worker.url_host)
@@ -335,9 +342,9 @@ class HealthMonitor:
         )
 
     def _read_role(self, worker: Worker, info: object) -> str:
-        """Take the role that a worker reports; returns what is wrong. It may change between prefill and decode.
+        """Read the role; return an error. It may switch between prefill and decode.
 
-        A server that does not know its role in a pair would ignore the other half, and compute each request whole.
+        A server that does not report its role would ignore its peer, and compute whole requests.
         """
         mode = parse_mode(info)
         if worker.role in PAIR and worker.runtime_type == VLLM:
@@ -356,7 +363,7 @@ class HealthMonitor:
         return ""
 
     async def _read_models(self, worker: Worker, info: object) -> str:
-        """Read which models a worker serves; returns what is wrong: a server that reports nothing is no worker."""
+        """Read the models; return an error. A server that reports nothing is no worker."""
         listed = None
         if not isinstance(info, dict) or has_adapters(info) or runtime_of(info, None) == VLLM:
             listed, error = await self._prober.first_json(worker, _MODEL_PATHS)
@@ -378,9 +385,9 @@ class _Watch:
         self.heartbeats: Heartbeats | None = None
         self.task: asyncio.Task[None] | None = None
         self.wake = asyncio.Event()
-        self.checked_s = 0.0  # when the last check ended
+        self.checked_s = 0.0  # end of the last check
         self.checked = asyncio.Event()
-        # the process, host and port that it said when the given port was right
+        # reported process, host and port when the given port was verified
         self.proven: tuple[str, str, int | None] | None = None
         self.retired = False
         self.load_due_s = 0.0
@@ -389,21 +396,23 @@ class _Watch:
 
     @property
     def is_fine(self) -> bool:
-        """Whether heartbeats say that all is well."""
         return self.heartbeats is not None and self.heartbeats.fine
 
     @property
     def is_late(self) -> bool:
-        """Whether a heartbeat is missing."""
         return self.heartbeats is not None and self.heartbeats.is_late
 
     def next_s(self, interval_s: float) -> float:
-        """Return when the next check is due; for an idle worker, when its `/server_info` is."""
+        """Return when the next check is due; for an idle worker with heartbeats, its
+        `/server_info`.
+        """
         due_s = loop_time_s() + self.next_wait_s(interval_s)
         return max(due_s, self.info_due_s) if self.heartbeats is not None and self.heartbeats.rests else due_s
 
     def next_wait_s(self, interval_s: float) -> float:
-        """Return the time to the next check. First waits differ, so that workers that came together are not checked together."""
+        """Return the time to the next check; the first wait differs, to spread workers added
+        together.
+        """
         if self._is_placed:
             return interval_s
         self._is_placed = True

@@ -1,11 +1,11 @@
-"""Follows the heartbeats of one worker (service/http/heartbeats.py) over a stream that stays open: they take the place of checks.
+"""Heartbeats of one worker (service/http/heartbeats.py) over a long stream, which replace checks.
 
-    closed --open--> opened --BEATS in a row, each in time--> trusted --none for LATE of the limit--> late --at the limit--> silent
-       ^                any: the stream ends                     ^                                     |                        |
-       |                late: checks are answered meanwhile      +------------------ a beat -----------+------------------------+
+    closed --open--> opened --BEATS in a row--> trusted --LATE of the limit--> late --limit--> silent
+       ^   stream ends, or checks are                ^                          |                |
+       |   answered although it is late              +--------- a beat ---------+----------------+
 
-A late worker is asked over HTTP, so that a stream that is lost on its way costs nothing. A worker without heartbeats, of an older version or
-another engine, is asked as before, until another process is there.
+A late worker is checked over HTTP, so a lost stream costs nothing. A worker without heartbeats (old
+version, other engine) is checked at intervals until its process changes.
 """
 
 import math
@@ -20,16 +20,17 @@ from router.pool.worker import Worker
 from service.http.heartbeats import PATH, Beat, HeartbeatReader, NoHeartbeats
 from service.waiter import loop_time_s
 
-LATE = 0.75  # of the limit
-OPEN_S = 86400.0  # then it is opened again
+LATE = 0.75  # fraction of the limit
+OPEN_S = 86400.0  # lifetime of a stream
 
 
 @dataclass(eq=False, kw_only=True)
 class Heartbeats:
-    """`silence_s`: the limit, unless the worker beats too seldom for it. `every_s()`: how often it is to beat.
+    """Heartbeats of one worker.
 
-    `on_silence(worker, silent)` is called repeatedly; `ask` when a check is due now: a beat is late, says that something is the matter, comes
-    from a worker that was silent, or says that one that `took_rest` runs again; or the stream has ended.
+    `silence_s` is the limit, unless beats are too rare for it; `every_s()` the requested interval.
+    `on_silence` is called repeatedly. `ask` requests a check: a beat is late or reports a problem,
+    a silent worker or one at rest is back, or the stream has ended.
     """
 
     worker: Worker
@@ -42,34 +43,33 @@ class Heartbeats:
     is_late: bool = False
     _reply: HttpReply | None = None
     _reader: HeartbeatReader = field(default_factory=HeartbeatReader)
-    _asked_s: float = 0.0  # between two beats
-    _beat: Beat | None = None  # the last
-    _beat_s: float = -math.inf  # when it came
+    _asked_s: float = 0.0  # requested interval
+    _beat: Beat | None = None  # latest one
+    _beat_s: float = -math.inf  # its arrival
     _in_a_row: int = 0
     _ran: bool = True
-    rests: bool = False  # at the last `took_rest`, and since
-    _unknown: bool = False  # to the process that answers
+    rests: bool = False  # idle since the last `took_rest`
+    _unknown: bool = False  # route missing in this process
     _late: SilenceTimer | None = None
-    _silence: SilenceTimer | None = None  # while it is late
+    _silence: SilenceTimer | None = None  # set while late
 
     @property
     def trusted(self) -> bool:
-        """Whether their silence is the worker's."""
+        """True if missing beats mean that the worker is silent."""
         return self._late is not None
 
     @property
     def fine(self) -> bool:
-        """Whether the worker needs no check."""
         return self.trusted and not self.is_late and self._beat is not None and self._beat.fine
 
     def took_rest(self) -> bool:
-        """Whether nothing has run at the worker since the last call."""
+        """Return whether the worker was idle since the last call."""
         ran, self._ran = self._ran, False
         self.rests = self.fine and not ran
         return self.rests
 
     def open(self, *, is_new: bool) -> None:
-        """Open the stream unless it is open. `is_new`: another process may answer."""
+        """Open the stream, if needed. `is_new`: another process may answer."""
         self._unknown = self._unknown and not is_new
         if self._reply is not None or self._unknown:
             return
@@ -90,7 +90,7 @@ class Heartbeats:
             reply.close()
 
     def on_answer(self) -> None:
-        """The worker answers a check: beats that have been missing for long are lost on their way."""
+        """Close the stream if beats are long missing although the worker answered a check."""
         if self.is_late and loop_time_s() - self._beat_s >= 2 * self._limit_s:
             self.close()
 
@@ -109,7 +109,7 @@ class Heartbeats:
                 self._on_beats(beats)
         except NoHeartbeats:
             self._unknown = True
-        if self._reader.every_s > self._asked_s + ROUNDING_S:  # too seldom for the limit
+        if self._reader.every_s > self._asked_s + ROUNDING_S:  # too rare for the limit
             self._unknown = True
         if self._unknown:
             return self.close()
@@ -121,7 +121,7 @@ class Heartbeats:
         return None
 
     def _on_beats(self, beats: Sequence[Beat]) -> None:
-        """Those that came together count once: something on their way may hold them back."""
+        """Count beats that arrive together once, as something on their way may have delayed them."""
         beat, now_s, before, was_late = beats[-1], loop_time_s(), self._beat, self.is_late
         in_time = now_s - self._beat_s <= self._limit_s
         self._in_a_row = self._in_a_row + 1 if in_time else 1
@@ -163,4 +163,4 @@ class Heartbeats:
 
 
 def _nothing() -> None:
-    """No listener."""
+    """Do nothing."""

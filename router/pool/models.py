@@ -1,7 +1,8 @@
-"""Which models are behind the router, and which of them a request means. Pure.
+"""The models behind the router, and the model that a request means. Pure.
 
-Workers with the same base model are a group; their adapters may differ. A worker that reports no model may serve any. With one
-group the workers check a request's `model`, except that a name only some of them know (an adapter) leads to those.
+Workers with the same base model are a group; their adapters may differ. A worker that reports no
+model may serve any. With one group the workers check a request's `model`; only the name of an
+adapter narrows the choice.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,13 +12,13 @@ from typing import Any
 
 from service.http.errors import ApiError
 
-MAX_NAMES = 1024  # of one worker that are remembered
+MAX_NAMES = 1024  # of one worker
 
 Names = tuple[str, ...]
 
 
 class UnknownModel(ApiError):
-    """No worker serves `model`; `known`: the names that are served. `why`: in metrics."""
+    """No worker serves `model`. `why` is its label in metrics."""
 
     why = "model"
 
@@ -28,7 +29,7 @@ class UnknownModel(ApiError):
 
 @dataclass(frozen=True, slots=True)
 class Catalogue:
-    """`bases`: the workers' own models, in the order of workers; `names`: those and adapters; `owners`: name -> its bases."""
+    """Served models: `bases` in order of workers, `names` with adapters, `owners` name -> bases."""
 
     bases: Names = ()
     names: Names = ()
@@ -49,9 +50,9 @@ class Catalogue:
         return len(self.bases) > 1
 
     def meant(self, model: str, ready: "Iterable[str] | None" = None) -> str:
-        """The name that a worker must serve; "": any will do. `UnknownModel`.
+        """Return the name that a worker must serve, empty for any. Raises UnknownModel.
 
-        Without a name it is, of several models, the first of `ready` (those that can answer now), else the first.
+        Without a name and with several models, it is the first of `ready`, else the first.
         """
         if model in self.names:
             return model
@@ -62,10 +63,10 @@ class Catalogue:
         return next(iter(ready or ()), self.bases[0])
 
     def of_adapter(self, *, model: object, adapter: object, loads: bool) -> str:
-        """The base model whose workers load (or unload) an adapter; "": all workers. `UnknownModel`; `ValueError`.
+        """Return the base model whose workers load or unload an adapter, empty for all workers.
 
-        Of several models, `model` names one; to unload, the adapter's name is enough if one model has it. All workers of the model
-        receive the call: a worker may have loaded the adapter and not reported it yet.
+        All workers of the model get the call, as one may not have reported the adapter yet. Raises
+        UnknownModel, ValueError.
         """
         if model is not None and not isinstance(model, str):
             raise ValueError("model: must be the name of a model that is served here")
@@ -88,7 +89,7 @@ def serves(names: Names, model: str) -> bool:
 
 
 def parse_models(info: object, listed: object) -> Names:
-    """Names of a worker by its `/server_info` and its `/v1/models` (None: not requested)."""
+    """Return a worker's names by its `/server_info` and its `/v1/models`, if that was read."""
     names: list[str] = []
     if isinstance(info, dict):
         names += [info[key] for key in ("served_model_name", "model_path") if isinstance(info.get(key), str)]
@@ -97,7 +98,7 @@ def parse_models(info: object, listed: object) -> Names:
 
 
 def has_adapters(info: object) -> bool:
-    """Whether a worker may serve more names than its `/server_info` names."""
+    """Return whether a worker may serve more names than in its `/server_info`."""
     return isinstance(info, dict) and bool(info.get("enable_lora") or info.get("lora_paths"))
 
 
@@ -106,7 +107,7 @@ def says_models(listed: object) -> bool:
 
 
 def join_models(answers: Iterable[object], *, field: str = "data", key: str = "id") -> list[dict[str, Any]]:
-    """The rows of several lists of models, each name once. `field`: where a list has its rows; `key`: their names."""
+    """Join lists of models, each name once. `field` has a list's rows, `key` a row's name."""
     rows: dict[str, dict[str, Any]] = {}
     for row in chain.from_iterable(_rows(answer, field, key) for answer in answers):
         rows.setdefault(row[key], row)

@@ -1,7 +1,7 @@
-"""Has decode workers let go of streams, which others then continue by the KV that waits there.
+r"""Migrates streams of decode workers, which others continue with the KV that waits there.
 
-call.leave() --rooms--> POST /move_out --> the worker ends the stream with where the KV is --> failover places the rest
-        \\___ not so: another make, no answer, no end in time ___/--> give_up: the rest goes through a prefill worker
+call.leave() --rooms--> POST /move_out --> the stream ends with the KV's address --> failover
+    \___ other engine, no answer, no end in time ___/--> give_up: prefill recomputes it
 """
 
 import asyncio
@@ -21,8 +21,8 @@ from service.http.json_depth import decode_or_none
 from service.http.resume import MOVE_OUT, RESUME_HEADER, sign
 from service.waiter import end_tasks
 
-ANSWER_S = 5.0  # a worker's HTTP process answers, and its answers go on meanwhile
-END_S = 5.0  # of a stream: a step in flight, and bytes that a slow client has still to take
+ANSWER_S = 5.0  # generation continues meanwhile
+END_S = 5.0  # a step in flight, and buffered bytes of a slow client
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class _Answer(msgspec.Struct):
 
 @dataclass(eq=False)
 class MoveOrders:
-    """`secret`: by which workers know that a router of theirs asks."""
+    """Migration requests, signed with `secret`."""
 
     session: aiohttp.ClientSession
     credentials: Credentials
@@ -41,7 +41,7 @@ class MoveOrders:
     _orders: set[asyncio.Task[None]] = field(default_factory=set)
 
     def let_go(self, worker: Worker, calls: Sequence[ActiveCall], why: str) -> None:
-        """Have `worker` end `calls`, for others to do the rest."""
+        """Request that `worker` ends `calls`, so that others can continue them."""
         leaving = defaultdict[str, dict[ActiveCall, Mapping[str, int]]](dict)  # by the owner of their names
         for call in calls:
             if worker.role is Role.DECODE and (rooms := call.leave()):
@@ -78,7 +78,6 @@ class MoveOrders:
 
 
 def _give_up(worker: Worker, call: ActiveCall, why: str) -> None:
-    """Unless it has ended."""
     if call in worker.calls:
         del worker.calls[call]
         call.give_up(why)

@@ -1,4 +1,6 @@
-"""Which workers' circuits keep requests away, worked out again only when a circuit changes, or one has waited. Pure."""
+"""The workers whose circuits block requests, cached until a circuit changes or a timeout ends.
+Pure.
+"""
 
 import math
 from collections.abc import Iterable
@@ -10,18 +12,16 @@ from router.pool.worker import Worker
 
 @dataclass(slots=True)
 class OpenCircuits:
-    """The open circuits of one table's workers."""
-
-    _unsettled: dict[int, Worker] = field(default_factory=dict)  # whose circuits are not closed
+    _unsettled: dict[int, Worker] = field(default_factory=dict)  # with circuits that are not closed
     _shut: frozenset[int] = frozenset()
-    _due_s: float = -math.inf  # when `_shut` is to be worked out again
+    _due_s: float = -math.inf  # when `_shut` expires
 
     @property
     def any(self) -> bool:
         return bool(self._unsettled)
 
     def shut(self, now_s: float) -> frozenset[int]:
-        """The ids of the workers whose circuits let no request pass now."""
+        """Return the ids of workers whose circuits block requests."""
         if now_s >= self._due_s:
             workers = list(self._unsettled.values())
             self._shut = frozenset([w.worker_id for w in workers if not w.circuit.takes(now_s)])
@@ -36,7 +36,6 @@ class OpenCircuits:
         self.on_trial()
 
     def on_trial(self) -> None:
-        """A trial began or ended."""
         self._due_s = -math.inf
 
     def forget(self, worker: Worker) -> None:

@@ -1,7 +1,8 @@
-"""Follows the pods of one label selector at a Kubernetes API server: list, then watch, again after every end.
+"""Watch of the pods of one label selector at a Kubernetes API server: list, then watch, repeatedly.
 
-Protocol: kubernetes.io/docs/reference/using-api/api-concepts. The official client (`kubernetes.aio`) finds the server and
-authenticates. Objects are decoded here: the client's models refuse a pod without some fields.
+Protocol: kubernetes.io/docs/reference/using-api/api-concepts. The official client
+(`kubernetes.aio`) finds the server and authenticates; its models refuse pods without some fields,
+so objects are decoded here.
 """
 
 import asyncio
@@ -25,8 +26,8 @@ from service.waiter import loop_time_s
 log = logging.getLogger(__name__)
 
 PAGE_SIZE = 500
-WATCH_S = 120  # after which the server ends a watch: a dead connection is noticed by then
-TIMEOUT_S = 15.0  # for an answer to begin
+WATCH_S = 120  # the server ends a watch then, so dead connections are noticed
+TIMEOUT_S = 15.0  # until a response starts
 MAX_LINE_BYTES = 4 << 20  # the largest object in etcd is 1.5 MiB
 MAX_PAGE_BYTES = 64 << 20
 SHORT_S = 1.0  # a watch that ends sooner counts as failed
@@ -35,7 +36,9 @@ GONE = 410
 
 
 class KubernetesError(Exception):
-    """The API server refused, or its answer cannot be read (status 0). `relist`: the same version would bring the same again."""
+    """An error or unreadable answer (status 0) of the API server. `relist`: its version is
+    unusable.
+    """
 
     def __init__(self, message: str, *, status: int = 0) -> None:
         super().__init__(message)
@@ -63,7 +66,7 @@ class _Status(msgspec.Struct):
 
 
 class KubeApi:
-    """The pods of one namespace (None: of all) by `kubernetes.aio.client`."""
+    """The pods of one namespace, or of all, by `kubernetes.aio.client`."""
 
     def __init__(self, library: Any, configuration: Any, *, namespace: str | None) -> None:
         self._client = library.ApiClient(configuration)
@@ -71,7 +74,7 @@ class KubeApi:
         self._namespace = namespace
 
     async def pods(self, *, timeout_s: float, **parameters: Any) -> aiohttp.ClientResponse:
-        """Return the answer of any status; the caller closes it."""
+        """Return the response, of any status; the caller closes it."""
         parameters |= {"_request_timeout": timeout_s}
         if self._namespace is None:
             call = self._core.list_pod_for_all_namespaces_without_preload_content(**parameters)
@@ -85,7 +88,9 @@ class KubeApi:
 
 
 async def connect(*, namespace: str | None) -> KubeApi:
-    """Connect by the pod's service account, else by $KUBECONFIG or ~/.kube/config. Raises `ConfigError`."""
+    """Connect by the pod's service account, else by $KUBECONFIG or ~/.kube/config. Raises
+    ConfigError.
+    """
     try:
         client: Any = importlib.import_module("kubernetes.aio.client")
         config: Any = importlib.import_module("kubernetes.aio.config")
@@ -120,7 +125,7 @@ class PodWatch:
     pods: PodSet = field(default_factory=PodSet)
     listed: bool = False
     _error: str = "not connected yet"
-    _version: str = ""  # the last one seen; "": none, or it has expired
+    _version: str = ""  # the last one seen; empty if none or expired
 
     def status(self) -> dict[str, Any]:
         return {"synced": self.listed and not self._error, "pods": len(self.pods), "error": self._error or None}
@@ -140,7 +145,7 @@ class PodWatch:
                 num_failed += 1
 
     async def _once(self) -> str:
-        """List if need be, then watch to the end; returns what went wrong."""
+        """List if needed, then watch to the end; return an error."""
         try:
             if not self._version:
                 await self._list()
@@ -205,7 +210,7 @@ class PodWatch:
             self.on_change()
 
     def _read(self, raw: object) -> Pod | None:
-        """None, and a line in the log, for an unreadable pod."""
+        """Return the pod, or log an unreadable one."""
         try:
             return read_pod(raw)
         except PodError as err:
@@ -213,7 +218,7 @@ class PodWatch:
             return None
 
     def _on_state(self, error: str) -> None:
-        """`error`: why the pods are not followed now; "": they are."""
+        """Log a change between `error` and following the pods."""
         if error and error != self._error:
             log.warning("service discovery: %s pods are not followed: %s", self.role, error)
         elif self._error and not error:
@@ -222,7 +227,9 @@ class PodWatch:
 
 
 def backoff_s(num_failed: int, draw: float) -> float:
-    """The pause after this many failures before the last: none at first, then doubled, with jitter. `draw`: random, in [0, 1)."""
+    """Return the pause after `num_failed` earlier failures: none, then exponential with jitter by
+    `draw` in [0, 1).
+    """
     if num_failed == 0:
         return 0.0
     return min(MAX_BACKOFF_S, BASE_BACKOFF_S * 2.0 ** min(num_failed - 1, 30)) * (0.5 + draw / 2)
@@ -260,7 +267,7 @@ async def _bounded(response: aiohttp.ClientResponse, most: int) -> AsyncIterator
 
 
 async def _lines(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-    """Whole lines; a line that the end cuts off is dropped."""
+    """Yield complete lines."""
     rest = bytearray()
     async for part in response.content.iter_any():
         rest += part

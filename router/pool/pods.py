@@ -1,4 +1,4 @@
-"""What the API server says of pods. Pure."""
+"""Pods by the API server's objects. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import msgspec
 
 MAX_PODS = 16384  # of one role
-PORT_ANNOTATION = "sglang.ai/bootstrap-port"  # of a prefill pod; SGLang's
+PORT_ANNOTATION = "sglang.ai/bootstrap-port"  # of a prefill pod, as in SGLang
 _ENDED = ("Failed", "Succeeded")
 
 
@@ -35,7 +35,7 @@ class _Status(msgspec.Struct):
 
 
 class _PodObject(msgspec.Struct):
-    """The fields of a core/v1 Pod that are used; each may be missing."""
+    """The used fields of a core/v1 Pod."""
 
     metadata: _Metadata = msgspec.field(default_factory=_Metadata)
     status: _Status = msgspec.field(default_factory=_Status)
@@ -43,7 +43,7 @@ class _PodObject(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pod:
-    """A pod. `uid` distinguishes a new pod from an old one of the same name or address."""
+    """A pod. `uid` distinguishes it from an earlier one of the same name or address."""
 
     name: str  # NAMESPACE/NAME
     uid: str
@@ -54,7 +54,7 @@ class Pod:
 
 
 def read_pod(raw: object) -> Pod:
-    """A pod from decoded JSON. Raises `PodError`."""
+    """Return the pod in decoded JSON. Raises PodError."""
     try:
         pod = msgspec.convert(raw, _PodObject)
     except msgspec.ValidationError as err:

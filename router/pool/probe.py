@@ -1,11 +1,10 @@
-"""Asks one worker at a time over HTTP, and notices its silence meanwhile.
+"""HTTP probes of one worker, and detection of its silence.
 
-A process that is frozen, or behind a cut cable, refuses no connection. Its silence is noticed sooner than a failed check, and means less:
-new requests go elsewhere if they can, until the first answer. A worker that streams is never silent. One that sends heartbeats (heartbeats.py)
-is probed when they are late. Of the others, a busy and silent worker is probed every quarter of the limit, at any check interval; an idle
-one is not.
+A frozen process, or a cut cable, refuses no connection. Silence is noticed before a check fails and
+has milder effects: new requests prefer other workers until the next answer. A streaming worker is
+never silent. Without heartbeats a busy, silent worker is probed every quarter of the limit.
 
-    last byte ---- a beat: asked ---- a beat ---- a beat ---- a beat: the limit, its requests move
+    last byte ---- probe ---- probe ---- probe ---- limit: its requests move
 """
 
 import asyncio
@@ -22,15 +21,15 @@ from router.pool.active_calls import last_sign_s
 from router.pool.worker import Worker
 from service.waiter import loop_time_s
 
-BEATS = 4  # in the limit of a silence
-ROUNDING_S = 0.001  # timers are no more exact than this
+BEATS = 4  # probes per silence limit
+ROUNDING_S = 0.001  # precision of timers
 MAX_ANSWER_BYTES = 4 << 20
 FAILURES = (aiohttp.ClientError, OSError, TimeoutError)
 
 
 @dataclass(slots=True, kw_only=True)
 class Prober:
-    """`silence_s`: 0: no limit. `on_silence(worker, silent)` is called repeatedly, with False for each answer."""
+    """Probes. `silence_s` 0: no limit. `on_silence(worker, silent)` is called repeatedly."""
 
     session: aiohttp.ClientSession
     credentials: Credentials
@@ -43,7 +42,7 @@ class Prober:
         return self.silence_s / BEATS
 
     async def get(self, worker: Worker, path: str) -> tuple[int, bytes]:
-        """(status, body). Raises one of `FAILURES`."""
+        """Return status and body. Raises one of `FAILURES`."""
         silence, timeout = None, aiohttp.ClientTimeout(total=self.timeout_s)
         if self.silence_s:
             report = partial(self.on_silence, worker)
@@ -63,7 +62,7 @@ class Prober:
                 silence.close()
 
     async def first_json(self, worker: Worker, paths: tuple[str, ...]) -> tuple[Any, str]:
-        """(the first JSON answer of `paths`, ""); (None, "") without one; (None, why) if a path got no answer."""
+        """Return the first JSON answer of `paths`, and an error if there is none and a path failed."""
         error = ""
         for path in paths:
             try:
@@ -78,10 +77,10 @@ class Prober:
 
 
 class SilenceTimer:
-    """Calls `report(silent)` after `limit_s` without bytes, and repeatedly until `close`, which must follow.
+    """Calls `report(silent)` after `limit_s` without bytes, and repeatedly until `close`.
 
-    `received_s()`: when bytes came last (the loop's time). `beat_s`: how long before its begin a silence may have begun.
-    A loop that was held up has not read what came meanwhile: it looks again.
+    `received_s()` is the time of the last bytes. The silence may have started `beat_s` before. An
+    event loop that was blocked gets time to read first.
     """
 
     __slots__ = ("_due_s", "_limit_s", "_loop", "_received_s", "_report", "_sent_s", "_timer")
@@ -104,7 +103,7 @@ class SilenceTimer:
         if now_s - self._due_s > self._limit_s / BEATS:
             return self._wait(self._limit_s / BEATS)
         quiet_s = now_s - max(self._sent_s, self._received_s())
-        silent = quiet_s >= self._limit_s - ROUNDING_S  # or the rest would be too short for any clock to pass
+        silent = quiet_s >= self._limit_s - ROUNDING_S  # the rest would be below the clock's precision
         self._report(silent)
         return self._wait(self._limit_s - (0.0 if silent else quiet_s))
 

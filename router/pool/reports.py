@@ -1,4 +1,6 @@
-"""Reads what workers report of themselves: load (several dialects), health, bootstrap server, role, KV events. Pure."""
+"""Parsers of workers' reports: load (several dialects), health, bootstrap server, role, events.
+Pure.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +16,7 @@ MAX_BUSY_S = 1e9
 MAX_PIDS = 64
 MAX_TEXTS = 1024
 _USED = ("num_used_tokens", "num_tokens")
-# The stages in the order of a request's way, and where SGLang's /v1/loads names them: inside `disaggregation`, or beside it.
+# Stages in order, and their names in SGLang's /v1/loads, on top or inside `disaggregation`.
 _STAGE_NAMES = {
     "bootstrap": "prefill_bootstrap_queue_reqs",
     "waiting": "num_waiting_reqs",
@@ -22,12 +24,12 @@ _STAGE_NAMES = {
     "prealloc": "decode_prealloc_queue_reqs",
     "transfer": "decode_transfer_queue_reqs",
     "running": "num_running_reqs",
-    "retracted": "decode_retracted_queue_reqs",  # they lost their memory, and wait for more
+    "retracted": "decode_retracted_queue_reqs",  # waiting for memory
 }
 
 
 def parse_load(answer: object) -> LoadReport | None:
-    """Read a report from `/get_load` or `/v1/loads`: an object, a list (one per rank; summed) or {"loads": [...]}. None: no known field."""
+    """Read `/get_load` or `/v1/loads`: an object, a list (summed over ranks) or {"loads": [...]}."""
     if isinstance(answer, dict) and isinstance(answer.get("loads"), list):
         answer = answer["loads"]
     rows = [row for row in (answer if isinstance(answer, list) else [answer]) if isinstance(row, dict)]
@@ -47,8 +49,7 @@ def parse_load(answer: object) -> LoadReport | None:
         transfer_ms=_mean(_parts(rows, "disaggregation"), "kv_transfer_latency_ms"),
         max_running_reqs=_total(rows, "max_running_requests"),
         pending_tokens=sum(_pending(row) for row in rows),
-        busy_ms_total=_total(_parts(rows, "totals"), "busy_ms")
-        // max(1, len(rows)),  # a worker has one second a second
+        busy_ms_total=_total(_parts(rows, "totals"), "busy_ms") // max(1, len(rows)),  # mean over ranks
         accept_length=_mean(_parts(rows, "speculative"), "accept_length"),
         avoided_encoders=_texts(_parts(rows, "disaggregation"), "avoided_encoders"),
     )
@@ -60,7 +61,7 @@ def _stages(rows: list[dict[str, Any]]) -> dict[str, int]:
 
 
 def _pending(row: dict[str, Any]) -> int:
-    """Pending tokens; a rank reports a share of its capacity (SGLang's name)."""
+    """Return pending tokens, which a rank reports as a share of its capacity (SGLang's name)."""
     share = sum(_share(part.get("pending_prealloc_token_usage")) for part in _parts([row], "disaggregation"))
     return int(share * count_of(row.get("max_total_num_tokens")))
 
@@ -79,7 +80,6 @@ def _mean(rows: list[dict[str, Any]], name: str) -> float:
 
 
 def _texts(rows: list[dict[str, Any]], name: str) -> tuple[str, ...]:
-    """Read lists of texts, a bounded number."""
     found = [text for row in rows if isinstance(texts := row.get(name), list) for text in texts[:MAX_TEXTS]]
     return tuple(text for text in found[:MAX_TEXTS] if isinstance(text, str))
 
@@ -89,14 +89,14 @@ def _total(rows: list[dict[str, Any]], *names: str) -> int:
 
 
 def count_of(value: object) -> int:
-    """0 for what is no count: a worker can send anything."""
+    """Return a count, 0 for any other value."""
     return int(value) if isinstance(value, int | float) and 0 <= value < 2**53 else 0
 
 
 def parse_bootstrap(info: object, *, url_host: str) -> tuple[str, int | None]:
-    """(host, port) of a prefill worker's bootstrap server, from its `/server_info`. Port None: the default.
+    """Return host and port (None: the default) of a prefill worker's bootstrap server.
 
-    It runs inside the worker unless `disaggregation_bootstrap_server` (HOST:PORT) names another.
+    It runs inside the worker, unless `disaggregation_bootstrap_server` (HOST:PORT) names another.
     """
     if not isinstance(info, dict):
         return url_host, None
@@ -109,24 +109,26 @@ def parse_bootstrap(info: object, *, url_host: str) -> tuple[str, int | None]:
 
 
 def is_bootstrap_server(status: int, body: bytes) -> bool:
-    """Whether an answer of /health is a bootstrap server's: ours, or SGLang's."""
+    """Return whether a /health answer is from a bootstrap server, ours or SGLang's."""
     return status == 200 and (body == b"OK" or "rooms" in object_of(body))
 
 
 def says_draining(body: bytes) -> bool:
-    """Whether a 503 is that of a worker that drains: on /health by `status`, else by the error's code."""
+    """Return whether a 503 is from a draining worker: by `status` of /health, else by the error
+    code.
+    """
     answer = object_of(body)
     return DRAINING in (answer.get("status"), answer.get("code"), _error(answer).get("code"))
 
 
 def says_request_failed(body: bytes) -> bool:
-    """Whether a 500 is one of a worker that serves others: by the error's code. Other engines' workers have none of these codes."""
+    """Return whether a 500 is from a worker that serves others, by our error codes."""
     answer = object_of(body)
     return _error(answer).get("code", answer.get("code")) in REQUEST_ERRORS
 
 
 def why_draining(body: bytes) -> str:
-    """Of a worker whose /health says so."""
+    """Return why /health reports draining."""
     released = object_of(body).get("released")
     if isinstance(released, list) and released:
         return f"it has released its memory ({', '.join(map(str, released))}): POST /resume_memory_occupation"
@@ -134,7 +136,7 @@ def why_draining(body: bytes) -> str:
 
 
 def parse_error(body: bytes) -> str | None:
-    """The message of an error in a shape that we know (service/http/api_shapes.py); None for any other answer."""
+    """Return the message of an error of a known shape (service/http/api_shapes.py)."""
     answer = object_of(body)
     message = _error(answer).get("message", answer.get("error"))
     return message if isinstance(message, str) else None
@@ -146,7 +148,7 @@ def _error(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 def parse_health(body: bytes) -> tuple[str, float | None]:
-    """(incarnation, seconds that the present step has taken); "" and None for what /health does not report."""
+    """Return the incarnation and the seconds of the present step, as far as reported."""
     health = object_of(body)
     incarnation, busy_s = health.get("incarnation"), health.get("busy_s")
     return (
@@ -161,7 +163,7 @@ def parse_mode(info: object) -> str | None:
 
 
 def parse_ranks(info: object) -> RankSizes:
-    """Read `/server_info`: sizes, as in SGLang, and the processes' numbers."""
+    """Read sizes and process ids in `/server_info`."""
     facts = info if isinstance(info, dict) else {}
     tp, pp, dp = (max(1, count_of(facts.get(f"{name}_size"))) for name in ("tp", "pp", "dp"))
     listed = facts.get("rank_pids")
@@ -171,9 +173,7 @@ def parse_ranks(info: object) -> RankSizes:
 
 @dataclass(frozen=True, slots=True)
 class EventSource:
-    """The ZMQ addresses at which a worker publishes KV events. `curve`: the cluster's secret is needed. `named`: its hashes are names
-    (service/prefix_chain.py).
-    """
+    """ZMQ addresses of KV events. `curve`: needs the cluster secret. `named`: hashes are our keys."""
 
     endpoint: str
     replay_endpoint: str | None
@@ -183,9 +183,9 @@ class EventSource:
 
 
 def parse_event_source(info: object, *, url_host: str) -> EventSource | None:
-    """Read `kv_events_config` in `/server_info` (JSON, or its text as in SGLang); None: the worker publishes nothing.
+    """Read `kv_events_config` in `/server_info` (JSON, or text as in SGLang).
 
-    Only the port is taken from the worker: the router connects to no other host for it.
+    Only the port comes from the worker: the router connects to no other host.
     """
     config = info.get("kv_events_config") if isinstance(info, dict) else None
     if isinstance(config, str):
@@ -207,7 +207,7 @@ def parse_event_source(info: object, *, url_host: str) -> EventSource | None:
 
 @dataclass(frozen=True, slots=True)
 class PrefixHolder:
-    """The address at which prefill workers get a worker's prefixes: "host:port", its incarnation, and bytes of a token's KV."""
+    """Where to fetch a worker's prefixes: "host:port", incarnation, KV bytes per token."""
 
     control: str
     incarnation: str
@@ -215,7 +215,7 @@ class PrefixHolder:
 
 
 def parse_prefix_holder(info: object) -> PrefixHolder | None:
-    """Read `prefix_source` in `/server_info`, JSON in a string; None: the worker sends none (--prefix-fetch)."""
+    """Read `prefix_source` (JSON in a string) in `/server_info`."""
     text = info.get("prefix_source") if isinstance(info, dict) else None
     named = object_of(text.encode(errors="replace")) if isinstance(text, str) else {}
     control, incarnation = named.get("control"), named.get("incarnation")
@@ -227,7 +227,7 @@ def parse_prefix_holder(info: object) -> PrefixHolder | None:
 
 
 def parse_encoder(info: object) -> ImageEncoder | None:
-    """Read `image_encoder` in `/server_info`, JSON in a string: where prefill workers ask for the features of images."""
+    """Read `image_encoder` (JSON in a string) in `/server_info`."""
     text = info.get("image_encoder") if isinstance(info, dict) else None
     named: ImageEncoder | None = None
     if isinstance(text, str):
@@ -236,12 +236,12 @@ def parse_encoder(info: object) -> ImageEncoder | None:
 
 
 def fetches_features(info: object) -> bool:
-    """Read `/server_info`: whether a worker asks the encoder workers that are named to it."""
+    """Return whether a worker fetches features from encoder workers."""
     return isinstance(info, dict) and info.get("feature_fetch") is True
 
 
 def _dialled(endpoint: object, host: str) -> str | None:
-    """The endpoint with `host`; None for what is not tcp://HOST:PORT."""
+    """Return tcp://HOST:PORT with `host`, None for other endpoints."""
     if not isinstance(endpoint, str) or not endpoint.startswith("tcp://"):
         return None
     port = port_of(endpoint.rpartition(":")[2])

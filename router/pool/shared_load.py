@@ -1,7 +1,8 @@
-"""What the processes of one router have in flight, and which circuits they hold open, in memory that they share.
+"""Load and open circuits of all processes of one router, in shared memory.
 
-Each process writes its own row and reads the others'. A number is one aligned word, which needs no lock. A worker's slot is found by a
-hash of its URL, the same in every process; only taking a slot needs a lock. No sockets, no clocks.
+Each process writes its own row and reads the others. A number is one aligned word, so needs no
+lock. A worker's slot is found by the hash of its URL; only taking a slot needs a lock. No sockets,
+no clocks.
 """
 
 import fcntl
@@ -14,37 +15,37 @@ from pathlib import Path
 from service.process.shared_file import mapped
 
 NUM_SLOTS = 32768  # at most MAX_WORKERS are in one table
-REREAD_S = 1.0  # after which the others' circuits are read again though none has changed
+REREAD_S = 1.0  # others' circuits are read again, even unchanged
 _WORD = 8
-# A row: live requests and how often a circuit has opened or closed; then the slots; then the clients.
+# A row: live requests, number of circuit changes; the slots; the clients.
 _HEADER = 2
 _LIVE, _TURNS = range(_HEADER)
-# A slot: whether the process's table holds the worker, tokens, requests, the end of its open circuit (monotonic ms).
+# A slot: in use, tokens, requests, end of the open circuit (monotonic ms).
 _PER_SLOT = 4
 _USED, _TOKENS, _REQUESTS, _OPEN = range(_PER_SLOT)
-# Requests of each client, in a count-min sketch (Cormode, Muthukrishnan 2005): a client counts in one cell of each depth, and
-# its number is the least of those: never too low; too high only if busy clients share a cell in every depth.
+# Requests per client in a count-min sketch (Cormode, Muthukrishnan 2005): one cell per depth, whose
+# minimum is never too low, and too high only if busy clients share a cell in every depth.
 _DEPTH, _WIDTH = 3, 4096
 _CLIENTS = _HEADER + _PER_SLOT * NUM_SLOTS
 _ROW_WORDS = _CLIENTS + _DEPTH * _WIDTH
 
 
 class SharedLoad:
-    """Row `row` of `num_rows` in the file `path`, created if need be. The row starts empty."""
+    """Row `row` of `num_rows` in the file `path`, created if needed. The row starts empty."""
 
     def __init__(self, path: Path, *, row: int, num_rows: int) -> None:
         assert 0 <= row < num_rows, (row, num_rows)
         self._words = mapped(path, _WORD * (NUM_SLOTS + num_rows * _ROW_WORDS))
-        self._file = os.open(path, os.O_RDWR)  # to be locked
+        self._file = os.open(path, os.O_RDWR)  # for locking
         self._begin = NUM_SLOTS + row * _ROW_WORDS
         self._others = tuple(NUM_SLOTS + other * _ROW_WORDS for other in range(num_rows) if other != row)
-        self._open: dict[int, int] = {}  # slots that others leave out -> until when, ms
-        self._turns: list[int] = []  # of the others, when these were read
+        self._open: dict[int, int] = {}  # slots with open circuits at others -> end, ms
+        self._turns: list[int] = []  # others' change counts at that time
         self._reread_s = 0.0
         self._words[self._begin : self._begin + _ROW_WORDS] = memoryview(bytes(_WORD * _ROW_WORDS)).cast("q")
 
     def take(self, url: str) -> int:
-        """The slot of the worker at `url`, the same in every process. `RuntimeError` if none is left."""
+        """Return the slot of `url`, the same in every process. RuntimeError if all are taken."""
         name = _name(url)
         with self._locked():
             slot = self._find(name)
@@ -74,12 +75,14 @@ class SharedLoad:
         return sum([words[begin + at] for begin in self._others])
 
     def publish_open(self, slot: int, until_s: float) -> None:
-        """This process leaves the worker out until then (the machine's monotonic clock); 0: no longer."""
+        """Publish the end of the worker's open circuit on the machine's monotonic clock; 0: closed."""
         self._words[self._at(self._begin, slot, _OPEN)] = int(until_s * 1000)
         self._words[self._begin + _TURNS] += 1
 
     def others_open(self, now_s: float) -> Sequence[int]:
-        """The slots that another process leaves out. All are read only when one has changed, and at intervals."""
+        """Return the slots whose circuits are open in other processes, re-read only on changes and
+        at intervals.
+        """
         turns = [self._words[begin + _TURNS] for begin in self._others]
         if turns != self._turns or now_s >= self._reread_s:
             self._read_open()

@@ -4,9 +4,9 @@ from enum import StrEnum
 
 
 class Health(StrEnum):
-    STARTING = "starting"  # never answered a check yet
+    STARTING = "starting"  # has not answered a check yet
     UP = "up"
-    DRAINING = "draining"  # it finishes its requests and takes nothing new
+    DRAINING = "draining"  # finishes its requests, takes no new ones
     DOWN = "down"
 
 
@@ -14,10 +14,10 @@ class Check(StrEnum):
     OK = "ok"
     DRAINING = "draining"  # as the worker reports
     FAILED = "failed"
-    REFUSED = "refused"  # nothing listens there: one result is enough
+    REFUSED = "refused"  # nothing listens: decides at once
 
 
-# (state, event) -> (next state, the flag that says after how many equal results in a row; "": at once)
+# (state, event) -> (next state, flag with the number of equal results needed, if any)
 TRANSITIONS: dict[tuple[Health, Check], tuple[Health, str]] = {
     (Health.STARTING, Check.OK): (Health.UP, "health_success_threshold"),
     (Health.STARTING, Check.DRAINING): (Health.DRAINING, ""),
@@ -27,7 +27,7 @@ TRANSITIONS: dict[tuple[Health, Check], tuple[Health, str]] = {
     (Health.UP, Check.DRAINING): (Health.DRAINING, ""),
     (Health.UP, Check.FAILED): (Health.DOWN, "health_failure_threshold"),
     (Health.UP, Check.REFUSED): (Health.DOWN, ""),
-    (Health.DRAINING, Check.OK): (Health.UP, "health_success_threshold"),  # another one serves at this address
+    (Health.DRAINING, Check.OK): (Health.UP, "health_success_threshold"),  # a new process serves at this address
     (Health.DRAINING, Check.DRAINING): (Health.DRAINING, ""),
     (Health.DRAINING, Check.FAILED): (Health.DOWN, "health_failure_threshold"),
     (Health.DRAINING, Check.REFUSED): (Health.DOWN, ""),

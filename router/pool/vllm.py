@@ -1,4 +1,4 @@
-"""vLLM's workers: how one is known, and where it has what Tandem's and SGLang's have elsewhere, or not at all. Pure."""
+"""vLLM workers: detection, and routes that differ from Tandem's and SGLang's or are missing. Pure."""
 
 from typing import Any
 
@@ -19,8 +19,8 @@ _INSTEAD = {
 
 
 def runtime_of(info: object, listed: object) -> str | None:
-    """Read `/server_info` and `/v1/models` (None: no answer, or not requested): VLLM, or None for any other server."""
-    if isinstance(info, dict) and "vllm_config" in info:  # it has /server_info with VLLM_SERVER_DEV_MODE alone
+    """Return VLLM or None, by `/server_info` and, if read, `/v1/models`."""
+    if isinstance(info, dict) and "vllm_config" in info:  # only with VLLM_SERVER_DEV_MODE
         return VLLM
     rows: Any = listed.get("data") if isinstance(listed, dict) else None
     first = rows[0] if isinstance(rows, list) and rows else None
@@ -28,9 +28,9 @@ def runtime_of(info: object, listed: object) -> str | None:
 
 
 def vllm_call(method: str, path: str, body: bytes) -> tuple[str, str, bytes]:
-    """Return (method, path, body) of the call that does at a vLLM worker what the given one does at ours.
+    """Return method, path and body of vLLM's equivalent call.
 
-    vLLM names the sequences of a completion by the answer's id and their places.
+    vLLM identifies the sequences of a completion by the answer's id and their index.
     """
     if path == "/health_generate":
         return "GET", "/health", b""
@@ -41,10 +41,10 @@ def vllm_call(method: str, path: str, body: bytes) -> tuple[str, str, bytes]:
 
 
 def lacks_route(status: int, body: bytes) -> bool:
-    """Whether an answer is that of FastAPI (vLLM, SGLang) for a path that it does not have."""
+    """Return whether an answer is FastAPI's (vLLM, SGLang) for an unknown path."""
     return status == 404 and object_of(body).get("detail") == "Not Found"
 
 
 def lack_of(runtime: str | None, path: str) -> str:
-    """Say that workers have no such route, and what they have."""
+    """Return an error for a route that workers lack, with the alternative."""
     return f"{'vLLM workers' if runtime == VLLM else 'these workers'} have no {path}{_INSTEAD.get(path, '')}"

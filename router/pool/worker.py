@@ -1,6 +1,6 @@
-"""What is known of one worker (identity, health, reports), and the load that is charged to it. Pure.
+"""One worker (identity, health, reports), and leases, which charge load to it. Pure.
 
-A lease is one upstream call of one request; it charges tokens to its worker until it is released.
+A lease is one upstream call; it charges tokens until released.
 """
 
 import math
@@ -27,27 +27,26 @@ class Role(StrEnum):
     PREFILL = "prefill"
     DECODE = "decode"
     UNIFIED = "unified"
-    ENCODE = "encode"  # it computes images for prefill and unified workers, and serves no request of its own
+    ENCODE = "encode"  # computes images for prefill and unified workers
 
     @property
     def holds_kv(self) -> bool:
-        """Whether requests stay there, with their KV, while they decode."""
         return self in (Role.DECODE, Role.UNIFIED)
 
 
-Way = tuple[Role, ...]  # the roles that serve one request together, the one that computes its prompt first
+Way = tuple[Role, ...]  # roles that serve one request together, the prompt's first
 PAIR: Way = (Role.PREFILL, Role.DECODE)
 UNIFIED: Way = (Role.UNIFIED,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport:
-    """A worker's report, in requests and tokens, summed over its ranks. `*_total`: since its start.
+    """A worker's report, summed over ranks. `*_total` count since its start.
 
-    `stages`: requests by stage, as far as reported (reports.py). `transfer_*`: means of its last KV transfers.
-    `pending_tokens`: KV that requests in decode's prealloc queue want. `busy_ms_total`: with something to compute.
-    `accept_length`: tokens of a request in a decode step; 0: it tells none. `avoided_encoders`: control addresses of encoder workers that
-    it asks for nothing at present.
+    `stages`: requests by stage (reports.py). `transfer_*`: means of recent KV transfers.
+    `pending_tokens`: KV demand of decode's prealloc queue. `busy_ms_total`: time with work.
+    `accept_length`: tokens per request and decode step, 0 if unknown. `avoided_encoders`:
+    addresses.
     """
 
     running_reqs: int = 0
@@ -70,7 +69,7 @@ class LoadReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSizes:
-    """The ranks of a worker. `pids`: their processes, as far as it names them."""
+    """Rank counts of a worker; `pids` as far as reported."""
 
     tp: int = 1
     pp: int = 1
@@ -83,8 +82,7 @@ ONE_RANK = RankSizes()
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Worker:
-    """`WorkerTable` and `Loads` change it; `HealthMonitor` and its parts set `bootstrap_*` (where decode finds a prefill worker), `busy_s`,
-    `heard_s`, `beats`, `ranks` and `runtime_type`."""
+    """One worker. `WorkerTable` and `Loads` change it; `HealthMonitor` sets what reports contain."""
 
     worker_id: int
     url: str
@@ -94,34 +92,34 @@ class Worker:
     bootstrap_port: int | None
     changed_s: float
     health: Health = Health.STARTING
-    streak: int = 0  # equal check results in a row
+    streak: int = 0  # equal check results
     last_check: Check | None = None
     last_error: str = "not checked yet"
-    good_s: float = 0.0  # of its last good check
-    incarnation: str = ""  # of the process that answers; "": unknown
-    incarnation_s: float = 0.0  # when that one was last seen
-    former_life_s: float = -math.inf  # when the one before was last seen: a call that waits since before waits in vain
+    good_s: float = 0.0  # last good check
+    incarnation: str = ""  # of the answering process, if known
+    incarnation_s: float = 0.0  # last seen
+    former_life_s: float = -math.inf  # when the previous one was last seen: older calls wait in vain
     former_lives: tuple[str, ...] = ()
     inflight_requests: int = 0
     inflight_tokens: int = 0
     assigned_total: int = 0
     report: LoadReport | None = None
     foreign_tokens: int = 0
-    peers: SharedLoad | None = None  # of several router processes
+    peers: SharedLoad | None = None  # with several router processes
     slot: int = 0  # in `peers`
-    leaving: bool = False  # it gets nothing new, even if healthy
-    last_resort: bool = False  # it does, while no other worker of its role is up
-    silent: bool = False  # it answers no probe: it gets requests only if all others are silent, too
-    beats: bool = False  # its heartbeats come: it is not probed while they do
-    busy_s: float | None = None  # duration of its present step, as it said last
-    heard_s: float = -math.inf  # when it last answered a check, or a heartbeat came
+    leaving: bool = False  # gets no new requests, even if healthy
+    last_resort: bool = False  # gets them if no other worker of its role is up
+    silent: bool = False  # answers no probe: gets requests only if all others are silent
+    beats: bool = False  # sends heartbeats, so needs no probes
+    busy_s: float | None = None  # duration of its present step, as last reported
+    heard_s: float = -math.inf  # last check answered or heartbeat
     ranks: RankSizes = ONE_RANK
-    switching_to: Role | None = None  # the role that this router requested of it
-    discovered: bool = False  # each process of this router finds it by itself
-    models: tuple[str, ...] = ()  # names that it serves, its own first; none: unknown
-    runtime_type: str | None = None  # VLLM (vllm.py); None: any other
+    switching_to: Role | None = None  # role requested by this router
+    discovered: bool = False  # found by service discovery in each process
+    models: tuple[str, ...] = ()  # served names, base first; empty if unknown
+    runtime_type: str | None = None  # VLLM (vllm.py) or None
     circuit: Circuit = field(default_factory=Circuit)
-    calls: dict["ActiveCall", None] = field(default_factory=dict)  # that run there, oldest first
+    calls: dict["ActiveCall", None] = field(default_factory=dict)  # running, oldest first
 
     @property
     def url_host(self) -> str:
@@ -139,17 +137,16 @@ class Worker:
 
     @property
     def requests_everywhere(self) -> int:
-        """Requests of this router there, over all its processes."""
+        """Requests of all processes of this router."""
         return self.inflight_requests + (0 if self.peers is None else self.peers.others_requests(self.slot))
 
     @property
     def tokens_everywhere(self) -> int:
-        """Tokens of this router there, over all its processes."""
+        """Tokens of all processes of this router."""
         return self.inflight_tokens + (0 if self.peers is None else self.peers.others_tokens(self.slot))
 
     @property
     def capacity_tokens(self) -> int:
-        """Tokens of KV that fit there; 0: unknown."""
         return self.report.capacity_tokens if self.report is not None else 0
 
 
@@ -158,8 +155,6 @@ Pool = Sequence[Worker]  # workers of one role, in the order of ids
 
 
 class Lease(msgspec.Struct, frozen=True, eq=False):
-    """`tokens` of work charged to `worker` until released. `trial`: it tries a worker whose circuit is half open."""
-
     worker: Worker
     tokens: int
     trial: bool = False
@@ -167,7 +162,7 @@ class Lease(msgspec.Struct, frozen=True, eq=False):
 
 @dataclass(slots=True)
 class Loads:
-    """All leases of one router process. Changes the load of workers, and nothing else of them."""
+    """All leases of one router process. Changes only the load of workers."""
 
     _leases: dict[int, Lease] = field(default_factory=dict)
 
@@ -183,7 +178,7 @@ class Loads:
         return lease
 
     def release(self, lease: Lease) -> None:
-        """Give a lease back. Idempotent: the calls of a request end in any order."""
+        """Release a lease. Idempotent."""
         if self._leases.pop(id(lease), None) is not None:
             lease.worker.inflight_requests -= 1
             lease.worker.inflight_tokens -= lease.tokens
@@ -192,7 +187,7 @@ class Loads:
             self._on_load(lease.worker)
 
     def on_report(self, worker: Worker, report: LoadReport | None) -> None:
-        """Take what a worker reports (None: nothing). Load that this router sent itself is not counted twice."""
+        """Set a worker's report. Load sent by this router is not counted twice."""
         worker.report = report
         reported = 0 if report is None else _reported_tokens(worker.role, report)
         worker.foreign_tokens = max(0, reported - worker.tokens_everywhere)
@@ -213,5 +208,5 @@ class Loads:
 
 
 def _reported_tokens(role: Role, report: LoadReport) -> int:
-    """Return the reported load: for prefill the waiting tokens (a cache is no load), else the tokens in KV or waiting."""
+    """Return waiting tokens for prefill, as a cache is no load, else tokens in KV or waiting."""
     return report.used_tokens + report.waiting_tokens if role.holds_kv else report.waiting_tokens

@@ -1,7 +1,4 @@
-"""The worker table: the workers, which of them may be chosen, and what checks report of them. Pure.
-
-It receives check results and the time; it opens no socket and reads no clock. Their load belongs to `loads`.
-"""
+"""The worker table: workers, pools to choose from, results of checks. Pure: no sockets, no clock."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -17,8 +14,8 @@ from router.pool.states import TRANSITIONS, Check, Health
 from router.pool.worker import MAX_WORKERS, PAIR, UNIFIED, Loads, Pool, Role, Way, Worker
 from service.http.errors import ApiError
 
-MAX_FORMER_LIVES = 16  # incarnations of one worker that are remembered
-MAX_POOLS = 256  # kept until the next change
+MAX_FORMER_LIVES = 16  # former incarnations per worker
+MAX_POOLS = 256  # cached until the next change
 
 
 class WorkerTableError(ApiError):
@@ -28,10 +25,10 @@ class WorkerTableError(ApiError):
 
 @dataclass(slots=True)
 class WorkerTable:
-    """All workers of one router, in the order they were added.
+    """All workers of one router in order of addition.
 
-    `on_gone` receives a worker that was removed, went down, is another process now, or has another role: its cache is lost.
-    `on_change` is called whenever the workers that may be chosen change.
+    `on_gone` receives a worker whose cache is lost: removed, down, restarted, or switched.
+    `on_change` is called when pools change.
     """
 
     health: HealthFlags = field(default_factory=HealthFlags)
@@ -41,17 +38,17 @@ class WorkerTable:
     breaker: BreakerFlags = field(default_factory=BreakerFlags)
     loads: Loads = field(default_factory=Loads)
     _workers: dict[int, Worker] = field(default_factory=dict)  # by id
-    _by_name: dict[str, Worker] = field(default_factory=dict)  # of `same_url`
-    _by_slot: dict[int, Worker] = field(default_factory=dict)  # slots of `peers`; without, all workers have the same
+    _by_name: dict[str, Worker] = field(default_factory=dict)  # by `same_url`
+    _by_slot: dict[int, Worker] = field(default_factory=dict)  # by slot in `peers`
     _next_id: int = 0
-    _pools: dict[tuple[Role, str], Pool] = field(default_factory=dict)  # since the last change
-    _models: Catalogue | None = None  # until one with models goes, or has others
+    _pools: dict[tuple[Role, str], Pool] = field(default_factory=dict)  # cache
+    _models: Catalogue | None = None  # cache, until models change
     _circuits: OpenCircuits = field(default_factory=OpenCircuits)
 
     def add(
         self, url: str, *, role: Role, bootstrap_port: int | None = None, now_s: float = 0.0, discovered: bool = False
     ) -> Worker:
-        """Add a worker; it gets no request before its first good check. `WorkerTableError` if the URL is known."""
+        """Add a worker, which serves after its first good check. WorkerTableError for a known URL."""
         url = url.rstrip("/")
         if same_url(url) in self._by_name:
             raise WorkerTableError(f"url: {url} is already in the table")
@@ -80,7 +77,7 @@ class WorkerTable:
         return worker
 
     def remove(self, url: str) -> Worker:
-        """Take a worker out; its running requests go on. `WorkerTableError` if unknown."""
+        """Remove a worker; its running requests continue. WorkerTableError if unknown."""
         worker = self.find(url)
         del self._workers[worker.worker_id]
         del self._by_name[same_url(url)]
@@ -95,17 +92,14 @@ class WorkerTable:
         return worker
 
     def retire(self, url: str, *, last_resort: bool = False) -> Worker:
-        """Send it no new request; it stays in the table until `remove`. `WorkerTableError` if unknown.
-
-        `last_resort`: while it is up, it serves if no other worker of its role is up.
-        """
+        """Send it no new requests, except as `last_resort` while no other of its role is up."""
         worker = self.find(url)
         worker.leaving, worker.last_resort = True, last_resort
         self._on_change()
         return worker
 
     def find(self, url: str) -> Worker:
-        """The worker at this address, however it is written. `WorkerTableError` if unknown."""
+        """Return the worker at this address, in any spelling. WorkerTableError if unknown."""
         worker = self._by_name.get(same_url(url))
         if worker is None:
             raise WorkerTableError(f"url: {url} is not in the table")
@@ -118,19 +112,17 @@ class WorkerTable:
         return self._workers.get(worker.worker_id) is worker
 
     def alive(self, role: Role) -> list[Worker]:
-        """The workers that are up, silent ones too; those that leave only if they are a last resort, and no other is up."""
+        """Return workers that are up, also silent ones; leaving last resorts only if no other is
+        up.
+        """
         here = [w for w in self._workers.values() if w.role is role and is_up(w)]
         return [w for w in here if not w.leaving] or here
 
     def is_alive(self, worker: Worker) -> bool:
-        """Whether `alive` has it."""
         return worker in self.alive(worker.role)
 
     def pool(self, role: Role, model: str) -> Pool:
-        """Return the workers of `alive` that serve `model` ("": any), the silent ones if all are.
-
-        It is kept until a worker changes.
-        """
+        """Return the alive workers of `model` (empty: any), silent ones only if all are. Cached."""
         found = self._pools.get((role, model))
         if found is None:
             if len(self._pools) >= MAX_POOLS:
@@ -143,7 +135,7 @@ class WorkerTable:
         return tuple([w for w in serving if not w.silent] or serving)
 
     def ready(self, role: Role, model: str, *, now_s: float) -> Pool:
-        """The workers of `pool` whose circuits let requests pass. That narrows the choice and never empties it."""
+        """Return the workers of `pool` with closed circuits, or all if there are none."""
         pool = self.pool(role, model)
         faulty = self._circuits.shut(now_s) if self._circuits.any else frozenset()
         if self.peers is not None and (others := self.peers.others_open(now_s)):
@@ -151,12 +143,12 @@ class WorkerTable:
         return [w for w in pool if w.worker_id not in faulty] or pool if faulty else pool
 
     def trusts(self, worker: Worker, *, now_s: float) -> bool:
-        """Whether its circuit lets requests pass, in all processes of this router."""
+        """Return whether its circuit admits requests in all processes."""
         others = () if self.peers is None else self.peers.others_open(now_s)
         return worker.circuit.takes(now_s) and worker.slot not in others
 
     def has_others(self, worker: Worker) -> bool:
-        """Whether others that answer could do what `worker` does: one of its role, or of each role of another way."""
+        """Return whether other workers could do its work: of its role, or a whole other route."""
         if any(other is not worker and not other.silent for other in self.pool_of(worker)):
             return True
         model = worker.models[0] if worker.models else ""
@@ -164,15 +156,13 @@ class WorkerTable:
         return any(all(self._answers(self.pool(role, model)) for role in way) for way in ways)
 
     def _answers(self, pool: Pool) -> bool:
-        """Whether one of them does. Where one is silent, all are: others would have been preferred."""
         return bool(pool) and not pool[0].silent
 
     def pool_of(self, worker: Worker) -> Pool:
-        """Return the pool of its role and model."""
         return self.pool(worker.role, worker.models[0] if worker.models else "")
 
     def on_check(self, worker: Worker, result: Check, *, now_s: float, error: str = "") -> bool:
-        """Take the result of a check, or of a request that could not connect. True if the worker's state changed."""
+        """Apply the result of a check or connection. Return whether the state changed."""
         same = worker.last_check is not None and _kind(worker.last_check) is _kind(result)
         worker.streak = worker.streak + 1 if same else 1
         worker.last_check = result
@@ -185,7 +175,7 @@ class WorkerTable:
         worker.health, worker.changed_s = target, now_s
         self._on_change()
         if target is Health.DOWN:
-            worker.silent, worker.busy_s = False, None  # worse
+            worker.silent, worker.busy_s = False, None  # superseded
             self._forget(worker)
         return True
 
@@ -197,9 +187,10 @@ class WorkerTable:
         return True
 
     def on_incarnation(self, worker: Worker, incarnation: str, *, checked_s: float) -> None:
-        """Note which process answered a check that began at `checked_s`; "": unknown.
+        """Record the process that answered a check started at `checked_s`.
 
-        An incarnation that comes back after another one is one of several behind this URL, which changes nothing.
+        An incarnation that returns after another is one of several behind this URL, and changes
+        nothing.
         """
         if worker.incarnation not in ("", incarnation) and incarnation:
             worker.former_lives = (*worker.former_lives, worker.incarnation)[-MAX_FORMER_LIVES:]
@@ -211,13 +202,13 @@ class WorkerTable:
             worker.incarnation, worker.incarnation_s = incarnation, checked_s
 
     def set_switching(self, worker: Worker, role: Role | None) -> None:
-        """Send nothing new to a worker while it changes to `role`. None: the change is over or has failed."""
+        """Send no new requests during a switch to `role`; None ends it."""
         assert role is None or (worker.switching_to is None and worker.role is not role), (worker.url, worker.role)
         worker.switching_to = role
         self._on_change()
 
     def on_role(self, worker: Worker, role: Role) -> None:
-        """Note that a worker has another role. What was known of it in the old one, its given port too, is forgotten."""
+        """Set a new role, and forget the old one's state, with its given port."""
         worker.role = role
         self._on_change()
         worker.given_bootstrap_port = None
@@ -229,7 +220,6 @@ class WorkerTable:
             self._on_change()
 
     def on_bootstrap(self, worker: Worker, host: str, port: int | None) -> None:
-        """Note where decode finds a prefill worker."""
         if (host, port) != (worker.bootstrap_host, worker.bootstrap_port):
             worker.bootstrap_host, worker.bootstrap_port = host, port
             self._on_change()
@@ -269,7 +259,7 @@ class WorkerTable:
 
 @lru_cache(maxsize=2 * MAX_WORKERS)
 def same_url(url: str) -> str:
-    """The normal form of an address: lower case, with its port, no slash."""
+    """Return the normal form of an address: lower case, port, no slash."""
     parts = urlsplit(url)
     if not parts.hostname:
         return url
@@ -279,7 +269,6 @@ def same_url(url: str) -> str:
 
 
 def is_up(worker: Worker) -> bool:
-    """Whether it may be chosen, as a regular worker or as a last resort."""
     if worker.health is not Health.UP or worker.switching_to is not None:
         return False
     return not worker.leaving or worker.last_resort
@@ -290,12 +279,12 @@ def _kind(check: Check) -> Check:
 
 
 def missing_roles(table: WorkerTable, ways: Iterable[Way], model: str = "") -> list[Role]:
-    """The roles of which no worker (that serves `model`) is alive; none, if one of `ways` has all that it needs."""
+    """Return the roles without a live worker (of `model`), none if any route is complete."""
     return _lacking([role for role in way if not table.pool(role, model)] for way in ways)
 
 
 def silent_roles(table: WorkerTable, ways: Iterable[Way], model: str = "") -> list[Role]:
-    """The roles of which workers (that serve `model`) are alive, and all are silent; none, if one of `ways` is whole and answers."""
+    """Return the roles whose live workers are all silent, none if any complete route answers."""
     whole = [pools for way in ways if all(pools := [table.pool(role, model) for role in way])]
     return _lacking([pool[0].role for pool in pools if pool[0].silent] for pools in whole)
 

@@ -1,1 +1,1 @@
-"""One request from its body to its answer: picking, retries, relay, merging."""
+"""One request from body to answer: picking, retries, relay, merging."""

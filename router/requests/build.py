@@ -1,4 +1,4 @@
-"""Composes a dispatcher and its observers. A feature that no flag turns on is not in the path of a request."""
+"""Composes the dispatcher and its observers from the enabled features."""
 
 from functools import partial
 

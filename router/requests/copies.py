@@ -1,7 +1,7 @@
 """Copies hot prefixes to a second prefill worker (router/choice/replication.py).
 
-The copy is a request like the one that made the prefix hot, for the prefill worker alone, which computes nothing for it: so no router needs
-a tokenizer. Its client is this router.
+A copy repeats the request that made the prefix hot, at the second prefill worker only, which
+fetches the KV and computes nothing. So no router needs a tokenizer.
 """
 
 from dataclasses import dataclass, field
@@ -26,7 +26,9 @@ class PrefixCopies:
     _running: set[HttpReply] = field(default_factory=set)
 
     def on_sent(self, request: RequestContext, attempt: PairAttempt, now_s: float) -> None:
-        """Count what the prompt shares with earlier ones, and copy it once that is hot and one worker alone has it."""
+        """Count the longest known prefix of the prompt, and copy it if it is hot and at a single
+        worker.
+        """
         chosen, hints, sources = attempt.placements[0], request.hints, self.prefixes.sources
         if chosen.worker.role is not Role.PREFILL or not sources.exchanges(chosen.worker):
             return

@@ -1,6 +1,6 @@
-"""Serves one generation request: reads it, waits for its turn, tries pairs until one answers, and passes the answer on.
+"""The dispatcher: reads a generation request, admits it, tries attempts, and relays the answer.
 
-A request may move to other workers only while nothing was sent to the client. Every way out of here ends the attempts.
+A request changes workers only before anything is sent to the client. Every exit ends the attempts.
 """
 
 import asyncio
@@ -60,10 +60,10 @@ _PASSED_HEADERS = (
 
 @dataclass(eq=False, kw_only=True)
 class Dispatcher:
-    """Answers POST of the paths of `Api`; of embeddings and scores with a prefill worker alone.
+    """Answers POST of the paths of `Api`. Embeddings and scores need a prefill worker only.
 
-    `retry_max` further attempts, after pauses that double from `retry_backoff_s`. `keep_alive_s`: longest silence of a stream; 0: any.
-    Parts that no flag turns on are None.
+    There are `retry_max` further attempts, with exponential pauses from `retry_backoff_s` on.
+    Streams are silent for `keep_alive_s` at most, 0 for no limit. Disabled parts are None.
     """
 
     ways: tuple[Way, ...]
@@ -82,12 +82,12 @@ class Dispatcher:
     images: BodyImages
 
     async def invoke(self, http: web.BaseRequest) -> web.StreamResponse:
-        """Answer POST /invocations: the body says which API it is for."""
+        """Answer POST /invocations, whose body determines the API."""
         body = await http.read()
         return await self.handle(http, path=await BODIES.run(partial(invoked_path, body), size=len(body)))
 
     async def handle(self, http: web.BaseRequest, *, path: str = "") -> web.StreamResponse:
-        """`path`: of the API, if it is not the request's."""
+        """Answer a request; `path` overrides its own as the API."""
         if self.live.blocked:
             await self.live.wait_unblocked(timeout_s=time_given(http.headers))
         if self.live.draining:
@@ -113,7 +113,7 @@ class Dispatcher:
             caller=http[CALLER].name,
         )
         status = CLIENT_GONE
-        self.live.requests[request] = None  # no context manager: it would cost ten times this
+        self.live.requests[request] = None  # a context manager would cost ten times this
         try:
             await self._read(request)
             if self.keep_alive_s and request.parsed.streams:
@@ -138,7 +138,7 @@ class Dispatcher:
                 notify(request, status, now_s)
 
     async def _read(self, request: RequestContext) -> None:
-        """Fill in `request`. `ApiError` for a body or a header that cannot be used, or an unknown model."""
+        """Fill in `request`. Raises ApiError for a bad body or header, or an unknown model."""
         http = request.http
         request.body = await http.read()
         size = len(request.body)
@@ -166,7 +166,7 @@ class Dispatcher:
             await self.reconnect.go_on(request)
 
     async def _take_images(self, request: RequestContext) -> ParsedBody:
-        """Take the images out of the body; return the body that balancing and routing read."""
+        """Extract the images; return the body for load balancing and routing."""
         taken = await self.images.take(request.parsed)
         if taken.fetched:
             request.body = write_body(taken.body)
@@ -225,7 +225,7 @@ class Dispatcher:
         raise AssertionError("the last attempt returns")
 
     async def _attempt(self, request: RequestContext, attempt: PairAttempt) -> web.StreamResponse:
-        """Wait for the answer of an attempt, and give it to the client. `CallFailed`: none came."""
+        """Give an attempt's answer to the client. Raises CallFailed if there is none."""
         try:
             await self.launcher.until_begun(request, attempt)
             return await self._give(request, attempt)
@@ -249,7 +249,9 @@ class Dispatcher:
         return _whole(request, attempt, merger, call.reply.take())
 
     async def _framed(self, request: RequestContext, attempt: PairAttempt, merger: Merger | None) -> web.Response:
-        """A whole answer that takes long. Its client has nothing yet: one that cannot go on elsewhere begins again (`CallFailed`)."""
+        """Return a long whole answer. If it cannot continue elsewhere it restarts (CallFailed), as
+        nothing was sent.
+        """
         assert self.failover is not None, "only a router with failover asks for frames"
         answer = self.failover.open(request, attempt.end)
         try:
@@ -316,12 +318,14 @@ class Dispatcher:
         *,
         said: bytes,
     ) -> web.StreamResponse:
-        """End the client's stream: in order, or with an error as its last event. `said`: the worker's own; empty: it wrote none."""
+        """End the client's stream, or write an error as its last event: `said` by the worker, else
+        ours.
+        """
         if request.alive is not None:
             await request.alive.end()
         if request.handed_back:
             request.failure, error, said = HANDED_BACK, draining(HANDED_BACK), b""
-        elif attempt.refused is not None:  # reported when it came
+        elif attempt.refused is not None:  # reported before
             request.failure, error = str(attempt.refused), failure_error(attempt.refused)
         elif failure is not None:
             if self.failover is None:
@@ -332,7 +336,7 @@ class Dispatcher:
             _complete(request, attempt)
             return out
         attempt.close()
-        await out.write(said or errors_of(request.http).last_event(error))  # no [DONE] follows: no good end
+        await out.write(said or errors_of(request.http).last_event(error))  # without [DONE]
         await out.write_eof()
         return out
 
@@ -346,7 +350,6 @@ class Dispatcher:
 
 
 def _whole(request: RequestContext, attempt: PairAttempt, merger: Merger | None, body: bytes) -> web.Response:
-    """Give the client an answer that is not streamed."""
     reply = attempt.answering.reply
     if request.keeper is not None:
         request.keeper.on_answer(body)
@@ -371,5 +374,7 @@ def _splitter(
 
 
 def pause_s(number: int, backoff_s: float) -> float:
-    """After failed attempt 0, 1, 2...: none, base, 2 * base..., at most `MAX_BACKOFF_S`."""
+    """Return the pause after failed attempt `number`: none, base, 2 * base..., at most
+    `MAX_BACKOFF_S`.
+    """
     return 0.0 if number == 0 else min(MAX_BACKOFF_S, backoff_s * 2 ** (number - 1))

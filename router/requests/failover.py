@@ -1,10 +1,10 @@
-"""Failover: an answer whose worker is lost, or lets it go, goes on at another, behind the tokens that client or router have
-(service/http/resume.py).
+"""Failover: the answer of a lost or migrating worker continues at another (service/http/resume.py).
 
-    lost                          a pair: prefill computes prompt and tokens again
-    let go, its KV waits there    another decode worker, which gets the KV; if that fails, a pair
+    lost                       a pair: prefill computes prompt and tokens again
+    migrated, its KV waits     another decode worker, which gets the KV; if that fails, a pair
 
-Bounds: `most` workers may die under one request, and `retry_max` errors be reported. So one that ends its workers is refused in time.
+At most `most` workers may die under one request, and `retry_max` errors be reported, which stops a
+request that kills workers.
 """
 
 import asyncio
@@ -24,13 +24,15 @@ from router.requests.relay import has_moved
 from service.http.caller_names import owner_said
 from service.http.resume import FRAMES_HEADER, RESUME_FIELD, RESUME_HEADER, FrameRecord, Resume, known_frames, sign
 
-NO_MEMBER = 403  # what a worker with another secret, or none, answers who asks for the rest
-TAKE_OVER_S = 10.0  # for another decode worker to show its first token: its client waits, and a pair may be faster
+NO_MEMBER = 403  # status of a worker without this secret
+TAKE_OVER_S = 10.0  # for the first token of another decode worker; then a pair may be faster
 
 
 @dataclass(eq=False, kw_only=True)
 class Failover:
-    """`retry_max`: attempts to place the rest, beside the first. Without the launcher's `secret` no worker would go on: none is asked for frames."""
+    """Failover of requests, with `retry_max` retries. Only with the launcher's `secret` can workers
+    resume.
+    """
 
     most: int
     retry_max: int
@@ -38,31 +40,33 @@ class Failover:
     launcher: AttemptLauncher
 
     def headers(self) -> dict[str, str]:
-        """Return the header that asks a worker for frames."""
+        """Return the header that requests frames of a worker."""
         return {} if self.launcher.secret is None else {FRAMES_HEADER: "1"}
 
     def open(self, request: RequestContext, end_first: Callable[[], None]) -> "ResumableAnswer":
-        """`end_first` ends the first attempt, once another one takes over."""
+        """Start recording an answer. `end_first` ends the first attempt on a take-over."""
         answer = ResumableAnswer(self, request, end_first)
-        if RESUME_HEADER in request.headers:  # its client came again
+        if RESUME_HEADER in request.headers:  # its client reconnected
             answer.record.take_head(known_frames(msgspec.json.decode(request.parsed.fields[RESUME_FIELD], type=Resume)))
         return answer
 
 
 @dataclass(eq=False)
 class ResumableAnswer:
-    """One client's answer. `end_attempt`: of the attempt where it is; `close` calls it. `prefill`: the worker of the last pair."""
+    """One client's answer. `end_attempt` ends the current attempt, `prefill` is the last pair's
+    worker.
+    """
 
     failover: Failover
     request: RequestContext
     end_attempt: Callable[[], None]
     record: FrameRecord = field(default_factory=FrameRecord)
     prefill: Worker | None = None
-    _rooms: Sequence[int] = ()  # of the move that is under way
+    _rooms: Sequence[int] = ()  # of the current migration
     _all_rooms: list[int] = field(default_factory=list)
 
     def follow(self, attempt: PairAttempt) -> None:
-        """Follow `attempt`, which gives the rest of the answer."""
+        """Follow `attempt` for the rest of the answer."""
         answering = attempt.answering
         answering.goes_on = self.record.can_resume
         if attempt.prefill is not None:
@@ -73,7 +77,7 @@ class ResumableAnswer:
         attempt.watch_prefill(self.failover.launcher.on_call_failed)
 
     def _rooms_to_leave(self) -> Mapping[str, int]:
-        """Mint a room for each sample; return the rooms of live samples by the names that their worker knows."""
+        """Mint a room per sample; return those of live samples by their rid at the worker."""
         left, count = self.record.samples_left(), self.request.parsed.num_samples
         rooms = self.failover.launcher.rooms
         if not left or max(left) >= count or not rooms.has_room_for(count):
@@ -83,20 +87,20 @@ class ResumableAnswer:
         return {name: self._rooms[index] for index, name in left.items()}
 
     def failure(self, attempt: PairAttempt) -> CallFailed | None:
-        """Return why a stream that came to its end in order is not whole."""
+        """Return why a stream that ended in order is incomplete."""
         worker = attempt.answering.worker
         if self.record.moved:
             return has_moved(worker)
         if not self.record.failed:
             return None
         event = self.record.last_event
-        body = (event.partition(b"data: ")[2] or event).strip()  # of a stream of lines it is all
+        body = (event.partition(b"data: ")[2] or event).strip()  # a line of a line stream has no prefix
         return CallFailed(worker, reason="status", status=self.record.failed, body=body)
 
     async def take_over(self, lost: PairAttempt, failure: CallFailed, merger: Merger | None) -> PairAttempt | None:
-        """Place the rest of the answer and notify observers; None: it cannot go on, or no worker takes it."""
+        """Place the rest of the answer at other workers, if possible, and notify observers."""
         launcher = self.failover.launcher
-        if lost.refused is not None:  # reported when it came; decode's stream was cut because of it
+        if lost.refused is not None:  # reported before; decode's stream was cut for it
             failure = lost.refused
         elif failure.reason != MOVED:
             launcher.on_call_failed(failure)
@@ -120,7 +124,7 @@ class ResumableAnswer:
         return found
 
     async def _by_kv(self, lost: PairAttempt) -> PairAttempt | None:
-        """Let another decode worker fetch the waiting KV; None: there is none, or the fetch failed."""
+        """Continue at another decode worker that fetches the waiting KV, if possible."""
         rooms, self._rooms = self._rooms, ()
         if not self.record.has_sources() or self.prefill is None or not rooms:
             return None
@@ -161,7 +165,6 @@ class ResumableAnswer:
         return (failure.retryable or failure.status == NO_MEMBER) and not has_erred and not is_to_blame
 
     def close(self) -> None:
-        """End the attempt and release the rooms."""
         self._leave_attempt()
         self.failover.launcher.rooms.release(self._all_rooms)
 
@@ -175,7 +178,6 @@ class ResumableAnswer:
         ask_for_rest(self.request, resume, secret)
 
     async def _begun(self, first: PairAttempt) -> PairAttempt | None:
-        """Wait for the answer of an attempt; None: none came."""
         try:
             await self.failover.launcher.until_begun(self.request, first)
         except CallFailed:
@@ -189,7 +191,7 @@ class ResumableAnswer:
 
 
 def ask_for_rest(request: RequestContext, resume: bytes, secret: bytes) -> None:
-    """Make the next attempts go on behind the client's last token."""
+    """Make the next attempts continue after the client's last token."""
     fields = {**request.parsed.fields, RESUME_FIELD: msgspec.Raw(resume)}
     request.parsed = msgspec.structs.replace(request.parsed, fields=fields)
     request.body = write_body(request.parsed)
@@ -197,4 +199,4 @@ def ask_for_rest(request: RequestContext, resume: bytes, secret: bytes) -> None:
 
 
 def _nothing() -> None:
-    """The attempt was ended already."""
+    """Do nothing."""

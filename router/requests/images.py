@@ -1,6 +1,7 @@
-"""Images in bodies: all workers of a request get the same bytes. The router fetches what a URL names, once; videos come as frames.
+"""Images in bodies: fetches each URL once, so that all workers of a request get the same bytes.
 
-A chat without images costs a search of its bytes, other bodies nothing. Of one with images, load and cache-aware routing see a digest in place of each.
+A chat without images costs a substring search, other bodies nothing. Load balancing and cache-aware
+routing read a digest in place of each image. Videos come as frames.
 """
 
 import hashlib
@@ -29,23 +30,22 @@ _FIELDS = {
     Api.OLLAMA_CHAT: ("messages",),
     Api.OLLAMA_GENERATE: ("images",),
 }
-_LISTS = ("image_data", "video_data", "images")  # of these alone
-_MARKS = (b'"image', b'"video')  # with which a field of each begins
+_LISTS = ("image_data", "video_data", "images")  # fields that hold only these
+_MARKS = (b'"image', b'"video')  # prefixes of their field names
 
 _encode = msgspec.json.Encoder().encode
 
 
 def holds_images(body: bytes, parsed: ParsedBody) -> bool:
-    """Whether a body, with the conversation that it continues, may hold images. True for some that do not."""
+    """Return whether a body may hold images. False positives are possible."""
     names = _FIELDS.get(parsed.api, ())
     return any(name in parsed.fields for name in names) and (names[0] in _LISTS or any(mark in body for mark in _MARKS))
 
 
 @dataclass(frozen=True, slots=True)
 class WithImages:
-    """`body`: for workers. `shown`: to what balances and routes: with digests, and an estimate of tokens.
-
-    `digests`: in order of appearance. `fetched`: `body` has other bytes than the client's.
+    """A body with images. `body` is for workers; `shown`, with digests and estimated tokens, for
+    routing. `digests` are in order of appearance. `fetched`: `body` differs from the client's.
     """
 
     body: ParsedBody
@@ -55,7 +55,7 @@ class WithImages:
 
 
 class BodyImages:
-    """`most_bytes`: of a body for a worker."""
+    """Extracts images. `most_bytes` limits a body for a worker."""
 
     def __init__(self, flags: ImageFlags, *, most_bytes: int) -> None:
         self._flags = flags
@@ -63,7 +63,7 @@ class BodyImages:
         self._fetcher = ImageFetcher(flags)
 
     async def take(self, parsed: ParsedBody) -> WithImages:
-        """Raises ApiError(400) that names the part."""
+        """Extract the images. Raises ApiError(400) with the field."""
         names = [name for name in _FIELDS.get(parsed.api, ()) if name in parsed.fields]
         size = sum(len(parsed.fields[name]) for name in names)
         values, images = await BODIES.run(partial(_found, parsed, names), size=size)
@@ -75,7 +75,7 @@ class BodyImages:
         return await BODIES.run(finish, size=self._most_bytes if remote else size)
 
     async def _fetch(self, remote: list[NamedImage], parsed: ParsedBody) -> None:
-        """Put a data URL in place of each."""
+        """Replace each with a data URL."""
         if len(remote) > self._flags.max_images_per_request:
             text = (
                 f"is more than the {self._flags.max_images_per_request} images of a request (--max-images-per-request)"
@@ -96,7 +96,6 @@ def _found(parsed: ParsedBody, names: Sequence[str]) -> tuple[dict[str, Any], li
 
 
 def _with_digests(parsed: ParsedBody, values: dict[str, Any], *, fetched: bool) -> WithImages:
-    """`values`: with fetched images in their places."""
     body = with_fields(parsed, _written(values)) if fetched else parsed
     images = list(_images(values))
     digests = [_digest(image.url) for image in images]

@@ -1,6 +1,7 @@
-"""Serves a streamed request with beats while nothing else is sent. They are no answer: a request that has only beaten may still move.
+"""Serves a streaming request with keep-alive comments during silence.
 
-Once a comment has left, an error is the last event of the stream.
+A request with comments only may still change workers. After a comment, an error is the stream's
+last event.
 """
 
 import asyncio
@@ -33,7 +34,7 @@ async def serve_kept_alive(request: RequestContext, serve: Serve, *, interval_s:
         if alive.stream is None or answer is alive.stream:
             return answer
         assert isinstance(answer, web.Response) and isinstance(answer.body, bytes), answer
-        if answer.status < 300:  # whole: the worker streams nothing
+        if answer.status < 300:  # a whole answer, as the worker does not stream
             return await _end(alive, b"data: " + b" ".join(answer.body.split(b"\n")) + b"\n\n")
         return await _end(alive, _failed(request, error_of(answer.status, answer.body)))
 

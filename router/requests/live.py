@@ -1,7 +1,8 @@
-"""The live requests of a router; its drain (new requests are refused, live ones finish or are handed back) and its block.
+"""The live requests of a router, its drain and its block.
 
-While it is blocked new requests wait and those that run go on, so that an operator can change all workers between two requests.
-After SGLang's input blocker, for a cluster.
+A drain refuses new requests; live ones finish or are handed back. A block holds new requests while
+live ones finish, so that an operator can change all workers in between, like SGLang's input
+blocker.
 """
 
 import asyncio
@@ -13,14 +14,14 @@ from router.attempts.request import RequestContext
 from service.http.errors import ApiError
 from service.process.stop_signals import wait_while
 
-MAX_BLOCKED = 4096  # requests that wait in a block
+MAX_BLOCKED = 4096  # requests waiting in a block
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
 class LiveRequests:
-    """The requests that run or wait for their turn, in order of arrival."""
+    """Running and queued requests in order of arrival."""
 
     draining: bool = False
     requests: dict[RequestContext, None] = field(default_factory=dict)
@@ -38,7 +39,7 @@ class LiveRequests:
         return len(self.requests)
 
     async def block(self) -> None:
-        """Let no new request in until `unblock`. Return when those that run have ended."""
+        """Hold new requests until `unblock`, and wait until the live ones have ended."""
         self._open.clear()
         await wait_while(lambda: bool(self.requests), at_once=self._open)
 
@@ -46,7 +47,9 @@ class LiveRequests:
         self._open.set()
 
     async def wait_unblocked(self, *, timeout_s: float) -> None:
-        """`ApiError`: it lasted longer than the client waits, or too many requests wait."""
+        """Wait for the end of a block. Raises ApiError after the deadline, or if too many requests
+        wait.
+        """
         if self.num_blocked >= MAX_BLOCKED:
             message = f"{self.num_blocked} requests wait until the router is unblocked; try again later"
             raise ApiError(503, message, code="queue_full", retry_after_s=1)

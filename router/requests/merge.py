@@ -1,7 +1,6 @@
-"""Puts what only the prefill worker knows into decode's answer: logprobs and hidden states of the prompt, cached tokens. Pure.
+"""Merges prefill's part into decode's answer: input logprobs, hidden states, cached tokens. Pure.
 
-Only answers to requests that ask for input logprobs come here; all others pass the router unread. An answer of an unknown shape
-passes unchanged.
+Only requests for input logprobs need this; other answers pass unread, as do unknown shapes.
 """
 
 from typing import Any
@@ -20,7 +19,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Merger:
-    """Merges into the answers to one request. `prefill_body`: prefill's answer, which is never streamed."""
+    """Merges into the answers to one request. `prefill_body` is prefill's whole answer."""
 
     def __init__(self, api: Api, prefill_body: bytes) -> None:
         self._api = api
@@ -28,10 +27,10 @@ class Merger:
         self._prefill = _items(api, prefill)
         self._usage = _dict(prefill, "usage")
         self._seen: set[int] = set()
-        self._shifts: dict[int, int] = {}  # by choice: what to add to the text offsets of its later events
+        self._shifts: dict[int, int] = {}  # by choice: shift of later text offsets
 
     def follow(self, prefill_body: bytes) -> None:
-        """Another pair goes on: its prefill worker has computed the hidden states of all tokens that were known, again."""
+        """Take over the hidden states that another prefill worker recomputed."""
         for known, newer in zip(self._prefill, _items(self._api, decode_or_none(prefill_body)), strict=False):
             if states := _dict(newer, "meta_info").get("hidden_states"):
                 _dict(known, "meta_info")["hidden_states"] = states
@@ -70,12 +69,14 @@ class Merger:
             _shift_offsets(_dict(item, "logprobs"), shift)
 
     def _num_outputs(self) -> int:
-        """Tokens the prefill worker generated for each choice: one, or none when the request allowed none."""
+        """Return the tokens that prefill generated per choice: one, or none if the request allowed
+        none.
+        """
         total = self._usage.get("completion_tokens")
         return total // max(1, len(self._prefill)) if isinstance(total, int) else 1
 
     def _merge_usage(self, answer: object) -> None:
-        """OpenAI: the prefill worker knows what was cached. A decode worker that reports more than 0 knows it from prefill."""
+        """Add cached tokens to OpenAI's usage, unless decode already has them from prefill."""
         cached = _dict(self._usage, "prompt_tokens_details").get("cached_tokens")
         usage = _dict(answer, "usage")
         if not cached or not usage:
@@ -101,7 +102,9 @@ class SseMerger(StreamSplitter):
 
 
 def _merge_meta(prefill: dict[str, Any], meta: dict[str, Any], *, first: bool) -> None:
-    """Native answers. In a stream the first event always gets the logprobs, later ones where they repeat the field."""
+    """Merge a native answer. The first event gets the logprobs, later ones if they repeat the
+    field.
+    """
     for name in _INPUT_LOGPROBS:
         if prefill.get(name) and not meta.get(name) and (first or name in meta):
             meta[name] = prefill[name]
@@ -112,9 +115,11 @@ def _merge_meta(prefill: dict[str, Any], meta: dict[str, Any], *, first: bool) -
 
 
 def _merge_completion(prefill: dict[str, Any], choice: dict[str, Any], *, num_outputs: int) -> int:
-    """Completions with echo: put the prompt's part of prefill's columns before decode's. Return the shift of text offsets.
+    """Put the prompt's columns before decode's in a completion with echo; return the shift of
+    offsets.
 
-    Columns of decode that begin with a null logprob hold the prompt already: only the first token of a prompt has none.
+    Columns that begin with a null logprob already hold the prompt, whose first token alone has
+    none.
     """
     known = _dict(prefill, "logprobs")
     columns = _dict(choice, "logprobs")
@@ -140,13 +145,12 @@ def _shift_offsets(columns: dict[str, Any], shift: int) -> None:
 
 
 def _offset_shift(known: dict[str, Any], columns: dict[str, Any], *, at: int) -> int:
-    """Return the shift of decode's text offsets: both sides have the first output token, prefill counts from the prompt's start."""
+    """Return the shift of decode's offsets: both sides have the first output token."""
     theirs, own = known.get("text_offset") or [], columns.get("text_offset") or []
     return max(0, theirs[at] - own[0]) if len(theirs) > at and own else 0
 
 
 def _items(api: Api, answer: object) -> list[dict[str, Any]]:
-    """Return an object for each sample: of a native answer, or the choices of an OpenAI one."""
     if api is not Api.GENERATE:
         answer = answer.get("choices") if isinstance(answer, dict) else None
         return [c for c in answer if isinstance(c, dict)] if isinstance(answer, list) else []

@@ -1,6 +1,7 @@
-"""A client whose stream broke off repeats its request, and gets the events behind the last that it has (service/http/reconnect.py).
+"""Resumption of broken streams: a repeated request gets the events after its last one.
 
-The worker that wrote them is asked, whichever router they came through.
+The worker that wrote them is found by asking all, whichever router they came through
+(service/http/reconnect.py).
 """
 
 import asyncio
@@ -23,8 +24,8 @@ from service.http.reconnect import KEEP_HEADER, KEPT_PATH, LAST_EVENT_HEADER, Ke
 from service.http.resume import RESUME_HEADER, sign
 from service.security.keys import authorization_of, owner_of
 
-ASK_TIMEOUT_S = 2.0  # a worker that is frozen or gone must not hold those that live
-AGAIN_S = 1  # for a client of a worker that has not answered
+ASK_TIMEOUT_S = 2.0  # a frozen worker must not delay the others
+AGAIN_S = 1  # Retry-After while a worker has not answered
 NOT_KNOWN = f"{LAST_EVENT_HEADER}: a worker that may keep the stream does not answer now; send the same request again"
 
 _encode = msgspec.json.Encoder().encode
@@ -32,7 +33,7 @@ _encode = msgspec.json.Encoder().encode
 
 @dataclass(eq=False, kw_only=True)
 class Reconnect:
-    """`window_s`: --resume-window. `secret`: by which workers know their router."""
+    """Resumption within `window_s` (--resume-window), by requests to workers signed with `secret`."""
 
     window_s: float
     table: WorkerTable
@@ -41,19 +42,21 @@ class Reconnect:
     secret: bytes
 
     def note(self, request: RequestContext) -> None:
-        """Remember what the client sent, before the router changes it."""
+        """Hash the client's body before the router changes it."""
         text = request.path.encode() + b"\n" + request.body
         request.digest = hashlib.blake2b(text, digest_size=16).hexdigest()
 
     def headers(self, request: RequestContext) -> dict[str, str]:
-        """What has workers keep the stream; nothing, where there is none."""
+        """Return the header that makes workers retain a stream."""
         if not _is_resumable(request):
             return {}
         keep = _encode(Keep(window_s=self.window_s, owner=_owner(request), body=request.digest))
         return {KEEP_HEADER: f"{sign(self.secret, keep)} {keep.decode()}"}
 
     async def go_on(self, request: RequestContext) -> None:
-        """Make a request that names its last event ask for the rest alone. `ApiError`: 410 if no worker has it, 503 if one may."""
+        """Turn a request with a last event into one for the rest. ApiError: 410 if lost, 503 if
+        uncertain.
+        """
         after = request.http.headers.get(LAST_EVENT_HEADER, "")
         if not after or not _is_resumable(request):
             return
@@ -96,12 +99,12 @@ class Reconnect:
 
 
 def _knows(answer: WorkerAnswer) -> bool:
-    """Whether a worker without the stream has said so, or is gone with all that it kept."""
+    """Return whether a worker without the stream has answered, or is gone with its streams."""
     return answer.refused or 0 < answer.status < 500
 
 
 def _is_resumable(request: RequestContext) -> bool:
-    """Its answer is server-sent events."""
+    """Return whether the answer is server-sent events."""
     return request.parsed.streams and request.parsed.api not in OLLAMA
 
 

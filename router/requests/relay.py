@@ -1,4 +1,4 @@
-"""Passes a worker's answer to the client, a stream chunk by chunk as it comes."""
+"""Relay of a worker's answer to the client, chunk by chunk."""
 
 from collections.abc import Callable, Mapping
 
@@ -12,7 +12,7 @@ from service.http.keep_alive import KeepAlive
 from service.http.resume import FrameRecord
 from service.http.stream import EVENTS_TYPE, LINES_TYPE, open_stream
 
-MAX_EVENT_BYTES = 16 << 20  # an event longer than this is passed on in pieces
+MAX_EVENT_BYTES = 16 << 20  # longer events are passed on in pieces
 
 _ANSWER_HEADERS = {
     "content-type": "Content-Type",
@@ -20,17 +20,17 @@ _ANSWER_HEADERS = {
     "x-tandem-ignored-fields": "X-Tandem-Ignored-Fields",
 }
 JSON = {"Content-Type": "application/json"}
-_ENDS = {EVENTS_TYPE: (b"\n\n", b"\r\n\r\n"), LINES_TYPE: (b"\n",)}  # of an event, by the type of the stream
+_ENDS = {EVENTS_TYPE: (b"\n\n", b"\r\n\r\n"), LINES_TYPE: (b"\n",)}  # of an event, by content type
 
 
 class StreamSplitter:
-    """Takes a stream in any pieces and passes on whole events only, so that an error event may follow at any time.
+    """Passes on whole events only, so that an error event may follow at any time.
 
-    Workers nearly always write whole events; then the chunk itself is returned.
+    Workers mostly write whole events, which pass as they are.
     """
 
     def __init__(self, content_type: str = EVENTS_TYPE, *, record: FrameRecord | None = None) -> None:
-        """`record`: takes the frames out of the events (service/http/resume.py)."""
+        """`record` takes the frames out of the events (service/http/resume.py)."""
         self._ends = next(ends for kind, ends in _ENDS.items() if content_type.startswith(kind))
         self._tail = b""
         self._record = record
@@ -40,7 +40,7 @@ class StreamSplitter:
         return events if self._record is None else self._record.take(events)
 
     def restart(self) -> None:
-        """Another worker goes on behind the last whole event."""
+        """Continue with another worker after the last whole event."""
         self._tail = b""
         if self._record is not None:
             self._record.drop_rest()
@@ -57,7 +57,7 @@ class StreamSplitter:
         return data[:end]
 
     def rest(self) -> bytes:
-        """Return the bytes behind the last whole event at the orderly end of a stream."""
+        """Return the bytes after the last whole event."""
         rest, self._tail = self._tail, b""
         return rest
 
@@ -67,7 +67,7 @@ def answer_headers(headers: Mapping[str, str]) -> dict[str, str]:
 
 
 async def open_answer(http: web.BaseRequest, reply: HttpReply, alive: KeepAlive | None) -> web.StreamResponse:
-    """Begin to pass on a worker's stream, in the stream that `alive` may have opened."""
+    """Start to relay a worker's stream, in the one that `alive` may have opened."""
     headers = {**answer_headers(reply.headers), "Cache-Control": "no-cache"}
     if alive is None:
         return await open_stream(http, status=reply.status, headers=headers)
@@ -82,9 +82,9 @@ async def relay_stream(
     splitter: StreamSplitter,
     on_more: Callable[[bytes], None],
 ) -> CallFailed | None:
-    """Send the call's answer to the client until it ends, or the worker breaks off (the failure); the caller ends the response.
+    """Relay the call's answer until it ends, and return its failure; the caller ends the response.
 
-    `on_more` receives each piece but the first. The client's own connection errors pass.
+    `on_more` gets each chunk but the first. Connection errors of the client propagate.
     """
     reply = call.reply
     if events := splitter.feed(reply.take()):
@@ -113,16 +113,16 @@ async def relay_stream(
 
 
 def _nothing() -> None:
-    """No listener."""
+    """Do nothing."""
 
 
 def has_moved(worker: Worker) -> CallFailed:
-    """The end of an answer that has left `worker`, which another one has to take over."""
+    """Return the end of an answer that was migrated from `worker`."""
     return CallFailed(worker, reason=MOVED, detail="the answer has left it, and no other worker took it over")
 
 
 async def read_whole(call: UpstreamCall, record: FrameRecord) -> bytes | CallFailed:
-    """Read an answer that is not streamed; `record` keeps the frames before its body, of one that takes long."""
+    """Read a whole answer; `record` takes the frames before its body."""
     if not call.framed:
         return call.reply.take()
     data = b""

@@ -1,4 +1,4 @@
-"""Answers of the router where there is no good answer of a worker to pass on. Pure."""
+"""The router's own responses, for failures of workers. Pure."""
 
 from aiohttp import web
 
@@ -21,7 +21,7 @@ def draining(message: str) -> ApiError:
 def no_worker(
     table: WorkerTable, missing: list[Role], model: str = "", *, retry_after_s: int | None = None
 ) -> ApiError:
-    """An error that names the missing role, and what is known of its workers."""
+    """Return an error with the missing role and its workers' states."""
     known = [w for w in table.workers(missing[0]) if not model or serves(w.models, model)]
     why = "; ".join(f"{w.url}: {_state(w)}" for w in known[:4]) or "none was given"
     what = f"worker for model {model!r}" if model and table.models.several else "worker"
@@ -35,7 +35,9 @@ def _state(worker: Worker) -> str:
 
 
 def failure_response(failure: CallFailed, path: str) -> web.Response:
-    """A worker's error as it came. `ApiError`: the worker gave no answer, or has no such route (`path`)."""
+    """Return a worker's error unchanged. Raises ApiError if it sent none, or lacks the route
+    `path`.
+    """
     if lacks_route(failure.status, failure.body):
         raise no_route(failure.worker, path) from None
     if failure.reason == "status":
@@ -49,11 +51,10 @@ def no_route(worker: Worker, path: str) -> ApiError:
 
 
 def failure_error(failure: CallFailed) -> ApiError:
-    """Return the last error of a begun stream: the worker's, without the JSON around it, else ours."""
+    """Return the last error of a started stream: the worker's message, else ours."""
     return error_of(failure.status or 502, failure.body or str(failure).encode())
 
 
 def error_of(status: int, body: bytes) -> ApiError:
-    """A worker's error, read from its JSON."""
     message = parse_error(body)
     return ApiError(status, body.decode(errors="replace")[:2000] if message is None else message)

@@ -1,6 +1,6 @@
-"""The responses that clients of this router continue: what a body's conversation holds, and what its answer adds to it.
+"""Stored responses (/v1/responses) that clients of this router continue, over all its processes.
 
-Each process keeps those that it answered, and copies of those that it was asked for and had to ask its peers for.
+A process stores those it answered, and copies of those it fetched from peers.
 """
 
 from collections.abc import Awaitable, Callable, Mapping
@@ -24,7 +24,7 @@ from service.responses.conversation import Conversation, StoreFields, open_conve
 from service.responses.items import REFERENCE
 from service.responses.store import StoredResponse
 
-PEER_PATH = "/peers/responses"  # what a process asks its peers
+PEER_PATH = "/peers/responses"  # route for peers
 MAX_RESPONSES = 100_000  # of one conversation
 
 _BEGINS = b"event: response.created\n"
@@ -35,7 +35,7 @@ Abort = Callable[[Mapping[str, str], str], Awaitable[object]]
 
 
 class PeerQuestion(msgspec.Struct, kw_only=True):
-    """`act`: find, remove or cancel."""
+    """A peer's request. `act`: find, remove or cancel."""
 
     act: str
     id: str
@@ -44,9 +44,9 @@ class PeerQuestion(msgspec.Struct, kw_only=True):
 
 @dataclass(eq=False)
 class SharedBook:
-    """A `ResponseBook` of all processes of this router. What a peer is asked for, it answers from its own book.
+    """The `ResponseBook` of all processes; a peer answers from its local one.
 
-    `abort(headers, id)` ends a request that was sent to workers with these headers.
+    `abort(headers, id)` aborts a request sent to workers with these headers.
     """
 
     local: LocalBook
@@ -83,12 +83,12 @@ class SharedBook:
 
 @dataclass(eq=False, kw_only=True)
 class Responses:
-    """`book`: None: nothing is stored."""
+    """Stored responses of requests; `book` is None if nothing is stored."""
 
     book: SharedBook | None
 
     async def open(self, request: RequestContext) -> None:
-        """Put the conversation into the body, and a keeper of its answer into the request. Raises ApiError(400)."""
+        """Add the conversation to the body, and a recorder of the answer. Raises ApiError(400)."""
         fields = StoreFields(
             input=request.parsed.fields.get("input", msgspec.Raw(b"")),
             previous_response_id=_value(request, "previous_response_id"),
@@ -109,7 +109,7 @@ class Responses:
 
 
 async def _store_nothing(request: RequestContext, fields: StoreFields) -> None:
-    """The answer says so, too."""
+    """Clear `store`, which the answer repeats."""
     if fields.previous_response_id is not None:
         why = "--max-stored-responses is 0"
         raise bad_field("previous_response_id", f"no responses are stored here ({why}); send the conversation as input")
@@ -118,7 +118,7 @@ async def _store_nothing(request: RequestContext, fields: StoreFields) -> None:
 
 
 async def _change(request: RequestContext, changes: Mapping[str, bytes]) -> None:
-    """Put other JSON texts into these fields of the body."""
+    """Replace the JSON texts of fields in the body."""
 
     def changed() -> tuple[ParsedBody, bytes]:
         parsed = with_fields(request.parsed, changes)
@@ -141,7 +141,7 @@ class _Begun(msgspec.Struct):
 
 
 class ResponseKeeper:
-    """Stores one answer before its client has all of it, so that the next request may name it."""
+    """Stores one answer before its client has all of it, so that the next request can name it."""
 
     def __init__(self, book: SharedBook, conversation: Conversation, *, owner: str, request: RequestContext) -> None:
         self._book, self._owner, self._request = book, owner, request
@@ -175,7 +175,7 @@ class ResponseKeeper:
 
 
 class KeptStream(StreamSplitter):
-    """Shows a keeper each piece of whole events before it is passed on."""
+    """Passes whole events to a recorder before the client."""
 
     def __init__(self, keeper: AnswerKeeper, *, record: FrameRecord | None = None) -> None:
         super().__init__(record=record)
@@ -189,7 +189,7 @@ class KeptStream(StreamSplitter):
 
 
 def response_in(events: bytes, at: int) -> bytes:
-    """The JSON of the `response` in the event that begins there; empty if there is none."""
+    """Return the JSON of `response` in the event at that position, if any."""
     start = events.find(_DATA, max(0, at)) + len(_DATA)
     event: _Response | None = decode_or_none(events[start : events.find(b"\n", start)], _Response)
     return b"" if event is None else bytes(event.response)

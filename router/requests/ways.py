@@ -1,8 +1,7 @@
-"""Chooses the way of a request where it has several: a pair of workers, or a unified one alone (--mixed). Pure.
+"""Choice of a request's route in a mixed fleet: a pair or a unified worker (--mixed). Pure.
 
-Owns which way prompts of each length went last: they go on that way until another is clearly better, so figures that wobble do not
-throw the load from side to side. The rule: router/choice/way_costs.py. The figures: what the forecast has measured, and what workers
-report.
+Prompts of one length keep their last route until another is clearly cheaper, so that noise in
+measurements does not swing the load. Costs: router/choice/way_costs.py.
 """
 
 import math
@@ -16,18 +15,18 @@ from router.choice.policies import Placement, Policy, RoutingHints
 from router.choice.way_costs import Ask, FittedLine, Objectives, WorkerFigures, pair_strain, unified_strain
 from router.pool.worker import LoadReport, Pool, Role, Worker
 
-STAY = 0.03  # prompts of one length change their way for a strain that is less by this share
-COMPANY_SHARE = 0.05  # of each choice
-GUESSED_TTFT, GUESSED_STEP = FittedLine(0.0, 1e-4), FittedLine(0.02, 0.0005)  # until something is measured
+STAY = 0.03  # least relative saving for which prompts of one length change their route
+COMPANY_SHARE = 0.05  # weight of each choice
+GUESSED_TTFT, GUESSED_STEP = FittedLine(0.0, 1e-4), FittedLine(0.02, 0.0005)  # before measurements
 GUESSED_ANSWER = 128.0  # tokens
-_WITH_MEMORY = ("prealloc", "transfer", "retracted")  # stages beside `running` of which a report counts the KV
+_WITH_MEMORY = ("prealloc", "transfer", "retracted")  # further stages whose KV is in reports
 
 Placements = tuple[Placement, ...]
 Pools = Sequence[Pool]
 
 
 class _Fits(NamedTuple):
-    """The times of a way: TTFT by tokens, and time between tokens by requests."""
+    """A route's fitted lines: TTFT by tokens, ITL by requests."""
 
     ttft: LineFit
     step: LineFit
@@ -35,26 +34,23 @@ class _Fits(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class WayChooser:
-    """`wanted`: the objectives of requests that name none."""
+    """Chooses routes. `wanted` is the SLO of requests without one."""
 
     policies: Mapping[Role, Policy]
     forecast: Forecast
     wanted: Objectives
-    _last: dict[int, Role] = field(default_factory=dict)  # of the last prompt's first worker, by the bits of its length
-    _company: float = 0.0  # share of the last choices that found requests at the unified worker
+    _last: dict[int, Role] = field(default_factory=dict)  # first role of the last route, by bits of the prompt's length
+    _company: float = 0.0  # share of recent choices that found requests at the unified worker
 
     def choose(self, ways: Sequence[Pools], hints: RoutingHints, now_s: float, slo: Slo | None = None) -> Placements:
-        """Choose one of `ways`, each the pools of its roles (none empty), and a worker of each of its pools.
-
-        `slo`: the request's own objectives.
-        """
+        """Choose a route of `ways` (pools by role, none empty) and a worker of each pool."""
         found = [tuple([self.policies[pool[0].role].look(pool, hints) for pool in pools]) for pools in ways]
         return self.take(ways, found, hints, now_s, slo)
 
     def take(
         self, ways: Sequence[Pools], found: Sequence[Placements], hints: RoutingHints, now_s: float, slo: Slo | None
     ) -> Placements:
-        """Choose one of `ways`. `found`: what the policies would take of each; they remember that the request goes there."""
+        """Choose among the policies' choices `found`, and record it in the policies."""
         way = found[0]
         if len(found) > 1:
             wanted = self.wanted if slo is None else _objectives(slo, self.wanted)
@@ -79,7 +75,6 @@ class WayChooser:
         return found[place]
 
     def _fits(self, pools: Pools, way: Placements) -> _Fits:
-        """Return the times of another worker in the pool until its own are known."""
         return _Fits(self._fit(pools[0], way[0].worker, 0), self._fit(pools[-1], way[-1].worker, 1))
 
     def _fit(self, pool: Pool, worker: Worker, which: int) -> LineFit:
@@ -126,7 +121,7 @@ def _known(fits: Sequence[LineFit]) -> LineFit:
 
 
 def _wants_a_try(way: Placements, own: _Fits, fits: Sequence[_Fits]) -> bool:
-    """Whether the way rests, and is not known, or was measured long before the others: it may be faster now."""
+    """Return whether an idle route has no or stale measurements, so that it may be faster now."""
     if any(one.worker.load_tokens or one.worker.requests_everywhere for one in way):
         return False
     newest_s = max(other.ttft.news_s for other in fits)
@@ -134,7 +129,7 @@ def _wants_a_try(way: Placements, own: _Fits, fits: Sequence[_Fits]) -> bool:
 
 
 def _lines_of(own: _Fits, fits: Sequence[_Fits]) -> tuple[FittedLine, FittedLine]:
-    """The lines of a way: of another way, where its own are unknown."""
+    """Return a route's lines, with unknown ones from another route."""
     ttft = _known([own.ttft, *(other.ttft for other in fits)])
     step = _known([own.step, *(other.step for other in fits)])
     return (
@@ -144,7 +139,7 @@ def _lines_of(own: _Fits, fits: Sequence[_Fits]) -> tuple[FittedLine, FittedLine
 
 
 def way_to_take(strains: Sequence[float], by: Sequence[Role], last: Role | None) -> int:
-    """The place of the least strain, or of the last way, if that strains little more."""
+    """Return the index of the cheapest route, or of the last one if little dearer."""
     best = min(range(len(strains)), key=strains.__getitem__)
     if last not in by:
         return best
@@ -153,6 +148,6 @@ def way_to_take(strains: Sequence[float], by: Sequence[Role], last: Role | None)
 
 
 def _tokens_each(report: LoadReport) -> float:
-    """The KV that a request there holds or wants, on average."""
+    """Return the mean KV tokens per request."""
     requests = report.running_reqs + sum(report.stages.get(stage, 0) for stage in _WITH_MEMORY)
     return (report.used_tokens + report.pending_tokens) / requests if requests else 0.0

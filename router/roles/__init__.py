@@ -1,1 +1,1 @@
-"""Dynamic roles: workers move between prefill and decode; by whose order, when, and how."""
+"""Dynamic roles: switches of workers between prefill and decode."""

@@ -1,6 +1,6 @@
-"""Runs auto roles: reads the pools at every interval, and carries out the moves that the controller decides.
+"""Auto roles: reads the pools at intervals, and carries out the controller's switches.
 
-Of several processes only the one in row 0 runs it; the others ask it.
+Only the process in row 0 runs it; the others query it.
 """
 
 import asyncio
@@ -29,7 +29,9 @@ KEPT_MOVES = 32
 
 
 class MoveRecord(msgspec.Struct):
-    """A move, as `/auto_roles` shows it. `seconds`, `result`: None while it runs; times are the event loop's."""
+    """A switch in `/auto_roles`. `seconds` and `result` are None while it runs; times on the loop's
+    clock.
+    """
 
     url: str
     model: str
@@ -42,7 +44,7 @@ class MoveRecord(msgspec.Struct):
 
 @dataclass(eq=False, kw_only=True)
 class AutoRoles:
-    """`leads`: this process moves workers, if any does."""
+    """Auto roles; `leads` marks the process that switches workers."""
 
     config: AutoRolesFlags
     table: WorkerTable
@@ -58,12 +60,12 @@ class AutoRoles:
         self._runs = self.config.auto_roles and self.leads
 
     def start(self) -> None:
-        """Do nothing without --auto-roles, or if another process leads."""
+        """Start, if enabled and this process leads."""
         if self._runs:
             self._spawn(self._run(), "auto roles")
 
     async def close(self) -> None:
-        """A worker ends a move under way, or falls back, by itself."""
+        """End. A worker completes a running switch by itself."""
         await end_tasks(self._tasks)
 
     def routes(self) -> list[web.RouteDef]:
@@ -75,7 +77,7 @@ class AutoRoles:
         return web.Response(body=body, content_type="application/json")
 
     async def leading_status(self) -> bytes:
-        """`status` of the process that leads, as JSON; of this one if that does not answer."""
+        """Return the leader's `status` as JSON, this process's if there is no answer."""
         if self.config.auto_roles and not self._runs:
             answers = await self.peers.request("GET", PATH)
             leading = next((answer for answer in answers if msgspec.json.decode(answer)["runs"]), None)
@@ -84,7 +86,9 @@ class AutoRoles:
         return msgspec.json.encode(self.status())
 
     def status(self) -> dict[str, Any]:
-        """`runs`: in this process. Pressures (1: as much as a pool can bear) by model, and the last moves. Times have the clock of `now_s`."""
+        """Return pressures (1: at capacity) by model and recent switches. `now_s` is the clock of
+        all times.
+        """
         now_s = loop_time_s()
         return {
             "enabled": self.config.auto_roles,
@@ -111,7 +115,7 @@ class AutoRoles:
             await asyncio.sleep(self.config.auto_roles_interval_s)
             try:
                 self.tick()
-            except Exception:  # the next look may go better, and requests need none
+            except Exception:  # the next round may succeed; requests do not depend on it
                 log.exception("auto roles: a look at the pools failed")
 
     def _spawn(self, work: Any, name: str) -> None:

@@ -1,7 +1,6 @@
-"""Decides when a worker of a model moves from one pool to the other: docs/design/routing.md says by which rule. Pure.
+"""Decides when a worker switches pools, by the rule in docs/design/routing.md. Pure.
 
-Work is counted in workers (`Seen.demand`, router/roles/demand.py): pressure is demand over workers, and 1 is a pool that has as much as
-it can bear.
+Work is counted in workers (demand.py). Pressure is demand over workers: 1 is a pool at capacity.
 """
 
 import math
@@ -12,14 +11,16 @@ from router.config import AutoRolesFlags
 from router.pool.worker import Role
 
 ROLES = (Role.PREFILL, Role.DECODE)
-LEAST_S = 1.0  # least window of the usual demand
-GAIN = 0.2  # least part of its pressure of which a move relieves a pool
-NEWS = 0.5  # weight of the last move in the expected duration
+LEAST_S = 1.0  # least window for usual demand
+GAIN = 0.2  # least relative relief of a pool by a switch
+NEWS = 0.5  # weight of the last switch in the expected duration
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """One worker now. `demand`: its work in workers; `backlog`: the late part of it. `ready`: it serves, and its demand is known."""
+    """One worker now. `demand`: its work in workers, `backlog` the late part. `ready`: serving,
+    with known demand.
+    """
 
     worker_id: int
     role: Role
@@ -35,7 +36,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
-    """A worker shall change its role. `Controller.ended` must follow."""
+    """A switch to carry out. `Controller.ended` must follow."""
 
     worker_id: int
     model: str
@@ -45,7 +46,7 @@ class Move:
 
 @dataclass(slots=True)
 class Smooth:
-    """Exponential mean of samples that stand for times of any length."""
+    """Exponential mean over irregular intervals."""
 
     window_s: float
     value: float | None = None
@@ -61,7 +62,9 @@ class Smooth:
 
 @dataclass(slots=True)
 class Standing:
-    """The state of one model. `short_since`: of pools that are short; `usual`: mean lasting demand; `verdict`: the last decision in words."""
+    """The state of one model: `short_since` by short pool, `usual` mean lasting demand, last
+    `verdict`.
+    """
 
     move_s: float
     pressure: dict[Role, float] = field(default_factory=dict)
@@ -92,7 +95,7 @@ class Controller:
         return [move for move in moves if move is not None]
 
     def ended(self, move: Move, *, ok: bool, now_s: float) -> None:
-        """A move is over. After a failed one the model rests for the cool-down."""
+        """Record the end of a switch. After a failure the model rests for the cool-down."""
         standing = self.standings[move.model]
         assert standing.moving == move, (standing.moving, move)
         standing.moving, standing.ended_s = None, now_s
@@ -123,7 +126,9 @@ class Controller:
         return move
 
     def _note_usual(self, standing: Standing, pools: dict[Role, list[Seen]], now_s: float) -> None:
-        """While a worker moves, too: its remaining work is still the pool's."""
+        """Update the usual demand, also during a switch: the worker's remaining work is still the
+        pool's.
+        """
         dt_s, standing.seen_s = now_s - standing.seen_s, now_s
         for role, pool in pools.items():
             mean = standing.usual.setdefault(role, Smooth(max(self._flags.auto_roles_cooldown_s, LEAST_S)))
@@ -147,7 +152,7 @@ class Controller:
             return None, f"{to} is short, but {giver} is at its minimum of {self._least[giver]}"
         before = sum(worker.lasting for worker in pools[to]) / len(pools[to])
         after = self._giver_after(standing, pools, giver, lasting=before)
-        if after >= before * (1 - GAIN):  # also where nothing lasts: a backlog alone passes without a move
+        if after >= before * (1 - GAIN):  # also with nothing lasting: a backlog passes without a switch
             return None, (
                 f"{to} is short, but {giver} cannot spare a worker: it would have {after:.2f} of lasting work, "
                 f"{to} has {before:.2f}"
@@ -163,7 +168,9 @@ class Controller:
         return Move(worker_id=victim.worker_id, model=model, to_role=to, reason=reason), reason
 
     def _giver_after(self, standing: Standing, pools: dict[Role, list[Seen]], giver: Role, *, lasting: float) -> float:
-        """Its pressure with one worker less. `lasting`: of the other pool: prefill beyond 1 holds decode's work back, in proportion."""
+        """Return its pressure with one worker less. Prefill with `lasting` beyond 1 holds back
+        decode's work.
+        """
         has, flow = sum(worker.lasting for worker in pools[giver]), 1.0
         if giver is Role.DECODE:
             size = len(pools[Role.PREFILL])
@@ -180,7 +187,7 @@ class Controller:
 
 
 def _why_unknown(workers: Sequence[Seen], pools: dict[Role, list[Seen]]) -> str:
-    """Return why nothing can be decided; "": something can."""
+    """Return why no decision is possible, empty if one is."""
     for role in ROLES:
         if not pools[role]:
             return f"there is no {role} worker"

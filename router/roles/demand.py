@@ -1,10 +1,11 @@
-"""How much work each worker has, counted in workers, by what workers report (`LoadReport`). Pure.
+"""Each worker's demand, counted in workers, by its reports. Pure.
 
-    prefill   seconds of prompts that come in a second + seconds of prompts that wait / --auto-roles-ttft
-    decode    the most of: KV held and wanted / capacity, requests / --max-running-requests, time between tokens / --auto-roles-itl
+    prefill   seconds of prompts arriving per second + seconds of queued prompts / --auto-roles-ttft
+    decode    max of: KV held and requested / capacity, requests / --max-running-requests,
+              ITL / --auto-roles-itl
 
-The first is queueing theory's offered load, the workers that a pool needs if nothing waits, plus those that work off what waits within
-the objective. All is smoothed over `window_s`; arrivals and the speed of prefill over a longer time, as prompts differ in length.
+Prefill's is the offered load of queueing theory, plus workers to clear the queue within the SLO.
+All is smoothed over `window_s`, arrivals and speed of prefill for longer, as prompts vary.
 """
 
 from collections.abc import Sequence
@@ -15,14 +16,14 @@ from router.pool.states import Health
 from router.pool.worker import PAIR, LoadReport, Role, Worker
 from router.roles.controller import Seen, Smooth
 
-WINDOW_SHARE = 1 / 3  # of the time that a shortage must last, over which reports are smoothed
-SPEED_WINDOWS = 6.0  # windows over which the speed of prefill is measured
-LEAST_BUSY = 0.05  # of a pool, below which its speed is not measured
+WINDOW_SHARE = 1 / 3  # smoothing window as share of --auto-roles-sustain
+SPEED_WINDOWS = 6.0  # windows to measure the speed of prefill
+LEAST_BUSY = 0.05  # utilization below which speed is not measured
 
 
 @dataclass(slots=True, kw_only=True)
 class _Trend:
-    """One worker in one role and incarnation. `blocked`: tokens that wait at decode because prefill is behind."""
+    """One worker in one role and incarnation. `blocked`: tokens waiting at decode for prefill."""
 
     role: Role
     incarnation: str
@@ -39,12 +40,12 @@ class _Trend:
 
 @dataclass(slots=True)
 class Gauge:
-    """Call `read` at regular intervals; it takes each report once."""
+    """Call `read` at intervals; it uses each report once."""
 
     flags: AutoRolesFlags
     window_s: float = field(init=False)
     _trends: dict[int, _Trend] = field(default_factory=dict)
-    _speed: dict[str, float] = field(default_factory=dict)  # tokens a second of one prefill worker, by model
+    _speed: dict[str, float] = field(default_factory=dict)  # tokens/s of a prefill worker, by model
 
     def __post_init__(self) -> None:
         flags = self.flags
@@ -128,7 +129,7 @@ class Gauge:
         )
 
     def _prefill_demand(self, trend: _Trend, prompts: "_Prompts") -> tuple[float, float]:
-        """(lasting, backlog); until its speed is known the time that it computes."""
+        """Return lasting demand and backlog; busy time while the speed is unknown."""
         if prompts.speed is None:
             return min(1.0, trend.work.known), 0.0
         waiting_s = (trend.waiting.known + prompts.blocked_tokens) / prompts.speed
@@ -137,7 +138,7 @@ class Gauge:
 
 @dataclass(frozen=True, slots=True)
 class _Prompts:
-    """The rates of one model: tokens a second of a prefill worker, and tokens that wait at decode for each."""
+    """Rates of one model: tokens/s of a prefill worker, and tokens per worker that wait at decode."""
 
     speed: float | None
     blocked_tokens: float
@@ -148,9 +149,11 @@ def model_of(worker: Worker) -> str:
 
 
 def decode_demand(report: LoadReport, flags: AutoRolesFlags, *, gap_s: float | None) -> tuple[float, float]:
-    """(demand in workers, tokens that wait there because prefill is behind). `gap_s`: between tokens; None: none came."""
+    """Return demand in workers, and tokens that wait for prefill. `gap_s` is the mean ITL, if
+    known.
+    """
     own = report.running_reqs + report.stages.get("retracted", 0)
-    waits = report.stages.get("transfer", 0)  # with memory, for their KV
+    waits = report.stages.get("transfer", 0)  # with memory reserved, waiting for KV
     share = own / (own + waits) if own + waits else 1.0
     tokens = share * (report.used_tokens + report.pending_tokens)
     requests = own + share * report.stages.get("prealloc", 0)
@@ -163,7 +166,7 @@ def decode_demand(report: LoadReport, flags: AutoRolesFlags, *, gap_s: float | N
 
 
 def _gap_s(before: LoadReport, report: LoadReport, dt_s: float) -> float | None:
-    """Mean time between two tokens of a request; None: unknown."""
+    """Return the mean ITL, None if unknown."""
     tokens = report.output_tokens_total - before.output_tokens_total
     running = (before.running_reqs + report.running_reqs) / 2
     return running * dt_s / tokens if tokens > 0 and running >= 1 else None

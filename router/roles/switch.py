@@ -1,6 +1,6 @@
-"""Moves a worker from one role to the other: sends the request, and waits until the worker is in the other pool.
+"""Switches a worker's role, and waits until it is in the other pool.
 
-The health monitor sees the change, also of a worker that another caller has moved.
+The health monitor notices the change, also if another caller requested it.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from service.waiter import end_tasks
 
 log = logging.getLogger(__name__)
 
-START_TIMEOUT_S = 900.0  # for the drain and for a model to be loaded
+START_TIMEOUT_S = 900.0  # for the drain and loading a model
 POLL_S = 0.2
 PATH = "/workers/role"
 
@@ -39,14 +39,14 @@ class SwitchProgress(StrEnum):
 
 
 class SwitchRefused(ApiError):
-    """The worker may not move, or cannot; nothing has changed."""
+    """The switch was refused, and nothing has changed."""
 
     def __init__(self, message: str) -> None:
         super().__init__(409, message, code="switch_refused")
 
 
 class SwitchFailed(ApiError):
-    """The worker accepted the change and did not come back in the other role."""
+    """The worker accepted the switch but did not return in the other role."""
 
     def __init__(self, message: str) -> None:
         super().__init__(502, message, code="switch_failed")
@@ -70,10 +70,10 @@ class Switch:
         drain_s: float | None = None,
         headers: dict[str, str] | None = None,
     ) -> None:
-        """Return when `worker` serves as `role`. Raises `SwitchRefused`, `SwitchFailed`. A cancelled caller does not end the move.
+        """Return when `worker` serves as `role`. Raises SwitchRefused, SwitchFailed.
 
-        `force`: even if that empties its pool. `drain_s`: time for its requests; None: its --drain-timeout. `headers`: with the admin
-        key to use; None: the router's.
+        A cancelled caller does not end the switch. `force` may empty a pool. `drain_s` defaults to
+        the worker's --drain-timeout, `headers` to the router's admin key.
         """
         if worker.role is role and worker.switching_to is None:
             return
@@ -133,7 +133,6 @@ class Switch:
             raise SwitchFailed(f"{worker.url}: {now}: {worker.last_error}")
 
     async def _why(self, worker: Worker) -> str:
-        """The reason that a worker reports for going back to its old role."""
         answer = await call_worker(self.session, "GET", f"{worker.url}/server_info", self.credentials.own())
         info: _Info | None = decode_or_none(answer.body, _Info)
         last = None if info is None else info.last_switch
@@ -153,7 +152,7 @@ class _Info(msgspec.Struct):
 
 
 def objection(table: WorkerTable, worker: Worker, role: Role, *, force: bool = False) -> str:
-    """Return why `worker` may not become a `role` worker; "": it may. `force`: even if that empties the pool of a model or adapter."""
+    """Return why `worker` may not switch, empty if it may. `force` permits emptying a model's pool."""
     if worker.role not in PAIR or role not in PAIR:
         return "only prefill and decode workers change their role"
     if worker not in table:
@@ -170,16 +169,16 @@ def objection(table: WorkerTable, worker: Worker, role: Role, *, force: bool = F
 
 
 def progress(table: WorkerTable, worker: Worker, role: Role, *, was: str) -> SwitchProgress:
-    """Return how far a worker is on its way to `role`. `was`: its incarnation before the change."""
+    """Return the progress of a switch from incarnation `was`."""
     if worker not in table:
         return SwitchProgress.REMOVED
     if worker.health is Health.DOWN and worker.last_check is Check.REFUSED:
-        return SwitchProgress.ENDED  # a worker that changes its role keeps its port
+        return SwitchProgress.ENDED  # a switching worker keeps its port
     if worker.health is not Health.UP:
         return SwitchProgress.UNDER_WAY
     if worker.role is role:
         return SwitchProgress.THERE
-    role_is_read = worker.good_s >= worker.incarnation_s  # by the check that saw this incarnation first
+    role_is_read = worker.good_s >= worker.incarnation_s  # by the first check of this incarnation
     if worker.incarnation not in ("", was) and role_is_read:
         return SwitchProgress.WENT_BACK
     return SwitchProgress.UNDER_WAY
