@@ -1,1 +1,1 @@
-"""Where prefill workers register and decode workers find them: protocol, registry, HTTP app, client."""
+"""Registry of prefill workers for decode workers: protocol, registry, HTTP app, client."""

@@ -1,4 +1,4 @@
-"""The HTTP side of the registry: routes and handlers."""
+"""HTTP routes of the registry."""
 
 import time
 import uuid
@@ -30,7 +30,7 @@ def make_handle(
     secret: bytes | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Handler:
-    """Return what answers every request. With a `secret`, calls and answers are signed (signatures.py)."""
+    """Return the request handler. With a `secret` it verifies and signs (signatures.py)."""
     check = SignatureCheck(None if secret is None else Verifier(secret), clock)
     browser = BrowserRule(
         host=config.host,

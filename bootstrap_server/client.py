@@ -1,4 +1,4 @@
-"""Clients of a bootstrap server. Blocking HTTP from the standard library: callers run it off their event loops."""
+"""Clients of a bootstrap server: blocking HTTP, to be run off event loops."""
 
 import contextlib
 import http.client
@@ -27,8 +27,8 @@ from service.http.json_depth import JSON_ERRORS
 from service.security.signing import AUTH_HEADER, CHALLENGE_HEADER, Call, Signer
 
 FIRST_RETRY_S = 0.1
-LONGEST_PAUSE_S = 2.0  # well within decode's handshake timeout, so that a new server serves handshakes that wait
-REMEMBER_S = 120.0  # as long as servers do (room_ttl_s), longer than decode looks for a room
+LONGEST_PAUSE_S = 2.0  # well within decode's handshake timeout
+REMEMBER_S = 120.0  # as servers do (room_ttl_s), and longer than decode looks for a room
 MAX_REPLY_BYTES = 1 << 20
 MAX_WAITING_ROOMS = 65536
 JOIN_S = 5.0
@@ -39,9 +39,8 @@ log = logging.getLogger(__name__)
 
 
 class BootstrapError(Exception):
-    """`permanent`: a retry gets the same answer. `refused`: nothing serves at the address now (not merely silent).
-
-    `of_room`: the server serves, and does not know this room.
+    """`permanent`: a retry is useless. `refused`: nothing listens. `of_room`: an unknown room
+    only.
     """
 
     def __init__(self, message: str, *, permanent: bool = False, refused: bool = False, of_room: bool = False) -> None:
@@ -59,7 +58,7 @@ def look_up(
     secret: bytes | None = None,
     timeout_s: float = 3.0,
 ) -> RouteReply:
-    """Ask the server at "host:port" for the worker of `room` (`any_but`: or another than these). Raises `BootstrapError`."""
+    """Return the worker of `room`, or with `any_but` any other. Raises BootstrapError."""
     others = "" if any_but is None else "&any=1&but=" + urllib.parse.quote(",".join(any_but))
     signer = None if secret is None else Signer(secret)
     body = _call(server, Call("GET", f"/route?room={room}{others}", b""), signer=signer, timeout_s=timeout_s)
@@ -67,10 +66,10 @@ def look_up(
 
 
 class Registrar:
-    """Registers `worker`, renews its lease, registers its rooms if the server is shared, and leaves on `close`.
+    """Registers `worker`, its lease and, on a shared server, its rooms, with endless retries.
 
-    Retries forever. A restarted server gets the rooms of the last `REMEMBER_S` again. `is_own`: the server ends with the worker and is never
-    another one, so that the lease alone says when to renew it.
+    A restarted server gets the rooms of the last `REMEMBER_S` again. `is_own`: the server ends with
+    the worker, so only the lease is renewed.
     """
 
     def __init__(
@@ -84,7 +83,7 @@ class Registrar:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.registered = threading.Event()
-        self.error: str | None = None  # of the last try
+        self.error: str | None = None  # of the last attempt
         self._server = server
         self._worker = worker
         self._signer = None if secret is None else Signer(secret)
@@ -94,7 +93,7 @@ class Registrar:
         self._shared = False
         self._rooms: queue.Queue[int] = queue.Queue(MAX_WAITING_ROOMS)
         self._server_id = ""
-        self._known: OrderedDict[int, float] = OrderedDict()  # room -> when it was sent, oldest first
+        self._known: OrderedDict[int, float] = OrderedDict()  # room -> time sent, oldest first
         self._wake = threading.Event()
         self._stop = False
         self._renew_at_s, self._retry_s = clock(), FIRST_RETRY_S
@@ -104,7 +103,7 @@ class Registrar:
         self._thread.start()
 
     def add_room(self, room: int) -> None:
-        """Register that this worker has the request of `room`, without waiting. A no-op if the server is not shared."""
+        """Register a room without waiting, if the server is shared."""
         if self._shared or not self.registered.is_set():
             try:
                 self._rooms.put_nowait(room)
@@ -128,7 +127,7 @@ class Registrar:
             self._wake.wait(self.turn())
 
     def turn(self) -> float:
-        """Register or renew when due, and send rooms. Return the pause in seconds."""
+        """Register, renew, and send rooms as due; return the pause in seconds."""
         try:
             if self._clock() >= self._renew_at_s:
                 lease = self._register()
@@ -162,7 +161,7 @@ class Registrar:
                 try:
                     self._request("POST", "/rooms", RoomBatch(self._worker.incarnation, rooms))
                 except BootstrapError:
-                    self._put_back(rooms)  # the next try, after a new registration
+                    self._put_back(rooms)  # retried after a new registration
                     raise
                 self._remember(rooms)
 
@@ -232,7 +231,7 @@ def _headers(call: Call) -> dict[str, str]:
 
 
 def _exchange_signed(connection: http.client.HTTPConnection, call: Call, signer: Signer) -> tuple[int, bytes]:
-    """Return status `UNPROVEN` for an answer without a signature. After a 401, call once more with its challenge."""
+    """Return status and body, `UNPROVEN` without a signature. Repeats the call once after a 401."""
     for _ in range(2):
         header, nonce = signer.sign(call)
         connection.request(call.method, call.path, call.body or None, {AUTH_HEADER: header, **_headers(call)})

@@ -1,4 +1,4 @@
-"""Prometheus metrics of a bootstrap server. Owns counters; reads the registry when scraped."""
+"""Prometheus metrics of a bootstrap server."""
 
 from collections.abc import Callable, Iterator
 
@@ -12,7 +12,7 @@ STATUSES = (200, 400, 401, 404, 500, 503)
 
 
 class BootstrapMetrics:
-    """`num_refused`: number of calls without a valid signature."""
+    """Metrics; `num_refused` counts calls without a valid signature."""
 
     def __init__(self, registry: Registry, num_refused: Callable[[], int]) -> None:
         self._metrics = CollectorRegistry(auto_describe=False)
@@ -22,7 +22,9 @@ class BootstrapMetrics:
         )
 
     def expect(self, call: str) -> None:
-        """Count its answers from 0: `rate()` does not see the event with which a series begins. `call`: such as "PUT /route"."""
+        """Start the series of a call ("PUT /route") at 0, as `rate()` misses a series' first
+        event.
+        """
         for status in STATUSES:
             self._calls.labels(call, str(status))
 

@@ -1,18 +1,18 @@
-"""Messages between a bootstrap server and its clients: JSON bodies, decoded strictly.
+"""JSON messages between a bootstrap server and its clients.
 
-    PUT    /route           Registration -> RegistrationReply   a prefill worker registers, renews, or replaces itself
-    GET    /route?room=N    -> RouteReply                 a decode worker looks up the worker of room N
-           &any=1&but=I,J   -> RouteReply                 ... or, if that one is gone, any other than I and J
+    PUT    /route           Registration -> RegistrationReply   a prefill worker registers or renews
+    GET    /route?room=N    -> RouteReply                 look up the worker of room N
+           &any=1&but=I,J   -> RouteReply                 ... or any other than I and J
     DELETE /route?incarnation=I                           a prefill worker leaves
-    POST   /rooms           RoomBatch -> {}               a prefill worker owns these rooms (shared servers only)
+    POST   /rooms           RoomBatch -> {}               rooms of a worker (shared servers only)
     GET    /health          -> {}
     any error: 4xx or 503 with ErrorReply
     With a cluster secret all but /health is signed, both ways (service/security/signing.py).
 
-A request names the bootstrap server. The one inside a prefill worker leads every room to that worker: to its DP rank `room mod
-dp_size`. Decode caches the answer of each rank. A server on its own is *shared*: the worker that gets a request registers its room (batched, remembered for
-`room_ttl_s`), and decode retries a 404 until its handshake times out. After a restart its replies have a new `server` id, and
-workers register their latest rooms again. SGLang has the same for data-parallel ranks (`/register_dp_rank`).
+The server inside a prefill worker maps every room to DP rank `room mod dp_size`, as SGLang's
+`/register_dp_rank` does; decode caches each rank. On a separate, *shared* server workers register
+their rooms (batched, for `room_ttl_s`), and decode retries a 404 until its handshake times out.
+After a restart replies have a new `server` id, and workers register recent rooms again.
 """
 
 from typing import Annotated
@@ -21,7 +21,7 @@ import msgspec
 
 MAX_BODY_BYTES = 1 << 20
 MAX_ROOMS_A_BATCH = 4096
-MAX_BUT = 64  # incarnations in one look-up
+MAX_BUT = 64  # incarnations per look-up
 MAX_RANKS = 64  # of a worker
 
 Room = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
@@ -30,8 +30,8 @@ Text = Annotated[str, msgspec.Meta(max_length=2048)]
 
 
 class Registration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One start of a prefill worker, or of one of its `dp_size` ranks. `control_host:control_port`: its control plane. `url`:
-    its HTTP address, if any.
+    """One start of a prefill worker, or of one of its `dp_size` ranks. `control_*`: its control
+    plane.
     """
 
     incarnation: Name
@@ -57,7 +57,7 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class RegistrationReply(msgspec.Struct, frozen=True):
-    """Renew well before `lease_s` seconds. `shared`: register rooms, too. `server`: a new id after each start of the server."""
+    """Renew well before `lease_s`. `shared`: register rooms. `server`: new id at each start."""
 
     lease_s: float
     shared: bool
@@ -80,6 +80,6 @@ class ErrorDetail(msgspec.Struct, frozen=True):
 
 
 class ErrorReply(msgspec.Struct, frozen=True):
-    """Written by service/http/errors.py."""
+    """An error, written by service/http/errors.py."""
 
     error: ErrorDetail

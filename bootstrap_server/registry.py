@@ -1,7 +1,7 @@
-"""Registered workers by incarnation, and the owner of each room. Pure.
+"""Registered workers by incarnation, and owners of rooms. Pure.
 
-A new start at the same control address or URL replaces the old one; without sharing, every registration replaces all but the
-other DP ranks of its worker.
+A new start at the same address replaces the old one; without sharing it replaces all but the other
+DP ranks of its worker.
 """
 
 from bisect import bisect_left, insort
@@ -18,9 +18,9 @@ class Registry:
         self.shared = shared
         self.lease_s = config.lease_s
         self._config = config
-        self._workers: OrderedDict[str, tuple[Registration, float]] = OrderedDict()  # expires soonest first
+        self._workers: OrderedDict[str, tuple[Registration, float]] = OrderedDict()  # by expiry
         self._rooms: OrderedDict[int, tuple[str, float]] = OrderedDict()
-        self._names: list[str] = []  # of the workers, sorted
+        self._names: list[str] = []  # incarnations, sorted
         self._at: dict[str, str] = {}  # control address or URL -> incarnation at it
 
     def register(self, worker: Registration, now_s: float) -> None:
@@ -86,7 +86,7 @@ class Registry:
         raise ApiError(404, f"DP rank {room % size} of {size} of this prefill worker is not registered")
 
     def look_up_any(self, room: int, *, but: Collection[str]) -> RouteReply:
-        """Return the worker of `room`, else another one, spread by room; none of the incarnations in `but`."""
+        """Return the worker of `room`, else another one spread by room, outside `but`."""
         if not self.shared:
             for worker, _ in self._workers.values():
                 if worker.dp_rank == room % worker.dp_size and worker.incarnation not in but:
@@ -127,5 +127,4 @@ class Registry:
 
 
 def _places(worker: Registration) -> set[str]:
-    """Its addresses, each of which only one worker can have."""
     return {f"control {worker.control}", f"url {worker.url}"} if worker.url else {f"control {worker.control}"}

@@ -1,4 +1,4 @@
-"""Runs a bootstrap server: in a thread inside a prefill worker, or as a process."""
+"""Runs a bootstrap server, in a thread of a prefill worker or as a process."""
 
 import asyncio
 import logging
@@ -16,7 +16,7 @@ from service.process.start import allow_many_files
 from service.process.stop_signals import StopSignals
 
 START_S = 10.0
-CLOSE_S = 1.0  # for answers that are being written when the server ends
+CLOSE_S = 1.0  # for responses in progress at the end
 LIMITS = RequestLimits(max_body_bytes=MAX_BODY_BYTES)
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class BootstrapServer:
         self._held = ExitStack()
 
     def start(self) -> None:
-        """Return once it listens. Raises ConfigError if it cannot."""
+        """Return once it listens. Raises ConfigError."""
         port = self._held.enter_context(open_port(self._config.host, self._config.port, flag=self._port_flag))
         self.port = port.port
         self._thread = threading.Thread(
@@ -60,7 +60,7 @@ class BootstrapServer:
 
 
 def run_bootstrap_server(config: BootstrapConfig, *, secret: bytes | None = None) -> None:
-    """Serve as a shared server until SIGINT or SIGTERM. Raises ConfigError if it cannot listen."""
+    """Run a shared server until SIGINT or SIGTERM. Raises ConfigError."""
     allow_many_files()
     handle = make_handle(Registry(config, shared=True), config=config, secret=secret)
     with open_port(config.host, config.port) as port:

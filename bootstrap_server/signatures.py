@@ -1,4 +1,4 @@
-"""Signed calls and answers (service/security/signing.py), errors included; calls of `OPEN_PATHS` are not signed."""
+"""Signatures of calls and answers (service/security/signing.py), except for `OPEN_PATHS`."""
 
 import logging
 from collections.abc import Callable
@@ -11,13 +11,13 @@ from service.http.routes import Handler
 from service.security.signing import AUTH_HEADER, CHALLENGE_HEADER, Call, Verdict, Verifier
 
 LOG_EVERY_S = 5.0
-OPEN_PATHS = ("/health", "/metrics")  # for probes and scrapers: counts, no addresses
+OPEN_PATHS = ("/health", "/metrics")  # for probes and scrapers; no addresses
 
 log = logging.getLogger(__name__)
 
 
 class SignatureCheck:
-    """Accepts calls that are signed with the cluster's secret, signs the answers, and counts the refusals."""
+    """Verifies calls, signs answers, counts refusals."""
 
     def __init__(self, verifier: Verifier | None, clock: Callable[[], float]) -> None:
         self.num_refused = 0

@@ -1,1 +1,3 @@
-"""What makes a process a server: HTTP, security, signals, telemetry. A leaf: it imports nothing else of ours."""
+"""The parts that make a process a server: HTTP, security, signals, telemetry. Imports no other
+package.
+"""

@@ -1,7 +1,7 @@
-"""Threads for work that would hold an event loop: short work runs at once, long work beside the loop, very long work in a thread of its own.
+"""Thread pools for work that would block an event loop, by size of its input.
 
-A thread keeps the interpreter while one call into C runs, so each such call must be short for the longest input that the server admits.
-Between calls the loop gets it within `SWITCH_S`.
+A thread keeps the interpreter during one call into C, so each call must be short for the longest
+admitted input. Between calls the loop gets it within `SWITCH_S`.
 """
 
 import asyncio
@@ -10,13 +10,13 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-SWITCH_S = 0.0005  # Python's own 5 ms, once for each of 16 streams, would be a gap that clients see
+SWITCH_S = 0.0005  # Python's default of 5 ms, times 16 streams, would show in ITL
 
 T = TypeVar("T")
 
 
 class Aside:
-    """`inline`: the loop itself does work below this size. `huge`: from this size on work waits for its like alone."""
+    """Runs work below `inline` in the loop, and from `huge` on in a pool of its own."""
 
     def __init__(self, name: str, *, inline: int, huge: int, threads: int = 1) -> None:
         self._inline = inline
@@ -25,14 +25,14 @@ class Aside:
         self._longest = ThreadPoolExecutor(1, f"{name}-huge", initializer=_share)
 
     async def run(self, work: Callable[[], T], *, size: int) -> T:
-        """The result of `work`. `size`: of what it works on, in bytes or characters."""
+        """Return the result of `work` on an input of `size` bytes or characters."""
         if size < self._inline:
             return work()
         pool = self._longest if size >= self._huge else self._long
         return await asyncio.get_running_loop().run_in_executor(pool, work)
 
     def close(self) -> None:
-        """Work that waits does not run any more."""
+        """Cancel queued work."""
         for pool in (self._long, self._longest):
             pool.shutdown(wait=False, cancel_futures=True)
 
@@ -41,4 +41,4 @@ def _share() -> None:
     sys.setswitchinterval(SWITCH_S)
 
 
-BODIES = Aside("bodies", inline=128 << 10, huge=1 << 20)  # bodies of requests, of all servers in the process
+BODIES = Aside("bodies", inline=128 << 10, huge=1 << 20)  # for request bodies of all servers in the process

@@ -1,4 +1,6 @@
-"""Flags: fields of frozen dataclasses with help, unit and checked range. deploy/flags.py derives the command line."""
+"""Flags as fields of frozen dataclasses, with help, unit and checked range (CLI:
+deploy/flags.py).
+"""
 
 import dataclasses
 import math
@@ -9,16 +11,17 @@ _METADATA = "flag"
 
 
 class ConfigError(ValueError):
-    """A wrong flag or file. The text is one line that names it and the remedy."""
+    """A wrong flag or file. Its one-line text names the remedy."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FlagSpec:
-    """The properties of a flag beside its field's name, type and default.
+    """Properties of a flag beyond name, type and default.
 
-    unit: "s" for seconds, in a field that ends in `_s`    option: the public name, if not the field's without `_s`
-    above, least, most, below: of the number, or of each of a tuple    special: values with a meaning of their own
-    by_hand: the command parses it itself (several values)
+    unit: "s" for seconds, in a field that ends in `_s`    option: public name, if irregular
+    above, least, most, below: of the number, or of each in a tuple
+    special: values with a meaning of their own
+    by_hand: parsed by the command (several values)
     refused: values of other servers, each with the remedy
     """
 
@@ -35,7 +38,7 @@ class FlagSpec:
     by_hand: bool = False
 
     def holds(self, value: float) -> bool:
-        """Whether a number is within the bounds or special. False for nan."""
+        """Return whether a number is in range or special. False for nan."""
         return value in self.special or (
             value == value
             and (self.above is None or value > self.above)
@@ -45,12 +48,12 @@ class FlagSpec:
         )
 
     def refusal(self, value: Any) -> str | None:
-        """Return why a value of another server is refused; None for every other value."""
+        """Return why a value of another server is refused, if it is."""
         remedy = self.refused.get(value) if isinstance(value, str) else None
         return None if remedy is None else f"{value} is not served here: {remedy}"
 
     def bounds(self) -> str:
-        """Such as "above 0 and at most 1"."""
+        """Return the range, such as "above 0 and at most 1"."""
         if self.least is not None and self.most is not None:
             return f"{shown(self.least)} to {shown(self.most)}"
         lower = [f"above {shown(self.above)}"] if self.above is not None else []
@@ -60,17 +63,17 @@ class FlagSpec:
         return " and ".join(lower + upper)
 
     def meanings(self) -> list[str]:
-        """Such as "0: never"."""
+        """Return the special values, such as "0: never"."""
         return [f"{shown(value)}: {meaning}" for value, meaning in self.special.items()]
 
 
 def flag(default: Any, help: str, **spec: Any) -> Any:
-    """A field that is a flag. `spec`: of `FlagSpec`."""
+    """Return a field that is a flag, with the properties of `FlagSpec`."""
     return dataclasses.field(default=default, metadata={_METADATA: FlagSpec(help=help, **spec)})
 
 
 class FlagSet:
-    """Base of the configs. Raises ConfigError for values out of range."""
+    """Base of configs. Raises ConfigError for values out of range."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
@@ -88,7 +91,7 @@ def spec_of(field: "dataclasses.Field[Any]") -> FlagSpec:
 
 
 def option_of(field: "dataclasses.Field[Any]") -> str:
-    """The flag as it is typed: `--name-of-the-field`, without the `_s` of seconds."""
+    """Return the flag's name: `--name-of-the-field`, without the `_s` of seconds."""
     spec = spec_of(field)
     if spec.option is not None:
         return spec.option
@@ -97,7 +100,7 @@ def option_of(field: "dataclasses.Field[Any]") -> str:
 
 
 def values_by_name(config: Any) -> dict[str, Any]:
-    """The values of a config by the names of its flags, as /server_info shows them."""
+    """Return a config's values by flag name, for /server_info."""
     return {
         option_of(field).removeprefix("--").replace("-", "_"): getattr(config, field.name)
         for field in dataclasses.fields(config)

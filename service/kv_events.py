@@ -1,11 +1,11 @@
-"""KV events: what an engine publishes about its prefix cache, in the format of vLLM and SGLang.
+"""KV events of an engine's prefix cache, in the format of vLLM and SGLang.
 
     PUB    [topic, sequence number (8 bytes, big-endian, from 0), KVEventBatch in msgpack]
-    ROUTER [client, "", number] requests the kept batches from that number on;
+    ROUTER [client, "", number] requests the stored batches from that number on;
            answers are [client, "", number, batch] each, and last [client, "", -1, ""]
 
-A gap in the numbers means lost events. Structs and frames are as in vllm/distributed/kv_events.py and
-sglang/srt/disaggregation/kv_events.py; reading is lenient, and their oldest versions read what we write.
+A gap in the numbers means lost events. As in vllm/distributed/kv_events.py and
+sglang/srt/disaggregation/kv_events.py; reading is lenient, and their oldest versions read ours.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,16 +15,16 @@ import msgspec
 
 BlockHash = int | bytes
 
-MEDIUM = "GPU"  # the name of the tier next to the model, on any device
+MEDIUM = "GPU"  # the model's own tier, on any device
 END_SEQ = (-1).to_bytes(8, "big", signed=True)
 MAX_MESSAGE_BYTES = 16 << 20
-MAX_NAMESPACE_CHARS = 1024  # of each part
+MAX_NAMESPACE_CHARS = 1024  # per part
 
 
 class BlockStored(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """Hashes of `block_size` tokens each, after `parent_block_hash` (None: a prompt's start). `lora_id` None: the model alone.
+    """Blocks of `block_size` tokens after `parent_block_hash` (None at the start of a prompt).
 
-    `lora_name`, `extra_keys`: vLLM's. We send the namespace as the extra keys of each block; None: the common one.
+    `lora_name` and `extra_keys` are vLLM's; ours holds the namespace in each block's extra keys.
     """
 
     block_hashes: list[BlockHash]
@@ -50,8 +50,8 @@ KVEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class NamesStored(msgspec.Struct, array_like=True, tag="BlockStored", frozen=True):
-    """A `BlockStored` as far as a reader needs it that knows the names (service/prefix_chain.py): 2,048 tokens are not read in a tenth of the
-    time.
+    """A `BlockStored` whose hashes are our keys (service/prefix_chain.py): its tokens stay
+    undecoded, which takes a tenth of the time.
     """
 
     block_hashes: list[int]
@@ -73,7 +73,7 @@ Decode = Callable[[bytes], Sequence[AnyEvent]]  # raises `BadEvent`
 
 
 class KVEventBatch(msgspec.Struct, array_like=True, frozen=True):
-    """`ts`: Unix time in seconds."""
+    """`ts` is Unix time in seconds."""
 
     ts: float
     events: list[KVEvent]
@@ -86,7 +86,7 @@ class _NamesBatch(msgspec.Struct, array_like=True, frozen=True):
 
 
 def namespace_of(cache_salt: str | None, extra_key: str | None) -> tuple[str, ...]:
-    """Name the part of the prefix cache that a request may share, by its fields of these names; (): the common one."""
+    """Return the namespace of the prefix cache by these request fields, () for the common one."""
     return tuple(part for part in (cache_salt, extra_key) if part)
 
 
@@ -106,7 +106,7 @@ def encode_batch(batch: KVEventBatch) -> bytes:
 
 
 def decode_events(payload: bytes) -> list[KVEvent]:
-    """The known events of a batch. Raises `BadEvent` for what is no batch."""
+    """Decode the known events of a batch. Raises BadEvent."""
     try:
         return _usual_decoder.decode(payload).events  # a third of the time
     except (msgspec.MsgspecError, ValueError, RecursionError):
@@ -114,7 +114,7 @@ def decode_events(payload: bytes) -> list[KVEvent]:
 
 
 def decode_names(payload: bytes) -> list[NameEvent]:
-    """The events of a batch of a worker that says its hashes are names. Raises `BadEvent` for any other message."""
+    """Decode a batch whose hashes are our keys. Raises BadEvent."""
     try:
         return _names_decoder.decode(payload).events
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
@@ -122,7 +122,7 @@ def decode_names(payload: bytes) -> list[NameEvent]:
 
 
 def _decode_leniently(payload: bytes) -> list[KVEvent]:
-    """Batches and events as objects, with fields or of kinds that are not known here."""
+    """Decode batches with unknown fields or kinds."""
     try:
         batch = _decoder.decode(payload)
         events = batch["events"] if isinstance(batch, dict) else batch[1]
@@ -151,7 +151,7 @@ def read_seq(frame: bytes) -> int:
 
 
 def read_message(frames: Sequence[bytes], decode: Decode = decode_events) -> tuple[int, Sequence[AnyEvent]]:
-    """(number, events) of [topic, number, batch]. Raises `BadEvent`."""
+    """Return number and events of [topic, number, batch]. Raises BadEvent."""
     if len(frames) != 3:
         raise BadEvent(f"a message has 3 frames, not {len(frames)}")
     return read_seq(frames[1]), decode(frames[2])

@@ -1,8 +1,8 @@
-"""Names of models as clients write them."""
+"""Names of models in requests."""
 
 LATEST = ":latest"
 
 
 def untagged(name: str) -> str:
-    """The name without the tag that Ollama's clients add to it."""
+    """Drop the tag that Ollama's clients add."""
     return name.removesuffix(LATEST)

@@ -1,11 +1,12 @@
-"""Names of prompt prefixes that routers and workers compute alike: a worker's KV events then say what a router looks up. Pure.
+"""Keys of prompt prefixes, computed alike by routers and workers, so that KV events match. Pure.
 
-    link[-1] = H(seed)     link[i] = H(link[i - 1], the next BLOCK_BYTES of the prompt)     name = the first 8 bytes of a link
+    link[-1] = H(seed)     link[i] = H(link[i - 1], next BLOCK_BYTES of the prompt)
+    key = first 8 bytes of a link
 
-The bytes of token ids are four each, little-endian. A page of a worker is named by H(the last link before its end, the bytes from there
-on), so the last page of a block has the block's link. The lowest bit of a name tells: 1 where a block ends, 0 inside of one.
-
-SHA-1 is the fastest of hashlib; a client that makes two prompts collide misroutes one of its own requests.
+A token id is four bytes, little-endian. A worker's page has the key of H(last link before its end,
+bytes from there on), so the last page of a block has the block's key. The lowest bit is 1 at the
+end of a block, else 0. SHA-1 is hashlib's fastest; a client that makes prompts collide misroutes
+only its own.
 """
 
 import hashlib
@@ -19,7 +20,7 @@ BLOCK_BYTES = 512
 TOKEN_BYTES = 4
 BLOCK_TOKENS = BLOCK_BYTES // TOKEN_BYTES
 NAME_BYTES = 8
-VERSION = 1  # of these names, in `kv_events_config` of /server_info
+VERSION = 1  # of these keys, in `kv_events_config` of /server_info
 
 _sha1 = hashlib.sha1
 
@@ -34,19 +35,19 @@ def next_link(link: bytes, block: bytes | memoryview) -> bytes:
 
 
 def name_of(link: bytes) -> int:
-    """Return the name of the prefix that ends with a block."""
+    """Return the key of the prefix that ends with a block."""
     return int.from_bytes(link[:NAME_BYTES]) | 1
 
 
 def block_names(names: list[int], page_size: int) -> list[int]:
-    """Return the names of blocks among the names of consecutive pages."""
-    pages = max(1, BLOCK_TOKENS // page_size)  # of a block
+    """Return the keys of blocks among those of consecutive pages."""
+    pages = max(1, BLOCK_TOKENS // page_size)  # per block
     first = next((place for place, name in enumerate(names[:pages]) if name & 1), len(names))
     return names[first::pages]
 
 
 def token_bytes(tokens: Sequence[int]) -> bytes:
-    """`tokens` as links hash them. OverflowError for what is no token id."""
+    """Return the hashed bytes of `tokens`. Raises OverflowError for an invalid id."""
     ids = array("I", tokens)
     if sys.byteorder == "big":
         ids.byteswap()
@@ -54,26 +55,26 @@ def token_bytes(tokens: Sequence[int]) -> bytes:
 
 
 def token_seed(adapter: bytes = b"", namespace: Sequence[str] = ()) -> bytes:
-    """The seed for token ids. `adapter`: JSON text of the LoRA adapter's name."""
+    """Return the seed of token ids. `adapter`: JSON of the LoRA adapter's name."""
     return b"ids\0" + adapter + named(namespace)
 
 
 def named(namespace: Sequence[str]) -> bytes:
-    """The part of a seed that a namespace is."""
+    """Return a namespace's part of a seed."""
     return b"\0" + msgspec.json.encode(namespace) if namespace else b""
 
 
 def pages_make_blocks(page_size: int) -> bool:
-    """Whether a block ends with a page, so that workers can name it."""
+    """Return whether blocks end with pages."""
     return BLOCK_TOKENS % page_size == 0
 
 
 def page_names(
     link: bytes, before: Sequence[int], tokens: Sequence[int], page_size: int
 ) -> Iterator[tuple[int, bytes]]:
-    """Yield the name of each page that holds `tokens`, and the link where a block ends with it (else nothing).
+    """Yield each page's key, and the link where a block ends with it, else b"".
 
-    `link`: of the last block before; `before`: the tokens between. Pages that make no blocks are a block each.
+    `link` is of the last block before `tokens`, `before` are the tokens in between.
     """
     assert len(tokens) % page_size == 0 and len(before) % page_size == 0
     size = BLOCK_TOKENS if pages_make_blocks(page_size) else page_size

@@ -1,4 +1,4 @@
-"""The version of this installation."""
+"""The installed version."""
 
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -8,7 +8,7 @@ PACKAGE = "tandem-serve"
 
 @cache
 def installed_version() -> str:
-    """Return the version that pip shows; "unknown" for a source tree that was not installed."""
+    """Return pip's version, "unknown" in an uninstalled source tree."""
     try:
         return version(PACKAGE)
     except PackageNotFoundError:

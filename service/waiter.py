@@ -1,4 +1,4 @@
-"""A wait of one task that a callback ends, pauses that end together, the end of tasks, and the event loop's time."""
+"""Waits of tasks that callbacks end, common pauses, and the event loop's time."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Iterator
@@ -7,12 +7,12 @@ from typing import Any
 
 
 def loop_time_s() -> float:
-    """Monotonic, and virtual in a simulation."""
+    """Return monotonic time, virtual in a simulation."""
     return asyncio.get_running_loop().time()
 
 
 async def end_tasks(tasks: "Iterable[asyncio.Task[Any]]") -> None:
-    """Cancel tasks, and wait until they have ended, however they do."""
+    """Cancel tasks and wait for their end."""
     ended = tuple(tasks)
     for task in ended:
         task.cancel()
@@ -20,7 +20,7 @@ async def end_tasks(tasks: "Iterable[asyncio.Task[Any]]") -> None:
 
 
 class Waiter:
-    """Lets one task wait for `wake`. A call while no task waits has no effect: check the condition before `wait`."""
+    """Lets one task wait for `wake`. Check the condition first: an earlier `wake` has no effect."""
 
     __slots__ = ("_future",)
 
@@ -45,7 +45,7 @@ class Waiter:
 
 
 class Pauses:
-    """Pauses of tasks that go on until `end`. `num`: of such tasks."""
+    """Pauses of `num` tasks until `end`."""
 
     def __init__(self) -> None:
         self._over = False
@@ -57,7 +57,7 @@ class Pauses:
 
     @contextmanager
     def taken(self) -> Iterator[Callable[[float], Awaitable[bool]]]:
-        """The function of one task: it pauses for seconds and returns True, or False once all are to end."""
+        """Yield a pause function, which returns False once all must end."""
         waiter, loop = Waiter(), asyncio.get_running_loop()
 
         async def pause(seconds: float) -> bool:

@@ -1,1 +1,1 @@
-"""HTTP as every server of ours speaks it: worker, router and bootstrap server."""
+"""HTTP of all servers: worker, router and bootstrap server."""

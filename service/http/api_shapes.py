@@ -1,7 +1,4 @@
-"""How the APIs that we speak differ on the wire, by the path of the route: errors, and what keeps a silent stream open.
-
-Pure, apart from the HTTP answer. An error is an `ApiError`; nothing else knows what its JSON looks like, before an answer or inside a stream.
-"""
+"""Differences between APIs on the wire, by path: JSON of errors, keep-alive bytes of streams."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,8 +10,8 @@ from aiohttp import web
 from service.http.errors import ApiError
 from service.http.stream import event, line, typed_event
 
-COMMENT = b": keep-alive\n\n"  # of server-sent events
-PING = typed_event({"type": "ping"})  # Anthropic's own
+COMMENT = b": keep-alive\n\n"  # in server-sent events
+PING = typed_event({"type": "ping"})  # Anthropic's
 
 _TEXT = {"type": "string"}
 _CODE = {"type": ["string", "integer", "null"]}
@@ -22,9 +19,8 @@ _CODE = {"type": ["string", "integer", "null"]}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ApiShape:
-    """`body`: the JSON of an error; `event`: how a stream carries it. `schema`: of `body`, for OpenAPI.
-
-    `beat`: bytes that readers of a stream skip; empty: there are none.
+    """`body` is the JSON of an error, `event` its form in a stream, `schema` of `body` for OpenAPI.
+    `beat` are keep-alive bytes that clients skip, empty if there are none.
     """
 
     body: Callable[[ApiError], dict[str, Any]]
@@ -38,7 +34,7 @@ class ApiShape:
         return web.Response(status=error.status, body=body, content_type="application/json", headers=headers)
 
     def last_event(self, error: ApiError) -> bytes:
-        """The end of a stream that has begun: too late for a status. Clients' SDKs raise it."""
+        """Return an error as the end of a started stream. Clients' SDKs raise it."""
         return self.event(self.body(error))
 
 
@@ -47,7 +43,7 @@ def _object(required: dict[str, Any], **optional: Any) -> dict[str, Any]:
 
 
 def _openai_body(error: ApiError) -> dict[str, Any]:
-    """Without a `code` it is the status, as with SGLang."""
+    """`code` defaults to the status, as in SGLang."""
     kind = "rate_limit_error" if error.status == 429 else "invalid_request_error"
     if error.status >= 500:
         kind = "server_error"
@@ -56,7 +52,7 @@ def _openai_body(error: ApiError) -> dict[str, Any]:
 
 
 def _responses_event(body: dict[str, Any]) -> bytes:
-    """OpenAI's `error` event: its reference has these fields flat, its clients raise what they find in `error`."""
+    """OpenAI's `error` event: flat fields as in its reference, and `error`, which its SDKs read."""
     error = body["error"]
     flat = {"code": str(error["code"]), "message": error["message"], "param": error["param"], "sequence_number": 0}
     return typed_event({"type": "error", **flat, **body})
@@ -72,9 +68,7 @@ _ANTHROPIC_TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-_ANTHROPIC_WORDS = {
-    "context_length_exceeded": "prompt is too long: "
-}  # by which its clients know it, and shorten theirs
+_ANTHROPIC_WORDS = {"context_length_exceeded": "prompt is too long: "}  # on which its clients shorten the prompt
 
 
 def _anthropic_body(error: ApiError) -> dict[str, Any]:
@@ -88,7 +82,7 @@ def _ollama_body(error: ApiError) -> dict[str, Any]:
 
 
 def _code_of(error: ApiError) -> dict[str, str]:
-    """Routers read it: a worker that drains is no fault."""
+    """Return the code, by which routers recognize a draining worker."""
     return {} if error.code is None else {"code": error.code}
 
 
@@ -112,5 +106,5 @@ _BY_PREFIX = (("/v1/messages", ANTHROPIC), ("/v1/responses", RESPONSES), ("/api/
 
 
 def shape_of(path: str) -> ApiShape:
-    """Also for paths that do not exist: their clients read only their API's shape."""
+    """Return the shape, also for unknown paths of an API."""
     return next((shape for prefix, shape in _BY_PREFIX if path.startswith(prefix)), OPENAI)

@@ -1,4 +1,4 @@
-"""How long a client waits, by header: `x-request-timeout` (seconds), or Envoy's header, which proxies add."""
+"""The client's deadline by header: `x-request-timeout` (seconds) or Envoy's."""
 
 import math
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ UNITS_S: Mapping[str, float] = {TIMEOUT_HEADER: 1.0, ENVOY_HEADER: 0.001}
 
 
 def seconds_of(text: str, name: str) -> float | None:
-    """Seconds in the value of header `name`; None unless it is a number above 0."""
+    """Return the seconds in header `name`, None unless above 0."""
     try:
         value_s = float(text) * UNITS_S[name]
     except ValueError:

@@ -1,5 +1,6 @@
-"""Events that the callback which receives them writes to the client: to wake the task of a request, sixteen calls deep, costs as much as
-all the rest of an event.
+"""Writes of events to the client from the callback that receives them.
+
+Waking the request's task, sixteen calls deep, would double the cost of an event.
 """
 
 from collections.abc import Callable
@@ -10,12 +11,14 @@ from aiohttp import web
 from service.http.server import TimedConnection
 from service.waiter import Waiter
 
-MOST_UNDRAINED_BYTES = 60_000  # aiohttp waits for its client above 64 KiB
+MOST_UNDRAINED_BYTES = 60_000  # aiohttp drains above 64 KiB
 
 
 class DirectWrites:
-    """Writes to `out` what `take` returns at each `on_change`, while the request's task is in `wait`. The task goes on once `is_over`,
-    when something fails, and when a write may have to wait for a client that reads too slowly: a callback cannot.
+    """Writes to `out` the bytes of `take` at each `on_change`, while the task is in `wait`.
+
+    The task resumes at the end (`is_over`), on errors, and if a write may have to drain, which a
+    callback cannot do.
     """
 
     def __init__(
@@ -31,7 +34,7 @@ class DirectWrites:
         self._error: Exception | None = None
 
     async def wait(self) -> bytes:
-        """Return the bytes to write now. Raises the error of a callback."""
+        """Return the bytes to write now. Raises a callback's error."""
         await self._stopped.wait()
         if self._error is not None:
             raise self._error
@@ -45,7 +48,7 @@ class DirectWrites:
             return self._stopped.wake()
         try:
             self._pass_on(self._take())
-        except Exception as error:  # the client's connection, mostly
+        except Exception as error:  # mostly of the client's connection
             self._error = error
             self._stopped.wake()
 

@@ -1,4 +1,4 @@
-"""Errors of every server: an HTTP status, a message, and `Retry-After` where a retry may succeed. Their JSON: api_shapes.py."""
+"""Errors of every server: status, message, `Retry-After`. Their JSON: api_shapes.py."""
 
 import re
 from typing import TypeVar
@@ -9,19 +9,19 @@ from service.http.json_depth import MAX_DEPTH, deeper_than
 
 T = TypeVar("T")
 
-DRAINING = "draining"  # error code, and `status` on /health, of a server that takes nothing new
+DRAINING = "draining"  # error code, and `status` on /health
 MODEL_ERROR = "model_error"  # error code: the model gave no token for this request
 INTERNAL_ERROR = "internal_error"  # error code: this request met a bug
 REQUEST_ERRORS = frozenset(
     (MODEL_ERROR, INTERNAL_ERROR)
-)  # of a 500: others are served, so it may be the request's own failure
+)  # of a 500 that the request may have caused, as others are served
 
 _NAMED = re.compile(r"(missing required|contains unknown) field `([^`]+)`")
 _PATH = re.compile(r" - at `(?:key` in `)?\$\.?([^`]*)`$")
 
 
 class ApiError(Exception):
-    """An answer that is not 2xx. `field`: the wrong part of the request; `code`: for programs."""
+    """A response other than 2xx. `field`: the wrong part of the request; `code`: for programs."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ def bad_field(field: str, message: str, *, code: str | None = None) -> ApiError:
 
 
 def decode_body(data: bytes, type_: type[T]) -> T:
-    """Decode a JSON body strictly: no coercion. `type_` says whether unknown fields are ignored. Raises ApiError(400) that names the field."""
+    """Decode a JSON body strictly as `type_`. Raises ApiError(400) with the field."""
     if deeper_than(data):
         raise ApiError(400, f"the body is nested too deeply (more than {MAX_DEPTH} levels)", code="invalid_json")
     try:

@@ -1,4 +1,4 @@
-"""What runs before every route of every server: request id, browser rule, keys, `admit`; and errors as answers."""
+"""Checks before every route: request id, browser rule, keys, `admit`; and errors as responses."""
 
 import logging
 import time
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 CALLER: web.RequestKey[Caller] = web.RequestKey("caller", Caller)
 ANYBODY = Caller(Access.ADMIN)  # at a server without keys
-CLIENT_GONE = 499  # the status in logs and metrics of a request whose client went away
+CLIENT_GONE = 499  # status in logs and metrics if the client disconnected
 
 
 def make_guard(
@@ -33,10 +33,11 @@ def make_guard(
     on_refused: Callable[[str], None] = lambda reason: None,
     new_id: Callable[[], str] = lambda: uuid.uuid4().hex,
 ) -> Handler:
-    """Return what answers every request of a server.
+    """Return the handler of all requests of a server.
 
-    need_of(method, path): the key that a path needs    admit: a last check, with the caller at `CALLER`
-    is_trusted: a peer process sent the request and has checked the caller    on_refused: receives "browser" or "key"
+    need_of(method, path): key that a path needs    admit: last check, with the caller at `CALLER`
+    is_trusted: a peer process sent it and has checked the caller
+    on_refused: gets "browser" or "key"
     """
 
     has_keys = gate.api.is_set or gate.admin.is_set
@@ -64,7 +65,7 @@ def make_guard(
             on_refused("browser")
             return route.errors.response(ApiError(page.status, page.message, code=page.code))
         preflight = browser.preflight(request.method, request.headers)
-        if preflight is not None:  # browsers send no key with it
+        if preflight is not None:  # browsers send it without a key
             return web.Response(status=204, headers=preflight)
         refusal = refuse(request)
         return None if refusal is None else route.errors.response(refusal)
@@ -83,7 +84,7 @@ def make_guard(
 
 
 def key_refusal(request: web.BaseRequest, gate: KeyGate, need: Access) -> ApiError | None:
-    """Return the refusal, if any. Also for a handler that needs the body to know what is requested."""
+    """Return the refusal, if any; also for handlers that need the body to decide."""
     refusal = gate.refusal(request[CALLER], need)
     if refusal is None:
         return None
@@ -92,23 +93,23 @@ def key_refusal(request: web.BaseRequest, gate: KeyGate, need: Access) -> ApiErr
 
 
 async def answer_of(handler: Handler, request: web.BaseRequest) -> web.StreamResponse:
-    """Return the handler's answer, or its exception as one unless an answer has begun."""
+    """Return the handler's response, or its exception as one, unless a stream has started."""
     errors = errors_of(request)
     try:
         return await handler(request)
     except ApiError as error:
         response = errors.response(error)
-        if error.status in (408, 413):  # the rest of the body is not wanted
+        if error.status in (408, 413):  # the rest of the body is not read
             response.force_close()
         return response
     except web.HTTPException as error:
         return _of_http(error, request, errors)
-    except web.RequestPayloadError as error:  # broken chunks, wrong compression, a body cut short
+    except web.RequestPayloadError as error:  # broken chunks or compression, a truncated body
         response = errors.response(ApiError(400, f"the body cannot be read: {' '.join(str(error).split())}"))
-        response.force_close()  # where the next request would begin is unknown
+        response.force_close()  # the start of the next request is unknown
         return response
     except ConnectionError:
-        raise  # the client went away
+        raise  # the client disconnected
     except RecursionError:
         return errors.response(ApiError(400, "the body is nested too deeply", code="invalid_json"))
     except Exception:

@@ -1,15 +1,13 @@
-"""A worker's heartbeats as routers read them: lines of an answer that does not end. Pure.
+"""Heartbeats of a worker: lines of an endless response. Pure.
 
     router -> worker   GET PATH?every=SECONDS
-    worker -> router   every SECONDS     first: the time between two lines, at least EVERY_S
-                       idle              all is well; nothing runs, and nothing has run since the line before
-                       live [SECONDS]    something runs; for so long the present step has
-                       ask               /health says what is the matter
+    worker -> router   every SECONDS     first line: the interval, at least EVERY_S
+                       idle              healthy; nothing has run since the line before
+                       live [SECONDS]    requests run; duration of the present step
+                       ask               see /health
 
-A line says that each process of the worker has run since the line before: while one is frozen none comes. A step may last.
-
-All processes of a machine wake at the same times of its clock (`wait_s`), and a router reads the lines of all workers at once: what a
-rest costs is wake-ups.
+A line proves that each process of the worker has run since the last one; a step may take longer.
+All processes of a machine wake at the same clock times (`wait_s`), which saves wake-ups.
 """
 
 from dataclasses import dataclass
@@ -17,11 +15,11 @@ from dataclasses import dataclass
 PATH = "/heartbeats"
 TYPE = "text/x-tandem-heartbeats"
 EVERY_S = 0.25
-LONGEST_S = 60.0  # between two lines
+LONGEST_S = 60.0  # longest interval
 IDLE, ASK = b"idle\n", b"ask\n"
-SHOWN_S = 1.0  # a shorter step is not named
+SHOWN_S = 1.0  # shorter steps are not reported
 _EVERY, _LIVE = b"every ", b"live"
-_MOST_BYTES = 4096  # of lines that came together
+_MOST_BYTES = 4096  # of lines in one read
 
 
 STAMPS, LINES = 0.0, 0.5  # phases: a line's stamps are half a period old
@@ -33,7 +31,7 @@ class NoHeartbeats(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """A line. `rests`: nothing has run since the line before. `busy_s`: of the present step; None: it is short, or there is none."""
+    """A line. `rests`: nothing has run since the last. `busy_s`: duration of a long step."""
 
     fine: bool
     rests: bool = False
@@ -44,7 +42,9 @@ _RESTS = [Beat(fine=True, rests=True)]
 
 
 def wait_s(now_s: float, every_s: float, *, phase: float) -> float:
-    """Return the time to the next turn of what happens every `every_s` of the machine's clock, but for one that is just due."""
+    """Return the time to the next tick of `every_s` on the machine's clock, skipping one just
+    due.
+    """
     left_s = (phase - now_s / every_s) % 1.0 * every_s
     return left_s if left_s > every_s / 2 else left_s + every_s
 
@@ -58,15 +58,15 @@ def live_line(busy_s: float) -> bytes:
 
 
 class HeartbeatReader:
-    """Reads one stream. `every_s`: what its first line says; 0: it has not come."""
+    """Reads one stream. `every_s` is 0 before the first line."""
 
     def __init__(self) -> None:
         self.every_s = 0.0
         self._rest = b""
 
     def read(self, data: bytes) -> list[Beat]:
-        """Return the lines that `data` completes, but for the first. Raises NoHeartbeats."""
-        if data == IDLE and self.every_s and not self._rest:  # of most workers, most of the time
+        """Return the lines that `data` completes, without the first. Raises NoHeartbeats."""
+        if data == IDLE and self.every_s and not self._rest:  # the usual case
             return _RESTS
         *lines, self._rest = (self._rest + data).split(b"\n")
         if len(self._rest) > _MOST_BYTES or len(lines) > _MOST_BYTES:
@@ -79,7 +79,7 @@ class HeartbeatReader:
 
 
 def _beat(line: bytes) -> Beat:
-    """A word that is not known here is that of a later version: asking is never wrong."""
+    """Parse a line. An unknown word of a later version requests a check."""
     word, _, busy = line.partition(b" ")
     if word == IDLE[:-1]:
         return Beat(fine=True, rests=True)
@@ -87,7 +87,7 @@ def _beat(line: bytes) -> Beat:
 
 
 def _seconds(text: bytes) -> float:
-    """0 for what is no number."""
+    """Return a positive number, else 0."""
     try:
         value = float(text)
     except ValueError:

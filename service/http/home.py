@@ -1,4 +1,4 @@
-"""GET /: what is here. A page for browsers, JSON for every other client."""
+"""GET /: an overview, as a page for browsers, else JSON."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from service.security.keys import Access
 from service.version import installed_version
 
 HOME = "/"
-LINKS: Mapping[str, str] = {  # of every server
+LINKS: Mapping[str, str] = {  # on every server
     "/docs": "every route and its fields",
     "/openapi.json": "the same for programs",
     "/v1/models": "the models that are served",
@@ -49,7 +49,7 @@ _PAGE = """<!doctype html>
 
 @dataclass(frozen=True, kw_only=True)
 class Home:
-    """`server`: its kind. `models`: names, for callers with a key. `links`: path -> description, before `LINKS`."""
+    """`models`: names, for callers with a key. `links`: path -> description, before `LINKS`."""
 
     server: str
     models: Callable[[], Sequence[str]]

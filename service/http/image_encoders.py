@@ -1,8 +1,9 @@
-"""The header in which a router names the workers that encode a prompt's images: its text, signed. Workers ignore any other.
+"""The signed header in which a router names the encoder workers of a prompt's images.
 
-X-Tandem-Image-Encoders: SIGNATURE {"encoders": [{"control": "host:port", "incarnation": ...}], "images": [0, null, 0]}
+X-Tandem-Image-Encoders: SIGNATURE {"encoders": [{"control": "host:port", "incarnation": ...}],
+"images": [0, null, 0]}
 
-`images` has an entry for each image, in order of appearance: a place in `encoders`, or null. So it stays short: servers bound a header.
+`images` has an index into `encoders`, or null, per image in order: servers bound the header.
 """
 
 from collections.abc import Sequence
@@ -15,12 +16,12 @@ from service.security.secret import is_signed, sign
 
 ENCODERS_HEADER = "X-Tandem-Image-Encoders"
 PURPOSE = "image encoders"
-MAX_ENCODERS = 16  # of a request: servers bound a header, by 8 KiB
-MAX_IMAGES = 1024  # places of as many, and 16 encoders, fit it, too
+MAX_ENCODERS = 16  # per request, as headers are bounded by 8 KiB
+MAX_IMAGES = 1024  # so many indices and 16 encoders fit
 
 
 class ImageEncoder(msgspec.Struct, frozen=True):
-    """`control`: address of the worker's control plane, and its `incarnation`."""
+    """A worker's control plane address and incarnation."""
 
     control: Annotated[str, msgspec.Meta(max_length=300)]
     incarnation: Annotated[str, msgspec.Meta(max_length=300)]
@@ -34,7 +35,9 @@ class _Named(msgspec.Struct, frozen=True):
 
 
 def write_header(encoders: Sequence[ImageEncoder | None], secret: bytes) -> str:
-    """`encoders`: of each image; None: the worker encodes it. Those beyond the bounds are left out."""
+    """Write the header for the encoder of each image, None for the worker itself. Excess is
+    dropped.
+    """
     asked = encoders[:MAX_IMAGES]
     distinct = list(dict.fromkeys(encoder for encoder in asked if encoder is not None))[:MAX_ENCODERS]
     places: dict[ImageEncoder | None, int] = {encoder: place for place, encoder in enumerate(distinct)}
@@ -43,7 +46,7 @@ def write_header(encoders: Sequence[ImageEncoder | None], secret: bytes) -> str:
 
 
 def read_header(value: str, secret: bytes | None) -> list[ImageEncoder | None] | None:
-    """Return None for what no router with this secret has written."""
+    """Return None for a header that no router with this secret has written."""
     signature, _, text = value.partition(" ")
     raw = text.encode(errors="replace")
     if not is_signed(signature, raw, secret, purpose=PURPOSE):

@@ -1,27 +1,29 @@
-"""Bodies that clients compressed, gzip or deflate (RFC 9110, 8.4.1), inflated within bounds: 44 kB can hold 45 MB."""
+"""Decompression of request bodies, gzip or deflate (RFC 9110, 8.4.1), within bounds."""
 
 import zlib
 from collections.abc import Iterator
 
 from service.http.errors import ApiError
 
-USUAL_TIMES = 40  # that JSON of long chats grows, at most
-MOST_TIMES = 100  # that a body may grow, if it grows beyond `ALWAYS_BYTES`
+USUAL_TIMES = 40  # largest growth of honest chats
+MOST_TIMES = 100  # allowed growth beyond `ALWAYS_BYTES`
 ALWAYS_BYTES = 1 << 20
-_PIECE_BYTES = 64 << 10  # given to zlib at once
-_MOST_MEMBERS = 1024  # of one gzip body
+_PIECE_BYTES = 64 << 10  # per call of zlib
+_MOST_MEMBERS = 1024  # per gzip body
 _GZIP, _ZLIB, _RAW = 16 + zlib.MAX_WBITS, zlib.MAX_WBITS, -zlib.MAX_WBITS  # `wbits` of zlib
 _READ = frozenset(("gzip", "x-gzip", "deflate"))
 _NOT_READ = frozenset(("br", "zstd", "compress", "x-compress", "dcb", "dcz", "exi", "aes128gcm", "pack200-gzip"))
 
 
 def most_inflated(size: int, *, most_bytes: int) -> int:
-    """Bytes that a compressed body of `size` bytes may hold."""
+    """Return the allowed size of a compressed body of `size` bytes."""
     return min(most_bytes, max(ALWAYS_BYTES, MOST_TIMES * size))
 
 
 def coding_of(encoding: str) -> str:
-    """The coding that a Content-Encoding names; "" for none, also where it says what is no coding ("utf-8"). Raises ApiError(415)."""
+    """Return the coding in a Content-Encoding, empty if none ("utf-8" is none). Raises
+    ApiError(415).
+    """
     names = [name.strip().lower() for name in encoding.split(",")]
     codings = [name for name in names if name in _READ | _NOT_READ]
     if len(codings) > 1 or _NOT_READ.intersection(codings):
@@ -31,7 +33,7 @@ def coding_of(encoding: str) -> str:
 
 
 def inflate(data: bytes, coding: str, *, most_bytes: int) -> bytes:
-    """The body behind a coding. Raises ApiError(413) for one that holds too much, 400 for one that is broken."""
+    """Decompress a body. Raises ApiError: 413 too large, 400 broken."""
     pieces, size, most = [], 0, most_inflated(len(data), most_bytes=most_bytes)
     if not data:
         return data
@@ -47,7 +49,7 @@ def inflate(data: bytes, coding: str, *, most_bytes: int) -> bytes:
 
 
 def _pieces(data: bytes, coding: str) -> Iterator[bytes]:
-    """Raises zlib.error, EOFError."""
+    """Yield inflated pieces. Raises zlib.error, EOFError."""
     bits = _bits(data, coding)
     inflater, rest, given, members = zlib.decompressobj(bits), b"", 0, 1
     while rest or given < len(data) or not inflater.eof:
@@ -67,7 +69,7 @@ def _pieces(data: bytes, coding: str) -> Iterator[bytes]:
 def _bits(data: bytes, coding: str) -> int:
     if coding != "deflate":
         return _GZIP
-    return _ZLIB if data[:1] and data[0] & 0xF == 8 else _RAW  # some clients leave zlib's head out
+    return _ZLIB if data[:1] and data[0] & 0xF == 8 else _RAW  # some clients omit zlib's header
 
 
 def _too_much(coding: str, most: int) -> ApiError:

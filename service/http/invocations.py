@@ -1,4 +1,4 @@
-"""SageMaker's POST /invocations: one path for every API; the body decides which. Pure."""
+"""SageMaker's POST /invocations: the body determines the API. Pure."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +11,9 @@ INVOCATIONS = "/invocations"
 
 
 class InvocationBody(msgspec.Struct, kw_only=True):
-    """The fields that name the API of a body. The first that is there counts; as in vLLM, `input` is that of an embedding."""
+    """The fields that name the API; the first present one counts. `input` is an embedding's, as in
+    vLLM.
+    """
 
     messages: Any = None
     prompt: Any = None
@@ -30,7 +32,7 @@ _PATHS: Mapping[str, str] = {
 
 
 def invoked_path(body: bytes) -> str:
-    """The path that would take this body. Raises ApiError(400)."""
+    """Return the path that would accept this body. Raises ApiError(400)."""
     fields = decode_body(body, dict[str, msgspec.Raw])
     for field, path in _PATHS.items():
         if field in fields:

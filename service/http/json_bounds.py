@@ -1,4 +1,6 @@
-"""How much JSON a body may hold: a decoder makes objects of it, which take many times its bytes, and holds the interpreter meanwhile."""
+"""Bounds of JSON in a body, as decoded objects take many times its bytes and block the
+interpreter.
+"""
 
 import re
 from collections.abc import Collection
@@ -8,13 +10,13 @@ from service.http.errors import ApiError
 MOST_PARTS = 1 << 18  # lists, objects, texts and names: 50,000 messages of a chat
 MOST_VALUES = 1 << 21  # entries of lists and objects: token ids
 MOST_FIELDS = 1024  # of the body itself
-_PIECE_BYTES = 4 << 20  # looked at in one call
-_STRINGS = re.compile(rb'"[^"]*+"?')  # the end is optional: a cut-off text is read once
+_PIECE_BYTES = 4 << 20  # per call
+_STRINGS = re.compile(rb'"[^"]*+"?')  # optional end: truncated text is scanned once
 _DROPPED = bytes(c for c in range(256) if c not in b'[{,"')
 
 
 def check_bounds(body: bytes) -> None:
-    """Raises ApiError(413). Text that is not JSON may pass, or be refused."""
+    """Raise ApiError(413) for too much JSON. Other text may pass or not."""
     marks = b"".join(map(_marks, _pieces(body)))
     texts = marks.count(b'"') // 2
     if texts <= MOST_PARTS:
@@ -30,17 +32,17 @@ def check_bounds(body: bytes) -> None:
 
 
 def check_fields(fields: Collection[str]) -> None:
-    """Raises ApiError(400) for a body of too many fields, each of which is looked at."""
+    """Raise ApiError(400) for too many fields, as each is examined."""
     if len(fields) > MOST_FIELDS:
         raise ApiError(400, f"the body has {len(fields)} fields; at most {MOST_FIELDS} are read")
 
 
 def _pieces(body: bytes) -> list[bytes]:
-    """Pieces that are not cut between a backslash and what it escapes."""
+    """Split the body, but not after an escaping backslash."""
     pieces, start = [], 0
     while start < len(body):
         piece = body[start : start + _PIECE_BYTES]
-        if (len(piece) - len(piece.rstrip(b"\\"))) % 2:  # the last one escapes the next character
+        if (len(piece) - len(piece.rstrip(b"\\"))) % 2:  # the last one is an escape
             piece = body[start : start + len(piece) + 1]
         pieces.append(piece)
         start += len(piece)

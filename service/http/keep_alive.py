@@ -1,4 +1,4 @@
-"""Keeps a silent stream open: proxies cut a connection on which nothing comes, most after 30 to 60 seconds."""
+"""Keep-alive bytes in silent streams: most proxies cut idle connections after 30 to 60 seconds."""
 
 import asyncio
 from collections.abc import Mapping
@@ -9,15 +9,16 @@ from aiohttp import web
 from service.http.api_shapes import shape_of
 from service.http.stream import SSE_HEADERS, CoalescedResponse, open_stream
 
-# A router that keeps its clients' streams open has its workers write none: their first byte is then an output.
+# Set by a router that writes them itself: a worker's first byte is then output.
 NO_BEATS_HEADER = "x-tandem-no-keep-alive"
 
 
 class KeepAlive:
-    """Writes into the stream of `request` whenever it would be silent for longer than `interval_s` (0: never); opens it, if need be.
+    """Writes into the stream of `request` after `interval_s` of silence (0: never), opening it if
+    needed.
 
-    Use as a context manager. Until the first beat nothing is sent, so that an error can have its status; `stream` is None then.
-    One timer a stream, which reads how many bytes have been sent: writers note nothing.
+    Use it as a context manager. Before the first write `stream` is None, so that errors have a
+    status. A timer per stream compares the bytes sent; writers report nothing.
     """
 
     def __init__(self, request: web.BaseRequest, *, interval_s: float) -> None:
@@ -25,8 +26,8 @@ class KeepAlive:
         self._request = request
         self._beat = shape_of(request.path).beat
         self._interval_s = interval_s
-        self._num_bytes = 0  # that had left at the last look
-        self._has_beaten = False  # and nothing else has been written since
+        self._num_bytes = 0  # sent at the last check
+        self._has_beaten = False  # since other output
         self._is_over = False
         self._turn = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
@@ -43,20 +44,22 @@ class KeepAlive:
             self._timer.cancel()
 
     async def open(self, *, headers: Mapping[str, str], status: int = 200) -> CoalescedResponse:
-        """The stream. After a beat it has the headers of an event stream and status 200 already."""
+        """Return the stream. After a keep-alive its status is 200, with the headers of an event
+        stream.
+        """
         async with self._turn:
             if self.stream is None:
                 self.stream = await open_stream(self._request, headers=headers, status=status)
         return self.stream
 
     async def end(self) -> None:
-        """Write nothing more; call it before the end of the stream."""
+        """Stop writing; call this before the stream's end."""
         self.__exit__()
         async with self._turn:
             return
 
     def _on_timer(self) -> None:
-        """Every half interval: bytes that left may have done so right at its begin. Half an interval after a beat is early."""
+        """Check every half interval, so that no silence exceeds the interval."""
         num_bytes = self._request.writer.output_size
         if num_bytes != self._num_bytes or self._has_beaten:
             self._num_bytes, self._has_beaten = num_bytes, False
@@ -65,7 +68,7 @@ class KeepAlive:
         self._timer = asyncio.get_running_loop().call_later(self._interval_s / 2, self._on_timer)
 
     async def _write(self) -> None:
-        with suppress(ConnectionError):  # the client went away; its request is cancelled
+        with suppress(ConnectionError):  # the client disconnected; its request is cancelled
             async with self._turn:
                 if self._is_over:
                     return

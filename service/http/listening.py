@@ -1,4 +1,4 @@
-"""The TCP port of a server. Owns the sockets; which server answers there may change."""
+"""The TCP port of a server; it outlives the servers that use it."""
 
 import errno
 import socket
@@ -15,7 +15,7 @@ BACKLOG = 1024
 
 
 class ListeningPort:
-    """Use `open_port`. `port`: the number that was taken (the flag may be 0)."""
+    """A port from `open_port`. `port` is the real number (the flag may be 0)."""
 
     def __init__(self, host: str, port: int, sockets: list[socket.socket]) -> None:
         self.host, self.port = host, port
@@ -23,13 +23,13 @@ class ListeningPort:
 
     @classmethod
     def inherited(cls, host: str, descriptors: Iterable[int]) -> "ListeningPort":
-        """A port that the parent process holds."""
+        """Take over a port from the parent process."""
         sockets = [socket.socket(fileno=descriptor) for descriptor in descriptors]
         return cls(host, sockets[0].getsockname()[1], sockets)
 
     @property
     def descriptors(self) -> tuple[int, ...]:
-        """For a child process that serves this port (`inherited`)."""
+        """Sockets for a child process (`inherited`)."""
         return tuple(sock.fileno() for sock in self._sockets)
 
     @property
@@ -37,7 +37,7 @@ class ListeningPort:
         return url_of(self.host, self.port)
 
     async def serve(self, runner: "web.BaseRunner") -> None:
-        """Answer with `runner` until its cleanup. Until the next runner serves, connections wait in the kernel's queue."""
+        """Serve with `runner` until its cleanup. Afterwards connections queue in the kernel."""
         from aiohttp import web  # the launcher of a cluster looks for free ports, and serves none
 
         for sock in self._sockets:
@@ -45,7 +45,7 @@ class ListeningPort:
 
 
 def url_of(host: str, port: int) -> str:
-    """Return the host by which a client on this machine reaches a server that listens on `host`."""
+    """Return the URL by which a local client reaches a server listening on `host`."""
     if host in ("", "0.0.0.0", "::"):
         host = "127.0.0.1"
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -53,7 +53,7 @@ def url_of(host: str, port: int) -> str:
 
 @contextmanager
 def open_port(host: str, port: int, *, flag: str = "--port", shared: bool = False) -> Iterator[ListeningPort]:
-    """Hold the port until the block ends. `shared`: SO_REUSEPORT. Raises ConfigError, which names `flag`."""
+    """Hold the port during the context. `shared`: SO_REUSEPORT. ConfigError names `flag`."""
     sockets: list[socket.socket] = []
     try:
         try:
@@ -70,18 +70,17 @@ def open_port(host: str, port: int, *, flag: str = "--port", shared: bool = Fals
 
 @contextmanager
 def open_shared_ports(host: str, port: int, *, count: int) -> Iterator[tuple[ListeningPort, ...]]:
-    """Hold one port `count` times until the block ends: the kernel distributes connections over those that listen.
-
-    Raises ConfigError if it is taken, also by a server that would share it.
+    """Hold one port `count` times: the kernel distributes connections. ConfigError if it is
+    taken.
     """
-    with open_port(host, port) as free:  # not shared: another server must not share it by accident
+    with open_port(host, port) as free:  # not shared, so that no other server shares it by accident
         number = free.port
     with ExitStack() as stack:
         yield tuple(stack.enter_context(open_port(host, number, shared=True)) for _ in range(count))
 
 
 def require_free(host: str, port: int, *, flag: str) -> None:
-    """Raises ConfigError, which names `flag`, if the port cannot be bound now."""
+    """Raise ConfigError with `flag` if the port cannot be bound now."""
     with open_port(host, port, flag=flag):
         pass
 
@@ -93,7 +92,7 @@ def _message(host: str, port: int, flag: str, error: OSError) -> str:
 
 
 def _addresses(host: str, port: int) -> list[tuple[int, tuple[Any, ...]]]:
-    """(family, address) of each address of the name; "": all of this machine."""
+    """Return (family, address) of a name; empty for all of this machine."""
     found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     return list(dict.fromkeys((int(family), address) for family, _, _, _, address in found))
 
@@ -105,7 +104,7 @@ def _bound(family: int, address: tuple[Any, ...], *, port: int, shared: bool) ->
         if shared:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         if family == socket.AF_INET6:
-            with suppress(OSError):  # as asyncio does: IPv4 has a socket of its own
+            with suppress(OSError):  # as in asyncio: IPv4 has a socket of its own
                 sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         sock.bind((address[0], port, *address[2:]))
         sock.setblocking(False)

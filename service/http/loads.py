@@ -1,4 +1,4 @@
-"""The answer of GET /v1/loads, of a worker and of a router, as in SGLang."""
+"""The body of GET /v1/loads, of worker and router, as in SGLang."""
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -8,7 +8,7 @@ from service.version import installed_version
 
 
 def loads_answer(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """`rows`: one for each rank. The time is text (ISO 8601): SMG reads nothing of an answer where it is a number."""
+    """Return the body for a row per rank. The time is text: SMG rejects numbers."""
     return {
         "timestamp": datetime.now(UTC).isoformat(),
         "version": installed_version(),

@@ -1,4 +1,4 @@
-"""What our OpenAPI 3.1 documents have in common: operations, answers, errors. Pure."""
+"""Common parts of our OpenAPI 3.1 documents: operations, answers, errors. Pure."""
 
 import re
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ from typing import Any
 from service.http.stream import EVENTS_TYPE
 
 TEXT = {"type": "string"}
-# Of a stream the schema describes each event, as tools read OpenAPI before 3.2.
+# The schema of a stream describes each event, as before OpenAPI 3.2.
 EVENT = {"type": "object", "properties": {"data": TEXT}, "required": ["data"]}
 FAILURES = {
     "400": "the body is wrong; the message names the field",
@@ -24,7 +24,6 @@ _PATTERN = re.compile(r"{(\w+)}")
 
 
 def document(title: str, *, paths: Mapping[str, Any], schemas: Mapping[str, Any]) -> dict[str, Any]:
-    """The whole document. `schemas`: components, by name."""
     components = {"schemas": schemas, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}}
     info = {"title": title, "version": "1"}
     return {"openapi": "3.1.0", "info": info, "paths": paths, "components": components}
@@ -39,7 +38,7 @@ def operation(
     body_required: bool = True,
     needs_key: bool = False,
 ) -> dict[str, Any]:
-    """One method of a path. `answers`, `failures`: by status. `body`: its schema; None: there is no body."""
+    """Return a method of a path. `answers` and `failures` are by status, `body` is a schema."""
     names = _PATTERN.findall(path)
     parameters = [{"name": n, "in": "path", "required": True, "schema": TEXT} for n in names]
     request = {"required": body_required, "content": json_content(body)}
@@ -52,7 +51,7 @@ def operation(
 
 
 def answer(description: str, *, plain_text: bool = False, streams: str = "") -> dict[str, Any]:
-    """An answer with any JSON, or text; `streams`: or a stream of this type."""
+    """Return an answer with JSON or text, or with a stream of type `streams`."""
     if plain_text:
         return {"description": description, "content": {"text/plain": {"schema": TEXT}}}
     events = {streams: {"schema": EVENT if streams == EVENTS_TYPE else {}}} if streams else {}

@@ -1,4 +1,4 @@
-"""Files of pages for browsers, open to all: what they show needs a key. Read once, at start."""
+"""Static files of browser pages, public and read at start; their data needs a key."""
 
 from collections.abc import Mapping
 from importlib import resources
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from aiohttp import web
 
-# Nothing from elsewhere, nothing inline, no frames: what a model, a worker or a client wrote can never become code.
+# Nothing external or inline, no frames: text from models, workers or clients never becomes code.
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -22,7 +22,7 @@ _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".
 
 
 def files_of(package: str, path: str) -> dict[str, Path]:
-    """Path to file, of all files of a page: `index.html` at `path` itself, the others below it."""
+    """Return path -> file of a page: `index.html` at `path`, the others below it."""
     folder = Path(str(resources.files(package)))
     files = sorted(file for file in folder.iterdir() if file.suffix in _TYPES)
     return {path if file.name == "index.html" else f"{path}/{file.name}": file for file in files}
@@ -33,8 +33,8 @@ def _shared() -> dict[str, Path]:
     return {"/docs": files.pop("/web/docs.html"), "/favicon.ico": files["/web/icon.svg"], **files}
 
 
-SHARED = _shared()  # of every server
-CHAT = files_of("service.chat", "/chat")  # of those that answer chats by themselves
+SHARED = _shared()  # on every server
+CHAT = files_of("service.chat", "/chat")  # on servers that answer chats
 
 
 class Pages:

@@ -1,18 +1,19 @@
-"""The one form of a path. Every server gives its requests this form before anything looks at them; names in paths are written in it. Pure."""
+"""Normalization of request paths, applied before any rule. Pure."""
 
 import re
 from urllib.parse import quote, quote_from_bytes, unquote_to_bytes
 
-# A path without any of these is in its form already: bytes that need an escape, escapes, backslashes, empty segments, dots, a slash at the end.
+# Matches paths that may not be normal: escapes, or bytes that need one, backslashes, empty
+# segments, dots, a trailing slash.
 _ODD = re.compile(r"[^!-~]|%|\\|//|/\.|./$")
-_IN_SEGMENTS = "!$&'()*+,;=:@~"  # RFC 3986 lets them stand in a path; quote() leaves letters, digits and -._~
+_IN_SEGMENTS = "!$&'()*+,;=:@~"  # allowed in a path by RFC 3986, beyond those that quote() leaves
 
 
 def plain_path(raw: str) -> str:
-    """Return the path as it is sent, with its escapes decoded once, and then without dot segments, empty ones, and a slash at the end.
+    """Return the path with escapes decoded once, without dot or empty segments or a trailing slash.
 
-    Encoded slashes and backslashes are slashes. So a rule for a path holds for each way to write it, also at a server that the path is passed
-    on to. Bytes that are no UTF-8 stay as they are.
+    Encoded slashes and backslashes count as slashes, so rules hold for each spelling, also at a
+    server that the path is forwarded to. Bytes that are not UTF-8 stay.
     """
     if not raw.startswith("/") or not _ODD.search(raw):
         return raw
@@ -26,5 +27,5 @@ def plain_path(raw: str) -> str:
 
 
 def segment(name: str) -> str:
-    """Return a name as one segment of a path: no server takes its slashes for the path's own."""
+    """Quote a name as one segment of a path."""
     return quote(name, safe="")

@@ -1,6 +1,7 @@
-"""The header in which a router names the prefill worker that has a prompt's prefix: its text, signed. Workers ignore any other.
+"""The signed header in which a router names a prefill worker that has a prompt's prefix.
 
-X-Tandem-Prefix-Source: SIGNATURE {"control": "host:port", "incarnation": ..., "num_tokens": ..., "copy": false}
+X-Tandem-Prefix-Source: SIGNATURE {"control": "host:port", "incarnation": ..., "num_tokens": ...,
+"copy": false}
 """
 
 from typing import Annotated
@@ -15,9 +16,8 @@ PURPOSE = "prefix source"
 
 
 class PrefixSourceHeader(msgspec.Struct, frozen=True, kw_only=True):
-    """`control`: of the worker that has it, and its `incarnation`. `num_tokens`: as far as the router knows.
-
-    `copy`: nothing is to be computed and no decode worker is there: the answer comes when the worker has the prefix, or cannot get it.
+    """The worker's control plane, and the router's estimate `num_tokens`. `copy`: without decode
+    worker and computation; the answer comes when the prefix has arrived or failed.
     """
 
     control: Annotated[str, msgspec.Meta(max_length=300)]
@@ -32,7 +32,7 @@ def write_header(source: PrefixSourceHeader, secret: bytes) -> str:
 
 
 def read_header(value: str, secret: bytes | None) -> PrefixSourceHeader | None:
-    """Return None for what no router with this secret has written."""
+    """Return None for a header that no router with this secret has written."""
     signature, _, text = value.partition(" ")
     raw = text.encode(errors="replace")
     if not is_signed(signature, raw, secret, purpose=PURPOSE):

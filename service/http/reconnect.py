@@ -1,12 +1,14 @@
-"""How a client goes on with a stream that broke off: what router and worker say about it, and what a worker keeps of a stream. Pure.
+"""Resumption of a broken stream by its client: messages of router and worker, and retained streams.
 
-    router -> worker   KEEP_HEADER: keep this stream for `Keep.window_s` after its end, for one owner and one body
-    worker -> client   "id:" of each event: TAG-UNIT, or TAG-UNIT.EVENT where a unit has several events
+    router -> worker   KEEP_HEADER: retain this stream for `Keep.window_s`, for one owner and body
+    worker -> client   "id:" of each event: TAG-UNIT, or TAG-UNIT.EVENT if a unit has several
     client -> router   the same request again, with its X-Request-Id and Last-Event-ID
-    router -> worker   KEPT_PATH: `KeptQuestion`, which names that event; the answer is what the client lacks of its unit, and a `Resume`
+    router -> worker   KEPT_PATH: `KeptQuestion` with that event; the answer is the rest of its unit
+                       and a `Resume`
 
-So whichever router is asked, and whether the first one lives, the answer goes on as after the loss of a worker (service/http/resume.py). The
-worker computes nothing for a client that is away. `TAG` is of one worker's part of the answer: units of another one may be cut elsewhere.
+So any router can continue the answer as after the loss of a worker (service/http/resume.py).
+Meanwhile the worker computes nothing. `TAG` identifies one worker's part of the answer, as another
+worker may divide units differently.
 """
 
 import re
@@ -23,14 +25,14 @@ from service.http.resume import MOST_FRAME_BYTES, FrameRecord, Name
 KEEP_HEADER = "X-Tandem-Keep"
 LAST_EVENT_HEADER = "Last-Event-ID"
 KEPT_PATH = "/kept_stream"
-MOST_KEPT_BYTES = 64 << 20  # of all ended streams of a process
-OVERHEAD_BYTES = 512  # of a stream, beside its frames
+MOST_KEPT_BYTES = 64 << 20  # of all ended streams in a process
+OVERHEAD_BYTES = 512  # of a stream in addition to its frames
 
 _EVENT_ID = re.compile(r"([0-9a-f]{8,32})-(\d{1,9})(?:\.(\d{1,4}))?")
 
 
 class Keep(msgspec.Struct, frozen=True, kw_only=True):
-    """`owner`: the name of the client's key; `body`: the digest of the request."""
+    """`owner`: name of the client's key. `body`: digest of the request."""
 
     window_s: Annotated[float, msgspec.Meta(ge=0, le=86_400)]
     owner: Name
@@ -45,7 +47,7 @@ class KeptQuestion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KeptRest(msgspec.Struct, frozen=True, kw_only=True):
-    """`events`: of a unit of which the client has a part. `resume`: the JSON text of a `Resume`, behind them."""
+    """`events`: the rest of a unit that the client has in part. `resume`: JSON of a `Resume`."""
 
     events: bytes
     resume: bytes
@@ -53,25 +55,27 @@ class KeptRest(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(eq=False, kw_only=True)
 class StreamLog:
-    """The frames of a stream so far. `end` stops it at its worker. `head`: begin frame, and what another worker had said."""
+    """Frames of a stream so far. `end` stops it at its worker. `head`: begin frame, and frames of
+    earlier workers.
+    """
 
     tag: str
     request_id: str
     keep: Keep
     head: bytes
     end: Callable[[], None]
-    is_whole: bool = True  # False: it became too long
+    is_whole: bool = True  # False once too long
     has_ended: bool = False
     _frames: bytearray = field(default_factory=bytearray)
-    _ends: "array[int]" = field(default_factory=lambda: array("Q"))  # of units, in `_frames`
-    _several: dict[int, list[bytes]] = field(default_factory=dict)  # unit -> its events, of units that have several
+    _ends: "array[int]" = field(default_factory=lambda: array("Q"))  # unit ends in `_frames`
+    _several: dict[int, list[bytes]] = field(default_factory=dict)  # unit -> its events, if several
     num_bytes: int = 0
 
     def __post_init__(self) -> None:
         self.num_bytes = OVERHEAD_BYTES + len(self.head)
 
     def add(self, frames: bytes, events: list[bytes]) -> list[bytes]:
-        """Keep the frames of a unit; return its events with their ids."""
+        """Retain a unit's frames; return its events with ids."""
         unit = len(self._ends) + 1
         named = [self._named(event, unit, i if len(events) > 1 else None) for i, event in enumerate(events)]
         self._frames += frames if self.is_whole else b""
@@ -86,14 +90,14 @@ class StreamLog:
         return named
 
     def forget(self) -> None:
-        """It is too long to be kept."""
+        """Drop the frames of a stream that is too long."""
         self.is_whole = False
         self._frames.clear()
         self._several.clear()
         self.num_bytes = OVERHEAD_BYTES
 
     def rest_after(self, unit: int, event: int | None) -> KeptRest | None:
-        """Return the bytes behind the event that the client has; None: the event is not known here."""
+        """Return the rest after the client's last event, if known."""
         if not self.is_whole or not 1 <= unit <= len(self._ends):
             return None
         record = FrameRecord()
@@ -105,19 +109,19 @@ class StreamLog:
         return KeptRest(events=b"".join(events[0 if event is None else event + 1 :]), resume=resume)
 
     def _named(self, event: bytes, unit: int, number: int | None) -> bytes:
-        """Server-sent events end with an empty line."""
+        """Add the id to an event, which ends with an empty line."""
         name = b"%d" % unit if number is None else b"%d.%d" % (unit, number)
         return b"%sid: %s-%s\n\n" % (event[:-1], self.tag.encode(), name)
 
 
 class StreamLogs:
-    """The kept streams of a process, by tag. `now_s`: seconds of any clock."""
+    """Retained streams of a process by tag. `now_s` is of any clock."""
 
     def __init__(self, *, most_bytes: int = MOST_KEPT_BYTES) -> None:
         self._most_bytes = most_bytes
         self._streams: OrderedDict[str, StreamLog] = OrderedDict()
-        self._due_s: dict[str, float] = {}  # of those that have ended, in that order
-        self._ended_bytes = 0  # of these
+        self._due_s: dict[str, float] = {}  # of ended streams, in order
+        self._ended_bytes = 0  # of ended streams
 
     def __len__(self) -> int:
         return len(self._streams)
@@ -130,7 +134,7 @@ class StreamLogs:
         self._streams[stream.tag] = stream
 
     def ended(self, stream: StreamLog, now_s: float) -> None:
-        """Keep it for as long as its window; the oldest ended ones go first when there are too many."""
+        """Retain an ended stream for its window, evicting the oldest ended ones if needed."""
         stream.has_ended = True
         self._ended_bytes += stream.num_bytes
         self._due_s[stream.tag] = now_s + stream.keep.window_s
@@ -138,13 +142,13 @@ class StreamLogs:
         self._make_room()
 
     def forget_old(self, now_s: float) -> float | None:
-        """Forget those whose window is over; return when the next one's is."""
+        """Drop expired streams; return the next expiry."""
         for tag in [tag for tag, due_s in self._due_s.items() if due_s <= now_s]:
             self._drop(tag)
         return min(self._due_s.values(), default=None)
 
     def rest(self, question: KeptQuestion, now_s: float) -> KeptRest | None:
-        """Answer a router; a stream that still runs ends here. None: there is no such stream of that owner and body."""
+        """Answer a router, ending a running stream. None for an unknown stream, owner or body."""
         self.forget_old(now_s)
         found = _EVENT_ID.fullmatch(question.after)
         stream = None if found is None else self._streams.get(found[1])

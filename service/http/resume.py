@@ -1,25 +1,26 @@
-"""How an answer goes on at another worker: what a worker writes beside it for a router, and what the router gives to the next.
+"""Resumption of an answer at another worker: frames that a worker adds, and a router's `Resume`.
 
-A worker that is asked for them (FRAMES_HEADER) writes frames, lines before the event that they belong to:
+On request (FRAMES_HEADER) a worker writes frames, lines before the event that they belong to:
 
     :begin {"id": ..., "created": ..., "seeds": [...], "salt": ...}    before the first event
-    :unit BYTES                                                        BYTES of frames and events follow; all count, or none
-    :ids INDEX ID,ID,...                                               tokens of a sample that this event is the first to show
-    :logprobs INDEX BASE64                                             logprobs of the tokens, if each event shows all of them
-    :prompt INDEX BASE64                                               logprobs of the prompt
-    :end INDEX {"kind": ...}                                           the sample ends with this event
-    :events COUNT                                                      with this one, of an API that numbers them
-    :last                                                              all samples had ended before this event
-    :failed STATUS RETRY_AFTER                                         this event (or body) is an error, and the last; 0: no time is named
-    :whole                                                             the last line: the client had all events before
-    :moved {"INDEX": {"control": ..., "incarnation": ...}, ...}        the last line: samples left for another worker; their KV waits there
+    :unit BYTES                      BYTES of frames and events follow; all count, or none
+    :ids INDEX ID,ID,...             tokens of a sample that this event is the first to contain
+    :logprobs INDEX BASE64           logprobs of the tokens, if each event has all of them
+    :prompt INDEX BASE64             logprobs of the prompt
+    :end INDEX {"kind": ...}         the sample ends with this event
+    :events COUNT                    with this one, if the API numbers events
+    :last                            all samples ended before this event
+    :failed STATUS RETRY_AFTER       this event (or body) is an error, and the last; 0: no retry time
+    :whole                           last line: the client had all events before
+    :moved {"INDEX": {"control": ..., "incarnation": ...}, ...}    last line: samples were migrated;
+                                     their KV waits there
 
-In server-sent events such lines are comments. The router takes them out and keeps them. An answer that is not streamed has them in units
-before its body (FRAMES_TYPE), now and then, once it takes long; one that does not is what it would be without.
+They are comments in server-sent events; the router removes and records them. A long answer without
+stream has them in units before its body (FRAMES_TYPE).
 
-Where the worker is lost the router sends the request to others with a field "resume" (`Resume`), signed in RESUME_HEADER: a client cannot
-set it, as a worker does not read it unsigned. The answer goes on behind the tokens that the client, or the router, has: a token is the
-same wherever it is computed.
+After a loss the router sends the request elsewhere with a field "resume" (`Resume`), signed in
+RESUME_HEADER, without which workers ignore it. The answer continues after the known tokens, which
+are the same wherever computed.
 """
 
 import base64
@@ -35,8 +36,8 @@ FRAMES_HEADER = "X-Tandem-Frames"
 FRAMES_TYPE = "application/x-tandem-frames"
 RESUME_HEADER = "X-Tandem-Resume"
 RESUME_FIELD = "resume"
-MOVE_OUT = "/move_out"  # of a decode worker: answers are to end there, because others go on with them
-MOST_FRAME_BYTES = 8 << 20  # of one request: about a million tokens; a longer answer is not resumed
+MOVE_OUT = "/move_out"  # of a decode worker: migrates answers to others
+MOST_FRAME_BYTES = 8 << 20  # of one request: about a million tokens; longer answers are not resumed
 
 _BEGIN, _UNIT, _IDS, _LOGPROBS, _PROMPT = b":begin ", b":unit ", b":ids ", b":logprobs ", b":prompt "
 _END, _EVENTS, _LAST, _FAILED, _MOVED = b":end ", b":events ", b":last\n", b":failed ", b":moved "
@@ -50,7 +51,9 @@ Address = Annotated[str, msgspec.Meta(max_length=300)]
 
 
 class Begun(msgspec.Struct, frozen=True, kw_only=True):
-    """The decisions of a worker for an answer. By sample: `names`, `groups` (other names to abort it by), `seeds`. `salt`: of the ids that it mints on the way."""
+    """A worker's choices for an answer. By sample: `names`, `groups` (other names to abort it by),
+    `seeds`. `salt` is for later ids.
+    """
 
     id: Name
     created: Annotated[int, msgspec.Meta(ge=0, lt=2**40)]
@@ -61,17 +64,18 @@ class Begun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SampleSource(msgspec.Struct, frozen=True, kw_only=True):
-    """A decode worker that has the KV of a sample: "host:port" of its sender's control plane, and its incarnation."""
+    """A decode worker with a sample's KV: control plane "host:port" and incarnation."""
 
     control: Address
     incarnation: Address
 
 
 class Resume(Begun, frozen=True, kw_only=True):
-    """The client's part of an answer. By sample: `output_ids`; `ended`: how (as the worker wrote it), or None; `logprobs` and `prompt_logprobs`: pieces, in order.
+    """The client's part of an answer.
 
-    `num_events`: of an API that numbers them. `has_last`: it has what follows the ends of all samples, too. `sources`: by sample, where the
-    KV of all tokens but the last waits; empty: a prefill worker computes it.
+    By sample: `output_ids`; `ended` as the worker wrote it, or None; `logprobs` and
+    `prompt_logprobs` in pieces; `sources` of the KV of all tokens but the last, else prefill
+    computes it. `has_last`: it also has what follows all ends.
     """
 
     output_ids: list[list[TokenId]]
@@ -84,7 +88,7 @@ class Resume(Begun, frozen=True, kw_only=True):
 
 
 def sign(secret: bytes, resume: bytes) -> str:
-    """The header's value for the JSON text of a `Resume`."""
+    """Return the header for the JSON of a `Resume`."""
     return secrets.sign(resume, secret, purpose="resume")
 
 
@@ -105,7 +109,7 @@ def logprobs_frame(index: int, packed: bytes, *, of_prompt: bool = False) -> byt
 
 
 def end_frame(index: int, how: bytes) -> bytes:
-    """`how`: a JSON list."""
+    """`how` is a JSON list."""
     return b":end %d %s\n" % (index, how)
 
 
@@ -122,7 +126,7 @@ def failed_frame(status: int, retry_after_s: int | None = None) -> bytes:
 
 
 def known_frames(resume: "Resume") -> bytes:
-    """The frames of what a client has."""
+    """Return the frames of a client's part."""
     frames = begin_frame(Begun(**{name: getattr(resume, name) for name in Begun.__struct_fields__}))
     for index, ids in enumerate(resume.output_ids):
         frames += ids_frame(index, ids) if ids else b""
@@ -135,25 +139,24 @@ def known_frames(resume: "Resume") -> bytes:
 
 
 def moved_frame(sources: Mapping[int, SampleSource | None]) -> bytes:
-    """With the empty line that ends an event."""
+    """Return the frame, with the empty line that ends an event."""
     return _MOVED + msgspec.json.encode(sources) + b"\n\n"
 
 
 def whole_frame() -> bytes:
-    """With the empty line that ends an event: a stream of nothing would pass for one that was lost."""
+    """Return the frame, with an empty line, as an empty stream would count as lost."""
     return _WHOLE + b"\n"
 
 
 def unit_of(events: bytes) -> bytes:
-    """Several events of one output, and their frames."""
+    """Join the events and frames of one output."""
     return _UNIT + b"%d\n%s" % (len(events), events)
 
 
 @dataclass(eq=False)
 class FrameRecord:
-    """The frames of one answer, as they came. `failed`: the status of a worker's last event, an error, and `last_event`; 0: there was none.
-
-    `moved`: the samples that have left the worker, by index; empty: none has.
+    """Frames of one answer. `failed` is the status of a final error, `last_event`. `moved`:
+    migrated samples by index.
     """
 
     failed: int = 0
@@ -162,22 +165,24 @@ class FrameRecord:
     moved: Mapping[int, SampleSource | None] = field(default_factory=dict)
     _begin: bytes = b""
     _ids: list[bytes] = field(default_factory=list)
-    _logprobs: list[bytes] = field(default_factory=list)  # of tokens and of prompts
+    _logprobs: list[bytes] = field(default_factory=list)  # of tokens and prompts
     _ended: dict[int, bytes] = field(default_factory=dict)
     _num_events: int = 0
     _has_last: bool = False
-    _rest: bytes = b""  # the begin of a unit
+    _rest: bytes = b""  # start of a unit
     _num_bytes: int = 0
 
     def take(self, events: bytes) -> bytes:
-        """Return whole `events` without their frames and without an error, which are kept. A unit waits until all of it has come."""
+        """Return whole `events` without frames or an error, which are recorded. Units wait until
+        complete.
+        """
         if self._rest:
             events, self._rest = self._rest + events, b""
         if b"\n:" in events or (events.startswith(b":") and not events.startswith(_IDS)):
             return self._take_lines(self._before_frames(events))
         if not events.startswith(b":"):
             return events
-        end = events.index(b"\n") + 1  # the usual piece: one frame before one event
+        end = events.index(b"\n") + 1  # usually one frame before one event
         if end == len(events):
             self._rest = events
             return b""
@@ -185,7 +190,7 @@ class FrameRecord:
         return events[end:]
 
     def _before_frames(self, events: bytes) -> bytes:
-        """Leave frames at the end for the event that they belong to: in a stream of lines it may come later."""
+        """Hold back frames at the end: in a line stream their event may come later."""
         end = len(events)
         while (at := events.rfind(b"\n", 0, end - 1) + 1) < end and events.startswith(b":", at):
             end = at
@@ -193,7 +198,7 @@ class FrameRecord:
         return events[:end]
 
     def take_head(self, data: bytes) -> bytes:
-        """Return what follows the frames of a whole answer: its body, or the begin of frames."""
+        """Return the rest after the frames of a whole answer: its body, or a partial frame."""
         while data.startswith(b":") and (end := data.find(b"\n") + 1):
             line = data[:end]
             if line.startswith(_UNIT) and len(data) - end < int(line[len(_UNIT) :]):
@@ -215,11 +220,10 @@ class FrameRecord:
         self.moved = msgspec.json.decode(line[len(_MOVED) :], type=dict[int, SampleSource | None])
 
     def restart(self) -> None:
-        """Another worker goes on."""
         self.failed, self.moved = 0, {}
 
     def drop_rest(self) -> None:
-        """Forget the begin of a unit, whose worker is lost."""
+        """Drop the start of a unit of a lost worker."""
         self._rest = b""
 
     def _keep(self, kept: list[bytes], line: bytes) -> None:
@@ -250,7 +254,7 @@ class FrameRecord:
         return b"".join(kept)
 
     def _take_frame(self, line: bytes) -> bool:
-        """Keep a frame; False: it is none."""
+        """Record a frame; return False if it is none."""
         if line.startswith(_IDS):
             self._keep(self._ids, line)
         elif line.startswith((_LOGPROBS, _PROMPT)):
@@ -272,19 +276,20 @@ class FrameRecord:
         return bool(self._begin) and self._num_bytes <= MOST_FRAME_BYTES
 
     def samples_left(self) -> dict[int, str]:
-        """Return the names of the samples that have not ended, by index, as their worker knows them."""
+        """Return the worker's names of unfinished samples, by index."""
         if not self._begin:
             return {}
         names = msgspec.json.decode(self._begin[len(_BEGIN) :], type=Begun).names
         return {index: name for index, name in enumerate(names) if index not in self._ended}
 
     def has_sources(self) -> bool:
-        """Whether the KV of every sample that has not ended waits at the worker that they left."""
         left = self.samples_left()
         return bool(left) and all(self.moved.get(index) is not None for index in left)
 
     def resume(self, *, by_kv: bool = False) -> bytes | None:
-        """Return the JSON text of the `Resume` for the next worker; None: the answer cannot go on elsewhere. `by_kv`: from its sources."""
+        """Return the JSON of the `Resume` for the next worker, if possible. `by_kv`: with KV
+        sources.
+        """
         if not self.can_resume():
             return None
         begun = msgspec.json.decode(self._begin[len(_BEGIN) :], type=Begun)

@@ -1,7 +1,8 @@
-"""The HTTP server of router, worker and bootstrap server: aiohttp's, without its application layer, with deadlines.
+"""The HTTP server of all processes: aiohttp's, without its application layer, with deadlines.
 
-aiohttp waits forever, so slow clients (slow loris) could hold every socket. A head has `header_timeout_s` from the connection's
-start, or from its first byte after an answer; then the connection is closed. A body has `body_timeout_s`; then 408.
+aiohttp waits forever, so slow clients (slow loris) could hold every socket. A head has
+`header_timeout_s` from the connection's start, or its first byte after a response; then the
+connection closes. A body has `body_timeout_s`; then 408.
 """
 
 import asyncio
@@ -25,19 +26,19 @@ from service.http.listening import BACKLOG, ListeningPort
 from service.http.paths import plain_path
 from service.http.routes import Handler
 
-# A kept connection between two requests. Also the bound for a second head that began before the first request's answer.
+# Between two requests; also the deadline of a head that started before the last response.
 IDLE_S = 75.0
-SMALL_BYTES = 4 << 10  # a compressed body of them inflates at once, and no bound of what a body holds is near
-FIRST_HEAD_S = 0.5  # for a connection that was accepted just before its server ends
-ACCEPT_ITERATIONS = 3  # of asyncio's loop, from the kernel's connection over a task of its own to `connection_made`
-LINGER_S = 2.0  # that an unwanted rest of a body is read away, so that its sender gets to read why
-_NO_ACCESS_LOG: Any = None  # as aiohttp's own runner has it; its types do not
+SMALL_BYTES = 4 << 10  # smaller bodies inflate in the loop, and need no check of bounds
+FIRST_HEAD_S = 0.5  # for a connection accepted just before the server ends
+ACCEPT_ITERATIONS = 3  # asyncio's iterations from an accept to `connection_made`
+LINGER_S = 2.0  # discards the rest of a body, so that its sender reads the error
+_NO_ACCESS_LOG: Any = None  # as in aiohttp's runner; its types lack it
 _log = logging.getLogger("service.http")
 
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """`size_flag` names the flag of `max_body_bytes`; "": there is none."""
+    """Limits of requests. `size_flag` sets `max_body_bytes`, if there is a flag."""
 
     max_body_bytes: int
     header_timeout_s: float = 60.0
@@ -53,7 +54,7 @@ class RequestLimits:
 
 
 def make_runner(handle: Handler, limits: RequestLimits, *, shutdown_timeout_s: float) -> web.ServerRunner:
-    """Return a server that answers with `handle`. A client that goes away cancels its request."""
+    """Return a server with handler `handle`. A client's disconnect cancels its request."""
 
     def make_request(message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> web.BaseRequest:
         loop = asyncio.get_running_loop()
@@ -67,7 +68,7 @@ def make_runner(handle: Handler, limits: RequestLimits, *, shutdown_timeout_s: f
 
 
 def with_plain_path(message: Any) -> Any:
-    """The head of a request whose path has its one form: however it is written, it has the same route, keys and rules, and no redirect."""
+    """Return a head with a normalized path, so that routes, keys and rules see one spelling."""
     url = message.url
     plain = plain_path(url.raw_path)
     return (
@@ -79,7 +80,6 @@ def with_plain_path(message: Any) -> Any:
 async def serving(
     port: ListeningPort, handle: Handler, limits: RequestLimits, *, shutdown_timeout_s: float
 ) -> AsyncIterator[None]:
-    """Answer at `port` with `handle` until the block ends."""
     async with _running(make_runner(handle, limits, shutdown_timeout_s=shutdown_timeout_s)) as runner:
         await port.serve(runner)
         yield
@@ -89,7 +89,6 @@ async def serving(
 async def serving_unix(
     path: Path, handle: Handler, limits: RequestLimits, *, shutdown_timeout_s: float
 ) -> AsyncIterator[None]:
-    """Answer at a unix socket with `handle` until the block ends."""
     async with _running(make_runner(handle, limits, shutdown_timeout_s=shutdown_timeout_s)) as runner:
         await web.UnixSite(runner, str(path), backlog=BACKLOG).start()
         yield
@@ -105,7 +104,7 @@ async def _running(runner: web.ServerRunner) -> AsyncIterator[web.ServerRunner]:
 
 
 class TimedRunner(web.ServerRunner):
-    """Stops accepting some iterations before it closes: asyncio drops a connection that it accepted and has not yet made."""
+    """Stops accepting some iterations before it closes, as asyncio drops connections in between."""
 
     async def cleanup(self) -> None:
         loop = asyncio.get_running_loop()
@@ -118,8 +117,6 @@ class TimedRunner(web.ServerRunner):
 
 
 class TimedServer(web.Server):
-    """`web.Server` whose connections have a deadline for each head."""
-
     def __init__(
         self, handle: Handler, *, request_factory: Callable[..., web.BaseRequest], header_timeout_s: float
     ) -> None:
@@ -145,7 +142,9 @@ def _noting(handle: Handler) -> Handler:
 
 
 class TimedConnection(web.RequestHandler):
-    """A connection with a deadline for each head. At the server's end a fresh one still gets an answer to its first request."""
+    """A connection with a deadline per head. At the server's end a fresh one still gets a
+    response.
+    """
 
     __slots__ = ("_deadline", "_first_head", "_has_request", "_header_timeout_s", "_opened_s")
 
@@ -179,7 +178,7 @@ class TimedConnection(web.RequestHandler):
         super().connection_lost(exc)
 
     def close(self) -> None:
-        """Refuse further requests, unless the first is still to come: its client does not know that the server ends."""
+        """Refuse further requests, unless the first is still to come."""
         if self._first_head.is_set():
             super().close()
 
@@ -196,8 +195,8 @@ class TimedConnection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """Answer what is no HTTP in the shape of all errors, and close the connection."""
-        super().handle_error(request, status, exc, message)  # logs it
+        """Respond to bytes that are not HTTP with an error of our shape, and close."""
+        super().handle_error(request, status, exc, message)  # logs
         error = ApiError(500, "internal error; the server's log has the details", code=INTERNAL_ERROR)
         if status < 500:
             what = " ".join((message or "").encode("ascii", "backslashreplace").decode().split())
@@ -208,7 +207,7 @@ class TimedConnection(web.RequestHandler):
 
     @property
     def is_full(self) -> bool:
-        """Whether what is written waits for the client to read."""
+        """True while the write buffer waits for the client."""
         return bool(self._paused)
 
     def on_head(self) -> None:
@@ -217,7 +216,7 @@ class TimedConnection(web.RequestHandler):
         self._end()
 
     def on_handled(self) -> None:
-        """Wait for the next head, which begins with its first byte."""
+        """Start to wait for the next head."""
         self._has_request = False
 
     def _begin(self) -> None:
@@ -234,12 +233,12 @@ class TimedConnection(web.RequestHandler):
 
 
 class TimedRequest(web.BaseRequest):
-    """Refuses a body that is late, that holds too much, or, unread, one that is declared too long."""
+    """Refuses a late or too large body."""
 
     limits: RequestLimits
 
     async def read(self) -> bytes:
-        """The body, inflated. Raises ApiError(400, 408, 413, 415)."""
+        """Return the inflated body. Raises ApiError(400, 408, 413, 415)."""
         if self._read_bytes is None:
             body = await self._received()
             if coding := coding_of(self.headers.get("Content-Encoding", "")):
@@ -254,10 +253,10 @@ class TimedRequest(web.BaseRequest):
         return await BODIES.run(partial(inflate, body, coding, most_bytes=self.limits.max_body_bytes), size=size)
 
     async def _received(self) -> bytes:
-        """The body as it was sent."""
+        """Return the body as sent."""
         if self.content_length is not None and self.content_length > self.limits.max_body_bytes:
             raise self.limits.too_long()
-        if self.content.is_eof():  # it came with the head, as most do: no loop
+        if self.content.is_eof():  # usually it came with the head
             return self._checked(self.content.read_nowait())
         pieces, size = [], 0
         try:
@@ -276,14 +275,16 @@ class TimedRequest(web.BaseRequest):
         return piece
 
     async def _say_continue(self) -> None:
-        """Answer curl, which waits for that above 1 MiB. Other expectations are ignored (RFC 9110, 10.1.1)."""
+        """Answer curl, which expects this above 1 MiB. Other expectations are ignored (RFC 9110,
+        10.1.1).
+        """
         if self.version == HttpVersion11 and self.headers.get("Expect", "").lower() == "100-continue":
             await self.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-            self.writer.output_size = 0  # nothing of the answer has been written yet
+            self.writer.output_size = 0  # not part of the response
 
 
 def _is_ours(record: logging.LogRecord) -> bool:
-    """Skip tracebacks for clients that do not speak HTTP; they get a 400."""
+    """Drop tracebacks for clients that do not speak HTTP."""
     kind = record.exc_info[0] if record.exc_info else None
     return kind is None or not issubclass(kind, HttpProcessingError | web.RequestPayloadError | ConnectionError)
 

@@ -1,4 +1,4 @@
-"""JSON answers, and streams of them: server-sent events, or a line for each (NDJSON)."""
+"""JSON responses and streams: server-sent events or lines (NDJSON)."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -16,21 +16,21 @@ SSE_HEADERS = {"Content-Type": f"{EVENTS_TYPE}; charset=utf-8", **_UNBUFFERED}
 LINES_HEADERS = {"Content-Type": LINES_TYPE, **_UNBUFFERED}
 DONE = b"data: [DONE]\n\n"
 REQUEST_ID: web.RequestKey[str] = web.RequestKey("request_id", str)
-EXTRA_HEADERS: web.RequestKey[dict[str, str]] = web.RequestKey("extra_headers", dict)  # of every answer
-STREAMING: web.RequestKey[bool] = web.RequestKey("streaming", bool)  # headers are out: no other answer is possible
+EXTRA_HEADERS: web.RequestKey[dict[str, str]] = web.RequestKey("extra_headers", dict)  # of every response
+STREAMING: web.RequestKey[bool] = web.RequestKey("streaming", bool)  # headers are sent
 
 _LINE_ENDS = {end.encode(): f"\\u{ord(end):04x}".encode() for end in "\x85\u2028\u2029"}
 _encode = msgspec.json.Encoder().encode
 
 
 class CoalescedResponse(web.StreamResponse):
-    """Sends headers and first bytes in one packet, so that no client waits for a delayed ACK."""
+    """Sends headers and first bytes in one packet, to avoid a delayed ACK."""
 
     _send_headers_immediately = False
 
 
 async def open_stream(request: web.BaseRequest, *, headers: Mapping[str, str], status: int = 200) -> CoalescedResponse:
-    """Begin a streamed answer, with the headers that every answer to the request has."""
+    """Start a stream with the request's extra headers."""
     out = CoalescedResponse(status=status, headers=headers)
     out.headers.extend(request[EXTRA_HEADERS])
     request[STREAMING] = True
@@ -43,7 +43,7 @@ def json_response(value: Any, *, status: int = 200, headers: Mapping[str, str] |
 
 
 async def json_rows(rows: Iterable[Any], *, size: int) -> list[msgspec.Raw]:
-    """The rows of an answer as JSON, made and encoded one by one; a thread does it where they have many bytes."""
+    """Encode rows one by one, in a thread if they are large."""
     return await BODIES.run(lambda: [msgspec.Raw(_encode(row)) for row in rows], size=size)
 
 
@@ -52,12 +52,12 @@ def event(value: Any) -> bytes:
 
 
 def typed_event(value: dict[str, Any]) -> bytes:
-    """An event that is named by the value's own `type`."""
+    """Return an event named by the value's `type`."""
     return f"event: {value['type']}\n".encode() + event(value)
 
 
 def line(value: Any) -> bytes:
-    """A line of JSON. Some readers end lines also where Unicode does, which JSON permits inside text."""
+    """Return a line of JSON, with Unicode line ends escaped, as some readers split at them."""
     text = _encode(value)
     for end, escape in _LINE_ENDS.items():
         text = text.replace(end, escape)

@@ -1,6 +1,6 @@
-"""Routes that need a model with a head of its own, which no model here has: what they need, and what is here instead.
+"""Routes that need a model with a special head, which none here has, and alternatives.
 
-A client that asks receives a 404 which says so: OpenAI's SDK would repeat a 501.
+The response is 404, as OpenAI's SDK would retry a 501.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ EMBEDDINGS = "/v1/embeddings makes vectors to compare"
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """`needs`: the kind of model. `instead`: what any model does."""
+    """The kind of model that is needed, and the alternative."""
 
     needs: str
     instead: str

@@ -1,1 +1,1 @@
-"""Images that requests name by URL: data URLs, and files that a server fetches without reaching its own network. Workers and routers share it."""
+"""Images in requests: data URLs, and safe fetching by URL. For workers and routers."""

@@ -1,4 +1,4 @@
-"""Where JSON bodies hold images and videos: in parts of messages, items and blocks, or in lists. Pure. Field names: of OpenAI, Anthropic, Ollama, SGLang."""
+"""Images and videos in JSON bodies of OpenAI, Anthropic, Ollama and SGLang. Pure."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -7,13 +7,13 @@ _PARTS = {
     "image_url": "image_url",
     "input_image": "image_url",
     "video_url": "video_url",
-}  # types of parts -> their field
+}  # type of a part -> its field
 _OF_VIDEOS = ("video_url", "video_data")
-_INSIDE = ("content", "output")  # fields of messages, items and blocks that hold parts
+_INSIDE = ("content", "output")  # fields that hold parts
 
 
 class NamedImage(NamedTuple):
-    """An image, or a video, a URL or base64, at the path `field` of a body. `put` puts another one in its place."""
+    """An image or video (URL or base64) at the path `field`. `put` replaces it."""
 
     field: str
     url: str
@@ -22,7 +22,7 @@ class NamedImage(NamedTuple):
 
 
 def images_in(value: Any, path: str) -> Iterator[NamedImage]:
-    """The images and videos of decoded messages, items, blocks, or a list of them; of what is wrong, none: a worker refuses it."""
+    """Yield images and videos of decoded messages, items or blocks. Workers refuse invalid ones."""
     if isinstance(value, list):
         for index, item in enumerate(value):
             yield from images_in(item, f"{path}[{index}]")
@@ -35,7 +35,7 @@ def images_in(value: Any, path: str) -> Iterator[NamedImage]:
 
 
 def urls_in(holder: dict[str, Any], name: str, path: str) -> Iterator[NamedImage]:
-    """The images of a field that is a URL, or a list of URLs and lists."""
+    """Yield the images in a field: a URL, or nested lists of URLs."""
     return _urls(holder, name, path) if name in holder else iter(())
 
 

@@ -1,4 +1,4 @@
-"""Images that are in the request itself: data URLs (RFC 2397) and base64. Pure."""
+"""Images inside requests: data URLs (RFC 2397) and base64. Pure."""
 
 import binascii
 import re
@@ -6,10 +6,10 @@ from urllib.parse import unquote_to_bytes
 
 from service.images.bad_image import BadImage
 
-MOST_SHOWN = 40  # characters of a client's text in an error
-VIDEO_FRAMES = "video/jpeg"  # a video as its frames, base64 each, with commas between them, as in vLLM
+MOST_SHOWN = 40  # characters quoted in an error
+VIDEO_FRAMES = "video/jpeg"  # a video as comma-separated base64 frames, as in vLLM
 
-_ALPHABET = str.maketrans("-_", "+/", " \t\r\n")  # base64 of URLs, and line breaks
+_ALPHABET = str.maketrans("-_", "+/", " \t\r\n")  # URL-safe base64, and line breaks
 _MAGIC = {
     b"\xff\xd8\xff": "image/jpeg",
     b"\x89PNG": "image/png",
@@ -32,13 +32,12 @@ def data_of(url: str) -> bytes:
 
 
 def data_url(data: bytes) -> str:
-    """Return the data URL of an image file."""
     kind = next((kind for magic, kind in _MAGIC.items() if data.startswith(magic)), "application/octet-stream")
     return f"data:{kind};base64,{binascii.b2a_base64(data, newline=False).decode()}"
 
 
 def frames_of(url: str) -> list[bytes]:
-    """Return the frames of a video. Raises BadImage."""
+    """Return a video's frames. Raises BadImage."""
     head, text = _split(url) if is_data_url(url) else ("", "")
     if head.lower() != f"{VIDEO_FRAMES};base64":
         raise BadImage(
@@ -48,12 +47,12 @@ def frames_of(url: str) -> list[bytes]:
 
 
 def from_base64(text: str) -> bytes:
-    """Raises BadImage."""
+    """Decode base64. Raises BadImage."""
     plain = text.translate(_ALPHABET) if re.search(r"[-_\s]", text) else text
     plain = plain.rstrip("=")
     try:
         data = binascii.a2b_base64(plain + "=" * (-len(plain) % 4), strict_mode=True)
-    except ValueError as error:  # no base64, or no ASCII
+    except ValueError as error:  # not base64, or not ASCII
         raise BadImage(f"is not base64 ({str(error)[:80]})") from None
     if not data:
         raise BadImage("is empty; send an image")

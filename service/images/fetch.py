@@ -1,9 +1,10 @@
-"""Fetches images by http(s) URL for untrusted clients (CWE-918, server-side request forgery).
+"""Fetches images by http(s) URL for untrusted clients, safe from SSRF (CWE-918).
 
-    name allowed? -> resolved once -> each address checked where its socket is made -> connected to that address -> redirect: from the start
+    name allowed? -> resolve once -> check each address at its socket -> connect there
+                                                       redirect: from the start
 
-So no second answer of a name server, no form of an address and no redirect leads inside. Nothing of this server goes along: no cookies,
-credentials, nor proxies of the environment.
+So no second DNS answer, spelling of an address, or redirect leads inside. No cookies, credentials
+or proxies are used.
 """
 
 import asyncio
@@ -21,9 +22,9 @@ from service.images.hosts import AllowedHosts
 from service.images.names import NameLookup
 
 MAX_REDIRECTS = 5
-FETCH_TIMEOUT_S = 5.0  # of an image, with its redirects: a client waits
-MAX_IMAGE_BYTES = 32 << 20  # of a file, wherever it comes from
-AT_A_TIME = 128  # fetches of a process
+FETCH_TIMEOUT_S = 5.0  # with redirects
+MAX_IMAGE_BYTES = 32 << 20  # of any file
+AT_A_TIME = 128  # concurrent fetches of a process
 CHUNK_BYTES = 1 << 16
 HEADERS = {"Accept": "image/*,*/*;q=0.1", "Accept-Encoding": "identity", "User-Agent": "tandem"}
 _REDIRECTS = (301, 302, 303, 307, 308)
@@ -33,7 +34,7 @@ _AddressInfo = tuple[int, int, int, str, tuple[str, int] | tuple[str, int, int, 
 
 
 class ImageFetcher:
-    """Fetches within the limits of `flags`. `resolver`: of names; None: the system's. Raises ConfigError for a wrong rule."""
+    """Fetches within `flags`. `resolver` defaults to the system's. ConfigError for a bad rule."""
 
     def __init__(
         self,
@@ -51,7 +52,7 @@ class ImageFetcher:
         self._slots = asyncio.Semaphore(AT_A_TIME)
 
     async def fetch_all(self, urls: Iterable[str], *, most_bytes: int) -> dict[str, bytes | BadImage]:
-        """Fetch each URL once; together at most `most_bytes`."""
+        """Fetch each distinct URL, at most `most_bytes` in all."""
         unique = list(dict.fromkeys(urls))
         budget = _Budget(most_bytes)
         found = await asyncio.gather(*(self._fetch(url, budget) for url in unique), return_exceptions=True)
@@ -89,7 +90,7 @@ class ImageFetcher:
             raise BadImage(f"{refusal}; {_REMEDY}")
 
     async def _get(self, url: URL, budget: "_Budget") -> bytes | str:
-        """Return the file, or where it is instead. A session of its own: no connection is kept, nothing learned is used again."""
+        """Return the file or its redirect, in a session of its own that reuses nothing."""
         refusals: list[str] = []
         connector = aiohttp.TCPConnector(
             force_close=True,
@@ -105,7 +106,7 @@ class ImageFetcher:
                     auto_decompress=False,
                     trust_env=False,
                     headers=HEADERS,
-                    timeout=aiohttp.ClientTimeout(total=None),  # the caller's
+                    timeout=aiohttp.ClientTimeout(total=None),  # set by the caller
                 ) as session,
                 session.get(url, allow_redirects=False) as response,
             ):
@@ -144,7 +145,7 @@ class ImageFetcher:
 
 
 class _Budget:
-    """Bytes that the images of a request may have together."""
+    """Remaining bytes for a request's images."""
 
     def __init__(self, most: int) -> None:
         self._most = self._left = most
@@ -170,5 +171,5 @@ def _joined(url: URL, location: str) -> URL:
 
 
 def _name(url: URL) -> str:
-    """The host as rules name it: yarl has made it lower case, and ASCII (IDNA) in `raw_host`."""
+    """Return the host in lower-case ASCII (IDNA), as yarl has it."""
     return (url.raw_host or "").rstrip(".")

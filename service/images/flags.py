@@ -1,4 +1,4 @@
-"""What requests may make a server fetch: the same flags at workers and routers."""
+"""Flags of image fetching, for workers and routers."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Looks names up in threads of its own: a name server that never answers keeps none of the process's other threads, nor its end."""
+"""Name look-ups in daemon threads: a hanging name server blocks no other thread, nor the exit."""
 
 import asyncio
 import contextlib
@@ -8,13 +8,13 @@ from collections.abc import Sequence
 
 from aiohttp.abc import AbstractResolver, ResolveResult
 
-AT_A_TIME = 64  # lookups; one that its fetch gave up still counts
+AT_A_TIME = 64  # lookups, abandoned ones included
 
 _Found = Sequence[tuple[int, int, int, str, tuple[object, ...]]]
 
 
 class NameLookup(AbstractResolver):
-    """The system's resolver (hosts file, search domains) without a cache."""
+    """The system's resolver without a cache."""
 
     def __init__(self) -> None:
         self._slots = asyncio.Semaphore(AT_A_TIME)
@@ -22,7 +22,7 @@ class NameLookup(AbstractResolver):
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
     ) -> list[ResolveResult]:
-        """Raises OSError for an unknown name."""
+        """Resolve a name. Raises OSError."""
         await self._slots.acquire()
         loop = asyncio.get_running_loop()
         future: asyncio.Future[_Found] = loop.create_future()
@@ -38,14 +38,14 @@ class NameLookup(AbstractResolver):
 
         def look_up() -> None:
             found = _look_up(host, port, family)
-            with contextlib.suppress(RuntimeError):  # the loop has ended
+            with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(end, found)
 
         threading.Thread(target=look_up, name="image-name", daemon=True).start()
         return [_result(host, port, info) for info in await future]
 
     async def close(self) -> None:
-        """Sessions close their resolver; this one is for all of them."""
+        """Do nothing: sessions share this resolver."""
 
 
 def _look_up(host: str, port: int, family: int) -> _Found | Exception:

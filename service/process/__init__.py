@@ -1,1 +1,1 @@
-"""Signals, open files, garbage collection, and the end with the parent process."""
+"""Signals, files, garbage collection, child processes."""

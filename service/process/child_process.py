@@ -1,4 +1,4 @@
-"""A child process, started anew or forked from a fork server: one face for both."""
+"""Child processes, started or forked from a fork server, with one interface."""
 
 import os
 import signal
@@ -25,7 +25,7 @@ POLL_S = 0.01
 
 
 class ChildProcess(Protocol):
-    """As `subprocess.Popen` has them."""
+    """The interface of `subprocess.Popen`."""
 
     @property
     def pid(self) -> int: ...
@@ -42,9 +42,9 @@ class ChildProcess(Protocol):
 
 
 class ForkedProcess:
-    """A child of a fork server that ends with this process, too. Its server may still import: only `pid` and `wait` wait for it.
+    """A fork server's child, which ends with this process, too. Thread-safe.
 
-    Any thread may call any method.
+    While the server still imports, only `pid` and `wait` block.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -78,7 +78,7 @@ class ForkedProcess:
             if self._pidfd is not None:
                 signal.pidfd_send_signal(self._pidfd, sig)
             elif self._status is None:
-                self._end(-sig)  # its server still imports, and forks nothing for a client that has hung up
+                self._end(-sig)  # the server still imports, and forks nothing for a closed client
 
     def terminate(self) -> None:
         self.send_signal(signal.SIGTERM)
@@ -87,7 +87,7 @@ class ForkedProcess:
         self.send_signal(signal.SIGKILL)
 
     def news(self) -> int:
-        """Return a descriptor, the caller's, that is readable when `poll` may have news."""
+        """Return a descriptor of the caller's that is readable when `poll` may have changed."""
         return os.dup(self._connection.fileno())
 
     def _hear(self) -> None:
@@ -107,7 +107,7 @@ class ForkedProcess:
 
 
 def server_in(env: Mapping[str, str], variable: str = SERVER_VARIABLE) -> str | None:
-    """Return the address of the fork server that `env` names; None if there is none that could play a child with `env`."""
+    """Return the fork server's address in `env`, if its environment fits."""
     address, _, digest = env.get(variable, "").rpartition("/")
     return address if address and digest == digest_of(env, variable=variable) else None
 
@@ -126,8 +126,8 @@ def forked(
 ) -> ForkedProcess | None:
     """Fork `python -m module args` from the server at that address; None if it has ended.
 
-    The child has the caller's stdout and stderr, or `output` as both, its folder, `descriptors` by their numbers, and its process
-    group or one of its own. `ignored`, `exits_hard`: as of ForkRequest.
+    The child has the caller's directory, stdout and stderr (or `output`), `descriptors` by number,
+    and its process group or its own. `ignored`, `exits_hard`: see ForkRequest.
     """
     request = ForkRequest(
         module=module,
@@ -148,7 +148,7 @@ def forked(
             socket.send_fds(connection, [msgspec.json.encode(request)], [*outputs, *descriptors])
             connection.setblocking(False)
             return ForkedProcess(connection)
-    except OSError:  # it has ended, or the request is too long for it
+    except OSError:  # the server has ended, or the request is too long
         pass
     connection.close()
     return None

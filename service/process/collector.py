@@ -1,4 +1,6 @@
-"""Spares the garbage collector permanent objects (60,000 of a server): a full collection over them takes 30 ms and more."""
+"""Exempts permanent objects from garbage collection: a full collection of 60,000 takes over 30
+ms.
+"""
 
 import gc
 import os
@@ -8,7 +10,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def no_collections() -> Iterator[None]:
-    """Import large libraries inside the block: what they make lives to the end (torch's import collects 365 times: a tenth of it)."""
+    """Disable collections during large imports (a tenth of torch's import time)."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -18,11 +20,11 @@ def no_collections() -> Iterator[None]:
             gc.enable()
 
 
-_spared_in: list[int] = []  # processes, the last of which may be this one: a fork keeps what its server has spared
+_spared_in: list[int] = []  # pids; inherited by forks
 
 
 def spare_what_lives() -> None:
-    """Call it when everything permanent exists; a second call collects first, then covers newer objects."""
+    """Freeze all objects. A second call collects first, and covers newer ones."""
     if os.getpid() not in _spared_in:
         _spared_in.append(os.getpid())
     else:

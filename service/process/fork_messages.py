@@ -1,4 +1,4 @@
-"""What a fork server and its clients say to each other, over a socket that keeps messages apart."""
+"""Messages between a fork server and its clients."""
 
 import hashlib
 import os
@@ -8,13 +8,13 @@ from collections.abc import Mapping
 
 import msgspec
 
-# ADDRESS/DIGEST of a server from which processes that compute may be forked; of one from which those of HTTP may be.
+# ADDRESS/DIGEST of the fork servers for schedulers and for HTTP processes.
 SERVER_VARIABLE, HTTP_SERVER_VARIABLE = "TANDEM_FORK_SERVER", "TANDEM_HTTP_FORK_SERVER"
-# Variables that nothing reads while it is imported. In all others the server must be as the child is to be.
+# Variables that no import reads. In all others server and child must agree.
 _READ_LATER = frozenset(
     {
-        *("OMP_NUM_THREADS", "MKL_NUM_THREADS"),  # the engine sets its threads itself (torch.set_num_threads)
-        "PYTHONUNBUFFERED",  # a forked child's lines are never held back
+        *("OMP_NUM_THREADS", "MKL_NUM_THREADS"),  # the engine sets its threads by torch.set_num_threads
+        "PYTHONUNBUFFERED",  # a forked child is line-buffered
         *(
             "TOKENIZERS_PARALLELISM",
             "CUDA_VISIBLE_DEVICES",
@@ -28,18 +28,19 @@ _READ_LATER = frozenset(
         ),
     }
 )
-_READ_LATER_PREFIXES = ("TANDEM_", "CUDA_MPS_", "OTEL_", "PYTEST_")  # OTEL_: its library is imported where spans go out
-_OPENMP = ("OMP_", "GOMP_")  # read by what computes
+_READ_LATER_PREFIXES = ("TANDEM_", "CUDA_MPS_", "OTEL_", "PYTEST_")  # OTEL_: imported on use
+_OPENMP = ("OMP_", "GOMP_")  # read by compute libraries
 LONGEST_BYTES = 1 << 20
 MOST_DESCRIPTORS = 250  # the kernel takes 253 at once
 _CREDENTIALS = struct.Struct("3i")
 
 
 class ForkRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """`module`: has `main(argv)`, which returns the exit status. `env`: all of it. `group`: the process group to join.
+    """A child to fork: `main(argv)` of `module` returns its exit status.
 
-    `group`: 0 is a new one. `descriptors`: the numbers that the message's descriptors get. `client`: its process. `ignored`: signals
-    that it ignores. `exits_hard`: it ends without waiting for threads, as libraries leave some that never end.
+    `group` is the process group to join, 0 for a new one. `descriptors` are the numbers of the
+    message's descriptors. `client` is the client's pid. `ignored` signals are ignored. `exits_hard`
+    skips waiting for threads, as some libraries' never end.
     """
 
     module: str
@@ -54,14 +55,14 @@ class ForkRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ForkReply(msgspec.Struct, frozen=True, kw_only=True):
-    """First `pid`, in a message that brings a pidfd; once the child has ended `status`, as `subprocess.Popen.returncode`."""
+    """First `pid`, with a pidfd; at the child's end `status`, as `subprocess.Popen.returncode`."""
 
     pid: int | None = None
     status: int | None = None
 
 
 def digest_of(env: Mapping[str, str], *, variable: str = SERVER_VARIABLE) -> str:
-    """Of what a library may have read of the environment while it was imported. `variable`: of the kind of server."""
+    """Hash the variables that imports may have read, for a kind of server."""
     later = (*_READ_LATER_PREFIXES, *(_OPENMP if variable == HTTP_SERVER_VARIABLE else ()))
     read = {n: v for n, v in env.items() if n not in _READ_LATER and not n.startswith(later)}
     return hashlib.sha256(msgspec.json.encode(sorted(read.items()))).hexdigest()[:16]
@@ -72,13 +73,15 @@ def new_socket() -> socket.socket:
 
 
 def is_own_user(connection: socket.socket) -> bool:
-    """Whether the process at the other end runs as this user: an abstract address has no owner."""
+    """Return whether the peer runs as this user, as an abstract address has no owner."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return bool(_CREDENTIALS.unpack(credentials)[1] == os.getuid())
 
 
 def receive(connection: socket.socket) -> tuple[bytes, list[int]]:
-    """Return a message and its descriptors; (b"", []) at the end of file. Raises BlockingIOError, if the socket never blocks."""
+    """Return a message and its descriptors, (b"", []) at the end. BlockingIOError if
+    non-blocking.
+    """
     try:
         data, descriptors, _, _ = socket.recv_fds(connection, LONGEST_BYTES, MOST_DESCRIPTORS)
     except ConnectionError:

@@ -1,19 +1,19 @@
-"""A process that has imported what others need and does nothing with it: it forks them, ready-made, on request.
+"""Fork server: imports modules once, and forks ready-made children on request.
 
-An import is paid once for all of them (torch: two seconds), and they share its memory until
-one writes there. The server only imports: before a fork there must be no thread, no GPU and no parallel part of OpenMP.
+An import (torch: two seconds) is paid once, and its memory is shared until written. Before a fork
+there must be no thread, GPU or OpenMP region.
 
     client                                     server
-      | --- request, descriptors ----------------> |   fork: the child takes over environment, folder, descriptors, group
+      | --- request, descriptors ----------------> |   fork: child gets environment, cwd, descriptors
       | <-- pid, pidfd --------------------------- |
       | <-- status ------------------------------- |   the child has ended
       | --- end of file -------------------------> |   the client has ended: SIGKILL to the child
 
-A child ends with its client, and with this server; the server ends with the process that started it. Requests wait until the
-imports are done. The address is an abstract socket, which leaves no file. Only processes of the same user are served, and a child is
-one of the modules that the server was started with; a request cannot name others.
+A child ends with its client and with the server, which ends with its parent. Requests wait for the
+imports. The socket is abstract, serves only this user, and forks only the modules given at start.
 
-usage: python -m service.process.fork_server DESCRIPTOR ROOM MODULE...   ROOM: any word, as long as a child's command line may be
+usage: python -m service.process.fork_server DESCRIPTOR ROOM MODULE...   ROOM: any word as long as a
+child's command line may be
 """
 
 import gc
@@ -38,18 +38,18 @@ from service.process.title import set_command_line
 
 
 class ForkServer:
-    """`listener`: where clients connect. `modules`: what a child may be. One thread; it waits for its sockets and children alone."""
+    """A single-threaded server for clients of `listener`, with children from `modules`."""
 
     def __init__(self, listener: socket.socket, modules: Sequence[str]) -> None:
         self._listener, self._modules = listener, frozenset(modules)
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
-        self._children: dict[socket.socket, tuple[int, int]] = {}  # by client: pid and pidfd
+        self._children: dict[socket.socket, tuple[int, int]] = {}  # client -> pid, pidfd
 
     def serve(self) -> NoReturn:
         while True:
             for key, _ in self._selector.select():
-                if key.fd in self._selector.get_map():  # an event before it may have closed it
+                if key.fd in self._selector.get_map():  # an earlier event may have closed it
                     key.data()
 
     def _accept(self) -> None:
@@ -60,7 +60,7 @@ class ForkServer:
         self._selector.register(client, selectors.EVENT_READ, lambda: self._hear(client))
 
     def _hear(self, client: socket.socket) -> None:
-        """A request, or the end of the client."""
+        """Handle a request or the end of a client."""
         data, received = receive(client)
         request = msgspec.json.decode(data, type=ForkRequest) if data and client not in self._children else None
         if request is not None and request.module in self._modules and not _is_gone(client):
@@ -79,7 +79,7 @@ class ForkServer:
         pidfd = os.pidfd_open(pid)
         self._children[client] = pid, pidfd
         self._selector.register(pidfd, selectors.EVENT_READ, lambda: self._ended(client))
-        with suppress(OSError):  # a client that has ended is heard next
+        with suppress(OSError):  # the client's end is the next event
             socket.send_fds(client, [msgspec.json.encode(ForkReply(pid=pid))], [pidfd])
 
     def _ended(self, client: socket.socket) -> None:
@@ -103,7 +103,7 @@ class ForkServer:
 
 
 def _is_gone(client: socket.socket) -> bool:
-    """Whether it asked while the server still imported, and has ended since."""
+    """Return whether the client ended while the server imported."""
     try:
         return not client.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
     except BlockingIOError:
@@ -113,7 +113,6 @@ def _is_gone(client: socket.socket) -> bool:
 
 
 def _play(request: ForkRequest, received: Sequence[int]) -> NoReturn:
-    """In the child."""
     status = 1
     try:
         become(request, received)
@@ -139,7 +138,7 @@ def main(argv: Sequence[str]) -> NoReturn:
                 importlib.import_module(name)
             except ImportError as error:
                 print(f"fork server: {name}: {error}; who needs it will say more", file=sys.stderr, flush=True)
-    gc.disable()  # no child finds garbage of the server, and no collection writes into the memory of all
+    gc.disable()  # no collection may write into shared memory
     gc.freeze()
     ForkServer(listener, argv[2:]).serve()
 

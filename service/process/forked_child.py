@@ -1,4 +1,4 @@
-"""The first moments of a forked process: it becomes what a request asks for, as a new interpreter would be."""
+"""Setup of a forked process, as in a new interpreter."""
 
 import fcntl
 import importlib
@@ -12,19 +12,21 @@ from contextlib import suppress
 from service.process.fork_messages import ForkRequest
 from service.process.title import set_command_line
 
-STARTED_BY = "--started-by="  # in the command line that `ps` shows: the process that asked for this one
-FIRST_FREE = 3  # behind stdin, stdout, stderr
+STARTED_BY = "--started-by="  # in the command line of `ps`: the requesting process
+FIRST_FREE = 3  # after stdin, stdout, stderr
 
 
 def become(request: ForkRequest, received: Sequence[int]) -> None:
-    """Take over descriptors, group, folder, environment, signals and arguments. `received`: stdout, stderr, then the others."""
+    """Take over descriptors (`received`: stdout, stderr, others), group, cwd, environment and
+    signals.
+    """
     _place(received, (1, 2, *request.descriptors))
-    with suppress(OSError):  # of another session
+    with suppress(OSError):  # a group of another session
         os.setpgid(0, request.group)
     os.chdir(request.folder)
     os.environ.clear()
     os.environ.update(request.env)
-    tempfile.tempdir = None  # it follows the environment
+    tempfile.tempdir = None  # depends on the environment
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
@@ -37,7 +39,7 @@ def become(request: ForkRequest, received: Sequence[int]) -> None:
 
 
 def _place(received: Sequence[int], wanted: Sequence[int]) -> None:
-    """Give descriptors their numbers and close all others but stdin."""
+    """Renumber descriptors, and close all others but stdin."""
     above = max(FIRST_FREE, *wanted, *received) + 1
     moved = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, above) for descriptor in received]
     os.closerange(FIRST_FREE, above)
@@ -47,7 +49,7 @@ def _place(received: Sequence[int], wanted: Sequence[int]) -> None:
 
 
 def run(request: ForkRequest) -> int:
-    """As `python -m module argv`; return its exit status."""
+    """Run as `python -m module argv`; return the exit status."""
     try:
         return int(importlib.import_module(request.module).main(request.argv))
     except SystemExit as end:

@@ -1,8 +1,7 @@
-"""Whole messages between two processes, over a socket pair on one machine or TCP on two: each after its length.
+"""Length-prefixed messages between two processes over a socket pair or TCP.
 
-An end of file says that the other process has ended. What the socket does not take at once waits here, up to `MOST_UNSENT_BYTES`,
-and a thread that lives as long as something waits sends it. Measured on Linux with a pair: 35 us for a message and its answer,
-0.5 ms from a SIGKILL to the end of file.
+An end of file means that the peer has ended. Up to `MOST_UNSENT_BYTES` wait for a temporary sending
+thread. On Linux with a pair: 35 us per message and answer, 0.5 ms from SIGKILL to end of file.
 """
 
 import contextlib
@@ -14,21 +13,21 @@ import threading
 LENGTH = struct.Struct("<I")
 MOST_UNSENT_BYTES = 4 << 20
 LONGEST_BYTES = 256 << 20
-SEND_BUFFER_BYTES = 4 << 20  # asked for, of a pair; Linux gives at most net.core.wmem_max
+SEND_BUFFER_BYTES = 4 << 20  # requested for a pair; Linux caps it at net.core.wmem_max
 
 
 class ChannelClosed(Exception):
-    """The other process has ended, or it is going to."""
+    """The peer has ended or is ending."""
 
 
 class ChannelFull(Exception):
-    """The other process has read nothing for too long."""
+    """The peer has not read for too long."""
 
 
 class MessageStream:
-    """One end. Owns the socket. `put` comes from any thread, `get` and `arrived` from one. `most_unsent_bytes`: by default MOST_UNSENT_BYTES.
+    """One end, which owns the socket. `put` is thread-safe; `get` and `arrived` are for one thread.
 
-    No byte is read ahead: while the socket has nothing to read, no message waits here.
+    It reads nothing ahead, so an unreadable socket means that no message waits.
     """
 
     def __init__(self, connection: socket.socket, *, most_unsent_bytes: int | None = None) -> None:
@@ -41,15 +40,15 @@ class MessageStream:
         self._lock = threading.Lock()
         self._unsent = bytearray()
         self._most_unsent_bytes = MOST_UNSENT_BYTES if most_unsent_bytes is None else most_unsent_bytes
-        self._sender: threading.Thread | None = None  # of what waits
-        self._broken = ""  # why it has ended early
+        self._sender: threading.Thread | None = None  # of waiting messages
+        self._broken = ""  # cause of an early end
         self._expect_length()
 
     def fileno(self) -> int:
         return self._connection.fileno()
 
     def put(self, data: bytes) -> None:
-        """Send a message, now or soon; never blocks. Raises ChannelFull and ChannelClosed."""
+        """Send a message without blocking. Raises ChannelFull, ChannelClosed."""
         message = LENGTH.pack(len(data)) + data
         with self._lock:
             if self._broken:
@@ -65,12 +64,14 @@ class MessageStream:
                 self._sender.start()
 
     def flush(self, within_s: float) -> None:
-        """Wait until nothing waits here, for so long at most."""
+        """Wait for unsent messages, at most `within_s`."""
         if self._sender is not None:
             self._sender.join(within_s)
 
     def get(self, *, within_s: float | None = None) -> bytes:
-        """Wait for the next message. Raises ChannelClosed, also when not all of it has come `within_s` of its last byte."""
+        """Wait for the next message. ChannelClosed at the end, or after `within_s` without a
+        byte.
+        """
         if within_s is not None:
             self._connection.settimeout(within_s)
         try:
@@ -82,7 +83,7 @@ class MessageStream:
                 self._connection.settimeout(None)
 
     def arrived(self) -> list[bytes]:
-        """Return the messages that are there, without waiting. Raises ChannelClosed once all that came before the end are read."""
+        """Return complete messages without waiting. ChannelClosed once all are read."""
         messages: list[bytes] = []
         try:
             while (message := self._read(socket.MSG_DONTWAIT)) is not None:
@@ -93,7 +94,7 @@ class MessageStream:
         return messages
 
     def shut(self) -> None:
-        """End it for both sides: a waiting `get` raises ChannelClosed."""
+        """End both sides: a waiting `get` raises ChannelClosed."""
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
 
@@ -124,7 +125,7 @@ class MessageStream:
             ChannelClosed,
             OSError,
             ValueError,
-        ) as error:  # the thread that receives finds the end, or the next `put`
+        ) as error:  # reported by the receiver or the next `put`
             self._broken = str(error) or "closed"
 
     def _expect_length(self) -> None:
@@ -137,7 +138,7 @@ class MessageStream:
         self._is_length = False
 
     def _read(self, flags: int) -> bytes | None:
-        """Return the next message; None: it is not there yet, or not the whole of it."""
+        """Return the next message if it is complete."""
         while True:
             while self._left:
                 try:
@@ -160,5 +161,5 @@ class MessageStream:
 
 
 def socket_pair() -> tuple[socket.socket, socket.socket]:
-    """Both ends on one machine; a child process inherits one."""
+    """Return both ends; a child process inherits one."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)

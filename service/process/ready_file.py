@@ -1,4 +1,4 @@
-"""The ready file of a process or a cluster: what others wait for, and where it serves."""
+"""The ready file of a process or cluster, with its address."""
 
 import json
 import os
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def write_ready_file(name: str | None, value: dict[str, Any]) -> None:
-    """Write `value` as JSON, atomically: a reader sees the whole file or none. Without a `name` nothing."""
+    """Write `value` as JSON, atomically, if there is a `name`."""
     if name:
         path = Path(name)
         draft = path.with_name(f".{path.name}.{os.getpid()}")

@@ -1,4 +1,6 @@
-"""Small files that several processes map. Their room is reserved: a write into a page for which a file system has none ends the process (SIGBUS)."""
+"""Small memory-mapped files shared by processes, preallocated: a write without disk space is
+SIGBUS.
+"""
 
 import mmap
 import os
@@ -8,9 +10,9 @@ from service.flags import ConfigError
 
 
 def mapped(path: str | os.PathLike[str], size: int = 0) -> memoryview:
-    """Map a file in words of 8 bytes. `size`: in bytes, to make it that long (new bytes are 0); 0: as it is.
+    """Map a file as 8-byte words, extended to `size` bytes unless 0.
 
-    Raises ConfigError if the file system has no room for it; OSError if it is to be as it is, and is not there.
+    Raises ConfigError without disk space, OSError if `size` is 0 and it does not exist.
     """
     try:
         return _mapped(path, size)

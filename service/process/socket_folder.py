@@ -1,4 +1,4 @@
-"""Where the folders of Unix sockets are: the kernel takes 107 bytes of a socket's path (unix(7)), and batch systems set a long TMPDIR."""
+"""The directory of Unix sockets, whose paths are limited to 107 bytes (unix(7))."""
 
 import os
 import tempfile
@@ -6,17 +6,18 @@ import tempfile
 from service.flags import ConfigError
 
 LONGEST_PATH = 107
-BELOW = 48  # for what comes behind it: "/tandem-ipc-PID-8 letters/frontend@ROW.RANK"
+BELOW = 48  # for the rest: "/tandem-ipc-PID-8 letters/frontend@ROW.RANK"
 SHORT = "/tmp"
 
 
 def fits(path: str | os.PathLike[str]) -> bool:
-    """Whether a socket may have this path."""
     return len(os.fsencode(path)) <= LONGEST_PATH
 
 
 def socket_folder() -> str:
-    """Return the temporary directory, or /tmp if paths below that one are too long. Raises ConfigError without either."""
+    """Return the temporary directory, or /tmp if that is too long. Raises ConfigError without
+    either.
+    """
     folder = tempfile.gettempdir()
     if len(os.fsencode(folder)) <= LONGEST_PATH - BELOW:
         return folder

@@ -1,4 +1,4 @@
-"""What a process arranges for itself or its children as it starts: open files, and the end with its parent."""
+"""Open files, and the end with the parent process."""
 
 import ctypes
 import os
@@ -10,7 +10,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def allow_many_files() -> int:
-    """Raise the soft limit of open files, usually 1,024, to the hard one and return it. Child processes inherit it."""
+    """Raise the soft limit of open files, inherited by children, to the hard one and return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -18,9 +18,8 @@ def allow_many_files() -> int:
 
 
 def die_with_parent(ignored: Sequence[int] = ()) -> Callable[[], None]:
-    """Return a child's `preexec_fn` that asks the kernel for SIGKILL when the parent's *thread*, the caller's, ends.
-
-    `ignored`: signals that the child ignores from its first moment, and what it starts does, too.
+    """Return a `preexec_fn` for SIGKILL at the end of the calling *thread*, with `ignored`
+    signals.
     """
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     parent = os.getpid()

@@ -1,11 +1,11 @@
-"""What SIGTERM and SIGINT mean to every process that can drain, and the signals by which one process ends another.
+"""SIGTERM and SIGINT of processes that drain, and signals between our processes.
 
-serving --SIGTERM--> draining --nothing runs any more, or the time is over--> ended
-   |                    |
-   +------ SIGINT ------+-- any second signal: at once
+    serving --SIGTERM--> draining --idle, or timeout--> ended
+       |                    |
+       +------ SIGINT ------+-- any second signal: at once
 
-A shell, a terminal or a service manager may send these to a whole group of processes. So a process ends those that it has started by
-DRAIN and END instead: each has one meaning, however often it comes, and in whichever order with signals to the group.
+A shell or service manager may signal a whole group. So our processes end each other by DRAIN and
+END, with one meaning in any number and order.
 """
 
 import asyncio
@@ -15,14 +15,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 
-DRAIN, END = signal.SIGUSR1, signal.SIGUSR2  # a process that does not handle them yet is ended by either
+DRAIN, END = signal.SIGUSR1, signal.SIGUSR2  # either ends a process without handlers
 TO_GROUPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 POLL_S = 0.02
-_CANNOT = (NotImplementedError, RuntimeError, ValueError)  # this thread, or this system, may handle no signals
+_CANNOT = (NotImplementedError, RuntimeError, ValueError)  # no handlers in this thread or system
 
 
 class StopSignals:
-    """The end that signals requested. `requested`: after a drain. `at_once`: without one."""
+    """The requested end: `requested` after a drain, `at_once` without."""
 
     def __init__(self) -> None:
         self.requested = asyncio.Event()
@@ -41,9 +41,9 @@ class StopSignals:
 
     @contextmanager
     def caught(self, *, on_hangup: Callable[[], None] | None = None, only_hangup: bool = False) -> Iterator[None]:
-        """Handle the signals inside the block. Afterwards they are ignored: a closing loop must not be hit.
+        """Handle signals during the context, and ignore them after it, while the loop closes.
 
-        SIGHUP is `on_hangup`, or the end where the terminal of this process is gone, unless it was started to outlive that (nohup).
+        SIGHUP calls `on_hangup`, or ends the process if its terminal is gone (except under nohup).
         """
         handlers: dict[signal.Signals, Callable[[], None]] = {}
         if not only_hangup:
@@ -72,9 +72,10 @@ class StopSignals:
 
 
 def hangup_ends() -> Callable[[], bool]:
-    """Return what says of a SIGHUP whether it ends this process: its terminal is gone, and it was not started to outlive that (nohup).
+    """Return a function that returns whether a SIGHUP ends this process: without terminal, nor
+    nohup.
 
-    Call it before SIGHUP has a handler.
+    Call this before SIGHUP has a handler.
     """
     outlives = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN or not _has_terminal()
     return lambda: not outlives and not _has_terminal()
@@ -89,7 +90,7 @@ def _has_terminal() -> bool:
 
 
 async def wait_while(may_wait: Callable[[], bool], *, at_once: asyncio.Event) -> None:
-    """Wait for running requests: poll until `may_wait` is false or `at_once` is set."""
+    """Poll until `may_wait` is false or `at_once` is set."""
     while not at_once.is_set() and may_wait():
         await pause(at_once)
 

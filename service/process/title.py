@@ -1,18 +1,17 @@
-"""The command line of a process as `ps` shows it, for one that was forked and plays another's part.
+"""The command line of a forked process in `ps`.
 
-Linux shows the memory in which the arguments lay at the start. A process may write there, as many servers do to show what they
-are busy with; memory that came later is no room.
+Linux reads it from the memory of the original arguments, which the process may overwrite.
 """
 
 import ctypes
 from collections.abc import Sequence
 from pathlib import Path
 
-ROOM_BYTES = 2048  # of a process that is to change its command line: give it an argument as long as this
+ROOM_BYTES = 2048  # length of an argument to reserve
 
 
 def set_command_line(words: Sequence[str]) -> None:
-    """Show `words`, cut to the room that there is; nothing where the system does not say where it lies."""
+    """Set the command line, cut to the reserved memory."""
     if (area := _area()) is None:
         return
     begin, size = area
@@ -21,7 +20,7 @@ def set_command_line(words: Sequence[str]) -> None:
 
 
 def _area() -> tuple[int, int] | None:
-    """Address and size of the arguments (proc(5): fields 48 and 49 of `stat`)."""
+    """Return address and size of the arguments (proc(5): fields 48 and 49 of `stat`)."""
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         begin, end = int(fields[45]), int(fields[46])

@@ -1,4 +1,4 @@
-"""GET, DELETE, cancel and input items of a stored response, at whichever server keeps it."""
+"""GET, DELETE, cancel and input items of stored responses."""
 
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
@@ -14,7 +14,7 @@ from service.responses.store import StoredResponse
 from service.security.keys import authorization_of, owner_of
 
 PATH = "/v1/responses"
-DEFAULT_LIMIT, MAX_LIMIT = 20, 100  # of listed items, as OpenAI's
+DEFAULT_LIMIT, MAX_LIMIT = 20, 100  # of listed items, as in OpenAI's API
 
 StoredHandler = Callable[[web.BaseRequest, ResponseBook], Awaitable[web.Response]]
 
@@ -33,7 +33,7 @@ async def delete_response(request: web.BaseRequest, book: ResponseBook) -> web.R
 
 
 async def cancel_response(request: web.BaseRequest, book: ResponseBook) -> web.Response:
-    """The response as it ended; also one that had ended before."""
+    """Return the ended response."""
     id = named_response(request)
     try:
         await book.cancel(id, caller_of(request))
@@ -43,13 +43,13 @@ async def cancel_response(request: web.BaseRequest, book: ResponseBook) -> web.R
 
 
 async def list_input_items(request: web.BaseRequest, book: ResponseBook) -> web.Response:
-    """Return all items that the response was generated from, earlier responses included; newest first unless `order` is asc."""
+    """Return all items before the response, newest first by default."""
     found = await _find(request, book)
     return json_response(page_of(input_items(found), request.query))
 
 
 def page_of(items: list[dict[str, Any]], query: Any) -> dict[str, Any]:
-    """`query`: limit, order and after, an item's id. Raises ApiError(400)."""
+    """Return a page by limit, order and after (item id). Raises ApiError(400)."""
     order, limit = query.get("order", "desc"), _limit(query.get("limit", str(DEFAULT_LIMIT)))
     if order not in ("asc", "desc"):
         raise bad_field("order", f"{order[:100]!r} is not one of asc, desc")
@@ -70,7 +70,7 @@ def page_of(items: list[dict[str, Any]], query: Any) -> dict[str, Any]:
 
 
 def named_response(request: web.BaseRequest) -> str:
-    """The id in the path. Raises HTTPNotFound for a path below it that is no route."""
+    """Return the id in the path. HTTPNotFound for an unknown path below it."""
     id, _, rest = request.path.removeprefix(PATH + "/").partition("/")
     if rest not in ("", "cancel", "input_items"):
         raise web.HTTPNotFound

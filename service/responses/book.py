@@ -1,4 +1,4 @@
-"""The responses of one server process: those that are stored, and those that run and will be."""
+"""Stored and running responses of one server process."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
@@ -8,18 +8,18 @@ from typing import Protocol
 
 from service.responses.store import ResponseStore, StoredResponse
 
-CANCEL_TIMEOUT_S = 4.0  # until a cancelled response has ended; a router's processes wait 5 s for each other
+CANCEL_TIMEOUT_S = 4.0  # until a cancelled response ends; router processes wait 5 s for each other
 
 
 class ResponseBook(Protocol):
-    """What is known of responses by `id`, to `owner` alone."""
+    """Responses by `id`, visible to `owner` only."""
 
     async def find(self, id: str, owner: str) -> list[StoredResponse]:
-        """The response and its ancestors, newest first, as far as they are stored."""
+        """Return the response and its stored ancestors, newest first."""
 
     async def remove(self, id: str, owner: str) -> bool: ...
     async def cancel(self, id: str, owner: str) -> bool:
-        """End a running response and wait for it; False if it does not run."""
+        """Abort a running response and wait; False if it does not run."""
 
 
 Abort = Callable[[str], Awaitable[object]]
@@ -39,13 +39,13 @@ class LocalBook:
 
     @contextmanager
     def running(self, id: str, owner: str, *, abort: Abort) -> Iterator[None]:
-        """A response runs until the block ends. `abort` asks for that, by its id."""
+        """Register a response during the context. `abort(id)` ends it."""
         live = self._live[id] = _Live(owner, abort)
         try:
             yield
         finally:
             live.ended.set()
-            if self._live.get(id) is live:  # else a worker has given the same id twice
+            if self._live.get(id) is live:  # else a worker has used an id twice
                 del self._live[id]
 
     async def find(self, id: str, owner: str) -> list[StoredResponse]:

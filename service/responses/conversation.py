@@ -1,4 +1,4 @@
-"""What a body of /v1/responses means together with what is stored: the items before its own. Pure."""
+"""The conversation before a body of /v1/responses. Pure."""
 
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -10,12 +10,12 @@ from service.http.json_depth import decode_or_none
 from service.responses.items import REFERENCE, history_of, inner_text, references, resolved, response_of
 from service.responses.store import StoredResponse
 
-# A response and its ancestors, newest first, as far as they are known.
+# Finds a response and its stored ancestors, newest first.
 Find = Callable[[str], Awaitable[list[StoredResponse]]]
 
 
 class StoreFields(msgspec.Struct, kw_only=True):
-    """The fields of a body that concern the store; the worker checks their types. `input`: JSON text."""
+    """A body's fields about the store, types unchecked. `input` is JSON text."""
 
     input: msgspec.Raw = msgspec.Raw(b"")
     previous_response_id: Any = None
@@ -23,14 +23,14 @@ class StoreFields(msgspec.Struct, kw_only=True):
 
 
 class Conversation(msgspec.Struct, frozen=True, kw_only=True):
-    """`history`: JSON list of the items before the body's own; `input`: the body's, with items in the place of references."""
+    """`history`: JSON list of earlier items. `input`: the body's, with references resolved."""
 
     previous: str
     history: bytes
     input: bytes
 
     def to_keep(self) -> "Conversation":
-        """Return the part that the answer's end needs, without the history, which may be long."""
+        """Return it without the (long) history."""
         return msgspec.structs.replace(self, history=b"")
 
 
@@ -39,7 +39,7 @@ class _Answer(msgspec.Struct):
 
 
 async def open_conversation(fields: StoreFields, find: Find) -> Conversation:
-    """Raises ApiError(400) for what is not stored."""
+    """Find a body's conversation. Raises ApiError(400) if it is not stored."""
     previous, given, history = fields.previous_response_id, bytes(fields.input), b"[]"
     if previous is not None:
         if not isinstance(previous, str):
@@ -52,7 +52,7 @@ async def open_conversation(fields: StoreFields, find: Find) -> Conversation:
 
 
 def whole(id: str, found: list[StoredResponse]) -> list[StoredResponse]:
-    """A conversation from its beginning. Raises ApiError(400) for one of which a part is not stored."""
+    """Check that a conversation is complete. Raises ApiError(400)."""
     missing = id if not found else found[-1].previous
     if missing:
         raise not_found(missing, field="previous_response_id")
@@ -60,7 +60,7 @@ def whole(id: str, found: list[StoredResponse]) -> list[StoredResponse]:
 
 
 def to_store(conversation: Conversation, *, owner: str, answer: bytes) -> StoredResponse | None:
-    """`answer`: the JSON of the final response; None for what is none."""
+    """Return the entry of a final response (JSON), if that is valid."""
     decoded: _Answer | None = decode_or_none(answer, _Answer)
     if decoded is None:
         return None
@@ -74,7 +74,6 @@ def to_store(conversation: Conversation, *, owner: str, answer: bytes) -> Stored
 
 
 def not_found(id: str, *, field: str | None = None) -> ApiError:
-    """`field`: of a body, that names it."""
     text = f"no response {id[:100]!r} is stored for this key; it may not have ended, or may be deleted or evicted"
     if field is None:
         return ApiError(404, text, code="response_not_found")

@@ -1,10 +1,8 @@
-"""Items of conversations: their ids, lists of them, and references to them. Pure.
+"""Items of conversations, kept as JSON text: ids, lists, references. Pure.
 
-    resp_HEX                  a response
-    msg_HEX_2, fc_HEX_2...    item 2 of its output
-    msg_HEX_in2...            item 2 of its input, if the client gave it no id
-
-So an item's id says where it is. Items stay JSON text as they came; most are never decoded.
+resp_HEX                  a response
+msg_HEX_2, fc_HEX_2...    item 2 of its output
+msg_HEX_in2...            item 2 of its input, without an id of the client's
 """
 
 import re
@@ -40,19 +38,19 @@ _reference_decoder = msgspec.json.Decoder(_Reference)
 
 
 def item_id(kind: str, response_id: str, index: int, *, is_input: bool = False) -> str:
-    """`kind`: the item's type."""
+    """Return the id of an item of type `kind`."""
     prefix = PREFIXES.get(kind, "item")
     return f"{prefix}_{response_id.removeprefix(RESPONSE)}_{'in' if is_input else ''}{index}"
 
 
 def response_of(item_id: str) -> str:
-    """The id of the response that has the item; "": the id is not one of ours."""
+    """Return the id of the item's response, empty for a foreign id."""
     match = _ITEM_ID.fullmatch(item_id)
     return "" if match is None else RESPONSE + match[1]
 
 
 def inner_text(given: bytes) -> bytes:
-    """A body's `input`, a JSON text or a list, as items with commas between them."""
+    """Return a body's `input` (text or list) as comma-separated items."""
     text = given.strip()
     if text[:1] == b'"':
         return b'{"type":"message","role":"user","content":' + text + b"}"
@@ -60,17 +58,16 @@ def inner_text(given: bytes) -> bytes:
 
 
 def joined(parts: Iterable[bytes]) -> bytes:
-    """A JSON list of lists' inner texts."""
     return b"[" + b",".join(part for part in parts if part) + b"]"
 
 
 def history_of(conversation: Sequence[StoredResponse]) -> bytes:
-    """The JSON list of all items of a conversation (newest response first), in their order."""
+    """Return the JSON list of a conversation's items (newest response first), in order."""
     return joined(part for stored in reversed(conversation) for part in (stored.input, *_outputs(stored)))
 
 
 def input_items(conversation: Sequence[StoredResponse]) -> list[dict[str, Any]]:
-    """The items that the newest response was generated from, oldest first, in the API's shape, each with its id."""
+    """Return the items before the newest response, oldest first, in the API's shape."""
     newest, found = conversation[0], []
     for stored in reversed(conversation):
         found += [_shown(raw, stored.id, index) for index, raw in enumerate(_inputs(stored))]
@@ -80,7 +77,7 @@ def input_items(conversation: Sequence[StoredResponse]) -> list[dict[str, Any]]:
 
 
 def references(given: bytes) -> list[str]:
-    """The ids that the items of a body's `input` refer to. Raises ApiError(400) for one that cannot be an id of ours."""
+    """Return the ids that `input` refers to. Raises ApiError(400) for a foreign id."""
     ids = []
     for index, raw in enumerate(_split(given)):
         reference = _reference_in(raw)
@@ -92,7 +89,7 @@ def references(given: bytes) -> list[str]:
 
 
 def resolved(given: bytes, responses: Mapping[str, StoredResponse]) -> bytes:
-    """`given` with the items themselves. `responses`: the responses of `references`, by id. Raises ApiError(400)."""
+    """Replace references by items of `responses`, by id. Raises ApiError(400)."""
     items = []
     for index, raw in enumerate(_split(given)):
         reference = _reference_in(raw)
@@ -123,7 +120,7 @@ def _outputs(stored: StoredResponse) -> list[bytes]:
 
 
 def _split(given: bytes) -> list[msgspec.Raw]:
-    """Nothing for what is no list: the worker refuses it."""
+    """Return the items, none if it is not a list."""
     try:
         return _list_decoder.decode(given)
     except JSON_ERRORS:

@@ -1,23 +1,21 @@
-"""A bounded store of responses: the least recently used goes first, and a conversation from its end. Pure.
+"""A bounded LRU store of responses, which evicts a conversation from its end. Pure.
 
-    resp_1 <- resp_2 <- resp_3       previous_response_id; to read resp_3 is to read all three
+    resp_1 <- resp_2 <- resp_3       previous_response_id; resp_3 needs all three
                      <- resp_4
 
-Reading a response makes its ancestors the most recently used. So none is evicted before its descendants, and no stored response loses
-its beginning, except by `remove`.
+Reading a response touches its ancestors last, so none is evicted before its descendants.
 """
 
 from collections import OrderedDict
 
 import msgspec
 
-OVERHEAD_BYTES = 512  # of an entry, beside its texts
+OVERHEAD_BYTES = 512  # of an entry besides its texts
 
 
 class StoredResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """`owner`: what may read it. `previous`: the id of the response before it; "": none.
-
-    `input`: JSON text of its own input items, with commas between them; `response`: the JSON object as the client received it.
+    """`previous`: id of the parent, if any. `input`: its own items, comma-separated JSON.
+    `response`: the JSON object sent to the client.
     """
 
     id: str
@@ -31,22 +29,22 @@ class StoredResponse(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.input) + len(self.response) + OVERHEAD_BYTES
 
 
-MAX_BYTES = 64 << 20  # of the answers that a server keeps: a thousand long ones
+MAX_BYTES = 64 << 20  # about a thousand long answers
 
 
 class ResponseStore:
-    """At most `max_count` responses of `max_bytes` together."""
+    """At most `max_count` responses and `max_bytes`."""
 
     def __init__(self, *, max_count: int, max_bytes: int = MAX_BYTES) -> None:
         self.num_bytes = 0
         self._max_count, self._max_bytes = max_count, max_bytes
-        self._responses: OrderedDict[str, StoredResponse] = OrderedDict()  # the least recently used first
+        self._responses: OrderedDict[str, StoredResponse] = OrderedDict()  # least recently used first
 
     def __len__(self) -> int:
         return len(self._responses)
 
     def put(self, stored: StoredResponse) -> None:
-        """Keep it, unless its id is known: a response does not change. One too large, with its ancestors, is evicted at once."""
+        """Store a response, unless its id is known. It is evicted at once if too large."""
         if stored.id in self._responses:
             return
         self._responses[stored.id] = stored
@@ -62,7 +60,7 @@ class ResponseStore:
         return stored
 
     def conversation(self, id: str, *, owner: str) -> list[StoredResponse]:
-        """The response and its ancestors, newest first, as far as they are here; empty if it is not."""
+        """Return the response and its stored ancestors, newest first."""
         found: list[StoredResponse] = []
         stored = self.get(id, owner=owner)
         while stored is not None and len(found) < len(self._responses):
@@ -71,7 +69,7 @@ class ResponseStore:
         return found
 
     def remove(self, id: str, *, owner: str) -> bool:
-        """Forget it; what follows it stays, and can be read but not continued."""
+        """Remove it. Its descendants can be read but not continued."""
         stored = self._owned(id, owner)
         if stored is None:
             return False
@@ -91,8 +89,8 @@ class ResponseStore:
         return stored if stored is not None and stored.owner == owner else None
 
     def _touch(self, stored: StoredResponse | None) -> None:
-        """Make it and its ancestors the most recently used, the oldest ancestor last."""
-        for _ in range(len(self._responses)):  # a bound: no input can make a circle
+        """Mark it and then its ancestors as used."""
+        for _ in range(len(self._responses)):  # bounded, whatever the input
             if stored is None:
                 return
             self._responses.move_to_end(stored.id)

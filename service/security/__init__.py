@@ -1,1 +1,1 @@
-"""Keys, signatures, addresses and limits."""
+"""Keys, signatures, addresses, browser rule."""

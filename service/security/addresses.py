@@ -1,4 +1,4 @@
-"""Which addresses are local, and which a worker may dial. Pure: names are compared as text, never resolved."""
+"""Local addresses, and addresses that workers may connect to. Pure: names are compared as text."""
 
 import ipaddress
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ ANY_PORT = None
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches a socket bound to `host`. False for wildcards and unknown names."""
+    """Return whether only this machine reaches `host`. False for wildcards and unknown names."""
     if host.lower().rstrip(".") == "localhost":
         return True
     address = _address(host)
@@ -26,7 +26,7 @@ def is_network_address(host: str) -> bool:
 def require_secret(
     host: str, *, flag: str, what: str, remedy: str, has_secret: bool, allow_insecure: bool
 ) -> str | None:
-    """Return a warning (`allow_insecure`) or raise ConfigError if strangers could reach `what` on `host`."""
+    """Raise ConfigError if strangers could reach `what` on `host`; a warning if that is allowed."""
     if has_secret or is_loopback(host):
         return None
     if allow_insecure:
@@ -56,7 +56,7 @@ class AllowedAddresses:
     """HOST:PORT pairs that requests may name."""
 
     def __init__(self, rules: Sequence[str], *, loopback: bool, flag: str) -> None:
-        """`rules`: HOST, HOST:PORT, [IPV6]:PORT or a network such as 10.0.0.0/8. `loopback`: allow this machine's, too."""
+        """`rules`: HOST, HOST:PORT, [IPV6]:PORT or a network such as 10.0.0.0/8."""
         self._rules = tuple(_rule(text, flag) for text in rules)
         self._loopback = loopback
 

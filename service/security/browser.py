@@ -1,15 +1,15 @@
-"""What a web page may request of a server. Pure; every HTTP server applies it first.
+"""Rules for requests of web pages, applied first by every HTTP server. Pure.
 
-A browser sends a page's requests to any address, loopback included. Three rules stop pages of other sites:
+A browser sends a page's requests to any address, loopback included. Rules against other sites:
 
-- A body must be declared as JSON. Without a preflight a page can send only text and forms, and a preflight is answered for
-  allowed origins alone.
-- A request that changes something must not come from another origin, by `Origin` and `Sec-Fetch-Site`, which no page can
-  set. The algorithm is that of Go's `http.CrossOriginProtection`.
-- On loopback without keys, `Host` must be an address, localhost, or a configured name. This stops DNS rebinding, which
-  passes the second rule.
+- A body must be declared as JSON: without a preflight a page can only send text and forms, and
+  preflights are answered for allowed origins only.
+- A changing request must not be cross-origin by `Origin` and `Sec-Fetch-Site`, as in Go's
+  `http.CrossOriginProtection`.
+- On loopback without keys, `Host` must be an address, localhost or a configured name. This stops
+  DNS rebinding, which passes the second rule.
 
-Pages of allowed origins may also read answers (CORS). No answer allows cookies or the like: a page must have a key of its own.
+Pages of allowed origins may read answers (CORS), without cookies: they need a key of their own.
 """
 
 import re
@@ -22,7 +22,7 @@ from service.security.addresses import is_loopback, is_network_address
 
 ANY = "*"
 SAFE_METHODS = frozenset(("GET", "HEAD", "OPTIONS"))
-CHANGING_PATHS = frozenset(("/flush_cache",))  # change something even by GET, as SGLang's do
+CHANGING_PATHS = frozenset(("/flush_cache",))  # changing GET requests, as in SGLang
 _DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 _SHOWN_CHARS = 80
 
@@ -31,7 +31,7 @@ _ALLOWED = "Access-Control-Allow-Origin"
 _READABLE = {"Access-Control-Expose-Headers": "X-Request-Id, Retry-After, X-Tandem-Ignored-Fields"}
 _PREFLIGHT = {
     "Access-Control-Allow-Methods": "GET, HEAD, POST, PUT, DELETE",
-    "Access-Control-Max-Age": "600",  # seconds, of which Chromium takes up to 7200
+    "Access-Control-Max-Age": "600",  # seconds; Chromium allows up to 7200
 }
 _NAMES = re.compile(r"[\w!#$%&'*+.^`|~-]+(?:, ?[\w!#$%&'*+.^`|~-]+)*", re.ASCII)  # header names in a list
 _MAX_NAMES_CHARS = 4096
@@ -39,7 +39,7 @@ _MAX_NAMES_CHARS = 4096
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """HTTP status, error code, and a message that names the header, its value and the remedy."""
+    """A response whose message names header, value and remedy."""
 
     status: int
     code: str
@@ -56,14 +56,16 @@ class BrowserRule:
         allowed_origins: Sequence[str] = (),
         key_flag: str = "--api-key-file",
     ) -> None:
-        """`key_flag`: sets keys. `allowed_hosts`: other names of the server; `allowed_origins`: SCHEME://HOST[:PORT]. "*": any."""
+        """`allowed_hosts`: other names of the server. `allowed_origins`: SCHEME://HOST[:PORT]. "*":
+        any.
+        """
         self._names = frozenset((host.lower().rstrip("."), *(_name_of(name) or name for name in allowed_hosts)))
         self._origins = frozenset(_checked(origin) for origin in allowed_origins)
         self._checks_host = is_loopback(host) and not has_keys and ANY not in self._names
         self._key_flag = key_flag
 
     def refusal(self, method: str, path: str, headers: Mapping[str, str], *, has_body: bool) -> Refusal | None:
-        """None: the request may go on. `headers`: case-insensitive."""
+        """Return why the request is refused, if it is. `headers` are case-insensitive."""
         if self._checks_host and not self._is_own(headers.get("Host", "")):
             return self._foreign_host(headers["Host"])
         changes = method not in SAFE_METHODS or path in CHANGING_PATHS or is_preflight(method, headers)
@@ -74,7 +76,7 @@ class BrowserRule:
         return None
 
     def sharing(self, headers: Mapping[str, str]) -> Mapping[str, str]:
-        """Headers of any answer: with them a page of an allowed origin may read it. Empty where no origin is allowed."""
+        """Return CORS headers that let allowed origins read an answer."""
         if not self._origins:
             return {}
         if ANY in self._origins:
@@ -85,9 +87,9 @@ class BrowserRule:
         return {_ALLOWED: origin, **_READABLE, "Vary": "Origin"}
 
     def preflight(self, method: str, headers: Mapping[str, str]) -> Mapping[str, str] | None:
-        """Return the headers, beside `sharing`, of the answer to a preflight request; None: it is none.
+        """Return the further headers for a preflight request, None for others.
 
-        `refusal` comes first: the origin may send requests. The request itself still needs its key.
+        Call `refusal` before. The request itself still needs its key.
         """
         if not (self._origins and is_preflight(method, headers)):
             return None
@@ -104,7 +106,7 @@ class BrowserRule:
 
     def _is_foreign(self, headers: Mapping[str, str]) -> bool:
         origin, site = headers.get("Origin"), headers.get("Sec-Fetch-Site", "")
-        if site == "same-origin":  # also behind a proxy that sends another Host
+        if site == "same-origin":  # also behind a proxy that changes Host
             return False
         if origin is None:
             return site not in ("", "none")  # "none": the address bar, or a bookmark
@@ -126,7 +128,7 @@ def is_preflight(method: str, headers: Mapping[str, str]) -> bool:
 
 
 def is_json(content_type: str) -> bool:
-    """application/json or application/*+json, with any parameters."""
+    """Return whether it is application/json or application/*+json."""
     if content_type == "application/json":
         return True
     kind = content_type.partition(";")[0].strip().lower()
@@ -158,7 +160,7 @@ def _checked(origin: str) -> str:
 
 
 def _is_at(origin: str, host: str) -> bool:
-    """Whether `origin` (scheme://host:port, or "null") names the same place as `host` (host:port)."""
+    """Return whether `origin` (scheme://host:port or "null") and `host` (host:port) agree."""
     scheme, _, place = origin.lower().partition("://")
     port = _DEFAULT_PORTS.get(scheme, "")
     return bool(place) and place.removesuffix(port) == host.lower().removesuffix(port)
@@ -166,7 +168,7 @@ def _is_at(origin: str, host: str) -> bool:
 
 @lru_cache(maxsize=256)
 def _name_of(host: str) -> str:
-    """The lower-case name in a Host header; "" for an address or localhost, which need no name look-up."""
+    """Return the name in a Host header, empty for an address or localhost."""
     host = host.strip().lower()
     name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0].rstrip(".")
     if name == "localhost" or name.endswith(".localhost") or is_network_address(name):

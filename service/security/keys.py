@@ -1,4 +1,4 @@
-"""API keys, from a flag and a file that is read again when it changes, and what each permits.
+"""API keys from a flag and a reloaded file, and their rights.
 
 Keys are compared by digest, always all of them, in constant time.
 """
@@ -17,18 +17,18 @@ import msgspec
 from service.flags import ConfigError
 from service.security.secret import warn_if_others_read
 
-LOOK_EVERY_S = 1.0  # at a key file: rotation need not wait longer, requests need not pay more
-LOOK_AGAIN_S = 0.05  # after an unknown key, however many are tried
+LOOK_EVERY_S = 1.0  # interval of checks of a key file
+LOOK_AGAIN_S = 0.05  # least interval after unknown keys
 MAX_KEYS = 4096
 MAX_HEADER_CHARS = 4096
 SCHEME = "bearer "
-KEY_HEADER = "x-api-key"  # Anthropic's clients
+KEY_HEADER = "x-api-key"  # of Anthropic's clients
 
 log = logging.getLogger(__name__)
 
 
 class KeyRing:
-    """The keys of one kind. An empty ring (no flag, no file) admits every caller."""
+    """Keys of one kind. An empty ring admits every caller."""
 
     def __init__(self, *, key: str | None = None, file: str | None = None, flag: str = "--api-key") -> None:
         if key is not None and not _is_sound(key):
@@ -57,7 +57,7 @@ class KeyRing:
         return self._keys[0] if self._keys else None
 
     def holder(self, authorization: str) -> str | None:
-        """Return a short name, fit for logs and tables, of a known key in an Authorization header."""
+        """Return a short loggable name of a known key in an Authorization header."""
         if not authorization or len(authorization) > MAX_HEADER_CHARS or authorization[: len(SCHEME)].lower() != SCHEME:
             return None
         given = _digest(authorization[len(SCHEME) :].strip())
@@ -65,7 +65,9 @@ class KeyRing:
         return given.hex()[:16] if any(matches) else None
 
     def refresh(self, now_s: float, *, every_s: float = LOOK_EVERY_S, at_once: bool = False) -> None:
-        """Read the file if it has changed, every `every_s` or `at_once`. Log an unusable one and keep the keys."""
+        """Read a changed file, at most every `every_s` unless `at_once`. Keeps the keys if it is
+        unusable.
+        """
         if self._file is None or (now_s < self._looked_at_s + every_s and not at_once):
             return
         self._looked_at_s = now_s
@@ -99,7 +101,7 @@ class KeyRing:
 
 
 class Access(IntEnum):
-    """The rights of a caller; a higher value includes the lower ones."""
+    """Rights; a higher value includes lower ones."""
 
     NONE = 0
     USER = 1
@@ -107,7 +109,7 @@ class Access(IntEnum):
 
 
 class Caller(msgspec.Struct, frozen=True):
-    """`name`: of its key, fit for logs and tables; empty without one."""
+    """A caller; `name` of its key is loggable."""
 
     access: Access
     name: str = ""
@@ -115,7 +117,7 @@ class Caller(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class KeyGate:
-    """Both kinds of keys of one server. Without admin keys an API key permits everything."""
+    """Both kinds of keys. Without admin keys an API key permits everything."""
 
     api: KeyRing
     admin: KeyRing
@@ -124,7 +126,7 @@ class KeyGate:
         self.api.refresh(now_s)
         self.admin.refresh(now_s)
         admin, user = self._holders(authorization)
-        if authorization and admin is None and user is None:  # a key of this second, perhaps: look before it is refused
+        if authorization and admin is None and user is None:  # perhaps a new key: read the file before refusing
             self.api.refresh(now_s, every_s=LOOK_AGAIN_S)
             self.admin.refresh(now_s, every_s=LOOK_AGAIN_S)
             admin, user = self._holders(authorization)
@@ -165,14 +167,14 @@ def open_gate(
 
 
 def authorization_of(headers: Mapping[str, str]) -> str:
-    """The Authorization header; without one, what it would be for the key in `x-api-key`. `headers`: case-insensitive."""
+    """Return the Authorization header, or its equivalent for `x-api-key`."""
     given = headers.get("Authorization", "")
     key = "" if given else headers.get(KEY_HEADER, "")
     return f"Bearer {key}" if key else given
 
 
 def owner_of(authorization: str) -> str:
-    """A name for the key in that header, whether or not this server knows it; "" without one. It owns what the key stores."""
+    """Return the name under which a key owns stored data, valid or not."""
     scheme, key = authorization[: len(SCHEME)], authorization[len(SCHEME) :].strip()
     return _digest(key).hex() if scheme.lower() == SCHEME else ""
 
@@ -190,7 +192,7 @@ def _is_sound(key: str) -> bool:
 
 
 def _stamp(file: str) -> tuple[int, int, int] | None:
-    """Identifies a version of the file, whether it is written over or replaced."""
+    """Identify a version of the file, overwritten or replaced."""
     try:
         found = os.stat(file)
     except OSError:

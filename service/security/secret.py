@@ -1,6 +1,6 @@
-"""The secret that the members of a cluster share (`--cluster-secret-file`), its derived keys, signatures, and vouchers.
+"""The cluster secret (`--cluster-secret-file`): derived keys, signatures, vouchers.
 
-With a voucher a router vouches for a bootstrap server and rooms: a decode worker may dial it.
+A voucher is a router's permission for decode to contact a bootstrap server for given rooms.
 """
 
 import hashlib
@@ -14,10 +14,8 @@ from service.flags import ConfigError
 
 MIN_SECRET_BYTES = 16
 VOUCHER_HEADER = "X-Cluster-Voucher"
-VOUCHERS = "vouchers"  # what keys are derived for
-ROUTER_SECRET = (
-    "TANDEM_ROUTER_SECRET"  # variable of the environment: what router and workers share where no file is given
-)
+VOUCHERS = "vouchers"  # purpose of the derived key
+ROUTER_SECRET = "TANDEM_ROUTER_SECRET"  # environment variable shared by router and workers without a file
 
 log = logging.getLogger(__name__)
 
@@ -40,9 +38,9 @@ def derive(secret: bytes, purpose: str) -> bytes:
 
 
 def router_secret(cluster: bytes | None) -> bytes | None:
-    """The secret by which workers know their router: the cluster's, else what `tandem up` gave its processes.
+    """Return the secret that identifies routers: the cluster's, else the one of `tandem up`.
 
-    None: the worker takes orders of no router, and the router gives none. Raises ConfigError for a short one.
+    Without it workers obey no router. Raises ConfigError for a short one.
     """
     given = os.environ.get(ROUTER_SECRET, "").strip().encode()
     if cluster is None and 0 < len(given) < MIN_SECRET_BYTES:
@@ -51,12 +49,12 @@ def router_secret(cluster: bytes | None) -> bytes | None:
 
 
 def sign(text: bytes, secret: bytes, *, purpose: str) -> str:
-    """The value of a header that says that a member of the cluster wrote `text`."""
+    """Return a signature of `text` by a member of the cluster."""
     return hmac.new(derive(secret, purpose), text, hashlib.sha256).hexdigest()
 
 
 def is_signed(signature: str, text: bytes, secret: bytes | None, *, purpose: str) -> bool:
-    """Whether a member of the cluster wrote `text`. Without a secret no one did."""
+    """Verify a signature; False without a secret."""
     if secret is None:
         return False
     own = sign(text, secret, purpose=purpose)
@@ -69,7 +67,7 @@ def warn_if_others_read(path: str) -> None:
 
 
 def vouch(secret: bytes, *, host: str, port: int, rooms: Sequence[int]) -> str:
-    """The header's value. `rooms`: all rooms of the request, in order."""
+    """Return a voucher for all rooms of a request, in order."""
     return sign(_vouched_text(host, port, rooms), secret, purpose=VOUCHERS)
 
 

@@ -1,10 +1,11 @@
-"""Signed HTTP calls between members of a cluster that share a secret: replay-safe, without synchronized clocks. Pure.
+"""Signed HTTP calls between members of a cluster: replay-safe, without synchronized clocks. Pure.
 
     call without or with an old challenge  -> 401 and `X-Cluster-Challenge: C`
     call with `X-Cluster-Auth: C:N:MAC`    -> served; the answer carries `X-Cluster-Auth: MAC`
 
-C is the server's challenge: it changes every `PERIOD_S` and with every start; the last two are valid. N is the caller's nonce,
-accepted once. A call's MAC covers C, N, method, path with query, and body; an answer's covers N, status and body.
+The server's challenge C changes every `PERIOD_S` and at each start; the last two are valid. The
+caller's nonce N is accepted once. A call's MAC covers C, N, method, path with query, and body; an
+answer's N, status and body.
 """
 
 import hashlib
@@ -19,14 +20,14 @@ from service.security.secret import derive
 AUTH_HEADER = "X-Cluster-Auth"
 CHALLENGE_HEADER = "X-Cluster-Challenge"
 PERIOD_S = 60.0
-MAX_NONCES = 1 << 18  # of two periods; only holders of the secret add one
+MAX_NONCES = 1 << 18  # in two periods; only members add one
 NONCE_BYTES = 16
 MAX_PART_CHARS = 128
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """The signed parts of a call. `path`: with the query, as it is sent."""
+    """The signed parts of a call. `path` includes the query."""
 
     method: str
     path: str
@@ -34,7 +35,7 @@ class Call:
 
 
 class Verdict(Enum):
-    """STALE: a member's call with no challenge or an old one."""
+    """STALE is a member's call with an old challenge or none."""
 
     GOOD = "good"
     STALE = "stale"
@@ -42,18 +43,18 @@ class Verdict(Enum):
 
 
 class Verifier:
-    """The server's side. Each start of a server makes a new one."""
+    """The server's side, new at each start."""
 
     def __init__(self, secret: bytes) -> None:
         self._key = derive(secret, "http calls")
-        self._start_key = secrets.token_bytes(32)  # a restart makes recorded calls worthless
+        self._start_key = secrets.token_bytes(32)  # a restart invalidates recorded calls
         self._seen: OrderedDict[str, int] = OrderedDict()  # nonce -> period, oldest first
 
     def challenge(self, now_s: float) -> str:
         return self._challenge_of(int(now_s // PERIOD_S))
 
     def verify(self, header: str, call: Call, now_s: float) -> tuple[Verdict, str]:
-        """The verdict, and the nonce to sign the answer with. A repeated call is FORGED."""
+        """Return the verdict and the nonce for the answer. A repeated call is FORGED."""
         parts = header.split(":")
         if len(parts) != 3 or not all(len(part) <= MAX_PART_CHARS and part.isascii() for part in parts):
             return Verdict.FORGED, ""
@@ -78,13 +79,13 @@ class Verifier:
     def _remember(self, nonce: str, made: int, period: int) -> None:
         self._seen[nonce] = made
         while self._seen and next(iter(self._seen.values())) < period - 1:
-            self._seen.popitem(last=False)  # its challenge is too old by now
+            self._seen.popitem(last=False)  # with an expired challenge
         assert len(self._seen) <= MAX_NONCES, "more signed calls in two minutes than a cluster can make"
 
 
 @dataclass(slots=True)
 class Signer:
-    """The caller's side, for one server. Give it the challenge of every 401, and call once more."""
+    """The caller's side. After a 401, set its challenge and repeat the call."""
 
     secret: bytes = field(repr=False)
     challenge: str = ""
@@ -94,7 +95,7 @@ class Signer:
         return f"{self.challenge}:{nonce}:{_mac(derive(self.secret, 'http calls'), self.challenge, nonce, call)}", nonce
 
     def is_answer(self, header: str, nonce: str, *, status: int, body: bytes) -> bool:
-        """Whether the server itself gave this answer to the call of `nonce`."""
+        """Return whether the server signed this answer to the call of `nonce`."""
         expected = _answer_mac(derive(self.secret, "http calls"), nonce, status=status, body=body)
         return hmac.compare_digest(header.encode(errors="replace"), expected.encode())
 

@@ -1,1 +1,1 @@
-"""What processes report about requests: log lines, records of stages, spans."""
+"""Telemetry of requests: logs, records of stages, spans."""

@@ -1,6 +1,7 @@
-"""The request that the current task serves: its id and trace. The HTTP side sets it; logs and records read it.
+"""Id and trace of the current task's request, for logs and records.
 
-The W3C header `traceparent` (https://www.w3.org/TR/trace-context/): 00-TRACE(32 hex)-SPAN(16 hex)-FLAGS(2 hex).
+W3C `traceparent` (https://www.w3.org/TR/trace-context/): 00-TRACE(32 hex)-SPAN(16 hex)-FLAGS(2
+hex).
 """
 
 import re
@@ -16,7 +17,7 @@ _SAMPLED = 1
 
 @dataclass(frozen=True, slots=True)
 class TraceParent:
-    """A place in a trace. `sampled`: the trace's root wants it recorded."""
+    """A span in a trace. `sampled`: the root requests recording."""
 
     trace_id: int
     span_id: int
@@ -27,7 +28,7 @@ class TraceParent:
 
 
 def parse_traceparent(header: str) -> TraceParent | None:
-    """None for an invalid header: then the trace begins here (the standard's rule)."""
+    """Parse the header, None if invalid: the trace then starts here, by the standard."""
     match = _HEADER.fullmatch(header.strip())
     if match is None or header.startswith("ff"):
         return None
@@ -36,12 +37,12 @@ def parse_traceparent(header: str) -> TraceParent | None:
 
 
 def request_id_of(header: str) -> str:
-    """Return the id if it is one short line of printable ASCII (it goes into JSON, logs and headers), else ""."""
+    """Return the id if it is a short line of printable ASCII, else ""."""
     return header if len(header) <= MAX_REQUEST_ID_CHARS and header.isascii() and header.isprintable() else ""
 
 
 class TraceContext(msgspec.Struct, frozen=True):
-    """`operation`: gen_ai.operation.name ("chat", "text_completion", "embeddings"); "": not a generation."""
+    """`operation` is gen_ai.operation.name, empty if not a generation."""
 
     request_id: str
     operation: str = ""

@@ -1,4 +1,4 @@
-"""Merges the Prometheus expositions of several processes into one."""
+"""Merge of Prometheus expositions of several processes."""
 
 from collections.abc import Iterable
 
@@ -8,7 +8,9 @@ _COUNTS = ("_total", "_bucket", "_count", "_sum")
 
 
 def merge_expositions(texts: Iterable[bytes], *, summed: tuple[str, ...] = ()) -> bytes:
-    """Sum counts, and gauges whose names end in one of `summed`; of other gauges the largest counts, of times of creation the first."""
+    """Sum counts and gauges with suffixes in `summed`; take the max of other gauges, the first
+    time.
+    """
     lines: list[str] = []
     values: dict[str, float] = {}
     heads: dict[str, tuple[str, str, str]] = {}

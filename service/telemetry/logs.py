@@ -1,6 +1,6 @@
-"""Log lines of every process, as text or JSON. The request id comes from the task (context.py) or `extra=about(...)`.
+"""Log lines as text or JSON, with the request id of the task (context.py) or `extra=about(...)`.
 
-{"time": "2026-11-21T07:00:00.123Z", "level": "INFO", "process": "prefill scheduler", "logger": "...", "message": "...",
+{"time": "2026-11-21T07:00:00.123Z", "level": "INFO", "process": "prefill scheduler", ...
  "request_id": "...", "rid": "...", "room": 7, "error": "Traceback ..."}
 """
 
@@ -13,11 +13,11 @@ from service.telemetry.context import CURRENT
 
 FORMATS = ("text", "json")
 _ABOUT = "about"
-_OURS = "tandem"  # marks the handler that `set_up_logging` added
+_OURS = "tandem"  # marks the handler of `set_up_logging`
 
 
 def set_up_logging(*, level: str, format: str, process: str) -> None:
-    """Log to stderr. `format`: one of `FORMATS`; `process`: its name, which a second call may change."""
+    """Log to stderr. A second call replaces the first."""
     handler = logging.StreamHandler()
     if format == "json":
         handler.setFormatter(JsonFormatter(process))
@@ -27,11 +27,11 @@ def set_up_logging(*, level: str, format: str, process: str) -> None:
         logging.root.removeHandler(before)
     setattr(handler, _OURS, True)
     logging.basicConfig(level=level.upper(), handlers=[handler])
-    logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)  # a traceback for each piece of junk would fill logs
+    logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)  # else junk fills logs with tracebacks
 
 
 def about(**fields: str | int | float) -> dict[str, dict[str, str | int | float]]:
-    """Return the fields of a log line (request_id, rid, room, ...) for `extra=`, without empty values."""
+    """Return `extra=` fields of a log line, without empty values."""
     return {_ABOUT: {name: value for name, value in fields.items() if value not in ("", None)}}
 
 

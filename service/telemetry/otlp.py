@@ -1,7 +1,7 @@
-"""Sends records to an OpenTelemetry collector (OTLP over HTTP, protobuf), as spans under the gen_ai conventions.
+"""Export of records to an OpenTelemetry collector (OTLP over HTTP) under the gen_ai conventions.
 
-https://github.com/open-telemetry/semantic-conventions-genai (status: development). Needs the extra `otel`. A thread sends batches
-from a bounded queue and drops spans while the collector is unreachable. The library's environment variables apply.
+https://github.com/open-telemetry/semantic-conventions-genai (status: development). Needs the extra
+`otel`. A thread sends batches from a bounded queue, dropping spans while the collector is away.
 """
 
 import logging
@@ -23,7 +23,7 @@ CLOSE_S = 1.0
 
 
 def endpoint_of(*, enable: bool, endpoint: str | None, environ: Mapping[str, str]) -> str | None:
-    """Return the collector's URL, if any. `enable` alone uses the standard's variables or default. Raises ConfigError."""
+    """Return the collector's URL, if enabled, by flags or OTEL_* variables. Raises ConfigError."""
     if not enable and endpoint is None:
         return None
     if endpoint is None and (whole := environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")):
@@ -38,13 +38,13 @@ def endpoint_of(*, enable: bool, endpoint: str | None, environ: Mapping[str, str
 
 
 def open_exporter(*, enable: bool, endpoint: str | None, process: str) -> Exporter:
-    """Raises ConfigError, also if the extra is not installed."""
+    """Open an exporter. Raises ConfigError, also without the extra."""
     url = endpoint_of(enable=enable, endpoint=endpoint, environ=os.environ)
     return Exporter() if url is None else OtlpExporter(url, process=process)
 
 
 class OtlpExporter(Exporter):
-    """`process`: "router" | "prefill" | "decode" | "unified": the resource's service.name is tandem-PROCESS."""
+    """Exporter under the service.name tandem-PROCESS."""
 
     exports = True
 
@@ -59,7 +59,7 @@ class OtlpExporter(Exporter):
             raise ConfigError(
                 f"--otlp-traces-endpoint: {error.name or 'opentelemetry'} is missing; pip install 'tandem-serve[otel]'"
             ) from None
-        logging.getLogger("urllib3").setLevel(logging.ERROR)  # a warning for each try while the collector is away
+        logging.getLogger("urllib3").setLevel(logging.ERROR)  # warns at each try while the collector is away
         self._trace = trace
         self._span_class = ReadableSpan
         service = os.environ.get("OTEL_SERVICE_NAME") or f"{PROVIDER}-{process}"

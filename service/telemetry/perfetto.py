@@ -1,7 +1,8 @@
-"""Records of requests as Chrome's trace event format, which https://ui.perfetto.dev opens. Pure.
+"""Records of requests as Chrome's trace event format for https://ui.perfetto.dev. Pure.
 
-Format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU. Each worker and router is a process, each
-request a thread; overlapping stages have a thread beside it. Arrows lead from a router's call to the worker's part.
+https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU. Each process of
+ours is a process, each request a thread, with more for overlapping stages. Arrows lead from a
+router's call to the worker's part.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,7 +16,7 @@ Lane = list[Span]
 
 
 def trace_file(records: Sequence[Record]) -> dict[str, Any]:
-    """The file's content. Times in microseconds from the first record's start."""
+    """Return the file's content, in microseconds from the first start."""
     origin_s = min((record.start_s for record in records), default=0.0)
     calls = {(r.request_id, call.attributes["url.full"]): call for r in records for call in _upstream_calls(r)}
     drawing = _Drawing(origin_s)
@@ -101,7 +102,7 @@ class _Drawing:
 
 
 def clock_shift_s(record: Record, call: Span | None) -> float:
-    """Seconds to add to a worker's times, so that its part begins while the router's call runs."""
+    """Return the seconds to add to a worker's times, so that it starts during the router's call."""
     if call is None or call.start_s <= record.start_s <= call.end_s:
         return 0.0
     return call.start_s - record.start_s
@@ -114,7 +115,7 @@ def _root_arguments(record: Record, shift_s: float) -> dict[str, Any]:
 
 
 def lanes_of(spans: Iterable[Span]) -> list[Lane]:
-    """Assign spans to lanes, first fit; in a lane any two spans nest or are disjoint."""
+    """Assign spans to rows, first fit; in a row any two nest or are disjoint."""
     lanes: list[Lane] = []
     for span in sorted(spans, key=lambda s: (s.start_s, -s.end_s)):
         lane = next((lane for lane in lanes if all(_nests(other, span) for other in lane)), None)

@@ -1,4 +1,4 @@
-"""What one process did for one request: a span of time and its stages. Values, and a ring of the last ones."""
+"""Records of requests in one process, by stage, and a ring of recent ones."""
 
 import itertools
 from collections import deque
@@ -11,7 +11,7 @@ from service.telemetry.context import TraceParent
 
 
 class Span(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One stage. Times in seconds of the Unix epoch."""
+    """One stage, in Unix seconds."""
 
     name: str
     start_s: float
@@ -20,7 +20,7 @@ class Span(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One process's part in one request. `process`: "router" | "prefill" | "decode" | "unified"."""
+    """One process's part of a request. `process`: "router" | "prefill" | "decode" | "unified"."""
 
     request_id: str
     process: str
@@ -42,14 +42,14 @@ MAX_ASKED = 1024
 
 
 class TracesQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which records to return: of `ids`, or of the `last` requests that ended."""
+    """A query for records: of `ids`, or of the `last` requests."""
 
     ids: list[str] | None = None
     last: int | None = None
 
 
 def query_error(query: TracesQuery) -> str | None:
-    """Return what is wrong with a query, as "field: why"."""
+    """Return a query's error as "field: why"."""
     if (query.ids is None) == (query.last is None):
         return "ids: give either ids or last"
     if query.last is not None and not 1 <= query.last <= MAX_ASKED:
@@ -65,7 +65,7 @@ def last_ids(records: list[Record], count: int) -> list[str]:
 
 
 class Ring:
-    """The last `size` records. A record is made when it is read: serving a request costs one append."""
+    """The last `size` records, created when read: a request costs one append."""
 
     def __init__(self, size: int) -> None:
         self._kept: deque[tuple[str, Callable[[], Record]]] = deque(maxlen=size)
@@ -87,11 +87,11 @@ class Ring:
 
 
 class Exporter:
-    """Sends records elsewhere; this one discards them (see otlp.py)."""
+    """Base of exporters; discards records (see otlp.py)."""
 
     exports = False
 
     def export(self, record: Record, *, at: TraceParent, parent: TraceParent | None) -> None:
-        """`at`: the record's own place in its trace; `parent`: the span around it."""
+        """Export a record as the span `at` below `parent`."""
 
     def close(self) -> None: ...

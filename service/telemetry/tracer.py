@@ -1,4 +1,4 @@
-"""Where a process puts the records of its requests: the ring of `tandem trace`, and the collector."""
+"""Destinations of a process's records: the ring of `tandem trace` and the collector."""
 
 import secrets
 import time
@@ -8,11 +8,11 @@ from typing import NamedTuple
 from service.telemetry.context import TraceParent, parse_traceparent
 from service.telemetry.records import Exporter, Record, Ring
 
-RING_SIZE = 512  # ended requests whose times a process keeps for `tandem trace`: some MB
+RING_SIZE = 512  # ended requests for `tandem trace`: some MB
 
 
 class Tracer:
-    """`ring_size`: requests whose records are kept; 0: none."""
+    """Records requests; the last `ring_size` are retained."""
 
     def __init__(self, *, ring_size: int = RING_SIZE, exporter: Exporter | None = None) -> None:
         self.ring = Ring(ring_size)
@@ -23,7 +23,7 @@ class Tracer:
         return self._exporter.exports
 
     def span_under(self, traceparent: str) -> "SpanContext | None":
-        """Return a new record's span, a child of the caller's, if it is exported."""
+        """Return the span of a new record below the caller's, if exported."""
         if not self._exporter.exports:
             return None
         parent = parse_traceparent(traceparent)
@@ -42,12 +42,12 @@ class Tracer:
 
 
 class SpanContext(NamedTuple):
-    """`at`: the record's own span; `parent`: None if the trace begins with it."""
+    """The record's span `at`, and its parent, None for a root."""
 
     at: TraceParent
     parent: TraceParent | None
 
 
 def unix_offset_s() -> float:
-    """Seconds to add to `time.monotonic()` (and the event loop's time) to get Unix time."""
+    """Return Unix time minus `time.monotonic()`."""
     return time.time() - time.monotonic()

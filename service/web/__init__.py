@@ -1,1 +1,1 @@
-"""What pages share: style, colours, elements, icon, key, theme, time line; and the page at /docs. Files for browsers; no Python."""
+"""Static files shared by pages: style, elements, theme, time line; and the page at /docs."""
