@@ -1,1 +1,1 @@
-"""deploy."""
+"""The `tandem` command, the local cluster and the bench."""

@@ -1,4 +1,4 @@
-"""`python -m deploy` is `tandem`."""
+"""`python -m deploy` runs `tandem`."""
 
 import sys
 

@@ -1,7 +1,7 @@
-"""The `tandem` command: picks the subcommand and turns operating errors into one line.
+"""The `tandem` command: dispatches subcommands, and prints operating errors as one line.
 
-Exit statuses: 0 success, 1 an operating error (one line), 2 a bad command line. The module of a subcommand is imported
-when it is called, so that `--help` is instant and router and bootstrap server never import torch.
+Exit statuses: 0 success, 1 operating error, 2 bad command line. Subcommands are imported on use, so
+`--help` is instant, and router and bootstrap server never import torch.
 """
 
 import errno
@@ -28,13 +28,13 @@ COMMANDS: Mapping[str, Command] = {
     "plan": Command("planner.command", "find the cluster with the best goodput per GPU, by simulation"),
 }
 
-# Errors that the operator can fix, by class name: the packages that define them are not imported here.
+# Errors that the operator can fix, by class name, as their packages are not imported here.
 OPERATING_ERRORS = frozenset({"ConfigError", "BackendUnavailable"})
 OPERATING_ERRNOS = frozenset({errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EACCES, errno.ENOENT, errno.ENOSPC})
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv` (default: that of the process) and return the exit status."""
+    """Run a command line and return the exit status."""
     args = list(sys.argv[1:] if argv is None else argv)
     if not args or args[0] in ("-h", "--help", "help"):
         print(usage())
@@ -68,7 +68,7 @@ def usage() -> str:
 
 
 def operating_error(error: BaseException) -> str | None:
-    """Return one line for an error that the operator can fix; None for a bug, which keeps its traceback."""
+    """Return one line for an error that the operator can fix, None for a bug."""
     if any(cls.__name__ in OPERATING_ERRORS for cls in type(error).__mro__):
         return " ".join(str(error).split())
     if not isinstance(error, OSError) or error.errno not in OPERATING_ERRNOS:

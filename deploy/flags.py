@@ -1,7 +1,6 @@
-"""Command-line flags derived from frozen config dataclasses, so that the two cannot drift.
+"""Command-line flags derived from config dataclasses (service/flags.py), and one-line errors.
 
-Owns the mapping between fields and flags in both directions, and the one-line errors of every command. Names, types,
-defaults, choices, units, ranges and help come from the dataclass (service/flags.py).
+It maps fields to flags and back, so the two cannot drift.
 """
 
 import argparse
@@ -23,7 +22,7 @@ Parse = Callable[[str], Any]
 
 @dataclasses.dataclass(frozen=True)
 class Flag:
-    """`value_type`: bool is a switch. `is_list`: it takes several values."""
+    """A flag. `value_type` bool is a switch; `is_list` takes several values."""
 
     name: str
     option: str
@@ -38,7 +37,7 @@ class Flag:
 
 
 def flags_of(config_class: type, *, skip: Collection[str] = ()) -> Iterator[Flag]:
-    """Yield the flags of a config dataclass in field order, without `skip` and those that a command parses by hand."""
+    """Yield the flags of a config in field order, without `skip` and flags parsed by hand."""
     hints = typing.get_type_hints(config_class)
     for field in dataclasses.fields(config_class):
         spec = spec_of(field)
@@ -54,9 +53,9 @@ def add_flags(
     skip: Collection[str] = (),
     only_given: bool = False,
 ) -> None:
-    """Add one help group with every flag of `config_class`.
+    """Add a help group with every flag of `config_class`.
 
-    `only_given`: leave flags that the user did not type out of the namespace (for `given_argv`).
+    `only_given` omits untyped flags from the namespace (for `given_argv`).
     """
     group = parser.add_argument_group(title)
     for flag in flags_of(config_class, skip=skip):
@@ -64,14 +63,14 @@ def add_flags(
 
 
 def config_from(args: argparse.Namespace, config_class: type[Config], **by_hand: Any) -> Config:
-    """Build the config from a parsed namespace. `by_hand`: the fields that are no plain flags. Raises ConfigError."""
+    """Build the config from a namespace and fields parsed `by_hand`. Raises ConfigError."""
     values = {flag.name: getattr(args, flag.name) for flag in flags_of(config_class, skip=by_hand)}
     frozen = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
     return config_class(**frozen, **by_hand)
 
 
 def given_argv(args: argparse.Namespace, config_class: type, *, skip: Collection[str] = ()) -> list[str]:
-    """Return the argv that passes the flags in `args` (parsed with `only_given`) on to another process."""
+    """Return the argv that passes typed flags on (parsed with `only_given`)."""
     argv: list[str] = []
     for flag in flags_of(config_class, skip=skip):
         if hasattr(args, flag.name):
@@ -80,10 +79,7 @@ def given_argv(args: argparse.Namespace, config_class: type, *, skip: Collection
 
 
 class Parser(argparse.ArgumentParser):
-    """An argparse parser without abbreviations, whose errors are one line that names the flag.
-
-    `foreign`: flags of other servers that it takes as well (`parse_strict`).
-    """
+    """An argparse parser without abbreviations, with one-line errors and `foreign` flags."""
 
     def __init__(self, *, foreign: ForeignFlags | None = None, **keywords: Any) -> None:
         self._foreign = foreign
@@ -97,7 +93,7 @@ class Parser(argparse.ArgumentParser):
         raise SystemExit(2)
 
     def parse_strict(self, argv: Sequence[str]) -> argparse.Namespace:
-        """Like `parse_args`, but the error for an unknown flag suggests the nearest known one."""
+        """Parse like `parse_args`, but suggest the nearest flag for an unknown one."""
         args, unknown = self.parse_known_args(self._ours(argv))
         if unknown:
             self.error(_unknown_flag_message(unknown[0], list(self._option_string_actions)))
@@ -126,7 +122,7 @@ def _unknown_flag_message(text: str, known: list[str]) -> str:
 
 
 def _value_type(hint: Any) -> tuple[type, bool]:
-    """Return (type of one value, whether the flag takes several); `X | None` counts as X."""
+    """Return the type of a value, and whether there are several; `X | None` is X."""
     if isinstance(hint, types.UnionType):
         (hint,) = [arm for arm in typing.get_args(hint) if arm is not types.NoneType]
     if typing.get_origin(hint) is tuple:
@@ -150,7 +146,7 @@ def _argparse_keywords(flag: Flag, *, only_given: bool) -> dict[str, Any]:
 
 
 def _parser_of(flag: Flag) -> Parse:
-    """Return the parser of a word; it refuses values of other servers with their remedy."""
+    """Return the parser of a word, which refuses other servers' values with a remedy."""
 
     def parsed(text: str) -> Any:
         if (refusal := flag.spec.refusal(text)) is not None:
@@ -168,7 +164,6 @@ def _metavar(flag: Flag) -> str:
 
 
 def _help_text(flag: Flag) -> str:
-    """Return the text, then in brackets a range with two ends, the special values, the default."""
     spec = flag.spec
     notes = [spec.bounds()] if _has_two_ends(spec) else []
     notes += spec.meanings()

@@ -1,4 +1,4 @@
-"""Another server's OpenAI API as a client reads it: its models, the events of a streamed answer, its errors."""
+"""Client side of any OpenAI API: models, streamed events, errors."""
 
 from urllib.parse import urlsplit
 
@@ -34,7 +34,7 @@ class StreamChoice(msgspec.Struct):
 
 
 class StreamChunk(msgspec.Struct):
-    """A streamed chunk or a whole answer: the fields that are measured; the rest is skipped unread."""
+    """The measured fields of a chunk or whole answer."""
 
     choices: list[StreamChoice] = []
     usage: StreamUsage | None = None
@@ -45,7 +45,7 @@ _DECODER = msgspec.json.Decoder(StreamChunk)
 
 
 class StreamFailed(Exception):
-    """The answer failed. `kind`: for counting."""
+    """The answer failed; `kind` for counts."""
 
     def __init__(self, kind: str, detail: str = "") -> None:
         super().__init__(detail)
@@ -53,13 +53,13 @@ class StreamFailed(Exception):
 
 
 class SseParser:
-    """Server-sent events, as far as OpenAI-style servers use them: bytes in pieces of any size in, the text after `data:` out."""
+    """Parser of server-sent events in OpenAI's style."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def feed(self, chunk: bytes) -> list[bytes]:
-        """Return the data of each `data:` line that `chunk` completes."""
+        """Return the data of `data:` lines completed by `chunk`."""
         *lines, self._rest = (self._rest + chunk).split(b"\n")
         return [line[5:].strip() for line in lines if line.startswith(b"data:")]
 
@@ -80,7 +80,7 @@ def text_of(choice: StreamChoice) -> str:
 
 
 async def first_model(session: aiohttp.ClientSession, url: str) -> str:
-    """Return the first name in /v1/models. Raises `ConfigError` if the server does not answer, or refuses."""
+    """Return the first of /v1/models. Raises ConfigError."""
     try:
         async with session.get(url.rstrip("/") + "/v1/models", timeout=aiohttp.ClientTimeout(total=30)) as reply:
             body = await reply.read()
@@ -100,7 +100,7 @@ def check_url(option: str, url: str) -> None:
 
 
 def message_of(body: bytes) -> str:
-    """Return the message of an error: OpenAI's `error.message`, or the body's beginning, on one line."""
+    """Return an error's message, or the start of the body, on one line."""
     try:
         said = msgspec.json.decode(body)["error"]["message"]
     except (msgspec.DecodeError, LookupError, TypeError):

@@ -1,1 +1,3 @@
-"""The planner behind `tandem plan`: whole clusters under virtual time, with the real scheduler and a cost model."""
+"""The planner (`tandem plan`): clusters under virtual time, with the real scheduler and a cost
+model.
+"""

@@ -1,7 +1,7 @@
-"""One run: the workers of a layout serve the requests of a workload at one rate; the time of each token is recorded.
+"""One run: a layout's workers serve a workload at one rate, with the time of each token.
 
-The router's own policies route the requests (planner/routing.py). Workers may join and retire meanwhile, as those that
-change their role do (tests/planner/role_moves.py).
+The router's policies route (planner/routing.py). Workers may join and retire, as in role switches
+(tests/planner/role_moves.py).
 """
 
 from collections.abc import Callable, Sequence
@@ -27,12 +27,11 @@ LATE = "late"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterCosts:
-    """Everything beside the steps. `outside_s`: time of a request in HTTP and tokenizer before it reaches a scheduler.
+    """Costs outside of steps.
 
-    `control_s`: of a message between workers. `latency_s`: of a transfer, beside its bytes. `cores`: of the host that all
-    workers share (None: each has its own), `worker_cores` of them belong to each prefill and decode worker (None: all go
-    anywhere). `host_request_s`, `host_token_s`: CPU seconds of that host per request and per
-    output token. `policy`: the router's.
+    `outside_s`: HTTP and tokenizer before a request's scheduler. `control_s`: a message between
+    workers. `latency_s`: a transfer, besides its bytes. `cores`: of a host shared by all workers,
+    `worker_cores` of them bound to each. `host_*_s`: CPU seconds of that host.
     """
 
     control_s: float
@@ -48,7 +47,7 @@ class ClusterCosts:
 
 @dataclass(slots=True)
 class _LiveRequest:
-    """A request in flight. `open_workers`: its workers that have not ended it."""
+    """A request in flight, with the workers that still have it."""
 
     request: PlannedRequest
     record: RequestRecord
@@ -80,7 +79,9 @@ class PlannedCluster:
         self._decode_steps = self._accepted = 0
 
     def run(self, requests: Sequence[PlannedRequest], *, rate: float, until_s: float) -> list[RequestRecord]:
-        """Send `requests` at `rate` per second to the whole cluster. A request without an answer at `until_s` fails as "late"."""
+        """Send `requests` at `rate` per second in all. Those without answer at `until_s` fail as
+        "late".
+        """
         records = [
             RequestRecord(idx=i, sent_s=request.at / rate, prompt_tokens=request.input_len, error=LATE)
             for i, request in enumerate(requests)
@@ -94,7 +95,7 @@ class PlannedCluster:
         return records
 
     def warm(self, history: Sequence[PlannedRequest]) -> None:
-        """Put the prefixes of earlier requests into the caches of the workers that compute prompts."""
+        """Put prefixes of earlier requests into caches."""
         for request in history:
             routed = self.routing.choose(self._pools, request, now_s=0.0)
             routed.workers[0].remember(request.tokens())
@@ -102,23 +103,23 @@ class PlannedCluster:
 
     @property
     def now_s(self) -> float:
-        """The end of the last turn of any worker."""
+        """The latest clock of any worker."""
         return max(worker.clock.now_s for worker in self._all)
 
     @property
     def step_tokens(self) -> float | None:
-        """Tokens of a request in a decode step, so far and on average; None: nothing is drafted."""
+        """Mean tokens per request and decode step, None without drafts."""
         return 1 + self._accepted / self._decode_steps if self._decode_steps else None
 
     def workers(self) -> list[PlanWorker]:
-        """All workers so far; a worker that changes its role counts as a new one."""
+        """Return all workers so far; a switched worker is a new one."""
         return list(self._all)
 
     def pools(self) -> dict[str, list[PlanWorker]]:
         return {role: list(pool) for role, pool in self._pools.items()}
 
     def join(self, role: str) -> PlanWorker:
-        """Add a new worker, with an empty cache."""
+        """Add a worker with an empty cache."""
         worker = PlanWorker(
             self._specs[role],
             timeline=self.timeline,
@@ -131,14 +132,14 @@ class PlannedCluster:
         return worker
 
     def retire(self, worker: PlanWorker, *, on_drained: Callable[[], None]) -> None:
-        """Send no new request to a worker; call `on_drained` when it has none."""
+        """Send a worker no new requests, and call `on_drained` once it has none."""
         self._pools[worker.spec.role].remove(worker)
         worker.drain(on_drained)
 
     # ---- inside
 
     def _report(self) -> None:
-        """Give the router what workers said since the last time; one in the middle of a step reports after it."""
+        """Send workers' last reports to the router, and request new ones."""
         for worker in self._all:
             if worker.state is not None:
                 most = worker.scheduler.limits.max_running_requests
@@ -169,7 +170,7 @@ class PlannedCluster:
         self._host.finish("frontends", at_s=now_s, work_s=num_tokens * self._costs.host_token_s)
         for output in outputs:
             live = self._live[output.rid]
-            if worker is live.routed.workers[-1]:  # decode's: the client's answer is there
+            if worker is live.routed.workers[-1]:  # the client's answer comes from decode
                 if output.new_ids and live.record.ttft_s is None:
                     self.routing.on_first_token(live.routed, now_s)
                 _record(live, output, now_s)
@@ -190,7 +191,7 @@ class PlannedCluster:
             self.routing.on_end(live.routed, live.record.output_tokens if is_whole else 0, live.last_s)
         self.routing.release(live.routed.leases[live.routed.workers.index(worker)])
         if output.finish.kind == "abort":
-            if live.record.error == LATE:  # the first reason counts
+            if live.record.error == LATE:  # the first error counts
                 live.record.error = output.finish.message
             for other in live.open_workers:
                 now_s = max(self.timeline.now_s, other.clock.now_s)

@@ -22,8 +22,6 @@ def _seconds(default: float | None, help: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanConfig(FlagSet):
-    """One plan: which model on what, for which requests, how good they must be, which clusters are tried."""
-
     model_path: str = flag("", "directory with the model's config.json (nothing else is read), or that file itself")
     gpu: str | None = flag(None, "GPU of each worker, from the table of known GPUs", choices=tuple(GPUS))
     gpu_profile: str | None = flag(
@@ -183,7 +181,7 @@ class PlanConfig(FlagSet):
 
 
 def check_plan(config: PlanConfig) -> None:
-    """Raise `ConfigError` for the first flags that do not fit each other."""
+    """Raise ConfigError for the first invalid combination of flags."""
     if not config.model_path:
         raise ConfigError("--model-path: say which model; a directory with its config.json is enough")
     if config.fit and config.gpu_profile is not None:

@@ -1,7 +1,7 @@
-"""An executor in virtual time: a step takes the time of the cost model, on a device that runs one step at a time.
+"""An executor in virtual time, one step at a time, by the cost model.
 
-It replaces engine/executor/executor.py. Lengths decide when answers end. All tokens are equal, but that the model samples another
-one now and then where workers speculate: drafts are all TOKEN, and right as often as the plan says.
+It replaces engine/executor/executor.py. Lengths end answers. All tokens are TOKEN, except OTHER at
+the planned rate of wrong drafts.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from planner.host import Host, Threads
 from planner.step_time import Beside, StepTime
 
 TOKEN, OTHER = 1, 0
-CONFIDENCE = 0.7  # of a model that drafts; how often it is right is learned
+CONFIDENCE = 0.7  # of a drafting model; the engine learns its accept rate
 _DRAWN, _OTHER, _SILENT = ItemResult(token=TOKEN), ItemResult(token=OTHER), ItemResult(token=None)
 
 
@@ -24,7 +24,7 @@ def always_right() -> bool:
 
 @dataclass(slots=True)
 class WorkerClock:
-    """A worker's time. It runs ahead of the timeline while a turn waits for the device."""
+    """A worker's time, which runs ahead of the timeline while it waits for the device."""
 
     now_s: float = 0.0
 
@@ -36,7 +36,7 @@ class TimedLaunch:
 
 
 class TimedExecutor:
-    """A step starts when it is launched and its predecessor has ended; `collect` waits for its end."""
+    """A step starts at its launch, after the one before; `collect` waits for its end."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class TimedExecutor:
         drafter: DrafterTime | None = None,
         is_right: Callable[[], bool] = always_right,
     ) -> None:
-        """`threads`: of `host`, that a step uses. `drafter`: None: no model drafts. `is_right`: draws whether TOKEN is sampled."""
+        """`threads` of `host` per step. `is_right` decides whether TOKEN is sampled."""
         self._step_time = step_time
         self._drafter = drafter
         self._is_right = is_right
@@ -74,7 +74,7 @@ class TimedExecutor:
         return self.launch(plan)
 
     def launch_sampling(self, launched: TimedLaunch) -> None:
-        """The time of sampling is part of the step's: no grammar is planned with."""
+        """Do nothing: sampling is part of a step's time, as plans have no grammars."""
 
     def collect(self, launched: TimedLaunch) -> StepResult:
         self._clock.now_s = max(self._clock.now_s, launched.end_s)

@@ -1,15 +1,15 @@
-"""Step times from reports of `tandem bench`: pure, from records of requests to a `Fitted` cost model.
+"""Fits step times to reports of `tandem bench`. Pure.
 
-Undisturbed requests reveal the durations of steps:
+Undisturbed requests reveal durations:
 
-    prefill   a request that was alone until its first token:  TTFT = outside + step + a x prompt + b x prompt^2 / 2
-    decode    gaps between tokens while no request waited for its first token:  step + c x requests + d x KV tokens
-    hand-over additional TTFT of the same prompt through a prefill and a decode worker:  e + f x prompt
+    prefill   a single request until its first token:  TTFT = outside + step + a x prompt + b x prompt^2 / 2
+    decode    ITL while no request waits for its first token:  step + c x requests + d x KV tokens
+    hand-over additional TTFT of the same prompt through a pair:  e + f x prompt
 
-Least squares fit the first two; a negative coefficient becomes 0. Errors count relative to the fitted time, and gaps are summed
-to stretches: otherwise tokens that arrive in clumps make steps look shorter than their mean. TTFT alone does not separate
-`outside` from `step`: a prefill step costs at least the constant of a decode step, the rest counts as outside. The hand-over is
-a small difference of two noisy times, so its line is the median of all slopes (Theil and Sen, JASA 1968).
+Least squares of relative errors fit the first two, without negative coefficients. Gaps are summed
+to stretches, since tokens arrive in clumps. TTFT does not separate `outside` from `step`: a prefill
+step costs at least a decode step's constant. The hand-over is a small difference of noisy times, so
+its slope is the median of all slopes (Theil and Sen, JASA 1968).
 """
 
 from bisect import bisect_left, bisect_right
@@ -28,8 +28,8 @@ from planner.step_time import Fitted
 from service.flags import ConfigError
 
 LEAST_PREFILLS, LEAST_GAPS, MOST_STRETCHES = 8, 64, 4000
-STRETCH = 16  # gaps at most
-ROUNDS = 5  # of least squares, each with the last one's times as weights
+STRETCH = 16  # gaps
+ROUNDS = 5  # of reweighted least squares
 
 
 class ReportTarget(msgspec.Struct):
@@ -42,7 +42,9 @@ class Report(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stretch:
-    """Consecutive gaps between tokens of one request, and means per gap: duration, concurrent requests, their KV tokens."""
+    """Consecutive gaps of one request, with means of duration, concurrent requests and their KV
+    tokens.
+    """
 
     gaps: int
     seconds: float
@@ -52,7 +54,7 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandoverTime:
-    """Duration of a hand-over beside the computing: seconds per request, and seconds per token of its prompt."""
+    """Seconds of a hand-over per request, and per prompt token."""
 
     request_s: float
     token_s: float
@@ -60,7 +62,7 @@ class HandoverTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimeFit:
-    """`outside_s`: part of a TTFT outside of steps. Errors: median of |predicted - measured| / measured."""
+    """A fit. Errors are the median of |predicted - measured| / measured."""
 
     step_time: Fitted
     outside_s: float
@@ -71,7 +73,7 @@ class StepTimeFit:
 
 
 def read_records(path: str) -> list[RequestRecord]:
-    """Read the records of the first target of a report. Raises `ConfigError` with the flag and the file."""
+    """Read a report's first target. ConfigError names flag and file."""
     return _read(path, flag="--fit", targets=1)[0]
 
 
@@ -80,7 +82,7 @@ def read_pair(path: str) -> list[list[RequestRecord]]:
 
 
 def fit(reports: Sequence[Sequence[RequestRecord]]) -> StepTimeFit:
-    """Fit step times. `reports`: the records of each run. Raises `ConfigError` if there are too few."""
+    """Fit step times to the records of each run. ConfigError for too few."""
     alone = [pair for records in reports for pair in _prefills(records)]
     stretches = [stretch for records in reports for stretch in quiet_stretches(records)]
     num_gaps = sum(stretch.gaps for stretch in stretches)
@@ -126,9 +128,9 @@ def fit(reports: Sequence[Sequence[RequestRecord]]) -> StepTimeFit:
 
 
 def fit_handover(unified: Sequence[RequestRecord], pair: Sequence[RequestRecord]) -> HandoverTime:
-    """Fit the hand-over to the same requests, each alone, on a unified worker and through a pair, in turns.
+    """Fit the hand-over to equal single requests on a unified worker and a pair, in turns.
 
-    Prompts must fit into one chunk. Raises `ConfigError` if there are too few requests.
+    Prompts must fit into one chunk. ConfigError for too few requests.
     """
     before = {record.idx: _ttft(record) for record in _alone(unified)}
     more = [(r.prompt_tokens, _ttft(r) - before[r.idx]) for r in _alone(pair) if r.idx in before]
@@ -142,19 +144,19 @@ def fit_handover(unified: Sequence[RequestRecord], pair: Sequence[RequestRecord]
 
 
 def handover_of(more: Sequence[tuple[int, float]]) -> HandoverTime:
-    """Fit it to (prompt tokens, seconds more than without a hand-over) of prompts of several lengths."""
+    """Fit it to (prompt tokens, additional seconds)."""
     token_s = max(0.0, median((b - a) / (n - m) for (m, a), (n, b) in combinations(more, 2) if m != n))
     return HandoverTime(request_s=max(0.0, median(s - token_s * tokens for tokens, s in more)), token_s=token_s)
 
 
 def quiet_stretches(records: Sequence[RequestRecord]) -> list[Stretch]:
-    """Return stretches of gaps during which no request waited for its first token; an even sample of very many."""
+    """Return (a sample of) stretches during which no request waited for its first token."""
     begins = sorted(r.sent_s for r in records)
     firsts = sorted(r.sent_s + _ttft(r) for r in records)
     tokens = [_token_times(r) for r in records]
 
     def is_quiet(begin_s: float, end_s: float) -> bool:
-        """Whether each request sent before the end had its first token before the start."""
+        """Return whether each request sent before the end had its first token before the start."""
         return bisect_right(begins, end_s) == bisect_right(firsts, begin_s)
 
     found = [stretch for times in tokens for stretch in _stretches(times, is_quiet)]
@@ -202,7 +204,7 @@ def _prefills(records: Sequence[RequestRecord]) -> list[tuple[int, float]]:
 
 
 def _stretches(times: Sequence[float], is_quiet: Callable[[float, float], bool]) -> Iterator[Sequence[float]]:
-    """Yield the times of tokens with quiet gaps between them, at most `STRETCH` gaps each."""
+    """Yield token times with quiet gaps, at most `STRETCH` each."""
     begin = 0
     for end in range(1, len(times)):
         if not is_quiet(times[end - 1], times[end]):
@@ -228,7 +230,7 @@ def _measured(records: Sequence[RequestRecord], tokens: Sequence[Sequence[float]
 
 
 def _least_squares(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> tuple[float, float, float]:
-    """Return non-negative coefficients of three columns, by least squares of errors relative to the fitted values."""
+    """Return non-negative coefficients of three columns, by errors relative to fitted values."""
     target = np.asarray(seconds, np.float64)
     matrix = np.asarray(rows, np.float64)
     scale = np.maximum(np.abs(matrix).max(axis=0), 1e-300)
@@ -241,7 +243,7 @@ def _least_squares(rows: Sequence[Sequence[float]], seconds: Sequence[float]) ->
 
 
 def _without_negatives(matrix: Any, target: Any) -> Any:
-    """Least squares; drop the most negative column until none is negative."""
+    """Drop the most negative column until none is."""
     values, keep = np.zeros(3), [0, 1, 2]
     while keep:
         found = np.linalg.lstsq(matrix[:, keep], target, rcond=None)[0]

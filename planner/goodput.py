@@ -1,7 +1,6 @@
-"""Goodput: which requests were good enough, and the highest rate at which enough of them are. Pure.
+"""Goodput: requests within the SLO, and the highest rate with enough of them. Pure.
 
-Goodput per GPU, and the search for the rate that keeps a share of requests within their limits, are DistServe's (Zhong et
-al., OSDI'24).
+Goodput per GPU and its search are DistServe's (Zhong et al., OSDI'24).
 """
 
 import math
@@ -10,15 +9,15 @@ from dataclasses import dataclass, field
 
 from deploy.bench.stats import RequestRecord, percentile, tpot_s
 
-JUDGED_FROM = 0.1  # the first requests find an idle cluster: they load it and are not judged
-NEAR = 1.08  # the search ends when the best rate is known within this factor
+JUDGED_FROM = 0.1  # earlier requests find an idle cluster and do not count
+NEAR = 1.08  # precision of the search
 MOST_STRIDE = 2.0
-MOST_STEPS = 8  # doublings or halvings on the way to the first bracket
+MOST_STEPS = 8  # doublings or halvings before the first bracket
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SloTargets:
-    """Limits in seconds. `share`: of the requests that must be within them, and of a request's gaps within `itl_s`."""
+    """Limits in seconds for a `share` of requests, and of a request's gaps for `itl_s`."""
 
     ttft_s: float
     tpot_s: float
@@ -38,10 +37,8 @@ class SloTargets:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """One run. Rates in requests a second and GPU. Latencies in seconds, at the SLO's percentile; None: no answer.
-
-    `busy`: of each role's devices, the part of the time. `cached_share`: of the prompts' tokens. `step_tokens`: of a request in a decode
-    step; None: nothing is drafted.
+    """One run. Rates are per second and GPU, latencies in seconds at the SLO's percentile, `busy`
+    by role. `step_tokens` are per request and decode step, None without drafts.
     """
 
     rate: float
@@ -69,7 +66,7 @@ def first_judged(count: int) -> int:
 
 
 def most_misses(count: int, share: float) -> int:
-    """Return how many of `count` requests may break their limits: with one more, a run may stop, as its rate is too high."""
+    """Return how many of `count` requests may miss the SLO before a run can stop."""
     return int((count - first_judged(count)) * (1 - share) + 1e-9)
 
 
@@ -105,10 +102,11 @@ def point_of(
 
 @dataclass(slots=True, kw_only=True)
 class Search:
-    """Brackets the highest good rate from `guess`, then halves the bracket (geometrically): points in, rates out.
+    """Brackets the highest good rate from `guess`, then bisects geometrically: points in, rates
+    out.
 
-    `stride`: factor between the first rates, until there is a bracket: a small one where the guess is good and runs are dear. It grows to
-    `MOST_STRIDE` where the guess was far off. `lowest`: part of the guess below which no rate is tried.
+    `stride` is the first factor, which grows to `MOST_STRIDE`; `lowest` bounds rates as a share of
+    the guess.
     """
 
     guess: float
@@ -146,12 +144,12 @@ class Search:
 
     @property
     def estimate(self) -> float:
-        """The middle of the bracket; without one the best rate, 0 if there is none."""
+        """Return the middle of the bracket, else the best rate or 0."""
         good, bad = self._best_rate(), self._worst_rate()
         return (good * bad) ** 0.5 if good is not None and bad is not None else good or 0.0
 
     def _good(self) -> list[Point]:
-        """Points below every rate that was not good enough: chance may make a higher rate good again."""
+        """Return good points below every bad rate, as a higher one is good only by chance."""
         bad = self._worst_rate()
         return [p for p in self.points if p.good_share >= self.share and (bad is None or p.rate < bad)]
 

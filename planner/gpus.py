@@ -1,9 +1,9 @@
-"""Known GPUs: what their makers say they can do. Dense figures, no sparsity; a plan multiplies them by an efficiency.
+"""Data sheets of known GPUs, dense figures without sparsity; plans multiply them by an efficiency.
 
-Sources, data sheets of the makers: NVIDIA A100 (80 GB SXM), L4, L40S, H100 (SXM5), H200 (SXM), HGX B200 (an eighth of the
-board's; its "sparse" figures halved); AMD Instinct MI300X. `link_gb_s` is an assumption, not a property of the GPU: one
-400 Gb/s network port for each (200 Gb/s for A100, 100 Gb/s for L4 and L40S), as the usual servers have them. `peer_gb_s`, in one
-direction: NVLink (half of what its data sheet adds up), Infinity Fabric to seven others; L4 and L40S have PCIe 4 x16.
+NVIDIA A100 (80 GB SXM), L4, L40S, H100 (SXM5), H200 (SXM), HGX B200 (an eighth of the board;
+"sparse" figures halved); AMD Instinct MI300X. `link_gb_s` assumes a 400 Gb/s network port per GPU
+(A100: 200, L4 and L40S: 100). `peer_gb_s` is one direction of NVLink (half of the data sheet's
+sum), Infinity Fabric to seven others, or PCIe 4 x16 (L4, L40S).
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """`tflops`: dense bf16. `link_gb_s`: to other machines, `peer_gb_s`: to other GPUs of its machine. GB are 10^9 bytes."""
+    """`tflops`: dense bf16. `link_gb_s`: to other machines. `peer_gb_s`: to GPUs of its machine. 1
+    GB = 10^9 bytes.
+    """
 
     name: str
     tflops: float

@@ -1,4 +1,4 @@
-"""What each worker runs on: step times, memory and network, from flags, the table of GPUs or measurements."""
+"""Step times, memory and network of workers, from flags, GPU table or measurements."""
 
 from collections.abc import Sequence
 
@@ -15,20 +15,21 @@ from planner.shape import Shape, shape_of
 from planner.step_time import Beside, Efficiency, Fitted, Roofline, StepTime
 from service.flags import ConfigError
 
-# Assumed if neither a flag nor a profile gives the value.
+# Defaults without flag or profile.
 COMPUTE, MEMORY, STEP_S, REDUCE_S = 0.55, 0.75, 0.002, 0.00001
 OUTSIDE_S = 0.005
 ACCEPT_RATE = 0.7
 LATENCY_S = 0.0005
-MESSAGES = 4  # of a hand-over, one after another: handshake and answer, decode's pages, success
+MESSAGES = 4  # sequential messages of a hand-over: handshake, reply, decode's pages, success
 GB = 10**9
 
 
 class Hardware(msgspec.Struct, frozen=True, kw_only=True):
-    """`step_times`: by GPUs per worker. `memory_bytes`, `link_bytes_per_s`: of one GPU; memory is None if
-    --max-total-tokens gives the KV capacity. `gpu_flag`: the flag that chose the GPU. `assumed`: values that were
-    neither given nor measured, for people. `drafter_times`: as `step_times`, of a model that drafts. `accept_rate`: None: nothing is
-    drafted. `match_rate`: 1 for a model.
+    """Values per GPU; step times by GPUs per worker.
+
+    `memory_bytes` is None with --max-total-tokens. `gpu_flag` is the flag that chose the GPU.
+    `assumed` describes assumed values. `accept_rate` is None without drafts, `match_rate` 1 for a
+    model.
     """
 
     step_times: dict[int, StepTime]
@@ -46,7 +47,7 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def hardware_of(config: PlanConfig, model: ModelConfig, *, tps: Sequence[int], profile: Profile | None) -> Hardware:
-    """Decide what workers over each of `tps` GPUs run on. Raises `ConfigError` for a value that is missing."""
+    """Return the hardware of workers of `tps` GPUs. ConfigError for missing values."""
     shape = shape_of(model)
     profile = profile or Profile()
     gpu = GPUS[config.gpu] if config.gpu else profile.gpu
@@ -101,7 +102,7 @@ def hardware_of(config: PlanConfig, model: ModelConfig, *, tps: Sequence[int], p
 
 
 def profile_of(config: PlanConfig) -> Profile | None:
-    """Read the profile, or measure and save it, as the flags say; None: there is a data sheet only."""
+    """Read the profile, or fit and save it, by flags; None with a data sheet only."""
     if config.gpu_profile is not None:
         return read_profile(config.gpu_profile)
     if not config.fit:
@@ -119,7 +120,7 @@ class _Assumed:
         self.notes: list[str] = []
 
     def first(self, given: float | None, measured: float | None, default: float, note: str = "") -> float:
-        """The value that is known, else `default`, which `note` tells people."""
+        """Return a known value, else `default` with `note` for the user."""
         for value in (given, measured):
             if value is not None:
                 return value
@@ -186,7 +187,7 @@ def _link_bytes_per_s(given_gb_s: float | None, gpu: Gpu | None, handover: Hando
 
 
 def _latency_s(given_s: float | None, control_s: float, handover: HandoverTime | None) -> float:
-    """A measured hand-over is bytes, messages and this."""
+    """Derive the latency from a measured hand-over, which is bytes, messages and latency."""
     if given_s is not None:
         return given_s
     if handover is None:

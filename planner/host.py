@@ -1,9 +1,8 @@
-"""A machine whose cores are shared by steps on a CPU, transfers (which are copies) and HTTP. Pure.
+"""A machine whose cores steps, transfers (copies) and HTTP share. Pure.
 
-Shares are fair: while more threads run than there are cores for them, each thread gets cores / threads of one. Workers may be bound
-to cores of their own; what is not bound fills what they leave (max-min fairness). The end of a piece of work is fixed when it starts, so
-work that starts later cannot delay it. Instead the earlier owner owes the time that it should have lost, and pays with its next piece
-of work. So no second of a core is used twice, and events keep the order of the timeline.
+Sharing is max-min fair, with workers perhaps bound to own cores. The end of work is fixed at its
+start, so later work cannot delay it: its owner owes the lost time and pays with its next work. So
+no core is used twice, and events keep their order.
 """
 
 from collections import Counter
@@ -11,13 +10,13 @@ from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-KEPT_S = 60.0  # older work overlaps with no new work: the workers' clocks differ by less than a step
+KEPT_S = 60.0  # older work overlaps no new work, as clocks differ by less than a step
 
 
 class Threads(NamedTuple):
-    """`num` threads of one owner. `home`: the worker to whose cores they are bound; None: they go anywhere.
+    """`num` threads of one owner, bound to the cores of worker `home`, if any.
 
-    `beside`: how much longer they take while all other cores compute, since memory and caches are shared.
+    `beside` is their slowdown while all other cores compute, as memory and caches are shared.
     """
 
     num: int = 1
@@ -37,7 +36,7 @@ class _Occupancy:
 
 
 class Host:
-    """`cores`: None if each worker has a machine of its own. `home_cores`: of each worker that is bound to its own."""
+    """`cores` is None if each worker has its own machine. `home_cores` are bound to each worker."""
 
     def __init__(self, cores: float | None, *, home_cores: float | None = None) -> None:
         self._cores = cores
@@ -47,11 +46,11 @@ class Host:
         self._latest_s = 0.0
 
     def home(self, worker: Hashable) -> Hashable:
-        """Return what `Threads.home` is for a worker's own work: None where no worker is bound."""
+        """Return `Threads.home` of a worker's work."""
         return None if self._home_cores is None else worker
 
     def finish(self, owner: Hashable, *, at_s: float, work_s: float, threads: Threads = ONE) -> float:
-        """Return the end of `work_s` on each of `threads`, started at `at_s`. An owner does not slow itself down."""
+        """Return the end of `work_s` on each of `threads`, not slowed by the same owner."""
         if self._cores is None or work_s <= 0:
             return at_s + work_s
         self._forget(at_s)
@@ -61,7 +60,7 @@ class Host:
         return end_s
 
     def _share(self, others: list[_Occupancy], now_s: float, left_s: float, threads: Threads) -> float:
-        """Return the end of `left_s` of work, computed span by span between two changes of the other work."""
+        """Return the end of `left_s` of work, in spans between changes of other work."""
         for change_s in [*sorted({t for s in others for t in (s.begin_s, s.end_s) if t > now_s}), float("inf")]:
             there = [one for one in others if one.begin_s <= now_s < one.end_s]
             before = self._speeds([one.threads for one in there])
@@ -75,7 +74,7 @@ class Host:
         return now_s
 
     def _speeds(self, running: list[Threads]) -> list[float]:
-        """Return the speed of a thread of each, as a part of that of one that is alone on the machine."""
+        """Return each one's thread speed relative to an idle machine."""
         assert self._cores is not None
         shares = core_shares(self._cores, self._home_cores, running)
         used = sum(one.num * share for one, share in zip(running, shares, strict=True))
@@ -91,7 +90,7 @@ class Host:
 
 
 def core_shares(cores: float, home_cores: float | None, running: Iterable[Threads]) -> list[float]:
-    """Return the part of a core that a thread of each gets: max-min fair, where some are bound to `home_cores` of their own."""
+    """Return each one's cores per thread, max-min fair."""
     running = list(running)
     bound = Counter[Hashable]()
     for one in running:
@@ -104,7 +103,7 @@ def core_shares(cores: float, home_cores: float | None, running: Iterable[Thread
 def _water_level(
     cores: float, home_cores: float | None, bound: Mapping[Hashable, int], threads: int
 ) -> tuple[float, dict[Hashable, float]]:
-    """Return the share of a thread outside of crowded homes, and that in each crowded one, the most crowded first."""
+    """Return the share outside of crowded homes, and in each of these."""
     crowded = dict[Hashable, float]()
     for home, count in sorted(bound.items(), key=lambda item: -item[1]):
         assert home_cores is not None, "nothing is bound"

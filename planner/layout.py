@@ -1,4 +1,4 @@
-"""The clusters to compare: xPyD, unified workers, or a mixed pool of both, each worker on one GPU or several. Pure."""
+"""Layouts of clusters: xPyD, unified, or both. Pure."""
 
 import re
 from collections.abc import Sequence
@@ -6,15 +6,13 @@ from dataclasses import dataclass
 
 from service.flags import ConfigError
 
-MOST_WORKERS, MOST_GPUS = 999, 32  # in a pool; of a worker
+MOST_WORKERS, MOST_GPUS = 999, 32  # per pool; per worker
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class ClusterLayout:
-    """Numbers of `prefill` and `decode` workers, of `unified` ones, or of both (the router's --mixed). `tp`: GPUs per worker
-    (tensor parallelism).
-
-    `mixed`: unified workers run decodes in the same steps as prefills.
+    """Numbers of workers, with `tp` GPUs each. `mixed`: unified workers mix decodes into prefill
+    steps.
     """
 
     prefill: int = 0
@@ -48,7 +46,7 @@ class ClusterLayout:
 
 
 def parse_layout(text: str) -> ClusterLayout:
-    """ "2P3D", "4U", "4U-mixed", "2P1D1U" or "2P1D1U-mixed", each with or without "-tp2"."""
+    """Parse "2P3D", "4U", "4U-mixed", "2P1D1U" or "2P1D1U-mixed", perhaps with "-tp2"."""
     found = re.fullmatch(r"(?:(\d+)P(\d+)D)?(?:(\d+)U(-mixed)?)?(?:-tp(\d+))?", text, re.IGNORECASE)
     if found is None:
         raise _unknown(text)
@@ -73,10 +71,9 @@ def _unknown(text: str) -> ConfigError:
 
 
 def candidates(num_workers: int, *, tps: Sequence[int] = (1,)) -> list[ClusterLayout]:
-    """Return all layouts with the same number of GPUs: that of `num_workers` workers of the largest degree in `tps`.
+    """Return all layouts with as many GPUs as `num_workers` of the largest of `tps`.
 
-    Larger pools queue better than small ones, so only layouts of one size compare fairly. A degree that does not divide
-    the number is left out.
+    Larger pools queue better, so only equal sizes compare fairly.
     """
     gpus = num_workers * max(tps)
     return [layout for tp in tps if gpus % tp == 0 for layout in _of_size(gpus // tp, tp)]

@@ -1,7 +1,4 @@
-"""The memory of a worker's GPUs: the bytes of weights and KV pages, a drafter's included, and the pages that fit. Pure.
-
-Which numbers of GPUs fit is engine/parallel/layout.py's decision.
-"""
+"""Bytes of weights and KV pages, with a drafter's, and the pages that fit. Pure."""
 
 from engine.config import EngineConfig
 from engine.device.memory_plan import MeasuredMemory, static_left
@@ -14,11 +11,11 @@ from planner.drafter import drafter_shape
 from planner.shape import fullest, shape_of
 from service.flags import ConfigError
 
-DEGREES = (1, 2, 4, 8, 16, 32)  # of tensor parallelism
+DEGREES = (1, 2, 4, 8, 16, 32)  # of TP
 
 
 def page_bytes(model: ModelConfig, tp: int = 1, *, page_size: int) -> int:
-    """Return the bytes of a page on the fullest of `tp` GPUs: KV of all layers, and what a drafter keeps."""
+    """Return a page's bytes on the fullest of `tp` GPUs, with the drafter's."""
     place = fullest(tp)
     specs = [layer_spec(model, share_of(model, place), dtype=model.dtype)] * model.num_layers
     if model.drafter is not None:
@@ -27,7 +24,7 @@ def page_bytes(model: ModelConfig, tp: int = 1, *, page_size: int) -> int:
 
 
 def weight_bytes(model: ModelConfig, tp: int = 1, *, on_cpu: bool = False) -> int:
-    """Return those on the fullest of `tp` GPUs, with a drafter's."""
+    """Return the bytes on the fullest of `tp` GPUs, with the drafter's."""
     own = shape_of(model, tp, on_cpu=on_cpu).weight_bytes
     return own if model.drafter is None else own + drafter_shape(model, tp, on_cpu=on_cpu).weight_bytes
 
@@ -42,9 +39,10 @@ def kv_pages(
     longest: int,
     on_cpu: bool = False,
 ) -> int:
-    """Return the KV pages of a worker on `tp` GPUs of `memory_bytes` each (None: --max-total-tokens gives the capacity).
+    """Return a worker's KV pages on `tp` GPUs of `memory_bytes` each (None with
+    --max-total-tokens).
 
-    `gpu`: the flag that chose the GPU. `longest`: tokens of the longest request. `on_cpu`: as of `shape_of`. Raises `ConfigError`.
+    `gpu` is the flag of the GPU, `longest` the tokens of the longest request. Raises ConfigError.
     """
     weights = weight_bytes(model, tp, on_cpu=on_cpu)
     kv_bytes = 0 if memory_bytes is None else _left_for_kv(engine, weights, memory_bytes=memory_bytes)
@@ -76,7 +74,7 @@ def _fits(model: ModelConfig, tp: int) -> bool:
 
 
 def _left_for_kv(engine: EngineConfig, weights: int, *, memory_bytes: int) -> int:
-    """Bytes of each GPU's share besides weights: as a worker divides it, if its steps fit beside."""
+    """Return each GPU's bytes for KV, divided as in a worker."""
     found = MeasuredMemory(
         memory=memory_bytes,
         free=memory_bytes,

@@ -1,4 +1,4 @@
-"""Draws goodput against rate. Owns the only import of matplotlib, which is an optional extra."""
+"""Plot of goodput against rate, with the optional matplotlib."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,14 +11,16 @@ FORMATS = (".png", ".svg", ".pdf")
 
 
 def check_plot(path: str) -> None:
-    """Check before an hour of computing that the picture can be drawn. Raises `ConfigError`."""
+    """Check that a plot is possible before computing. Raises ConfigError."""
     if Path(path).suffix not in FORMATS:
         raise ConfigError(f"--plot {path}: must end in {', '.join(FORMATS)}")
     _figure_class()
 
 
 def draw(outcomes: Sequence[Outcome], *, share: float, title: str, path: str) -> None:
-    """Draw one line per layout with its best rate marked. Unified layouts are dashed, perfect service is grey."""
+    """Draw a line per layout with its best rate; unified ones are dashed, perfect service is
+    grey.
+    """
     figure = _figure_class()(figsize=(8, 5), dpi=120, layout="constrained")
     axes = figure.add_subplot()
     highest = max((p.rate for o in outcomes for p in o.points if p.goodput > 0), default=1.0)

@@ -1,4 +1,4 @@
-"""Processes that compute runs side by side, and the threads that wait for them."""
+"""Processes that compute runs in parallel, and threads that wait for them."""
 
 import multiprocessing
 import queue
@@ -16,7 +16,7 @@ SPAWN = multiprocessing.get_context("spawn")
 
 
 class RunPool:
-    """A context manager; the processes end with the block, and with this process (their pipes close)."""
+    """A pool as a context manager; its processes also end with this one."""
 
     def __init__(self, config: PlanConfig, *, jobs: int) -> None:
         self._idle: queue.SimpleQueue[Connection] = queue.SimpleQueue()
@@ -61,7 +61,7 @@ class RunPool:
 
 
 def _compute(config: PlanConfig, orders: Connection) -> None:
-    """Compute the runs that are ordered, until the other end closes."""
+    """Compute ordered runs until the pipe closes."""
     study = study_of(replace(config, save_profile=None))
     while True:
         try:

@@ -1,4 +1,4 @@
-"""Profiles: what was measured of a machine, as a file. Owns the format; reads and writes it."""
+"""Files of measured profiles."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,10 +12,9 @@ from service.flags import ConfigError
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Step times of one model on a machine, or the GPU itself, or both (docs/planning.md). None: not measured.
+    """Measured step times, the GPU, or both (docs/planning.md); None if not measured.
 
-    `source`: where the figures come from, for people. `tp_size`: GPUs of the worker whose step times these are. `accept_rate`,
-    `match_rate`: as --speculative-accept-rate and --speculative-match-rate. `beside`: on a machine that workers share.
+    `source` describes the measurement. `tp_size` and `*_rate` are as the flags.
     """
 
     step_time: Fitted | None = None
@@ -34,7 +33,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 def fit_profile(reports: Sequence[str], *, pair: str | None, tp_size: int) -> Profile:
-    """Fit step times to bench reports, and the hand-over to the report `pair`. Raises `ConfigError`."""
+    """Fit step times to reports, and the hand-over to report `pair`. Raises ConfigError."""
     found = fit([read_records(path) for path in reports])
     handover = fit_handover(*read_pair(pair)) if pair else None
     return Profile(
@@ -51,7 +50,6 @@ def save_profile(profile: Profile, path: str) -> None:
 
 
 def describe(found: StepTimeFit, handover: HandoverTime | None = None) -> str:
-    """Describe a fit in one line: its data and its error."""
     pair = ""
     if handover is not None:
         pair = f"; hand-over {1000 * handover.request_s:.1f} ms and {1e6 * handover.token_s:.1f} us a token"

@@ -1,4 +1,4 @@
-"""The results of a plan, as text and as JSON."""
+"""Results of a plan as text and JSON."""
 
 import math
 from collections.abc import Sequence
@@ -11,13 +11,13 @@ from deploy.bench.report import table
 from planner.run import Outcome
 from planner.study import Study
 
-LONG = 5  # limits of TTFT
+LONG = 5  # times the limit of TTFT
 STEP_TOKENS = "tokens a step"  # with speculation
 HEADER = ("layout", "req/s/GPU", "good", "TTFT ms", "TPOT ms", "cached", "busy")
 
 
 def report_text(outcomes: Sequence[Outcome], study: Study) -> str:
-    """Write the table and the recommendation: the best rate of each layout, best first, or each of --rates."""
+    """Write a table of best rates, or of all --rates, and the recommendation."""
     lines = [_about(study, outcomes), ""]
     shown: list[tuple[Outcome, Any]]
     if study.config.rates:
@@ -57,13 +57,13 @@ def report_json(outcomes: Sequence[Outcome], study: Study) -> bytes:
 
 
 def gpus_for(outcome: Outcome, total_rate: float) -> tuple[int, int]:
-    """Return (copies of the layout, GPUs in all) that serve `total_rate` requests per second."""
+    """Return copies of the layout, and GPUs, for `total_rate` requests per second."""
     copies = math.ceil(total_rate / (outcome.rate * outcome.layout.num_gpus))
     return copies, copies * outcome.layout.num_gpus
 
 
 def _doubts(outcomes: Sequence[Outcome], study: Study) -> list[str]:
-    """Warn about short runs: requests that arrive at once measure the depth of queues, not their speed."""
+    """Warn about oversized requests, and short runs, which measure queue depth."""
     size = len(study.requests)
     long = [
         f"warning: {num} requests need more KV than a worker of {o.layout.name} has; they fail there"

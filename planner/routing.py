@@ -1,7 +1,6 @@
-"""Routing of planned requests: the router's own policies, worker table and choice of ways, with what a router would know.
+"""Routing of planned requests by the router's own policies, worker table and routes.
 
-A request is charged to a worker until the worker ends it, as in router/requests. Block numbers identify prompts, in place
-of the text that a router hashes.
+A request is charged to a worker until its end there. Block numbers stand for text.
 """
 
 import random
@@ -23,30 +22,26 @@ from service.prefix_chain import BLOCK_TOKENS
 
 SEED = 1
 WANTED = Objectives(RouterConfig.mixed_ttft_s, RouterConfig.mixed_itl_s)
-REPORT_S = 1.0  # between two reports of a worker (--load-poll-interval)
-WAYS = (("prefill", "decode"), ("unified",))  # that a request may go
+REPORT_S = 1.0  # interval of reports (--load-poll-interval)
+WAYS = (("prefill", "decode"), ("unified",))  # possible routes
 T = TypeVar("T", bound=Hashable)
 
 
 @dataclass(slots=True, eq=False)
 class Routed(Generic[T]):
-    """The workers that serve a request, the answering worker last, and their charged load. Times in seconds.
-
-    `prompt`: for the forecast; None where it is not asked.
-    """
+    """A request's workers, answering one last, and leases. `prompt` is for the forecast."""
 
     workers: list[T]
     leases: list[Lease]
     prompt: SentPrompt | None = None
     first_s: float = 0.0
-    requests: int = 0  # at the answering worker when the answer began
+    requests: int = 0  # at the answering worker at the answer's start
 
 
 @dataclass(slots=True)
 class Routing(Generic[T]):
-    """`policy`: for the workers that compute prompts. Decode workers use least_load: their caches do not help a prompt.
-
-    `mixed`: both ways are open to each request (the router's --mixed).
+    """`policy` applies to prompts; decode uses least_load. `mixed` permits both routes
+    (--mixed).
     """
 
     policy: str = "least_load"
@@ -63,7 +58,7 @@ class Routing(Generic[T]):
         self._ways = WayChooser(policies=policies, forecast=self._forecast, wanted=self.wanted)
 
     def choose(self, pools: Mapping[str, Sequence[T]], request: PlannedRequest, *, now_s: float) -> Routed[T]:
-        """Choose a way, and a worker of each of its roles, among `pools` (role to workers)."""
+        """Choose a route and a worker of each role among `pools`."""
         hints = RoutingHints(
             prompt_tokens=request.input_len, output_tokens=request.output_len, keys=self._keys(request)
         )
@@ -84,7 +79,7 @@ class Routing(Generic[T]):
             routed.first_s, routed.requests = now_s, routed.leases[-1].worker.requests_everywhere
 
     def on_end(self, routed: Routed[T], num_tokens: int, now_s: float) -> None:
-        """The answer is whole (`num_tokens` 0: it failed); its worker is not released yet."""
+        """Record an ended answer (`num_tokens` 0: failed)."""
         if routed.prompt is None:
             return
         self._forecast.computed(routed.prompt)
@@ -94,7 +89,7 @@ class Routing(Generic[T]):
             self._forecast.learn_answer(worker, num_tokens - 1, now_s - routed.first_s, requests=requests, now_s=now_s)
 
     def cancel(self, routed: Routed[T]) -> None:
-        """Take back what `choose` charged: the request is not sent."""
+        """Undo `choose`."""
         for lease in routed.leases:
             self.release(lease)
         if routed.prompt is not None:
@@ -118,7 +113,7 @@ class Routing(Generic[T]):
         return self.workers[one]
 
     def _keys(self, request: PlannedRequest) -> Sequence[Hashable]:
-        """A block's number also identifies all blocks before it, so (number, part) is a key of the prefix."""
+        """Return prefix keys: a block number also identifies earlier blocks."""
         if self.policy != "cache_aware":
             return ()
         return [b"%d.%d" % (token, part) for token, count in request.blocks for part in range(count // BLOCK_TOKENS)]

@@ -1,6 +1,6 @@
-"""The cost of a model on each GPU of a worker: weights, KV and arithmetic, from its config alone. Pure.
+"""Weights, KV and arithmetic of a model per GPU, from its config. Pure.
 
-What a GPU holds is engine/parallel/layout.py's decision.
+Sharding is decided by engine/parallel/layout.py.
 """
 
 from dataclasses import dataclass
@@ -12,11 +12,9 @@ from engine.parallel.layout import Place, share_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """The weights and KV of a GPU. `layer_params`: weights of layers, each used once per token. `head_params`: of the output layer, once
-    per sample.
-
-    `weight_bytes`: all weights in memory; `read_bytes`: read in a step. `kv_bytes`: of one token in all layers. `pair_flops`: of attention for one query
-    token and one key token, all layers and heads of this GPU. `hidden`, `vocab`: the model's.
+    """One GPU's part. `layer_params` are used per token, `head_params` per sample. `read_bytes` of
+    the `weight_bytes` are read per step. `kv_bytes` are per token. `pair_flops` are attention's per
+    query and key token.
     """
 
     layer_params: int
@@ -32,14 +30,15 @@ class Shape:
 
 
 def fullest(tp: int) -> Place:
-    """Return the place of the rank that holds most: the last one, where the vocabulary does not divide."""
+    """Return the fullest rank: the last one if the vocabulary does not divide."""
     return Place(tp_rank=tp - 1, tp_size=tp)
 
 
 def shape_of(model: ModelConfig, tp: int = 1, *, on_cpu: bool = False) -> Shape:
-    """Return what the fullest of `tp` GPUs holds. `on_cpu`: of `tp` CPU ranks, where integers stay packed, unless the model is in fp32.
+    """Return the part of the fullest of `tp` GPUs, or CPU ranks, which keep integers packed except
+    in fp32.
 
-    2 FLOPs per weight and token; 4 x head_dim FLOPs per head and (query, key) pair: scores, and the sum of values.
+    2 FLOPs per weight and token; 4 x head_dim FLOPs per head and (query, key) pair.
     """
     share = share_of(model, fullest(tp))
     size = ELEMENT_BYTES[model.dtype]

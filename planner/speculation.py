@@ -1,4 +1,6 @@
-"""Speculation in a plan: the real rows and passes (engine/core/drafting.py), and drafts that are right as often as the plan says."""
+"""Speculation in a plan: real rows and passes (engine/core/drafting.py), right at the planned
+rate.
+"""
 
 import random
 from collections.abc import Callable
@@ -13,14 +15,14 @@ from planner.drafter import DrafterTime
 from planner.executor import TOKEN
 
 SEED = 3
-MATCH = 1  # of n-grams: chances are learned, and this class begins with the lowest
+MATCH = 1  # match class of n-grams with the lowest initial chance
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speculation:
-    """`most`: drafted tokens of a request in a step. `accept_rate`: chance that the model samples a token that was drafted behind right
+    """At most `most` drafts per request and step, accepted after right ones with `accept_rate`.
 
-    ones. `time`: of the model that drafts; None: n-grams do, in a share `match_rate` of the steps.
+    `time` is a drafting model's; n-grams draft in a share `match_rate` of the steps.
     """
 
     most: int
@@ -39,7 +41,7 @@ class Speculation:
 
 
 class Guesses:
-    """N-grams of texts that a plan does not know: a match, now and then, which `most` tokens follow."""
+    """N-grams of unknown texts: a random match now and then, with `most` tokens."""
 
     def __init__(self, most: int, match_rate: float) -> None:
         self._draft = Draft([TOKEN] * most, MATCH)
@@ -53,7 +55,7 @@ class Guesses:
 def speculation_of(
     engine: EngineConfig, *, accept_rate: float | None, match_rate: float, time: DrafterTime | None
 ) -> Speculation | None:
-    """Return None where nothing is drafted. `engine`: resolved. `time`: of a model that drafts."""
+    """Return None without drafts. `engine` is resolved."""
     if engine.speculative_algorithm is None:
         return None
     by_model = drafts_by_model(engine)

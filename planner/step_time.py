@@ -1,7 +1,7 @@
-"""The cost model of the executor: from the load of a step to its duration. Pure.
+"""The cost model: from a step's load to its duration. Pure.
 
-Two models with one interface: `Roofline` from a GPU's data sheet and the model's shape, `Fitted` from measurements
-(planner/fit.py). Both depend only on sums over the step's items (`StepLoad`).
+`Roofline` is from data sheet and model shape, `Fitted` from measurements (planner/fit.py). Both
+depend only on sums over the step (`StepLoad`).
 """
 
 from dataclasses import dataclass
@@ -11,15 +11,14 @@ from engine.core.plan import Plan
 from planner.gpus import Gpu
 from planner.shape import Shape
 
-SMALL_SUM = 1 << 18  # numbers: engine/parallel/nccl.py adds these in one pass
-PARTIAL_BYTES = 4  # what ranks add is float32
+SMALL_SUM = 1 << 18  # numbers; summed in one pass by engine/parallel/nccl.py
+PARTIAL_BYTES = 4  # ranks add in float32
 
 
 @dataclass(slots=True)
 class StepLoad:
-    """The load of one step. `prefill_pairs`: (query, key) pairs of attention; `prefill_context`: KV tokens that it reads.
-
-    `decodes`: items of one token; `decode_context`: KV tokens that they read. `samples`: sampled tokens of all items.
+    """The load of a step. `*_pairs`: (query, key) pairs of attention. `*_context`: KV tokens
+    read.
     """
 
     prefill_tokens: int = 0
@@ -32,7 +31,7 @@ class StepLoad:
 
 class StepTime(Protocol):
     def seconds(self, load: StepLoad) -> float:
-        """Return the time from the start of the step to its tokens, in seconds."""
+        """Return the seconds from the step's start to its tokens."""
 
 
 def load_of(plan: Plan) -> StepLoad:
@@ -53,10 +52,7 @@ def load_of(plan: Plan) -> StepLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beside:
-    """The slowdown of steps while all other cores of their machine compute: 0.1: a tenth. Memory and caches are shared.
-
-    `prefill`: of steps with prompts, `decode`: of others.
-    """
+    """Relative slowdown of prefill and decode steps while all other cores compute."""
 
     prefill: float = 0.0
     decode: float = 0.0
@@ -64,10 +60,7 @@ class Beside:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Efficiency:
-    """The shares of a data sheet that are reached, and the overhead of a step (launches, sampling, scheduler).
-
-    `memory`: share of all bandwidths. `reduce_s`: overhead of an all-reduce between GPUs.
-    """
+    """Reached shares of a data sheet, and overheads of a step and of an all-reduce."""
 
     compute: float
     memory: float
@@ -77,10 +70,11 @@ class Efficiency:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roofline:
-    """The slower of arithmetic and memory, separately for the linear layers and for attention (Williams et al. 2009).
+    """The slower of arithmetic and memory, for linear layers and attention each (Williams et al.
+    2009).
 
-    `shape`: of each of `tp` GPUs. The embedding and each layer, after attention and after the MLP (Shoeybi et al. 2019), sum
-    hidden states as engine/parallel/nccl.py does; logits of samples go to one GPU.
+    With TP, the embedding and each layer, after attention and MLP (Shoeybi et al. 2019), sum hidden
+    states as in engine/parallel/nccl.py; logits go to one GPU.
     """
 
     gpu: Gpu
@@ -102,7 +96,7 @@ class Roofline:
         return self.efficiency.step_s + max(linear / flops_s, shape.read_bytes / bytes_s) + prefill + decode + ranks_s
 
     def _sums_s(self, tokens: int) -> float:
-        """Small sums read all partials of the others; large ones a slice of each, and then the others' rounded slices."""
+        """Small sums read all partials; large ones a slice of each, then the rounded slices."""
         numbers, others = tokens * self.shape.hidden, self.tp - 1
         if numbers <= SMALL_SUM:
             moved = others * PARTIAL_BYTES * numbers
@@ -114,15 +108,13 @@ class Roofline:
         return self._meeting_s(samples * PARTIAL_BYTES * (self.shape.vocab - self.shape.vocab // self.tp))
 
     def _meeting_s(self, moved: float) -> float:
-        """Time of a collective: `moved` bytes reach a GPU."""
+        """Return the time of a collective that moves `moved` bytes to a GPU."""
         return moved / (self.gpu.peer_gb_s * 1e9 * self.efficiency.memory) + self.efficiency.reduce_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fitted:
-    """Linear in the load, as measured: seconds per prefill step, prompt token, (query, key) pair; per decode step,
-    request in it, KV token that it reads. A mixed step costs a prefill step plus the decodes' share.
-    """
+    """Measured linear costs. A mixed step is a prefill step plus the decodes' share."""
 
     prefill_step_s: float
     prefill_token_s: float

@@ -1,6 +1,6 @@
-"""From flags to the runs of a plan: the workers, the requests, and the figures of a run.
+"""From flags to a plan's runs: workers, requests, results.
 
-`study_of` reads the files that the flags name; the rest is pure. The same flags give the same study in any process.
+Only `study_of` reads files. Equal flags give equal studies in any process.
 """
 
 from collections import defaultdict
@@ -35,9 +35,8 @@ GUESSED_LOAD = 0.6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Study:
-    """`page_bytes`: of a page of the whole model. `history`: requests before `requests`, for warm caches.
-
-    `num_pages`, `speculation` (None: nothing is drafted): of a worker, by its number of GPUs.
+    """A plan. `page_bytes` is of the whole model. `history` warms caches. `num_pages` and
+    `speculation` are by GPUs per worker.
     """
 
     config: PlanConfig
@@ -58,7 +57,7 @@ class Study:
 
 
 def study_of(config: PlanConfig) -> Study:
-    """Read the files that `config` names. Raises `ConfigError` if model, memory and flags do not fit each other."""
+    """Build the study. ConfigError if model, memory and flags do not fit."""
     path = Path(config.model_path)
     model = load_model_config(str(path.parent if path.name == "config.json" else path))
     if model.experts is not None:
@@ -139,7 +138,7 @@ def study_of(config: PlanConfig) -> Study:
 
 
 def _layouts(texts: Sequence[str], *, num_workers: int, tps: Sequence[int]) -> list[ClusterLayout]:
-    """Parse the layouts, or propose some. A layout without a number of GPUs per worker is tried with each of `tps`."""
+    """Parse layouts or propose some, with each of `tps` where not given."""
     if not texts:
         return candidates(num_workers, tps=tps)
     named = [parse_layout(text) for text in texts]
@@ -147,14 +146,14 @@ def _layouts(texts: Sequence[str], *, num_workers: int, tps: Sequence[int]) -> l
 
 
 def run_study(study: Study, cluster: PlannedCluster, rate: float) -> list[RequestRecord]:
-    """Run at `rate` requests per second of the whole cluster, until no request in flight can still be good."""
+    """Run at `rate` per second in all, until no request can still be good."""
     cluster.warm(study.history)
     until_s = max(study.slo.latest_s(sent_s=a.at / rate, output_len=a.output_len) for a in study.requests)
     return cluster.run(study.requests, rate=rate, until_s=until_s)
 
 
 def try_rate(study: Study, layout: ClusterLayout, rate: float) -> Point:
-    """Run at `rate` requests per second and GPU."""
+    """Run at `rate` per second and GPU."""
     cluster = planned_cluster(study, layout)
     records = run_study(study, cluster, rate * layout.num_gpus)
     busy = defaultdict[str, list[float]](list)
@@ -165,7 +164,7 @@ def try_rate(study: Study, layout: ClusterLayout, rate: float) -> Point:
 
 
 def guess_rate(study: Study, layout: ClusterLayout) -> float:
-    """Return the first rate of a search, in requests per second and GPU: below the devices' capacity."""
+    """Return a search's first rate per second and GPU, below capacity."""
     size = len(study.requests)
     tokens = sum(request.input_len for request in study.requests) / size
     outputs = sum(request.output_len for request in study.requests) / size
@@ -226,7 +225,7 @@ def _engine(config: PlanConfig) -> EngineConfig:
 
 
 def _folder(given: str | None) -> str | None:
-    """Return the folder of a drafter's config.json."""
+    """Return the directory of a drafter's config.json."""
     if given is None:
         return None
     path = Path(given)
@@ -236,9 +235,9 @@ def _folder(given: str | None) -> str | None:
 
 
 def _with_drafter(engine: EngineConfig, model: ModelConfig, *, tps: Sequence[int], longest: int) -> ModelConfig:
-    """`longest`: tokens of the longest request, which is context enough for a plan."""
+    """Add the drafter. `longest` request tokens suffice as its context."""
     found = model
-    for tp in tps:  # each checks what a rank would hold
+    for tp in tps:  # each checks the shard
         found = with_drafter(replace(engine, tp_size=tp, kv_units=None, context_length=longest), model)
     if found.drafter is not None and found.drafter.layers.experts is not None:
         raise ConfigError(

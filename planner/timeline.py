@@ -1,11 +1,11 @@
-"""Virtual time: one queue of events."""
+"""Virtual time: a queue of events."""
 
 import heapq
 from collections.abc import Callable
 
 
 class Timeline:
-    """Events at the same time run in the order in which they were added."""
+    """Events in order of time, then of addition."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -18,7 +18,7 @@ class Timeline:
         heapq.heappush(self._queue, (time_s, self._serial, act))
 
     def run_until(self, time_s: float, *, done: Callable[[], bool]) -> None:
-        """Run the events up to `time_s` (included), or until `done`."""
+        """Run events up to and including `time_s`, or until `done`."""
         while self._queue and self._queue[0][0] <= time_s and not done():
             self.now_s, _, act = heapq.heappop(self._queue)
             act()

@@ -1,7 +1,7 @@
-"""A bandwidth model in place of the transfer managers: both sides of a room, and the links between workers.
+"""A bandwidth model for both sides of transfers, in place of the transfer managers.
 
-States follow transfer_backends (KVPoll). A control message takes `control_s`; a transfer waits for both ends' links
-and moves at the speed of the slower one. On a shared host a transfer is a copy, for which both ends use a core.
+States are KVPoll. A control message takes `control_s`. A transfer waits for both links and moves at
+the slower one's speed; on a shared host it is a copy with a core per end.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ from transfer_backends.kvpoll import KVPoll
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Link:
-    """A worker's network port: one transfer at a time, first come, first served."""
+    """A worker's network port, one transfer at a time, FIFO."""
 
     bytes_per_s: float
     free_s: float = 0.0
@@ -26,7 +26,7 @@ class Link:
 
 @dataclass(slots=True, kw_only=True)
 class End:
-    """One worker's side of all its transfers. `now`: the worker's clock. `wake`: schedules a turn of its loop. `home`: cores of its own."""
+    """A worker's side of its transfers. `wake` schedules its loop."""
 
     link: Link
     metadata: MetadataBuffers
@@ -37,7 +37,7 @@ class End:
 
 @dataclass(slots=True, eq=False)
 class PlannedRoom:
-    """A transfer. `*_state`: what each side knows. `prefill`, `decode`: None until that side opens the room."""
+    """A transfer. A side is None until it opens the room."""
 
     number: int
     prefill: End | None = None
@@ -51,7 +51,7 @@ class PlannedRoom:
 
 class Network:
     def __init__(self, timeline: Timeline, *, page_bytes: int, control_s: float, latency_s: float, host: Host) -> None:
-        """`latency_s`: from the last byte's sending to its arrival, at any bandwidth."""
+        """`latency_s` is added to a transfer's bytes."""
         self._timeline = timeline
         self._page_bytes = page_bytes
         self._control_s = control_s
@@ -66,7 +66,7 @@ class Network:
         self._rooms.pop(number, None)
 
     def shake_hands(self, room: PlannedRoom) -> None:
-        """Once both sides are there: decode's request and the reply."""
+        """Exchange decode's request and the reply, once both sides are there."""
         if room.prefill is not None and room.decode is not None:
             self._after_messages(2, room.decode, lambda: self._decode_moves(room, KVPoll.WaitingForInput))
 
@@ -77,7 +77,7 @@ class Network:
         self._after_messages(1, room.decode, lambda: self._learn_pages(room, num_pages))
 
     def send(self, room: PlannedRoom, *, num_pages: int, row: int | None) -> None:
-        """Move computed pages. `row`: the metadata row, with the last pages."""
+        """Move computed pages, and with the last ones the metadata `row`."""
         room.prefill_state = KVPoll.Transferring
         assert room.prefill is not None
         begin_s = max(room.prefill.now(), self._timeline.now_s)
@@ -119,7 +119,7 @@ class Network:
             self._timeline.at(end_s + self._latency_s, lambda: self._land(room, row))
 
     def _copied_s(self, source: End, target: End, *, at_s: float, taken_s: float) -> float:
-        """Return the end of a copy, for which each end uses a core: one of its own where it has such."""
+        """Return the end of a copy that uses a core at each end."""
         if source.home is None and target.home is None:
             return self._host.finish(source.link, at_s=at_s, work_s=taken_s, threads=Threads(2))
         return max(
@@ -163,7 +163,7 @@ class PlannedSender:
         gate: Gate | None = None,
         tail: Tail = (),
     ) -> None:
-        """`start`: in pages of the prompt. Pages that decode has cached are not moved."""
+        """Send pages from page `start` of the prompt on, except those cached by decode."""
         if self.room.prefill_state is KVPoll.Failed:
             return
         end, skip = start + len(src_pages), self.room.skip_pages
@@ -180,7 +180,7 @@ class PlannedSender:
         return self.room.prefill_state in (KVPoll.Success, KVPoll.Failed)
 
     def close(self) -> None:
-        """Nothing to do: decode forgets the room."""
+        """Do nothing: decode drops the room."""
 
 
 @dataclass(slots=True, eq=False)
@@ -228,7 +228,7 @@ class PlannedReceiver:
 
 @dataclass(slots=True)
 class PlannedSenders:
-    """The prefill role's manager and room directory."""
+    """Manager and room directory of the prefill role."""
 
     network: Network
     end: End
@@ -245,18 +245,18 @@ class PlannedSenders:
         return []
 
     def add_room(self, room: int) -> None:
-        """Nothing to do: decode finds a room by its number."""
+        """Do nothing: decode finds rooms by number."""
 
     def check(self) -> None:
-        """Nothing to check."""
+        """Do nothing."""
 
     def close(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
 
 @dataclass(slots=True)
 class PlannedReceivers:
-    """The decode role's manager."""
+    """Manager of the decode role."""
 
     network: Network
     end: End
@@ -271,13 +271,13 @@ class PlannedReceivers:
         return PlannedReceiver(self.network, found)
 
     def check(self) -> None:
-        """Nothing to check."""
+        """Do nothing."""
 
     def close(self) -> bool:
         return True
 
 
 def _copy_row(source: MetadataBuffers, row: int, target: MetadataBuffers, to: int) -> None:
-    """Copy a metadata row from address to address, as a transfer engine does."""
+    """Copy a metadata row by address, as a transfer engine does."""
     one, other = source.region, target.region
     ctypes.memmove(other.base_ptr + to * other.item_bytes, one.base_ptr + row * one.item_bytes, one.item_bytes)

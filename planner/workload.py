@@ -1,8 +1,7 @@
-"""The requests of a plan: pure, from a trace or from distributions to requests in time.
+"""Requests of a plan, from a trace or distributions. Pure.
 
-A prompt is a list of blocks, each one token id repeated: equal blocks at equal places are equal prefixes, and the memory of
-a prompt does not grow with its tokens. A plan runs the same requests at many rates, so arrivals have a mean gap of 1 and are
-stretched.
+A block of a prompt is one repeated token id, so equal prefixes match and memory stays small.
+Arrivals have a mean gap of 1, and are stretched by rate.
 """
 
 import random
@@ -13,13 +12,13 @@ from deploy.bench.trace import TraceEntry, read_trace
 from deploy.bench.workload import TRACE_BLOCK_TOKENS
 from planner.config import PlanConfig
 
-FIRST_BLOCK = 2  # token ids: the executor samples 1
-FIRST_OWN = 1 << 40  # blocks of one request alone
+FIRST_BLOCK = 2  # first free token id, as the executor samples 1
+FIRST_OWN = 1 << 40  # blocks of single requests
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedRequest:
-    """One request. `at`: arrival, in mean gaps between two requests. `blocks`: (token id, count), in order."""
+    """One request. `at`: arrival in mean gaps. `blocks`: (token id, count)."""
 
     at: float
     blocks: tuple[tuple[int, int], ...]
@@ -38,7 +37,9 @@ class PlannedRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lengths:
-    """Lengths, uniform in [ratio x longest, longest] tokens; prompts start with one of `prefix_groups` common prefixes."""
+    """Lengths uniform in [ratio x longest, longest], with one of `prefix_groups` common
+    prefixes.
+    """
 
     input_len: int
     output_len: int
@@ -55,7 +56,7 @@ class Lengths:
 
 
 def workload_of(config: PlanConfig) -> tuple[list[PlannedRequest], list[PlannedRequest]]:
-    """Return (history, requests) of a plan. Raises `ConfigError` for a trace that cannot be read."""
+    """Return history and requests of a plan. ConfigError for an unreadable trace."""
     if config.trace is not None:
         return from_trace(read_trace(config.trace), count=config.num_requests)
     lengths = Lengths(
@@ -69,9 +70,9 @@ def workload_of(config: PlanConfig) -> tuple[list[PlannedRequest], list[PlannedR
 
 
 def from_trace(entries: Sequence[TraceEntry], *, count: int) -> tuple[list[PlannedRequest], list[PlannedRequest]]:
-    """Return (at most `count` requests before the middle of the trace, for warm caches; `count` requests from there on).
+    """Return `count` requests before the middle of a trace (history), and `count` from there on.
 
-    Arrivals at one tick of the trace's clock are spread evenly until the next tick.
+    Arrivals at one tick of its clock are spread until the next.
     """
     ordered = sorted(entries, key=lambda entry: entry.timestamp_ms)
     begin = max(0, len(ordered) - count) // 2
@@ -99,7 +100,7 @@ def _draw(rng: random.Random, longest: int, ratio: float) -> int:
 
 
 def _trace_blocks(entry: TraceEntry, number: int) -> tuple[tuple[int, int], ...]:
-    """Tokens that the listed blocks do not cover (rare) are the request's own."""
+    """Return blocks; uncovered tokens (rare) are the request's own."""
     left, blocks = max(1, entry.input_length), list[tuple[int, int]]()
     for block in entry.hash_ids:
         if left <= 0:
@@ -112,7 +113,7 @@ def _trace_blocks(entry: TraceEntry, number: int) -> tuple[tuple[int, int], ...]
 
 
 def _spread(times: Sequence[float]) -> list[float]:
-    """Spread equal times evenly until the next tick; the last tick lasts as long as the mean one."""
+    """Spread equal times until the next tick, the last for a mean tick."""
     ticks = sorted(set(times))
     mean = (ticks[-1] - ticks[0]) / (len(ticks) - 1) if len(ticks) > 1 else 1.0
     following = dict(zip(ticks, [*ticks[1:], ticks[-1] + mean], strict=True))

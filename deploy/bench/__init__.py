@@ -1,1 +1,1 @@
-"""The load generator behind `tandem bench`."""
+"""The load generator of `tandem bench`."""

@@ -1,6 +1,6 @@
-"""Sends one request and times its answer, by the OpenAI protocol. A bad server raises nothing.
+"""Sends and times one request of the OpenAI protocol. Errors are recorded, not raised.
 
-Clock: `time.perf_counter`. Token counts are the server's `usage`, or without it the number of events with text.
+Times are by `time.perf_counter`. Tokens are the server's `usage`, else the number of text events.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ DETAIL_CHARS = 300
 
 
 class Target:
-    """One server under test. All its requests share `session` (no limit on connections)."""
+    """A server under test; requests share `session`."""
 
     def __init__(self, url: str, *, session: aiohttp.ClientSession, config: BenchConfig, model: str) -> None:
         self._endpoint = url.rstrip("/") + ("/v1/chat/completions" if config.api == "chat" else "/v1/completions")
@@ -27,7 +27,7 @@ class Target:
         self._model = model
 
     async def send(self, request: BenchRequest, *, started_at: float) -> RequestRecord:
-        """Send `request` and read its answer to the end. `started_at`: the run's start on `time.perf_counter`."""
+        """Send `request` and read its whole answer. `started_at` is the run's start."""
         sent_at = time.perf_counter()
         record = RequestRecord(idx=request.idx, sent_s=sent_at - started_at)
         if request.at_s is not None:
@@ -61,7 +61,7 @@ class Target:
             "max_tokens": request.output_len,
             "temperature": self._config.temperature,
         }
-        if self._config.ignore_eos:  # each generated token makes an event, special ones too
+        if self._config.ignore_eos:  # so that special tokens also make events
             body |= {"ignore_eos": True, "skip_special_tokens": False}
         if self._config.stream:
             body |= {"stream": True, "stream_options": {"include_usage": True}}
@@ -88,12 +88,12 @@ async def _read_stream(reply: aiohttp.ClientResponse, record: RequestRecord, sen
             else:
                 record.itl_s.append(now - last_at)
             last_at = now
-    if not (finished and last_at is not None):  # `transformers serve` sends a finish_reason, never [DONE]
+    if not (finished and last_at is not None):  # `transformers serve` sends a finish_reason, but no [DONE]
         raise StreamFailed("cut short", "the stream ended without [DONE]")
 
 
 def _note(record: RequestRecord, event: StreamChunk) -> bool:
-    """Count an event; returns whether it brought text."""
+    """Count an event; return whether it has text."""
     has_text = any(text_of(choice) for choice in event.choices)
     if event.usage is not None:
         record.prompt_tokens = event.usage.prompt_tokens

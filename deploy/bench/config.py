@@ -9,8 +9,6 @@ from service.flags import ConfigError, FlagSet, flag
 
 @dataclass(frozen=True, kw_only=True)
 class BenchConfig(FlagSet):
-    """One measurement: which server, which load, which prompts, where the result goes."""
-
     url: str = flag("http://127.0.0.1:8000", "server to measure")
     compare: str | None = flag(
         None, "second server, measured in the same run and in turns with the first; prints ratios"
@@ -69,7 +67,7 @@ class BenchConfig(FlagSet):
 
 
 def check_bench(config: BenchConfig) -> None:
-    """Raise `ConfigError` for the first flags that do not fit each other."""
+    """Raise ConfigError for the first invalid combination of flags."""
     for name, url in (("--url", config.url), ("--compare", config.compare)):
         if url is not None:
             check_url(name, url)

@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def describe() -> dict[str, object]:
-    """Return a JSON-ready description of this machine, this code and this command."""
+    """Return a JSON-ready description of machine, code and command."""
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join(_without_folders(arg) for arg in sys.argv),
@@ -41,7 +41,7 @@ def describe() -> dict[str, object]:
 
 
 def commit() -> str | None:
-    """The commit of this source tree ("+changes" when it differs), None outside a checkout."""
+    """Return the source tree's commit, with "+changes" if modified."""
     root = str(ROOT)
     found = _said("git", "-C", root, "rev-parse", "--short=12", "HEAD")
     if not found:
@@ -50,7 +50,9 @@ def commit() -> str | None:
 
 
 def _without_folders(argument: str) -> str:
-    """Shorten an absolute path: relative to this source tree, else its name alone. A report does not name a machine's folders."""
+    """Make an absolute path relative to the source tree, else a name, to keep directories
+    private.
+    """
     path = Path(argument)
     if not path.is_absolute():
         return argument

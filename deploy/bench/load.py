@@ -1,4 +1,4 @@
-"""Puts requests on targets in time: closed loop, open loop, and two targets in turns."""
+"""Schedules requests: closed loop, open loop, or two targets in turns."""
 
 import asyncio
 import itertools
@@ -18,7 +18,7 @@ One = Callable[[BenchRequest], Coroutine[None, None, None]]
 
 @dataclass
 class Measured:
-    """Records of one target and the seconds in which it was under load."""
+    """Records of one target, and its seconds under load."""
 
     records: list[RequestRecord] = field(default_factory=list)
     duration_s: float = 0.0
@@ -27,7 +27,7 @@ class Measured:
 async def run_load(
     send: Send, requests: Sequence[BenchRequest], *, concurrency: int, on_done: OnDone = lambda record: None
 ) -> Measured:
-    """Send all `requests`: at their times when they have one, else `concurrency` at once."""
+    """Send `requests` at their times, or `concurrency` at once if they have none."""
     started_at = time.perf_counter()
     measured = Measured()
 
@@ -47,10 +47,10 @@ async def run_load(
 async def run_in_turns(
     sends: Sequence[Send], requests: Sequence[BenchRequest], *, rounds: int, concurrency: int, on_done: OnDone
 ) -> list[Measured]:
-    """Each round puts the same share of the requests on every target, one target at a time.
+    """Put an equal share of the requests on each target in turn, in `rounds`.
 
-    Turns cancel what drifts during a run (heat, neighbours); the order within a round alternates. Records count from the start
-    of the whole run, so records of different turns do not overlap.
+    That cancels drift (heat, neighbours); the order alternates. Times count from the start of the
+    run.
     """
     started_at = time.perf_counter()
     totals = [Measured() for _ in sends]
@@ -65,7 +65,7 @@ async def run_in_turns(
 
 
 def shares(requests: Sequence[BenchRequest], rounds: int) -> list[list[BenchRequest]]:
-    """Cut into at most `rounds` consecutive parts of nearly equal size; times restart at 0 in each part."""
+    """Cut into at most `rounds` parts of nearly equal size, with times from 0."""
     bounds = [len(requests) * i // rounds for i in range(rounds + 1)]
     return [_restarted(requests[a:b]) for a, b in itertools.pairwise(bounds) if a < b]
 

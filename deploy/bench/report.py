@@ -1,4 +1,4 @@
-"""Summaries as tables. Pure."""
+"""Tables of summaries. Pure."""
 
 from collections.abc import Mapping, Sequence
 
@@ -8,7 +8,7 @@ _LABELS = {"ttft_s": "TTFT ms", "itl_s": "ITL ms", "tpot_s": "TPOT ms", "e2e_s":
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A GitHub-flavoured table with aligned columns: the first to the left, numbers to the right."""
+    """Return a GitHub-flavoured table, first column left-aligned."""
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
     rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
     return "\n".join("| " + " | ".join(_cells(row, widths)) + " |" for row in [header, rule, *rows])

@@ -1,4 +1,4 @@
-"""One run of the bench from config to result: composes client, load, statistics and progress bar."""
+"""One run of the bench, from config to result."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -19,7 +19,7 @@ from deploy.openai_api import first_model
 
 
 async def measure(config: BenchConfig) -> list[Measured]:
-    """Warm up, then put the load on one target, or on two in turns; return one `Measured` per target."""
+    """Warm up, then load one target, or two in turns."""
     requests = make_requests(config, read_trace(config.trace) if config.trace else ())
     async with open_session(config.api_key) as session:
         targets = [
@@ -39,7 +39,7 @@ async def measure(config: BenchConfig) -> list[Measured]:
 
 
 def open_session(api_key: str | None) -> aiohttp.ClientSession:
-    """Open a session without limits of its own on connections or time; it never uses a proxy."""
+    """Open a session without limits or proxy."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0),
         timeout=aiohttp.ClientTimeout(total=None, connect=30),
@@ -61,7 +61,7 @@ def print_report(urls: Sequence[str], measured: Sequence[Measured]) -> list[Summ
 
 
 def result_json(config: BenchConfig, measured: Sequence[Measured], summaries: Sequence[Summary]) -> bytes:
-    """The whole result, with every request's record. The API key stays out of it."""
+    """Return the result with all records, without the API key."""
     targets = [
         {"url": url, "summary": summary, "records": one.records}
         for url, summary, one in zip(config.urls, summaries, measured, strict=True)
@@ -89,7 +89,7 @@ class _Progress:
 
 
 def _warmup(requests: Sequence[BenchRequest], count: int) -> list[BenchRequest]:
-    """Short requests with prompts of their own: nothing measured may be in a cache because of them."""
+    """Return requests with other prompts, so that nothing measured is cached."""
     return [_reversed(request) for request in requests[:count]]
 
 

@@ -1,8 +1,8 @@
-"""Statistics of a load test: pure, from per-request records to a summary.
+"""Statistics of a load test, from records to a summary. Pure.
 
-TTFT: request sent to first text. ITL: gaps between the events that bring text (a server may put several tokens in
-one). TPOT: (E2E - TTFT) / (output tokens - 1), requests with one token left out. E2E: request sent to last byte.
-Percentiles interpolate linearly between the two nearest ranks (as numpy does by default).
+TTFT: sent to first text. ITL: gaps between text events (perhaps of several tokens). TPOT: (E2E -
+TTFT) / (output tokens - 1), without one-token answers. E2E: sent to last byte. Percentiles
+interpolate linearly, as numpy.
 """
 
 from collections import Counter
@@ -16,9 +16,8 @@ LATENCIES = ("ttft_s", "itl_s", "tpot_s", "e2e_s")
 
 
 class RequestRecord(msgspec.Struct, kw_only=True):
-    """The times and counts of one request. Times in seconds; `sent_s` counts from the start of the run.
-
-    `late_s`: delay of its sending against the plan (open loop). `error`: kind of failure; None for a full answer.
+    """One request. Times in seconds, `sent_s` from the start of the run. `late_s`: delay of sending
+    (open loop). `error` is None for a full answer.
     """
 
     idx: int
@@ -44,7 +43,7 @@ class Distribution(msgspec.Struct, frozen=True):
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of one target. Rates are per second of `duration_s`, over the requests that were answered in full."""
+    """One target's result. Rates are per second of `duration_s`, of full answers."""
 
     requests: int
     completed: int
@@ -64,7 +63,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The value below which `percent` of `values` lie; `values` need not be sorted, and must not be empty."""
+    """Return a percentile of `values` (unsorted, not empty)."""
     ordered = sorted(values)
     position = (len(ordered) - 1) * percent / 100
     low = int(position)
@@ -80,7 +79,6 @@ def distribution(values: Sequence[float]) -> Distribution | None:
 
 
 def summarize(records: Sequence[RequestRecord], *, duration_s: float) -> Summary:
-    """Sum up the records of one target that was busy for `duration_s` seconds."""
     good = [record for record in records if record.error is None]
     prompt_tokens = sum(record.prompt_tokens for record in good)
     output_tokens = sum(record.output_tokens for record in good)
@@ -105,14 +103,14 @@ def summarize(records: Sequence[RequestRecord], *, duration_s: float) -> Summary
 
 
 def tpot_s(record: RequestRecord) -> float | None:
-    """Return seconds per output token after the first; None without such a token."""
+    """Return seconds per later output token, None without one."""
     if record.ttft_s is None or record.output_tokens < 2:
         return None
     return (record.e2e_s - record.ttft_s) / (record.output_tokens - 1)
 
 
 def ratios(first: Summary, second: Summary) -> dict[str, float]:
-    """Return second / first for the medians of each latency, and for the rates."""
+    """Return second / first of median latencies and rates."""
     found = {}
     for name in ("requests_per_s", "output_tokens_per_s"):
         found[name] = _ratio(getattr(first, name), getattr(second, name))

@@ -1,7 +1,7 @@
-"""Reads a request trace in the form of the Mooncake paper (FAST'25): JSON lines, gzipped or not.
+"""Reader of request traces in Mooncake's format (FAST'25): JSON lines, perhaps gzipped.
 
-One object a line: `timestamp` (ms), `input_length` and `output_length` (tokens), `hash_ids` (ids of prefix-chained
-blocks of 512 tokens: equal ids at equal places mean a shared prefix).
+`timestamp` (ms), `input_length` and `output_length` (tokens), `hash_ids` (prefix-chained blocks of
+512 tokens: equal ids at equal positions are a shared prefix).
 """
 
 import gzip
@@ -26,7 +26,7 @@ class TraceEntry(msgspec.Struct, frozen=True):
 
 
 def read_trace(path: str) -> list[TraceEntry]:
-    """All entries of the file at `path`; raises `ConfigError` naming the file and the line."""
+    """Return all entries. ConfigError names file and line."""
     try:
         data = Path(path).read_bytes()
         text = gzip.decompress(data) if data.startswith(GZIP_MAGIC) else data

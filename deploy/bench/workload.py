@@ -1,7 +1,7 @@
-"""What to send and when: pure, from flags and a seed to a list of requests.
+"""Requests of a run, from flags and a seed. Pure.
 
-A prompt of token ids has an exact length on every server. A prompt of words ("k17 v42 ...") has one token per word for
-the shipped model only; other tokenizers make several.
+Prompts of ids have exact lengths. Prompts of words ("k17 v42 ...") have one token per word only
+with the shipped model.
 """
 
 import random
@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 from deploy.bench.config import BenchConfig
 from deploy.bench.trace import TraceEntry
 
-TRACE_BLOCK_TOKENS = 512  # tokens behind one id of a Mooncake trace
+TRACE_BLOCK_TOKENS = 512  # tokens per id of a Mooncake trace
 NUM_KEYS = 100
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchRequest:
-    """One request. `at_s`: seconds from the start to its sending; None: when a place is free (closed loop)."""
+    """One request, sent `at_s` after the start, or in a closed loop if None."""
 
     idx: int
     prompt: str | tuple[int, ...]
@@ -28,7 +28,7 @@ class BenchRequest:
 
 @dataclass(frozen=True, slots=True)
 class PromptTokens:
-    """Draws token ids of [low, high], and writes them as a prompt of ids or of words."""
+    """Random token ids of [low, high], written as ids or words."""
 
     low: int
     high: int
@@ -44,7 +44,7 @@ class PromptTokens:
 
 
 def make_requests(config: BenchConfig, trace: Sequence[TraceEntry] = ()) -> list[BenchRequest]:
-    """Return the requests of a run; the same flags give the same list."""
+    """Return the requests of a run, the same for equal flags."""
     rng = random.Random(config.seed)
     tokens = PromptTokens(config.min_token_id, config.max_token_id, as_words=config.prompt == "words")
     if config.trace:
@@ -60,7 +60,7 @@ def make_requests(config: BenchConfig, trace: Sequence[TraceEntry] = ()) -> list
 
 
 def _poisson(requests: Sequence[BenchRequest], rate: float, rng: random.Random) -> list[BenchRequest]:
-    """Return the requests with exponential gaps of mean 1/rate seconds; the first is sent at once."""
+    """Add exponential gaps of mean 1/rate seconds, from 0 on."""
     at_s, timed = 0.0, []
     for request in requests:
         timed.append(replace(request, at_s=at_s))
@@ -71,7 +71,7 @@ def _poisson(requests: Sequence[BenchRequest], rate: float, rng: random.Random) 
 def _replay(
     config: BenchConfig, entries: Sequence[TraceEntry], tokens: PromptTokens, rng: random.Random
 ) -> list[BenchRequest]:
-    """Return a trace's requests, scaled, in order of arrival. `entries`: by time; the first is sent at once."""
+    """Return a trace's scaled requests in order of arrival, from 0 on."""
     requests = []
     for idx, entry in enumerate(entries):
         ids = block_tokens(entry, tokens, length_scale=config.length_scale, seed=config.seed)
@@ -84,16 +84,13 @@ def _replay(
 
 
 def block_tokens(entry: TraceEntry, tokens: PromptTokens, *, length_scale: float, seed: int) -> list[int]:
-    """Return the token ids of a traced prompt.
-
-    Block h is PRNG(h), so equal blocks share a prefix; the last block is cut to length.
-    """
+    """Return a traced prompt's token ids. Block h is PRNG(h), so equal blocks share a prefix."""
     size = max(1, round(TRACE_BLOCK_TOKENS * length_scale))
     length = max(1, round(entry.input_length * length_scale))
     ids: list[int] = []
     for block_id in entry.hash_ids:
         ids += tokens.draw(random.Random(block_id * 1_000_003 + seed), size)
-    if len(ids) < length:  # rounding, or a trace that lists too few blocks
+    if len(ids) < length:  # rounding, or missing blocks
         ids += tokens.draw(random.Random(f"{entry.hash_ids}{seed}"), length - len(ids))
     return ids[:length]
 

@@ -1,1 +1,1 @@
-"""`tandem chat`: a conversation with a served model in the terminal."""
+"""`tandem chat`: a conversation in the terminal."""

@@ -1,4 +1,4 @@
-"""Sends a conversation to a server and reads its answer; asks a router where the request went."""
+"""Sends a conversation and streams its answer; reads its workers from a router."""
 
 import secrets
 import time
@@ -19,16 +19,16 @@ from service.security.keys import bearer
 
 CONNECT_S = 10.0
 TRACE_S = 5.0
-LEAST_S = 0.02  # an answer that came in one piece has no rate
+LEAST_S = 0.02  # shorter answers have no rate
 
 
 class ChatFailed(Exception):
-    """No answer, or its end, came. The text is one line for the user."""
+    """No (whole) answer came. The text is for the user."""
 
 
 @dataclass
 class Answer:
-    """An answer that grows. Times are seconds of `time.perf_counter`; `tokens`: the server's count, else that of events."""
+    """A growing answer. Times by `time.perf_counter`; `tokens` by usage, else events."""
 
     request_id: str
     sent_s: float
@@ -38,7 +38,7 @@ class Answer:
     tokens: int = 0
 
     def figures(self) -> list[str]:
-        """Such as "first token 84 ms", "41.2 tokens/s", "128 tokens"."""
+        """Return stats such as "first token 84 ms", "41.2 tokens/s", "128 tokens"."""
         if self.first_s is None:
             return []
         figures, long_s = [f"first token {1e3 * (self.first_s - self.sent_s):.0f} ms"], self.last_s - self.first_s
@@ -49,7 +49,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of an answer. `is_thought`: of the reasoning before it, which is no part of the conversation."""
+    """A part of an answer, or of the reasoning before it."""
 
     text: str
     is_thought: bool = False
@@ -63,13 +63,12 @@ class ChatClient:
         self._fields = {name: value for name, value in given.items() if value is not None}
 
     def begin(self) -> Answer:
-        """An answer whose request is about to be sent."""
         return Answer(secrets.token_hex(16), time.perf_counter())
 
     async def pieces(self, messages: Sequence[Message], answer: Answer) -> AsyncGenerator[Piece, None]:
-        """Yield the parts of the answer as they come, and note them in `answer`. Raises ChatFailed.
+        """Yield the parts of the answer, recorded in `answer`. Raises ChatFailed.
 
-        Closing this generator closes the connection, and the server aborts the request.
+        Closing the generator closes the connection, so the server aborts the request.
         """
         try:
             async with aclosing(self._events(messages, answer.request_id)) as events:
@@ -103,7 +102,7 @@ class ChatClient:
         raise ChatFailed("the answer broke off")
 
     async def workers_of(self, answer: Answer) -> str:
-        """The workers that a request crossed, such as "127.0.0.1:1 → 127.0.0.1:2"; "": the server does not say."""
+        """Return a request's workers ("127.0.0.1:1 → 127.0.0.1:2"), if the server reports them."""
         url, timeout = f"{self.url}/traces/{segment(answer.request_id)}", aiohttp.ClientTimeout(total=TRACE_S)
         try:
             async with self._session.get(url, timeout=timeout) as reply:
@@ -114,13 +113,13 @@ class ChatClient:
 
 
 def answering_of(attempts: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Return the attempt in a router's record that answers or may still."""
+    """Return the attempt that answers, or still may."""
     going = [attempt for attempt in attempts if attempt["failure"] == ""]
     return (going or attempts)[-1]
 
 
 def open_session(key: str | None) -> aiohttp.ClientSession:
-    """A session whose answers may take any time."""
+    """Open a session without a total timeout."""
     return aiohttp.ClientSession(
         headers=bearer(key),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
@@ -152,7 +151,6 @@ def _checked(data: bytes) -> StreamChunk:
 
 
 def _refusal(status: int, body: bytes) -> str:
-    """Return the server's error and its remedy."""
     try:
         code = msgspec.json.decode(body)["error"]["code"]
     except (msgspec.DecodeError, LookupError, TypeError):

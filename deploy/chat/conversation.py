@@ -1,4 +1,4 @@
-"""What was said so far, and what a written line means. Pure."""
+"""The conversation, and commands in input lines. Pure."""
 
 import re
 from collections.abc import Sequence
@@ -27,18 +27,18 @@ Ctrl-C stops an answer. What has come stays in the conversation."""
 
 @dataclass
 class ChatHistory:
-    """`system`: the system prompt; "": none."""
+    """A conversation with an optional `system` prompt."""
 
     system: str = ""
     messages: list[Message] = field(default_factory=list)
 
     def with_question(self, question: str) -> list[Message]:
-        """The messages to send. The conversation itself grows with the answer."""
+        """Return the messages to send."""
         head = [{"role": "system", "content": self.system}] if self.system else []
         return [*head, *self.messages, {"role": "user", "content": question}]
 
     def add(self, question: str, answer: str) -> None:
-        """Keep a question with its answer, or what has come of it. One without any is not asked again."""
+        """Append a question with its (partial) answer, nothing without one."""
         if answer:
             self.messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
@@ -47,7 +47,7 @@ class ChatHistory:
 
 
 def command_of(line: str) -> ChatCommand | str | None:
-    """Return the command that a line is; a text that says what is wrong with it; None: it is for the model."""
+    """Return the command in a line, an error text, or None for a message."""
     words = line.split()
     if not words or not _COMMAND.fullmatch(words[0]):
         return None
@@ -58,5 +58,5 @@ def command_of(line: str) -> ChatCommand | str | None:
 
 
 def printable(text: str) -> str:
-    """The text without what commands a terminal: control characters but newline and tab become U+FFFD."""
+    """Replace control characters but newline and tab by U+FFFD."""
     return _CONTROL.sub("\ufffd", text.replace("\r\n", "\n"))

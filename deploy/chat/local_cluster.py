@@ -1,4 +1,4 @@
-"""A cluster for one chat: `tandem up` as a child of this process, which ends with the chat however that ends."""
+"""A `tandem up` child process for one chat, which ends with the chat in any case."""
 
 import json
 import signal
@@ -13,11 +13,11 @@ from pathlib import Path
 from service.process.start import die_with_parent
 
 POLL_S = 0.05
-END_S = 15.0  # `up` kills what has not ended long before
+END_S = 15.0  # `up` kills its processes before
 
 
 class NotStarted(Exception):
-    """`up` ended before all was healthy; it has said why. `status`: its exit status."""
+    """`up` ended early, after printing the reason."""
 
     def __init__(self, status: int) -> None:
         super().__init__(status)
@@ -26,9 +26,9 @@ class NotStarted(Exception):
 
 @contextmanager
 def local_cluster(flags: Sequence[str]) -> Iterator[str]:
-    """Start a cluster with `flags` of `tandem up`, at a free port unless they name one; yield where it answers.
+    """Start a cluster with `flags`, at a free port by default; yield its address.
 
-    Its progress and errors appear on standard error. Ctrl-C does not reach it: it is in a session of its own.
+    Its output goes to stderr. A session of its own keeps Ctrl-C away.
     """
     with tempfile.TemporaryDirectory(prefix="tandem-chat-") as folder:
         ready = Path(folder) / "ready.json"
@@ -59,5 +59,5 @@ def _end(up: "subprocess.Popen[bytes]") -> None:
     try:
         up.wait(END_S)
     except subprocess.TimeoutExpired:
-        up.kill()  # its guard kills the workers
+        up.kill()  # its guard then kills the workers
         up.wait()

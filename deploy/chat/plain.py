@@ -1,4 +1,4 @@
-"""Without a terminal: standard input is one message, standard output receives its answer."""
+"""Chat without a terminal: stdin is one message, stdout gets the answer."""
 
 import os
 import sys
@@ -9,7 +9,7 @@ from deploy.chat.conversation import ChatHistory, printable
 
 
 async def answer_once(client: ChatClient, conversation: ChatHistory) -> int:
-    """Return the exit status: 1 if no whole answer came, or its reader went away."""
+    """Return the exit status, 1 without a whole answer or reader."""
     question = sys.stdin.buffer.read().decode(errors="replace").strip()
     if not question:
         print("tandem chat: error: standard input holds no message", file=sys.stderr)
@@ -20,7 +20,7 @@ async def answer_once(client: ChatClient, conversation: ChatHistory) -> int:
         print(f"\ntandem chat: error: {error}", file=sys.stderr)
         return 1
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left is flushed at the end, to nothing
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # discards the rest at the final flush
         return 1
     return 0
 

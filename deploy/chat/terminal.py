@@ -1,7 +1,7 @@
-"""The conversation at a terminal: a line editor, an answer as it comes, Ctrl-C that stops it.
+"""Chat at a terminal: line editor, streamed answer, Ctrl-C to stop it.
 
-The terminal is in raw mode: Ctrl-C is a key and no signal, so that `make` and other parents go on. While an answer comes, keys are
-read here, and what is typed ahead waits for the next line.
+In raw mode Ctrl-C is a key, not a signal to parents such as `make`. Keys typed during an answer
+wait for the next line.
 """
 
 import asyncio
@@ -38,9 +38,8 @@ class Terminal:
         self._out: Output = self._lines.app.output
 
     async def talk(self) -> None:
-        """Talk until Ctrl-D or /exit."""
         self._note(f"{self._client.model} at {self._client.url}. /help shows the commands, Ctrl-D ends.\n")
-        with self._in.raw_mode():  # between two lines, too: a key is a key
+        with self._in.raw_mode():  # also between two lines
             while (line := await self._line()) is not None:
                 command = command_of(line)
                 if command is ChatCommand.EXIT:
@@ -51,7 +50,7 @@ class Terminal:
                     await self._answer(line)
 
     async def _line(self) -> str | None:
-        """Read a message; None: the input has ended."""
+        """Read a message, None at the end of input."""
         while True:
             try:
                 return (await self._lines.prompt_async()).strip()
@@ -104,14 +103,14 @@ class Terminal:
 
 
 async def _end_of(show: "asyncio.Task[None]") -> str:
-    """Return how an answer broke off; "": it is whole."""
+    """Return why an answer broke off, if it did."""
     try:
         await show
     except ChatFailed as error:
         return f"error: {error}"
     except asyncio.CancelledError:
         if (current := asyncio.current_task()) is not None and current.cancelling():
-            raise  # this process ends
+            raise  # this process is ending
         return "stopped"
     return ""
 
@@ -128,7 +127,7 @@ def _keys() -> KeyBindings:
         event.current_buffer.validate_and_handle()
 
     @keys.add(Keys.Escape, Keys.Enter)
-    @keys.add(Keys.Escape, Keys.ControlJ)  # typed before the editor has begun
+    @keys.add(Keys.Escape, Keys.ControlJ)  # typed before the editor started
     def begin_line(event: KeyPressEvent) -> None:
         event.current_buffer.insert_text("\n")
 
@@ -137,7 +136,7 @@ def _keys() -> KeyBindings:
 
 @contextmanager
 def _keys_of(source: Input, *, on_stop: Callable[[], object]) -> Iterator[None]:
-    """Read keys inside the block: Ctrl-C calls `on_stop`, others wait for the next line."""
+    """Call `on_stop` at Ctrl-C, and store other keys for the next line."""
     ahead: list[KeyPress] = []
 
     def on_ready() -> None:

@@ -1,1 +1,1 @@
-"""One module for each subcommand of `tandem`."""
+"""Subcommands of `tandem`."""

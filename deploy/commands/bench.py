@@ -1,4 +1,4 @@
-"""`tandem bench`: load on a server, then a table and JSON."""
+"""`tandem bench`: load on a server, with table and JSON."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +9,7 @@ from service.flags import ConfigError
 
 
 def run(argv: Sequence[str]) -> int:
-    """Measure; return 0 if every request was answered, else 1."""
+    """Measure; return 0 if every request was answered."""
     config = config_from(build_parser().parse_strict(argv), BenchConfig)
     check_bench(config)
     if config.output and not Path(config.output).absolute().parent.is_dir():

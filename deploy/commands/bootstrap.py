@@ -1,4 +1,4 @@
-"""`tandem bootstrap`: a bootstrap server on its own, shared by several prefill workers. Never imports torch."""
+"""`tandem bootstrap`: a shared bootstrap server. Never imports torch."""
 
 import logging
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""`tandem chat`: talk to a model in the terminal, of a running server or of a cluster that lives as long as the chat."""
+"""`tandem chat`: chat with a running server, or with a temporary cluster."""
 
 import argparse
 import asyncio
@@ -11,7 +11,6 @@ from service.flags import ConfigError
 
 
 def run(argv: Sequence[str]) -> int:
-    """Talk until the end of the input; return the exit status."""
     args = build_parser().parse_strict(argv)
     config = config_from(args, ChatConfig)
     from deploy.openai_api import check_url

@@ -1,4 +1,4 @@
-"""`tandem router`: flags to RouterConfig, then the router. Never imports torch."""
+"""`tandem router`: the router by its flags. Never imports torch."""
 
 import argparse
 from collections.abc import Sequence
@@ -51,7 +51,7 @@ def build_parser() -> Parser:
 
 
 def config_of(args: argparse.Namespace) -> RouterConfig:
-    """Build the router's config. Prefill or decode workers, or selectors of their pods, imply --pd-disaggregation."""
+    """Build the config. Prefill or decode workers, or selectors, imply --pd-disaggregation."""
     pairs = (args.prefill, args.decode, args.prefill_selector, args.decode_selector)
     args.pd_disaggregation = args.pd_disaggregation or any(pairs)
     return config_from(

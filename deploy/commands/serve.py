@@ -1,4 +1,4 @@
-"""`tandem serve`: flags to configs, then the worker."""
+"""`tandem serve`: a worker by its flags."""
 
 from collections.abc import Sequence
 

@@ -1,6 +1,6 @@
 """`tandem trace`: the times of requests, as a file for https://ui.perfetto.dev. Needs no collector.
 
-Router and workers keep the times of their last requests; the router also collects its workers' records.
+Router and workers retain their last requests; the router collects its workers' records.
 """
 
 import http.client
@@ -31,7 +31,7 @@ class TraceConfig(FlagSet):
 
 
 def run(argv: Sequence[str]) -> int:
-    """Write the file. Raises ConfigError if the server does not know the requests."""
+    """Write the file. ConfigError for unknown requests."""
     args = build_parser().parse_strict(argv)
     config = config_from(args, TraceConfig)
     query = query_of(args.ids, config.last)
@@ -53,7 +53,7 @@ def build_parser() -> Parser:
 
 
 def query_of(ids: Sequence[str], last: int | None) -> TracesQuery:
-    """Return the query for request `ids`, or for the `last` requests. Raises ConfigError."""
+    """Return the query for `ids` or the `last` requests. Raises ConfigError."""
     if ids and last is not None:
         raise ConfigError("--last: give either request ids or --last")
     query = TracesQuery(ids=list(ids)) if ids else TracesQuery(last=10 if last is None else last)
@@ -63,7 +63,7 @@ def query_of(ids: Sequence[str], last: int | None) -> TracesQuery:
 
 
 def fetch(url: str, query: TracesQuery, *, api_key: str | None) -> list[Record]:
-    """Fetch the records. Raises ConfigError for a server that does not answer as a router or worker does."""
+    """Fetch the records. ConfigError for other servers."""
     headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {api_key}"} if api_key else {})}
     try:
         request = urllib.request.Request(f"{url.rstrip('/')}/traces", data=msgspec.json.encode(query), headers=headers)
@@ -79,7 +79,7 @@ def fetch(url: str, query: TracesQuery, *, api_key: str | None) -> list[Record]:
 
 
 def summary(records: Sequence[Record], output: str) -> str:
-    """Return a line for each of the last requests, then the path of the file."""
+    """Return a line per request, and the file's path."""
     lines = [_line(records, name) for name in dict.fromkeys(record.request_id for record in records)]
     return "\n".join([*lines[-SHOWN:], f"{len(lines)} requests: {output} (open it at https://ui.perfetto.dev)"])
 

@@ -1,4 +1,4 @@
-"""`tandem up`: a whole cluster on this machine, from flags to a summary with a command to paste."""
+"""`tandem up`: a whole cluster on this machine."""
 
 import argparse
 import asyncio
@@ -40,7 +40,7 @@ _MODEL_FLAGS = ("model_path", "revision", "served_model_name")
 
 
 def run(argv: Sequence[str]) -> int:
-    """Start the cluster and stay in the foreground until Ctrl-C; return the exit status."""
+    """Run the cluster until Ctrl-C; return the exit status."""
     args = build_parser().parse_strict(argv)
     config = config_from(args, ClusterConfig)
     if config.port:
@@ -65,16 +65,17 @@ def run(argv: Sequence[str]) -> int:
 
 
 def own_secret(config: ClusterConfig, args: argparse.Namespace) -> dict[str, str]:
-    """Return the environment by which workers know their router; {}: a file names it, or there is no router."""
+    """Return the router's secret for workers as environment, unless there is a file or no
+    router.
+    """
     if config.unified or getattr(args, "cluster_secret_file", None) is not None or os.environ.get(ROUTER_SECRET):
         return {}
     return {ROUTER_SECRET: secrets.token_hex(32)}
 
 
 def gpus_for(config: ClusterConfig, args: argparse.Namespace, *, torch: str | None) -> list[str]:
-    """Return the GPUs for the engines; none where they run on CPUs. Raises ConfigError for --gpu-ids that cannot be had.
-
-    `torch`: its version.
+    """Return the engines' GPUs, none on CPUs. ConfigError for bad --gpu-ids. `torch` is its
+    version.
     """
     device = getattr(args, "device", EngineConfig.device)
     if device == "cpu" or (device == "auto" and torch_cuda_major(torch) is None):
@@ -100,13 +101,10 @@ def plan(config: ClusterConfig, args: argparse.Namespace, *, gpus: Sequence[str]
 
 
 def set_local_model(args: argparse.Namespace) -> None:
-    """Put the local files of the model into `args`. Raises ConfigError if they cannot be used.
-
-    A model of the hub is downloaded here, once: the workers find it, and their start time does not include the download.
-    """
+    """Set local model files in `args`, downloading a hub model once. Raises ConfigError."""
     given = {name: value for name, value in vars(args).items() if name in _MODEL_FLAGS}
     if not given:
-        return  # the model that ships with Tandem
+        return  # the shipped model
     from engine.flags.model_source import with_local_model
     from engine.model_files.model_config import load_model_config
 
@@ -126,7 +124,7 @@ def _model_path(args: argparse.Namespace) -> str:
 
 
 def clear_ready_file(name: str | None) -> None:
-    """Remove the ready file of an earlier run: a reader must wait for this run. Raises ConfigError."""
+    """Remove an earlier run's ready file. Raises ConfigError."""
     if name:
         path = Path(name)
         if not path.parent.is_dir():
@@ -151,7 +149,7 @@ async def _supervise(
     log_dir: Path,
     notes: Sequence[str],
 ) -> int:
-    """`given`: the flags of workers and router that the user typed, by field. `notes`: lines for the user."""
+    """Run `specs`. `given` are typed flags by field, `notes` lines for the user."""
     display = make_display()
     display.message(f"tandem up: {', '.join(spec.name for spec in specs)} (logs: {log_dir})")
     for note in notes:

@@ -1,4 +1,4 @@
-"""The flags of `tandem up`: its own, and those that go on to the workers of each role and to the router."""
+"""Flags of `tandem up`: its own, and those for workers and router."""
 
 import argparse
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from engine.model_files.model_config import DEFAULT_MODEL_PATH, ModelConfig, loa
 from router.config import RouterConfig
 from service.flags import ConfigError
 
-# The cluster decides these for its members.
+# Set by the cluster.
 _SERVER_SKIP = ("host", "port", "ready_file")
 _DISAGG_SKIP = (
     "disaggregation_mode",
@@ -29,8 +29,8 @@ _WORKER_KEYS = (
     "api_key_file",
     "admin_api_key",
     "admin_api_key_file",
-)  # the router sends them to the workers
-# One flag for workers and router.
+)  # sent to workers by the router
+# Shared by workers and router.
 _SHARED = (
     *_WORKER_KEYS,
     "allow_insecure",
@@ -68,7 +68,7 @@ def build_parser() -> Parser:
 
 
 def flags_by_role(config: ClusterConfig, args: argparse.Namespace) -> dict[str, RoleFlags]:
-    """Return what workers get. Reads the model's config for several ranks and encoder workers. Raises ConfigError for what does not fit it."""
+    """Return workers' flags by role, checked against the model if needed. Raises ConfigError."""
     by_role = values_by_role(config, vars(args))
     if config.encode and _model_of(args).vision is None:
         raise ConfigError(f"--encode {config.encode}: the model sees no images; leave it out, or give --model-path")

@@ -1,1 +1,1 @@
-"""Flags of SGLang and vLLM that have another name here, or no meaning: what to make of them."""
+"""Flags of SGLang and vLLM that are renamed or meaningless here."""

@@ -1,4 +1,4 @@
-"""Flags of SGLang's router (SMG) and vLLM's that `tandem router` does not have."""
+"""Flags of SGLang's router (SMG) and vLLM's that `tandem router` lacks."""
 
 from deploy.foreign.translate import Entry, Fixed, ForeignFlags, Ignored, Missing, Renamed, Values
 from deploy.foreign.worker import TLS

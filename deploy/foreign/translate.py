@@ -1,6 +1,6 @@
-"""Turns the flags of SGLang's and vLLM's users into ours, before argparse sees them. Pure.
+"""Translates SGLang's and vLLM's flags before argparse. Pure.
 
-A flag in `known` is ours, even if the tables have it. An unknown flag passes: argparse names the nearest.
+Flags in `known` are ours. Unknown flags pass, as argparse names the nearest.
 """
 
 from collections import deque
@@ -10,7 +10,7 @@ from enum import Enum
 
 
 class Values(Enum):
-    """The number of words behind a flag."""
+    """The number of words after a flag."""
 
     NONE = 0
     ONE = 1
@@ -19,7 +19,7 @@ class Values(Enum):
 
 @dataclass(frozen=True)
 class Ignored:
-    """A flag without effect here. `why`: the rest of the warning."""
+    """A flag without effect. `why` completes the warning."""
 
     why: str
     values: Values = Values.NONE
@@ -27,7 +27,7 @@ class Ignored:
 
 @dataclass(frozen=True)
 class Renamed:
-    """`to`: words of ours, which the values follow."""
+    """Words of ours that replace the flag, before its values."""
 
     to: tuple[str, ...]
     values: Values = Values.NONE
@@ -35,7 +35,7 @@ class Renamed:
 
 @dataclass(frozen=True)
 class Fixed:
-    """One value. `same`: what this server does; any other is refused. `why`: the rest of the error."""
+    """A flag with one valid value, `same`. `why` completes the error."""
 
     same: tuple[str, ...]
     why: str
@@ -44,7 +44,7 @@ class Fixed:
 
 @dataclass(frozen=True)
 class Missing:
-    """Refused, with any value. `why`: the rest of the error."""
+    """A refused flag. `why` completes the error."""
 
     why: str
 
@@ -54,7 +54,7 @@ Entry = Ignored | Renamed | Fixed | Missing
 
 @dataclass(frozen=True)
 class ForeignFlags:
-    """`families`: why flags that begin like this and are not in `flags` are refused."""
+    """`families` are prefixes of further refused flags, with the reason."""
 
     flags: Mapping[str, Entry]
     families: Mapping[str, str]
@@ -73,11 +73,11 @@ class Translated:
 
 
 class CannotFollow(ValueError):
-    """A flag that is not served. The text names it and says why."""
+    """A refused flag, with the reason."""
 
 
 def translate(argv: Sequence[str], *, known: Collection[str], foreign: ForeignFlags) -> Translated:
-    """Raises CannotFollow."""
+    """Translate a command line. Raises CannotFollow."""
     words, done = deque(argv), Translated([], [])
     while words:
         word = words.popleft()

@@ -1,4 +1,6 @@
-"""Flags of `sglang serve` (launch_server) and `vllm serve` that `tandem serve` and `tandem up` do not have."""
+"""Flags of `sglang serve` (launch_server) and `vllm serve` that `tandem serve` and `tandem up`
+lack.
+"""
 
 from deploy.foreign.translate import Entry, Fixed, ForeignFlags, Ignored, Missing, Renamed, Values
 

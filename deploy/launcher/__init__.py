@@ -1,1 +1,1 @@
-"""A local cluster: processes, their ports, their health, their end."""
+"""A local cluster: processes, ports, health, shutdown."""

@@ -1,7 +1,6 @@
-"""The progress of a cluster that loads: live bars on a terminal, plain lines elsewhere.
+"""Progress of a loading cluster: live bars on a terminal, else plain lines.
 
-`render` is pure. The last percentage in the last log line of a process (as tqdm writes it) fills its bar; before the first
-one, the bar shows only that the process is alive.
+A process's bar shows the last percentage in its log (as tqdm writes it). `render` is pure.
 """
 
 import re
@@ -20,7 +19,7 @@ _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessProgress:
-    """The state of one process. `text`: its last log line. `healthy_s`: seconds from start to healthy; None before."""
+    """A process. `text`: last log line. `healthy_s`: seconds to healthy, None before."""
 
     name: str
     text: str
@@ -52,14 +51,14 @@ class LiveDisplay:
 
     def update(self, states: Sequence[ProcessProgress]) -> None:
         columns = shutil.get_terminal_size().columns
-        lines = [line[: columns - 1] for line in render(states)]  # a wrapped line could not be rewritten
+        lines = [line[: columns - 1] for line in render(states)]  # wrapped lines cannot be rewritten
         up = f"\x1b[{self._num_lines}A" if self._num_lines else ""
         self._out.write(up + "".join(f"\x1b[2K{line}\n" for line in lines))
         self._out.flush()
         self._num_lines = len(lines)
 
     def message(self, text: str) -> None:
-        self._num_lines = 0  # the lines above stay as they are
+        self._num_lines = 0  # keep the lines above
         print(text, file=self._out, flush=True)
 
     def finish(self) -> None:
@@ -67,7 +66,7 @@ class LiveDisplay:
 
 
 class PlainDisplay:
-    """Prints one line when a process starts and one when it is healthy."""
+    """Prints a line at each start and each healthy process."""
 
     def __init__(self, out: TextIO) -> None:
         self._out = out

@@ -1,4 +1,4 @@
-"""The fork server of a local cluster: its schedulers and ranks are forked from one process that has imported torch."""
+"""Fork server of a local cluster's schedulers and ranks, which imports torch once."""
 
 import contextlib
 import os
@@ -19,9 +19,9 @@ from service.process.fork_messages import SERVER_VARIABLE
 def engine_server(
     specs: Sequence[ProcessSpec], *, model: str, threads: int | None, log_dir: Path
 ) -> Iterator[dict[str, str]]:
-    """Yield the environment of workers whose engines are forked; {}: they start anew, on GPUs, or a server above this process serves them.
+    """Yield the environment of forked engines; {} on GPUs or below another fork server.
 
-    `model`: local path. `threads`: --num-threads. A worker that takes others starts its engine anew.
+    `model` is a local path, `threads` --num-threads. A worker with another environment starts anew.
     """
     worker = next(spec for spec in specs if spec.ranks)
     if SERVER_VARIABLE in os.environ or VISIBLE in worker.env:

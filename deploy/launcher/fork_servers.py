@@ -14,16 +14,16 @@ from service.process.stop_signals import TO_GROUPS
 from service.process.title import ROOM_BYTES
 
 BACKLOG = 256
-ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # OpenBLAS starts its threads as it is imported, and a fork copies none
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # OpenBLAS starts threads at import, which a fork would lose
 
 
 @contextlib.contextmanager
 def fork_server(
     modules: Sequence[str], *, env: Mapping[str, str], log: BinaryIO | None = None, variable: str = SERVER_VARIABLE
 ) -> Iterator[dict[str, str]]:
-    """Start one, and yield what its clients need in their environment. `env`: all of the server's, as of those it is to fork.
+    """Start a server with environment `env`; yield the environment of its clients.
 
-    It imports `modules` and ends with the block, and so do those that it has forked. `variable`: names its kind.
+    It imports `modules`, and ends with the context, as do its children. `variable` names its kind.
     """
     address = f"tandem-fork-{os.getpid()}-{secrets.token_hex(8)}"
     with new_socket() as listener:
@@ -48,5 +48,5 @@ def _start(
         stderr=subprocess.STDOUT if log else None,
         pass_fds=(descriptor,),
         process_group=0,
-        preexec_fn=die_with_parent(ignored=TO_GROUPS),  # the process that starts it ends it
+        preexec_fn=die_with_parent(ignored=TO_GROUPS),  # ended by its parent
     )

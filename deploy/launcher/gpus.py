@@ -1,4 +1,4 @@
-"""Which GPU each engine of a local cluster gets. Pure."""
+"""Assignment of GPUs to the engines of a local cluster. Pure."""
 
 import itertools
 from collections import Counter
@@ -10,16 +10,16 @@ from service.flags import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Seat:
-    """An engine's place. `gpus`: what CUDA_VISIBLE_DEVICES names, one for each rank. `engines`: the most that share one."""
+    """An engine's `gpus`, by rank, and the most `engines` on one of them."""
 
     gpus: tuple[str, ...]
     engines: int
 
 
 def seats_of(ranks: Mapping[str, int], gpus: Sequence[str], *, share: bool) -> dict[str, Seat]:
-    """Give each engine GPUs, in turn. `ranks`: engine to its ranks.
+    """Assign GPUs round robin. `ranks`: engine -> ranks. An engine never has a GPU twice.
 
-    Raises ConfigError for more ranks than GPUs, unless engines may share. An engine never has one GPU twice.
+    ConfigError for more ranks than GPUs, unless shared.
     """
     total = sum(ranks.values())
     if total > len(gpus) and not share:
@@ -35,9 +35,8 @@ def seats_of(ranks: Mapping[str, int], gpus: Sequence[str], *, share: bool) -> d
 
 
 def chosen_gpus(visible: Sequence[str], wanted: Sequence[str]) -> list[str]:
-    """Return the GPUs that --gpu-ids names, by place among the visible ones or by UUID (its beginning); all if it is empty.
-
-    Raises ConfigError.
+    """Return the GPUs of --gpu-ids, by index or (prefix of) UUID; all if empty. Raises
+    ConfigError.
     """
     found = [_chosen(visible, name) for name in wanted] if wanted else list(visible)
     if len(set(found)) < len(found):

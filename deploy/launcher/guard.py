@@ -1,12 +1,11 @@
-"""The guard: a small process that kills the cluster's process groups when the launcher ends, for any reason.
+"""The guard: a process that kills the cluster's process groups when the launcher ends, even by kill
+-9.
 
-Run as a script (standard library only, no site-packages, so it starts in milliseconds). The launcher holds the other
-end of its stdin and writes one line per change: `+PGID` (watch) and `-PGID` (ended and reaped). End of input means that
-the launcher has ended, also by kill -9: the guard kills the groups that are still watched and removes their files.
-PR_SET_PDEATHSIG (service/process/start.py) ends the direct children as well; only the guard reaches their
-children and files.
+A script without site-packages, so it starts in milliseconds. The launcher writes to its stdin
+`+PGID` (watch) and `-PGID` (ended and reaped). At end of input it kills watched groups and removes
+their files. PR_SET_PDEATHSIG (service/process/start.py) only reaches direct children.
 
-usage: guard.py PREFIX    paths that begin with PREFIX, the process id of a group's leader and "-" belong to that group
+usage: guard.py PREFIX    paths of PREFIX, a group leader's pid and "-" belong to that group
 """
 
 import contextlib
@@ -19,7 +18,7 @@ from typing import IO
 
 
 def watch(lines: IO[str]) -> set[int]:
-    """Read `lines` to their end; return the process groups that are still watched."""
+    """Read all `lines`; return the groups still watched."""
     groups: set[int] = set()
     for line in lines:
         sign, number = line[:1], line[1:].strip()

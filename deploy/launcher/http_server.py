@@ -1,4 +1,4 @@
-"""The second fork server of a local cluster: router and frontends are forked from one process with what both import. Never torch."""
+"""Fork server of a local cluster's router and frontends. Never imports torch."""
 
 import contextlib
 import os
@@ -13,7 +13,9 @@ MODULES = ("deploy.cli", "deploy.commands.serve", "disagg.worker", "deploy.comma
 
 @contextlib.contextmanager
 def http_fork_server(*, count: int, log_dir: Path) -> Iterator[dict[str, str]]:
-    """Yield the environment of `count` processes to fork; {}: one alone starts as fast anew, or a server above this process serves them."""
+    """Yield the environment of `count` processes; {} for a single one or below another fork
+    server.
+    """
     if count == 1 or HTTP_SERVER_VARIABLE in os.environ:
         yield {}
         return

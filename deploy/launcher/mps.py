@@ -1,7 +1,7 @@
-"""NVIDIA's Multi-Process Service for engines that share a GPU: a control daemon of the cluster's own.
+"""NVIDIA's Multi-Process Service for engines that share a GPU, by a private control daemon.
 
-Without it the driver gives processes on one GPU turns of some milliseconds, so a decode step waits for a whole chunk of a
-prompt. The daemon lives in a private folder under the run's, and ends with the cluster.
+Without it processes get time slices of milliseconds, so a decode step waits for a whole prefill
+chunk.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from service.process.stop_signals import TO_GROUPS
 CONTROL = "nvidia-cuda-mps-control"
 PIPE = "CUDA_MPS_PIPE_DIRECTORY"
 LOG = "CUDA_MPS_LOG_DIRECTORY"
-LONGEST_SOCKET = "control_privileged"  # that it makes in its folder
+LONGEST_SOCKET = "control_privileged"  # created in its directory
 READY_WITHIN_S = 10.0
 QUIT_WITHIN_S = 5.0
 ASK_TIMEOUT_S = 5.0
@@ -28,11 +28,11 @@ POLL_S = 0.05
 
 
 class MpsFailed(Exception):
-    """The daemon did not start; the text says why."""
+    """The daemon did not start."""
 
 
 class MpsDaemon:
-    """A control daemon in `folder`. `gpus`: as CUDA_VISIBLE_DEVICES of its clients names them."""
+    """A control daemon in `folder`, for GPUs named as in CUDA_VISIBLE_DEVICES."""
 
     def __init__(self, control: str, *, folder: Path, gpus: Sequence[str], env: Mapping[str, str]) -> None:
         self._control = control
@@ -42,7 +42,7 @@ class MpsDaemon:
             {name: value for name, value in env.items() if name != VISIBLE} | self.client_env | {LOG: str(folder)}
         )
         if all(gpu.startswith(("GPU-", "MIG-")) for gpu in gpus):
-            self._env[VISIBLE] = ",".join(gpus)  # numbers would be counted anew inside the daemon's set
+            self._env[VISIBLE] = ",".join(gpus)  # indices would be relative to the daemon's set
         folder.mkdir(mode=0o700, exist_ok=True)
         with self._log_path.open("wb") as log:
             self._process = subprocess.Popen(
@@ -56,7 +56,7 @@ class MpsDaemon:
             )
 
     def wait_ready(self) -> None:
-        """Return when the daemon answers. Raises MpsFailed."""
+        """Wait until the daemon answers. Raises MpsFailed."""
         deadline_s = time.monotonic() + READY_WITHIN_S
         while not self._ask("get_server_list"):
             if self._process.poll() is not None:
@@ -66,7 +66,7 @@ class MpsDaemon:
             time.sleep(POLL_S)
 
     def end(self) -> None:
-        """Ask it to quit, which ends its servers too; kill it where that takes too long."""
+        """Quit the daemon and its servers, or kill it after a timeout."""
         if self._process.poll() is None:
             self._ask("quit")
         try:
@@ -96,7 +96,9 @@ class MpsDaemon:
 
 @contextlib.contextmanager
 def mps_for(shared: Mapping[str, Sequence[str]], *, run_dir: Path) -> Iterator[tuple[dict[str, str], list[str]]]:
-    """Yield the environment of engines on shared GPUs and what to tell the user. `shared`: GPU to engines; may be empty."""
+    """Yield the environment of engines on `shared` GPUs (GPU -> engines), and notes for the
+    user.
+    """
     if not shared:
         yield {}, []
         return

@@ -1,7 +1,4 @@
-"""The processes of a local cluster: pure, from flags and free ports to command lines.
-
-Knows how `tandem serve` and `tandem router` are called, not how processes are started.
-"""
+"""Command lines of a local cluster's processes, from flags and free ports. Pure."""
 
 import sys
 from collections.abc import Collection, Mapping, Sequence
@@ -14,12 +11,12 @@ from engine.device.gpus import VISIBLE
 from service.http.listening import url_of
 
 LOOPBACK = "127.0.0.1"
-TANDEM = (sys.executable, "-P", "-m", "deploy")  # -P: a folder "deploy" in the user's directory is not ours
+TANDEM = (sys.executable, "-P", "-m", "deploy")  # -P: ignores a directory "deploy" of the user
 NO_FLAGS: Mapping[str, RoleFlags] = {}
 MEM_FRACTION = "--mem-fraction-static"
 BACKEND = "--disaggregation-transfer-backend"
 
-# OpenMP's waiting threads must not spin against threads of others (facts: a spinning team turned 3 ms steps into 756 ms).
+# Waiting OpenMP threads must not spin against others: that turned 3 ms steps into 756 ms.
 WORKER_ENV = {
     "OMP_WAIT_POLICY": "PASSIVE",
     "TOKENIZERS_PARALLELISM": "false",
@@ -29,7 +26,7 @@ WORKER_ENV = {
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessSpec:
-    """One process to start. It is healthy once GET `url` + `health_path` answers 200. `ranks`: of a worker."""
+    """A process to start, healthy once GET `url` + `health_path` returns 200."""
 
     name: str
     role: str  # "router", "prefill", "decode", "unified" or "encode"
@@ -41,7 +38,9 @@ class ProcessSpec:
 
 
 def num_ports(config: ClusterConfig) -> int:
-    """Two for each worker of a pair: HTTP, and the bootstrap server, which a decode worker needs once it is a prefill worker."""
+    """Count ports: HTTP, and for prefill and decode workers (roles may switch) a bootstrap
+    server.
+    """
     return 0 if config.unified else 2 * (config.prefill + config.decode) + config.mixed + config.encode
 
 
@@ -56,11 +55,10 @@ def plan_cluster(
     flags: Mapping[str, RoleFlags] = NO_FLAGS,
     router_args: Sequence[str] = (),
 ) -> list[ProcessSpec]:
-    """Return the processes in start order: workers, then the router. Raises ConfigError for too few GPUs.
+    """Return the processes in start order, workers first. ConfigError for too few GPUs.
 
-    `front`: the port that clients use. `free`: `num_ports` others. `flags`: of workers, by role. `router_args`: passed on as
-    they are. `cores`: of this machine, for all ranks together. `gpus`: for the ranks in turn; none on a CPU. `mem_fraction`: --mem-fraction-static
-    of an engine that has a GPU alone; those that share one divide it.
+    `front` is the clients' port, `free` are `num_ports` others. `cores` and `gpus` are for all
+    ranks. `mem_fraction` is --mem-fraction-static of an unshared GPU.
     """
     if config.unified:
         alone = flags.get("unified", RoleFlags())
@@ -99,7 +97,7 @@ def plan_cluster(
 
 @dataclass(frozen=True, kw_only=True)
 class _Ports:
-    """`pairs`: of prefill and decode workers (HTTP, bootstrap server); the others have one."""
+    """`pairs`: (HTTP, bootstrap server) of prefill and decode workers."""
 
     pairs: Mapping[str, Sequence[tuple[int, int]]]
     unified: Sequence[int]
@@ -117,25 +115,27 @@ def _ports_of(config: ClusterConfig, free: Sequence[int]) -> _Ports:
 
 
 def _sharing(workers: Sequence[ProcessSpec], cores: int) -> list[ProcessSpec]:
-    """Let workers share `cores`.
+    """Divide `cores` among workers.
 
-    The C kernels of each may use all: their threads wait for none that lost its core, and a worker that computes while the others rest is
-    as fast as alone. Threads of torch and ranks meet at barriers: cores are divided over the ranks of all workers. And their OpenMP
-    threads sleep at once when they wait, instead of after the moment that a lone worker's do (disagg/children.py).
+    C kernels of each may use all cores, as their threads do not wait for descheduled ones. Torch's
+    threads and ranks meet at barriers, so get a share by ranks; their OpenMP threads sleep at once
+    (disagg/children.py).
     """
     total = sum(worker.ranks for worker in workers)
     return [replace(worker, env=WORKER_ENV | _share(worker.ranks, cores, total)) for worker in workers]
 
 
 def _share(ranks: int, cores: int, total: int) -> dict[str, str]:
-    """`total`: ranks of all workers. The limit is that of a process, and one for all: they may be forked from one server."""
+    """Return a worker's threads, with one process-wide limit for all, as they may be forked from
+    one server.
+    """
     threads = cores if ranks == 1 else max(1, cores * ranks // total)
     limit = max(1, cores // total)
     return {"OMP_NUM_THREADS": str(threads), "OMP_THREAD_LIMIT": str(limit), "GOMP_SPINCOUNT": "0"}
 
 
 def shared_gpus(specs: Sequence[ProcessSpec]) -> dict[str, list[str]]:
-    """Return GPU to names of its engines, for each GPU that has several."""
+    """Return GPU -> names of its engines, if several."""
     engines: dict[str, list[str]] = {}
     for spec in specs:
         for gpu in spec.env[VISIBLE].split(",") if VISIBLE in spec.env else ():
@@ -144,7 +144,7 @@ def shared_gpus(specs: Sequence[ProcessSpec]) -> dict[str, list[str]]:
 
 
 def with_env(specs: Sequence[ProcessSpec], names: Collection[str], env: Mapping[str, str]) -> list[ProcessSpec]:
-    """Return `specs`, with `env` added to the processes of `names`."""
+    """Add `env` to the processes of `names`."""
     return [replace(spec, env={**spec.env, **env}) if spec.name in names else spec for spec in specs]
 
 
@@ -164,14 +164,13 @@ def _on_gpu(worker: ProcessSpec, seat: Seat, mem_fraction: float) -> ProcessSpec
 
 
 def _member(name: str, role: str, ports: tuple[int, int], backend: str, flags: RoleFlags) -> ProcessSpec:
-    """A worker of a pair."""
     http, bootstrap = ports
     own = (f"--disaggregation-bootstrap-port={bootstrap}", f"{BACKEND}={backend}")
     return _worker(name, role, LOOPBACK, http, (*own, *flags.args), WORKER_ENV, flags.ranks)
 
 
 def _alone(role: str, ports: Sequence[int], own: Sequence[str], flags: Mapping[str, RoleFlags]) -> list[ProcessSpec]:
-    """Workers that no pair needs. `own`: flags of each."""
+    """Return workers outside of pairs, with flags `own`."""
     given = flags.get(role, RoleFlags())
     args = (*own, *given.args)
     return [_worker(f"{role}-{i}", role, LOOPBACK, http, args, WORKER_ENV, given.ranks) for i, http in enumerate(ports)]

@@ -11,9 +11,8 @@ ATTEMPTS = 10_000
 
 
 def free_ports(count: int, *, host: str = "127.0.0.1") -> list[int]:
-    """Return `count` distinct free ports below the kernel's range for outgoing connections.
-
-    A port of that range could become the source port of a connection between this call and the listen.
+    """Return `count` free ports below the kernel's ephemeral range, whose ports could be taken
+    meanwhile.
     """
     ceiling = max(LOWEST_PORT + 2 * count + 1000, _ephemeral_low())
     rng = random.SystemRandom()

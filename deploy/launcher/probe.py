@@ -1,4 +1,4 @@
-"""Small HTTP reads for the launcher, with the standard library only: it starts at once. A bad server raises nothing."""
+"""HTTP reads of the launcher, with the standard library for a fast start. Errors are not raised."""
 
 import http.client
 import json
@@ -7,7 +7,7 @@ import urllib.request
 from typing import Any
 
 MAX_REPLY_BYTES = 8 << 20
-# Loopback and cluster addresses are never reached through a proxy.
+# Never use a proxy for cluster addresses.
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
@@ -20,7 +20,7 @@ def is_healthy(url: str, *, timeout_s: float) -> bool:
 
 
 def get_json(url: str, *, timeout_s: float, api_key: str | None = None) -> dict[str, Any]:
-    """Return the JSON object at `url`; {} if there is none."""
+    """Return the JSON object at `url`, {} on failure."""
     request = urllib.request.Request(url, headers={"Authorization": f"Bearer {api_key}"} if api_key else {})
     try:
         with _OPENER.open(request, timeout=timeout_s) as reply:

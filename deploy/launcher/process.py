@@ -1,7 +1,6 @@
-"""One child process of the launcher: start, log file, end. Each child leads a process group of its own.
+"""A child process of the launcher, in a process group of its own, with a log file.
 
-The group keeps a terminal's Ctrl-C away from the children (the launcher ends them in order), and one kill reaches the
-grandchildren.
+The group shields it from a terminal's Ctrl-C, and one kill reaches its children.
 """
 
 import contextlib
@@ -45,7 +44,7 @@ class Guard:
         self._tell(f"-{group}\n")
 
     def close(self) -> None:
-        """Let the guard end; it kills the groups that are still watched."""
+        """End the guard, which kills groups still watched."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()
@@ -53,13 +52,13 @@ class Guard:
 
     def _tell(self, line: str) -> None:
         assert self._process.stdin is not None
-        with contextlib.suppress(OSError):  # a guard that was killed by hand must not take the cluster down
+        with contextlib.suppress(OSError):  # a killed guard must not end the cluster
             self._process.stdin.write(line)
             self._process.stdin.flush()
 
 
 class Child:
-    """A started process. `log_path` has its stdout and stderr."""
+    """A started process with its log."""
 
     def __init__(self, spec: ProcessSpec, process: ChildProcess, log_path: Path, watcher: Guard) -> None:
         self.spec = spec
@@ -70,7 +69,7 @@ class Child:
 
     @classmethod
     def start(cls, spec: ProcessSpec, *, log_dir: Path, watcher: Guard, env: Mapping[str, str]) -> Self:
-        """Start `spec` with the environment `env`; variables of `spec` take precedence."""
+        """Start `spec` with environment `env`, overridden by the spec's."""
         log_path = log_dir / f"{spec.name}.log"
         with log_path.open("wb") as log:
             process = _started(spec.argv, {"PYTHONUNBUFFERED": "1", **env, **spec.env}, log.fileno())
@@ -86,7 +85,7 @@ class Child:
         return self.exit_status() is None
 
     def exit_status(self) -> int | None:
-        """Return None while it runs. After its end, kill the rest of its group and remove its files, once."""
+        """Status, None while it runs. Its end kills its group and removes its files."""
         status = self._process.poll()
         if status is not None and not self._reaped:
             self._reaped = True
@@ -100,7 +99,7 @@ class Child:
             self._process.send_signal(DRAIN)
 
     def hurry(self) -> None:
-        """Let it end at once."""
+        """End it at once."""
         if self.alive:
             self._process.send_signal(END)
 
@@ -111,7 +110,7 @@ class Child:
             self.exit_status()
 
     def last_line(self) -> str:
-        """Return the last log line, for a status line; progress bars rewrite theirs with carriage returns."""
+        """Return the last log line, also of a progress bar."""
         lines = self._tail()
         return lines[-1] if lines else ""
 
@@ -132,7 +131,7 @@ class Child:
 
 
 def _started(argv: Sequence[str], env: Mapping[str, str], log: int) -> ChildProcess:
-    """In a group of its own. Forked, where it is Tandem and `env` names a server."""
+    """Start a process in its own group, forked if it is Tandem and `env` names a server."""
     server = server_in(env, HTTP_SERVER_VARIABLE)
     if server is not None and tuple(argv[: len(TANDEM)]) == TANDEM:
         args = argv[len(TANDEM) :]
@@ -151,5 +150,5 @@ def _started(argv: Sequence[str], env: Mapping[str, str], log: int) -> ChildProc
 
 
 def own_prefix() -> str:
-    """Return the prefix of the directories of workers' sockets; the process id follows (engine/ipc.py)."""
+    """Return the path prefix of workers' sockets, before the process id (engine/ipc.py)."""
     return str(Path(socket_folder()) / IPC_PREFIX)

@@ -1,4 +1,4 @@
-"""The flags of each role's workers: what all have, and what --prefill-... and --decode-... change of it. Pure."""
+"""Flags of workers by role: common ones, and those of --prefill-... and --decode-.... Pure."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -11,10 +11,10 @@ from engine.model_files.model_config import ModelConfig
 from engine.parallel.layout import check_layout, common_units
 from service.flags import ConfigError
 
-COUNTED = ("tp_size", "pp_size", "dp_size")  # multiply to the ranks
+COUNTED = ("tp_size", "pp_size", "dp_size")  # their product is the number of ranks
 SIZES = (*COUNTED, "ep_size")
 OF_DP_ATTENTION = ("enable_dp_attention", "enable_prefill_delayer")
-# Of EngineConfig, what an encoder worker has, too: it has one rank, and no text model.
+# Fields of EngineConfig that apply to encoder workers, which have one rank and no text model.
 OF_ENCODERS = (
     "model_path",
     "revision",
@@ -40,7 +40,7 @@ OF_ENCODERS = (
 
 @dataclass(frozen=True, kw_only=True)
 class RoleFlags:
-    """`args`: of `tandem serve`, for each worker of the role. `ranks`: its processes that compute."""
+    """`args` of `tandem serve` for each worker of a role, and its `ranks`."""
 
     args: Sequence[str] = ()
     ranks: int = 1
@@ -54,9 +54,10 @@ def roles_of(config: ClusterConfig) -> tuple[str, ...]:
 
 
 def values_by_role(config: ClusterConfig, given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return role to flags of its workers, by field. `given`: what the user typed for all workers. Raises ConfigError.
+    """Return role -> flags by field, from the typed ones `given`. Raises ConfigError.
 
-    An encoder worker gets what is not of ranks or the text model; where there are any, the others ask them. A role without stages gets no --pp-layer-partition, if the other has stages; a role of one DP rank no DP attention, likewise.
+    Encoder workers get no flags of ranks or the text model. A role without stages gets no
+    --pp-layer-partition, one with a single DP rank no DP attention, if the other role has them.
     """
     own = {role: _own_sizes(config, role) for role in ("prefill", "decode")}
     if config.unified:
@@ -83,7 +84,7 @@ def values_by_role(config: ClusterConfig, given: Mapping[str, Any]) -> dict[str,
 def _with_encoders(
     config: ClusterConfig, found: dict[str, dict[str, Any]], given: Mapping[str, Any]
 ) -> dict[str, dict[str, Any]]:
-    """A decode worker gets the flag, too: it may become a prefill worker."""
+    """Add the flag, also to decode workers, as they may switch to prefill."""
     if config.transfer_backend == "fake":
         raise ConfigError(
             f"--encode {config.encode}: --transfer-backend fake moves no features of images; take nixl or mooncake"
@@ -94,7 +95,7 @@ def _with_encoders(
 
 
 def num_ranks(values: Mapping[str, Any]) -> int:
-    """Count the processes of a worker that compute."""
+    """Count a worker's ranks."""
     tp, pp, dp = (values.get(name, 1) for name in COUNTED)
     return int(tp * pp * (1 if values.get("enable_dp_attention") else dp))
 
@@ -109,14 +110,14 @@ def _dp_attention_size(values: Mapping[str, Any]) -> int:
 
 
 def units_between(model: ModelConfig, by_role: Mapping[str, Mapping[str, Any]]) -> int | None:
-    """Return the --kv-units of all workers, if roles cut KV heads differently and the user gave none; else None."""
+    """Return the common --kv-units, if roles shard KV heads differently and none is given."""
     sizes = {_attention_ranks(values) for values in by_role.values()}
     given = any(values.get("kv_units") is not None for values in by_role.values())
     return None if given or len(sizes) == 1 else common_units(model, tp_sizes=sorted(sizes))
 
 
 def check_role(config: ClusterConfig, role: str, values: Mapping[str, Any], model: ModelConfig) -> None:
-    """Raise ConfigError for sizes that do not fit the model, by the flags that gave them."""
+    """Raise ConfigError for sizes that do not fit the model."""
     try:
         check_layout(
             model,

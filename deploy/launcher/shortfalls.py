@@ -1,4 +1,4 @@
-"""What the workers lack on this machine: the cost, and the command that fixes it. Pure."""
+"""Missing features of this machine, their cost and fix. Pure."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,7 +9,7 @@ BY_TORCH = "torch computes instead, several times slower"
 
 
 def shortfalls(infos: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return lines for the summary, from the /get_server_info of each worker of one machine, without repetition."""
+    """Return distinct lines for the summary, from workers' /get_server_info."""
     lines = (line for info in infos for part in (_kernels, _huge_pages) for line in part(info))
     return list(dict.fromkeys(lines))
 

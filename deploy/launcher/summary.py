@@ -1,4 +1,4 @@
-"""What is said of a healthy cluster: in the ready file, and to the user. Pure."""
+"""Ready file and summary of a healthy cluster. Pure."""
 
 import json
 import shlex
@@ -9,14 +9,14 @@ from typing import Any
 
 from deploy.launcher.shortfalls import shortfalls
 
-# The shipped model answers a repeated key with its value, which it recalls through the KV cache alone.
+# The shipped model answers a repeated key with its value, which it recalls only by the KV cache.
 RECALL_PROMPT = "k17 v42 k03 v91 k17"
 OTHER_PROMPT = "What is the capital of France? Answer in one sentence."
 
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """A running process. `info`: its /get_server_info ({} for the router)."""
+    """A running process with its /get_server_info."""
 
     name: str
     role: str
@@ -26,7 +26,7 @@ class Member:
 
 
 def ready_info(members: Sequence[Member], *, front: str) -> dict[str, Any]:
-    """Return the content of the ready file."""
+    """Return the ready file's content."""
     workers = [{"role": m.role, "url": m.url, "pid": m.pid} for m in members if m.role != "router"]
     return {"router": front, "workers": workers}
 
@@ -34,7 +34,7 @@ def ready_info(members: Sequence[Member], *, front: str) -> dict[str, Any]:
 def summary_text(
     members: Sequence[Member], *, front: str, backend: str | None, log_dir: Path, model: str, shipped: bool, auth: bool
 ) -> str:
-    """Return the summary: addresses, KV capacities, what this machine lacks, and a command to paste."""
+    """Return addresses, KV capacities, missing features, and a command to paste."""
     width = max(len(member.name) for member in members)
     lines = [f"  {m.name:<{width}}  {m.url:<28}  pid {m.pid:<8} {_capacity(m)}".rstrip() for m in members]
     how = f"KV crosses by {backend}" if backend else "unified: one worker does it all"
@@ -65,7 +65,7 @@ def _capacity(member: Member) -> str:
 
 
 def _sizes(member: Member) -> list[str]:
-    """ "TP 2" and the like."""
+    """Return sizes such as "TP 2"."""
     found = {name: member.info.get(f"{name.lower()}_size", 1) for name in ("TP", "PP", "DP")}
     return [f"{name} {size}" for name, size in found.items() if size > 1]
 

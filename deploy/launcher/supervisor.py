@@ -1,8 +1,7 @@
-"""Runs a set of processes as one: start, wait until all are healthy, stay, end all together.
+"""Runs a set of processes: starts them, waits until healthy, watches, ends them.
 
-Specs come in, and `on_ready` is called once all processes are healthy. The children end with this process: after a drain on
-SIGTERM, at once on SIGINT, SIGHUP or a second signal, by the guard otherwise. The router drains first: its requests need
-the workers to finish.
+They end after a drain on SIGTERM, at once on SIGINT, SIGHUP or a second signal, else by the guard.
+The router drains first, as its requests need the workers.
 """
 
 import asyncio
@@ -22,14 +21,14 @@ from service.process.stop_signals import StopSignals
 POLL_S = 0.05
 WATCH_S = 0.2
 PROBE_TIMEOUT_S = 2.0
-KILL_AFTER_S = 3.5  # everything must have ended within 5 s, on a busy machine too
-DRAIN_MARGIN_S = 4.0  # after its drain a process hands requests back, answers and ends its own children
+KILL_AFTER_S = 3.5  # all must end within 5 s, also on a busy machine
+DRAIN_MARGIN_S = 4.0  # after its drain a process hands requests back and ends its children
 
 OnReady = Callable[[Sequence[Child]], Awaitable[None]]
 
 
 class StartFailed(Exception):
-    """A process ended, or was not healthy in time; the text gives its name and the reason."""
+    """A process ended or was not healthy in time."""
 
 
 class Supervisor:
@@ -55,7 +54,7 @@ class Supervisor:
         self._stop, self._at_once = self._signals.requested, self._signals.at_once
 
     async def run(self, on_ready: OnReady) -> int:
-        """Start all processes and stay until a signal or the last end; return the exit status."""
+        """Run until a signal or the last end; return the exit status."""
         with self._signals.caught(on_hangup=self._signals.on_sigint):
             try:
                 self._start()
@@ -124,7 +123,7 @@ class Supervisor:
         ]
 
     async def _watch(self) -> int:
-        """Stay until a signal (0) or until no process is left (1). Report each end; the other processes go on."""
+        """Wait for a signal (0) or the last end (1), reporting each end."""
         living = list(self._children)
         while not self._stop.is_set():
             for child in [child for child in living if not child.alive]:
@@ -137,7 +136,7 @@ class Supervisor:
         return 0
 
     async def _end_all(self) -> None:
-        """Drain routers, then workers; kill the groups that are left."""
+        """Drain routers, then workers; kill the remaining groups."""
         routers = [child for child in self._children if child.spec.role == "router"]
         for stage in (routers, [child for child in self._children if child not in routers]):
             if not self._at_once.is_set() and self._stop.is_set():
@@ -150,7 +149,7 @@ class Supervisor:
             child.kill()
 
     async def _drain(self, children: Sequence[Child]) -> None:
-        """Return when `children` have ended, at the end of the drain time, or at a second signal."""
+        """Drain `children` until their end, the timeout or a second signal."""
         for child in children:
             child.drain()
         deadline_s = time.monotonic() + self._drain_timeout_s + (DRAIN_MARGIN_S if self._drain_timeout_s else 0.0)
