@@ -1,3 +1,1 @@
-"""The router: chooses the workers of requests and passes their answers on. Without torch and
-engine/.
-"""
+"""The router: chooses workers and relays answers. Imports neither torch nor engine/."""

@@ -1,4 +1,4 @@
-"""`python -m router` runs `tandem router`: an entry point, hence its upward import."""
+"""`python -m router` runs `tandem router`; an entry point may import upward."""
 
 import sys
 

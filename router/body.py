@@ -1,6 +1,7 @@
-"""Request bodies: parses the fields that the router needs, and writes both workers' bodies. Pure.
+"""Request bodies: reads the top-level fields that routing needs, and writes both workers' bodies.
+Pure.
 
-Only the top level is parsed; unchanged values keep their bytes. Workers refuse wrong values.
+Unchanged values keep their bytes, and workers refuse wrong ones.
 """
 
 import re
@@ -75,7 +76,7 @@ _PROMPT_FIELDS = {
 
 
 class BadBody(ApiError):
-    """A body that the router cannot route. `field`: the wrong one."""
+    """A body that cannot be routed."""
 
     def __init__(self, field: str | None, message: str) -> None:
         super().__init__(400, message, field=field)
@@ -91,7 +92,7 @@ class _Options(msgspec.Struct):
 
 
 class ParsedBody(msgspec.Struct, frozen=True, kw_only=True):
-    """A parsed body. `fields`: name -> JSON text. Token counts are estimates over all samples."""
+    """`fields`: name -> JSON text. Token counts are estimates over all samples."""
 
     api: Api
     fields: dict[str, msgspec.Raw]
@@ -113,7 +114,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 def parse_body(api: Api, body: bytes) -> ParsedBody:
-    """Parse a body. Raises BadBody for no JSON object, or over `MAX_SAMPLES` samples."""
+    """Parse a body. Raises BadBody."""
     if deeper_than(body):
         raise BadBody(None, f"the body is nested too deeply (more than {MAX_DEPTH} levels)")
     try:
@@ -144,11 +145,10 @@ def parse_body(api: Api, body: bytes) -> ParsedBody:
 
 
 def write_bodies(parsed: ParsedBody, *, host: str, port: int | None, rooms: Sequence[int]) -> tuple[bytes, bytes]:
-    """Return the prefill and the decode body with bootstrap fields (per sample if there are
-    several).
+    """Return the prefill and the decode body with bootstrap fields.
 
-    Sample j of prompt i has rooms[i * n + j]. Bootstrap fields of the client are overwritten.
-    Prefill never streams, so that its errors have a real status.
+    Sample j of prompt i has rooms[i * n + j]. Client values are overwritten. Prefill never streams,
+    so its errors have a real status.
     """
     assert len(rooms) == parsed.num_samples, (len(rooms), parsed.num_samples)
     fields: dict[str, object] = {k: v for k, v in parsed.fields.items() if k not in BOOTSTRAP_FIELDS}
@@ -165,7 +165,6 @@ def write_bodies(parsed: ParsedBody, *, host: str, port: int | None, rooms: Sequ
 
 
 def with_fields(parsed: ParsedBody, changes: Mapping[str, bytes]) -> ParsedBody:
-    """Return the body with other JSON texts in fields of its prompt."""
     fields = {**parsed.fields, **{name: msgspec.Raw(text) for name, text in changes.items()}}
     _, prompt_tokens = _prompt_shape(parsed.api, prompt_of(parsed.api, fields))
     return msgspec.structs.replace(parsed, fields=fields, prompt_tokens=prompt_tokens)
@@ -204,7 +203,7 @@ def prompt_of(api: Api, fields: Mapping[str, msgspec.Raw]) -> bytes:
 
 
 def _prompt_shape(api: Api, raw: bytes) -> tuple[int, int]:
-    """Count prompts and tokens by the first byte inside, without decoding long prompts."""
+    """Count prompts and tokens by the first byte, without decoding long prompts."""
     if api in CHATS or not raw.startswith(b"["):
         return 1, len(raw) // BYTES_PER_TOKEN + 1
     match = _FIRST_INSIDE.match(raw)
@@ -265,7 +264,6 @@ def _wants_input_logprobs(api: Api, fields: dict[str, msgspec.Raw]) -> bool:
 
 
 def _raw(fields: Mapping[str, msgspec.Raw], name: str) -> bytes:
-    """Return the JSON text of a field, empty if absent or null."""
     value = fields.get(name)
     text = b"" if value is None else bytes(value)
     return b"" if text == _NULL else text

@@ -1,6 +1,4 @@
-"""Builds the parts of one router process in order of dependency; the exit stack closes them in
-reverse.
-"""
+"""Builds the parts of a router process in order; the exit stack closes them in reverse."""
 
 import logging
 import random
@@ -82,12 +80,12 @@ log = logging.getLogger(__name__)
 
 
 class Router:
-    """One router process. `slot`: its slot among several. `url`: its address once it listens."""
+    """A router process. `slot`: among several. `url`: once it listens."""
 
     url = ""
 
     def __init__(self, config: RouterConfig, slot: ProcessSlot | None, stack: AsyncExitStack) -> None:
-        """Build all parts that need no worker. Raises ConfigError."""
+        """Build the parts that need no worker. Raises ConfigError."""
         self._stack = stack
         self.config, self.slot = config, slot
         cluster_secret, self.gate = check_exposure(config)
@@ -129,7 +127,7 @@ class Router:
         )
 
     async def connect(self, stack: AsyncExitStack) -> None:
-        """Build the clients of workers. Requests start with `monitor.watch` or `discovery.start`."""
+        """Build workers' clients; requests start with `monitor.watch` or `discovery.start`."""
         config, table, credentials = self.config, self.table, self.credentials
         client = {
             "connect_timeout_s": CONNECT_TIMEOUT_S,
@@ -179,7 +177,7 @@ class Router:
         stack.callback(self.dispatcher.launcher.close)
 
     def handler(self) -> Handler:
-        """Return the handler of all requests. Rate limits are divided among the processes."""
+        """Return the request handler; rate limits are divided among processes."""
         config, share = self.config, 1 if self.slot is None else self.config.workers
         limiter = make_limiter(config.rate_limit_requests_per_second / share, -(-config.rate_limit_burst // share))
         return make_guard(
@@ -329,7 +327,7 @@ def check_exposure(config: RouterConfig) -> tuple[bytes | None, KeyGate]:
 
 
 def _check_secret(config: RouterConfig, secret: bytes | None) -> None:
-    """Raise ConfigError for flags that need a secret, as workers obey only a router that has it."""
+    """Raise ConfigError for flags with orders that workers obey only under a secret."""
     asked = {
         "--prefix-fetch": config.prefix_fetch,
         "--encode": config.encode,

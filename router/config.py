@@ -1,4 +1,4 @@
-"""The router's flags, named as in SGLang's router, and the check of their combinations."""
+"""The router's flags, named as in SGLang's router, and their check."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ MAX_PORT = 65535
 def _seconds(
     default: float, help: str, *, above: float | None = None, zero: str | None = None, option: str | None = None
 ) -> Any:
-    """Declare a flag in seconds: above `above`, else at least 0. `zero` describes the value 0."""
+    """Declare a flag in seconds; `zero` describes 0."""
     least = 0 if above is None else None
     special = {} if zero is None else {0.0: zero}
     return flag(default, help, unit="s", above=above, least=least, special=special, option=option)
@@ -291,7 +291,7 @@ def _check_auto_roles(config: RouterConfig) -> None:
 
 
 def _check_discovery(config: RouterConfig) -> None:
-    """Require a selector for each role in use (optional for encoders), and none for other roles."""
+    """Require selectors of the roles in use (optional for encoders) only."""
     pairs = [("--prefill-selector", config.prefill_selector), ("--decode-selector", config.decode_selector)]
     unified = [("--selector", config.selector)]
     for name, parts in [*pairs, *unified, ("--encode-selector", config.encode_selector)]:
@@ -309,7 +309,7 @@ def _check_discovery(config: RouterConfig) -> None:
 
 
 def label_query(parts: Sequence[str]) -> str:
-    """Return the Kubernetes `labelSelector` of KEY=VALUE requirements. ValueError for other text."""
+    """Return a Kubernetes `labelSelector` of KEY=VALUE. Raises ValueError."""
     words = [word for part in parts for word in part.split()]
     for word in words:
         key, equals, value = word.partition("=")

@@ -1,4 +1,4 @@
-"""The router's Prometheus metrics, also under the names of SGLang's router (`smg_*`)."""
+"""Prometheus metrics, also under the names of SGLang's router (`smg_*`)."""
 
 import asyncio
 import time
@@ -44,9 +44,9 @@ WorkerValue = Callable[[Worker], float | None]
 
 
 class RouterMetrics(Collector):
-    """Counters of requests, and gauges read from the worker table at each scrape.
+    """Counters, and gauges read at each scrape.
 
-    Counts per request are plain numbers: the library's counters take a lock and eight calls each.
+    Counts per request are plain numbers: the library's take a lock and eight calls.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class RouterMetrics(Collector):
         self.retries.labels(failure.reason).inc()
 
     def on_pressure(self, model: str, role: Role, pressure: float) -> None:
-        """Set a pool's pressure (--auto-roles), and create its series of role switches."""
+        """Set a pool's pressure (--auto-roles)."""
         self.role_pressure.labels(model, role.value).set(pressure)
         for result in _MOVES:
             self.role_moves.labels(model, role.value, result)
@@ -135,7 +135,7 @@ class RouterMetrics(Collector):
         return generate_latest(self._registry)
 
     async def scrape(self) -> bytes:
-        """Return `exposition`, yielding between families: a thousand workers take 50 ms."""
+        """Return `exposition`, yielding in between (50 ms for a thousand workers)."""
         parts = []
         for family in self._registry.collect():
             parts.append(generate_latest(_OneFamily(family)))
@@ -188,7 +188,7 @@ class RouterMetrics(Collector):
 
 
 def _what_may_be_missing(ways: Sequence[Way]) -> Iterator[tuple[Role, ...]]:
-    """Yield the combinations of roles that can lack a worker while no route is complete."""
+    """Yield combinations of roles that may lack workers."""
     lacks = [[lack for size in range(1, len(way) + 1) for lack in combinations(way, size)] for way in ways]
     for of_each in product(*lacks) if ways else ():
         yield tuple(chain.from_iterable(of_each))
@@ -204,7 +204,7 @@ class _OneFamily(CollectorRegistry):
 
 
 def counted(handler: Handler, metrics: RouterMetrics) -> Handler:
-    """Count the requests of a generation handler; 499 if the client left."""
+    """Count a handler's requests, 499 if the client left."""
 
     async def handle(request: web.BaseRequest) -> web.StreamResponse:
         started_s, status = time.monotonic(), CLIENT_GONE
@@ -291,7 +291,6 @@ def _of_encoders(encoders: EncoderHeaders) -> Metric:
 
 
 def _of_admission(workers: Sequence[Worker], admission: Admission) -> Iterator[Metric]:
-    """Yield the queue's length and the fitted lines of each worker (admission/forecast.py)."""
     fits, text = admission.forecast.fits, "Requests that wait for their turn (--queue-size)"
     yield GaugeMetricFamily("tandem_router_waiting_requests", text, value=admission.queue.num_waiting)
     for name, text, value in (

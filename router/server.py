@@ -1,4 +1,4 @@
-"""Runs a router in one or several processes: port and signals. Its parts: compose.py."""
+"""Runs a router in one or several processes (parts: compose.py)."""
 
 import logging
 import time
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 def serve(config: RouterConfig, *, on_ready: Callable[[str], None] | None = None) -> None:
-    """Run a router on a uvloop event loop, or one per process (`--workers`)."""
+    """Run a router on uvloop, or several processes (`--workers`)."""
     set_up_logging(level=config.log_level, format=config.log_format, process="router")
     allow_many_files()
     if config.workers == 1:
@@ -44,9 +44,9 @@ def serve_in_slot(slot: ProcessSlot, config: RouterConfig) -> None:
 async def run_router(
     config: RouterConfig, *, on_ready: Callable[[str], None] | None = None, slot: ProcessSlot | None = None
 ) -> None:
-    """Run until SIGTERM (drain), SIGINT or a second signal (end at once), or cancellation.
+    """Run until SIGTERM (drain), SIGINT or a second signal (at once), or cancellation.
 
-    `on_ready(url)` is called once it listens, even without workers. ConfigError for bad flags.
+    `on_ready(url)` when it listens. ConfigError for bad flags.
     """
     signals = StopSignals()
     if slot is not None:
@@ -63,7 +63,7 @@ async def run_router(
 async def start_router(
     config: RouterConfig, *, slot: ProcessSlot | None = None, limits: RequestLimits | None = None
 ) -> AsyncIterator[Router]:
-    """Start a listening router; leaving the context stops it. `limits` overrides `limits_of`."""
+    """Start a listening router, until the context ends."""
     check_config(config)
     async with AsyncExitStack() as stack:
         router = Router(config, slot, stack)

@@ -1,1 +1,1 @@
-"""Admission control: concurrency limits, the queue, predicted latency, rate limits."""
+"""Admission: concurrency limits, queue, latency forecasts, rate limits."""

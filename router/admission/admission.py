@@ -34,7 +34,7 @@ class Admission:
         self._slo = Slo(config.slo_ttft_s or math.inf, config.slo_itl_s or math.inf)
 
     def refuse_early(self, http: web.BaseRequest) -> None:
-        """Raise RequestRefused before the body is read, if there is neither room nor a queue."""
+        """Raise RequestRefused before the body is read, if there is neither room nor queue."""
         client = self._client(http)
         if not self.queue.limits.queue_size and (self.queue.full or self.queue.client_full(client)):
             raise self._refused(client, TicketStatus.FULL)
@@ -66,7 +66,6 @@ class Admission:
         return Slo(self._slo.ttft_s if ttft_s is None else ttft_s, self._slo.itl_s if itl_s is None else itl_s)
 
     def look_in_time(self, policy: Policy, pool: Pool, hints: RoutingHints, slo: Slo, *, now_s: float) -> Placement:
-        """Choose among workers predicted to meet the SLO. Raises RequestRefused."""
         objectives = objectives_of(slo, pool[0].role, hints, self.forecast)
         return look_in_time(policy, pool, hints, objectives, now_s=now_s) if objectives else policy.look(pool, hints)
 
@@ -112,7 +111,7 @@ class Admission:
 
 
 def client_name(http: web.BaseRequest) -> str:
-    """Return the client that limits apply to: its API key's name, else its address."""
+    """Return the client for limits: its API key's name, else its address."""
     return http[CALLER].name or client_of(http.remote)
 
 

@@ -3,9 +3,8 @@
     TTFT of a prefill (or unified) worker    a + b * (tokens queued there + the request's own)
     ITL of a decode (or unified) worker      a + b * requests there
 
-Recursive least squares with exponential forgetting (West 1979, "Updating mean and variance
-estimates") fits a and b per worker, never negative. Early refusal follows Mooncake (FAST'25), an
-SLO per pool DistServe (OSDI'24).
+Fitted by recursive least squares with exponential forgetting (West 1979, "Updating mean and
+variance estimates"). Early refusal: Mooncake (FAST'25). SLO per pool: DistServe (OSDI'24).
 """
 
 from dataclasses import dataclass, field
@@ -25,7 +24,7 @@ STALE_S = 30.0  # a worker without a measurement for so long is tried once despi
 
 @dataclass(slots=True)
 class LineFit:
-    """A fitted line. `news_s`: time of the last measurement, or of the last try to get one."""
+    """A fitted line. `news_s`: time of the last measurement, or attempt at one."""
 
     news_s: float = 0.0
     num_points: int = 0
@@ -63,7 +62,7 @@ class LineFit:
 
 @dataclass(slots=True, eq=False)
 class _Known:
-    """Measurements of one incarnation of a worker. `pending_tokens`: of prompts not yet computed."""
+    """Measurements of one incarnation. `pending_tokens`: of prompts not yet computed."""
 
     ttft: LineFit = field(default_factory=LineFit)
     itl: LineFit = field(default_factory=LineFit)
@@ -81,7 +80,7 @@ class SentPrompt(msgspec.Struct):
 
 
 class ObservedStream(msgspec.Struct):
-    """One streaming attempt. Events of the first chunk do not count, as their times are unknown."""
+    """A streaming attempt, without its first chunk, whose events have unknown times."""
 
     prompt: SentPrompt
     answering: _Known
@@ -92,7 +91,7 @@ class ObservedStream(msgspec.Struct):
 
 
 class Forecast:
-    """Fitted lines per worker. `answer_events`: mean events per finished stream."""
+    """Fitted lines by worker. `answer_events`: mean per stream."""
 
     def __init__(self) -> None:
         self.answer_events = 0.0
@@ -129,7 +128,7 @@ class Forecast:
             self._learn_answer(stream.answering, stream.num_events, lasted_s, requests, now_s)
 
     def expect(self, worker: Worker, tokens: int, *, now_s: float) -> SentPrompt:
-        """Record a request with so many uncached tokens, after it was charged to the worker."""
+        """Record a request's uncached tokens, after its charge."""
         known = self._of(worker)
         own = 0 if worker.role is Role.PREFILL else tokens  # a prefill worker's load includes them already
         prompt = SentPrompt(known, tokens, self.waiting_tokens(worker) + own, now_s)
@@ -141,7 +140,7 @@ class Forecast:
         self.computed(prompt)
 
     def learn_answer(self, worker: Worker, num_events: int, lasted_s: float, *, requests: float, now_s: float) -> None:
-        """Record a finished stream; `requests` is the mean number at the worker meanwhile."""
+        """Record a finished stream, among `requests` on average."""
         self._learn_answer(self._of(worker), num_events, lasted_s, requests, now_s)
 
     def _learn_answer(self, known: _Known, num_events: int, lasted_s: float, requests: float, now_s: float) -> None:
@@ -167,9 +166,7 @@ class Forecast:
         return known.ttft, known.itl
 
     def waiting_tokens(self, worker: Worker) -> int:
-        """Queued tokens. A unified worker's load measures KV, so only this process's requests count
-        there.
-        """
+        """Queued tokens; for unified workers, whose load is KV, only of this process."""
         return worker.load_tokens if worker.role is Role.PREFILL else self._of(worker).pending_tokens
 
     def first_known(self, pool: Pool, which: int) -> LineFit | None:
@@ -180,7 +177,6 @@ class Forecast:
         return None
 
     def note_try(self, fit: LineFit, now_s: float) -> None:
-        """Record that a request goes there despite the forecast."""
         fit.news_s = max(fit.news_s, now_s)
 
     def _of(self, worker: Worker) -> _Known:

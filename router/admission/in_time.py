@@ -1,8 +1,7 @@
-"""The policy's choice among the workers predicted to meet a request's SLO. Pure.
+"""The policy's choice among workers predicted to meet a request's SLO. Pure.
 
-If the policy's choice from the whole pool would miss the SLO, it chooses among those of
-`Policy.some` that meet it. Without any, a worker with a stale measurement is tried, else the
-request is refused.
+First from the whole pool, else among those of `Policy.some` that meet it, else a worker with a
+stale measurement, else the request is refused.
 """
 
 import math
@@ -20,7 +19,7 @@ _NAMES = {"ttft": "the first token", "itl": "the time between tokens"}
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """One SLO. `what`: "ttft" or "itl". `size`: the request's tokens (nothing cached), or 1."""
+    """One SLO. `what`: "ttft" or "itl". `size`: the request's tokens, or 1."""
 
     what: str
     wanted_s: float
@@ -67,7 +66,7 @@ def objectives_of(slo: Slo, role: Role, hints: RoutingHints, forecast: Forecast)
 def look_in_time(
     policy: Policy, pool: Pool, hints: RoutingHints, objectives: Sequence[Objective], *, now_s: float
 ) -> Placement:
-    """Return the policy's choice among workers that meet all SLOs. Raises RequestRefused."""
+    """Return the policy's choice within all SLOs. Raises RequestRefused."""
     choice = policy.look(pool, hints)
     if all([objective.keeps(choice) for objective in objectives]):
         return choice
@@ -91,7 +90,6 @@ def _one_to_try(seen: Sequence[Placement], objectives: Sequence[Objective], now_
 
 
 def _refusal(seen: Sequence[Placement], objectives: Sequence[Objective]) -> RequestRefused:
-    """Return the refusal by the first SLO that all workers miss, with their shortest time."""
     for objective in objectives:
         late_s = [objective.predicted_s(one) or 0.0 for one in seen if not objective.keeps(one)]
         if len(late_s) == len(seen):

@@ -1,11 +1,11 @@
-r"""The admission queue: concurrency limits for all requests and for each client. Pure.
+r"""The admission queue, with limits in all and per client. Pure.
 
     arrive --> room: runs ------------------------------> over
            \-> waits by priority, then arrival --> runs
                    \-> refused: queue full, or waited too long
 
-A full queue drops the latest request of lowest priority from the client with most of them, so that
-a flooding client displaces only itself. Limits count all router processes; queues are per process.
+A full queue drops the latest request of lowest priority from the client with most of them: a
+flooding client displaces itself. Limits count all router processes, queues are per process.
 """
 
 from bisect import insort
@@ -19,7 +19,7 @@ from service.http.errors import ApiError
 
 
 class RequestRefused(ApiError):
-    """A refusal, answered with 429. `why` is its label in metrics and its error code."""
+    """A 429. `why` is its error code and its label in metrics."""
 
     def __init__(self, message: str, *, why: str, retry_after_s: int = 1) -> None:
         super().__init__(429, message, code=why, retry_after_s=retry_after_s)
@@ -36,7 +36,7 @@ class TicketStatus(StrEnum):
 
 @dataclass(slots=True, order=True)
 class Ticket:
-    """One request from its arrival on; tickets sort in queue order."""
+    """A request since its arrival; sorts in queue order."""
 
     _rank: tuple[int, int]  # (-priority, arrival)
     client: str = field(compare=False)
@@ -45,7 +45,7 @@ class Ticket:
 
 
 class AdmissionQueue:
-    """The tickets of one process. Each call returns the other tickets that it changed."""
+    """The tickets of one process. Calls return other tickets that changed."""
 
     def __init__(self, limits: AdmissionFlags, peers: SharedLoad | None = None) -> None:
         self.limits = limits
@@ -79,7 +79,7 @@ class AdmissionQueue:
         return self._of_client[client] + others >= limit
 
     def arrive(self, client: str, *, priority: int, now_s: float) -> tuple[Ticket, list[Ticket]]:
-        """Return the new ticket, and other tickets whose status changed."""
+        """Return the new ticket, and others that changed."""
         self._num_arrived += 1
         ticket = Ticket((-priority, self._num_arrived), client, now_s)
         if not self._waiting and not self.full and not self.client_full(client):  # shortcut with the same result
@@ -93,7 +93,6 @@ class AdmissionQueue:
         return ticket, [other for other in changed if other is not ticket]
 
     def leave(self, ticket: Ticket) -> list[Ticket]:
-        """Remove a request that ended, or whose client left."""
         if ticket.status is TicketStatus.RUNS:
             self._count(ticket.client, -1)
         elif ticket.status is TicketStatus.WAITS:
@@ -102,7 +101,7 @@ class AdmissionQueue:
         return self._admit()
 
     def tick(self, now_s: float) -> list[Ticket]:
-        """Refuse late tickets; admit others, as other processes may have made room."""
+        """Refuse late tickets, and admit others if peer processes made room."""
         late = [t for t in self._waiting if now_s - t.since_s >= self.limits.queue_timeout_s]
         for ticket in late:
             self._waiting.remove(ticket)

@@ -10,7 +10,7 @@ IPV6_SITE_BITS = 64  # prefix of one subscriber, who counts as one client
 
 @dataclass(slots=True)
 class RateLimiter:
-    """A token bucket per client: `per_s` requests a second, `burst` at once."""
+    """Token buckets: `per_s` requests a second, `burst` at once."""
 
     per_s: float
     burst: int
@@ -20,7 +20,7 @@ class RateLimiter:
         assert self.per_s > 0 and self.burst >= 1, (self.per_s, self.burst)
 
     def wait_s(self, client: str, now_s: float) -> float:
-        """Take a token and return 0.0, or return the seconds until there is one."""
+        """Take a token, or return the seconds until the next."""
         tokens, at_s = self._buckets.pop(client, (float(self.burst), now_s))
         tokens = min(float(self.burst), tokens + max(0.0, now_s - at_s) * self.per_s)
         missing = max(0.0, 1.0 - tokens)
@@ -31,12 +31,12 @@ class RateLimiter:
 
 
 def make_limiter(per_s: float, burst: int) -> RateLimiter | None:
-    """Return a limiter, None without limit. The default burst is two seconds of requests."""
+    """Return a limiter, None without limit. The default burst is two seconds'."""
     return None if per_s <= 0 else RateLimiter(per_s, burst or max(1, round(2 * per_s)))
 
 
 def client_of(remote: str | None) -> str:
-    """Return the client at an address: an IPv4 address, or an IPv6 site."""
+    """Return the client at an address: IPv4 address or IPv6 site."""
     try:
         address = ipaddress.ip_address(remote or "")
     except ValueError:

@@ -1,1 +1,1 @@
-"""A client request, its attempts at workers, their upstream calls and events."""
+"""A client request, its attempts, their upstream calls and events."""

@@ -1,4 +1,4 @@
-"""Headers that name the encoder workers of a prompt's images to the worker that computes it."""
+"""Headers that name the encoder workers of a prompt's images."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -13,9 +13,7 @@ from service.http.image_encoders import ENCODERS_HEADER, write_header
 
 
 class Encoding(NamedTuple):
-    """`headers` for the worker that computes the prompt; `leases` charge the encoder workers until
-    then.
-    """
+    """Headers for the worker that computes the prompt; `leases` charge the encoders until then."""
 
     headers: Mapping[str, str]
     leases: Sequence[Lease] = ()
@@ -23,9 +21,8 @@ class Encoding(NamedTuple):
 
 @dataclass(eq=False, kw_only=True)
 class EncoderHeaders:
-    """Names encoder workers in headers signed with `secret`, none without a secret.
-
-    `num_images` counts images by encoder worker: "owner", "least_loaded", "none".
+    """Names encoder workers, if there is a `secret` to sign. `num_images` counts images by
+    choice.
     """
 
     encoders: Encoders
@@ -34,9 +31,8 @@ class EncoderHeaders:
     num_images: Counter[str] = field(default_factory=Counter)
 
     def named_in(self, headers: Mapping[str, str], images: Sequence[str], compute: Worker, *, now_s: float) -> Encoding:
-        """Name an encoder worker for each of `images` (digests in order of appearance).
-
-        None is named if all are down, or if `compute` fetches no features.
+        """Name an encoder worker per image (digests), none if all are down or `compute` fetches no
+        features.
         """
         secret, pool = self.secret, self._pool(compute, now_s)
         if secret is None or not pool or pool[0].silent or not self.encoders.asks(compute):  # silent: then all are

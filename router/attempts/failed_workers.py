@@ -1,8 +1,8 @@
-"""The workers that failed one request, and the workers to try next. Pure.
+"""The workers that failed one request, and those to try next. Pure.
 
-Other workers come first. If a pair could not join, other bootstrap servers come first, and one
-server gets `MAX_JOINS` attempts. A failure that the request may have caused is tried once more
-elsewhere: an answer there blames the workers of the failed attempt, another failure the request.
+Other workers come first; after a failed join other bootstrap servers, each with `MAX_JOINS`
+attempts. A failure that the request may have caused is tried once elsewhere: an answer blames the
+first workers, another failure the request.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,13 +18,12 @@ Server = tuple[str, int | None]
 
 
 def server_of(worker: Worker) -> Server | None:
-    """Return the bootstrap server of a prefill worker."""
     return (worker.bootstrap_host, worker.bootstrap_port) if worker.role is Role.PREFILL else None
 
 
 class FailedWorkers(msgspec.Struct):
-    """Failures of one request: `num_deaths` of workers, `num_errors` reported by live ones,
-    `num_own` of these perhaps caused by the request.
+    """`num_deaths` of workers; `num_errors` of live ones, `num_own` of them perhaps the request's
+    fault.
     """
 
     last: CallFailed
@@ -58,7 +57,7 @@ class FailedWorkers(msgspec.Struct):
         return self.num_own > 1
 
     def decides_nothing(self, workers: Iterable[Worker]) -> bool:
-        """Return whether all of `workers` had the last failure: another try would prove nothing."""
+        """Return whether all `workers` had the last failure, so that retrying proves nothing."""
         return self.last.is_own and all(w.worker_id in self._suspects for w in workers)
 
     def take_suspects(self, answering: Iterable[Worker]) -> list[Worker]:

@@ -1,7 +1,6 @@
-"""One attempt of a request at a prefill and a decode worker, or at one worker.
+"""One attempt at a prefill and a decode worker, or at one worker.
 
-Both answers wake one waiter, without tasks. The first failure ends both calls. The client gets
-decode's answer.
+Both answers wake one waiter, without tasks; the first failure ends both calls.
 """
 
 import asyncio
@@ -31,10 +30,8 @@ MAX_LIVE_ROOMS = 1 << 20
 
 
 class RoomMinter:
-    """Mints bootstrap rooms. `draw(bits)` returns an unpredictable integer of so many bits.
-
-    A room is never 0 (SGLang's prefill never completes room 0) nor equal to a live one, which would
-    mix the KV of two requests.
+    """Mints bootstrap rooms from random bits (`draw`): never 0, which SGLang's prefill never
+    completes, and never a live one, which would mix two requests' KV.
     """
 
     def __init__(self, draw: Callable[[int], int] = secrets.randbits) -> None:
@@ -48,7 +45,7 @@ class RoomMinter:
         return tuple([self._mint_one() for _ in range(count)])
 
     def mint_at(self, rank: int, num_ranks: int, count: int) -> tuple[int, ...]:
-        """Mint rooms whose remainder by `num_ranks` is `rank`, the DP rank of a prefill worker."""
+        """Mint rooms of a DP rank: their remainder by `num_ranks`."""
         assert 0 <= rank < num_ranks, (rank, num_ranks)
         return tuple([self._mint_one(rank, num_ranks) for _ in range(count)])
 
@@ -73,10 +70,10 @@ class RoomMinter:
 
 @dataclass(eq=False, kw_only=True)
 class PairAttempt:
-    """One attempt; owns rooms, leases and calls. `end` releases them and must be called.
+    """Owns rooms, leases and calls until `end`, which must be called.
 
-    `prefill` is None at a single worker. `waits_for_prefill`: the client's answer needs prefill's.
-    `waiter` wakes when `settled` may have changed. `refused`: by prefill after the answer started.
+    `waits_for_prefill`: the answer needs prefill's. `waiter` wakes when `settled` may have changed.
+    `refused`: by prefill after the answer started.
     """
 
     launcher: "AttemptLauncher"
@@ -118,22 +115,22 @@ class PairAttempt:
         return True
 
     def stay(self) -> None:
-        """Keep the calls at silent workers until the answer starts: no attempt is left."""
+        """Keep calls at silent workers until the answer starts, as no attempt is left."""
         for call in self.calls:
             call.goes_on = stays
 
     def begin_answer(self) -> None:
-        """Release the prefill worker: decode only answers a computed prompt."""
+        """Release the prefill worker: decode only answers computed prompts."""
         self.answering.goes_on = stays
         if self.prefill is not None:
             self.prefill.goes_on = stays
         self._end_prompt()
 
     def watch_prefill(self, on_failure: Callable[[CallFailed], None]) -> None:
-        """Report later failures of prefill, while the client reads decode's stream.
+        """Report later failures of prefill.
 
-        An HTTP error of prefill cuts the stream (`refused`). After a lost connection, or 503 of an
-        ending worker, decode may have all KV, and decides.
+        An HTTP error cuts decode's stream (`refused`). After a lost connection, or 503 of an ending
+        worker, decode may have all KV, and decides.
         """
         self._on_late_failure = on_failure
 
@@ -149,7 +146,7 @@ class PairAttempt:
                 call.reply.close()
 
     def end(self) -> None:
-        """Release what the attempt owns. Idempotent."""
+        """Release everything. Idempotent."""
         if self._ended:
             return
         launcher = self.launcher
@@ -174,7 +171,7 @@ class PairAttempt:
         return any([call.failure() is not None for call in self.calls])
 
     def _ring(self) -> None:
-        """Wake the waiter once decided. A good end of prefill comes first and decides nothing."""
+        """Wake the waiter once decided; a good end of prefill decides nothing."""
         if self.waiter.is_waiting and self._is_decided():
             self.waiter.wake()
 
@@ -197,13 +194,13 @@ class PairAttempt:
 
 
 def _severity(failure: CallFailed) -> tuple[bool, bool]:
-    """Sort final errors first, then lost connections, then complaints about the peer."""
+    """Prefer final errors, then lost connections, to complaints about the peer."""
     return failure.retryable and not failure.is_own, failure.reason == "status"
 
 
 @dataclass(eq=False, kw_only=True)
 class AttemptLauncher:
-    """Starts attempts. `tails`: ended ones whose prefill call still runs, until `close`."""
+    """Starts attempts. `tails`: ended ones with a running prefill call."""
 
     table: WorkerTable
     rooms: RoomMinter
@@ -265,10 +262,9 @@ class AttemptLauncher:
     def begin_rest(
         self, request: RequestContext, placement: Placement, *, prefill: Worker, rooms: Sequence[int]
     ) -> PairAttempt:
-        """Start at a decode worker that takes the KV over from another one, in `rooms` of the
-        caller.
+        """Start at a decode worker that takes over KV, in `rooms` of the caller.
 
-        `prefill` is of the former pair: a retracted request gets its KV there.
+        After a retraction `prefill`, of the former pair, sends the KV.
         """
         now_s, worker, parsed = self.clock(), placement.worker, request.parsed
         headers = request.headers_at(now_s)
@@ -291,7 +287,7 @@ class AttemptLauncher:
         return attempt
 
     async def until_begun(self, request: RequestContext, attempt: PairAttempt) -> None:
-        """Wait until the answer starts. Raises CallFailed after notifying observers."""
+        """Wait for the answer's start. Raises CallFailed after notifying observers."""
         try:
             while not attempt.settled():
                 await attempt.waiter.wait()
@@ -321,7 +317,7 @@ class AttemptLauncher:
         self.rooms.release(attempt.rooms)
 
     def _rooms(self, request: RequestContext, prefill: Worker) -> tuple[int, ...]:
-        """Mint rooms of the request's DP rank, which prefill derives from the room."""
+        """Mint rooms of the request's DP rank, which prefill reads from the room."""
         rank, num_ranks, count = request.dp_rank, prefill.ranks.dp, request.parsed.num_samples
         if rank is None or not 0 <= rank < num_ranks:
             return self.rooms.mint(count)
@@ -354,7 +350,6 @@ class AttemptLauncher:
         return call
 
     def _vouched(self, headers: Mapping[str, str], prefill: Worker, rooms: Sequence[int]) -> Mapping[str, str]:
-        """Add a voucher for the body's bootstrap server, if the cluster has a secret."""
         secret, port = self.secret, prefill.bootstrap_port
         if secret is None or port is None:
             return headers
@@ -364,7 +359,7 @@ class AttemptLauncher:
 def _asked_of(
     worker: Worker, peer: Worker, parsed: ParsedBody, headers: Mapping[str, str]
 ) -> tuple[ParsedBody, Mapping[str, str]]:
-    """Drop the request's DP rank for a worker with a single rank whose peer has several."""
+    """Drop the DP rank for a worker with one rank whose peer has several."""
     if worker.ranks.dp > 1 or peer.ranks.dp == 1:
         return parsed, headers
     return without_dp_rank(parsed), {name: value for name, value in headers.items() if name != RANK_HEADER}

@@ -1,4 +1,4 @@
-"""The state of one client request, and its deadline headers."""
+"""A client request's state, and deadline headers."""
 
 import asyncio
 import math
@@ -22,14 +22,14 @@ LEAST_S = 0.001  # least deadline of a retry: an idle worker may meet it
 
 
 class Slo(msgspec.Struct, frozen=True):
-    """The SLO of one request, in seconds; inf for none."""
+    """A request's SLO in seconds; inf for none."""
 
     ttft_s: float = math.inf
     itl_s: float = math.inf
 
 
 class AnswerKeeper(Protocol):
-    """Observer of an answer before the client gets it. `close` follows in any case."""
+    """Observer of an answer before the client. `close` always follows."""
 
     def on_answer(self, body: bytes) -> None: ...
     def on_events(self, events: bytes) -> None: ...
@@ -37,7 +37,7 @@ class AnswerKeeper(Protocol):
 
 
 class RequestContext(msgspec.Struct, kw_only=True, eq=False):
-    """One request until its answer ends. Times are on the router's clock."""
+    """One request, with times on the router's clock."""
 
     http: web.BaseRequest
     task: "asyncio.Task[object]"
@@ -74,7 +74,7 @@ class RequestContext(msgspec.Struct, kw_only=True, eq=False):
     alive: KeepAlive | None = None  # keeps the client's stream open
 
     def headers_at(self, now_s: float) -> Mapping[str, str]:
-        """Return the headers of an attempt at `now_s`, with the remaining deadline."""
+        """Return an attempt's headers, with the remaining deadline."""
         elapsed_s = now_s - self.started_s
         return self.headers if elapsed_s < LEAST_S else less_time(self.headers, elapsed_s)
 
@@ -84,19 +84,16 @@ class RequestContext(msgspec.Struct, kw_only=True, eq=False):
         self.failed.note(failure, workers)
 
     def ends_workers(self, most: int) -> bool:
-        """Return whether more than `most` workers died while serving it."""
         return self.failed is not None and self.failed.num_deaths > most
 
     def fails_by_itself(self, placements: Sequence[Placement] = ()) -> bool:
-        """Return whether the request caused its failure, or an attempt at `placements` would prove
-        nothing.
-        """
+        """Return whether the request caused its failure, or `placements` could not prove it."""
         if self.failed is None:
             return False
         return self.failed.is_own or (bool(placements) and self.failed.decides_nothing(p.worker for p in placements))
 
     def hand_back(self) -> None:
-        """End the request because the router ends: cut its stream or cancel its handler."""
+        """End it for the router's shutdown: cut its stream or cancel its handler."""
         self.handed_back = True
         if self.cut is not None:
             self.cut()
@@ -104,21 +101,19 @@ class RequestContext(msgspec.Struct, kw_only=True, eq=False):
             self.task.cancel()
 
     def took_cancel(self) -> bool:
-        """Return, in a cancelled handler, whether `hand_back` did it; then the handler answers."""
+        """Return whether `hand_back` cancelled the handler, which then answers."""
         if self.handed_back:
             self.task.uncancel()
         return self.handed_back
 
 
 def time_given(headers: Mapping[str, str]) -> float:
-    """Return the client's deadline in seconds by its headers (names in lower case), inf if none."""
+    """Return the deadline in seconds, inf if none. Header names are in lower case."""
     return min((value_s for name in UNITS_S if (value_s := _patience_s(headers, name)) is not None), default=math.inf)
 
 
 def less_time(headers: Mapping[str, str], elapsed_s: float) -> dict[str, str]:
-    """Return the first attempt's `headers` for one `elapsed_s` later. The worker refuses bad
-    numbers.
-    """
+    """Reduce deadlines for an attempt `elapsed_s` later. Workers refuse bad numbers."""
     left = dict(headers)
     for name, unit_s in UNITS_S.items():
         value_s = _patience_s(headers, name)
@@ -133,7 +128,7 @@ def _patience_s(headers: Mapping[str, str], name: str) -> float | None:
 
 
 def milliseconds(headers: Mapping[str, str], name: str) -> float | None:
-    """Return a header of milliseconds in seconds. Raises BadBody."""
+    """Return a header's milliseconds as seconds. Raises BadBody."""
     text = headers.get(name)
     if text is None:
         return None

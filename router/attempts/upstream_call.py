@@ -1,4 +1,4 @@
-"""One HTTP request to one worker, its answer, and its failures by kind."""
+"""One HTTP request to one worker, and its failures by kind."""
 
 import logging
 import math
@@ -26,7 +26,7 @@ MOVED = "moved"  # reason of an answer that was migrated: its KV waits there for
 
 
 class CallFailed(Exception):
-    """A failed call. `reason`: as UpstreamError, MOVED, or "status" for an HTTP error."""
+    """`reason`: as UpstreamError, MOVED, or "status" for an HTTP error."""
 
     def __init__(
         self,
@@ -55,21 +55,21 @@ class CallFailed(Exception):
 
     @property
     def unjoined(self) -> bool:
-        """True if decode could not reach prefill; either may be at fault."""
+        """True if decode could not reach prefill: either may be at fault."""
         return self.status == UNJOINED and self.worker.role is Role.DECODE
 
     @property
     def is_own(self) -> bool:
-        """True if the worker blames the request. Another worker's answer decides."""
+        """True if the worker blames the request; another worker's answer decides."""
         return self.status == 500 and says_request_failed(self.body)
 
     @property
     def is_fault(self) -> bool:
-        """True for a fault of the worker, which its circuit counts.
+        """True for a worker's fault, which its circuit counts.
 
-        Not counted: errors of the client (4xx; 504), back-pressure (503 with Retry-After), an
-        orderly end, calls given up by health checks, an unreachable prefill worker. A failure that
-        may be the request's counts once another worker has answered it (`circuit_blamed`).
+        Not for errors of the client (4xx; 504), back-pressure (503 with Retry-After), orderly ends,
+        calls given up by health checks, unreachable prefill workers. A failure that may be the
+        request's counts after another worker's answer (`circuit_blamed`).
         """
         if self.reason != "status":
             return self.reason in ("refused", "lost", "timeout")
@@ -79,17 +79,17 @@ class CallFailed(Exception):
 
     @property
     def is_death(self) -> bool:
-        """True if the worker died with the request. A silent one may only be slow."""
+        """True if the worker died with the request, not if only silent."""
         return self.reason == "lost" or (self.status == 503 and self.is_fault)
 
     @property
     def retryable(self) -> bool:
-        """True if another worker may succeed. The client handles back-pressure and bad requests."""
+        """True if another worker may succeed, unlike back-pressure and bad requests."""
         return self.reason in ("refused", "lost", "down", MOVED) or self.status in _FAULTS
 
 
 class UpstreamCall:
-    """One running request to one worker. `stream` permits passing its answer on as it comes."""
+    """A running call. `stream` permits streaming its answer."""
 
     def __init__(self, worker: Worker, reply: HttpReply, *, stream: bool) -> None:
         self.worker = worker
@@ -134,11 +134,11 @@ class UpstreamCall:
 
     @property
     def begun(self) -> bool:
-        """True from the first bytes of a stream or frames, else at the end of the answer."""
+        """True from a stream's first bytes, else at the end."""
         return self.reply.complete or (self.reply.num_buffered > 0 and self._is_of(_IN_PIECES))
 
     def failure(self) -> CallFailed | None:
-        """Return the failure before the answer started. Later ones go to its reader."""
+        """Return a failure before the answer started; later ones go to its reader."""
         if self._failure is None:
             self._failure = self._find_failure()
         return self._failure
@@ -159,7 +159,7 @@ class UpstreamCall:
 
     @property
     def waits_since_s(self) -> float | None:
-        """Loop time of the last bytes, or of the start; None while bytes are buffered."""
+        """Loop time of the last bytes; None while bytes are buffered."""
         return None if self.reply.num_buffered else self.reply.received_s
 
     @property
@@ -170,7 +170,7 @@ class UpstreamCall:
         self.reply.close(UpstreamError("down", why))
 
     def record_end(self, now_s: float) -> None:
-        """Report a good end to the circuit. Faults are reported as they happen."""
+        """Report a good end to the circuit; faults are reported as they happen."""
         if not self.worker.circuit.quiet and self.reply.complete and self.reply.status < 300:
             self.worker.circuit.record(Event.WELL, now_s)
 
@@ -180,7 +180,6 @@ def stays() -> bool:
 
 
 def broken_stream(worker: Worker, err: UpstreamError) -> CallFailed:
-    """Return the failure of an answer that the client has partly received."""
     if err.reason == "down":
         return CallFailed(worker, reason="down", detail=str(err))
     return CallFailed(worker, reason="lost", detail=f"the stream broke off: {err}")
@@ -201,7 +200,7 @@ def circuit_failed(failure: CallFailed, now_s: float) -> None:
 
 
 def circuit_blamed(request: "RequestContext", attempt: "PairAttempt", now_s: float) -> None:
-    """Record a fault of the workers that failed the request which `attempt` answered."""
+    """Record a fault of the workers whose request `attempt` then answered."""
     if request.failed is not None:
         for worker in request.failed.take_suspects(attempt.workers):
             worker.circuit.record(Event.FAULT, now_s)

@@ -1,14 +1,12 @@
-"""The cache-aware policy: the worker that computes the prompt soonest, given its cached prefix.
-Pure.
+"""The cache-aware policy: the worker that computes a prompt soonest, given its cached prefix. Pure.
 
     cost(worker) = tokens queued there for prefill - weight * cached tokens of the prompt
-    weight       = 1 + RECOMPUTE_WEIGHT * fewest requests at any worker (prefill and unified workers)
+    weight       = 1 + RECOMPUTE_WEIGHT * fewest requests at any worker (prefill and unified)
 
-The least cost wins. Recomputing a prefix on an idle worker delays no one, so the weight grows with
-the queues (docs/router.md: without it the median TTFT was eight times higher on the Mooncake traces
-at twice their rate). In decode a cached prefix only saves memory and a transfer: weight 1. SGLang's
-thresholds apply: a match below `cache_threshold` is ignored, and beyond both balance thresholds
-only the load decides.
+Recomputing on an idle worker delays no one, so the weight grows with the queues (without it the
+median TTFT was eight times higher: docs/router.md). In decode a prefix only saves memory and a
+transfer: weight 1. As in SGLang, a match below `cache_threshold` is ignored, and beyond both
+balance thresholds only the load decides.
 """
 
 from bisect import bisect_left
@@ -56,16 +54,14 @@ class CacheAware(Policy):
             self.index.touch(choice.worker.worker_id, hints.keys)
 
     def _few(self, pool: Pool, matched: PrefixMatch, hints: RoutingHints, count: int) -> Pool:
-        """Return the pool; of a large one `count` random workers and `DRAWN` with the longest
-        matches.
-        """
+        """Return the pool; of a large one `count` random workers and `DRAWN` longest matches."""
         few = few_of(pool, self.draw, count)
         if len(pool) <= SCANNED or not matched.groups:
             return few
         return sorted({*few, *islice(self._holders(pool, matched, hints), DRAWN)}, key=worker_id_of)
 
     def _holders(self, pool: Pool, matched: PrefixMatch, hints: RoutingHints) -> Iterator[Worker]:
-        """Yield workers above `cache_threshold`, longest match first, ties from a random start."""
+        """Yield workers above `cache_threshold`, longest match first."""
         start = self.draw(matched.num_places)
         worthy = [bits for depth, bits in reversed(matched.groups) if self._is_worthy(depth, hints)]
         ids = (worker_id for bits in worthy for worker_id in matched.ids(bits, start))
@@ -102,5 +98,5 @@ def unbalanced(shortest: int, longest: int, flags: ChoiceFlags) -> bool:
 
 
 def cached_of(matched: PrefixMatch, worker: Worker, hints: RoutingHints) -> int:
-    """Return the cached tokens of the prompt. The last token is always computed."""
+    """Cached tokens of the prompt; the last token is always computed."""
     return max(0, min(matched.depth(worker.worker_id) * BLOCK_TOKENS, hints.prompt_tokens - 1))

@@ -1,4 +1,4 @@
-"""One policy per role, and the hints that policies need from a request. Pure."""
+"""One policy per role, and the hints it needs. Pure."""
 
 from collections.abc import Mapping
 

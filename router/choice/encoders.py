@@ -1,7 +1,7 @@
-"""Choice of the encoder worker of an image. Pure.
+"""Choice of an image's encoder worker. Pure.
 
-Each image has an owner by rendezvous hashing, the same in all routers, which caches its features.
-If the owner is clearly busier than the least loaded worker, the latter takes the image.
+Its owner by rendezvous hashing, which caches its features, unless clearly busier than the least
+loaded worker.
 """
 
 from collections import Counter
@@ -23,7 +23,7 @@ class EncoderChoice(NamedTuple):
 
 
 class Encoders:
-    """Reported addresses of encoder workers, and the workers that fetch features (--feature-fetch)."""
+    """Addresses of encoder workers, and workers that fetch features."""
 
     def __init__(self) -> None:
         self._at: dict[int, ImageEncoder] = {}
@@ -44,17 +44,15 @@ class Encoders:
         return worker.worker_id in self._asking
 
     def avoided_by(self, worker: Worker) -> set[int]:
-        """Return the ids of encoder workers that `worker` avoids as late or unreachable."""
         avoided = () if worker.report is None else worker.report.avoided_encoders
         return {worker_id for worker_id, at in self._at.items() if at.control in avoided} if avoided else set()
 
     def at(self, worker: Worker) -> ImageEncoder | None:
-        """Return its address, None if it has not reported since a restart."""
         return self._at.get(worker.worker_id)
 
 
 def choose_encoders(digests: Iterable[str], pool: Pool) -> dict[str, EncoderChoice]:
-    """Choose a worker of `pool` for each distinct image. Loads include images just assigned."""
+    """Choose a worker per distinct image, counting those just assigned."""
     planned: Counter[int] = Counter()  # tokens, by id of the worker
     found: dict[str, EncoderChoice] = {}
     for digest in dict.fromkeys(digests):

@@ -1,8 +1,8 @@
-"""Subscriber of the workers' KV events (ZMQ), for the prefix index of a cache-aware policy.
+"""Subscriber of workers' KV events (ZMQ), for the prefix index.
 
-Missed events are requested at the worker's replay address; without one its prefixes are dropped.
-The event loop reads sockets in small portions (`_Turns`), so that requests run in between. Messages
-beyond `RECEIVE_HWM` per worker are lost, seen as a gap, and requested.
+Missed events are requested at the replay address; without one the prefixes are dropped. The event
+loop reads sockets in small portions (`_Turns`). Beyond `RECEIVE_HWM` messages per worker are lost,
+which shows as a gap.
 """
 
 import asyncio
@@ -48,7 +48,7 @@ Message = tuple[int, Sequence[AnyEvent]]  # number, events
 
 @dataclass(eq=False, kw_only=True)
 class KVEventFeed:
-    """Subscriptions by worker. `secret`: the cluster's, for workers with CURVE."""
+    """Subscriptions by worker. `secret` is for CURVE."""
 
     chooser: Chooser
     secret: bytes | None
@@ -117,7 +117,7 @@ class _Follower:
     task: "asyncio.Task[None] | None" = None
 
     async def run(self) -> None:
-        """Follow the worker until cancelled. Messages wait in the socket during a replay."""
+        """Follow the worker until cancelled. Messages queue during a replay."""
         with self._socket(zmq.SUB, self.source.endpoint, _plain_socket) as sub:
             sub.subscribe(self.source.topic.encode())
             await self._catch_up(0)
@@ -132,7 +132,7 @@ class _Follower:
                 reader.close()
 
     def _read(self, frames: list[bytes]) -> "Message | None":
-        """Apply a message, or return it if older ones are missing."""
+        """Apply a message, or return it after a gap."""
         try:
             seq, events = read_message(frames, self.decode)
         except BadEvent as error:
@@ -171,12 +171,12 @@ class _Follower:
 
 
 def _plain_socket(context: zmq.Context[Any], kind: int) -> zmq.Socket[Any]:
-    """A socket without tasks and futures, which cost more than most messages."""
+    """A socket without futures, which cost more than most messages."""
     return zmq.Socket(context, kind)
 
 
 class _Reader:
-    """Reads a socket in the event loop: each message goes to `take`, which returns one after a gap."""
+    """Reads a socket in the event loop until `take` returns a message after a gap."""
 
     def __init__(self, sock: Any, take: Callable[[list[bytes]], Message | None], turns: "_Turns") -> None:
         self._sock, self._take, self._turns = sock, take, turns
@@ -187,7 +187,7 @@ class _Reader:
         self._file = sock.getsockopt(zmq.FD)
 
     async def gap(self) -> Message:
-        """Read until messages are missing; return the first one after them."""
+        """Read until a gap; return the first message after it."""
         self._reads = True
         self._loop.add_reader(self._file, self._turns.add, self)
         self._turns.add(self)  # the descriptor only signals later messages
@@ -202,7 +202,6 @@ class _Reader:
             self._loop.remove_reader(self._file)
 
     def read_one(self) -> bool:
-        """Read a message; return whether there may be more."""
         if not self._reads:
             return False
         try:
@@ -218,7 +217,7 @@ class _Reader:
 
 
 class _Turns:
-    """Round robin over readers, one message each. After `TURN_S` all rest as long."""
+    """Round robin over readers; after `TURN_S` all rest as long."""
 
     def __init__(self) -> None:
         self._ready: dict[_Reader, None] = {}

@@ -1,7 +1,7 @@
-"""One worker's prefix cache by its KV events, entered into the prefix index. Pure.
+"""One worker's prefix cache by its KV events. Pure.
 
-`on_message` returns the start of a gap; its reader requests the missing messages (`on_replay`) or
-drops the view (`lose`).
+After a gap (`on_message`) its reader requests the messages (`on_replay`) or drops the view
+(`lose`).
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from service.prefix_chain import BLOCK_TOKENS, block_names
 
 
 class WorkerCacheView:
-    """`whole`: every event since the cache was empty is known. `named`: its hashes are our keys."""
+    """`whole`: all events are known. `named`: hashes are our keys."""
 
     def __init__(self, index: PrefixIndex, worker_id: int, *, named: bool = False) -> None:
         self._index = index
@@ -30,7 +30,7 @@ class WorkerCacheView:
         return self._blocks.num_tokens
 
     def on_message(self, seq: int, events: Sequence[AnyEvent]) -> int | None:
-        """Apply a published message, or return the first missing number before it."""
+        """Apply a message, or return the first missing number."""
         if seq <= self._last_live:  # numbers only grow, so the worker has restarted
             self._clear()
             self.next, self._last_live, self.whole = 0, -1, True
@@ -42,14 +42,14 @@ class WorkerCacheView:
         return None
 
     def on_replay(self, seq: int, events: Sequence[AnyEvent]) -> None:
-        """Apply a requested message. Unknown older ones are lost."""
+        """Apply a requested message; unknown older ones are lost."""
         if seq > self.next:
             self.lose()
         if seq >= self.next:
             self._apply(seq, events)
 
     def skip_to(self, seq: int) -> None:
-        """Drop everything and expect `seq`: earlier messages are unavailable."""
+        """Drop everything and expect `seq`."""
         if seq > self.next:
             self.lose()
             self.next = seq
@@ -82,10 +82,7 @@ class WorkerCacheView:
 
 
 class NamedBlocks:
-    """Blocks of a worker whose hashes are our keys (service/prefix_chain.py).
-
-    `num_tokens` is exact while no event is missing.
-    """
+    """Blocks of a worker whose hashes are our keys (service/prefix_chain.py)."""
 
     def __init__(self, index: PrefixIndex, worker_id: int) -> None:
         self._index = index
@@ -94,7 +91,7 @@ class NamedBlocks:
         self.num_tokens = 0
 
     def store(self, event: BlockStored | NamesStored) -> None:
-        """Add blocks; those of an adapter stay out of the index, as requests may name it otherwise."""
+        """Add blocks, except of adapters, which requests may name otherwise."""
         assert isinstance(event, NamesStored)
         self._size = event.block_size
         self.num_tokens += self._size * len(event.block_hashes)

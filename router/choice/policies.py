@@ -1,13 +1,11 @@
-"""Policies choose the worker of the next request. Pure. Names follow SGLang's router
-(docs/router.md).
+"""Policies choose a request's worker, named as in SGLang's router (docs/router.md). Pure.
 
     load of prefill, encode   tokens queued for computation and in no cache
-    load of decode, unified   KV that requests will hold at their end, as a share of capacity if all
-                              workers report theirs
+    load of decode, unified   KV of requests at their end, as share of capacity if all report it
 
-A policy compares all workers of a pool of up to `SCANNED`, else `DRAWN` random ones: the best of d
-random workers is nearly as lightly loaded as the best of all (Mitzenmacher, "The power of two
-choices in randomized load balancing", IEEE TPDS 12(10), 2001; docs/reports/benchmarks.md).
+Up to `SCANNED` workers are compared, else `DRAWN` random ones, whose best is nearly as lightly
+loaded (Mitzenmacher, "The power of two choices in randomized load balancing", IEEE TPDS 12(10),
+2001; docs/reports/benchmarks.md).
 """
 
 from abc import ABC, abstractmethod
@@ -30,9 +28,7 @@ LoadKey = tuple[float, int, int, int]
 
 
 class RoutingHints(msgspec.Struct, frozen=True, kw_only=True):
-    """Properties of a request that policies read: `keys` of its prompt's prefixes, and its
-    `session`, both empty if no policy needs them.
-    """
+    """Properties for policies; `keys` and `session` are empty if unused."""
 
     prompt_tokens: int = 0
     output_tokens: int = 0
@@ -41,14 +37,14 @@ class RoutingHints(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Placement(msgspec.Struct, frozen=True):
-    """A worker and the tokens of the prompt that it probably has cached."""
+    """A worker, and the tokens of the prompt it probably has cached."""
 
     worker: Worker
     cached_tokens: int = 0
 
 
 def cost_tokens(choice: Placement, hints: RoutingHints) -> int:
-    """Return the load of a request at its worker: tokens to compute for prefill, else all its KV."""
+    """Return a request's load: tokens to compute for prefill, else all its KV."""
     if choice.worker.role is Role.PREFILL:
         return hints.prompt_tokens - choice.cached_tokens
     return hints.prompt_tokens + hints.output_tokens
@@ -59,12 +55,11 @@ def load_key(worker: Worker) -> LoadKey:
 
 
 def share_key(worker: Worker) -> LoadKey:
-    """Order by the share of capacity (known), then as `load_key`."""
     return (worker.load_tokens / worker.capacity_tokens, *load_key(worker)[1:])
 
 
 def key_for(workers: Sequence[Worker]) -> Callable[[Worker], LoadKey]:
-    """Return the order of workers: by share if they hold KV and all report a capacity."""
+    """Order by share if workers hold KV and all report a capacity."""
     by_share = workers[0].role.holds_kv and all([worker.capacity_tokens > 0 for worker in workers])
     return share_key if by_share else load_key
 
@@ -79,10 +74,10 @@ def few_of(pool: Pool, draw: Draw, count: int = DRAWN) -> Pool:
 
 
 def owner(pool: Pool, name: str) -> Worker:
-    """Return the worker that owns `name` (a session, an image), the same in every router.
+    """Return the owner of `name` (a session, an image), the same in every router.
 
-    Rendezvous hashing (Thaler, Ravishankar, IEEE/ACM ToN 1998): the worker with the highest hash of
-    both. A worker that leaves only moves its own names.
+    Rendezvous hashing (Thaler, Ravishankar, IEEE/ACM ToN 1998): the highest hash of name and
+    worker. A worker that leaves moves only its names.
     """
     number = _hash64(name)
     scores = [number * _odd_hash(worker.url) & _MASK for worker in pool]
@@ -104,7 +99,7 @@ class Policy(ABC):
 
     @abstractmethod
     def look(self, pool: Pool, hints: RoutingHints) -> Placement:
-        """Choose a worker of `pool` (at least one), without recording the choice."""
+        """Choose a worker of `pool` (not empty) without recording it."""
 
     def note(self, choice: Placement, hints: RoutingHints) -> None:  # noqa: B027 (most have no state)
         """Record that the request is sent there."""
@@ -115,9 +110,7 @@ class Policy(ABC):
         return choice
 
     def some(self, pool: Pool, hints: RoutingHints) -> list[Placement]:
-        """Return up to `SCANNED` workers of `pool` with their cached tokens
-        (router/admission/in_time.py).
-        """
+        """Return up to `SCANNED` workers (router/admission/in_time.py)."""
         return [Placement(worker) for worker in few_of(pool, self.draw, SCANNED)]
 
 
@@ -127,7 +120,7 @@ class LeastLoad(Policy):
 
 
 class PowerOfTwo(Policy):
-    """The less loaded of two random workers, so that many routers do not all choose the same one."""
+    """The less loaded of two random workers, which spreads many routers."""
 
     def look(self, pool: Pool, hints: RoutingHints) -> Placement:
         if len(pool) == 1:
@@ -138,7 +131,7 @@ class PowerOfTwo(Policy):
 
 @dataclass(eq=False)
 class RoundRobin(Policy):
-    """The next worker by id after the last of that role, so that joins and exits skip none."""
+    """The next worker by id, so that joins and exits skip none."""
 
     _last_id: dict[Role, int] = field(default_factory=dict)
 
@@ -156,7 +149,7 @@ class Random(Policy):
 
 
 class ConsistentHashing(LeastLoad):
-    """The `owner` of a session. Requests without one go by load."""
+    """The session's `owner`; without session by load."""
 
     def look(self, pool: Pool, hints: RoutingHints) -> Placement:
         return Placement(owner(pool, hints.session)) if hints.session else super().look(pool, hints)

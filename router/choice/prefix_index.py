@@ -1,12 +1,12 @@
-"""Index of prompt prefixes cached at workers. Pure.
+"""Index of prompt prefixes cached at workers: key (prefix_keys.py) -> a bit per worker. Pure.
 
-It maps the key of a prefix (prefix_keys.py) to a bit per worker. A key covers everything before it,
-so one walk along a prompt's keys matches all workers. SGLang's router has such a tree.
+A key covers everything before it, so one walk along a prompt's keys matches all workers, like the
+tree of SGLang's router.
 
-    guessed    a request with this prefix was sent there; LRU, `max_blocks` per worker
+    sent       a request with this prefix went there; LRU, `max_blocks` per worker (`guessed`)
     reported   by a KV event, until another one removes it
 
-A worker that leaves is ignored at once; each later request sweeps some of its entries.
+Entries of a gone worker are swept by later requests.
 """
 
 from collections import OrderedDict
@@ -20,7 +20,7 @@ SWEEP = 256  # entries of gone workers that each request drops
 
 @dataclass(slots=True, eq=False)
 class _Part:
-    """The prefixes of one worker: keys whose entry has `bit`."""
+    """One worker's prefixes: keys whose entry has `bit`."""
 
     bit: int
     guessed: OrderedDict[Hashable, None] = field(default_factory=OrderedDict)  # least recently used first
@@ -29,8 +29,8 @@ class _Part:
 
 @dataclass(slots=True)
 class PrefixMatch:
-    """Workers by match length: `groups` of (number of prefixes, bits of workers with exactly so
-    many), shortest first. Valid until the index changes.
+    """`groups`: (prefixes, bits of workers with exactly so many), fewest first, until the index
+    changes.
     """
 
     groups: list[Group]
@@ -52,7 +52,7 @@ class PrefixMatch:
         return max(1, len(self._owner))
 
     def ids(self, bits: int, start: int = 0) -> Iterator[int]:
-        """Yield the workers of `bits` in a circle from position `start`."""
+        """Yield the workers of `bits`, cyclically from `start`."""
         later = bits >> start << start
         for part in (later, bits ^ later):
             while part:
@@ -74,7 +74,6 @@ class PrefixIndex:
         self._leaving: list[_Part] = []
 
     def match(self, keys: Sequence[Hashable]) -> PrefixMatch:
-        """Match `keys` from the first on."""
         groups: list[Group] = []
         holders, with_all = self._holders, self._live
         for depth, key in enumerate(keys):
@@ -90,7 +89,7 @@ class PrefixIndex:
         return PrefixMatch(groups, self._owner, self._parts)
 
     def touch(self, worker_id: int, keys: Sequence[Hashable]) -> None:
-        """Record that a request with these prefixes goes to the worker. The longest expires first."""
+        """Record a request with these prefixes. The longest expires first."""
         part = self._part(worker_id)
         guessed, reported, holders, bit = part.guessed, part.reported, self._holders, part.bit
         for key in reversed(keys):
@@ -117,7 +116,7 @@ class PrefixIndex:
         self.remove_all(worker_id, (key,))
 
     def remove_all(self, worker_id: int, keys: Collection[Hashable]) -> None:
-        """Remove prefixes reported as gone. Most of `keys` may be unknown."""
+        """Remove reported prefixes; most may be unknown."""
         part = self._part(worker_id)
         for key in part.reported.intersection(keys):
             part.reported.discard(key)
@@ -128,7 +127,7 @@ class PrefixIndex:
                 self._clear(key, part.bit)
 
     def shrink(self, worker_id: int, num_blocks: int) -> None:
-        """Drop the oldest guessed prefixes beyond the worker's cache size, `num_blocks`."""
+        """Drop the oldest unreported prefixes beyond the worker's cache size."""
         part = self._part(worker_id)
         self._trim(part, max(0, num_blocks - len(part.reported)))
 
@@ -171,7 +170,6 @@ class PrefixIndex:
             del self._holders[key]
 
     def _sweep(self) -> None:
-        """Drop some entries of gone workers, and reuse a bit without entries."""
         budget = SWEEP
         while self._leaving and budget:
             part = self._leaving[-1]

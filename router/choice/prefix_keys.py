@@ -1,9 +1,7 @@
-"""Keys of prompt prefixes, for the cache-aware policy and KV events, by service/prefix_chain.py.
-Pure.
+"""Keys of prompt prefixes (service/prefix_chain.py). Pure.
 
-The hashed bytes are the prompt's JSON text, or its token ids: without a tokenizer, only ids match
-the events of workers. A block has about 128 tokens: a prompt of 16 kB costs 32 hashes (30 us). A
-shorter prompt has no key, as recomputing it costs less than any detour.
+Of the prompt's JSON text or token ids: without tokenizer only ids match workers' events. 16 kB cost
+32 hashes (30 us). Prompts below a block (128 tokens) have no key: recomputing beats any detour.
 """
 
 import msgspec
@@ -20,7 +18,6 @@ _batch_decoder = msgspec.json.Decoder(list[list[int]])
 
 
 def chain(seed: bytes, data: bytes | memoryview) -> list[int]:
-    """Return the keys of the whole blocks of `data`, at most `MAX_KEYS`."""
     link = open_chain(seed)
     keys = []
     for end in range(BLOCK_BYTES, min(len(data), MAX_KEYS * BLOCK_BYTES) + 1, BLOCK_BYTES):
@@ -30,7 +27,7 @@ def chain(seed: bytes, data: bytes | memoryview) -> list[int]:
 
 
 def prompt_keys(parsed: ParsedBody) -> list[int]:
-    """Return the keys of a prompt; the first prompt of a batch of ids, all of a batch of texts."""
+    """Return a prompt's keys: of a batch of ids its first prompt, of a batch of texts all."""
     fields, prompt = parsed.fields, memoryview(prompt_of(parsed.api, parsed.fields))
     if parsed.api in CHATS:
         seed = b"\0".join((_text(fields, "model"), _text(fields, "lora_path"), _text(fields, "tools")))
@@ -40,9 +37,7 @@ def prompt_keys(parsed: ParsedBody) -> list[int]:
 
 
 def _plain_keys(fields: dict[str, msgspec.Raw], prompt: memoryview) -> list[int]:
-    """Return the keys of text (starts with a quote) or ids (with a digit), or of a batch in
-    brackets.
-    """
+    """Return keys of text (starts with a quote), ids (with a digit), or a batch in brackets."""
     start = bytes(prompt[:64]).lstrip(b"[ \t\r\n")
     adapter, namespace = _text(fields, "lora_path"), _namespace(fields)
     if start[:1].isdigit():
@@ -54,7 +49,7 @@ def _plain_keys(fields: dict[str, msgspec.Raw], prompt: memoryview) -> list[int]
 
 
 def _first_ids(prompt: memoryview) -> bytes:
-    """Return the ids of the first prompt, empty if they are invalid (the worker will refuse them)."""
+    """Return the first prompt's ids, empty if invalid."""
     try:
         if bytes(prompt[:64]).replace(b" ", b"").startswith(b"[["):
             ids = _batch_decoder.decode(prompt)[0]

@@ -32,7 +32,7 @@ class Holder(NamedTuple):
 
 
 class PrefixSources:
-    """Prefill workers that exchange prefixes, with `index` as their contents."""
+    """Prefill workers that exchange prefixes, by `index`."""
 
     def __init__(self, index: PrefixIndex) -> None:
         self._index = index
@@ -52,7 +52,7 @@ class PrefixSources:
         return worker.worker_id in self._workers
 
     def better(self, chosen: Placement, hints: RoutingHints) -> Holder | None:
-        """Return the worker with the longest match, if it exceeds the chosen one's by a block."""
+        """Return the longest match, if a block longer than the chosen worker's."""
         if not hints.keys or not self.exchanges(chosen.worker):
             return None
         found = self.holders(hints, like=chosen.worker)
@@ -61,7 +61,7 @@ class PrefixSources:
         return best if more else None
 
     def holders(self, hints: RoutingHints, *, like: Worker) -> Iterator[Holder]:
-        """Yield workers other than `like`, of the same models, with a part of the prompt."""
+        """Yield other workers of the same models with part of the prompt."""
         for num_blocks, bits in (matched := self._index.match(hints.keys)).groups:
             for worker_id in matched.ids(bits):
                 worker, at = self._workers.get(worker_id, (None, None))
@@ -75,7 +75,6 @@ class PrefixSources:
         return None if found is None else Holder(*found, num_blocks)
 
     def others(self, like: Worker, *, but: Callable[[Worker], bool]) -> list[Worker]:
-        """Return live workers of the same models, least loaded first."""
         alive = (worker for worker, _ in self._workers.values() if worker.answers and not worker.leaving)
         return sorted((w for w in alive if w.models == like.models and not but(w)), key=load_key)
 
@@ -89,9 +88,7 @@ def _most(holder: Holder) -> tuple[float, ...]:
 
 @dataclass(eq=False, kw_only=True)
 class PrefixHeaders:
-    """Names prefix sources in headers signed with `secret`. `num_named` counts attempts with such a
-    header.
-    """
+    """Names prefix sources in headers signed with `secret`."""
 
     sources: PrefixSources
     secret: bytes

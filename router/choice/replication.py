@@ -1,7 +1,7 @@
-"""Choice of hot prefixes to copy to a second worker, within a budget of bytes per second. Pure.
+"""Choice of hot prefixes to copy to a second worker, within a budget. Pure.
 
-A prefix is hot after `HOT_HITS` requests, each with a half-life of `HALF_LIFE_S`, while a single
-worker has it. A copy may overdraw the budget; the next one waits until that is paid back.
+Hot: `HOT_HITS` requests (half-life `HALF_LIFE_S`) while one worker has it. A copy may overdraw the
+budget; the next waits until it is paid back.
 """
 
 from collections import OrderedDict
@@ -25,7 +25,7 @@ class Replication:
         self.num_copied = self.num_failed = 0
 
     def note(self, key: Hashable, now_s: float) -> bool:
-        """Count a request with this prefix, and return whether it is hot."""
+        """Count a request; return whether its prefix is hot."""
         hits, at_s = self._hits.pop(key, (0.0, now_s))
         hits = hits * 0.5 ** ((now_s - at_s) / HALF_LIFE_S) + 1.0
         self._hits[key] = hits, now_s
@@ -34,7 +34,7 @@ class Replication:
         return bool(hits >= HOT_HITS)
 
     def begin(self, key: Hashable, size_bytes: int, now_s: float) -> bool:
-        """Start and charge a copy if it is allowed now. Then `end` must follow."""
+        """Charge a copy, if allowed now; then `end` must follow."""
         self._account = min(0.0, self._account + (now_s - self._paid_s) * self._bytes_a_s)
         self._paid_s = now_s
         self._last_s = {other: at_s for other, at_s in self._last_s.items() if now_s - at_s < PAUSE_S}

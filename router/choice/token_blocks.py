@@ -1,7 +1,7 @@
-"""Blocks of a worker with hashes of its own: their keys come from the token ids. Pure.
+"""Blocks of a worker with its own hashes: keys come from token ids. Pure.
 
-The index has a key per BLOCK_TOKENS tokens, unlike the worker's blocks. A block is therefore a
-position in the run of blocks of its event, and the run keeps the hash chain (prefix_chain.py).
+Its blocks differ from those of our keys, so a block is a position in the run of its event, and the
+run keeps the hash chain (prefix_chain.py).
 """
 
 from collections.abc import Sequence
@@ -25,10 +25,10 @@ MAX_BLOCKS = 1 << 20  # of one worker; further ones are ignored
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Run:
-    """Blocks of `size` tokens that came in one event.
+    """Blocks of `size` tokens of one event.
 
-    links   of the chain, from the last key before the run on; empty: prompt start unknown
-    data    token bytes from `links[0]` on, the first `first` of them before the run
+    links   from the last key before the run on; empty: prompt start unknown
+    data    token bytes from `links[0]` on, `first` of them before the run
     keys    that end in the run
     """
 
@@ -43,14 +43,13 @@ class _Run:
         object.__setattr__(self, "step", self.size * TOKEN_BYTES)
 
     def keys_of(self, place: int) -> Sequence[int]:
-        """Return the keys that the block at `place` completes."""
         if not self.keys:
             return ()
         end = self.first + (place + 1) * self.step
         return self.keys[(end - self.step) // BLOCK_BYTES : end // BLOCK_BYTES]
 
     def followed_by(self, place: int, size: int, tokens: list[int]) -> "_Run":
-        """Return the run after the block at `place` (-1: at the start of this one)."""
+        """Return the run after the block at `place` (-1: at the start)."""
         if not self.links:
             return _Run(size)
         end = self.first + (place + 1) * self.step
@@ -96,7 +95,7 @@ class TokenBlocks:
                 place += 1
 
     def remove(self, event: BlockRemoved | NamesRemoved) -> None:
-        """Remove blocks, with a fast path for the many that complete no key."""
+        """Remove blocks, fast for the many that complete no key."""
         assert isinstance(event, BlockRemoved)
         pop, index, tokens = self._blocks.pop, self._index, 0
         for block_hash in event.block_hashes:
@@ -114,11 +113,9 @@ class TokenBlocks:
         self.num_tokens = 0
 
     def _are_new(self, hashes: list[BlockHash]) -> bool:
-        """Return whether all hashes are new and distinct, the usual case."""
         return self._blocks.keys().isdisjoint(hashes) and len(set(hashes)) == len(hashes)
 
     def _add(self, before: _Block, event: BlockStored, hashes: list[BlockHash], place: int) -> _Block:
-        """Add new blocks of an event from position `place` on; return the last."""
         size, count = event.block_size, len(hashes)
         run = before[0].followed_by(before[1], size, event.token_ids[place * size : (place + count) * size])
         self._blocks.update(zip(hashes, zip(repeat(run), range(count)), strict=True))
@@ -127,9 +124,7 @@ class TokenBlocks:
         return run, count - 1
 
     def _before(self, event: BlockStored) -> _Block:
-        """Return the parent block; an unknown one for an adapter, which requests may name
-        otherwise.
-        """
+        """Return the parent block, unknown for adapters, which requests may name otherwise."""
         if event.lora_id is not None or event.lora_name is not None:
             return _UNKNOWN
         if event.parent_block_hash is None:
@@ -138,7 +133,7 @@ class TokenBlocks:
 
 
 def _namespace(event: BlockStored) -> list[str]:
-    """Return the extra keys of the first block, of which requests only have namespaces."""
+    """Return the first block's extra keys, i.e. the namespace."""
     keys = event.extra_keys
     first = keys[0] if isinstance(keys, list) and keys else None
     return [str(key) for key in first] if isinstance(first, list) else []

@@ -1,14 +1,13 @@
 """SLO cost of each route of a request in a mixed fleet. Pure.
 
     cost(route) = (TTFT / wanted TTFT)^4 + (ITL / wanted ITL)^4, predicted with the request
-    TTFT          wait for room + measured time of queued tokens and of the prompt
-    ITL           with one more request; at a unified worker plus the stall that this prompt causes
-                  to answers there, over the length of an answer
+    TTFT          wait for room + time of queued tokens and of the prompt
+    ITL           with one more request; at a unified worker plus the stall of answers by this
+                  prompt, over the length of an answer
 
-Prefill workers stall no answers, unified workers need no hand-over: short prompts go to unified
-workers, long ones to pairs, until load outweighs that. The high power makes the SLO closest to its
-limit decide. Ideas: Splitwise (ISCA'24), mixed pools; Mooncake (FAST'25), predicted times; TaiChi
-(arXiv 2508.01989), no kind of worker wins everywhere.
+Prefill workers stall no answers, unified workers need no hand-over: long prompts go to pairs until
+load outweighs that. The power makes the tightest SLO decide. Ideas: mixed pools, Splitwise
+(ISCA'24); predicted times, Mooncake (FAST'25); no kind wins everywhere, TaiChi (arXiv 2508.01989).
 """
 
 from typing import NamedTuple
@@ -32,11 +31,10 @@ class Objectives(NamedTuple):
 
 
 class WorkerFigures(NamedTuple):
-    """Load and fitted times of a worker.
+    """Load and fitted times of a worker; 0 if unknown.
 
-    `ttft` is by tokens, `step` (ITL) by requests. `waiting_tokens` are queued. `requests` hold
-    `held_tokens` of `capacity_tokens` (0: unknown); `most_requests` can run at once (0: unknown).
-    `company` is the probability that answers run when a prompt arrives.
+    `ttft` is by tokens, `step` (ITL) by requests. `company`: probability that answers run when a
+    prompt arrives.
     """
 
     ttft: FittedLine
@@ -50,7 +48,7 @@ class WorkerFigures(NamedTuple):
 
 
 class Ask(NamedTuple):
-    """A request at one worker: uncached prompt tokens, KV at its end, expected answer length."""
+    """A request at one worker: uncached tokens, KV at its end, expected answer."""
 
     new_tokens: int
     kv_tokens: int
@@ -69,9 +67,9 @@ def unified_strain(worker: WorkerFigures, ask: Ask, wanted: Objectives) -> float
 
 
 def wait_for_room_s(worker: WorkerFigures, ask: Ask) -> float:
-    """Return the time until the worker has memory and a batch slot for one more request.
+    """Return the time until there is memory and a batch slot.
 
-    A share of either frees up in that share of the time that requests stay.
+    A share of either frees up in that share of a request's stay.
     """
     over = 0.0
     if worker.capacity_tokens:

@@ -1,4 +1,4 @@
-"""Keys that the router sends to workers, by kind of call."""
+"""Keys that the router sends to workers."""
 
 import time
 
@@ -6,7 +6,7 @@ from service.security.keys import KeyRing, bearer
 
 
 class Credentials:
-    """The router's own keys replace the client's. `api` holds the clients' keys, mostly shared with
+    """The router's own keys replace the client's. `api`: clients' keys, mostly shared with
     workers.
     """
 
@@ -18,9 +18,7 @@ class Credentials:
 
     @property
     def has_own(self) -> bool:
-        """True if a client's header cannot be passed on unchecked: own keys, or key files that may
-        change.
-        """
+        """True if clients' headers need a check: own keys, or key files."""
         return self._worker.is_set or bool(self._from_files)
 
     def own(self) -> dict[str, str]:
@@ -32,8 +30,8 @@ class Credentials:
         return bearer(self._admin.first or self._worker.first or self._api.first)
 
     def for_client(self, authorization: str) -> dict[str, str]:
-        """Return the headers for a client's request. A key that workers share is passed on, as
-        during a rotation the client knows best which key all workers accept.
+        """Return the headers of a client's request. Keys that workers share pass: during a rotation
+        the client knows best.
         """
         self._refresh()
         if self._worker.first is not None and self._worker.holder(authorization) is None:
@@ -41,7 +39,6 @@ class Credentials:
         return {"Authorization": authorization} if authorization else {}
 
     def for_admin(self, authorization: str) -> dict[str, str]:
-        """Return the headers of an admitted admin call."""
         self._refresh()
         if self._admin.first is None:
             return self.for_client(authorization)
@@ -49,7 +46,7 @@ class Credentials:
         return {"Authorization": authorization} if known else bearer(self._admin.first)
 
     def _refresh(self) -> None:
-        """Re-read every file each time: a worker may already refuse the old key."""
+        """Re-read files each time, as a worker may already refuse the old key."""
         if self._from_files:
             now_s = time.monotonic()
             for ring in self._from_files:

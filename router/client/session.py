@@ -1,4 +1,4 @@
-"""TCP settings of connections to workers, and the HTTP client for all calls except generation."""
+"""HTTP client of all calls except generation, and TCP keep-alive."""
 
 import io
 import socket
@@ -18,9 +18,9 @@ _SKIPPED_HEADERS = ("User-Agent", "Accept", "Accept-Encoding")
 def open_session(
     *, connect_timeout_s: float, request_timeout_s: float, dead_timeout_s: float = 0.0
 ) -> aiohttp.ClientSession:
-    """Open a session for health, load and admin calls: no limits, decoding, proxies or cookies.
+    """Open a session without limits, decoding, proxies or cookies.
 
-    The kernel closes a connection after `dead_timeout_s` without a response, never if 0.
+    The kernel closes connections dead for `dead_timeout_s`, 0 for never.
     """
 
     def open_socket(address: aiohttp.AddrInfoType) -> socket.socket:
@@ -42,7 +42,7 @@ def open_session(
 
 
 def keep_alive(opened: socket.socket, dead_timeout_s: float) -> None:
-    """Turn on TCP keep-alive (tcp(7)): a probe after a third of the time, then `PROBES`; 0: none."""
+    """Turn on TCP keep-alive (tcp(7)): a probe after a third of the time, then `PROBES`."""
     if dead_timeout_s == 0:
         return
     opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -55,7 +55,7 @@ def keep_alive(opened: socket.socket, dead_timeout_s: float) -> None:
 
 
 class WorkerAnswer(msgspec.Struct, frozen=True):
-    """An HTTP response. `status` 0: none came, `body` has the error. `refused`: the connection was."""
+    """A response. `status` 0: none, with the error in `body`."""
 
     status: int
     body: bytes
@@ -64,7 +64,7 @@ class WorkerAnswer(msgspec.Struct, frozen=True):
 
 
 def _in_pieces(body: bytes) -> bytes | io.BytesIO | None:
-    """Wrap a long body so that it is written as the worker reads it."""
+    """Wrap a long body, to write it as the worker reads it."""
     return io.BytesIO(body) if len(body) > READ_BUFFER_BYTES else body or None
 
 
@@ -77,7 +77,7 @@ async def call_worker(
     *,
     timeout_s: float = CALL_TIMEOUT_S,
 ) -> WorkerAnswer:
-    """Call the URL verbatim, without decoding or dot segments."""
+    """Call the URL verbatim."""
     headers = {**headers, **({"Content-Type": "application/json"} if body else {})}
     timeout = aiohttp.ClientTimeout(total=timeout_s)
     try:

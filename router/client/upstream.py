@@ -1,7 +1,7 @@
-"""The HTTP/1.1 client of generation requests: pooled connections, one request on each at a time.
+"""The HTTP/1.1 client of generation requests, with pooled connections.
 
-A general client costs four times as much (docs/reports/benchmarks.md), and may redirect,
-decompress, or send a request twice.
+A general client costs four times as much (docs/reports/benchmarks.md), and may redirect, decompress
+or resend.
 """
 
 import asyncio
@@ -23,9 +23,7 @@ MAX_ORIGINS = 4 * 4096  # cached parsed URLs
 
 
 class UpstreamError(Exception):
-    """A failed call. `reason`: "refused" (not connected), "lost", "down" (given up here),
-    "timeout".
-    """
+    """`reason`: "refused" (not connected), "lost", "down" (given up here), "timeout"."""
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(detail)
@@ -53,7 +51,7 @@ class _Origin:
 
 
 class HttpUpstream:
-    """`Upstream` over sockets, with `dead_timeout_s` as in `open_session`."""
+    """`Upstream` over sockets."""
 
     def __init__(self, *, connect_timeout_s: float, request_timeout_s: float, dead_timeout_s: float = 0.0) -> None:
         self._dead_timeout_s = dead_timeout_s
@@ -109,7 +107,7 @@ class HttpUpstream:
         return origin
 
     def _free(self, origin: _Origin) -> "_Connection | None":
-        """Return the most recent idle connection that the worker is not about to close."""
+        """Return the latest idle connection that the worker will not close soon."""
         while origin.free:
             connection = origin.free.pop()
             if not connection.closed and self._loop.time() - connection.free_since_s < KEEPALIVE_S:
@@ -146,7 +144,7 @@ class HttpUpstream:
             self._sweep = self._loop.call_later(KEEPALIVE_S, self._close_old)
 
     def _close_old(self) -> None:
-        """Close connections that were idle for long, as their workers may be gone."""
+        """Close long idle connections, as workers may be gone."""
         old_s, self._sweep = self._loop.time() - KEEPALIVE_S, None
         free = [connection for origin in self.origins.values() for connection in origin.free]
         for connection in free:
@@ -157,12 +155,11 @@ class HttpUpstream:
 
 
 class HttpReply:
-    """A worker's response from the sending of its request on. One task at a time reads it.
+    """A response since the sending of its request, for one reader at a time.
 
-    `status` is 0 before the head; header names are in lower case. `error` ends it early.
-    `num_buffered` counts unread bytes: a stream pauses at a full buffer, other bodies are read
-    whole. `received_s` is the loop time of the last bytes. `listener` is called at each change,
-    `on_end` once; neither may raise.
+    `status` is 0 before the head; header names are in lower case. A stream pauses at a full buffer
+    (`num_buffered`), other bodies are read whole. `received_s`: loop time of the last bytes.
+    `listener` is called at each change, `on_end` once; neither may raise.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, *, timeout_s: float) -> None:
@@ -182,7 +179,6 @@ class HttpReply:
         self._timer = loop.call_later(timeout_s, self._on_timeout)
 
     def take(self) -> bytes:
-        """Return the bytes since the last call."""
         chunks = self._chunks
         if not chunks:
             return b""
@@ -194,9 +190,7 @@ class HttpReply:
         return data
 
     async def readany(self) -> bytes:
-        """Wait for bytes and return them, b"" at the end. Raises UpstreamError if the response
-        breaks off.
-        """
+        """Wait for bytes, b"" at the end. Raises UpstreamError."""
         while not self._chunks:
             if self.error is not None:
                 raise self.error
@@ -206,14 +200,14 @@ class HttpReply:
         return self.take()
 
     def close(self, error: UpstreamError | None = None) -> None:
-        """End it with an error, unless it has ended, and close the connection."""
+        """End it with an error, and close the connection."""
         if not self.complete and self.error is None:
             end_connection = self.end_connection
             self.fail(error or UpstreamError("lost", "the request was ended here"))
             end_connection()
 
     def feed(self, data: bytes) -> bool:
-        """Add bytes of the body; return False to pause reading."""
+        """Add bytes; return False to pause reading."""
         self._chunks.append(data)
         self.num_buffered += len(data)
         return self.num_buffered <= READ_BUFFER_BYTES or not self._is_stream()
@@ -234,9 +228,7 @@ class HttpReply:
             self._report_end()
 
     def _report_end(self) -> None:
-        """Call the listeners and drop them: a reference cycle would keep bodies until garbage
-        collection.
-        """
+        """Call and drop the listeners, whose cycle would keep bodies until garbage collection."""
         self.on_end()
         self.wake()
         self.listener = self.on_end = self.resume = self.end_connection = _nothing
@@ -255,7 +247,7 @@ def _nothing() -> None:
 
 
 class _Connection(asyncio.Protocol):
-    """A socket, idle or with one request. The parser calls its `on_*` methods."""
+    """A socket, idle or with one request; the parser calls `on_*`."""
 
     def __init__(self, owner: HttpUpstream, origin: _Origin) -> None:
         self.origin = origin
@@ -305,7 +297,7 @@ class _Connection(asyncio.Protocol):
         return None
 
     def eof_received(self) -> bool:
-        """End a response without length; fail any other."""
+        """End a response without length, fail others."""
         if self._until_eof:
             self._keep = False
             self.on_message_complete()

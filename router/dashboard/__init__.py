@@ -1,3 +1,1 @@
-"""The page at /dashboard: the live state of router and workers. Its static files are in this
-directory.
-"""
+"""The page at /dashboard, with its static files."""

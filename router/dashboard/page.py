@@ -1,6 +1,4 @@
-"""Routes of the dashboard. The page polls them, with a key; without an open page nothing is
-computed.
-"""
+"""Routes of the dashboard, polled by the page with a key."""
 
 import time
 from collections.abc import Awaitable, Callable
@@ -26,7 +24,7 @@ STATE, SNAPSHOT, REQUEST = "/dashboard/state", "/dashboard/snapshot", "/dashboar
 
 @dataclass(eq=False, kw_only=True)
 class Dashboard:
-    """Handlers. `auto_roles` returns the body of /auto_roles, if that is on."""
+    """Handlers. `auto_roles` returns /auto_roles, if on."""
 
     config: RouterConfig
     table: WorkerTable
@@ -44,7 +42,7 @@ class Dashboard:
         ]
 
     async def state(self, request: web.BaseRequest) -> web.Response:
-        """Return everything the page shows except details of one request, over all processes."""
+        """Return the state of all processes, without request details."""
         now_s = self.recorder.now_s()
         memory = await self.memory()
         roles = None if self.auto_roles is None else msgspec.Raw(await self.auto_roles())

@@ -1,4 +1,4 @@
-"""The JSON document of the dashboard, from records of all processes and the worker table. Pure."""
+"""The dashboard's JSON document. Pure."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -16,7 +16,7 @@ _SHARES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 
 
 def merge(snapshots: Iterable[DashboardSnapshot]) -> DashboardSnapshot:
-    """Add up the counts of each process; take reports of workers, which all receive, once."""
+    """Add up processes' counts; reports of workers, which all receive, count once."""
     seconds: dict[int, Second] = {}
     records: list[DashboardRequest] = []
     switching: dict[str, str] = {}
@@ -50,7 +50,6 @@ def draw(memory: DashboardSnapshot, workers: Sequence[Worker], *, now_s: float) 
 
 
 def show_worker(worker: Worker, *, switching_to: str | None = None) -> dict[str, Any]:
-    """Return a worker's row, with in-flight counts of all processes."""
     return {
         "url": worker.url,
         "role": worker.role.value,
@@ -74,7 +73,7 @@ def pick_records(records: Sequence[DashboardRequest]) -> list[DashboardRequest]:
 
 
 def _window(seconds: Sequence[Second], now_s: float) -> dict[str, Any]:
-    """Return rates per second and latencies in seconds, None without data."""
+    """Return rates per second, latencies in seconds."""
     inside = [s for s in seconds if int(now_s) - WINDOW_S <= s.at < int(now_s)]
     covered_s = min(WINDOW_S, max(1, int(now_s) - (seconds[0].at if seconds else 0)))
     ttft: dict[int, int] = {}
@@ -100,7 +99,7 @@ def _window(seconds: Sequence[Second], now_s: float) -> dict[str, Any]:
 
 
 def _series(seconds: Sequence[Second], now_s: float) -> dict[str, list[float | None]]:
-    """Return curves of whole seconds, up to the last one that every worker has reported."""
+    """Return curves up to the last second that all workers have reported."""
     by_at = {second.at: second for second in seconds}
     none, end = Second(0), int(now_s) - 1
     shown = [by_at.get(at, none) for at in range(end - SHOWN_SECONDS, end)]

@@ -1,1 +1,1 @@
-"""Several processes that form one router, their shared memory and messages."""
+"""Several processes that form one router."""

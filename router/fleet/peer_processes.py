@@ -1,7 +1,6 @@
-"""Messages between the processes of one router: pool changes, and counts for one /metrics.
+"""Messages between the processes of a router: pool changes, and counts for /metrics.
 
-Each serves its routes on a unix socket, too. Requests of peers carry a shared key and are not
-forwarded again.
+Over unix sockets with a shared key; requests of peers are not forwarded again.
 """
 
 import hmac
@@ -40,9 +39,7 @@ class PeerProcesses:
         return hmac.compare_digest(key.encode(errors="surrogateescape"), self._slot.key.encode())
 
     async def forward(self, request: web.BaseRequest, body: dict[str, Any], *, timeout_s: float = TIMEOUT_S) -> None:
-        """Forward a request to the peers, unless a peer sent it. A peer that is starting catches up
-        later.
-        """
+        """Forward a client's request to the peers. A starting peer catches up later."""
         if self.num and not self.is_peer(request):
             await self.request(request.method, request.path, body, timeout_s=timeout_s)
 
@@ -50,7 +47,7 @@ class PeerProcesses:
         return await self._peers.request(method, path, body, timeout_s=timeout_s)
 
     async def catch_up(self, table: WorkerTable, *, now_s: float) -> None:
-        """Copy the pool of a peer, which may have changed since the flags."""
+        """Copy a peer's pool, which may have changed since the start."""
         for body in (await self.request("GET", "/workers"))[:1]:
             known = {w["url"]: w for w in msgspec.json.decode(body)["workers"] if not w["discovered"]}
             for worker in table.workers():

@@ -1,7 +1,7 @@
-"""Several processes that form one router (`--workers N`), with one port, load and worker table.
+"""Several processes that form one router (`--workers N`).
 
-parent    holds the port (SO_REUSEPORT: the kernel distributes connections), starts and restarts
-          processes, forwards signals, serves nothing
+parent    holds the port (SO_REUSEPORT: the kernel distributes connections), restarts
+          processes, forwards signals
 process   a whole router; load in shared memory (router/pool/shared_load.py); pool changes and
           counts over unix sockets (peer_processes.py)
 """
@@ -37,7 +37,7 @@ Target = Callable[["ProcessSlot", RouterConfig], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessSlot:
-    """One process of a router. `folder` holds shared files, `key` authenticates peers."""
+    """A process of a router. `key` authenticates peers."""
 
     row: int
     num_rows: int
@@ -61,9 +61,7 @@ class ProcessSlot:
 
 
 def run_fleet(config: RouterConfig, serve: Target, *, on_ready: Callable[[str], None]) -> None:
-    """Run `config.workers` processes of `serve` until a signal ends all. `on_ready(url)` when all
-    listen.
-    """
+    """Run `config.workers` processes until a signal ends all. `on_ready(url)` when all listen."""
     shared = tempfile.TemporaryDirectory(prefix="tandem-router-", dir=socket_folder(), ignore_cleanup_errors=True)
     with open_shared_ports(config.host, config.port, count=1) as (port,), shared as name:
         key, folder = secrets.token_hex(16), Path(name)
@@ -80,10 +78,8 @@ _HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, DRAIN, END)
 
 
 def signal_for(number: int, *, had_sigterm: bool) -> signal.Signals:
-    """Return the signal that the parent forwards on `number`.
-
-    A second SIGTERM becomes another signal: the kernel merges equal ones, and an event loop may
-    report one twice.
+    """Return the signal to forward. A second SIGTERM becomes another one, as the kernel merges
+    equal signals, and an event loop may report one twice.
     """
     if number in (signal.SIGHUP, DRAIN):
         return signal.Signals(number)
@@ -91,7 +87,7 @@ def signal_for(number: int, *, had_sigterm: bool) -> signal.Signals:
 
 
 def obey_parent(*, on_drain: Callable[[], None], on_end: Callable[[], None]) -> None:
-    """End this process only by the parent's signals, or at its death."""
+    """End only by the parent's signals or death."""
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
@@ -146,9 +142,7 @@ class _Fleet:
 
     @contextmanager
     def signals(self) -> Iterator[None]:
-        """Forward signals. After one that ends the processes none restarts, and none survives the
-        context.
-        """
+        """Forward signals; one that ends stops restarts. No process survives the context."""
         before = {number: signal.signal(number, self._on_signal) for number in _HANDLED}
         try:
             yield

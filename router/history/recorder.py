@@ -1,7 +1,7 @@
-"""Records the last requests, and counts per second for two minutes. Pure but for its clock.
+"""The last requests, and counts per second for two minutes. Pure but for its clock.
 
-Latencies are counts in buckets of ratio 1.125: quantiles are within 6 %, and counts of several
-processes add up, as in DDSketch (Masson, Rim and Lee, VLDB 2019).
+Latencies are counts in buckets of ratio 1.125: quantiles within 6 %, and sums over processes
+(DDSketch, Masson, Rim and Lee, VLDB 2019).
 """
 
 import math
@@ -42,7 +42,7 @@ class Recorder:
         self._seconds: deque[Second] = deque([Second(int(now_s()))], maxlen=KEPT_SECONDS)
 
     def begin(self, request: Watched, now_s: float) -> str:
-        """Record a parsed request; return its key, unique among all processes."""
+        """Record a request; return its key, unique among processes."""
         self._serial += 1
         key = f"{self._place}-{self._serial}"
         self.second(now_s).arrived += 1
@@ -83,9 +83,7 @@ class Recorder:
         add(self.second(self.now_s()).failures, {f"{','.join(missing)} no_worker": 1})
 
     def on_report(self, role: Role, before: LoadReport | None, report: LoadReport | None) -> None:
-        """Add a report's increase over the one before. A counter that fell belongs to a new
-        process.
-        """
+        """Add a report's increase. A counter that fell is a new process's."""
         if before is None or report is None or role is Role.ENCODE:
             return
         second = self.second(self.now_s())
@@ -115,7 +113,6 @@ def add(into: dict[Counted, int], counts: Mapping[Counted, int]) -> None:
 
 
 def quantile(counts: Mapping[int, int], share: float) -> float | None:
-    """Return the `share` quantile in seconds."""
     total = sum(counts.values())
     if not total:
         return None

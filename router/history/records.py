@@ -1,12 +1,10 @@
-"""Records for the dashboard, as the processes exchange them. Times are monotonic seconds."""
+"""Records for the dashboard. Times are monotonic seconds."""
 
 import msgspec
 
 
 class Second(msgspec.Struct):
-    """Events of one second. Latencies are counts by bucket (recorder.py), `failures` by "role
-    reason".
-    """
+    """Events of a second: latencies by bucket (recorder.py), `failures` by "role reason"."""
 
     at: int
     arrived: int = 0
@@ -23,9 +21,7 @@ class Second(msgspec.Struct):
 
 
 class DashboardAttempt(msgspec.Struct):
-    """One attempt. `answering`: the decode or unified worker, or a prefill worker that needs no
-    decode.
-    """
+    """One attempt. `answering`: decode, unified, or a prefill worker without decode."""
 
     started_s: float
     answering: str
@@ -36,7 +32,7 @@ class DashboardAttempt(msgspec.Struct):
 
 
 class DashboardRequest(msgspec.Struct):
-    """One request. `status` is 0 while it runs, 499 if its client left."""
+    """One request. `status`: 0 while running, 499 if its client left."""
 
     key: str  # unique among all processes
     request_id: str
@@ -55,7 +51,7 @@ class DashboardRequest(msgspec.Struct):
 
 
 class DashboardSnapshot(msgspec.Struct):
-    """Records of one process. `switching`: URL -> new role of workers that it switches."""
+    """Records of one process. `switching`: URL -> new role."""
 
     seconds: list[Second]
     records: list[DashboardRequest]

@@ -1,6 +1,5 @@
-"""The trace of one request: its workers, times and outcome, in monotonic seconds.
-
-It yields the record of `tandem trace` and the dashboard's on demand, and the log line.
+"""Traces of requests, for `tandem trace`, log lines and the dashboard. Times are monotonic
+seconds.
 """
 
 import logging
@@ -32,7 +31,7 @@ MAX_FAILURE_CHARS = 300
 
 @dataclass(eq=False)
 class RequestTraces:
-    """Traces of running requests. `log_requests`: log a line at each end (--log-requests)."""
+    """Traces of running requests. `log_requests`: log each end (--log-requests)."""
 
     tracer: Tracer
     recorder: Recorder
@@ -89,7 +88,7 @@ class _PastCall(msgspec.Struct, frozen=True):
 
 
 class RequestTrace:
-    """One request and its attempts; at its end it drops them, with their bodies, for the outcome."""
+    """A request's attempts, at its end only the outcome, without bodies."""
 
     def __init__(self, request: RequestContext, span: SpanContext | None) -> None:
         parsed = request.parsed

@@ -1,4 +1,4 @@
-"""The API key that each route needs, and the rate limit."""
+"""API keys by route, and the rate limit."""
 
 import math
 import time
@@ -34,7 +34,7 @@ def need_of(method: str, path: str) -> Access:
 
 
 def limit_rate(limiter: RateLimiter, metrics: RouterMetrics) -> Callable[[web.BaseRequest, Access], ApiError | None]:
-    """Return a check that refuses a client above its rate with 429. Open routes do not count."""
+    """Return a check that refuses a client above its rate, except on open routes."""
 
     def admit(request: web.BaseRequest, need: Access) -> ApiError | None:
         if need is Access.NONE:

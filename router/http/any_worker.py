@@ -1,7 +1,4 @@
-"""Routes that any worker of the model can answer: models, tokenizer, prompt costs.
-
-With several models the lists of one worker each are joined.
-"""
+"""Routes that any worker of a model answers: models, tokenizer, prompt costs."""
 
 import asyncio
 from dataclasses import dataclass
@@ -58,7 +55,6 @@ class AnyWorkerApi:
         ]
 
     async def ask(self, request: web.BaseRequest) -> web.Response:
-        """Pass the body to a worker of its model. The worker refuses a bad name."""
         body = await request.read()
         named = await BODIES.run(partial(decode_or_none, body, _Named), size=len(body)) or _Named()
         name = named.name if named.model is msgspec.UNSET else named.model

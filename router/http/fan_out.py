@@ -1,4 +1,4 @@
-"""Routes that go to every worker: cache, pause, weights, memory, profiles, adapters, aborts."""
+"""Routes for all workers: cache, pause, weights, memory, profiles, adapters, aborts."""
 
 import asyncio
 from dataclasses import dataclass
@@ -77,10 +77,8 @@ class FanOutApi:
         return answer
 
     async def pause(self, request: web.BaseRequest) -> web.Response:
-        """Pause all workers.
-
-        Mode `block` first holds new requests in all router processes and waits for running ones, so
-        that no request has reached one worker of a pair only.
+        """Pause all workers. Mode `block` first holds new requests in all processes and waits for
+        running ones, so that no pair has half a request.
         """
         if object_of(await request.read()).get("mode") == "block":
             body = {"mode": "block"}
@@ -90,16 +88,14 @@ class FanOutApi:
         return await self.pass_to_all(request)
 
     async def unpause(self, request: web.BaseRequest) -> web.Response:
-        """Continue all workers, then admit the waiting requests."""
+        """Continue all workers, then admit waiting requests."""
         answer = None if self.peers.is_peer(request) else await self.pass_to_all(request)
         self.live.unblock()
         await self.peers.forward(request, {})
         return json_response({"success": True}) if answer is None else answer
 
     async def pass_adapter(self, request: web.BaseRequest) -> web.Response:
-        """Load or unload an adapter at all workers of one model but encoders. `model` names it
-        among several.
-        """
+        """Load or unload an adapter at all workers of a model but encoders."""
         body, path = await request.read(), request.path
         fields = object_of(body)  # workers refuse a non-object
         try:
@@ -118,9 +114,7 @@ class FanOutApi:
         return answer
 
     async def abort_request(self, request: web.BaseRequest) -> web.Response:
-        """Pass an abort to every worker. Ids belong to the key that sent them; an admin may abort
-        any, or all.
-        """
+        """Abort at every worker: a request of the same key, any for an admin."""
         body, authorization = await request.read(), authorization_of(request.headers)
         asked = await BODIES.run(partial(decode_or_none, body, _Abort), size=len(body))
         if asked is not None and asked.abort_all:

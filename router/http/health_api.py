@@ -1,4 +1,4 @@
-"""Routes of the router's state: liveness, readiness, metrics."""
+"""Routes of liveness, readiness, metrics."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -44,8 +44,8 @@ class HealthApi:
         return json_response({"version": installed_version()})
 
     async def readiness(self, request: web.BaseRequest) -> web.Response:
-        """Return 200 if each needed role has a worker; with `?workers=all` if all workers are
-        healthy in all processes.
+        """Return 200 if all roles have workers; with `?workers=all` if all are healthy in all
+        processes.
         """
         if self.live.draining:
             status = {"status": DRAINING, "num_live_reqs": len(self.live)}
@@ -60,7 +60,6 @@ class HealthApi:
         return json_response({"status": "ready", "healthy_workers": healthy, "total_workers": len(workers)})
 
     async def _waits_for(self, request: web.BaseRequest, workers: Sequence[Worker]) -> str:
-        """Return why `?workers=all` is not ready. A peer process gets this process's answer."""
         late = [f"{w.role} {w.url} is {w.health}" for w in workers if not w.answers]
         if late:
             return f"{len(late)} of {len(workers)} workers are not healthy: {', '.join(late)}"

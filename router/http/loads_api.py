@@ -48,9 +48,7 @@ def join_rows(answers: Iterable[tuple[str, str, dict[str, Any]]]) -> list[dict[s
 
 
 def old_row(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row of /get_load, for older routers; `num_waiting_reqs` sums all queues, as in
-    SGLang.
-    """
+    """Return a row of /get_load, whose waiting requests include all queues, as in SGLang."""
     waiting = count_of(row.get("num_queued_reqs", row.get("num_waiting_reqs")))
     return {
         "dp_rank": row["dp_rank"],

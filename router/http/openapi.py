@@ -1,7 +1,6 @@
-"""GET /openapi.json: the router's own routes, and generation bodies as a live worker describes
-them.
+"""GET /openapi.json: own routes, and generation as a live worker describes it.
 
-Without a live worker these are objects. Fields that the router overwrites are left out.
+Without worker bodies are plain objects. Fields that the router overwrites are omitted.
 """
 
 from typing import Any
@@ -70,7 +69,6 @@ _PASSED = ("/abort_request", *ASKED, *(path for path in TIMEOUTS_S if path not i
 
 
 def make_document(worker: Any) -> dict[str, Any]:
-    """Return the document. `worker` is a worker's decoded document, or anything else for none."""
     worker = worker if isinstance(worker, dict) else {}
     paths = {path: {m: _operation(path, body) for m, body in methods.items()} for path, methods in _OWN.items()}
     for path in (*(str(api) for api in Api), INVOCATIONS, *_PASSED):

@@ -1,4 +1,4 @@
-"""Routes of stored responses, and requests between router processes about them."""
+"""Routes of stored responses, for clients and peers."""
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -16,8 +16,6 @@ from service.responses.conversation import not_found
 
 @dataclass(eq=False)
 class ResponsesApi:
-    """Handlers. Without `book` nothing is stored."""
-
     book: SharedBook | None
     peers: PeerProcesses
 

@@ -1,4 +1,4 @@
-"""Routes of request times: many requests for an admin, a single one for its own client."""
+"""Routes of request times: of many for an admin, of one for its client."""
 
 import asyncio
 import time
@@ -29,8 +29,6 @@ TIMEOUT_S = 10.0
 
 @dataclass(eq=False, kw_only=True)
 class TracesApi:
-    """Handlers. `memory` returns the records of all processes."""
-
     calls: WorkerCalls
     tracer: Tracer
     peers: PeerProcesses
@@ -57,9 +55,7 @@ class TracesApi:
         return json_response(Records(records=sorted(kept, key=lambda record: record.start_s)))
 
     async def trace(self, request: web.BaseRequest) -> web.Response:
-        """Return the last request of an id with its workers' records: clients see only their own
-        requests.
-        """
+        """Return a request with its workers' records, to its own client or an admin."""
         request_id, caller = request.path.removeprefix(TRACES + "/"), request[CALLER]
         record = last_of((await self.memory()).records, request_id, caller)
         if record is None:
@@ -85,15 +81,13 @@ class TracesApi:
 
 
 def may_see(part: Record, record: DashboardRequest, caller: Caller) -> bool:
-    """Return whether a worker's record belongs to `record`, as ids may repeat. Without room: admins
-    only.
-    """
+    """Return whether a worker's record belongs to `record`, as ids may repeat."""
     room = part.attributes.get(ROOM_ATTRIBUTE)
     return str(room) in map(str, record.rooms) if room is not None else caller.access >= Access.ADMIN
 
 
 def last_of(records: Collection[DashboardRequest], request_id: str, caller: Caller) -> DashboardRequest | None:
-    """Return the last of `records` (by start) with that id that `caller` may see."""
+    """Return the last of `records` with that id for `caller`."""
     may_see_all = caller.access >= Access.ADMIN
     kept_id = request_id[:MAX_ID_CHARS]
     found = [r for r in records if r.request_id == kept_id and (may_see_all or r.caller == caller.name)]

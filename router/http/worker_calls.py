@@ -1,4 +1,4 @@
-"""Operators' calls to one worker for all, or to every worker."""
+"""Operators' calls to one or all workers."""
 
 import asyncio
 from collections.abc import Mapping
@@ -33,7 +33,7 @@ class WorkerCalls:
         return [role for way in self.ways for role in way]
 
     async def call_one(self, request: web.BaseRequest, *, model: str = "", path: str = "") -> web.Response:
-        """Pass a request to the first live worker (of `model`), decode first."""
+        """Pass a request to the first live worker, decode first."""
         headers, body = self.credentials.for_client(authorization_of(request.headers)), await request.read()
         method, path = "POST" if request.method == "POST" else "GET", path or request.path
         for role in reversed(self.roles):
@@ -56,7 +56,7 @@ class WorkerCalls:
         model: str = "",
         encoders: bool = True,
     ) -> web.Response:
-        """Call every live worker (of `model`); return the worst status and all answers."""
+        """Call all live workers; return the worst status and all answers."""
         answers = await self.answers(method, path, headers, body, timeout_s=timeout_s, model=model, encoders=encoders)
         if model and not answers:
             raise no_worker(self.table, self.roles, model)
@@ -78,7 +78,6 @@ class WorkerCalls:
         model: str = "",
         encoders: bool = True,
     ) -> list[tuple[Worker, WorkerAnswer]]:
-        """Return the answers of live workers (of `model`) in table order."""
         known = [w for w in self.table.workers() if not model or serves(w.models, model)]
         known = [w for w in known if encoders or w.role is not Role.ENCODE]
         workers = [w for w in known if w.health in (Health.UP, Health.DRAINING)]
@@ -101,7 +100,6 @@ class WorkerCalls:
         return await call_worker(self.session, method, worker.url + path, headers, body, timeout_s=timeout_s)
 
     async def abort(self, headers: Mapping[str, str], rid: str) -> None:
-        """Abort a request that was sent with `headers`."""
         shown = {name: headers[name] for name in ("Authorization", CALLER_HEADER) if name in headers}
         await self.answers("POST", "/abort_request", shown, msgspec.json.encode({"rid": rid}))
 

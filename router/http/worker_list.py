@@ -14,7 +14,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 async def describe_all(workers: Sequence[Worker]) -> msgspec.Raw:
-    """Return a JSON list, yielding in between: a thousand workers take milliseconds."""
+    """Return a JSON list, yielding in between (milliseconds for a thousand)."""
     parts = []
     for at in range(0, len(workers), SLICE):
         parts.append(_encode([describe(worker) for worker in workers[at : at + SLICE]])[1:-1])

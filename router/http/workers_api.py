@@ -1,4 +1,4 @@
-"""Routes to list, add, remove and switch workers; router settings; the OpenAPI document."""
+"""Routes of workers, router settings, and the OpenAPI document."""
 
 import time
 from dataclasses import dataclass
@@ -86,7 +86,7 @@ class WorkersApi:
         return json_response(describe(worker), status=201)
 
     async def remove_worker(self, request: web.BaseRequest) -> web.Response:
-        """Remove the worker named in body or query. Its running requests continue."""
+        """Remove a worker; its running requests continue."""
         query = dict(request.query)
         url = decode_body(msgspec.json.encode(query) if query else await request.read(), _NamedWorker).url
         worker = self.calls.table.remove(url)
@@ -95,7 +95,7 @@ class WorkersApi:
         return json_response(describe(worker))
 
     async def switch_role(self, request: web.BaseRequest) -> web.Response:
-        """Switch a role. 409: refused, nothing changed; 502: the worker did not return."""
+        """409: refused, nothing changed. 502: the worker did not return."""
         body = decode_body(await request.read(), _RoleSwitch)
         role, worker = self._role_of(body), self.calls.table.find(body.url)
         if self.peers.is_peer(request):  # the peer switches it
@@ -106,7 +106,7 @@ class WorkersApi:
         return json_response(describe(worker))
 
     async def migrate(self, request: web.BaseRequest) -> web.Response:
-        """Migrate a worker's running requests to others. `moved` counts calls of this process."""
+        """Migrate running requests to others. `moved` counts this process's."""
         body = decode_body(await request.read(), _NamedWorker)
         worker = self.calls.table.find(body.url)
         if not self.calls.table.has_others(worker):
@@ -131,7 +131,7 @@ class WorkersApi:
         )
 
     async def openapi(self, request: web.BaseRequest) -> web.Response:
-        """Return the document, with generation as the first live worker describes it, decode first."""
+        """Return the document, with generation by the first live worker."""
         headers = self.calls.credentials.own()
         for role in reversed(self.calls.roles):
             for worker in self.calls.table.alive(role):
@@ -141,7 +141,6 @@ class WorkersApi:
         return json_response(make_document(None))
 
     def _role_of(self, body: _NewWorker | _RoleSwitch, *others: Role) -> Role:
-        """Return the role named in `body`; `others` are allowed in addition."""
         alone, roles = self.calls.roles, [*self.calls.roles, *others]
         word = body.role or body.worker_type or (alone[0].value if len(alone) == 1 else None)
         named = _ROLE_WORDS.get(word or "", word)

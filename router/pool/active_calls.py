@@ -1,8 +1,8 @@
-"""Calls that wait for a worker (`Worker.calls`): gives up vain ones, finds those to migrate. Pure.
+"""Calls that wait for a worker: gives up vain ones, selects those to migrate. Pure.
 
-A call is given up if neither a good health check nor a byte came for `timeout_s`; at once if
-another process now answers at the address; and, if no other worker could take it over, after twice
-the silence limit. A call that receives bytes, or whose client reads slowly, is never given up.
+A call is given up after `timeout_s` without health check and byte; at once if another process
+answers; without alternatives after twice the silence limit. Never if it gets bytes, or its client
+reads slowly.
 """
 
 import math
@@ -16,9 +16,8 @@ PAUSES = 2  # times the silence limit; a shorter silence may be a pause
 
 
 class ActiveCall(Protocol):
-    """A call to a worker. `waits_since_s` is None while its client is slow. `movable`: another
-    worker can do the rest; `continuable`: without recomputing sent tokens. `names_owner`:
-    caller_names.py.
+    """A call. `waits_since_s` is None while its client is slow. `movable`: another worker can
+    continue; `continuable`: without recomputing sent tokens. `names_owner`: caller_names.py.
     """
 
     names_owner: str
@@ -36,20 +35,18 @@ class ActiveCall(Protocol):
     def continuable(self) -> bool: ...
 
     def leave(self) -> Mapping[str, int]:
-        """Return the rooms of samples that can move with their KV. The call is then no longer
-        movable.
-        """
+        """Return rooms for samples that can move with their KV; ends `movable`."""
 
     def give_up(self, why: str) -> None: ...
 
 
 def last_sign_s(worker: Worker) -> float:
-    """Return when the last byte of a check, heartbeat or call came."""
+    """Return the time of the last byte of a check, heartbeat or call."""
     return max((worker.heard_s, *(call.last_byte_s for call in worker.calls)))
 
 
 def give_up_vain_calls(worker: Worker, now_s: float, *, timeout_s: float) -> int:
-    """End the calls that wait in vain and count them. `timeout_s` 0 disables this."""
+    """End vain calls and count them; `timeout_s` 0 disables this."""
     if not timeout_s:
         return 0
     vain = [(call, why) for call in worker.calls if (why := _why_vain(worker, call, now_s, timeout_s=timeout_s))]
@@ -60,9 +57,7 @@ def give_up_vain_calls(worker: Worker, now_s: float, *, timeout_s: float) -> int
 
 
 def waits_at_silent(worker: Worker, now_s: float, *, silence_s: float) -> list[ActiveCall]:
-    """Return the calls at a worker silent for longer than a pause, for which no other worker
-    exists.
-    """
+    """Return calls at a worker silent beyond a pause, if no other can continue them."""
     if now_s - last_sign_s(worker) < PAUSES * silence_s:
         return []
     waits = [(call, call.waits_since_s) for call in worker.calls]
@@ -70,7 +65,7 @@ def waits_at_silent(worker: Worker, now_s: float, *, silence_s: float) -> list[A
 
 
 def calls_for_others(worker: Worker, *, answers: bool) -> list[ActiveCall]:
-    """Return the calls that others can take over. `answers`: the worker still does."""
+    """Return calls that others can continue. `answers`: the worker still responds."""
     return [call for call in worker.calls if (call.continuable if answers else call.movable)]
 
 
@@ -81,10 +76,10 @@ def give_up_all(worker: Worker, calls: Iterable[ActiveCall], why: str) -> None:
 
 
 def num_to_give(worker: Worker, pool: Pool, *, above: float) -> int:
-    """Count the requests to migrate from `worker`, whose KV usage exceeds `above`.
+    """Count the requests to migrate from a worker with KV usage beyond `above`.
 
-    One worker of `pool` must have room for them below `above`, at the mean size of a request. As in
-    Llumnix (OSDI 2024) running requests move, but only to avoid retraction, not to balance load.
+    One worker must have room below it, at a request's mean size. As in Llumnix (OSDI 2024), but
+    only to avoid retraction.
     """
     report = worker.report
     if report is None or not report.running_reqs or not report.capacity_tokens:

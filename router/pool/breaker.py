@@ -1,11 +1,11 @@
-"""A circuit breaker: a failing worker gets no requests for a while, then a few trials. Pure.
+"""A circuit breaker, with SGLang's flags and defaults. Pure.
 
     CLOSED     --cb-failure-threshold faults in a row within the window open it
     OPEN       no requests until the timeout
     HALF_OPEN  up to --cb-success-threshold requests at a time; as many started answers close it,
                one fault opens it again
 
-Only faults of the worker count (`CallFailed.is_fault`). Flags and defaults are SGLang's.
+Only the worker's faults count (`CallFailed.is_fault`).
 """
 
 import math
@@ -48,9 +48,8 @@ TRANSITIONS: dict[tuple[State, Event], tuple[State, str]] = {
 
 @dataclass(slots=True)
 class Circuit:
-    """The circuit of one worker. If `send` returns True, `end_trial` must follow.
-
-    `quiet`: closed without faults, the usual state. `on_trial`: called when a trial starts or ends.
+    """A worker's circuit. After `send` returns True `end_trial` must follow. `quiet`: closed
+    without faults, as usual.
     """
 
     flags: BreakerFlags = field(default_factory=BreakerFlags)
@@ -65,7 +64,6 @@ class Circuit:
 
     @property
     def waits_until_s(self) -> float:
-        """The end of an open circuit's timeout, inf if not open."""
         return self._since_s + self.flags.cb_timeout_duration_s if self.state is State.OPEN else math.inf
 
     def takes(self, now_s: float) -> bool:
@@ -107,7 +105,7 @@ class Circuit:
         self.on_open(now_s + self.flags.cb_timeout_duration_s if target is State.OPEN else 0.0)
 
     def reset(self) -> None:
-        """Forget everything: a new process serves there, or the worker is dead."""
+        """Forget everything about a former or dead process."""
         self._enter(State.CLOSED, -math.inf)
         self.quiet = True
 

@@ -1,7 +1,7 @@
-"""Service discovery: keeps the worker table equal to the pods that the selectors choose.
+"""Service discovery: keeps the worker table equal to the selected pods.
 
-Workers named by flags or POST /workers are not touched. While the API server is away the pool stays
-unchanged: health checks notice dead workers.
+Workers named otherwise are not touched. Without API server the pool stays, and health checks notice
+dead workers.
 """
 
 import asyncio
@@ -62,7 +62,7 @@ class Discovery:
         return {"roles": roles, **self._workers.counts(), "problems": dict(self._workers.problems)}
 
     def _on_change(self) -> None:
-        """Read the pods now, or soon together with further changes."""
+        """Read the pods now, or soon with further changes."""
         if self._later is None:
             wait_s = self._looked_s + GATHER_S - loop_time_s()
             if wait_s > 0:
@@ -71,7 +71,6 @@ class Discovery:
                 self._look()
 
     def _look(self) -> None:
-        """Apply the pods of all watches, once each has been listed."""
         self._later, self._looked_s = None, loop_time_s()
         if all(watch.listed for watch in self._watches):
             self._workers.update({watch.role: watch.pods.pods() for watch in self._watches}, now_s=loop_time_s())
@@ -95,8 +94,6 @@ class Discovery:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """A worker that the table should have, and its pod."""
-
     url: str
     role: Role
     bootstrap_port: int | None
@@ -106,7 +103,7 @@ class Wanted:
 
 @dataclass(slots=True)
 class _Joined:
-    """A joined worker, None if the table refused it because it was named by hand."""
+    """A joined worker, None if already named by hand."""
 
     wanted: Wanted
     worker: Worker | None
@@ -118,12 +115,11 @@ class _Joined:
 
 @dataclass(slots=True)
 class PodWorkers:
-    """Workers from pods, all on `port`. Decisions depend only on the pods and the table.
+    """Workers from pods, by pods and table only.
 
         pod   absent --ready--> joined --deleted, ended, deselected--> leaving --idle--> absent
 
-    Readiness only admits a pod. Afterwards the router's own health checks count: they are faster,
-    and distinguish draining workers from dead ones.
+    Readiness only admits: afterwards health checks are faster, and tell draining workers from dead.
     """
 
     table: WorkerTable
@@ -143,7 +139,7 @@ class PodWorkers:
             self._enter(want, now_s)
 
     def reap(self) -> None:
-        """Remove leaving workers without requests, except a last resort."""
+        """Remove idle leaving workers, except last resorts."""
         for joined in list(self._leaving.values()):
             worker = joined.worker
             if worker is not None and not worker.inflight_requests and not self.table.is_alive(worker):
@@ -171,8 +167,8 @@ class PodWorkers:
         self._joined[want.url] = _Joined(want, worker)
 
     def _leave(self, joined: _Joined, *, ending: bool) -> None:
-        """Send it no new requests. A pod being deleted (`ending`) still serves for seconds, and
-        remains a last resort, as its successor may be unchecked.
+        """Send no new requests. A pod being deleted (`ending`) still serves for seconds, as a last
+        resort while its successor is unchecked.
         """
         url, worker = joined.wanted.url, joined.worker
         if worker is None or worker not in self.table:
@@ -194,7 +190,7 @@ class PodWorkers:
         self._leaving.pop(url, None)
 
     def _wanted(self, pods: Mapping[Role, Sequence[Pod]]) -> dict[str, Wanted]:
-        """Return pods by URL. The first of two pods with one address counts."""
+        """Return pods by URL, the first with each address."""
         self.problems = {}
         found: dict[str, Wanted] = {}
         for role in sorted(pods):
@@ -237,7 +233,7 @@ def _shared(want: Wanted, other: Wanted) -> str:
 
 
 async def open_discovery(flags: DiscoveryFlags, *, table: WorkerTable, monitor: HealthMonitor) -> Discovery | None:
-    """Return None without --service-discovery. ConfigError without an API server."""
+    """Open it with --service-discovery. ConfigError without API server."""
     if not flags.service_discovery:
         return None
     api = await connect(namespace=flags.service_discovery_namespace)

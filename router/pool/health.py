@@ -1,4 +1,6 @@
-"""Health monitor: health, role, models, load and bootstrap address of workers, one task per worker."""
+"""Health monitor: checks of workers, one task each, for health, role, models, load and
+bootstrap.
+"""
 
 import asyncio
 import logging
@@ -75,10 +77,10 @@ NO_ENCODER = (
 
 @dataclass(eq=False, kw_only=True)
 class HealthMonitor:
-    """Checks workers given to `watch`; the table interprets the results.
+    """Checks workers; the table interprets the results.
 
-    `on_report` gets a load before the table; `on_info` a worker's `/server_info`. `let_go` migrates
-    calls from a worker that answers. Without `upstream` there are no heartbeats, only checks.
+    `on_report` gets a load before the table, `on_info` a `/server_info`. `let_go` migrates calls
+    from a live worker. Without `upstream` there are no heartbeats.
     """
 
     config: HealthFlags
@@ -102,7 +104,7 @@ class HealthMonitor:
         )
 
     def watch(self, worker: Worker) -> None:
-        """Check `worker` now and at intervals. First checks are staggered."""
+        """Check `worker` at intervals; first checks are staggered."""
         self._begin_s = max(loop_time_s(), self._begin_s + BETWEEN_S)
         watch = _Watch(worker, begin_s=self._begin_s)
         watch.heartbeats = self._heartbeats(watch)
@@ -110,7 +112,7 @@ class HealthMonitor:
         self._watches[worker.worker_id] = watch
 
     def retire(self, worker: Worker) -> None:
-        """Watch a removed worker only while our requests run there."""
+        """Watch a removed worker while our requests run there."""
         watch = self._watches.get(worker.worker_id)
         if watch is not None:
             watch.retired = True
@@ -125,7 +127,7 @@ class HealthMonitor:
         await end_tasks(tasks)
 
     def on_unreachable(self, worker: Worker, *, refused: str = "", draining: bool = False) -> None:
-        """Mark a worker down if the connection was refused, or draining; check it in any case."""
+        """Mark a worker down if refused, or draining; check it."""
         if refused:
             self._note(worker, Check.REFUSED, refused)
         elif draining:
@@ -133,7 +135,7 @@ class HealthMonitor:
         self.look(worker)  # it may have restarted with another bootstrap port
 
     def look(self, worker: Worker) -> None:
-        """Check a worker now, with its `/server_info`."""
+        """Check a worker now, with `/server_info`."""
         watch = self._watches.get(worker.worker_id)
         if watch is not None:
             watch.info_due_s = 0.0
@@ -173,7 +175,7 @@ class HealthMonitor:
         )
 
     async def _wait(self, watch: "_Watch", due_s: float) -> None:
-        """Wait until the next check is due, the worker ends, or it is silent with requests or late
+        """Wait for the next check, the worker's end, or its silence with requests or late
         heartbeats.
         """
         while not watch.wake.is_set() and (now_s := loop_time_s()) < due_s:
@@ -187,7 +189,7 @@ class HealthMonitor:
                 continue
 
     def _beat_s(self, watch: "_Watch") -> float:
-        """Return the silence after which to probe the worker, 0 if the next check will do."""
+        """Return the silence before a probe, 0 without probes."""
         if not (watch.worker.calls or watch.is_late) or watch.is_fine:
             return 0.0
         beat_s = self._prober.beat_s and max(self._prober.beat_s, len(self._watches) / MOST_CHECKS_PER_S)
@@ -199,9 +201,8 @@ class HealthMonitor:
             log.warning("%d requests at %s worker %s were given up: it is gone", count, worker.role, worker.url)
 
     async def _check(self, watch: "_Watch") -> None:
-        """Run one round: health, then whatever else is due, so that a worker comes up with its
-        bootstrap address known. With good heartbeats, health is checked with `/server_info` only,
-        and load only while requests run.
+        """Run one round: health, then whatever is due, so that a worker comes up with a bootstrap
+        address. With good heartbeats health comes with `/server_info`, and load only with requests.
         """
         worker, heartbeats = watch.worker, watch.heartbeats
         known, result, error = worker.incarnation, Check.OK, ""
@@ -238,10 +239,8 @@ class HealthMonitor:
             self.move_calls(worker, f"it holds more than {above:g} of its memory (--rebalance-above)", most=count)
 
     def move_calls(self, worker: Worker, why: str, *, answers: bool = True, most: int | None = None) -> int:
-        """Migrate the (latest `most`) calls of `worker` to others, if there are any, and count
-        them.
-
-        If the worker `answers`, calls with computed but unsent tokens stay.
+        """Migrate (the latest `most`) calls to others and count them. While the worker `answers`,
+        calls with unsent tokens stay.
         """
         if self.config.disable_moves or not self.table.has_others(worker):
             return 0
@@ -260,8 +259,8 @@ class HealthMonitor:
             self.move_calls(worker, "it is draining")
 
     def _on_silence(self, worker: Worker, silent: bool) -> None:
-        """Handle (repeated) reports of silence. Calls that cannot move get more time, as it may be
-        a pause.
+        """Handle repeated reports of silence. Immovable calls get more time, as it may be a
+        pause.
         """
         if self.table.on_silence(worker, silent) and worker.health is Health.UP:
             what = "silent: others are preferred" if silent else "answering again"
@@ -272,7 +271,7 @@ class HealthMonitor:
             self._end_vain_calls(worker)
 
     def _end_vain_calls(self, worker: Worker) -> None:
-        """End calls at a silent worker that no other worker can replace."""
+        """End calls at a silent worker without alternative."""
         if self.config.disable_moves or self.table.has_others(worker):
             return
         silence_s = self.config.health_silence_s
@@ -296,7 +295,7 @@ class HealthMonitor:
         return (Check.OK, "") if status == 200 else (Check.FAILED, f"/health answers {status}")
 
     async def _read_info(self, watch: "_Watch") -> str:
-        """Read role, models and bootstrap address; return an error. Old values stay after an error."""
+        """Read role, models and bootstrap; return an error, which changes nothing."""
         worker = watch.worker
         info, error = await self._prober.first_json(worker, _INFO_PATHS)
         error = error or await self._read_models(worker, info) or self._read_role(worker, info)
@@ -316,9 +315,8 @@ class HealthMonitor:
     async def _read_bootstrap(self, watch: "_Watch", info: object) -> str:
         """Read the bootstrap address; return an error.
 
-        A given port wins if a bootstrap server answers there, as ports may be mapped. That is
-        checked once per process: a hanging server would delay the worker's checks and hide its
-        silence.
+        A given port (perhaps mapped) wins if a server answers there. Checked once per process, as a
+        hanging server would delay the worker's checks.
         """
         worker = watch.worker
         host, port = parse_bootstrap(info, url_host=worker.url_host)
@@ -342,9 +340,8 @@ class HealthMonitor:
         )
 
     def _read_role(self, worker: Worker, info: object) -> str:
-        """Read the role; return an error. It may switch between prefill and decode.
-
-        A server that does not report its role would ignore its peer, and compute whole requests.
+        """Read the role, which may switch; return an error. Without role a server would ignore its
+        peer and compute whole requests.
         """
         mode = parse_mode(info)
         if worker.role in PAIR and worker.runtime_type == VLLM:
@@ -363,7 +360,7 @@ class HealthMonitor:
         return ""
 
     async def _read_models(self, worker: Worker, info: object) -> str:
-        """Read the models; return an error. A server that reports nothing is no worker."""
+        """Read the models; return an error. A server without report is no worker."""
         listed = None
         if not isinstance(info, dict) or has_adapters(info) or runtime_of(info, None) == VLLM:
             listed, error = await self._prober.first_json(worker, _MODEL_PATHS)
@@ -403,16 +400,12 @@ class _Watch:
         return self.heartbeats is not None and self.heartbeats.is_late
 
     def next_s(self, interval_s: float) -> float:
-        """Return when the next check is due; for an idle worker with heartbeats, its
-        `/server_info`.
-        """
+        """Return when the next check is due, for an idle worker its `/server_info`."""
         due_s = loop_time_s() + self.next_wait_s(interval_s)
         return max(due_s, self.info_due_s) if self.heartbeats is not None and self.heartbeats.rests else due_s
 
     def next_wait_s(self, interval_s: float) -> float:
-        """Return the time to the next check; the first wait differs, to spread workers added
-        together.
-        """
+        """Return the interval, first a spread part of it."""
         if self._is_placed:
             return interval_s
         self._is_placed = True

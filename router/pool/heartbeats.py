@@ -1,11 +1,11 @@
-"""Heartbeats of one worker (service/http/heartbeats.py) over a long stream, which replace checks.
+"""Heartbeats of one worker (service/http/heartbeats.py) over a long stream, in place of checks.
 
     closed --open--> opened --BEATS in a row--> trusted --LATE of the limit--> late --limit--> silent
-       ^   stream ends, or checks are                ^                          |                |
-       |   answered although it is late              +--------- a beat ---------+----------------+
+       ^   stream ends, or checks                    ^                          |                |
+       |   are answered although late                +--------- a beat ---------+----------------+
 
-A late worker is checked over HTTP, so a lost stream costs nothing. A worker without heartbeats (old
-version, other engine) is checked at intervals until its process changes.
+A late worker is checked over HTTP, so a lost stream costs nothing. A worker without heartbeats is
+checked at intervals.
 """
 
 import math
@@ -26,11 +26,10 @@ OPEN_S = 86400.0  # lifetime of a stream
 
 @dataclass(eq=False, kw_only=True)
 class Heartbeats:
-    """Heartbeats of one worker.
+    """`silence_s` is the limit, unless beats are too rare; `every_s()` the requested interval.
 
-    `silence_s` is the limit, unless beats are too rare for it; `every_s()` the requested interval.
-    `on_silence` is called repeatedly. `ask` requests a check: a beat is late or reports a problem,
-    a silent worker or one at rest is back, or the stream has ended.
+    `on_silence` is called repeatedly. `ask` requests a check: a late beat or a problem, the end of
+    silence, rest or stream.
     """
 
     worker: Worker
@@ -55,7 +54,7 @@ class Heartbeats:
 
     @property
     def trusted(self) -> bool:
-        """True if missing beats mean that the worker is silent."""
+        """True if silence here means the worker's."""
         return self._late is not None
 
     @property
@@ -63,13 +62,13 @@ class Heartbeats:
         return self.trusted and not self.is_late and self._beat is not None and self._beat.fine
 
     def took_rest(self) -> bool:
-        """Return whether the worker was idle since the last call."""
+        """Return whether it was idle since the last call."""
         ran, self._ran = self._ran, False
         self.rests = self.fine and not ran
         return self.rests
 
     def open(self, *, is_new: bool) -> None:
-        """Open the stream, if needed. `is_new`: another process may answer."""
+        """Open the stream. `is_new`: perhaps another process."""
         self._unknown = self._unknown and not is_new
         if self._reply is not None or self._unknown:
             return
@@ -90,7 +89,7 @@ class Heartbeats:
             reply.close()
 
     def on_answer(self) -> None:
-        """Close the stream if beats are long missing although the worker answered a check."""
+        """Close the stream if beats are missing despite answered checks."""
         if self.is_late and loop_time_s() - self._beat_s >= 2 * self._limit_s:
             self.close()
 
@@ -121,7 +120,7 @@ class Heartbeats:
         return None
 
     def _on_beats(self, beats: Sequence[Beat]) -> None:
-        """Count beats that arrive together once, as something on their way may have delayed them."""
+        """Count beats that arrive together, perhaps delayed, as one."""
         beat, now_s, before, was_late = beats[-1], loop_time_s(), self._beat, self.is_late
         in_time = now_s - self._beat_s <= self._limit_s
         self._in_a_row = self._in_a_row + 1 if in_time else 1

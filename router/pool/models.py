@@ -1,8 +1,7 @@
-"""The models behind the router, and the model that a request means. Pure.
+"""The models behind the router, and the model a request means. Pure.
 
-Workers with the same base model are a group; their adapters may differ. A worker that reports no
-model may serve any. With one group the workers check a request's `model`; only the name of an
-adapter narrows the choice.
+Workers with one base model form a group, whose adapters may differ. A worker that reports none may
+serve any. With one group workers check `model`; only an adapter's name narrows the choice.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,7 +17,7 @@ Names = tuple[str, ...]
 
 
 class UnknownModel(ApiError):
-    """No worker serves `model`. `why` is its label in metrics."""
+    """No worker serves `model`."""
 
     why = "model"
 
@@ -29,7 +28,7 @@ class UnknownModel(ApiError):
 
 @dataclass(frozen=True, slots=True)
 class Catalogue:
-    """Served models: `bases` in order of workers, `names` with adapters, `owners` name -> bases."""
+    """Served models: `bases`, `names` with adapters, `owners` name -> bases."""
 
     bases: Names = ()
     names: Names = ()
@@ -50,9 +49,9 @@ class Catalogue:
         return len(self.bases) > 1
 
     def meant(self, model: str, ready: "Iterable[str] | None" = None) -> str:
-        """Return the name that a worker must serve, empty for any. Raises UnknownModel.
+        """Return the name that workers must serve, empty for any. Raises UnknownModel.
 
-        Without a name and with several models, it is the first of `ready`, else the first.
+        The default among several models is the first of `ready`.
         """
         if model in self.names:
             return model
@@ -63,10 +62,9 @@ class Catalogue:
         return next(iter(ready or ()), self.bases[0])
 
     def of_adapter(self, *, model: object, adapter: object, loads: bool) -> str:
-        """Return the base model whose workers load or unload an adapter, empty for all workers.
+        """Return the base model whose workers load or unload an adapter, empty for all.
 
-        All workers of the model get the call, as one may not have reported the adapter yet. Raises
-        UnknownModel, ValueError.
+        All of them, as one may not have reported the adapter. Raises UnknownModel, ValueError.
         """
         if model is not None and not isinstance(model, str):
             raise ValueError("model: must be the name of a model that is served here")
@@ -89,7 +87,6 @@ def serves(names: Names, model: str) -> bool:
 
 
 def parse_models(info: object, listed: object) -> Names:
-    """Return a worker's names by its `/server_info` and its `/v1/models`, if that was read."""
     names: list[str] = []
     if isinstance(info, dict):
         names += [info[key] for key in ("served_model_name", "model_path") if isinstance(info.get(key), str)]
@@ -98,7 +95,7 @@ def parse_models(info: object, listed: object) -> Names:
 
 
 def has_adapters(info: object) -> bool:
-    """Return whether a worker may serve more names than in its `/server_info`."""
+    """Return whether it may serve more names than in `/server_info`."""
     return isinstance(info, dict) and bool(info.get("enable_lora") or info.get("lora_paths"))
 
 
@@ -107,7 +104,7 @@ def says_models(listed: object) -> bool:
 
 
 def join_models(answers: Iterable[object], *, field: str = "data", key: str = "id") -> list[dict[str, Any]]:
-    """Join lists of models, each name once. `field` has a list's rows, `key` a row's name."""
+    """Join lists of models, each name once."""
     rows: dict[str, dict[str, Any]] = {}
     for row in chain.from_iterable(_rows(answer, field, key) for answer in answers):
         rows.setdefault(row[key], row)

@@ -1,4 +1,4 @@
-r"""Migrates streams of decode workers, which others continue with the KV that waits there.
+r"""Migrates streams from decode workers to others, with their KV.
 
 call.leave() --rooms--> POST /move_out --> the stream ends with the KV's address --> failover
     \___ other engine, no answer, no end in time ___/--> give_up: prefill recomputes it
@@ -33,15 +33,13 @@ class _Answer(msgspec.Struct):
 
 @dataclass(eq=False)
 class MoveOrders:
-    """Migration requests, signed with `secret`."""
-
     session: aiohttp.ClientSession
     credentials: Credentials
     secret: bytes
     _orders: set[asyncio.Task[None]] = field(default_factory=set)
 
     def let_go(self, worker: Worker, calls: Sequence[ActiveCall], why: str) -> None:
-        """Request that `worker` ends `calls`, so that others can continue them."""
+        """Request that `worker` ends `calls`, for others to continue."""
         leaving = defaultdict[str, dict[ActiveCall, Mapping[str, int]]](dict)  # by the owner of their names
         for call in calls:
             if worker.role is Role.DECODE and (rooms := call.leave()):

@@ -1,6 +1,4 @@
-"""The workers whose circuits block requests, cached until a circuit changes or a timeout ends.
-Pure.
-"""
+"""Workers with blocking circuits, cached until a change or timeout. Pure."""
 
 import math
 from collections.abc import Iterable
@@ -21,7 +19,6 @@ class OpenCircuits:
         return bool(self._unsettled)
 
     def shut(self, now_s: float) -> frozenset[int]:
-        """Return the ids of workers whose circuits block requests."""
         if now_s >= self._due_s:
             workers = list(self._unsettled.values())
             self._shut = frozenset([w.worker_id for w in workers if not w.circuit.takes(now_s)])

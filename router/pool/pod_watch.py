@@ -1,8 +1,7 @@
-"""Watch of the pods of one label selector at a Kubernetes API server: list, then watch, repeatedly.
+"""Watch of one label selector's pods at a Kubernetes API server: list, then watch, repeatedly.
 
-Protocol: kubernetes.io/docs/reference/using-api/api-concepts. The official client
-(`kubernetes.aio`) finds the server and authenticates; its models refuse pods without some fields,
-so objects are decoded here.
+Protocol: kubernetes.io/docs/reference/using-api/api-concepts. `kubernetes.aio` connects; objects
+are decoded here, as its models refuse incomplete pods.
 """
 
 import asyncio
@@ -36,9 +35,7 @@ GONE = 410
 
 
 class KubernetesError(Exception):
-    """An error or unreadable answer (status 0) of the API server. `relist`: its version is
-    unusable.
-    """
+    """An error or unreadable answer (status 0). `relist`: the version is unusable."""
 
     def __init__(self, message: str, *, status: int = 0) -> None:
         super().__init__(message)
@@ -66,7 +63,7 @@ class _Status(msgspec.Struct):
 
 
 class KubeApi:
-    """The pods of one namespace, or of all, by `kubernetes.aio.client`."""
+    """Pods of one or all namespaces."""
 
     def __init__(self, library: Any, configuration: Any, *, namespace: str | None) -> None:
         self._client = library.ApiClient(configuration)
@@ -74,7 +71,7 @@ class KubeApi:
         self._namespace = namespace
 
     async def pods(self, *, timeout_s: float, **parameters: Any) -> aiohttp.ClientResponse:
-        """Return the response, of any status; the caller closes it."""
+        """Return the response, to be closed by the caller."""
         parameters |= {"_request_timeout": timeout_s}
         if self._namespace is None:
             call = self._core.list_pod_for_all_namespaces_without_preload_content(**parameters)
@@ -88,9 +85,7 @@ class KubeApi:
 
 
 async def connect(*, namespace: str | None) -> KubeApi:
-    """Connect by the pod's service account, else by $KUBECONFIG or ~/.kube/config. Raises
-    ConfigError.
-    """
+    """Connect by service account, $KUBECONFIG or ~/.kube/config. Raises ConfigError."""
     try:
         client: Any = importlib.import_module("kubernetes.aio.client")
         config: Any = importlib.import_module("kubernetes.aio.config")
@@ -116,7 +111,7 @@ async def connect(*, namespace: str | None) -> KubeApi:
 
 @dataclass(eq=False, kw_only=True)
 class PodWatch:
-    """The pods of one role. `run` never returns; cancel it."""
+    """Pods of one role. Cancel `run` to end it."""
 
     api: KubeApi
     role: Role
@@ -145,7 +140,7 @@ class PodWatch:
                 num_failed += 1
 
     async def _once(self) -> str:
-        """List if needed, then watch to the end; return an error."""
+        """List if needed, watch to the end; return an error."""
         try:
             if not self._version:
                 await self._list()
@@ -210,7 +205,6 @@ class PodWatch:
             self.on_change()
 
     def _read(self, raw: object) -> Pod | None:
-        """Return the pod, or log an unreadable one."""
         try:
             return read_pod(raw)
         except PodError as err:
@@ -218,7 +212,6 @@ class PodWatch:
             return None
 
     def _on_state(self, error: str) -> None:
-        """Log a change between `error` and following the pods."""
         if error and error != self._error:
             log.warning("service discovery: %s pods are not followed: %s", self.role, error)
         elif self._error and not error:
@@ -227,8 +220,8 @@ class PodWatch:
 
 
 def backoff_s(num_failed: int, draw: float) -> float:
-    """Return the pause after `num_failed` earlier failures: none, then exponential with jitter by
-    `draw` in [0, 1).
+    """Return the pause after earlier failures: none, then exponential with jitter (`draw` in [0,
+    1)).
     """
     if num_failed == 0:
         return 0.0
@@ -267,7 +260,6 @@ async def _bounded(response: aiohttp.ClientResponse, most: int) -> AsyncIterator
 
 
 async def _lines(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-    """Yield complete lines."""
     rest = bytearray()
     async for part in response.content.iter_any():
         rest += part

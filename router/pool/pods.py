@@ -1,4 +1,4 @@
-"""Pods by the API server's objects. Pure."""
+"""Pods of a Kubernetes API server. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,15 +35,13 @@ class _Status(msgspec.Struct):
 
 
 class _PodObject(msgspec.Struct):
-    """The used fields of a core/v1 Pod."""
-
     metadata: _Metadata = msgspec.field(default_factory=_Metadata)
     status: _Status = msgspec.field(default_factory=_Status)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pod:
-    """A pod. `uid` distinguishes it from an earlier one of the same name or address."""
+    """A pod. `uid` differs from earlier pods of its name or address."""
 
     name: str  # NAMESPACE/NAME
     uid: str
@@ -54,7 +52,7 @@ class Pod:
 
 
 def read_pod(raw: object) -> Pod:
-    """Return the pod in decoded JSON. Raises PodError."""
+    """Return a pod. Raises PodError."""
     try:
         pod = msgspec.convert(raw, _PodObject)
     except msgspec.ValidationError as err:
@@ -97,7 +95,7 @@ class PodSet:
             self._pods[pod.name] = pod
 
     def remove(self, pod: Pod) -> None:
-        """Remove this pod, but no later one of the same name."""
+        """Remove this pod, but no later namesake."""
         known = self._pods.get(pod.name)
         if known is not None and (not pod.uid or known.uid == pod.uid):
             del self._pods[pod.name]

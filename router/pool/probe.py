@@ -1,8 +1,8 @@
 """HTTP probes of one worker, and detection of its silence.
 
-A frozen process, or a cut cable, refuses no connection. Silence is noticed before a check fails and
-has milder effects: new requests prefer other workers until the next answer. A streaming worker is
-never silent. Without heartbeats a busy, silent worker is probed every quarter of the limit.
+A frozen process refuses no connection. Silence, noticed before a check fails, only makes requests
+prefer other workers. Streaming workers are never silent. Without heartbeats a busy, silent worker
+is probed every quarter of the limit.
 
     last byte ---- probe ---- probe ---- probe ---- limit: its requests move
 """
@@ -29,7 +29,7 @@ FAILURES = (aiohttp.ClientError, OSError, TimeoutError)
 
 @dataclass(slots=True, kw_only=True)
 class Prober:
-    """Probes. `silence_s` 0: no limit. `on_silence(worker, silent)` is called repeatedly."""
+    """Probes. `on_silence(worker, silent)` is called repeatedly."""
 
     session: aiohttp.ClientSession
     credentials: Credentials
@@ -62,7 +62,7 @@ class Prober:
                 silence.close()
 
     async def first_json(self, worker: Worker, paths: tuple[str, ...]) -> tuple[Any, str]:
-        """Return the first JSON answer of `paths`, and an error if there is none and a path failed."""
+        """Return the first JSON answer, or an error of a failed path."""
         error = ""
         for path in paths:
             try:
@@ -77,10 +77,9 @@ class Prober:
 
 
 class SilenceTimer:
-    """Calls `report(silent)` after `limit_s` without bytes, and repeatedly until `close`.
+    """Calls `report(silent)` after `limit_s` without bytes, repeatedly until `close`.
 
-    `received_s()` is the time of the last bytes. The silence may have started `beat_s` before. An
-    event loop that was blocked gets time to read first.
+    The silence may have started `beat_s` before. A blocked loop may read first.
     """
 
     __slots__ = ("_due_s", "_limit_s", "_loop", "_received_s", "_report", "_sent_s", "_timer")

@@ -1,6 +1,4 @@
-"""Parsers of workers' reports: load (several dialects), health, bootstrap server, role, events.
-Pure.
-"""
+"""Parsers of workers' reports: load (several dialects), health, bootstrap, role, events. Pure."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +27,7 @@ _STAGE_NAMES = {
 
 
 def parse_load(answer: object) -> LoadReport | None:
-    """Read `/get_load` or `/v1/loads`: an object, a list (summed over ranks) or {"loads": [...]}."""
+    """Read `/get_load` or `/v1/loads`: an object, a list (summed), or {"loads": [...]}."""
     if isinstance(answer, dict) and isinstance(answer.get("loads"), list):
         answer = answer["loads"]
     rows = [row for row in (answer if isinstance(answer, list) else [answer]) if isinstance(row, dict)]
@@ -61,7 +59,7 @@ def _stages(rows: list[dict[str, Any]]) -> dict[str, int]:
 
 
 def _pending(row: dict[str, Any]) -> int:
-    """Return pending tokens, which a rank reports as a share of its capacity (SGLang's name)."""
+    """Return pending tokens, a share of capacity in SGLang's reports."""
     share = sum(_share(part.get("pending_prealloc_token_usage")) for part in _parts([row], "disaggregation"))
     return int(share * count_of(row.get("max_total_num_tokens")))
 
@@ -89,14 +87,14 @@ def _total(rows: list[dict[str, Any]], *names: str) -> int:
 
 
 def count_of(value: object) -> int:
-    """Return a count, 0 for any other value."""
+    """Return a count, else 0."""
     return int(value) if isinstance(value, int | float) and 0 <= value < 2**53 else 0
 
 
 def parse_bootstrap(info: object, *, url_host: str) -> tuple[str, int | None]:
-    """Return host and port (None: the default) of a prefill worker's bootstrap server.
+    """Return host and port (None for the default) of a bootstrap server.
 
-    It runs inside the worker, unless `disaggregation_bootstrap_server` (HOST:PORT) names another.
+    Inside the worker, unless `disaggregation_bootstrap_server` names another.
     """
     if not isinstance(info, dict):
         return url_host, None
@@ -109,26 +107,23 @@ def parse_bootstrap(info: object, *, url_host: str) -> tuple[str, int | None]:
 
 
 def is_bootstrap_server(status: int, body: bytes) -> bool:
-    """Return whether a /health answer is from a bootstrap server, ours or SGLang's."""
+    """Return whether /health is a bootstrap server's, ours or SGLang's."""
     return status == 200 and (body == b"OK" or "rooms" in object_of(body))
 
 
 def says_draining(body: bytes) -> bool:
-    """Return whether a 503 is from a draining worker: by `status` of /health, else by the error
-    code.
-    """
+    """Return whether a 503 is a draining worker's, by /health or error code."""
     answer = object_of(body)
     return DRAINING in (answer.get("status"), answer.get("code"), _error(answer).get("code"))
 
 
 def says_request_failed(body: bytes) -> bool:
-    """Return whether a 500 is from a worker that serves others, by our error codes."""
+    """Return whether a 500 is of a worker that serves others, by our codes."""
     answer = object_of(body)
     return _error(answer).get("code", answer.get("code")) in REQUEST_ERRORS
 
 
 def why_draining(body: bytes) -> str:
-    """Return why /health reports draining."""
     released = object_of(body).get("released")
     if isinstance(released, list) and released:
         return f"it has released its memory ({', '.join(map(str, released))}): POST /resume_memory_occupation"
@@ -136,7 +131,7 @@ def why_draining(body: bytes) -> str:
 
 
 def parse_error(body: bytes) -> str | None:
-    """Return the message of an error of a known shape (service/http/api_shapes.py)."""
+    """Return an error's message (service/http/api_shapes.py)."""
     answer = object_of(body)
     message = _error(answer).get("message", answer.get("error"))
     return message if isinstance(message, str) else None
@@ -148,7 +143,7 @@ def _error(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 def parse_health(body: bytes) -> tuple[str, float | None]:
-    """Return the incarnation and the seconds of the present step, as far as reported."""
+    """Return incarnation and seconds of the present step."""
     health = object_of(body)
     incarnation, busy_s = health.get("incarnation"), health.get("busy_s")
     return (
@@ -163,7 +158,6 @@ def parse_mode(info: object) -> str | None:
 
 
 def parse_ranks(info: object) -> RankSizes:
-    """Read sizes and process ids in `/server_info`."""
     facts = info if isinstance(info, dict) else {}
     tp, pp, dp = (max(1, count_of(facts.get(f"{name}_size"))) for name in ("tp", "pp", "dp"))
     listed = facts.get("rank_pids")
@@ -173,7 +167,7 @@ def parse_ranks(info: object) -> RankSizes:
 
 @dataclass(frozen=True, slots=True)
 class EventSource:
-    """ZMQ addresses of KV events. `curve`: needs the cluster secret. `named`: hashes are our keys."""
+    """ZMQ addresses of KV events. `named`: hashes are our keys."""
 
     endpoint: str
     replay_endpoint: str | None
@@ -183,9 +177,8 @@ class EventSource:
 
 
 def parse_event_source(info: object, *, url_host: str) -> EventSource | None:
-    """Read `kv_events_config` in `/server_info` (JSON, or text as in SGLang).
-
-    Only the port comes from the worker: the router connects to no other host.
+    """Read `kv_events_config` (JSON, or text as in SGLang). Only its port is used: the router
+    connects to no other host.
     """
     config = info.get("kv_events_config") if isinstance(info, dict) else None
     if isinstance(config, str):
@@ -207,7 +200,7 @@ def parse_event_source(info: object, *, url_host: str) -> EventSource | None:
 
 @dataclass(frozen=True, slots=True)
 class PrefixHolder:
-    """Where to fetch a worker's prefixes: "host:port", incarnation, KV bytes per token."""
+    """A worker's prefix source, with KV bytes per token."""
 
     control: str
     incarnation: str
@@ -215,7 +208,7 @@ class PrefixHolder:
 
 
 def parse_prefix_holder(info: object) -> PrefixHolder | None:
-    """Read `prefix_source` (JSON in a string) in `/server_info`."""
+    """Read `prefix_source` in `/server_info`."""
     text = info.get("prefix_source") if isinstance(info, dict) else None
     named = object_of(text.encode(errors="replace")) if isinstance(text, str) else {}
     control, incarnation = named.get("control"), named.get("incarnation")
@@ -227,7 +220,7 @@ def parse_prefix_holder(info: object) -> PrefixHolder | None:
 
 
 def parse_encoder(info: object) -> ImageEncoder | None:
-    """Read `image_encoder` (JSON in a string) in `/server_info`."""
+    """Read `image_encoder` in `/server_info`."""
     text = info.get("image_encoder") if isinstance(info, dict) else None
     named: ImageEncoder | None = None
     if isinstance(text, str):
@@ -236,12 +229,10 @@ def parse_encoder(info: object) -> ImageEncoder | None:
 
 
 def fetches_features(info: object) -> bool:
-    """Return whether a worker fetches features from encoder workers."""
     return isinstance(info, dict) and info.get("feature_fetch") is True
 
 
 def _dialled(endpoint: object, host: str) -> str | None:
-    """Return tcp://HOST:PORT with `host`, None for other endpoints."""
     if not isinstance(endpoint, str) or not endpoint.startswith("tcp://"):
         return None
     port = port_of(endpoint.rpartition(":")[2])

@@ -1,8 +1,7 @@
-"""Load and open circuits of all processes of one router, in shared memory.
+"""Load and open circuits of all processes of a router, in shared memory.
 
-Each process writes its own row and reads the others. A number is one aligned word, so needs no
-lock. A worker's slot is found by the hash of its URL; only taking a slot needs a lock. No sockets,
-no clocks.
+Each process writes its row and reads the others. Numbers are aligned words, without locks; only
+taking a worker's slot, found by a hash of its URL, needs one.
 """
 
 import fcntl
@@ -31,7 +30,7 @@ _ROW_WORDS = _CLIENTS + _DEPTH * _WIDTH
 
 
 class SharedLoad:
-    """Row `row` of `num_rows` in the file `path`, created if needed. The row starts empty."""
+    """Row `row` of `num_rows` in the file `path`, initially empty."""
 
     def __init__(self, path: Path, *, row: int, num_rows: int) -> None:
         assert 0 <= row < num_rows, (row, num_rows)
@@ -45,7 +44,7 @@ class SharedLoad:
         self._words[self._begin : self._begin + _ROW_WORDS] = memoryview(bytes(_WORD * _ROW_WORDS)).cast("q")
 
     def take(self, url: str) -> int:
-        """Return the slot of `url`, the same in every process. RuntimeError if all are taken."""
+        """Return the slot of `url`, the same in all processes. RuntimeError if full."""
         name = _name(url)
         with self._locked():
             slot = self._find(name)
@@ -75,14 +74,12 @@ class SharedLoad:
         return sum([words[begin + at] for begin in self._others])
 
     def publish_open(self, slot: int, until_s: float) -> None:
-        """Publish the end of the worker's open circuit on the machine's monotonic clock; 0: closed."""
+        """Publish the end of an open circuit (machine's monotonic clock), 0 for closed."""
         self._words[self._at(self._begin, slot, _OPEN)] = int(until_s * 1000)
         self._words[self._begin + _TURNS] += 1
 
     def others_open(self, now_s: float) -> Sequence[int]:
-        """Return the slots whose circuits are open in other processes, re-read only on changes and
-        at intervals.
-        """
+        """Return slots with open circuits elsewhere, re-read only on changes and at intervals."""
         turns = [self._words[begin + _TURNS] for begin in self._others]
         if turns != self._turns or now_s >= self._reread_s:
             self._read_open()

@@ -1,4 +1,4 @@
-"""The health of a worker: a table of states and check results. Pure."""
+"""Health of a worker: states and check results. Pure."""
 
 from enum import StrEnum
 

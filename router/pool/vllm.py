@@ -1,4 +1,4 @@
-"""vLLM workers: detection, and routes that differ from Tandem's and SGLang's or are missing. Pure."""
+"""vLLM workers: detection, and routes that differ or are missing. Pure."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ _INSTEAD = {
 
 
 def runtime_of(info: object, listed: object) -> str | None:
-    """Return VLLM or None, by `/server_info` and, if read, `/v1/models`."""
+    """Return VLLM or None, by `/server_info` and `/v1/models`."""
     if isinstance(info, dict) and "vllm_config" in info:  # only with VLLM_SERVER_DEV_MODE
         return VLLM
     rows: Any = listed.get("data") if isinstance(listed, dict) else None
@@ -28,10 +28,7 @@ def runtime_of(info: object, listed: object) -> str | None:
 
 
 def vllm_call(method: str, path: str, body: bytes) -> tuple[str, str, bytes]:
-    """Return method, path and body of vLLM's equivalent call.
-
-    vLLM identifies the sequences of a completion by the answer's id and their index.
-    """
+    """Return vLLM's equivalent call, which names sequences by answer id and index."""
     if path == "/health_generate":
         return "GET", "/health", b""
     fields = object_of(body) if path == ABORT else {}
@@ -41,10 +38,9 @@ def vllm_call(method: str, path: str, body: bytes) -> tuple[str, str, bytes]:
 
 
 def lacks_route(status: int, body: bytes) -> bool:
-    """Return whether an answer is FastAPI's (vLLM, SGLang) for an unknown path."""
+    """Return whether an answer is FastAPI's for an unknown path."""
     return status == 404 and object_of(body).get("detail") == "Not Found"
 
 
 def lack_of(runtime: str | None, path: str) -> str:
-    """Return an error for a route that workers lack, with the alternative."""
     return f"{'vLLM workers' if runtime == VLLM else 'these workers'} have no {path}{_INSTEAD.get(path, '')}"

@@ -1,7 +1,4 @@
-"""One worker (identity, health, reports), and leases, which charge load to it. Pure.
-
-A lease is one upstream call; it charges tokens until released.
-"""
+"""One worker, and leases: load charged by an upstream call until released. Pure."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -43,10 +40,8 @@ UNIFIED: Way = (Role.UNIFIED,)
 class LoadReport:
     """A worker's report, summed over ranks. `*_total` count since its start.
 
-    `stages`: requests by stage (reports.py). `transfer_*`: means of recent KV transfers.
-    `pending_tokens`: KV demand of decode's prealloc queue. `busy_ms_total`: time with work.
-    `accept_length`: tokens per request and decode step, 0 if unknown. `avoided_encoders`:
-    addresses.
+    `stages`: reports.py. `transfer_*`: recent means. `pending_tokens`: demand of decode's prealloc
+    queue. `accept_length`: tokens per request and step, 0 if unknown.
     """
 
     running_reqs: int = 0
@@ -69,8 +64,6 @@ class LoadReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSizes:
-    """Rank counts of a worker; `pids` as far as reported."""
-
     tp: int = 1
     pp: int = 1
     dp: int = 1
@@ -82,7 +75,7 @@ ONE_RANK = RankSizes()
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Worker:
-    """One worker. `WorkerTable` and `Loads` change it; `HealthMonitor` sets what reports contain."""
+    """A worker. Set by `WorkerTable` and `Loads`; what reports contain by `HealthMonitor`."""
 
     worker_id: int
     url: str
@@ -131,7 +124,7 @@ class Worker:
 
     @property
     def load_tokens(self) -> int:
-        """Tokens in flight there, of this router and of others."""
+        """Tokens in flight, of all routers."""
         tokens = self.inflight_tokens + self.foreign_tokens
         return tokens if self.peers is None else tokens + self.peers.others_tokens(self.slot)
 
@@ -142,7 +135,6 @@ class Worker:
 
     @property
     def tokens_everywhere(self) -> int:
-        """Tokens of all processes of this router."""
         return self.inflight_tokens + (0 if self.peers is None else self.peers.others_tokens(self.slot))
 
     @property
@@ -162,7 +154,7 @@ class Lease(msgspec.Struct, frozen=True, eq=False):
 
 @dataclass(slots=True)
 class Loads:
-    """All leases of one router process. Changes only the load of workers."""
+    """All leases of one router process."""
 
     _leases: dict[int, Lease] = field(default_factory=dict)
 
@@ -187,7 +179,7 @@ class Loads:
             self._on_load(lease.worker)
 
     def on_report(self, worker: Worker, report: LoadReport | None) -> None:
-        """Set a worker's report. Load sent by this router is not counted twice."""
+        """Set a report, without counting this router's load twice."""
         worker.report = report
         reported = 0 if report is None else _reported_tokens(worker.role, report)
         worker.foreign_tokens = max(0, reported - worker.tokens_everywhere)
@@ -208,5 +200,5 @@ class Loads:
 
 
 def _reported_tokens(role: Role, report: LoadReport) -> int:
-    """Return waiting tokens for prefill, as a cache is no load, else tokens in KV or waiting."""
+    """Waiting tokens for prefill, as a cache is no load, else also KV."""
     return report.used_tokens + report.waiting_tokens if role.holds_kv else report.waiting_tokens

@@ -1,4 +1,4 @@
-"""The worker table: workers, pools to choose from, results of checks. Pure: no sockets, no clock."""
+"""The worker table: workers, pools, results of checks. Pure."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -25,10 +25,10 @@ class WorkerTableError(ApiError):
 
 @dataclass(slots=True)
 class WorkerTable:
-    """All workers of one router in order of addition.
+    """All workers of one router, in order.
 
-    `on_gone` receives a worker whose cache is lost: removed, down, restarted, or switched.
-    `on_change` is called when pools change.
+    `on_gone` gets workers whose cache is lost: removed, down, restarted, switched. `on_change`
+    follows changes of pools.
     """
 
     health: HealthFlags = field(default_factory=HealthFlags)
@@ -48,7 +48,7 @@ class WorkerTable:
     def add(
         self, url: str, *, role: Role, bootstrap_port: int | None = None, now_s: float = 0.0, discovered: bool = False
     ) -> Worker:
-        """Add a worker, which serves after its first good check. WorkerTableError for a known URL."""
+        """Add a worker, to serve after a good check. Raises WorkerTableError."""
         url = url.rstrip("/")
         if same_url(url) in self._by_name:
             raise WorkerTableError(f"url: {url} is already in the table")
@@ -77,7 +77,7 @@ class WorkerTable:
         return worker
 
     def remove(self, url: str) -> Worker:
-        """Remove a worker; its running requests continue. WorkerTableError if unknown."""
+        """Remove a worker; running requests continue. Raises WorkerTableError."""
         worker = self.find(url)
         del self._workers[worker.worker_id]
         del self._by_name[same_url(url)]
@@ -92,14 +92,16 @@ class WorkerTable:
         return worker
 
     def retire(self, url: str, *, last_resort: bool = False) -> Worker:
-        """Send it no new requests, except as `last_resort` while no other of its role is up."""
+        """Send no new requests, except as `last_resort` if no other is up. Raises
+        WorkerTableError.
+        """
         worker = self.find(url)
         worker.leaving, worker.last_resort = True, last_resort
         self._on_change()
         return worker
 
     def find(self, url: str) -> Worker:
-        """Return the worker at this address, in any spelling. WorkerTableError if unknown."""
+        """Return the worker of a URL in any spelling. Raises WorkerTableError."""
         worker = self._by_name.get(same_url(url))
         if worker is None:
             raise WorkerTableError(f"url: {url} is not in the table")
@@ -112,9 +114,7 @@ class WorkerTable:
         return self._workers.get(worker.worker_id) is worker
 
     def alive(self, role: Role) -> list[Worker]:
-        """Return workers that are up, also silent ones; leaving last resorts only if no other is
-        up.
-        """
+        """Return workers that are up; leaving last resorts if no other is."""
         here = [w for w in self._workers.values() if w.role is role and is_up(w)]
         return [w for w in here if not w.leaving] or here
 
@@ -122,7 +122,7 @@ class WorkerTable:
         return worker in self.alive(worker.role)
 
     def pool(self, role: Role, model: str) -> Pool:
-        """Return the alive workers of `model` (empty: any), silent ones only if all are. Cached."""
+        """Return alive workers of `model` (empty: any), silent ones if all are. Cached."""
         found = self._pools.get((role, model))
         if found is None:
             if len(self._pools) >= MAX_POOLS:
@@ -135,7 +135,7 @@ class WorkerTable:
         return tuple([w for w in serving if not w.silent] or serving)
 
     def ready(self, role: Role, model: str, *, now_s: float) -> Pool:
-        """Return the workers of `pool` with closed circuits, or all if there are none."""
+        """Return the pool's workers with closed circuits, else all."""
         pool = self.pool(role, model)
         faulty = self._circuits.shut(now_s) if self._circuits.any else frozenset()
         if self.peers is not None and (others := self.peers.others_open(now_s)):
@@ -148,7 +148,7 @@ class WorkerTable:
         return worker.circuit.takes(now_s) and worker.slot not in others
 
     def has_others(self, worker: Worker) -> bool:
-        """Return whether other workers could do its work: of its role, or a whole other route."""
+        """Return whether other workers can replace it: its role, or another whole route."""
         if any(other is not worker and not other.silent for other in self.pool_of(worker)):
             return True
         model = worker.models[0] if worker.models else ""
@@ -162,7 +162,7 @@ class WorkerTable:
         return self.pool(worker.role, worker.models[0] if worker.models else "")
 
     def on_check(self, worker: Worker, result: Check, *, now_s: float, error: str = "") -> bool:
-        """Apply the result of a check or connection. Return whether the state changed."""
+        """Apply a check's result; return whether the state changed."""
         same = worker.last_check is not None and _kind(worker.last_check) is _kind(result)
         worker.streak = worker.streak + 1 if same else 1
         worker.last_check = result
@@ -189,8 +189,7 @@ class WorkerTable:
     def on_incarnation(self, worker: Worker, incarnation: str, *, checked_s: float) -> None:
         """Record the process that answered a check started at `checked_s`.
 
-        An incarnation that returns after another is one of several behind this URL, and changes
-        nothing.
+        One that returns after another is one of several behind the URL, and changes nothing.
         """
         if worker.incarnation not in ("", incarnation) and incarnation:
             worker.former_lives = (*worker.former_lives, worker.incarnation)[-MAX_FORMER_LIVES:]
@@ -202,13 +201,13 @@ class WorkerTable:
             worker.incarnation, worker.incarnation_s = incarnation, checked_s
 
     def set_switching(self, worker: Worker, role: Role | None) -> None:
-        """Send no new requests during a switch to `role`; None ends it."""
+        """Send no new requests during a switch; None ends it."""
         assert role is None or (worker.switching_to is None and worker.role is not role), (worker.url, worker.role)
         worker.switching_to = role
         self._on_change()
 
     def on_role(self, worker: Worker, role: Role) -> None:
-        """Set a new role, and forget the old one's state, with its given port."""
+        """Set a new role, and forget the old one's state."""
         worker.role = role
         self._on_change()
         worker.given_bootstrap_port = None
@@ -259,7 +258,7 @@ class WorkerTable:
 
 @lru_cache(maxsize=2 * MAX_WORKERS)
 def same_url(url: str) -> str:
-    """Return the normal form of an address: lower case, port, no slash."""
+    """Normalize an address: lower case, port, no slash."""
     parts = urlsplit(url)
     if not parts.hostname:
         return url
@@ -279,12 +278,12 @@ def _kind(check: Check) -> Check:
 
 
 def missing_roles(table: WorkerTable, ways: Iterable[Way], model: str = "") -> list[Role]:
-    """Return the roles without a live worker (of `model`), none if any route is complete."""
+    """Return roles without live worker, none if a route is complete."""
     return _lacking([role for role in way if not table.pool(role, model)] for way in ways)
 
 
 def silent_roles(table: WorkerTable, ways: Iterable[Way], model: str = "") -> list[Role]:
-    """Return the roles whose live workers are all silent, none if any complete route answers."""
+    """Return roles with silent workers only, none if a complete route answers."""
     whole = [pools for way in ways if all(pools := [table.pool(role, model) for role in way])]
     return _lacking([pool[0].role for pool in pools if pool[0].silent] for pools in whole)
 

@@ -1,4 +1,4 @@
-"""Composes the dispatcher and its observers from the enabled features."""
+"""Composes the dispatcher of the enabled features."""
 
 from functools import partial
 

@@ -1,7 +1,7 @@
 """Copies hot prefixes to a second prefill worker (router/choice/replication.py).
 
-A copy repeats the request that made the prefix hot, at the second prefill worker only, which
-fetches the KV and computes nothing. So no router needs a tokenizer.
+A copy repeats the hot request at that worker, which only fetches the KV: no router needs a
+tokenizer.
 """
 
 from dataclasses import dataclass, field
@@ -26,9 +26,7 @@ class PrefixCopies:
     _running: set[HttpReply] = field(default_factory=set)
 
     def on_sent(self, request: RequestContext, attempt: PairAttempt, now_s: float) -> None:
-        """Count the longest known prefix of the prompt, and copy it if it is hot and at a single
-        worker.
-        """
+        """Count the prompt's longest known prefix, and copy it if hot and at one worker only."""
         chosen, hints, sources = attempt.placements[0], request.hints, self.prefixes.sources
         if chosen.worker.role is not Role.PREFILL or not sources.exchanges(chosen.worker):
             return

@@ -1,6 +1,6 @@
-"""The dispatcher: reads a generation request, admits it, tries attempts, and relays the answer.
+"""The dispatcher: reads a generation request, admits it, tries attempts, relays the answer.
 
-A request changes workers only before anything is sent to the client. Every exit ends the attempts.
+Workers change only before anything is sent to the client. Every exit ends the attempts.
 """
 
 import asyncio
@@ -60,10 +60,10 @@ _PASSED_HEADERS = (
 
 @dataclass(eq=False, kw_only=True)
 class Dispatcher:
-    """Answers POST of the paths of `Api`. Embeddings and scores need a prefill worker only.
+    """Serves POST of `Api`'s paths.
 
-    There are `retry_max` further attempts, with exponential pauses from `retry_backoff_s` on.
-    Streams are silent for `keep_alive_s` at most, 0 for no limit. Disabled parts are None.
+    Up to `retry_max` retries with exponential pauses from `retry_backoff_s`. Streams are silent for
+    at most `keep_alive_s`, 0 for no limit.
     """
 
     ways: tuple[Way, ...]
@@ -82,12 +82,11 @@ class Dispatcher:
     images: BodyImages
 
     async def invoke(self, http: web.BaseRequest) -> web.StreamResponse:
-        """Answer POST /invocations, whose body determines the API."""
+        """Answer POST /invocations."""
         body = await http.read()
         return await self.handle(http, path=await BODIES.run(partial(invoked_path, body), size=len(body)))
 
     async def handle(self, http: web.BaseRequest, *, path: str = "") -> web.StreamResponse:
-        """Answer a request; `path` overrides its own as the API."""
         if self.live.blocked:
             await self.live.wait_unblocked(timeout_s=time_given(http.headers))
         if self.live.draining:
@@ -138,7 +137,7 @@ class Dispatcher:
                 notify(request, status, now_s)
 
     async def _read(self, request: RequestContext) -> None:
-        """Fill in `request`. Raises ApiError for a bad body or header, or an unknown model."""
+        """Fill in `request`. Raises ApiError."""
         http = request.http
         request.body = await http.read()
         size = len(request.body)
@@ -166,7 +165,7 @@ class Dispatcher:
             await self.reconnect.go_on(request)
 
     async def _take_images(self, request: RequestContext) -> ParsedBody:
-        """Extract the images; return the body for load balancing and routing."""
+        """Extract images; return the body for routing."""
         taken = await self.images.take(request.parsed)
         if taken.fetched:
             request.body = write_body(taken.body)
@@ -225,7 +224,6 @@ class Dispatcher:
         raise AssertionError("the last attempt returns")
 
     async def _attempt(self, request: RequestContext, attempt: PairAttempt) -> web.StreamResponse:
-        """Give an attempt's answer to the client. Raises CallFailed if there is none."""
         try:
             await self.launcher.until_begun(request, attempt)
             return await self._give(request, attempt)
@@ -249,9 +247,7 @@ class Dispatcher:
         return _whole(request, attempt, merger, call.reply.take())
 
     async def _framed(self, request: RequestContext, attempt: PairAttempt, merger: Merger | None) -> web.Response:
-        """Return a long whole answer. If it cannot continue elsewhere it restarts (CallFailed), as
-        nothing was sent.
-        """
+        """Return a long whole answer. If it cannot continue elsewhere it restarts (CallFailed)."""
         assert self.failover is not None, "only a router with failover asks for frames"
         answer = self.failover.open(request, attempt.end)
         try:
@@ -318,9 +314,7 @@ class Dispatcher:
         *,
         said: bytes,
     ) -> web.StreamResponse:
-        """End the client's stream, or write an error as its last event: `said` by the worker, else
-        ours.
-        """
+        """End the client's stream, perhaps with an error, `said` by the worker or ours."""
         if request.alive is not None:
             await request.alive.end()
         if request.handed_back:
@@ -374,7 +368,5 @@ def _splitter(
 
 
 def pause_s(number: int, backoff_s: float) -> float:
-    """Return the pause after failed attempt `number`: none, base, 2 * base..., at most
-    `MAX_BACKOFF_S`.
-    """
+    """Return the pause after a failed attempt: none, base, 2 * base..., up to `MAX_BACKOFF_S`."""
     return 0.0 if number == 0 else min(MAX_BACKOFF_S, backoff_s * 2 ** (number - 1))

@@ -1,10 +1,9 @@
-"""Failover: the answer of a lost or migrating worker continues at another (service/http/resume.py).
+"""Failover: a lost or migrating worker's answer continues at another (service/http/resume.py).
 
     lost                       a pair: prefill computes prompt and tokens again
     migrated, its KV waits     another decode worker, which gets the KV; if that fails, a pair
 
-At most `most` workers may die under one request, and `retry_max` errors be reported, which stops a
-request that kills workers.
+A request ends after `most` dead workers or `retry_max` errors, as it may be the cause.
 """
 
 import asyncio
@@ -30,9 +29,7 @@ TAKE_OVER_S = 10.0  # for the first token of another decode worker; then a pair 
 
 @dataclass(eq=False, kw_only=True)
 class Failover:
-    """Failover of requests, with `retry_max` retries. Only with the launcher's `secret` can workers
-    resume.
-    """
+    """Failover, with `retry_max` retries; needs the launcher's `secret`."""
 
     most: int
     retry_max: int
@@ -40,11 +37,11 @@ class Failover:
     launcher: AttemptLauncher
 
     def headers(self) -> dict[str, str]:
-        """Return the header that requests frames of a worker."""
+        """Return the header that requests frames."""
         return {} if self.launcher.secret is None else {FRAMES_HEADER: "1"}
 
     def open(self, request: RequestContext, end_first: Callable[[], None]) -> "ResumableAnswer":
-        """Start recording an answer. `end_first` ends the first attempt on a take-over."""
+        """Record an answer. `end_first` ends the first attempt on a take-over."""
         answer = ResumableAnswer(self, request, end_first)
         if RESUME_HEADER in request.headers:  # its client reconnected
             answer.record.take_head(known_frames(msgspec.json.decode(request.parsed.fields[RESUME_FIELD], type=Resume)))
@@ -53,9 +50,7 @@ class Failover:
 
 @dataclass(eq=False)
 class ResumableAnswer:
-    """One client's answer. `end_attempt` ends the current attempt, `prefill` is the last pair's
-    worker.
-    """
+    """An answer. `end_attempt` ends the current attempt, `prefill` is the last pair's worker."""
 
     failover: Failover
     request: RequestContext
@@ -66,7 +61,6 @@ class ResumableAnswer:
     _all_rooms: list[int] = field(default_factory=list)
 
     def follow(self, attempt: PairAttempt) -> None:
-        """Follow `attempt` for the rest of the answer."""
         answering = attempt.answering
         answering.goes_on = self.record.can_resume
         if attempt.prefill is not None:
@@ -77,7 +71,7 @@ class ResumableAnswer:
         attempt.watch_prefill(self.failover.launcher.on_call_failed)
 
     def _rooms_to_leave(self) -> Mapping[str, int]:
-        """Mint a room per sample; return those of live samples by their rid at the worker."""
+        """Mint a room per sample; return those of live samples by rid."""
         left, count = self.record.samples_left(), self.request.parsed.num_samples
         rooms = self.failover.launcher.rooms
         if not left or max(left) >= count or not rooms.has_room_for(count):
@@ -87,7 +81,7 @@ class ResumableAnswer:
         return {name: self._rooms[index] for index, name in left.items()}
 
     def failure(self, attempt: PairAttempt) -> CallFailed | None:
-        """Return why a stream that ended in order is incomplete."""
+        """Return why an orderly end is incomplete."""
         worker = attempt.answering.worker
         if self.record.moved:
             return has_moved(worker)
@@ -98,7 +92,7 @@ class ResumableAnswer:
         return CallFailed(worker, reason="status", status=self.record.failed, body=body)
 
     async def take_over(self, lost: PairAttempt, failure: CallFailed, merger: Merger | None) -> PairAttempt | None:
-        """Place the rest of the answer at other workers, if possible, and notify observers."""
+        """Continue at other workers, if possible, and notify observers."""
         launcher = self.failover.launcher
         if lost.refused is not None:  # reported before; decode's stream was cut for it
             failure = lost.refused
@@ -124,7 +118,7 @@ class ResumableAnswer:
         return found
 
     async def _by_kv(self, lost: PairAttempt) -> PairAttempt | None:
-        """Continue at another decode worker that fetches the waiting KV, if possible."""
+        """Continue at a decode worker that fetches the waiting KV."""
         rooms, self._rooms = self._rooms, ()
         if not self.record.has_sources() or self.prefill is None or not rooms:
             return None
@@ -191,7 +185,6 @@ class ResumableAnswer:
 
 
 def ask_for_rest(request: RequestContext, resume: bytes, secret: bytes) -> None:
-    """Make the next attempts continue after the client's last token."""
     fields = {**request.parsed.fields, RESUME_FIELD: msgspec.Raw(resume)}
     request.parsed = msgspec.structs.replace(request.parsed, fields=fields)
     request.body = write_body(request.parsed)

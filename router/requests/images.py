@@ -1,7 +1,7 @@
-"""Images in bodies: fetches each URL once, so that all workers of a request get the same bytes.
+"""Images in bodies, fetched once, so that all workers of a request get the same bytes.
 
-A chat without images costs a substring search, other bodies nothing. Load balancing and cache-aware
-routing read a digest in place of each image. Videos come as frames.
+Without images a chat costs a substring search. Routing reads a digest per image. Videos come as
+frames.
 """
 
 import hashlib
@@ -37,15 +37,15 @@ _encode = msgspec.json.Encoder().encode
 
 
 def holds_images(body: bytes, parsed: ParsedBody) -> bool:
-    """Return whether a body may hold images. False positives are possible."""
+    """Return whether a body may hold images; false positives are possible."""
     names = _FIELDS.get(parsed.api, ())
     return any(name in parsed.fields for name in names) and (names[0] in _LISTS or any(mark in body for mark in _MARKS))
 
 
 @dataclass(frozen=True, slots=True)
 class WithImages:
-    """A body with images. `body` is for workers; `shown`, with digests and estimated tokens, for
-    routing. `digests` are in order of appearance. `fetched`: `body` differs from the client's.
+    """`body` for workers; `shown`, with digests and estimated tokens, for routing. `digests` in
+    order.
     """
 
     body: ParsedBody
@@ -55,7 +55,7 @@ class WithImages:
 
 
 class BodyImages:
-    """Extracts images. `most_bytes` limits a body for a worker."""
+    """Extracts images. `most_bytes` bounds the result."""
 
     def __init__(self, flags: ImageFlags, *, most_bytes: int) -> None:
         self._flags = flags
@@ -63,7 +63,7 @@ class BodyImages:
         self._fetcher = ImageFetcher(flags)
 
     async def take(self, parsed: ParsedBody) -> WithImages:
-        """Extract the images. Raises ApiError(400) with the field."""
+        """Extract images. ApiError(400) names the field."""
         names = [name for name in _FIELDS.get(parsed.api, ()) if name in parsed.fields]
         size = sum(len(parsed.fields[name]) for name in names)
         values, images = await BODIES.run(partial(_found, parsed, names), size=size)
@@ -75,7 +75,6 @@ class BodyImages:
         return await BODIES.run(finish, size=self._most_bytes if remote else size)
 
     async def _fetch(self, remote: list[NamedImage], parsed: ParsedBody) -> None:
-        """Replace each with a data URL."""
         if len(remote) > self._flags.max_images_per_request:
             text = (
                 f"is more than the {self._flags.max_images_per_request} images of a request (--max-images-per-request)"

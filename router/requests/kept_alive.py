@@ -1,7 +1,6 @@
-"""Serves a streaming request with keep-alive comments during silence.
+"""Keep-alive comments while a streaming request is silent.
 
-A request with comments only may still change workers. After a comment, an error is the stream's
-last event.
+It may still change workers. After a comment an error is the stream's last event.
 """
 
 import asyncio

@@ -1,8 +1,7 @@
-"""The live requests of a router, its drain and its block.
+"""Live requests of a router, drain and block.
 
-A drain refuses new requests; live ones finish or are handed back. A block holds new requests while
-live ones finish, so that an operator can change all workers in between, like SGLang's input
-blocker.
+A drain refuses new requests; live ones finish or are handed back. A block holds new ones while live
+ones finish, to change all workers in between, as SGLang's input blocker.
 """
 
 import asyncio
@@ -39,7 +38,7 @@ class LiveRequests:
         return len(self.requests)
 
     async def block(self) -> None:
-        """Hold new requests until `unblock`, and wait until the live ones have ended."""
+        """Hold new requests until `unblock`, and wait for live ones."""
         self._open.clear()
         await wait_while(lambda: bool(self.requests), at_once=self._open)
 
@@ -47,9 +46,7 @@ class LiveRequests:
         self._open.set()
 
     async def wait_unblocked(self, *, timeout_s: float) -> None:
-        """Wait for the end of a block. Raises ApiError after the deadline, or if too many requests
-        wait.
-        """
+        """Wait for the block's end. ApiError after the deadline, or for too many requests."""
         if self.num_blocked >= MAX_BLOCKED:
             message = f"{self.num_blocked} requests wait until the router is unblocked; try again later"
             raise ApiError(503, message, code="queue_full", retry_after_s=1)

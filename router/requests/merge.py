@@ -1,6 +1,6 @@
 """Merges prefill's part into decode's answer: input logprobs, hidden states, cached tokens. Pure.
 
-Only requests for input logprobs need this; other answers pass unread, as do unknown shapes.
+Only for requests of input logprobs; others, and unknown shapes, pass unread.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Merger:
-    """Merges into the answers to one request. `prefill_body` is prefill's whole answer."""
+    """Merges into the answers to one request."""
 
     def __init__(self, api: Api, prefill_body: bytes) -> None:
         self._api = api
@@ -30,7 +30,7 @@ class Merger:
         self._shifts: dict[int, int] = {}  # by choice: shift of later text offsets
 
     def follow(self, prefill_body: bytes) -> None:
-        """Take over the hidden states that another prefill worker recomputed."""
+        """Take hidden states that another prefill worker recomputed."""
         for known, newer in zip(self._prefill, _items(self._api, decode_or_none(prefill_body)), strict=False):
             if states := _dict(newer, "meta_info").get("hidden_states"):
                 _dict(known, "meta_info")["hidden_states"] = states
@@ -69,14 +69,12 @@ class Merger:
             _shift_offsets(_dict(item, "logprobs"), shift)
 
     def _num_outputs(self) -> int:
-        """Return the tokens that prefill generated per choice: one, or none if the request allowed
-        none.
-        """
+        """Tokens that prefill generated per choice, 0 or 1."""
         total = self._usage.get("completion_tokens")
         return total // max(1, len(self._prefill)) if isinstance(total, int) else 1
 
     def _merge_usage(self, answer: object) -> None:
-        """Add cached tokens to OpenAI's usage, unless decode already has them from prefill."""
+        """Add cached tokens to OpenAI's usage, unless present."""
         cached = _dict(self._usage, "prompt_tokens_details").get("cached_tokens")
         usage = _dict(answer, "usage")
         if not cached or not usage:
@@ -102,7 +100,7 @@ class SseMerger(StreamSplitter):
 
 
 def _merge_meta(prefill: dict[str, Any], meta: dict[str, Any], *, first: bool) -> None:
-    """Merge a native answer. The first event gets the logprobs, later ones if they repeat the
+    """Merge a native answer: logprobs into the first event, and later ones that repeat the
     field.
     """
     for name in _INPUT_LOGPROBS:
@@ -115,10 +113,9 @@ def _merge_meta(prefill: dict[str, Any], meta: dict[str, Any], *, first: bool) -
 
 
 def _merge_completion(prefill: dict[str, Any], choice: dict[str, Any], *, num_outputs: int) -> int:
-    """Put the prompt's columns before decode's in a completion with echo; return the shift of
-    offsets.
+    """Put the prompt's columns before decode's (echo); return the shift of offsets.
 
-    Columns that begin with a null logprob already hold the prompt, whose first token alone has
+    Columns that begin with a null logprob have the prompt already, as only its first token has
     none.
     """
     known = _dict(prefill, "logprobs")
@@ -145,7 +142,7 @@ def _shift_offsets(columns: dict[str, Any], shift: int) -> None:
 
 
 def _offset_shift(known: dict[str, Any], columns: dict[str, Any], *, at: int) -> int:
-    """Return the shift of decode's offsets: both sides have the first output token."""
+    """Return the shift of decode's offsets by the first output token, which both have."""
     theirs, own = known.get("text_offset") or [], columns.get("text_offset") or []
     return max(0, theirs[at] - own[0]) if len(theirs) > at and own else 0
 

@@ -1,7 +1,7 @@
 """Picks the workers of an attempt: alive, of the model, not failed before, within the SLO.
 
-Policies (router/choice) choose among several workers, ways.py among routes (--mixed). A request
-without a worker waits if that may soon change.
+Policies choose among workers, ways.py among routes (--mixed). A request without worker waits if
+that may soon change.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from service.waiter import Waiter
 
 @dataclass(eq=False, kw_only=True)
 class Picker:
-    """Picks workers. `wait_s`: --retry-wait. `silence_s`: --dead-worker-timeout, 0 for no limit."""
+    """`wait_s`: --retry-wait. `silence_s`: --dead-worker-timeout, 0 for no limit."""
 
     table: WorkerTable
     policies: Mapping[Role, Policy]
@@ -49,8 +49,8 @@ class Picker:
     async def pick_later(self, request: RequestContext) -> Placements | None:
         """Wait for a worker after `pick` found none.
 
-        - if all its workers are silent and have not failed it: up to `silence_s`, and its deadline
-        - if they are silent or gone and it has failed before: up to `wait_s`
+        - if all are silent but have not failed it: up to `silence_s`, and its deadline
+        - if silent or gone, and it has failed before: up to `wait_s`
         """
         time_s = asyncio.get_running_loop().time
         began_s = time_s()
@@ -62,7 +62,7 @@ class Picker:
         return None
 
     def pick(self, request: RequestContext) -> Placements | None:
-        """Pick a worker of each role, None if a role has none. Raises RequestRefused."""
+        """Pick a worker of each role, None if one is missing. Raises RequestRefused."""
         ways: Sequence[Pools] = [
             pools for pools in self.pools(request) if all([pool and not pool[0].silent for pool in pools])
         ]
@@ -73,7 +73,7 @@ class Picker:
         return self.choose(request, ways)
 
     def pick_for_rest(self, request: RequestContext, *, but: Worker) -> Placement | None:
-        """Pick the least loaded responsive worker other than `but` to continue its answer."""
+        """Pick the least loaded responsive worker other than `but`."""
         alike = [pools[-1] for way, pools in zip(request.ways, self.pools(request), strict=True) if way[-1] is but.role]
         others = [worker for worker in alike[0] if worker is not but]
         if not others or others[0].silent:
@@ -82,7 +82,7 @@ class Picker:
         return self.choose(request, [[[best]]])[0]
 
     def choose(self, request: RequestContext, ways: Sequence[Pools]) -> Placements:
-        """Choose a worker of each pool of a route, and record it in the policies."""
+        """Choose a worker of each pool of a route, and record it."""
         if self.ways is not None and len(ways) > 1:
             now_s = self.clock()
             return self.ways.choose(self._sound(request, ways, now_s), request.hints, now_s, request.slo)
@@ -90,7 +90,7 @@ class Picker:
         return tuple([policies[pool[0].role].choose(pool, hints) for pool in ways[0]])
 
     def pools(self, request: RequestContext) -> list[list[Pool]]:
-        """Return each route's pools. Silent workers are in a pool only if all of it are silent."""
+        """Return each route's pools, whose workers are silent only if all are."""
         table, model, now_s, failed = self.table, request.model, self.clock(), request.failed
         ways = [[table.ready(role, model, now_s=now_s) for role in way] for way in request.ways]
         return ways if failed is None else [[failed.best_of(pool) for pool in pools] for pools in ways]
@@ -100,7 +100,7 @@ class Picker:
         return missing_roles(table, ways, model) or silent_roles(table, ways, model)
 
     def _pick_in_time(self, request: RequestContext, slo: Slo, ways: Iterable[Pools]) -> Placements:
-        """Pick workers that meet the SLO. Raises RequestRefused if no route has them."""
+        """Pick workers within the SLO. Raises RequestRefused."""
         found: list[tuple[Pools, Placements]] = []
         refused: RequestRefused | None = None
         for pools in ways:
@@ -124,10 +124,9 @@ class Picker:
         return tuple([look(self.policies[pool[0].role], pool, hints, slo, now_s=now_s) for pool in pools])
 
     def _sound(self, request: RequestContext, ways: Sequence[Pools], now_s: float) -> Sequence[Pools]:
-        """Return the routes without workers that failed the request or have open circuits, else
-        all.
+        """Return routes without failed workers or open circuits, else all.
 
-        Pools prefer other workers, so checking the first of each is enough.
+        The first of a pool represents it, as others are preferred.
         """
 
         def is_sound(worker: Worker) -> bool:
@@ -137,7 +136,7 @@ class Picker:
         return [pools for pools in ways if all(is_sound(pool[0]) for pool in pools)] or ways
 
     def _patience_s(self, request: RequestContext) -> float:
-        """Return how long the request may wait in all, given the table's state."""
+        """Return how long the request may wait in all."""
         table, ways, model = self.table, request.ways, request.model
         if missing_roles(table, ways, model):
             return self.wait_s if request.failed is not None else 0.0
@@ -147,9 +146,7 @@ class Picker:
         return 0.0
 
     def _may_wait(self, request: RequestContext, pools: Pools) -> bool:
-        """Return whether a route is complete, and none of its silent workers has failed the
-        request.
-        """
+        """Return whether a complete route has no silent worker that failed the request."""
         failed = request.failed
         return all(pool and (failed is None or not (pool[0].silent and failed.has_failed(pool[0]))) for pool in pools)
 

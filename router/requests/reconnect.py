@@ -1,7 +1,6 @@
 """Resumption of broken streams: a repeated request gets the events after its last one.
 
-The worker that wrote them is found by asking all, whichever router they came through
-(service/http/reconnect.py).
+All workers are asked for them, so any router will do (service/http/reconnect.py).
 """
 
 import asyncio
@@ -33,7 +32,7 @@ _encode = msgspec.json.Encoder().encode
 
 @dataclass(eq=False, kw_only=True)
 class Reconnect:
-    """Resumption within `window_s` (--resume-window), by requests to workers signed with `secret`."""
+    """Resumption within `window_s` (--resume-window)."""
 
     window_s: float
     table: WorkerTable
@@ -42,7 +41,7 @@ class Reconnect:
     secret: bytes
 
     def note(self, request: RequestContext) -> None:
-        """Hash the client's body before the router changes it."""
+        """Hash the client's body before changes."""
         text = request.path.encode() + b"\n" + request.body
         request.digest = hashlib.blake2b(text, digest_size=16).hexdigest()
 
@@ -54,9 +53,7 @@ class Reconnect:
         return {KEEP_HEADER: f"{sign(self.secret, keep)} {keep.decode()}"}
 
     async def go_on(self, request: RequestContext) -> None:
-        """Turn a request with a last event into one for the rest. ApiError: 410 if lost, 503 if
-        uncertain.
-        """
+        """Request only the rest after the last event. ApiError: 410 lost, 503 uncertain."""
         after = request.http.headers.get(LAST_EVENT_HEADER, "")
         if not after or not _is_resumable(request):
             return
@@ -99,12 +96,11 @@ class Reconnect:
 
 
 def _knows(answer: WorkerAnswer) -> bool:
-    """Return whether a worker without the stream has answered, or is gone with its streams."""
+    """Return whether a worker without the stream has answered, or is gone."""
     return answer.refused or 0 < answer.status < 500
 
 
 def _is_resumable(request: RequestContext) -> bool:
-    """Return whether the answer is server-sent events."""
     return request.parsed.streams and request.parsed.api not in OLLAMA
 
 

@@ -1,4 +1,4 @@
-"""Relay of a worker's answer to the client, chunk by chunk."""
+"""Relay of a worker's answer to the client."""
 
 from collections.abc import Callable, Mapping
 
@@ -24,13 +24,10 @@ _ENDS = {EVENTS_TYPE: (b"\n\n", b"\r\n\r\n"), LINES_TYPE: (b"\n",)}  # of an eve
 
 
 class StreamSplitter:
-    """Passes on whole events only, so that an error event may follow at any time.
-
-    Workers mostly write whole events, which pass as they are.
-    """
+    """Passes on whole events, so that an error may follow at any time."""
 
     def __init__(self, content_type: str = EVENTS_TYPE, *, record: FrameRecord | None = None) -> None:
-        """`record` takes the frames out of the events (service/http/resume.py)."""
+        """`record` takes frames (service/http/resume.py)."""
         self._ends = next(ends for kind, ends in _ENDS.items() if content_type.startswith(kind))
         self._tail = b""
         self._record = record
@@ -40,7 +37,6 @@ class StreamSplitter:
         return events if self._record is None else self._record.take(events)
 
     def restart(self) -> None:
-        """Continue with another worker after the last whole event."""
         self._tail = b""
         if self._record is not None:
             self._record.drop_rest()
@@ -67,7 +63,7 @@ def answer_headers(headers: Mapping[str, str]) -> dict[str, str]:
 
 
 async def open_answer(http: web.BaseRequest, reply: HttpReply, alive: KeepAlive | None) -> web.StreamResponse:
-    """Start to relay a worker's stream, in the one that `alive` may have opened."""
+    """Start to relay a stream, in the one `alive` may have opened."""
     headers = {**answer_headers(reply.headers), "Cache-Control": "no-cache"}
     if alive is None:
         return await open_stream(http, status=reply.status, headers=headers)
@@ -82,7 +78,7 @@ async def relay_stream(
     splitter: StreamSplitter,
     on_more: Callable[[bytes], None],
 ) -> CallFailed | None:
-    """Relay the call's answer until it ends, and return its failure; the caller ends the response.
+    """Relay until the answer's end or failure, which is returned; the caller ends the response.
 
     `on_more` gets each chunk but the first. Connection errors of the client propagate.
     """
@@ -117,12 +113,11 @@ def _nothing() -> None:
 
 
 def has_moved(worker: Worker) -> CallFailed:
-    """Return the end of an answer that was migrated from `worker`."""
     return CallFailed(worker, reason=MOVED, detail="the answer has left it, and no other worker took it over")
 
 
 async def read_whole(call: UpstreamCall, record: FrameRecord) -> bytes | CallFailed:
-    """Read a whole answer; `record` takes the frames before its body."""
+    """Read a whole answer; `record` takes frames before it."""
     if not call.framed:
         return call.reply.take()
     data = b""

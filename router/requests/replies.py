@@ -1,4 +1,4 @@
-"""The router's own responses, for failures of workers. Pure."""
+"""The router's own responses to failures. Pure."""
 
 from aiohttp import web
 
@@ -21,7 +21,7 @@ def draining(message: str) -> ApiError:
 def no_worker(
     table: WorkerTable, missing: list[Role], model: str = "", *, retry_after_s: int | None = None
 ) -> ApiError:
-    """Return an error with the missing role and its workers' states."""
+    """Return an error with the missing role and workers' states."""
     known = [w for w in table.workers(missing[0]) if not model or serves(w.models, model)]
     why = "; ".join(f"{w.url}: {_state(w)}" for w in known[:4]) or "none was given"
     what = f"worker for model {model!r}" if model and table.models.several else "worker"
@@ -35,9 +35,7 @@ def _state(worker: Worker) -> str:
 
 
 def failure_response(failure: CallFailed, path: str) -> web.Response:
-    """Return a worker's error unchanged. Raises ApiError if it sent none, or lacks the route
-    `path`.
-    """
+    """Return a worker's error unchanged. ApiError if there is none, or no such route."""
     if lacks_route(failure.status, failure.body):
         raise no_route(failure.worker, path) from None
     if failure.reason == "status":
@@ -51,7 +49,7 @@ def no_route(worker: Worker, path: str) -> ApiError:
 
 
 def failure_error(failure: CallFailed) -> ApiError:
-    """Return the last error of a started stream: the worker's message, else ours."""
+    """Return a started stream's last error: the worker's message, else ours."""
     return error_of(failure.status or 502, failure.body or str(failure).encode())
 
 

@@ -1,6 +1,6 @@
-"""Stored responses (/v1/responses) that clients of this router continue, over all its processes.
+"""Stored responses (/v1/responses) of all processes of a router.
 
-A process stores those it answered, and copies of those it fetched from peers.
+A process stores those it answered, and copies of those fetched from peers.
 """
 
 from collections.abc import Awaitable, Callable, Mapping
@@ -35,7 +35,7 @@ Abort = Callable[[Mapping[str, str], str], Awaitable[object]]
 
 
 class PeerQuestion(msgspec.Struct, kw_only=True):
-    """A peer's request. `act`: find, remove or cancel."""
+    """`act`: find, remove or cancel."""
 
     act: str
     id: str
@@ -44,9 +44,8 @@ class PeerQuestion(msgspec.Struct, kw_only=True):
 
 @dataclass(eq=False)
 class SharedBook:
-    """The `ResponseBook` of all processes; a peer answers from its local one.
-
-    `abort(headers, id)` aborts a request sent to workers with these headers.
+    """The `ResponseBook` of all processes. `abort(headers, id)` aborts a request sent with these
+    headers.
     """
 
     local: LocalBook
@@ -83,12 +82,12 @@ class SharedBook:
 
 @dataclass(eq=False, kw_only=True)
 class Responses:
-    """Stored responses of requests; `book` is None if nothing is stored."""
+    """Stored responses; without `book` none."""
 
     book: SharedBook | None
 
     async def open(self, request: RequestContext) -> None:
-        """Add the conversation to the body, and a recorder of the answer. Raises ApiError(400)."""
+        """Add the conversation to the body, and record its answer. Raises ApiError(400)."""
         fields = StoreFields(
             input=request.parsed.fields.get("input", msgspec.Raw(b"")),
             previous_response_id=_value(request, "previous_response_id"),
@@ -109,7 +108,6 @@ class Responses:
 
 
 async def _store_nothing(request: RequestContext, fields: StoreFields) -> None:
-    """Clear `store`, which the answer repeats."""
     if fields.previous_response_id is not None:
         why = "--max-stored-responses is 0"
         raise bad_field("previous_response_id", f"no responses are stored here ({why}); send the conversation as input")
@@ -118,8 +116,6 @@ async def _store_nothing(request: RequestContext, fields: StoreFields) -> None:
 
 
 async def _change(request: RequestContext, changes: Mapping[str, bytes]) -> None:
-    """Replace the JSON texts of fields in the body."""
-
     def changed() -> tuple[ParsedBody, bytes]:
         parsed = with_fields(request.parsed, changes)
         return parsed, write_body(parsed)
@@ -141,7 +137,7 @@ class _Begun(msgspec.Struct):
 
 
 class ResponseKeeper:
-    """Stores one answer before its client has all of it, so that the next request can name it."""
+    """Stores an answer before its client has all of it, for the next request."""
 
     def __init__(self, book: SharedBook, conversation: Conversation, *, owner: str, request: RequestContext) -> None:
         self._book, self._owner, self._request = book, owner, request
@@ -189,7 +185,7 @@ class KeptStream(StreamSplitter):
 
 
 def response_in(events: bytes, at: int) -> bytes:
-    """Return the JSON of `response` in the event at that position, if any."""
+    """Return the JSON of `response` in the event at `at`."""
     start = events.find(_DATA, max(0, at)) + len(_DATA)
     event: _Response | None = decode_or_none(events[start : events.find(b"\n", start)], _Response)
     return b"" if event is None else bytes(event.response)

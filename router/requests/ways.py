@@ -1,7 +1,7 @@
-"""Choice of a request's route in a mixed fleet: a pair or a unified worker (--mixed). Pure.
+"""Choice of a request's route: a pair or a unified worker (--mixed). Pure.
 
-Prompts of one length keep their last route until another is clearly cheaper, so that noise in
-measurements does not swing the load. Costs: router/choice/way_costs.py.
+Prompts of one length keep their route until another is clearly cheaper (way_costs.py), so that
+noise does not swing the load.
 """
 
 import math
@@ -26,7 +26,7 @@ Pools = Sequence[Pool]
 
 
 class _Fits(NamedTuple):
-    """A route's fitted lines: TTFT by tokens, ITL by requests."""
+    """TTFT by tokens, ITL by requests."""
 
     ttft: LineFit
     step: LineFit
@@ -34,7 +34,7 @@ class _Fits(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class WayChooser:
-    """Chooses routes. `wanted` is the SLO of requests without one."""
+    """Chooses routes. `wanted` is the default SLO."""
 
     policies: Mapping[Role, Policy]
     forecast: Forecast
@@ -43,14 +43,14 @@ class WayChooser:
     _company: float = 0.0  # share of recent choices that found requests at the unified worker
 
     def choose(self, ways: Sequence[Pools], hints: RoutingHints, now_s: float, slo: Slo | None = None) -> Placements:
-        """Choose a route of `ways` (pools by role, none empty) and a worker of each pool."""
+        """Choose a route of `ways` (non-empty pools by role) and its workers."""
         found = [tuple([self.policies[pool[0].role].look(pool, hints) for pool in pools]) for pools in ways]
         return self.take(ways, found, hints, now_s, slo)
 
     def take(
         self, ways: Sequence[Pools], found: Sequence[Placements], hints: RoutingHints, now_s: float, slo: Slo | None
     ) -> Placements:
-        """Choose among the policies' choices `found`, and record it in the policies."""
+        """Choose among the policies' choices `found`, and record it."""
         way = found[0]
         if len(found) > 1:
             wanted = self.wanted if slo is None else _objectives(slo, self.wanted)
@@ -121,7 +121,7 @@ def _known(fits: Sequence[LineFit]) -> LineFit:
 
 
 def _wants_a_try(way: Placements, own: _Fits, fits: Sequence[_Fits]) -> bool:
-    """Return whether an idle route has no or stale measurements, so that it may be faster now."""
+    """Return whether an idle route lacks fresh measurements, so may be faster now."""
     if any(one.worker.load_tokens or one.worker.requests_everywhere for one in way):
         return False
     newest_s = max(other.ttft.news_s for other in fits)
@@ -129,7 +129,7 @@ def _wants_a_try(way: Placements, own: _Fits, fits: Sequence[_Fits]) -> bool:
 
 
 def _lines_of(own: _Fits, fits: Sequence[_Fits]) -> tuple[FittedLine, FittedLine]:
-    """Return a route's lines, with unknown ones from another route."""
+    """Return a route's lines, unknown ones from another route."""
     ttft = _known([own.ttft, *(other.ttft for other in fits)])
     step = _known([own.step, *(other.step for other in fits)])
     return (
@@ -139,7 +139,7 @@ def _lines_of(own: _Fits, fits: Sequence[_Fits]) -> tuple[FittedLine, FittedLine
 
 
 def way_to_take(strains: Sequence[float], by: Sequence[Role], last: Role | None) -> int:
-    """Return the index of the cheapest route, or of the last one if little dearer."""
+    """Return the cheapest route, or the last one if little dearer."""
     best = min(range(len(strains)), key=strains.__getitem__)
     if last not in by:
         return best
@@ -148,6 +148,5 @@ def way_to_take(strains: Sequence[float], by: Sequence[Role], last: Role | None)
 
 
 def _tokens_each(report: LoadReport) -> float:
-    """Return the mean KV tokens per request."""
     requests = report.running_reqs + sum(report.stages.get(stage, 0) for stage in _WITH_MEMORY)
     return (report.used_tokens + report.pending_tokens) / requests if requests else 0.0

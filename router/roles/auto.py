@@ -1,6 +1,6 @@
 """Auto roles: reads the pools at intervals, and carries out the controller's switches.
 
-Only the process in row 0 runs it; the others query it.
+Only the process in row 0 runs it.
 """
 
 import asyncio
@@ -29,9 +29,7 @@ KEPT_MOVES = 32
 
 
 class MoveRecord(msgspec.Struct):
-    """A switch in `/auto_roles`. `seconds` and `result` are None while it runs; times on the loop's
-    clock.
-    """
+    """A switch in `/auto_roles`, on the loop's clock."""
 
     url: str
     model: str
@@ -44,7 +42,7 @@ class MoveRecord(msgspec.Struct):
 
 @dataclass(eq=False, kw_only=True)
 class AutoRoles:
-    """Auto roles; `leads` marks the process that switches workers."""
+    """`leads`: this process switches workers."""
 
     config: AutoRolesFlags
     table: WorkerTable
@@ -60,12 +58,11 @@ class AutoRoles:
         self._runs = self.config.auto_roles and self.leads
 
     def start(self) -> None:
-        """Start, if enabled and this process leads."""
         if self._runs:
             self._spawn(self._run(), "auto roles")
 
     async def close(self) -> None:
-        """End. A worker completes a running switch by itself."""
+        """End; workers complete running switches."""
         await end_tasks(self._tasks)
 
     def routes(self) -> list[web.RouteDef]:
@@ -77,7 +74,7 @@ class AutoRoles:
         return web.Response(body=body, content_type="application/json")
 
     async def leading_status(self) -> bytes:
-        """Return the leader's `status` as JSON, this process's if there is no answer."""
+        """Return the leader's `status` as JSON, else this process's."""
         if self.config.auto_roles and not self._runs:
             answers = await self.peers.request("GET", PATH)
             leading = next((answer for answer in answers if msgspec.json.decode(answer)["runs"]), None)
@@ -86,9 +83,7 @@ class AutoRoles:
         return msgspec.json.encode(self.status())
 
     def status(self) -> dict[str, Any]:
-        """Return pressures (1: at capacity) by model and recent switches. `now_s` is the clock of
-        all times.
-        """
+        """Return pressures (1: at capacity) by model, and switches."""
         now_s = loop_time_s()
         return {
             "enabled": self.config.auto_roles,

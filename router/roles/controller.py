@@ -1,6 +1,6 @@
-"""Decides when a worker switches pools, by the rule in docs/design/routing.md. Pure.
+"""Decides when a worker switches pools (docs/design/routing.md). Pure.
 
-Work is counted in workers (demand.py). Pressure is demand over workers: 1 is a pool at capacity.
+Work is counted in workers (demand.py). Pressure is demand over workers: 1 is at capacity.
 """
 
 import math
@@ -18,8 +18,8 @@ NEWS = 0.5  # weight of the last switch in the expected duration
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """One worker now. `demand`: its work in workers, `backlog` the late part. `ready`: serving,
-    with known demand.
+    """A worker. `demand` in workers, `backlog` its late part. `ready`: serving, with known
+    demand.
     """
 
     worker_id: int
@@ -36,7 +36,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
-    """A switch to carry out. `Controller.ended` must follow."""
+    """A switch to carry out; `Controller.ended` must follow."""
 
     worker_id: int
     model: str
@@ -62,9 +62,7 @@ class Smooth:
 
 @dataclass(slots=True)
 class Standing:
-    """The state of one model: `short_since` by short pool, `usual` mean lasting demand, last
-    `verdict`.
-    """
+    """A model's state: `short_since` by pool, `usual` mean lasting demand."""
 
     move_s: float
     pressure: dict[Role, float] = field(default_factory=dict)
@@ -95,7 +93,7 @@ class Controller:
         return [move for move in moves if move is not None]
 
     def ended(self, move: Move, *, ok: bool, now_s: float) -> None:
-        """Record the end of a switch. After a failure the model rests for the cool-down."""
+        """Record a switch's end. After a failure the model cools down."""
         standing = self.standings[move.model]
         assert standing.moving == move, (standing.moving, move)
         standing.moving, standing.ended_s = None, now_s
@@ -126,9 +124,7 @@ class Controller:
         return move
 
     def _note_usual(self, standing: Standing, pools: dict[Role, list[Seen]], now_s: float) -> None:
-        """Update the usual demand, also during a switch: the worker's remaining work is still the
-        pool's.
-        """
+        """Update usual demand, also during switches."""
         dt_s, standing.seen_s = now_s - standing.seen_s, now_s
         for role, pool in pools.items():
             mean = standing.usual.setdefault(role, Smooth(max(self._flags.auto_roles_cooldown_s, LEAST_S)))
@@ -168,9 +164,7 @@ class Controller:
         return Move(worker_id=victim.worker_id, model=model, to_role=to, reason=reason), reason
 
     def _giver_after(self, standing: Standing, pools: dict[Role, list[Seen]], giver: Role, *, lasting: float) -> float:
-        """Return its pressure with one worker less. Prefill with `lasting` beyond 1 holds back
-        decode's work.
-        """
+        """Return its pressure without one worker. Prefill beyond 1 holds back decode's work."""
         has, flow = sum(worker.lasting for worker in pools[giver]), 1.0
         if giver is Role.DECODE:
             size = len(pools[Role.PREFILL])
@@ -187,7 +181,6 @@ class Controller:
 
 
 def _why_unknown(workers: Sequence[Seen], pools: dict[Role, list[Seen]]) -> str:
-    """Return why no decision is possible, empty if one is."""
     for role in ROLES:
         if not pools[role]:
             return f"there is no {role} worker"

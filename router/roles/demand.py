@@ -1,11 +1,11 @@
-"""Each worker's demand, counted in workers, by its reports. Pure.
+"""Workers' demand, counted in workers, by their reports. Pure.
 
     prefill   seconds of prompts arriving per second + seconds of queued prompts / --auto-roles-ttft
     decode    max of: KV held and requested / capacity, requests / --max-running-requests,
               ITL / --auto-roles-itl
 
-Prefill's is the offered load of queueing theory, plus workers to clear the queue within the SLO.
-All is smoothed over `window_s`, arrivals and speed of prefill for longer, as prompts vary.
+Prefill's is offered load plus workers to clear the queue within the SLO. Smoothed over `window_s`,
+arrivals and prefill speed for longer, as prompts vary.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ LEAST_BUSY = 0.05  # utilization below which speed is not measured
 
 @dataclass(slots=True, kw_only=True)
 class _Trend:
-    """One worker in one role and incarnation. `blocked`: tokens waiting at decode for prefill."""
+    """A worker in one role and incarnation. `blocked`: tokens at decode that wait for prefill."""
 
     role: Role
     incarnation: str
@@ -40,7 +40,7 @@ class _Trend:
 
 @dataclass(slots=True)
 class Gauge:
-    """Call `read` at intervals; it uses each report once."""
+    """Demands at regular calls of `read`."""
 
     flags: AutoRolesFlags
     window_s: float = field(init=False)
@@ -129,7 +129,7 @@ class Gauge:
         )
 
     def _prefill_demand(self, trend: _Trend, prompts: "_Prompts") -> tuple[float, float]:
-        """Return lasting demand and backlog; busy time while the speed is unknown."""
+        """Return lasting demand and backlog; busy time without known speed."""
         if prompts.speed is None:
             return min(1.0, trend.work.known), 0.0
         waiting_s = (trend.waiting.known + prompts.blocked_tokens) / prompts.speed
@@ -138,7 +138,7 @@ class Gauge:
 
 @dataclass(frozen=True, slots=True)
 class _Prompts:
-    """Rates of one model: tokens/s of a prefill worker, and tokens per worker that wait at decode."""
+    """Tokens/s of a prefill worker, and tokens per worker that wait at decode."""
 
     speed: float | None
     blocked_tokens: float
@@ -149,9 +149,7 @@ def model_of(worker: Worker) -> str:
 
 
 def decode_demand(report: LoadReport, flags: AutoRolesFlags, *, gap_s: float | None) -> tuple[float, float]:
-    """Return demand in workers, and tokens that wait for prefill. `gap_s` is the mean ITL, if
-    known.
-    """
+    """Return demand in workers, and tokens that wait for prefill."""
     own = report.running_reqs + report.stages.get("retracted", 0)
     waits = report.stages.get("transfer", 0)  # with memory reserved, waiting for KV
     share = own / (own + waits) if own + waits else 1.0
@@ -166,7 +164,6 @@ def decode_demand(report: LoadReport, flags: AutoRolesFlags, *, gap_s: float | N
 
 
 def _gap_s(before: LoadReport, report: LoadReport, dt_s: float) -> float | None:
-    """Return the mean ITL, None if unknown."""
     tokens = report.output_tokens_total - before.output_tokens_total
     running = (before.running_reqs + report.running_reqs) / 2
     return running * dt_s / tokens if tokens > 0 and running >= 1 else None

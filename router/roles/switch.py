@@ -1,6 +1,6 @@
-"""Switches a worker's role, and waits until it is in the other pool.
+"""Switches a worker's role, and waits for it in the other pool.
 
-The health monitor notices the change, also if another caller requested it.
+The health monitor notices the change, whoever requested it.
 """
 
 import asyncio
@@ -39,14 +39,14 @@ class SwitchProgress(StrEnum):
 
 
 class SwitchRefused(ApiError):
-    """The switch was refused, and nothing has changed."""
+    """Refused; nothing has changed."""
 
     def __init__(self, message: str) -> None:
         super().__init__(409, message, code="switch_refused")
 
 
 class SwitchFailed(ApiError):
-    """The worker accepted the switch but did not return in the other role."""
+    """Accepted, but the worker did not return in the new role."""
 
     def __init__(self, message: str) -> None:
         super().__init__(502, message, code="switch_failed")
@@ -72,8 +72,8 @@ class Switch:
     ) -> None:
         """Return when `worker` serves as `role`. Raises SwitchRefused, SwitchFailed.
 
-        A cancelled caller does not end the switch. `force` may empty a pool. `drain_s` defaults to
-        the worker's --drain-timeout, `headers` to the router's admin key.
+        Cancelling does not end the switch. `force` may empty a pool. `drain_s` defaults to the
+        worker's --drain-timeout, `headers` to the router's admin key.
         """
         if worker.role is role and worker.switching_to is None:
             return
@@ -139,7 +139,7 @@ class Switch:
         return "it was restarted" if last is None or last.error is None else last.error
 
     async def _announce(self, worker: Worker, role: Role) -> None:
-        """Make peer processes check the worker, as no request shows them the change."""
+        """Make peer processes check the worker."""
         await self.peers.request("POST", PATH, {"url": worker.url, "role": role.value})
 
 
@@ -152,7 +152,7 @@ class _Info(msgspec.Struct):
 
 
 def objection(table: WorkerTable, worker: Worker, role: Role, *, force: bool = False) -> str:
-    """Return why `worker` may not switch, empty if it may. `force` permits emptying a model's pool."""
+    """Return why `worker` may not switch, if so. `force` may empty a model's pool."""
     if worker.role not in PAIR or role not in PAIR:
         return "only prefill and decode workers change their role"
     if worker not in table:
@@ -169,7 +169,7 @@ def objection(table: WorkerTable, worker: Worker, role: Role, *, force: bool = F
 
 
 def progress(table: WorkerTable, worker: Worker, role: Role, *, was: str) -> SwitchProgress:
-    """Return the progress of a switch from incarnation `was`."""
+    """Return a switch's progress from incarnation `was`."""
     if worker not in table:
         return SwitchProgress.REMOVED
     if worker.health is Health.DOWN and worker.last_check is Check.REFUSED:
