@@ -1,1 +1,1 @@
-"""Registry of prefill workers for decode workers: protocol, registry, HTTP app, client."""
+"""Registry of prefill workers: protocol, registry, HTTP app, client."""

@@ -30,7 +30,7 @@ def make_handle(
     secret: bytes | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Handler:
-    """Return the request handler. With a `secret` it verifies and signs (signatures.py)."""
+    """Return the request handler, which verifies and signs with a `secret`."""
     check = SignatureCheck(None if secret is None else Verifier(secret), clock)
     browser = BrowserRule(
         host=config.host,

@@ -1,4 +1,4 @@
-"""Clients of a bootstrap server: blocking HTTP, to be run off event loops."""
+"""Blocking HTTP clients of a bootstrap server."""
 
 import contextlib
 import http.client
@@ -39,9 +39,7 @@ log = logging.getLogger(__name__)
 
 
 class BootstrapError(Exception):
-    """`permanent`: a retry is useless. `refused`: nothing listens. `of_room`: an unknown room
-    only.
-    """
+    """`permanent`: retries are useless. `refused`: nothing listens. `of_room`: unknown room."""
 
     def __init__(self, message: str, *, permanent: bool = False, refused: bool = False, of_room: bool = False) -> None:
         super().__init__(message)
@@ -58,7 +56,7 @@ def look_up(
     secret: bytes | None = None,
     timeout_s: float = 3.0,
 ) -> RouteReply:
-    """Return the worker of `room`, or with `any_but` any other. Raises BootstrapError."""
+    """Return the worker of `room`, or any outside `any_but`. Raises BootstrapError."""
     others = "" if any_but is None else "&any=1&but=" + urllib.parse.quote(",".join(any_but))
     signer = None if secret is None else Signer(secret)
     body = _call(server, Call("GET", f"/route?room={room}{others}", b""), signer=signer, timeout_s=timeout_s)
@@ -66,10 +64,10 @@ def look_up(
 
 
 class Registrar:
-    """Registers `worker`, its lease and, on a shared server, its rooms, with endless retries.
+    """Registers `worker`, its lease and, on a shared server, its rooms, retrying forever.
 
-    A restarted server gets the rooms of the last `REMEMBER_S` again. `is_own`: the server ends with
-    the worker, so only the lease is renewed.
+    A restarted server gets the rooms of the last `REMEMBER_S`. `is_own`: the server ends with the
+    worker, so only the lease needs renewal.
     """
 
     def __init__(
@@ -103,7 +101,6 @@ class Registrar:
         self._thread.start()
 
     def add_room(self, room: int) -> None:
-        """Register a room without waiting, if the server is shared."""
         if self._shared or not self.registered.is_set():
             try:
                 self._rooms.put_nowait(room)
@@ -127,7 +124,7 @@ class Registrar:
             self._wake.wait(self.turn())
 
     def turn(self) -> float:
-        """Register, renew, and send rooms as due; return the pause in seconds."""
+        """Register, renew and send rooms as due; return the pause."""
         try:
             if self._clock() >= self._renew_at_s:
                 lease = self._register()
@@ -231,7 +228,7 @@ def _headers(call: Call) -> dict[str, str]:
 
 
 def _exchange_signed(connection: http.client.HTTPConnection, call: Call, signer: Signer) -> tuple[int, bytes]:
-    """Return status and body, `UNPROVEN` without a signature. Repeats the call once after a 401."""
+    """Return status and body, `UNPROVEN` without signature; once more after a 401."""
     for _ in range(2):
         header, nonce = signer.sign(call)
         connection.request(call.method, call.path, call.body or None, {AUTH_HEADER: header, **_headers(call)})

@@ -12,8 +12,6 @@ STATUSES = (200, 400, 401, 404, 500, 503)
 
 
 class BootstrapMetrics:
-    """Metrics; `num_refused` counts calls without a valid signature."""
-
     def __init__(self, registry: Registry, num_refused: Callable[[], int]) -> None:
         self._metrics = CollectorRegistry(auto_describe=False)
         self._metrics.register(_Registered(registry, num_refused))
@@ -22,9 +20,7 @@ class BootstrapMetrics:
         )
 
     def expect(self, call: str) -> None:
-        """Start the series of a call ("PUT /route") at 0, as `rate()` misses a series' first
-        event.
-        """
+        """Start a call's series at 0, as `rate()` misses the first event."""
         for status in STATUSES:
             self._calls.labels(call, str(status))
 

@@ -9,10 +9,9 @@
     any error: 4xx or 503 with ErrorReply
     With a cluster secret all but /health is signed, both ways (service/security/signing.py).
 
-The server inside a prefill worker maps every room to DP rank `room mod dp_size`, as SGLang's
-`/register_dp_rank` does; decode caches each rank. On a separate, *shared* server workers register
-their rooms (batched, for `room_ttl_s`), and decode retries a 404 until its handshake times out.
-After a restart replies have a new `server` id, and workers register recent rooms again.
+Inside a prefill worker, rooms map to DP ranks: `room mod dp_size`, as SGLang's `/register_dp_rank`.
+On a *shared* server workers register rooms (batched, for `room_ttl_s`), and decode retries a 404
+until its handshake times out. A restart changes `server`; workers register recent rooms again.
 """
 
 from typing import Annotated
@@ -30,9 +29,7 @@ Text = Annotated[str, msgspec.Meta(max_length=2048)]
 
 
 class Registration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One start of a prefill worker, or of one of its `dp_size` ranks. `control_*`: its control
-    plane.
-    """
+    """A start of a prefill worker, or one of its DP ranks."""
 
     incarnation: Name
     control_host: Name
@@ -57,7 +54,7 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class RegistrationReply(msgspec.Struct, frozen=True):
-    """Renew well before `lease_s`. `shared`: register rooms. `server`: new id at each start."""
+    """Renew well before `lease_s`; register rooms if `shared`. `server` changes at each start."""
 
     lease_s: float
     shared: bool
@@ -80,6 +77,4 @@ class ErrorDetail(msgspec.Struct, frozen=True):
 
 
 class ErrorReply(msgspec.Struct, frozen=True):
-    """An error, written by service/http/errors.py."""
-
     error: ErrorDetail

@@ -1,7 +1,6 @@
 """Registered workers by incarnation, and owners of rooms. Pure.
 
-A new start at the same address replaces the old one; without sharing it replaces all but the other
-DP ranks of its worker.
+A start at the same address replaces the old one; without sharing any but its other DP ranks.
 """
 
 from bisect import bisect_left, insort
@@ -86,7 +85,7 @@ class Registry:
         raise ApiError(404, f"DP rank {room % size} of {size} of this prefill worker is not registered")
 
     def look_up_any(self, room: int, *, but: Collection[str]) -> RouteReply:
-        """Return the worker of `room`, else another one spread by room, outside `but`."""
+        """Return the worker of `room`, else another outside `but`, spread by room."""
         if not self.shared:
             for worker, _ in self._workers.values():
                 if worker.dp_rank == room % worker.dp_size and worker.incarnation not in but:

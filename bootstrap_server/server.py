@@ -60,7 +60,7 @@ class BootstrapServer:
 
 
 def run_bootstrap_server(config: BootstrapConfig, *, secret: bytes | None = None) -> None:
-    """Run a shared server until SIGINT or SIGTERM. Raises ConfigError."""
+    """Run a shared server until a signal. Raises ConfigError."""
     allow_many_files()
     handle = make_handle(Registry(config, shared=True), config=config, secret=secret)
     with open_port(config.host, config.port) as port:

@@ -1,4 +1,4 @@
-"""Signatures of calls and answers (service/security/signing.py), except for `OPEN_PATHS`."""
+"""Signatures of calls and answers, except for `OPEN_PATHS`."""
 
 import logging
 from collections.abc import Callable

@@ -1,6 +1,6 @@
-"""The `tandem` command: dispatches subcommands, and prints operating errors as one line.
+"""The `tandem` command: subcommands, and errors on one line.
 
-Exit statuses: 0 success, 1 operating error, 2 bad command line. Subcommands are imported on use, so
+Status 0: success, 1: operating error, 2: bad command line. Subcommands are imported on use, so
 `--help` is instant, and router and bootstrap server never import torch.
 """
 
@@ -34,7 +34,7 @@ OPERATING_ERRNOS = frozenset({errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EACCE
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line and return the exit status."""
+    """Run a command line; return the exit status."""
     args = list(sys.argv[1:] if argv is None else argv)
     if not args or args[0] in ("-h", "--help", "help"):
         print(usage())
@@ -68,7 +68,7 @@ def usage() -> str:
 
 
 def operating_error(error: BaseException) -> str | None:
-    """Return one line for an error that the operator can fix, None for a bug."""
+    """Return a line for an error the operator can fix, None for a bug."""
     if any(cls.__name__ in OPERATING_ERRORS for cls in type(error).__mro__):
         return " ".join(str(error).split())
     if not isinstance(error, OSError) or error.errno not in OPERATING_ERRNOS:

@@ -1,7 +1,4 @@
-"""Command-line flags derived from config dataclasses (service/flags.py), and one-line errors.
-
-It maps fields to flags and back, so the two cannot drift.
-"""
+"""Command-line flags derived from config dataclasses (service/flags.py), and one-line errors."""
 
 import argparse
 import dataclasses
@@ -22,7 +19,7 @@ Parse = Callable[[str], Any]
 
 @dataclasses.dataclass(frozen=True)
 class Flag:
-    """A flag. `value_type` bool is a switch; `is_list` takes several values."""
+    """A flag; `value_type` bool is a switch."""
 
     name: str
     option: str
@@ -37,7 +34,7 @@ class Flag:
 
 
 def flags_of(config_class: type, *, skip: Collection[str] = ()) -> Iterator[Flag]:
-    """Yield the flags of a config in field order, without `skip` and flags parsed by hand."""
+    """Yield a config's flags, without `skip` and those parsed by hand."""
     hints = typing.get_type_hints(config_class)
     for field in dataclasses.fields(config_class):
         spec = spec_of(field)
@@ -53,24 +50,21 @@ def add_flags(
     skip: Collection[str] = (),
     only_given: bool = False,
 ) -> None:
-    """Add a help group with every flag of `config_class`.
-
-    `only_given` omits untyped flags from the namespace (for `given_argv`).
-    """
+    """Add a help group of `config_class`. `only_given` omits untyped flags (for `given_argv`)."""
     group = parser.add_argument_group(title)
     for flag in flags_of(config_class, skip=skip):
         group.add_argument(flag.option, **_argparse_keywords(flag, only_given=only_given))
 
 
 def config_from(args: argparse.Namespace, config_class: type[Config], **by_hand: Any) -> Config:
-    """Build the config from a namespace and fields parsed `by_hand`. Raises ConfigError."""
+    """Build the config from a namespace. Raises ConfigError."""
     values = {flag.name: getattr(args, flag.name) for flag in flags_of(config_class, skip=by_hand)}
     frozen = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
     return config_class(**frozen, **by_hand)
 
 
 def given_argv(args: argparse.Namespace, config_class: type, *, skip: Collection[str] = ()) -> list[str]:
-    """Return the argv that passes typed flags on (parsed with `only_given`)."""
+    """Return the argv that passes typed flags on."""
     argv: list[str] = []
     for flag in flags_of(config_class, skip=skip):
         if hasattr(args, flag.name):
@@ -93,7 +87,7 @@ class Parser(argparse.ArgumentParser):
         raise SystemExit(2)
 
     def parse_strict(self, argv: Sequence[str]) -> argparse.Namespace:
-        """Parse like `parse_args`, but suggest the nearest flag for an unknown one."""
+        """Parse, suggesting the nearest flag for an unknown one."""
         args, unknown = self.parse_known_args(self._ours(argv))
         if unknown:
             self.error(_unknown_flag_message(unknown[0], list(self._option_string_actions)))
@@ -122,7 +116,7 @@ def _unknown_flag_message(text: str, known: list[str]) -> str:
 
 
 def _value_type(hint: Any) -> tuple[type, bool]:
-    """Return the type of a value, and whether there are several; `X | None` is X."""
+    """Return a value's type, and whether there are several."""
     if isinstance(hint, types.UnionType):
         (hint,) = [arm for arm in typing.get_args(hint) if arm is not types.NoneType]
     if typing.get_origin(hint) is tuple:
@@ -146,7 +140,7 @@ def _argparse_keywords(flag: Flag, *, only_given: bool) -> dict[str, Any]:
 
 
 def _parser_of(flag: Flag) -> Parse:
-    """Return the parser of a word, which refuses other servers' values with a remedy."""
+    """Return a parser that refuses other servers' values with a remedy."""
 
     def parsed(text: str) -> Any:
         if (refusal := flag.spec.refusal(text)) is not None:

@@ -1,4 +1,4 @@
-"""Client side of any OpenAI API: models, streamed events, errors."""
+"""Client of any OpenAI API: models, events, errors."""
 
 from urllib.parse import urlsplit
 
@@ -34,7 +34,7 @@ class StreamChoice(msgspec.Struct):
 
 
 class StreamChunk(msgspec.Struct):
-    """The measured fields of a chunk or whole answer."""
+    """Measured fields of a chunk or answer."""
 
     choices: list[StreamChoice] = []
     usage: StreamUsage | None = None
@@ -45,7 +45,7 @@ _DECODER = msgspec.json.Decoder(StreamChunk)
 
 
 class StreamFailed(Exception):
-    """The answer failed; `kind` for counts."""
+    """The answer failed. `kind`: for counts."""
 
     def __init__(self, kind: str, detail: str = "") -> None:
         super().__init__(detail)
@@ -53,13 +53,13 @@ class StreamFailed(Exception):
 
 
 class SseParser:
-    """Parser of server-sent events in OpenAI's style."""
+    """Parser of OpenAI's server-sent events."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def feed(self, chunk: bytes) -> list[bytes]:
-        """Return the data of `data:` lines completed by `chunk`."""
+        """Return completed `data:` lines."""
         *lines, self._rest = (self._rest + chunk).split(b"\n")
         return [line[5:].strip() for line in lines if line.startswith(b"data:")]
 
@@ -100,7 +100,7 @@ def check_url(option: str, url: str) -> None:
 
 
 def message_of(body: bytes) -> str:
-    """Return an error's message, or the start of the body, on one line."""
+    """Return an error's message, else the body's start."""
     try:
         said = msgspec.json.decode(body)["error"]["message"]
     except (msgspec.DecodeError, LookupError, TypeError):

@@ -1,3 +1,1 @@
-"""The planner (`tandem plan`): clusters under virtual time, with the real scheduler and a cost
-model.
-"""
+"""The planner (`tandem plan`): clusters under virtual time, with the real scheduler."""

@@ -1,6 +1,6 @@
-"""One run: a layout's workers serve a workload at one rate, with the time of each token.
+"""One run: a layout's workers serve a workload at one rate.
 
-The router's policies route (planner/routing.py). Workers may join and retire, as in role switches
+The router's policies route (routing.py). Workers may join and retire, as in role switches
 (tests/planner/role_moves.py).
 """
 
@@ -29,9 +29,9 @@ LATE = "late"
 class ClusterCosts:
     """Costs outside of steps.
 
-    `outside_s`: HTTP and tokenizer before a request's scheduler. `control_s`: a message between
-    workers. `latency_s`: a transfer, besides its bytes. `cores`: of a host shared by all workers,
-    `worker_cores` of them bound to each. `host_*_s`: CPU seconds of that host.
+    `outside_s`: HTTP and tokenizer before the scheduler. `control_s`: a message between workers.
+    `latency_s`: of a transfer. `cores`: of a shared host, `worker_cores` bound to each worker.
+    `host_*_s`: CPU seconds of that host.
     """
 
     control_s: float
@@ -47,7 +47,7 @@ class ClusterCosts:
 
 @dataclass(slots=True)
 class _LiveRequest:
-    """A request in flight, with the workers that still have it."""
+    """A request, with the workers that still have it."""
 
     request: PlannedRequest
     record: RequestRecord
@@ -79,9 +79,7 @@ class PlannedCluster:
         self._decode_steps = self._accepted = 0
 
     def run(self, requests: Sequence[PlannedRequest], *, rate: float, until_s: float) -> list[RequestRecord]:
-        """Send `requests` at `rate` per second in all. Those without answer at `until_s` fail as
-        "late".
-        """
+        """Send `requests` at `rate` per second. Unanswered at `until_s` they fail as "late"."""
         records = [
             RequestRecord(idx=i, sent_s=request.at / rate, prompt_tokens=request.input_len, error=LATE)
             for i, request in enumerate(requests)
@@ -95,7 +93,7 @@ class PlannedCluster:
         return records
 
     def warm(self, history: Sequence[PlannedRequest]) -> None:
-        """Put prefixes of earlier requests into caches."""
+        """Put earlier prefixes into caches."""
         for request in history:
             routed = self.routing.choose(self._pools, request, now_s=0.0)
             routed.workers[0].remember(request.tokens())
@@ -103,23 +101,22 @@ class PlannedCluster:
 
     @property
     def now_s(self) -> float:
-        """The latest clock of any worker."""
+        """The latest clock."""
         return max(worker.clock.now_s for worker in self._all)
 
     @property
     def step_tokens(self) -> float | None:
-        """Mean tokens per request and decode step, None without drafts."""
+        """Mean tokens per request and decode step, if drafted."""
         return 1 + self._accepted / self._decode_steps if self._decode_steps else None
 
     def workers(self) -> list[PlanWorker]:
-        """Return all workers so far; a switched worker is a new one."""
+        """Return all workers so far; a switched one is new."""
         return list(self._all)
 
     def pools(self) -> dict[str, list[PlanWorker]]:
         return {role: list(pool) for role, pool in self._pools.items()}
 
     def join(self, role: str) -> PlanWorker:
-        """Add a worker with an empty cache."""
         worker = PlanWorker(
             self._specs[role],
             timeline=self.timeline,
@@ -132,14 +129,14 @@ class PlannedCluster:
         return worker
 
     def retire(self, worker: PlanWorker, *, on_drained: Callable[[], None]) -> None:
-        """Send a worker no new requests, and call `on_drained` once it has none."""
+        """Send it no new requests; call `on_drained` once idle."""
         self._pools[worker.spec.role].remove(worker)
         worker.drain(on_drained)
 
     # ---- inside
 
     def _report(self) -> None:
-        """Send workers' last reports to the router, and request new ones."""
+        """Send reports to the router, and request new ones."""
         for worker in self._all:
             if worker.state is not None:
                 most = worker.scheduler.limits.max_running_requests

@@ -1,4 +1,4 @@
-"""`tandem plan`: the cluster that serves a workload within its SLO on the fewest GPUs."""
+"""`tandem plan`: the smallest cluster that serves a workload within its SLO."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +9,7 @@ from service.flags import ConfigError
 
 
 def run(argv: Sequence[str]) -> int:
-    """Plan; 0 if some layout meets the SLO (or with --rates), else 1."""
+    """Plan; return 0 if a layout meets the SLO (or with --rates)."""
     config = config_from(build_parser().parse_strict(argv), PlanConfig)
     check_plan(config)
     files = {"--output": config.output, "--plot": config.plot, "--save-profile": config.save_profile}

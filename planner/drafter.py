@@ -1,4 +1,4 @@
-"""Cost of a drafting model: weights, reads, arithmetic, passes. Pure."""
+"""Cost of a drafting model. Pure."""
 
 from dataclasses import dataclass, replace
 
@@ -12,8 +12,8 @@ from planner.step_time import Fitted, Roofline, StepLoad, StepTime, load_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterTime:
-    """`beside`: its layers in a step of the model. `a_pass`: drafting a token per request.
-    `step_s`: overhead of a draft step.
+    """`beside`: its layers in a step of the model. `a_pass`: a token per request. `step_s`:
+    overhead.
     """
 
     beside: StepTime
@@ -22,7 +22,7 @@ class DrafterTime:
 
 
 def plan_seconds(plan: Plan, model: StepTime, drafter: DrafterTime | None) -> float:
-    """Return the time of a step; a drafter also processes the model's tokens."""
+    """Return a step's time; a drafter also processes the model's tokens."""
     if plan.only_drafts:
         assert drafter is not None, "a plan asks a drafter, and there is none"
         return drafter.step_s + sum(drafter.a_pass.seconds(load) for load in pass_loads(plan))
@@ -31,7 +31,7 @@ def plan_seconds(plan: Plan, model: StepTime, drafter: DrafterTime | None) -> fl
 
 
 def pass_loads(plan: Plan) -> list[StepLoad]:
-    """Return the load of each pass of a draft step: one row per unfinished request."""
+    """Return a draft step's passes: one row per unfinished request."""
     loads = []
     for number in range(max(item.to_draft for item in plan.items)):
         left = [item for item in plan.items if item.to_draft > number]
@@ -41,7 +41,7 @@ def pass_loads(plan: Plan) -> list[StepLoad]:
 
 
 def by_roofline(model: Roofline, shape: Shape) -> DrafterTime:
-    """Return the drafter's time; a pass has its layers' share of a step's overhead."""
+    """Return the time; a pass has its layers' share of the overhead."""
     layers_s = model.efficiency.step_s * shape.layers / model.shape.layers
     return DrafterTime(
         beside=replace(model, shape=_without_head(shape), efficiency=replace(model.efficiency, step_s=0.0)),
@@ -51,12 +51,12 @@ def by_roofline(model: Roofline, shape: Shape) -> DrafterTime:
 
 
 def by_weights(model: Fitted, of: Shape, shape: Shape) -> DrafterTime:
-    """Scale the times measured for shape `of` by the drafter's reads and arithmetic."""
+    """Scale times measured for shape `of`."""
     return DrafterTime(beside=_scaled(model, of, _without_head(shape)), a_pass=_scaled(model, of, shape), step_s=0.0)
 
 
 def drafter_shape(model: ModelConfig, tp: int = 1, *, on_cpu: bool = False) -> Shape:
-    """Return the drafter's shape on the fullest of `tp` GPUs, with its own or the model's head."""
+    """Return the shape on the fullest GPU, with its own or the model's head."""
     drafter, lent = model.drafter, shape_of(model, tp, on_cpu=on_cpu).head_params
     assert drafter is not None
     if drafter.kind == STANDALONE:
@@ -76,19 +76,19 @@ def drafter_shape(model: ModelConfig, tp: int = 1, *, on_cpu: bool = False) -> S
 
 
 def _join_params(drafter: DrafterConfig) -> int:
-    """Count the joining product's weights, unsharded."""
+    """Weights of the joining product, unsharded."""
     return drafter.layers.hidden_size * (len(drafter.inside) or 2) * drafter.hidden
 
 
 def _wider_attention(drafter: DrafterConfig, tp: int) -> int:
-    """Count EAGLE3's extra weights: q, k and v read embedding and hidden state."""
+    """EAGLE3's extra weights: q, k and v read embedding and hidden state."""
     layers, share = drafter.layers, share_of(drafter.layers, fullest(tp))
     heads = len(share.heads) + 2 * len(share.kv_heads)
     return heads * layers.head_dim * layers.hidden_size if drafter.inside else 0
 
 
 def _without_head(shape: Shape) -> Shape:
-    """Drop the head, as no logits are read."""
+    """Drop the head: no logits are read."""
     head_bytes = shape.head_params * shape.element_bytes
     return replace(shape, head_params=0, vocab=0, read_bytes=shape.read_bytes - head_bytes)
 

@@ -1,7 +1,6 @@
-"""An executor in virtual time, one step at a time, by the cost model.
+"""An executor in virtual time, one step at a time.
 
-It replaces engine/executor/executor.py. Lengths end answers. All tokens are TOKEN, except OTHER at
-the planned rate of wrong drafts.
+Lengths end answers. All tokens are TOKEN, except OTHER at the planned rate of wrong drafts.
 """
 
 from collections.abc import Callable
@@ -24,7 +23,7 @@ def always_right() -> bool:
 
 @dataclass(slots=True)
 class WorkerClock:
-    """A worker's time, which runs ahead of the timeline while it waits for the device."""
+    """A worker's time, ahead of the timeline while it waits for the device."""
 
     now_s: float = 0.0
 
@@ -49,7 +48,7 @@ class TimedExecutor:
         drafter: DrafterTime | None = None,
         is_right: Callable[[], bool] = always_right,
     ) -> None:
-        """`threads` of `host` per step. `is_right` decides whether TOKEN is sampled."""
+        """`is_right` decides whether TOKEN is sampled."""
         self._step_time = step_time
         self._drafter = drafter
         self._is_right = is_right
@@ -74,7 +73,7 @@ class TimedExecutor:
         return self.launch(plan)
 
     def launch_sampling(self, launched: TimedLaunch) -> None:
-        """Do nothing: sampling is part of a step's time, as plans have no grammars."""
+        """Do nothing: it is part of a step's time."""
 
     def collect(self, launched: TimedLaunch) -> StepResult:
         self._clock.now_s = max(self._clock.now_s, launched.end_s)

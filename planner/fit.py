@@ -2,14 +2,16 @@
 
 Undisturbed requests reveal durations:
 
-    prefill   a single request until its first token:  TTFT = outside + step + a x prompt + b x prompt^2 / 2
-    decode    ITL while no request waits for its first token:  step + c x requests + d x KV tokens
+    prefill   a single request until its first token:
+              TTFT = outside + step + a x prompt + b x prompt^2 / 2
+    decode    ITL while no request waits for its first token:
+              step + c x requests + d x KV tokens
     hand-over additional TTFT of the same prompt through a pair:  e + f x prompt
 
-Least squares of relative errors fit the first two, without negative coefficients. Gaps are summed
-to stretches, since tokens arrive in clumps. TTFT does not separate `outside` from `step`: a prefill
-step costs at least a decode step's constant. The hand-over is a small difference of noisy times, so
-its slope is the median of all slopes (Theil and Sen, JASA 1968).
+Least squares of relative errors, without negative coefficients. Gaps are summed to stretches, since
+tokens arrive in clumps. A prefill step costs at least a decode step's constant, the rest is
+`outside`. The hand-over is a small difference of noisy times, so its slope is the median of all
+(Theil and Sen, JASA 1968).
 """
 
 from bisect import bisect_left, bisect_right
@@ -42,9 +44,7 @@ class Report(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stretch:
-    """Consecutive gaps of one request, with means of duration, concurrent requests and their KV
-    tokens.
-    """
+    """Consecutive gaps of a request, with means of duration, requests and KV tokens."""
 
     gaps: int
     seconds: float
@@ -54,7 +54,7 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandoverTime:
-    """Seconds of a hand-over per request, and per prompt token."""
+    """Seconds per request, and per prompt token."""
 
     request_s: float
     token_s: float
@@ -62,7 +62,7 @@ class HandoverTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimeFit:
-    """A fit. Errors are the median of |predicted - measured| / measured."""
+    """A fit. Errors: median |predicted - measured| / measured."""
 
     step_time: Fitted
     outside_s: float
@@ -73,7 +73,7 @@ class StepTimeFit:
 
 
 def read_records(path: str) -> list[RequestRecord]:
-    """Read a report's first target. ConfigError names flag and file."""
+    """Read a report's first target. Raises ConfigError."""
     return _read(path, flag="--fit", targets=1)[0]
 
 
@@ -82,7 +82,7 @@ def read_pair(path: str) -> list[list[RequestRecord]]:
 
 
 def fit(reports: Sequence[Sequence[RequestRecord]]) -> StepTimeFit:
-    """Fit step times to the records of each run. ConfigError for too few."""
+    """Fit step times. ConfigError for too few records."""
     alone = [pair for records in reports for pair in _prefills(records)]
     stretches = [stretch for records in reports for stretch in quiet_stretches(records)]
     num_gaps = sum(stretch.gaps for stretch in stretches)
@@ -128,9 +128,9 @@ def fit(reports: Sequence[Sequence[RequestRecord]]) -> StepTimeFit:
 
 
 def fit_handover(unified: Sequence[RequestRecord], pair: Sequence[RequestRecord]) -> HandoverTime:
-    """Fit the hand-over to equal single requests on a unified worker and a pair, in turns.
+    """Fit the hand-over to equal single requests, unified and through a pair, in turns.
 
-    Prompts must fit into one chunk. ConfigError for too few requests.
+    Prompts must fit into one chunk. Raises ConfigError.
     """
     before = {record.idx: _ttft(record) for record in _alone(unified)}
     more = [(r.prompt_tokens, _ttft(r) - before[r.idx]) for r in _alone(pair) if r.idx in before]
@@ -144,19 +144,17 @@ def fit_handover(unified: Sequence[RequestRecord], pair: Sequence[RequestRecord]
 
 
 def handover_of(more: Sequence[tuple[int, float]]) -> HandoverTime:
-    """Fit it to (prompt tokens, additional seconds)."""
     token_s = max(0.0, median((b - a) / (n - m) for (m, a), (n, b) in combinations(more, 2) if m != n))
     return HandoverTime(request_s=max(0.0, median(s - token_s * tokens for tokens, s in more)), token_s=token_s)
 
 
 def quiet_stretches(records: Sequence[RequestRecord]) -> list[Stretch]:
-    """Return (a sample of) stretches during which no request waited for its first token."""
+    """Return (a sample of) stretches without a request waiting for its first token."""
     begins = sorted(r.sent_s for r in records)
     firsts = sorted(r.sent_s + _ttft(r) for r in records)
     tokens = [_token_times(r) for r in records]
 
     def is_quiet(begin_s: float, end_s: float) -> bool:
-        """Return whether each request sent before the end had its first token before the start."""
         return bisect_right(begins, end_s) == bisect_right(firsts, begin_s)
 
     found = [stretch for times in tokens for stretch in _stretches(times, is_quiet)]
@@ -204,7 +202,7 @@ def _prefills(records: Sequence[RequestRecord]) -> list[tuple[int, float]]:
 
 
 def _stretches(times: Sequence[float], is_quiet: Callable[[float, float], bool]) -> Iterator[Sequence[float]]:
-    """Yield token times with quiet gaps, at most `STRETCH` each."""
+    """Yield token times with quiet gaps, `STRETCH` at most."""
     begin = 0
     for end in range(1, len(times)):
         if not is_quiet(times[end - 1], times[end]):
@@ -230,7 +228,7 @@ def _measured(records: Sequence[RequestRecord], tokens: Sequence[Sequence[float]
 
 
 def _least_squares(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> tuple[float, float, float]:
-    """Return non-negative coefficients of three columns, by errors relative to fitted values."""
+    """Return non-negative coefficients, by relative errors."""
     target = np.asarray(seconds, np.float64)
     matrix = np.asarray(rows, np.float64)
     scale = np.maximum(np.abs(matrix).max(axis=0), 1e-300)

@@ -1,6 +1,6 @@
-"""Goodput: requests within the SLO, and the highest rate with enough of them. Pure.
+"""Goodput: the highest rate with enough requests within the SLO. Pure.
 
-Goodput per GPU and its search are DistServe's (Zhong et al., OSDI'24).
+After DistServe (Zhong et al., OSDI'24).
 """
 
 import math
@@ -17,7 +17,7 @@ MOST_STEPS = 8  # doublings or halvings before the first bracket
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SloTargets:
-    """Limits in seconds for a `share` of requests, and of a request's gaps for `itl_s`."""
+    """Limits for a `share` of requests, and of a request's gaps (`itl_s`)."""
 
     ttft_s: float
     tpot_s: float
@@ -37,9 +37,7 @@ class SloTargets:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """One run. Rates are per second and GPU, latencies in seconds at the SLO's percentile, `busy`
-    by role. `step_tokens` are per request and decode step, None without drafts.
-    """
+    """One run, with rates per second and GPU, latencies at the SLO's percentile, `busy` by role."""
 
     rate: float
     good_share: float
@@ -66,7 +64,7 @@ def first_judged(count: int) -> int:
 
 
 def most_misses(count: int, share: float) -> int:
-    """Return how many of `count` requests may miss the SLO before a run can stop."""
+    """Return how many requests may miss the SLO before a run stops."""
     return int((count - first_judged(count)) * (1 - share) + 1e-9)
 
 
@@ -102,11 +100,10 @@ def point_of(
 
 @dataclass(slots=True, kw_only=True)
 class Search:
-    """Brackets the highest good rate from `guess`, then bisects geometrically: points in, rates
-    out.
+    """Brackets the highest good rate from a first estimate, then bisects geometrically: points in,
+    rates out.
 
-    `stride` is the first factor, which grows to `MOST_STRIDE`; `lowest` bounds rates as a share of
-    the guess.
+    `stride`: the first factor, up to `MOST_STRIDE`. `lowest`: bound as a share of the estimate.
     """
 
     guess: float
@@ -144,12 +141,12 @@ class Search:
 
     @property
     def estimate(self) -> float:
-        """Return the middle of the bracket, else the best rate or 0."""
+        """The bracket's middle, else the best rate or 0."""
         good, bad = self._best_rate(), self._worst_rate()
         return (good * bad) ** 0.5 if good is not None and bad is not None else good or 0.0
 
     def _good(self) -> list[Point]:
-        """Return good points below every bad rate, as a higher one is good only by chance."""
+        """Return good points below every bad one; higher ones are chance."""
         bad = self._worst_rate()
         return [p for p in self.points if p.good_share >= self.share and (bad is None or p.rate < bad)]
 

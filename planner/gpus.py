@@ -1,9 +1,9 @@
-"""Data sheets of known GPUs, dense figures without sparsity; plans multiply them by an efficiency.
+"""Data sheets of GPUs, dense, without sparsity; plans multiply them by an efficiency.
 
-NVIDIA A100 (80 GB SXM), L4, L40S, H100 (SXM5), H200 (SXM), HGX B200 (an eighth of the board;
-"sparse" figures halved); AMD Instinct MI300X. `link_gb_s` assumes a 400 Gb/s network port per GPU
-(A100: 200, L4 and L40S: 100). `peer_gb_s` is one direction of NVLink (half of the data sheet's
-sum), Infinity Fabric to seven others, or PCIe 4 x16 (L4, L40S).
+NVIDIA A100 (80 GB SXM), L4, L40S, H100 (SXM5), H200 (SXM), HGX B200 (an eighth of the board; half
+of "sparse"); AMD Instinct MI300X. `link_gb_s` assumes a 400 Gb/s port per GPU (A100: 200, L4 and
+L40S: 100). `peer_gb_s`: one direction of NVLink (half of the data sheet), Infinity Fabric to seven
+others, or PCIe 4 x16 (L4, L40S).
 """
 
 from dataclasses import dataclass
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """`tflops`: dense bf16. `link_gb_s`: to other machines. `peer_gb_s`: to GPUs of its machine. 1
-    GB = 10^9 bytes.
+    """`tflops`: dense bf16. `link_gb_s`: to other machines. `peer_gb_s`: to its own. 1 GB = 10^9
+    bytes.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Step times, memory and network of workers, from flags, GPU table or measurements."""
+"""Step times, memory and network of workers."""
 
 from collections.abc import Sequence
 
@@ -27,9 +27,8 @@ GB = 10**9
 class Hardware(msgspec.Struct, frozen=True, kw_only=True):
     """Values per GPU; step times by GPUs per worker.
 
-    `memory_bytes` is None with --max-total-tokens. `gpu_flag` is the flag that chose the GPU.
-    `assumed` describes assumed values. `accept_rate` is None without drafts, `match_rate` 1 for a
-    model.
+    `memory_bytes`: None with --max-total-tokens. `gpu_flag`: chose the GPU. `assumed`: a text for
+    the user. `accept_rate`: None without drafts.
     """
 
     step_times: dict[int, StepTime]
@@ -47,7 +46,7 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def hardware_of(config: PlanConfig, model: ModelConfig, *, tps: Sequence[int], profile: Profile | None) -> Hardware:
-    """Return the hardware of workers of `tps` GPUs. ConfigError for missing values."""
+    """Return the hardware for `tps` GPUs per worker. Raises ConfigError."""
     shape = shape_of(model)
     profile = profile or Profile()
     gpu = GPUS[config.gpu] if config.gpu else profile.gpu
@@ -102,7 +101,7 @@ def hardware_of(config: PlanConfig, model: ModelConfig, *, tps: Sequence[int], p
 
 
 def profile_of(config: PlanConfig) -> Profile | None:
-    """Read the profile, or fit and save it, by flags; None with a data sheet only."""
+    """Read, or fit and save, the profile; None with a data sheet."""
     if config.gpu_profile is not None:
         return read_profile(config.gpu_profile)
     if not config.fit:
@@ -120,7 +119,7 @@ class _Assumed:
         self.notes: list[str] = []
 
     def first(self, given: float | None, measured: float | None, default: float, note: str = "") -> float:
-        """Return a known value, else `default` with `note` for the user."""
+        """Return a known value, else `default`, noted for the user."""
         for value in (given, measured):
             if value is not None:
                 return value
@@ -187,7 +186,7 @@ def _link_bytes_per_s(given_gb_s: float | None, gpu: Gpu | None, handover: Hando
 
 
 def _latency_s(given_s: float | None, control_s: float, handover: HandoverTime | None) -> float:
-    """Derive the latency from a measured hand-over, which is bytes, messages and latency."""
+    """Return the latency: a hand-over's time without bytes and messages."""
     if given_s is not None:
         return given_s
     if handover is None:

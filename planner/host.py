@@ -1,8 +1,8 @@
 """A machine whose cores steps, transfers (copies) and HTTP share. Pure.
 
-Sharing is max-min fair, with workers perhaps bound to own cores. The end of work is fixed at its
-start, so later work cannot delay it: its owner owes the lost time and pays with its next work. So
-no core is used twice, and events keep their order.
+Max-min fair, with workers perhaps bound to own cores. The end of work is fixed at its start: later
+work cannot delay it, but its owner owes the lost time and pays with its next work. So no core is
+used twice, and events keep their order.
 """
 
 from collections import Counter
@@ -14,9 +14,8 @@ KEPT_S = 60.0  # older work overlaps no new work, as clocks differ by less than 
 
 
 class Threads(NamedTuple):
-    """`num` threads of one owner, bound to the cores of worker `home`, if any.
-
-    `beside` is their slowdown while all other cores compute, as memory and caches are shared.
+    """`num` threads, bound to the cores of worker `home`, if any. `beside`: slowdown while all
+    other cores compute, by shared memory and caches.
     """
 
     num: int = 1
@@ -36,7 +35,7 @@ class _Occupancy:
 
 
 class Host:
-    """`cores` is None if each worker has its own machine. `home_cores` are bound to each worker."""
+    """`cores`: None if workers have own machines. `home_cores`: bound to each."""
 
     def __init__(self, cores: float | None, *, home_cores: float | None = None) -> None:
         self._cores = cores
@@ -46,11 +45,10 @@ class Host:
         self._latest_s = 0.0
 
     def home(self, worker: Hashable) -> Hashable:
-        """Return `Threads.home` of a worker's work."""
         return None if self._home_cores is None else worker
 
     def finish(self, owner: Hashable, *, at_s: float, work_s: float, threads: Threads = ONE) -> float:
-        """Return the end of `work_s` on each of `threads`, not slowed by the same owner."""
+        """Return the end of `work_s` on each thread, not slowed by its owner."""
         if self._cores is None or work_s <= 0:
             return at_s + work_s
         self._forget(at_s)
@@ -60,7 +58,7 @@ class Host:
         return end_s
 
     def _share(self, others: list[_Occupancy], now_s: float, left_s: float, threads: Threads) -> float:
-        """Return the end of `left_s` of work, in spans between changes of other work."""
+        """Return the end of work, in spans between changes of other work."""
         for change_s in [*sorted({t for s in others for t in (s.begin_s, s.end_s) if t > now_s}), float("inf")]:
             there = [one for one in others if one.begin_s <= now_s < one.end_s]
             before = self._speeds([one.threads for one in there])
@@ -74,7 +72,7 @@ class Host:
         return now_s
 
     def _speeds(self, running: list[Threads]) -> list[float]:
-        """Return each one's thread speed relative to an idle machine."""
+        """Return thread speeds relative to an idle machine."""
         assert self._cores is not None
         shares = core_shares(self._cores, self._home_cores, running)
         used = sum(one.num * share for one, share in zip(running, shares, strict=True))
@@ -90,7 +88,7 @@ class Host:
 
 
 def core_shares(cores: float, home_cores: float | None, running: Iterable[Threads]) -> list[float]:
-    """Return each one's cores per thread, max-min fair."""
+    """Return cores per thread, max-min fair."""
     running = list(running)
     bound = Counter[Hashable]()
     for one in running:
@@ -103,7 +101,7 @@ def core_shares(cores: float, home_cores: float | None, running: Iterable[Thread
 def _water_level(
     cores: float, home_cores: float | None, bound: Mapping[Hashable, int], threads: int
 ) -> tuple[float, dict[Hashable, float]]:
-    """Return the share outside of crowded homes, and in each of these."""
+    """Return the share outside of crowded homes, and in each."""
     crowded = dict[Hashable, float]()
     for home, count in sorted(bound.items(), key=lambda item: -item[1]):
         assert home_cores is not None, "nothing is bound"

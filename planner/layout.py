@@ -11,7 +11,7 @@ MOST_WORKERS, MOST_GPUS = 999, 32  # per pool; per worker
 
 @dataclass(frozen=True, slots=True, order=True)
 class ClusterLayout:
-    """Numbers of workers, with `tp` GPUs each. `mixed`: unified workers mix decodes into prefill
+    """Numbers of workers with `tp` GPUs. `mixed`: unified workers mix decodes into prefill
     steps.
     """
 
@@ -46,7 +46,7 @@ class ClusterLayout:
 
 
 def parse_layout(text: str) -> ClusterLayout:
-    """Parse "2P3D", "4U", "4U-mixed", "2P1D1U" or "2P1D1U-mixed", perhaps with "-tp2"."""
+    """Parse "2P3D", "4U", "4U-mixed", "2P1D1U", perhaps with "-tp2"."""
     found = re.fullmatch(r"(?:(\d+)P(\d+)D)?(?:(\d+)U(-mixed)?)?(?:-tp(\d+))?", text, re.IGNORECASE)
     if found is None:
         raise _unknown(text)
@@ -71,10 +71,7 @@ def _unknown(text: str) -> ConfigError:
 
 
 def candidates(num_workers: int, *, tps: Sequence[int] = (1,)) -> list[ClusterLayout]:
-    """Return all layouts with as many GPUs as `num_workers` of the largest of `tps`.
-
-    Larger pools queue better, so only equal sizes compare fairly.
-    """
+    """Return all layouts with equally many GPUs, as larger pools queue better."""
     gpus = num_workers * max(tps)
     return [layout for tp in tps if gpus % tp == 0 for layout in _of_size(gpus // tp, tp)]
 

@@ -1,4 +1,4 @@
-"""Bytes of weights and KV pages, with a drafter's, and the pages that fit. Pure."""
+"""Bytes of weights and KV pages, and the pages that fit. Pure."""
 
 from engine.config import EngineConfig
 from engine.device.memory_plan import MeasuredMemory, static_left
@@ -15,7 +15,7 @@ DEGREES = (1, 2, 4, 8, 16, 32)  # of TP
 
 
 def page_bytes(model: ModelConfig, tp: int = 1, *, page_size: int) -> int:
-    """Return a page's bytes on the fullest of `tp` GPUs, with the drafter's."""
+    """Return a page's bytes on the fullest GPU, with the drafter's."""
     place = fullest(tp)
     specs = [layer_spec(model, share_of(model, place), dtype=model.dtype)] * model.num_layers
     if model.drafter is not None:
@@ -24,7 +24,6 @@ def page_bytes(model: ModelConfig, tp: int = 1, *, page_size: int) -> int:
 
 
 def weight_bytes(model: ModelConfig, tp: int = 1, *, on_cpu: bool = False) -> int:
-    """Return the bytes on the fullest of `tp` GPUs, with the drafter's."""
     own = shape_of(model, tp, on_cpu=on_cpu).weight_bytes
     return own if model.drafter is None else own + drafter_shape(model, tp, on_cpu=on_cpu).weight_bytes
 
@@ -39,10 +38,9 @@ def kv_pages(
     longest: int,
     on_cpu: bool = False,
 ) -> int:
-    """Return a worker's KV pages on `tp` GPUs of `memory_bytes` each (None with
-    --max-total-tokens).
+    """Return a worker's KV pages on `tp` GPUs. Raises ConfigError.
 
-    `gpu` is the flag of the GPU, `longest` the tokens of the longest request. Raises ConfigError.
+    `memory_bytes` is None with --max-total-tokens. `gpu`: the flag. `longest`: request tokens.
     """
     weights = weight_bytes(model, tp, on_cpu=on_cpu)
     kv_bytes = 0 if memory_bytes is None else _left_for_kv(engine, weights, memory_bytes=memory_bytes)
@@ -74,7 +72,7 @@ def _fits(model: ModelConfig, tp: int) -> bool:
 
 
 def _left_for_kv(engine: EngineConfig, weights: int, *, memory_bytes: int) -> int:
-    """Return each GPU's bytes for KV, divided as in a worker."""
+    """Return bytes for KV per GPU, as in a worker."""
     found = MeasuredMemory(
         memory=memory_bytes,
         free=memory_bytes,

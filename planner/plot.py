@@ -11,16 +11,14 @@ FORMATS = (".png", ".svg", ".pdf")
 
 
 def check_plot(path: str) -> None:
-    """Check that a plot is possible before computing. Raises ConfigError."""
+    """Check early that a plot is possible. Raises ConfigError."""
     if Path(path).suffix not in FORMATS:
         raise ConfigError(f"--plot {path}: must end in {', '.join(FORMATS)}")
     _figure_class()
 
 
 def draw(outcomes: Sequence[Outcome], *, share: float, title: str, path: str) -> None:
-    """Draw a line per layout with its best rate; unified ones are dashed, perfect service is
-    grey.
-    """
+    """Plot a line per layout; unified ones are dashed, perfect service is grey."""
     figure = _figure_class()(figsize=(8, 5), dpi=120, layout="constrained")
     axes = figure.add_subplot()
     highest = max((p.rate for o in outcomes for p in o.points if p.goodput > 0), default=1.0)

@@ -1,4 +1,4 @@
-"""Processes that compute runs in parallel, and threads that wait for them."""
+"""Processes that compute runs in parallel."""
 
 import multiprocessing
 import queue
@@ -16,7 +16,7 @@ SPAWN = multiprocessing.get_context("spawn")
 
 
 class RunPool:
-    """A pool as a context manager; its processes also end with this one."""
+    """Context manager; the processes also end with this one."""
 
     def __init__(self, config: PlanConfig, *, jobs: int) -> None:
         self._idle: queue.SimpleQueue[Connection] = queue.SimpleQueue()
@@ -61,7 +61,6 @@ class RunPool:
 
 
 def _compute(config: PlanConfig, orders: Connection) -> None:
-    """Compute ordered runs until the pipe closes."""
     study = study_of(replace(config, save_profile=None))
     while True:
         try:

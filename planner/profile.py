@@ -12,10 +12,7 @@ from service.flags import ConfigError
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Measured step times, the GPU, or both (docs/planning.md); None if not measured.
-
-    `source` describes the measurement. `tp_size` and `*_rate` are as the flags.
-    """
+    """Measured step times, the GPU, or both (docs/planning.md)."""
 
     step_time: Fitted | None = None
     outside_s: float | None = None
@@ -33,7 +30,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 def fit_profile(reports: Sequence[str], *, pair: str | None, tp_size: int) -> Profile:
-    """Fit step times to reports, and the hand-over to report `pair`. Raises ConfigError."""
+    """Fit step times, and the hand-over to `pair`. Raises ConfigError."""
     found = fit([read_records(path) for path in reports])
     handover = fit_handover(*read_pair(pair)) if pair else None
     return Profile(

@@ -17,7 +17,7 @@ HEADER = ("layout", "req/s/GPU", "good", "TTFT ms", "TPOT ms", "cached", "busy")
 
 
 def report_text(outcomes: Sequence[Outcome], study: Study) -> str:
-    """Write a table of best rates, or of all --rates, and the recommendation."""
+    """Write best rates, or all --rates, and the recommendation."""
     lines = [_about(study, outcomes), ""]
     shown: list[tuple[Outcome, Any]]
     if study.config.rates:
@@ -57,13 +57,13 @@ def report_json(outcomes: Sequence[Outcome], study: Study) -> bytes:
 
 
 def gpus_for(outcome: Outcome, total_rate: float) -> tuple[int, int]:
-    """Return copies of the layout, and GPUs, for `total_rate` requests per second."""
+    """Return copies of the layout, and GPUs, for `total_rate`."""
     copies = math.ceil(total_rate / (outcome.rate * outcome.layout.num_gpus))
     return copies, copies * outcome.layout.num_gpus
 
 
 def _doubts(outcomes: Sequence[Outcome], study: Study) -> list[str]:
-    """Warn about oversized requests, and short runs, which measure queue depth."""
+    """Warn about oversized requests and short runs, which measure queues."""
     size = len(study.requests)
     long = [
         f"warning: {num} requests need more KV than a worker of {o.layout.name} has; they fail there"

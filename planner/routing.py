@@ -1,6 +1,6 @@
-"""Routing of planned requests by the router's own policies, worker table and routes.
+"""Routing by the router's own policies, worker table and routes.
 
-A request is charged to a worker until its end there. Block numbers stand for text.
+A request is charged until its end. Block numbers stand for text.
 """
 
 import random
@@ -29,7 +29,7 @@ T = TypeVar("T", bound=Hashable)
 
 @dataclass(slots=True, eq=False)
 class Routed(Generic[T]):
-    """A request's workers, answering one last, and leases. `prompt` is for the forecast."""
+    """A request's workers, answering one last, and leases."""
 
     workers: list[T]
     leases: list[Lease]
@@ -40,9 +40,7 @@ class Routed(Generic[T]):
 
 @dataclass(slots=True)
 class Routing(Generic[T]):
-    """`policy` applies to prompts; decode uses least_load. `mixed` permits both routes
-    (--mixed).
-    """
+    """`policy`: for prompts; decode uses least_load. `mixed`: both routes (--mixed)."""
 
     policy: str = "least_load"
     mixed: bool = False
@@ -58,7 +56,7 @@ class Routing(Generic[T]):
         self._ways = WayChooser(policies=policies, forecast=self._forecast, wanted=self.wanted)
 
     def choose(self, pools: Mapping[str, Sequence[T]], request: PlannedRequest, *, now_s: float) -> Routed[T]:
-        """Choose a route and a worker of each role among `pools`."""
+        """Choose a route and its workers."""
         hints = RoutingHints(
             prompt_tokens=request.input_len, output_tokens=request.output_len, keys=self._keys(request)
         )
@@ -79,7 +77,7 @@ class Routing(Generic[T]):
             routed.first_s, routed.requests = now_s, routed.leases[-1].worker.requests_everywhere
 
     def on_end(self, routed: Routed[T], num_tokens: int, now_s: float) -> None:
-        """Record an ended answer (`num_tokens` 0: failed)."""
+        """Record an answer's end (`num_tokens` 0: failed)."""
         if routed.prompt is None:
             return
         self._forecast.computed(routed.prompt)
@@ -113,7 +111,7 @@ class Routing(Generic[T]):
         return self.workers[one]
 
     def _keys(self, request: PlannedRequest) -> Sequence[Hashable]:
-        """Return prefix keys: a block number also identifies earlier blocks."""
+        """Return prefix keys; a block number also identifies earlier blocks."""
         if self.policy != "cache_aware":
             return ()
         return [b"%d.%d" % (token, part) for token, count in request.blocks for part in range(count // BLOCK_TOKENS)]

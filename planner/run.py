@@ -1,4 +1,4 @@
-"""Runs a plan's layouts and rates in parallel, with a progress bar."""
+"""Runs a plan's layouts and rates in parallel."""
 
 from collections.abc import Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -14,7 +14,7 @@ from planner.study import Study, guess_rate
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Outcome:
-    """A layout's runs, and the best one within the SLO, if any."""
+    """A layout's runs, and the best, if any."""
 
     layout: ClusterLayout
     points: list[Point]
@@ -26,7 +26,6 @@ class Outcome:
 
 
 def run_plan(study: Study) -> list[Outcome]:
-    """Return the outcome of each layout in order."""
     config = study.config
     searches = {layout: _search(study, layout) for layout in study.layouts}
     with (

@@ -1,7 +1,4 @@
-"""Weights, KV and arithmetic of a model per GPU, from its config. Pure.
-
-Sharding is decided by engine/parallel/layout.py.
-"""
+"""Weights, KV and arithmetic of a model per GPU (engine/parallel/layout.py). Pure."""
 
 from dataclasses import dataclass
 
@@ -12,9 +9,8 @@ from engine.parallel.layout import Place, share_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """One GPU's part. `layer_params` are used per token, `head_params` per sample. `read_bytes` of
-    the `weight_bytes` are read per step. `kv_bytes` are per token. `pair_flops` are attention's per
-    query and key token.
+    """One GPU's part. `layer_params`: per token, `head_params`: per sample. `read_bytes`: per step.
+    `kv_bytes`: per token. `pair_flops`: attention per query and key token.
     """
 
     layer_params: int
@@ -30,13 +26,12 @@ class Shape:
 
 
 def fullest(tp: int) -> Place:
-    """Return the fullest rank: the last one if the vocabulary does not divide."""
+    """Return the fullest rank: the last, if the vocabulary does not divide."""
     return Place(tp_rank=tp - 1, tp_size=tp)
 
 
 def shape_of(model: ModelConfig, tp: int = 1, *, on_cpu: bool = False) -> Shape:
-    """Return the part of the fullest of `tp` GPUs, or CPU ranks, which keep integers packed except
-    in fp32.
+    """Return the fullest GPU's part, or CPU rank's, with packed integers except in fp32.
 
     2 FLOPs per weight and token; 4 x head_dim FLOPs per head and (query, key) pair.
     """

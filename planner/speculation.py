@@ -1,6 +1,4 @@
-"""Speculation in a plan: real rows and passes (engine/core/drafting.py), right at the planned
-rate.
-"""
+"""Speculation: real rows and passes (engine/core/drafting.py), right at the planned rate."""
 
 import random
 from collections.abc import Callable
@@ -20,9 +18,9 @@ MATCH = 1  # match class of n-grams with the lowest initial chance
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speculation:
-    """At most `most` drafts per request and step, accepted after right ones with `accept_rate`.
+    """At most `most` drafts per request and step, each right with `accept_rate` after right ones.
 
-    `time` is a drafting model's; n-grams draft in a share `match_rate` of the steps.
+    `time`: of a drafting model; n-grams draft in `match_rate` of the steps.
     """
 
     most: int
@@ -41,7 +39,7 @@ class Speculation:
 
 
 class Guesses:
-    """N-grams of unknown texts: a random match now and then, with `most` tokens."""
+    """N-grams of unknown texts: a random match, with `most` tokens."""
 
     def __init__(self, most: int, match_rate: float) -> None:
         self._draft = Draft([TOKEN] * most, MATCH)

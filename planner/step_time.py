@@ -1,7 +1,5 @@
-"""The cost model: from a step's load to its duration. Pure.
-
-`Roofline` is from data sheet and model shape, `Fitted` from measurements (planner/fit.py). Both
-depend only on sums over the step (`StepLoad`).
+"""The cost model, from a step's load to its duration: `Roofline` by data sheet and shape, `Fitted`
+by measurements (planner/fit.py). Pure.
 """
 
 from dataclasses import dataclass
@@ -17,9 +15,7 @@ PARTIAL_BYTES = 4  # ranks add in float32
 
 @dataclass(slots=True)
 class StepLoad:
-    """The load of a step. `*_pairs`: (query, key) pairs of attention. `*_context`: KV tokens
-    read.
-    """
+    """`*_pairs`: (query, key) pairs of attention. `*_context`: KV tokens read."""
 
     prefill_tokens: int = 0
     prefill_pairs: float = 0.0
@@ -31,7 +27,7 @@ class StepLoad:
 
 class StepTime(Protocol):
     def seconds(self, load: StepLoad) -> float:
-        """Return the seconds from the step's start to its tokens."""
+        """Return the seconds until its tokens."""
 
 
 def load_of(plan: Plan) -> StepLoad:
@@ -52,7 +48,7 @@ def load_of(plan: Plan) -> StepLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beside:
-    """Relative slowdown of prefill and decode steps while all other cores compute."""
+    """Relative slowdown while all other cores compute."""
 
     prefill: float = 0.0
     decode: float = 0.0
@@ -60,7 +56,7 @@ class Beside:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Efficiency:
-    """Reached shares of a data sheet, and overheads of a step and of an all-reduce."""
+    """Reached shares of a data sheet, and overheads."""
 
     compute: float
     memory: float
@@ -70,11 +66,10 @@ class Efficiency:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roofline:
-    """The slower of arithmetic and memory, for linear layers and attention each (Williams et al.
-    2009).
+    """The slower of arithmetic and memory, for linear layers and attention (Williams et al. 2009).
 
-    With TP, the embedding and each layer, after attention and MLP (Shoeybi et al. 2019), sum hidden
-    states as in engine/parallel/nccl.py; logits go to one GPU.
+    With TP, embedding and layers, after attention and MLP (Shoeybi et al. 2019), sum hidden states
+    as engine/parallel/nccl.py; logits go to one GPU.
     """
 
     gpu: Gpu
@@ -96,7 +91,7 @@ class Roofline:
         return self.efficiency.step_s + max(linear / flops_s, shape.read_bytes / bytes_s) + prefill + decode + ranks_s
 
     def _sums_s(self, tokens: int) -> float:
-        """Small sums read all partials; large ones a slice of each, then the rounded slices."""
+        """Small sums read all partials, large ones slices, then rounded slices."""
         numbers, others = tokens * self.shape.hidden, self.tp - 1
         if numbers <= SMALL_SUM:
             moved = others * PARTIAL_BYTES * numbers
@@ -108,13 +103,12 @@ class Roofline:
         return self._meeting_s(samples * PARTIAL_BYTES * (self.shape.vocab - self.shape.vocab // self.tp))
 
     def _meeting_s(self, moved: float) -> float:
-        """Return the time of a collective that moves `moved` bytes to a GPU."""
         return moved / (self.gpu.peer_gb_s * 1e9 * self.efficiency.memory) + self.efficiency.reduce_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fitted:
-    """Measured linear costs. A mixed step is a prefill step plus the decodes' share."""
+    """Measured linear costs; a mixed step is a prefill step plus the decodes' share."""
 
     prefill_step_s: float
     prefill_token_s: float

@@ -1,6 +1,6 @@
-"""From flags to a plan's runs: workers, requests, results.
+"""From flags to runs: workers, requests, results.
 
-Only `study_of` reads files. Equal flags give equal studies in any process.
+Only `study_of` reads files. Equal flags give equal studies.
 """
 
 from collections import defaultdict
@@ -35,8 +35,8 @@ GUESSED_LOAD = 0.6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Study:
-    """A plan. `page_bytes` is of the whole model. `history` warms caches. `num_pages` and
-    `speculation` are by GPUs per worker.
+    """A plan. `page_bytes`: of the whole model. `history`: warms caches. `num_pages`,
+    `speculation`: by GPUs per worker.
     """
 
     config: PlanConfig
@@ -57,7 +57,7 @@ class Study:
 
 
 def study_of(config: PlanConfig) -> Study:
-    """Build the study. ConfigError if model, memory and flags do not fit."""
+    """Build the study. Raises ConfigError."""
     path = Path(config.model_path)
     model = load_model_config(str(path.parent if path.name == "config.json" else path))
     if model.experts is not None:
@@ -138,7 +138,7 @@ def study_of(config: PlanConfig) -> Study:
 
 
 def _layouts(texts: Sequence[str], *, num_workers: int, tps: Sequence[int]) -> list[ClusterLayout]:
-    """Parse layouts or propose some, with each of `tps` where not given."""
+    """Parse layouts, or propose some, with each of `tps` unless given."""
     if not texts:
         return candidates(num_workers, tps=tps)
     named = [parse_layout(text) for text in texts]
@@ -146,7 +146,7 @@ def _layouts(texts: Sequence[str], *, num_workers: int, tps: Sequence[int]) -> l
 
 
 def run_study(study: Study, cluster: PlannedCluster, rate: float) -> list[RequestRecord]:
-    """Run at `rate` per second in all, until no request can still be good."""
+    """Run at `rate` per second, until no request can be good."""
     cluster.warm(study.history)
     until_s = max(study.slo.latest_s(sent_s=a.at / rate, output_len=a.output_len) for a in study.requests)
     return cluster.run(study.requests, rate=rate, until_s=until_s)
@@ -164,7 +164,7 @@ def try_rate(study: Study, layout: ClusterLayout, rate: float) -> Point:
 
 
 def guess_rate(study: Study, layout: ClusterLayout) -> float:
-    """Return a search's first rate per second and GPU, below capacity."""
+    """Return a first rate per second and GPU, below capacity."""
     size = len(study.requests)
     tokens = sum(request.input_len for request in study.requests) / size
     outputs = sum(request.output_len for request in study.requests) / size
@@ -225,7 +225,6 @@ def _engine(config: PlanConfig) -> EngineConfig:
 
 
 def _folder(given: str | None) -> str | None:
-    """Return the directory of a drafter's config.json."""
     if given is None:
         return None
     path = Path(given)
@@ -235,7 +234,7 @@ def _folder(given: str | None) -> str | None:
 
 
 def _with_drafter(engine: EngineConfig, model: ModelConfig, *, tps: Sequence[int], longest: int) -> ModelConfig:
-    """Add the drafter. `longest` request tokens suffice as its context."""
+    """Add the drafter, with `longest` tokens of context."""
     found = model
     for tp in tps:  # each checks the shard
         found = with_drafter(replace(engine, tp_size=tp, kv_units=None, context_length=longest), model)

@@ -18,7 +18,7 @@ class Timeline:
         heapq.heappush(self._queue, (time_s, self._serial, act))
 
     def run_until(self, time_s: float, *, done: Callable[[], bool]) -> None:
-        """Run events up to and including `time_s`, or until `done`."""
+        """Run events up to `time_s`, or until `done`."""
         while self._queue and self._queue[0][0] <= time_s and not done():
             self.now_s, _, act = heapq.heappop(self._queue)
             act()

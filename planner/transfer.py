@@ -1,7 +1,7 @@
-"""A bandwidth model for both sides of transfers, in place of the transfer managers.
+"""A bandwidth model in place of the transfer managers.
 
-States are KVPoll. A control message takes `control_s`. A transfer waits for both links and moves at
-the slower one's speed; on a shared host it is a copy with a core per end.
+States are KVPoll. A message takes `control_s`. A transfer waits for both links, at the slower one's
+speed; on a shared host it is a copy with a core per end.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ from transfer_backends.kvpoll import KVPoll
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Link:
-    """A worker's network port, one transfer at a time, FIFO."""
+    """A network port, one transfer at a time, FIFO."""
 
     bytes_per_s: float
     free_s: float = 0.0
@@ -26,7 +26,7 @@ class Link:
 
 @dataclass(slots=True, kw_only=True)
 class End:
-    """A worker's side of its transfers. `wake` schedules its loop."""
+    """A worker's side. `wake` schedules its loop."""
 
     link: Link
     metadata: MetadataBuffers
@@ -37,7 +37,7 @@ class End:
 
 @dataclass(slots=True, eq=False)
 class PlannedRoom:
-    """A transfer. A side is None until it opens the room."""
+    """A transfer; a side is None until it opens the room."""
 
     number: int
     prefill: End | None = None
@@ -51,7 +51,6 @@ class PlannedRoom:
 
 class Network:
     def __init__(self, timeline: Timeline, *, page_bytes: int, control_s: float, latency_s: float, host: Host) -> None:
-        """`latency_s` is added to a transfer's bytes."""
         self._timeline = timeline
         self._page_bytes = page_bytes
         self._control_s = control_s
@@ -66,18 +65,17 @@ class Network:
         self._rooms.pop(number, None)
 
     def shake_hands(self, room: PlannedRoom) -> None:
-        """Exchange decode's request and the reply, once both sides are there."""
+        """Exchange decode's request and the reply, once both are there."""
         if room.prefill is not None and room.decode is not None:
             self._after_messages(2, room.decode, lambda: self._decode_moves(room, KVPoll.WaitingForInput))
 
     def provide(self, room: PlannedRoom, *, num_pages: int, row: int) -> None:
-        """Send decode's page indices to prefill."""
         room.decode_row = row
         assert room.decode is not None
         self._after_messages(1, room.decode, lambda: self._learn_pages(room, num_pages))
 
     def send(self, room: PlannedRoom, *, num_pages: int, row: int | None) -> None:
-        """Move computed pages, and with the last ones the metadata `row`."""
+        """Move pages, with the last ones the metadata `row`."""
         room.prefill_state = KVPoll.Transferring
         assert room.prefill is not None
         begin_s = max(room.prefill.now(), self._timeline.now_s)
@@ -119,7 +117,6 @@ class Network:
             self._timeline.at(end_s + self._latency_s, lambda: self._land(room, row))
 
     def _copied_s(self, source: End, target: End, *, at_s: float, taken_s: float) -> float:
-        """Return the end of a copy that uses a core at each end."""
         if source.home is None and target.home is None:
             return self._host.finish(source.link, at_s=at_s, work_s=taken_s, threads=Threads(2))
         return max(
@@ -163,7 +160,7 @@ class PlannedSender:
         gate: Gate | None = None,
         tail: Tail = (),
     ) -> None:
-        """Send pages from page `start` of the prompt on, except those cached by decode."""
+        """Send pages from `start` on, except those cached by decode."""
         if self.room.prefill_state is KVPoll.Failed:
             return
         end, skip = start + len(src_pages), self.room.skip_pages
@@ -228,7 +225,7 @@ class PlannedReceiver:
 
 @dataclass(slots=True)
 class PlannedSenders:
-    """Manager and room directory of the prefill role."""
+    """The prefill role's manager and room directory."""
 
     network: Network
     end: End
@@ -256,7 +253,7 @@ class PlannedSenders:
 
 @dataclass(slots=True)
 class PlannedReceivers:
-    """Manager of the decode role."""
+    """The decode role's manager."""
 
     network: Network
     end: End
@@ -278,6 +275,6 @@ class PlannedReceivers:
 
 
 def _copy_row(source: MetadataBuffers, row: int, target: MetadataBuffers, to: int) -> None:
-    """Copy a metadata row by address, as a transfer engine does."""
+    """Copy a metadata row by address."""
     one, other = source.region, target.region
     ctypes.memmove(other.base_ptr + to * other.item_bytes, one.base_ptr + row * one.item_bytes, one.item_bytes)

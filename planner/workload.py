@@ -1,7 +1,7 @@
-"""Requests of a plan, from a trace or distributions. Pure.
+"""A plan's requests, from a trace or distributions. Pure.
 
-A block of a prompt is one repeated token id, so equal prefixes match and memory stays small.
-Arrivals have a mean gap of 1, and are stretched by rate.
+A block is one repeated token id, so equal prefixes match with little memory. Arrivals have a mean
+gap of 1, stretched by rate.
 """
 
 import random
@@ -18,7 +18,7 @@ FIRST_OWN = 1 << 40  # blocks of single requests
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedRequest:
-    """One request. `at`: arrival in mean gaps. `blocks`: (token id, count)."""
+    """`at`: arrival in mean gaps. `blocks`: (token id, count)."""
 
     at: float
     blocks: tuple[tuple[int, int], ...]
@@ -37,9 +37,7 @@ class PlannedRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lengths:
-    """Lengths uniform in [ratio x longest, longest], with one of `prefix_groups` common
-    prefixes.
-    """
+    """Lengths uniform in [ratio x longest, longest], with common prefixes."""
 
     input_len: int
     output_len: int
@@ -56,7 +54,7 @@ class Lengths:
 
 
 def workload_of(config: PlanConfig) -> tuple[list[PlannedRequest], list[PlannedRequest]]:
-    """Return history and requests of a plan. ConfigError for an unreadable trace."""
+    """Return history and requests. Raises ConfigError."""
     if config.trace is not None:
         return from_trace(read_trace(config.trace), count=config.num_requests)
     lengths = Lengths(
@@ -70,9 +68,8 @@ def workload_of(config: PlanConfig) -> tuple[list[PlannedRequest], list[PlannedR
 
 
 def from_trace(entries: Sequence[TraceEntry], *, count: int) -> tuple[list[PlannedRequest], list[PlannedRequest]]:
-    """Return `count` requests before the middle of a trace (history), and `count` from there on.
-
-    Arrivals at one tick of its clock are spread until the next.
+    """Return requests before (history) and after a trace's middle. Arrivals of one tick are
+    spread.
     """
     ordered = sorted(entries, key=lambda entry: entry.timestamp_ms)
     begin = max(0, len(ordered) - count) // 2
@@ -113,7 +110,7 @@ def _trace_blocks(entry: TraceEntry, number: int) -> tuple[tuple[int, int], ...]
 
 
 def _spread(times: Sequence[float]) -> list[float]:
-    """Spread equal times until the next tick, the last for a mean tick."""
+    """Spread equal times until the next tick."""
     ticks = sorted(set(times))
     mean = (ticks[-1] - ticks[0]) / (len(ticks) - 1) if len(ticks) > 1 else 1.0
     following = dict(zip(ticks, [*ticks[1:], ticks[-1] + mean], strict=True))

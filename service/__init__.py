@@ -1,3 +1,1 @@
-"""The parts that make a process a server: HTTP, security, signals, telemetry. Imports no other
-package.
-"""
+"""Common parts of servers: HTTP, security, signals, telemetry. Imports no other package."""

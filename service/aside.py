@@ -1,7 +1,7 @@
-"""Thread pools for work that would block an event loop, by size of its input.
+"""Thread pools for work that would block an event loop.
 
-A thread keeps the interpreter during one call into C, so each call must be short for the longest
-admitted input. Between calls the loop gets it within `SWITCH_S`.
+One call into C keeps the interpreter, so it must be short for the longest input; in between the
+loop gets it within `SWITCH_S`.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class Aside:
-    """Runs work below `inline` in the loop, and from `huge` on in a pool of its own."""
+    """Runs work below `inline` in the loop, from `huge` on in a separate pool."""
 
     def __init__(self, name: str, *, inline: int, huge: int, threads: int = 1) -> None:
         self._inline = inline
@@ -25,14 +25,13 @@ class Aside:
         self._longest = ThreadPoolExecutor(1, f"{name}-huge", initializer=_share)
 
     async def run(self, work: Callable[[], T], *, size: int) -> T:
-        """Return the result of `work` on an input of `size` bytes or characters."""
+        """Return the result of `work` on `size` bytes or characters."""
         if size < self._inline:
             return work()
         pool = self._longest if size >= self._huge else self._long
         return await asyncio.get_running_loop().run_in_executor(pool, work)
 
     def close(self) -> None:
-        """Cancel queued work."""
         for pool in (self._long, self._longest):
             pool.shutdown(wait=False, cancel_futures=True)
 

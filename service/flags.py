@@ -1,6 +1,4 @@
-"""Flags as fields of frozen dataclasses, with help, unit and checked range (CLI:
-deploy/flags.py).
-"""
+"""Flags as fields of frozen dataclasses (CLI: deploy/flags.py)."""
 
 import dataclasses
 import math
@@ -11,7 +9,7 @@ _METADATA = "flag"
 
 
 class ConfigError(ValueError):
-    """A wrong flag or file. Its one-line text names the remedy."""
+    """A wrong flag or file, with the remedy, on one line."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +19,7 @@ class FlagSpec:
     unit: "s" for seconds, in a field that ends in `_s`    option: public name, if irregular
     above, least, most, below: of the number, or of each in a tuple
     special: values with a meaning of their own
-    by_hand: parsed by the command (several values)
+    by_hand: parsed by the command
     refused: values of other servers, each with the remedy
     """
 
@@ -38,7 +36,7 @@ class FlagSpec:
     by_hand: bool = False
 
     def holds(self, value: float) -> bool:
-        """Return whether a number is in range or special. False for nan."""
+        """Return whether a number is in range or special (nan: not)."""
         return value in self.special or (
             value == value
             and (self.above is None or value > self.above)
@@ -48,12 +46,12 @@ class FlagSpec:
         )
 
     def refusal(self, value: Any) -> str | None:
-        """Return why a value of another server is refused, if it is."""
+        """Return why another server's value is refused, if so."""
         remedy = self.refused.get(value) if isinstance(value, str) else None
         return None if remedy is None else f"{value} is not served here: {remedy}"
 
     def bounds(self) -> str:
-        """Return the range, such as "above 0 and at most 1"."""
+        """Return a text such as "above 0 and at most 1"."""
         if self.least is not None and self.most is not None:
             return f"{shown(self.least)} to {shown(self.most)}"
         lower = [f"above {shown(self.above)}"] if self.above is not None else []
@@ -63,17 +61,17 @@ class FlagSpec:
         return " and ".join(lower + upper)
 
     def meanings(self) -> list[str]:
-        """Return the special values, such as "0: never"."""
+        """Return texts such as "0: never"."""
         return [f"{shown(value)}: {meaning}" for value, meaning in self.special.items()]
 
 
 def flag(default: Any, help: str, **spec: Any) -> Any:
-    """Return a field that is a flag, with the properties of `FlagSpec`."""
+    """Declare a field that is a flag, with a `FlagSpec`."""
     return dataclasses.field(default=default, metadata={_METADATA: FlagSpec(help=help, **spec)})
 
 
 class FlagSet:
-    """Base of configs. Raises ConfigError for values out of range."""
+    """Base of configs. Raises ConfigError."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
@@ -91,7 +89,7 @@ def spec_of(field: "dataclasses.Field[Any]") -> FlagSpec:
 
 
 def option_of(field: "dataclasses.Field[Any]") -> str:
-    """Return the flag's name: `--name-of-the-field`, without the `_s` of seconds."""
+    """Return `--name-of-the-field`, without the `_s` of seconds."""
     spec = spec_of(field)
     if spec.option is not None:
         return spec.option
@@ -100,7 +98,7 @@ def option_of(field: "dataclasses.Field[Any]") -> str:
 
 
 def values_by_name(config: Any) -> dict[str, Any]:
-    """Return a config's values by flag name, for /server_info."""
+    """Return values by flag name, for /server_info."""
     return {
         option_of(field).removeprefix("--").replace("-", "_"): getattr(config, field.name)
         for field in dataclasses.fields(config)

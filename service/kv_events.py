@@ -1,10 +1,10 @@
-"""KV events of an engine's prefix cache, in the format of vLLM and SGLang.
+"""KV events of a prefix cache, in the format of vLLM and SGLang.
 
     PUB    [topic, sequence number (8 bytes, big-endian, from 0), KVEventBatch in msgpack]
     ROUTER [client, "", number] requests the stored batches from that number on;
            answers are [client, "", number, batch] each, and last [client, "", -1, ""]
 
-A gap in the numbers means lost events. As in vllm/distributed/kv_events.py and
+A gap means lost events. As in vllm/distributed/kv_events.py and
 sglang/srt/disaggregation/kv_events.py; reading is lenient, and their oldest versions read ours.
 """
 
@@ -22,9 +22,8 @@ MAX_NAMESPACE_CHARS = 1024  # per part
 
 
 class BlockStored(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """Blocks of `block_size` tokens after `parent_block_hash` (None at the start of a prompt).
-
-    `lora_name` and `extra_keys` are vLLM's; ours holds the namespace in each block's extra keys.
+    """Blocks after `parent_block_hash`, None at a prompt's start. `extra_keys` (vLLM's) hold the
+    namespace.
     """
 
     block_hashes: list[BlockHash]
@@ -50,9 +49,7 @@ KVEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class NamesStored(msgspec.Struct, array_like=True, tag="BlockStored", frozen=True):
-    """A `BlockStored` whose hashes are our keys (service/prefix_chain.py): its tokens stay
-    undecoded, which takes a tenth of the time.
-    """
+    """A `BlockStored` with our keys as hashes: undecoded tokens take a tenth of the time."""
 
     block_hashes: list[int]
     parent_block_hash: int | None
@@ -86,7 +83,7 @@ class _NamesBatch(msgspec.Struct, array_like=True, frozen=True):
 
 
 def namespace_of(cache_salt: str | None, extra_key: str | None) -> tuple[str, ...]:
-    """Return the namespace of the prefix cache by these request fields, () for the common one."""
+    """Return the prefix cache's namespace by request fields, () by default."""
     return tuple(part for part in (cache_salt, extra_key) if part)
 
 
@@ -106,7 +103,7 @@ def encode_batch(batch: KVEventBatch) -> bytes:
 
 
 def decode_events(payload: bytes) -> list[KVEvent]:
-    """Decode the known events of a batch. Raises BadEvent."""
+    """Decode known events. Raises BadEvent."""
     try:
         return _usual_decoder.decode(payload).events  # a third of the time
     except (msgspec.MsgspecError, ValueError, RecursionError):
@@ -114,7 +111,7 @@ def decode_events(payload: bytes) -> list[KVEvent]:
 
 
 def decode_names(payload: bytes) -> list[NameEvent]:
-    """Decode a batch whose hashes are our keys. Raises BadEvent."""
+    """Decode a batch with our keys. Raises BadEvent."""
     try:
         return _names_decoder.decode(payload).events
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
@@ -122,7 +119,6 @@ def decode_names(payload: bytes) -> list[NameEvent]:
 
 
 def _decode_leniently(payload: bytes) -> list[KVEvent]:
-    """Decode batches with unknown fields or kinds."""
     try:
         batch = _decoder.decode(payload)
         events = batch["events"] if isinstance(batch, dict) else batch[1]
@@ -151,7 +147,7 @@ def read_seq(frame: bytes) -> int:
 
 
 def read_message(frames: Sequence[bytes], decode: Decode = decode_events) -> tuple[int, Sequence[AnyEvent]]:
-    """Return number and events of [topic, number, batch]. Raises BadEvent."""
+    """Return number and events. Raises BadEvent."""
     if len(frames) != 3:
         raise BadEvent(f"a message has 3 frames, not {len(frames)}")
     return read_seq(frames[1]), decode(frames[2])

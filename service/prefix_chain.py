@@ -1,12 +1,11 @@
-"""Keys of prompt prefixes, computed alike by routers and workers, so that KV events match. Pure.
+"""Keys of prompt prefixes, alike in routers and workers, so that KV events match. Pure.
 
     link[-1] = H(seed)     link[i] = H(link[i - 1], next BLOCK_BYTES of the prompt)
     key = first 8 bytes of a link
 
-A token id is four bytes, little-endian. A worker's page has the key of H(last link before its end,
-bytes from there on), so the last page of a block has the block's key. The lowest bit is 1 at the
-end of a block, else 0. SHA-1 is hashlib's fastest; a client that makes prompts collide misroutes
-only its own.
+Token ids have four bytes, little-endian. A page has the key of H(last link before its end, bytes
+from there on), so a block's last page has the block's key. The lowest bit is 1 at a block's end.
+SHA-1 is hashlib's fastest; colliding prompts only misroute their own client.
 """
 
 import hashlib
@@ -26,7 +25,6 @@ _sha1 = hashlib.sha1
 
 
 def open_chain(seed: bytes) -> bytes:
-    """Return the link before the first."""
     return _sha1(seed, usedforsecurity=False).digest()
 
 
@@ -35,19 +33,19 @@ def next_link(link: bytes, block: bytes | memoryview) -> bytes:
 
 
 def name_of(link: bytes) -> int:
-    """Return the key of the prefix that ends with a block."""
+    """Return the key of a prefix of whole blocks."""
     return int.from_bytes(link[:NAME_BYTES]) | 1
 
 
 def block_names(names: list[int], page_size: int) -> list[int]:
-    """Return the keys of blocks among those of consecutive pages."""
+    """Return the blocks' keys among consecutive pages'."""
     pages = max(1, BLOCK_TOKENS // page_size)  # per block
     first = next((place for place, name in enumerate(names[:pages]) if name & 1), len(names))
     return names[first::pages]
 
 
 def token_bytes(tokens: Sequence[int]) -> bytes:
-    """Return the hashed bytes of `tokens`. Raises OverflowError for an invalid id."""
+    """Return the hashed bytes. Raises OverflowError."""
     ids = array("I", tokens)
     if sys.byteorder == "big":
         ids.byteswap()
@@ -55,26 +53,25 @@ def token_bytes(tokens: Sequence[int]) -> bytes:
 
 
 def token_seed(adapter: bytes = b"", namespace: Sequence[str] = ()) -> bytes:
-    """Return the seed of token ids. `adapter`: JSON of the LoRA adapter's name."""
+    """Return the seed of ids. `adapter`: JSON of its name."""
     return b"ids\0" + adapter + named(namespace)
 
 
 def named(namespace: Sequence[str]) -> bytes:
-    """Return a namespace's part of a seed."""
+    """Return the namespace's part of a seed."""
     return b"\0" + msgspec.json.encode(namespace) if namespace else b""
 
 
 def pages_make_blocks(page_size: int) -> bool:
-    """Return whether blocks end with pages."""
     return BLOCK_TOKENS % page_size == 0
 
 
 def page_names(
     link: bytes, before: Sequence[int], tokens: Sequence[int], page_size: int
 ) -> Iterator[tuple[int, bytes]]:
-    """Yield each page's key, and the link where a block ends with it, else b"".
+    """Yield each page's key, and the link where a block ends, else b"".
 
-    `link` is of the last block before `tokens`, `before` are the tokens in between.
+    `link` is of the block before, `before` are the tokens in between.
     """
     assert len(tokens) % page_size == 0 and len(before) % page_size == 0
     size = BLOCK_TOKENS if pages_make_blocks(page_size) else page_size

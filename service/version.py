@@ -8,7 +8,7 @@ PACKAGE = "tandem-serve"
 
 @cache
 def installed_version() -> str:
-    """Return pip's version, "unknown" in an uninstalled source tree."""
+    """Return pip's version, "unknown" if not installed."""
     try:
         return version(PACKAGE)
     except PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""Waits of tasks that callbacks end, common pauses, and the event loop's time."""
+"""Waits that callbacks end, common pauses, the event loop's time."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Iterator
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def loop_time_s() -> float:
-    """Return monotonic time, virtual in a simulation."""
+    """Monotonic, virtual in a simulation."""
     return asyncio.get_running_loop().time()
 
 
@@ -20,7 +20,7 @@ async def end_tasks(tasks: "Iterable[asyncio.Task[Any]]") -> None:
 
 
 class Waiter:
-    """Lets one task wait for `wake`. Check the condition first: an earlier `wake` has no effect."""
+    """Lets one task wait for `wake`. Check the condition first, as an earlier `wake` is lost."""
 
     __slots__ = ("_future",)
 
@@ -57,7 +57,7 @@ class Pauses:
 
     @contextmanager
     def taken(self) -> Iterator[Callable[[float], Awaitable[bool]]]:
-        """Yield a pause function, which returns False once all must end."""
+        """Yield a pause function, which returns False at the end of all."""
         waiter, loop = Waiter(), asyncio.get_running_loop()
 
         async def pause(seconds: float) -> bool:

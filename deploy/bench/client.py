@@ -1,6 +1,6 @@
-"""Sends and times one request of the OpenAI protocol. Errors are recorded, not raised.
+"""Sends and times one OpenAI request. Errors are recorded, not raised.
 
-Times are by `time.perf_counter`. Tokens are the server's `usage`, else the number of text events.
+Tokens are the server's `usage`, else text events.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ class Target:
         self._model = model
 
     async def send(self, request: BenchRequest, *, started_at: float) -> RequestRecord:
-        """Send `request` and read its whole answer. `started_at` is the run's start."""
+        """Send a request and read its answer. `started_at`: the run's start."""
         sent_at = time.perf_counter()
         record = RequestRecord(idx=request.idx, sent_s=sent_at - started_at)
         if request.at_s is not None:
@@ -93,7 +93,6 @@ async def _read_stream(reply: aiohttp.ClientResponse, record: RequestRecord, sen
 
 
 def _note(record: RequestRecord, event: StreamChunk) -> bool:
-    """Count an event; return whether it has text."""
     has_text = any(text_of(choice) for choice in event.choices)
     if event.usage is not None:
         record.prompt_tokens = event.usage.prompt_tokens

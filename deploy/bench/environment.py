@@ -1,4 +1,4 @@
-"""The environment of a measurement: hardware, versions, commit, command."""
+"""A measurement's environment: hardware, versions, commit, command."""
 
 import os
 import platform
@@ -25,7 +25,6 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def describe() -> dict[str, object]:
-    """Return a JSON-ready description of machine, code and command."""
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join(_without_folders(arg) for arg in sys.argv),
@@ -41,7 +40,7 @@ def describe() -> dict[str, object]:
 
 
 def commit() -> str | None:
-    """Return the source tree's commit, with "+changes" if modified."""
+    """Return the source tree's commit ("+changes" if modified)."""
     root = str(ROOT)
     found = _said("git", "-C", root, "rev-parse", "--short=12", "HEAD")
     if not found:
@@ -50,9 +49,7 @@ def commit() -> str | None:
 
 
 def _without_folders(argument: str) -> str:
-    """Make an absolute path relative to the source tree, else a name, to keep directories
-    private.
-    """
+    """Shorten absolute paths, to keep directories private."""
     path = Path(argument)
     if not path.is_absolute():
         return argument

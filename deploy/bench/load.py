@@ -18,7 +18,7 @@ One = Callable[[BenchRequest], Coroutine[None, None, None]]
 
 @dataclass
 class Measured:
-    """Records of one target, and its seconds under load."""
+    """A target's records, and its seconds under load."""
 
     records: list[RequestRecord] = field(default_factory=list)
     duration_s: float = 0.0
@@ -27,7 +27,7 @@ class Measured:
 async def run_load(
     send: Send, requests: Sequence[BenchRequest], *, concurrency: int, on_done: OnDone = lambda record: None
 ) -> Measured:
-    """Send `requests` at their times, or `concurrency` at once if they have none."""
+    """Send requests at their times, else `concurrency` at once."""
     started_at = time.perf_counter()
     measured = Measured()
 
@@ -47,10 +47,9 @@ async def run_load(
 async def run_in_turns(
     sends: Sequence[Send], requests: Sequence[BenchRequest], *, rounds: int, concurrency: int, on_done: OnDone
 ) -> list[Measured]:
-    """Put an equal share of the requests on each target in turn, in `rounds`.
+    """Put equal shares of the requests on each target in turn.
 
-    That cancels drift (heat, neighbours); the order alternates. Times count from the start of the
-    run.
+    That cancels drift (heat, neighbours); the order alternates. Times count from the run's start.
     """
     started_at = time.perf_counter()
     totals = [Measured() for _ in sends]
@@ -65,7 +64,7 @@ async def run_in_turns(
 
 
 def shares(requests: Sequence[BenchRequest], rounds: int) -> list[list[BenchRequest]]:
-    """Cut into at most `rounds` parts of nearly equal size, with times from 0."""
+    """Cut into nearly equal parts, each with times from 0."""
     bounds = [len(requests) * i // rounds for i in range(rounds + 1)]
     return [_restarted(requests[a:b]) for a, b in itertools.pairwise(bounds) if a < b]
 

@@ -8,7 +8,7 @@ _LABELS = {"ttft_s": "TTFT ms", "itl_s": "ITL ms", "tpot_s": "TPOT ms", "e2e_s":
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a GitHub-flavoured table, first column left-aligned."""
+    """Return a GitHub-flavoured table."""
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
     rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
     return "\n".join("| " + " | ".join(_cells(row, widths)) + " |" for row in [header, rule, *rows])

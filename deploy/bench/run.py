@@ -39,7 +39,6 @@ async def measure(config: BenchConfig) -> list[Measured]:
 
 
 def open_session(api_key: str | None) -> aiohttp.ClientSession:
-    """Open a session without limits or proxy."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0),
         timeout=aiohttp.ClientTimeout(total=None, connect=30),
@@ -61,7 +60,7 @@ def print_report(urls: Sequence[str], measured: Sequence[Measured]) -> list[Summ
 
 
 def result_json(config: BenchConfig, measured: Sequence[Measured], summaries: Sequence[Summary]) -> bytes:
-    """Return the result with all records, without the API key."""
+    """Return the result with all records, without API key."""
     targets = [
         {"url": url, "summary": summary, "records": one.records}
         for url, summary, one in zip(config.urls, summaries, measured, strict=True)
@@ -89,7 +88,7 @@ class _Progress:
 
 
 def _warmup(requests: Sequence[BenchRequest], count: int) -> list[BenchRequest]:
-    """Return requests with other prompts, so that nothing measured is cached."""
+    """Return requests with other prompts, to cache nothing measured."""
     return [_reversed(request) for request in requests[:count]]
 
 

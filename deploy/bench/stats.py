@@ -1,8 +1,7 @@
-"""Statistics of a load test, from records to a summary. Pure.
+"""Statistics of a load test. Pure.
 
 TTFT: sent to first text. ITL: gaps between text events (perhaps of several tokens). TPOT: (E2E -
-TTFT) / (output tokens - 1), without one-token answers. E2E: sent to last byte. Percentiles
-interpolate linearly, as numpy.
+TTFT) / (output tokens - 1). E2E: sent to last byte. Percentiles as numpy's.
 """
 
 from collections import Counter
@@ -16,8 +15,8 @@ LATENCIES = ("ttft_s", "itl_s", "tpot_s", "e2e_s")
 
 
 class RequestRecord(msgspec.Struct, kw_only=True):
-    """One request. Times in seconds, `sent_s` from the start of the run. `late_s`: delay of sending
-    (open loop). `error` is None for a full answer.
+    """One request, in seconds. `sent_s`: from the run's start. `late_s`: delay of sending (open
+    loop).
     """
 
     idx: int
@@ -43,7 +42,7 @@ class Distribution(msgspec.Struct, frozen=True):
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """One target's result. Rates are per second of `duration_s`, of full answers."""
+    """One target's result. Rates are of full answers."""
 
     requests: int
     completed: int
@@ -63,7 +62,6 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Return a percentile of `values` (unsorted, not empty)."""
     ordered = sorted(values)
     position = (len(ordered) - 1) * percent / 100
     low = int(position)
@@ -103,7 +101,7 @@ def summarize(records: Sequence[RequestRecord], *, duration_s: float) -> Summary
 
 
 def tpot_s(record: RequestRecord) -> float | None:
-    """Return seconds per later output token, None without one."""
+    """Return seconds per later output token, if any."""
     if record.ttft_s is None or record.output_tokens < 2:
         return None
     return (record.e2e_s - record.ttft_s) / (record.output_tokens - 1)

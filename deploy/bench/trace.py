@@ -1,7 +1,7 @@
-"""Reader of request traces in Mooncake's format (FAST'25): JSON lines, perhaps gzipped.
+"""Reader of traces in Mooncake's format (FAST'25): JSON lines, perhaps gzipped.
 
-`timestamp` (ms), `input_length` and `output_length` (tokens), `hash_ids` (prefix-chained blocks of
-512 tokens: equal ids at equal positions are a shared prefix).
+`timestamp` (ms), `input_length`, `output_length` (tokens), `hash_ids` (prefix-chained blocks of 512
+tokens: equal ids at equal positions are a shared prefix).
 """
 
 import gzip
@@ -26,7 +26,7 @@ class TraceEntry(msgspec.Struct, frozen=True):
 
 
 def read_trace(path: str) -> list[TraceEntry]:
-    """Return all entries. ConfigError names file and line."""
+    """Return all entries. Raises ConfigError."""
     try:
         data = Path(path).read_bytes()
         text = gzip.decompress(data) if data.startswith(GZIP_MAGIC) else data

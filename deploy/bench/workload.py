@@ -1,7 +1,6 @@
-"""Requests of a run, from flags and a seed. Pure.
+"""A run's requests, from flags and a seed. Pure.
 
-Prompts of ids have exact lengths. Prompts of words ("k17 v42 ...") have one token per word only
-with the shipped model.
+Prompts of words ("k17 v42 ...") have one token per word only with the shipped model.
 """
 
 import random
@@ -17,7 +16,7 @@ NUM_KEYS = 100
 
 @dataclass(frozen=True, kw_only=True)
 class BenchRequest:
-    """One request, sent `at_s` after the start, or in a closed loop if None."""
+    """One request at `at_s`, None in a closed loop."""
 
     idx: int
     prompt: str | tuple[int, ...]
@@ -28,7 +27,7 @@ class BenchRequest:
 
 @dataclass(frozen=True, slots=True)
 class PromptTokens:
-    """Random token ids of [low, high], written as ids or words."""
+    """Random ids of [low, high], as ids or words."""
 
     low: int
     high: int
@@ -44,7 +43,7 @@ class PromptTokens:
 
 
 def make_requests(config: BenchConfig, trace: Sequence[TraceEntry] = ()) -> list[BenchRequest]:
-    """Return the requests of a run, the same for equal flags."""
+    """Return the requests, equal for equal flags."""
     rng = random.Random(config.seed)
     tokens = PromptTokens(config.min_token_id, config.max_token_id, as_words=config.prompt == "words")
     if config.trace:
@@ -60,7 +59,6 @@ def make_requests(config: BenchConfig, trace: Sequence[TraceEntry] = ()) -> list
 
 
 def _poisson(requests: Sequence[BenchRequest], rate: float, rng: random.Random) -> list[BenchRequest]:
-    """Add exponential gaps of mean 1/rate seconds, from 0 on."""
     at_s, timed = 0.0, []
     for request in requests:
         timed.append(replace(request, at_s=at_s))
@@ -71,7 +69,7 @@ def _poisson(requests: Sequence[BenchRequest], rate: float, rng: random.Random) 
 def _replay(
     config: BenchConfig, entries: Sequence[TraceEntry], tokens: PromptTokens, rng: random.Random
 ) -> list[BenchRequest]:
-    """Return a trace's scaled requests in order of arrival, from 0 on."""
+    """Return a trace's scaled requests in order of arrival."""
     requests = []
     for idx, entry in enumerate(entries):
         ids = block_tokens(entry, tokens, length_scale=config.length_scale, seed=config.seed)
@@ -84,7 +82,7 @@ def _replay(
 
 
 def block_tokens(entry: TraceEntry, tokens: PromptTokens, *, length_scale: float, seed: int) -> list[int]:
-    """Return a traced prompt's token ids. Block h is PRNG(h), so equal blocks share a prefix."""
+    """Return a traced prompt. Block h is PRNG(h), so equal blocks share a prefix."""
     size = max(1, round(TRACE_BLOCK_TOKENS * length_scale))
     length = max(1, round(entry.input_length * length_scale))
     ids: list[int] = []

@@ -1,4 +1,4 @@
-"""Sends a conversation and streams its answer; reads its workers from a router."""
+"""Sends a conversation, streams its answer, finds its workers."""
 
 import secrets
 import time
@@ -23,12 +23,12 @@ LEAST_S = 0.02  # shorter answers have no rate
 
 
 class ChatFailed(Exception):
-    """No (whole) answer came. The text is for the user."""
+    """No whole answer came."""
 
 
 @dataclass
 class Answer:
-    """A growing answer. Times by `time.perf_counter`; `tokens` by usage, else events."""
+    """A growing answer; `tokens` by usage, else events."""
 
     request_id: str
     sent_s: float
@@ -38,7 +38,7 @@ class Answer:
     tokens: int = 0
 
     def figures(self) -> list[str]:
-        """Return stats such as "first token 84 ms", "41.2 tokens/s", "128 tokens"."""
+        """Return "first token 84 ms", "41.2 tokens/s", "128 tokens"."""
         if self.first_s is None:
             return []
         figures, long_s = [f"first token {1e3 * (self.first_s - self.sent_s):.0f} ms"], self.last_s - self.first_s
@@ -49,7 +49,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of an answer, or of the reasoning before it."""
+    """A part of an answer or its reasoning."""
 
     text: str
     is_thought: bool = False
@@ -66,9 +66,9 @@ class ChatClient:
         return Answer(secrets.token_hex(16), time.perf_counter())
 
     async def pieces(self, messages: Sequence[Message], answer: Answer) -> AsyncGenerator[Piece, None]:
-        """Yield the parts of the answer, recorded in `answer`. Raises ChatFailed.
+        """Yield the parts, recorded in `answer`. Raises ChatFailed.
 
-        Closing the generator closes the connection, so the server aborts the request.
+        Closing the generator aborts the request.
         """
         try:
             async with aclosing(self._events(messages, answer.request_id)) as events:
@@ -102,7 +102,7 @@ class ChatClient:
         raise ChatFailed("the answer broke off")
 
     async def workers_of(self, answer: Answer) -> str:
-        """Return a request's workers ("127.0.0.1:1 → 127.0.0.1:2"), if the server reports them."""
+        """Return "127.0.0.1:1 → 127.0.0.1:2", if reported."""
         url, timeout = f"{self.url}/traces/{segment(answer.request_id)}", aiohttp.ClientTimeout(total=TRACE_S)
         try:
             async with self._session.get(url, timeout=timeout) as reply:
@@ -113,13 +113,12 @@ class ChatClient:
 
 
 def answering_of(attempts: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Return the attempt that answers, or still may."""
+    """Return the attempt that answers, or may."""
     going = [attempt for attempt in attempts if attempt["failure"] == ""]
     return (going or attempts)[-1]
 
 
 def open_session(key: str | None) -> aiohttp.ClientSession:
-    """Open a session without a total timeout."""
     return aiohttp.ClientSession(
         headers=bearer(key),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),

@@ -27,18 +27,15 @@ Ctrl-C stops an answer. What has come stays in the conversation."""
 
 @dataclass
 class ChatHistory:
-    """A conversation with an optional `system` prompt."""
-
     system: str = ""
     messages: list[Message] = field(default_factory=list)
 
     def with_question(self, question: str) -> list[Message]:
-        """Return the messages to send."""
         head = [{"role": "system", "content": self.system}] if self.system else []
         return [*head, *self.messages, {"role": "user", "content": question}]
 
     def add(self, question: str, answer: str) -> None:
-        """Append a question with its (partial) answer, nothing without one."""
+        """Append a question with its (partial) answer, if any."""
         if answer:
             self.messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
@@ -47,7 +44,7 @@ class ChatHistory:
 
 
 def command_of(line: str) -> ChatCommand | str | None:
-    """Return the command in a line, an error text, or None for a message."""
+    """Return a line's command, an error, or None for a message."""
     words = line.split()
     if not words or not _COMMAND.fullmatch(words[0]):
         return None
@@ -58,5 +55,5 @@ def command_of(line: str) -> ChatCommand | str | None:
 
 
 def printable(text: str) -> str:
-    """Replace control characters but newline and tab by U+FFFD."""
+    """Replace control characters by U+FFFD."""
     return _CONTROL.sub("\ufffd", text.replace("\r\n", "\n"))

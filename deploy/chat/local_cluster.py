@@ -1,4 +1,4 @@
-"""A `tandem up` child process for one chat, which ends with the chat in any case."""
+"""A `tandem up` child that ends with its chat."""
 
 import json
 import signal
@@ -17,7 +17,7 @@ END_S = 15.0  # `up` kills its processes before
 
 
 class NotStarted(Exception):
-    """`up` ended early, after printing the reason."""
+    """`up` ended early, having printed why."""
 
     def __init__(self, status: int) -> None:
         super().__init__(status)
@@ -26,9 +26,9 @@ class NotStarted(Exception):
 
 @contextmanager
 def local_cluster(flags: Sequence[str]) -> Iterator[str]:
-    """Start a cluster with `flags`, at a free port by default; yield its address.
+    """Start a cluster, at a free port by default; yield its address.
 
-    Its output goes to stderr. A session of its own keeps Ctrl-C away.
+    Its output goes to stderr; a session of its own keeps Ctrl-C away.
     """
     with tempfile.TemporaryDirectory(prefix="tandem-chat-") as folder:
         ready = Path(folder) / "ready.json"

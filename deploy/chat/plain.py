@@ -9,7 +9,7 @@ from deploy.chat.conversation import ChatHistory, printable
 
 
 async def answer_once(client: ChatClient, conversation: ChatHistory) -> int:
-    """Return the exit status, 1 without a whole answer or reader."""
+    """Return the exit status, 1 without a whole answer."""
     question = sys.stdin.buffer.read().decode(errors="replace").strip()
     if not question:
         print("tandem chat: error: standard input holds no message", file=sys.stderr)

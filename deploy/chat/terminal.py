@@ -1,7 +1,7 @@
-"""Chat at a terminal: line editor, streamed answer, Ctrl-C to stop it.
+"""Chat at a terminal.
 
 In raw mode Ctrl-C is a key, not a signal to parents such as `make`. Keys typed during an answer
-wait for the next line.
+wait.
 """
 
 import asyncio
@@ -50,7 +50,6 @@ class Terminal:
                     await self._answer(line)
 
     async def _line(self) -> str | None:
-        """Read a message, None at the end of input."""
         while True:
             try:
                 return (await self._lines.prompt_async()).strip()
@@ -103,7 +102,7 @@ class Terminal:
 
 
 async def _end_of(show: "asyncio.Task[None]") -> str:
-    """Return why an answer broke off, if it did."""
+    """Return why an answer broke off, if so."""
     try:
         await show
     except ChatFailed as error:
@@ -136,7 +135,7 @@ def _keys() -> KeyBindings:
 
 @contextmanager
 def _keys_of(source: Input, *, on_stop: Callable[[], object]) -> Iterator[None]:
-    """Call `on_stop` at Ctrl-C, and store other keys for the next line."""
+    """Call `on_stop` at Ctrl-C; store other keys."""
     ahead: list[KeyPress] = []
 
     def on_ready() -> None:

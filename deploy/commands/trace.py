@@ -31,7 +31,7 @@ class TraceConfig(FlagSet):
 
 
 def run(argv: Sequence[str]) -> int:
-    """Write the file. ConfigError for unknown requests."""
+    """Write the file. Raises ConfigError."""
     args = build_parser().parse_strict(argv)
     config = config_from(args, TraceConfig)
     query = query_of(args.ids, config.last)
@@ -53,7 +53,7 @@ def build_parser() -> Parser:
 
 
 def query_of(ids: Sequence[str], last: int | None) -> TracesQuery:
-    """Return the query for `ids` or the `last` requests. Raises ConfigError."""
+    """Return the query. Raises ConfigError."""
     if ids and last is not None:
         raise ConfigError("--last: give either request ids or --last")
     query = TracesQuery(ids=list(ids)) if ids else TracesQuery(last=10 if last is None else last)
@@ -63,7 +63,7 @@ def query_of(ids: Sequence[str], last: int | None) -> TracesQuery:
 
 
 def fetch(url: str, query: TracesQuery, *, api_key: str | None) -> list[Record]:
-    """Fetch the records. ConfigError for other servers."""
+    """Fetch records. Raises ConfigError."""
     headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {api_key}"} if api_key else {})}
     try:
         request = urllib.request.Request(f"{url.rstrip('/')}/traces", data=msgspec.json.encode(query), headers=headers)
@@ -79,7 +79,7 @@ def fetch(url: str, query: TracesQuery, *, api_key: str | None) -> list[Record]:
 
 
 def summary(records: Sequence[Record], output: str) -> str:
-    """Return a line per request, and the file's path."""
+    """Return a line per request, and the path."""
     lines = [_line(records, name) for name in dict.fromkeys(record.request_id for record in records)]
     return "\n".join([*lines[-SHOWN:], f"{len(lines)} requests: {output} (open it at https://ui.perfetto.dev)"])
 

@@ -40,7 +40,7 @@ _MODEL_FLAGS = ("model_path", "revision", "served_model_name")
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run the cluster until Ctrl-C; return the exit status."""
+    """Run until Ctrl-C; return the exit status."""
     args = build_parser().parse_strict(argv)
     config = config_from(args, ClusterConfig)
     if config.port:
@@ -65,18 +65,14 @@ def run(argv: Sequence[str]) -> int:
 
 
 def own_secret(config: ClusterConfig, args: argparse.Namespace) -> dict[str, str]:
-    """Return the router's secret for workers as environment, unless there is a file or no
-    router.
-    """
+    """Return the router's secret as environment, unless in a file or without router."""
     if config.unified or getattr(args, "cluster_secret_file", None) is not None or os.environ.get(ROUTER_SECRET):
         return {}
     return {ROUTER_SECRET: secrets.token_hex(32)}
 
 
 def gpus_for(config: ClusterConfig, args: argparse.Namespace, *, torch: str | None) -> list[str]:
-    """Return the engines' GPUs, none on CPUs. ConfigError for bad --gpu-ids. `torch` is its
-    version.
-    """
+    """Return the engines' GPUs, none on CPUs. Raises ConfigError."""
     device = getattr(args, "device", EngineConfig.device)
     if device == "cpu" or (device == "auto" and torch_cuda_major(torch) is None):
         if config.gpu_ids:
@@ -101,7 +97,7 @@ def plan(config: ClusterConfig, args: argparse.Namespace, *, gpus: Sequence[str]
 
 
 def set_local_model(args: argparse.Namespace) -> None:
-    """Set local model files in `args`, downloading a hub model once. Raises ConfigError."""
+    """Set local model files, downloading once. Raises ConfigError."""
     given = {name: value for name, value in vars(args).items() if name in _MODEL_FLAGS}
     if not given:
         return  # the shipped model
@@ -124,7 +120,7 @@ def _model_path(args: argparse.Namespace) -> str:
 
 
 def clear_ready_file(name: str | None) -> None:
-    """Remove an earlier run's ready file. Raises ConfigError."""
+    """Remove an earlier ready file. Raises ConfigError."""
     if name:
         path = Path(name)
         if not path.parent.is_dir():
@@ -149,7 +145,7 @@ async def _supervise(
     log_dir: Path,
     notes: Sequence[str],
 ) -> int:
-    """Run `specs`. `given` are typed flags by field, `notes` lines for the user."""
+    """Run `specs`. `given`: typed flags by field."""
     display = make_display()
     display.message(f"tandem up: {', '.join(spec.name for spec in specs)} (logs: {log_dir})")
     for note in notes:

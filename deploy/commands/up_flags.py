@@ -68,7 +68,7 @@ def build_parser() -> Parser:
 
 
 def flags_by_role(config: ClusterConfig, args: argparse.Namespace) -> dict[str, RoleFlags]:
-    """Return workers' flags by role, checked against the model if needed. Raises ConfigError."""
+    """Return workers' flags, checked against the model. Raises ConfigError."""
     by_role = values_by_role(config, vars(args))
     if config.encode and _model_of(args).vision is None:
         raise ConfigError(f"--encode {config.encode}: the model sees no images; leave it out, or give --model-path")

@@ -1,6 +1,6 @@
 """Translates SGLang's and vLLM's flags before argparse. Pure.
 
-Flags in `known` are ours. Unknown flags pass, as argparse names the nearest.
+Flags in `known` are ours; unknown ones pass, as argparse names the nearest.
 """
 
 from collections import deque
@@ -10,7 +10,7 @@ from enum import Enum
 
 
 class Values(Enum):
-    """The number of words after a flag."""
+    """Words after a flag."""
 
     NONE = 0
     ONE = 1
@@ -19,7 +19,7 @@ class Values(Enum):
 
 @dataclass(frozen=True)
 class Ignored:
-    """A flag without effect. `why` completes the warning."""
+    """No effect; `why` completes the warning."""
 
     why: str
     values: Values = Values.NONE
@@ -27,7 +27,7 @@ class Ignored:
 
 @dataclass(frozen=True)
 class Renamed:
-    """Words of ours that replace the flag, before its values."""
+    """Words of ours before its values."""
 
     to: tuple[str, ...]
     values: Values = Values.NONE
@@ -35,7 +35,7 @@ class Renamed:
 
 @dataclass(frozen=True)
 class Fixed:
-    """A flag with one valid value, `same`. `why` completes the error."""
+    """Only `same` is valid; `why` completes the error."""
 
     same: tuple[str, ...]
     why: str
@@ -44,7 +44,7 @@ class Fixed:
 
 @dataclass(frozen=True)
 class Missing:
-    """A refused flag. `why` completes the error."""
+    """Refused; `why` completes the error."""
 
     why: str
 
@@ -54,7 +54,7 @@ Entry = Ignored | Renamed | Fixed | Missing
 
 @dataclass(frozen=True)
 class ForeignFlags:
-    """`families` are prefixes of further refused flags, with the reason."""
+    """`families`: prefixes of further refused flags."""
 
     flags: Mapping[str, Entry]
     families: Mapping[str, str]
@@ -73,11 +73,10 @@ class Translated:
 
 
 class CannotFollow(ValueError):
-    """A refused flag, with the reason."""
+    """A refused flag, and why."""
 
 
 def translate(argv: Sequence[str], *, known: Collection[str], foreign: ForeignFlags) -> Translated:
-    """Translate a command line. Raises CannotFollow."""
     words, done = deque(argv), Translated([], [])
     while words:
         word = words.popleft()

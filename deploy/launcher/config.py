@@ -1,4 +1,4 @@
-"""Flags of the cluster in `tandem up`. Others go to workers and router."""
+"""Cluster flags of `tandem up`; others go to workers and router."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,7 @@ def _size(role: str, name: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterConfig(FlagSet):
-    """A cluster on one machine, on loopback except for the router's `host`."""
+    """A cluster on loopback, except for the router's `host`."""
 
     prefill: int = flag(1, "number of prefill workers", least=1, most=MAX_WORKERS_PER_ROLE)
     decode: int = flag(1, "number of decode workers", least=1, most=MAX_WORKERS_PER_ROLE)

@@ -1,6 +1,6 @@
-"""Progress of a loading cluster: live bars on a terminal, else plain lines.
+"""Progress of a loading cluster: bars on a terminal, else lines.
 
-A process's bar shows the last percentage in its log (as tqdm writes it). `render` is pure.
+A bar shows the last percentage in a process's log, as tqdm writes it.
 """
 
 import re
@@ -19,7 +19,7 @@ _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessProgress:
-    """A process. `text`: last log line. `healthy_s`: seconds to healthy, None before."""
+    """`text`: last log line. `healthy_s`: seconds to healthy, if so."""
 
     name: str
     text: str
@@ -66,8 +66,6 @@ class LiveDisplay:
 
 
 class PlainDisplay:
-    """Prints a line at each start and each healthy process."""
-
     def __init__(self, out: TextIO) -> None:
         self._out = out
         self._said: set[tuple[str, bool]] = set()

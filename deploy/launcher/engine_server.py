@@ -21,7 +21,7 @@ def engine_server(
 ) -> Iterator[dict[str, str]]:
     """Yield the environment of forked engines; {} on GPUs or below another fork server.
 
-    `model` is a local path, `threads` --num-threads. A worker with another environment starts anew.
+    A worker with another environment starts anew.
     """
     worker = next(spec for spec in specs if spec.ranks)
     if SERVER_VARIABLE in os.environ or VISIBLE in worker.env:

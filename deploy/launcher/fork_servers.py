@@ -21,9 +21,9 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # OpenBLAS starts threads at import, whic
 def fork_server(
     modules: Sequence[str], *, env: Mapping[str, str], log: BinaryIO | None = None, variable: str = SERVER_VARIABLE
 ) -> Iterator[dict[str, str]]:
-    """Start a server with environment `env`; yield the environment of its clients.
+    """Start a server; yield its clients' environment.
 
-    It imports `modules`, and ends with the context, as do its children. `variable` names its kind.
+    Server and children end with the context. `variable` names its kind.
     """
     address = f"tandem-fork-{os.getpid()}-{secrets.token_hex(8)}"
     with new_socket() as listener:

@@ -10,16 +10,15 @@ from service.flags import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Seat:
-    """An engine's `gpus`, by rank, and the most `engines` on one of them."""
+    """An engine's `gpus` by rank, and most `engines` on one."""
 
     gpus: tuple[str, ...]
     engines: int
 
 
 def seats_of(ranks: Mapping[str, int], gpus: Sequence[str], *, share: bool) -> dict[str, Seat]:
-    """Assign GPUs round robin. `ranks`: engine -> ranks. An engine never has a GPU twice.
-
-    ConfigError for more ranks than GPUs, unless shared.
+    """Assign GPUs round robin, never one twice to an engine. ConfigError for too few, unless
+    shared.
     """
     total = sum(ranks.values())
     if total > len(gpus) and not share:
@@ -35,9 +34,7 @@ def seats_of(ranks: Mapping[str, int], gpus: Sequence[str], *, share: bool) -> d
 
 
 def chosen_gpus(visible: Sequence[str], wanted: Sequence[str]) -> list[str]:
-    """Return the GPUs of --gpu-ids, by index or (prefix of) UUID; all if empty. Raises
-    ConfigError.
-    """
+    """Return the GPUs of --gpu-ids (index or UUID prefix), by default all. Raises ConfigError."""
     found = [_chosen(visible, name) for name in wanted] if wanted else list(visible)
     if len(set(found)) < len(found):
         raise ConfigError(f"--gpu-ids {' '.join(wanted)}: names a GPU twice")

@@ -1,9 +1,8 @@
-"""The guard: a process that kills the cluster's process groups when the launcher ends, even by kill
--9.
+"""The guard: kills the cluster's process groups when the launcher ends, even by kill -9.
 
-A script without site-packages, so it starts in milliseconds. The launcher writes to its stdin
-`+PGID` (watch) and `-PGID` (ended and reaped). At end of input it kills watched groups and removes
-their files. PR_SET_PDEATHSIG (service/process/start.py) only reaches direct children.
+A script without site-packages, to start in milliseconds. Its stdin gets `+PGID` (watch) and `-PGID`
+(reaped); at the end it kills watched groups and removes their files. PR_SET_PDEATHSIG
+(service/process/start.py) only reaches direct children.
 
 usage: guard.py PREFIX    paths of PREFIX, a group leader's pid and "-" belong to that group
 """
@@ -18,7 +17,7 @@ from typing import IO
 
 
 def watch(lines: IO[str]) -> set[int]:
-    """Read all `lines`; return the groups still watched."""
+    """Read `lines` to the end; return the groups still watched."""
     groups: set[int] = set()
     for line in lines:
         sign, number = line[:1], line[1:].strip()

@@ -13,9 +13,7 @@ MODULES = ("deploy.cli", "deploy.commands.serve", "disagg.worker", "deploy.comma
 
 @contextlib.contextmanager
 def http_fork_server(*, count: int, log_dir: Path) -> Iterator[dict[str, str]]:
-    """Yield the environment of `count` processes; {} for a single one or below another fork
-    server.
-    """
+    """Yield the environment of `count` processes; {} for one, or below another fork server."""
     if count == 1 or HTTP_SERVER_VARIABLE in os.environ:
         yield {}
         return

@@ -1,7 +1,6 @@
-"""NVIDIA's Multi-Process Service for engines that share a GPU, by a private control daemon.
+"""NVIDIA's Multi-Process Service for engines on one GPU, by a private daemon.
 
-Without it processes get time slices of milliseconds, so a decode step waits for a whole prefill
-chunk.
+Without it processes get slices of milliseconds, so a decode step waits for a whole prefill chunk.
 """
 
 import contextlib
@@ -32,7 +31,7 @@ class MpsFailed(Exception):
 
 
 class MpsDaemon:
-    """A control daemon in `folder`, for GPUs named as in CUDA_VISIBLE_DEVICES."""
+    """A control daemon in `folder`."""
 
     def __init__(self, control: str, *, folder: Path, gpus: Sequence[str], env: Mapping[str, str]) -> None:
         self._control = control
@@ -56,7 +55,7 @@ class MpsDaemon:
             )
 
     def wait_ready(self) -> None:
-        """Wait until the daemon answers. Raises MpsFailed."""
+        """Wait for an answer. Raises MpsFailed."""
         deadline_s = time.monotonic() + READY_WITHIN_S
         while not self._ask("get_server_list"):
             if self._process.poll() is not None:
@@ -66,7 +65,7 @@ class MpsDaemon:
             time.sleep(POLL_S)
 
     def end(self) -> None:
-        """Quit the daemon and its servers, or kill it after a timeout."""
+        """Quit the daemon and its servers, or kill it."""
         if self._process.poll() is None:
             self._ask("quit")
         try:
@@ -96,9 +95,7 @@ class MpsDaemon:
 
 @contextlib.contextmanager
 def mps_for(shared: Mapping[str, Sequence[str]], *, run_dir: Path) -> Iterator[tuple[dict[str, str], list[str]]]:
-    """Yield the environment of engines on `shared` GPUs (GPU -> engines), and notes for the
-    user.
-    """
+    """Yield the environment of engines on `shared` GPUs, and notes for the user."""
     if not shared:
         yield {}, []
         return

@@ -1,4 +1,4 @@
-"""Command lines of a local cluster's processes, from flags and free ports. Pure."""
+"""Command lines of a local cluster. Pure."""
 
 import sys
 from collections.abc import Collection, Mapping, Sequence
@@ -16,7 +16,7 @@ NO_FLAGS: Mapping[str, RoleFlags] = {}
 MEM_FRACTION = "--mem-fraction-static"
 BACKEND = "--disaggregation-transfer-backend"
 
-# Waiting OpenMP threads must not spin against others: that turned 3 ms steps into 756 ms.
+# Waiting OpenMP threads must not spin against others: 3 ms steps took 756 ms.
 WORKER_ENV = {
     "OMP_WAIT_POLICY": "PASSIVE",
     "TOKENIZERS_PARALLELISM": "false",
@@ -26,7 +26,7 @@ WORKER_ENV = {
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessSpec:
-    """A process to start, healthy once GET `url` + `health_path` returns 200."""
+    """A process, healthy once GET `url` + `health_path` returns 200."""
 
     name: str
     role: str  # "router", "prefill", "decode", "unified" or "encode"
@@ -38,9 +38,7 @@ class ProcessSpec:
 
 
 def num_ports(config: ClusterConfig) -> int:
-    """Count ports: HTTP, and for prefill and decode workers (roles may switch) a bootstrap
-    server.
-    """
+    """Count ports: HTTP, and a bootstrap server per worker whose role may switch."""
     return 0 if config.unified else 2 * (config.prefill + config.decode) + config.mixed + config.encode
 
 
@@ -55,10 +53,10 @@ def plan_cluster(
     flags: Mapping[str, RoleFlags] = NO_FLAGS,
     router_args: Sequence[str] = (),
 ) -> list[ProcessSpec]:
-    """Return the processes in start order, workers first. ConfigError for too few GPUs.
+    """Return the processes in start order. ConfigError for too few GPUs.
 
-    `front` is the clients' port, `free` are `num_ports` others. `cores` and `gpus` are for all
-    ranks. `mem_fraction` is --mem-fraction-static of an unshared GPU.
+    `front`: the clients' port. `cores`, `gpus`: for all ranks. `mem_fraction`:
+    --mem-fraction-static of an unshared GPU.
     """
     if config.unified:
         alone = flags.get("unified", RoleFlags())
@@ -97,7 +95,7 @@ def plan_cluster(
 
 @dataclass(frozen=True, kw_only=True)
 class _Ports:
-    """`pairs`: (HTTP, bootstrap server) of prefill and decode workers."""
+    """`pairs`: (HTTP, bootstrap server) ports."""
 
     pairs: Mapping[str, Sequence[tuple[int, int]]]
     unified: Sequence[int]
@@ -117,8 +115,8 @@ def _ports_of(config: ClusterConfig, free: Sequence[int]) -> _Ports:
 def _sharing(workers: Sequence[ProcessSpec], cores: int) -> list[ProcessSpec]:
     """Divide `cores` among workers.
 
-    C kernels of each may use all cores, as their threads do not wait for descheduled ones. Torch's
-    threads and ranks meet at barriers, so get a share by ranks; their OpenMP threads sleep at once
+    C kernels may use all cores, as their threads do not wait for descheduled ones. Torch's threads
+    and ranks meet at barriers, so get a share; their OpenMP threads sleep at once
     (disagg/children.py).
     """
     total = sum(worker.ranks for worker in workers)
@@ -126,16 +124,14 @@ def _sharing(workers: Sequence[ProcessSpec], cores: int) -> list[ProcessSpec]:
 
 
 def _share(ranks: int, cores: int, total: int) -> dict[str, str]:
-    """Return a worker's threads, with one process-wide limit for all, as they may be forked from
-    one server.
-    """
+    """Return a worker's threads, with one limit for all, as one server may fork them."""
     threads = cores if ranks == 1 else max(1, cores * ranks // total)
     limit = max(1, cores // total)
     return {"OMP_NUM_THREADS": str(threads), "OMP_THREAD_LIMIT": str(limit), "GOMP_SPINCOUNT": "0"}
 
 
 def shared_gpus(specs: Sequence[ProcessSpec]) -> dict[str, list[str]]:
-    """Return GPU -> names of its engines, if several."""
+    """Return GPU -> engines, if several."""
     engines: dict[str, list[str]] = {}
     for spec in specs:
         for gpu in spec.env[VISIBLE].split(",") if VISIBLE in spec.env else ():
@@ -144,7 +140,6 @@ def shared_gpus(specs: Sequence[ProcessSpec]) -> dict[str, list[str]]:
 
 
 def with_env(specs: Sequence[ProcessSpec], names: Collection[str], env: Mapping[str, str]) -> list[ProcessSpec]:
-    """Add `env` to the processes of `names`."""
     return [replace(spec, env={**spec.env, **env}) if spec.name in names else spec for spec in specs]
 
 
@@ -170,7 +165,7 @@ def _member(name: str, role: str, ports: tuple[int, int], backend: str, flags: R
 
 
 def _alone(role: str, ports: Sequence[int], own: Sequence[str], flags: Mapping[str, RoleFlags]) -> list[ProcessSpec]:
-    """Return workers outside of pairs, with flags `own`."""
+    """Return workers outside of pairs."""
     given = flags.get(role, RoleFlags())
     args = (*own, *given.args)
     return [_worker(f"{role}-{i}", role, LOOPBACK, http, args, WORKER_ENV, given.ranks) for i, http in enumerate(ports)]

@@ -11,9 +11,7 @@ ATTEMPTS = 10_000
 
 
 def free_ports(count: int, *, host: str = "127.0.0.1") -> list[int]:
-    """Return `count` free ports below the kernel's ephemeral range, whose ports could be taken
-    meanwhile.
-    """
+    """Return free ports below the ephemeral range, whose ports might be taken meanwhile."""
     ceiling = max(LOWEST_PORT + 2 * count + 1000, _ephemeral_low())
     rng = random.SystemRandom()
     found: list[int] = []

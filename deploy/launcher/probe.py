@@ -1,4 +1,4 @@
-"""HTTP reads of the launcher, with the standard library for a fast start. Errors are not raised."""
+"""HTTP reads of the launcher, by the standard library for a fast start."""
 
 import http.client
 import json
@@ -20,7 +20,7 @@ def is_healthy(url: str, *, timeout_s: float) -> bool:
 
 
 def get_json(url: str, *, timeout_s: float, api_key: str | None = None) -> dict[str, Any]:
-    """Return the JSON object at `url`, {} on failure."""
+    """Return the object at `url`, {} on failure."""
     request = urllib.request.Request(url, headers={"Authorization": f"Bearer {api_key}"} if api_key else {})
     try:
         with _OPENER.open(request, timeout=timeout_s) as reply:

@@ -1,6 +1,6 @@
-"""A child process of the launcher, in a process group of its own, with a log file.
+"""A child of the launcher, in a process group of its own.
 
-The group shields it from a terminal's Ctrl-C, and one kill reaches its children.
+The group shields it from Ctrl-C, and one kill reaches its children.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ _ERROR_LINE = re.compile(r"(^\w*(Error|Exception)\b|\berror\b|\bfatal\b)", re.IG
 
 
 class Guard:
-    """The launcher's end of the guard process (deploy/launcher/guard.py)."""
+    """The launcher's end of the guard (guard.py)."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -58,8 +58,6 @@ class Guard:
 
 
 class Child:
-    """A started process with its log."""
-
     def __init__(self, spec: ProcessSpec, process: ChildProcess, log_path: Path, watcher: Guard) -> None:
         self.spec = spec
         self.log_path = log_path
@@ -69,7 +67,7 @@ class Child:
 
     @classmethod
     def start(cls, spec: ProcessSpec, *, log_dir: Path, watcher: Guard, env: Mapping[str, str]) -> Self:
-        """Start `spec` with environment `env`, overridden by the spec's."""
+        """Start `spec` with environment `env`, overridden by its own."""
         log_path = log_dir / f"{spec.name}.log"
         with log_path.open("wb") as log:
             process = _started(spec.argv, {"PYTHONUNBUFFERED": "1", **env, **spec.env}, log.fileno())
@@ -85,7 +83,7 @@ class Child:
         return self.exit_status() is None
 
     def exit_status(self) -> int | None:
-        """Status, None while it runs. Its end kills its group and removes its files."""
+        """None while it runs. Its end kills its group and removes its files."""
         status = self._process.poll()
         if status is not None and not self._reaped:
             self._reaped = True
@@ -110,7 +108,7 @@ class Child:
             self.exit_status()
 
     def last_line(self) -> str:
-        """Return the last log line, also of a progress bar."""
+        """Return the last log line or progress bar."""
         lines = self._tail()
         return lines[-1] if lines else ""
 
@@ -131,7 +129,7 @@ class Child:
 
 
 def _started(argv: Sequence[str], env: Mapping[str, str], log: int) -> ChildProcess:
-    """Start a process in its own group, forked if it is Tandem and `env` names a server."""
+    """Start in an own group, forked if `env` names a server."""
     server = server_in(env, HTTP_SERVER_VARIABLE)
     if server is not None and tuple(argv[: len(TANDEM)]) == TANDEM:
         args = argv[len(TANDEM) :]
@@ -150,5 +148,5 @@ def _started(argv: Sequence[str], env: Mapping[str, str], log: int) -> ChildProc
 
 
 def own_prefix() -> str:
-    """Return the path prefix of workers' sockets, before the process id (engine/ipc.py)."""
+    """Return the path prefix of workers' sockets (engine/ipc.py)."""
     return str(Path(socket_folder()) / IPC_PREFIX)

@@ -1,4 +1,4 @@
-"""Flags of workers by role: common ones, and those of --prefill-... and --decode-.... Pure."""
+"""Flags of workers by role. Pure."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -40,7 +40,7 @@ OF_ENCODERS = (
 
 @dataclass(frozen=True, kw_only=True)
 class RoleFlags:
-    """`args` of `tandem serve` for each worker of a role, and its `ranks`."""
+    """`args` of `tandem serve` for a role, and its `ranks`."""
 
     args: Sequence[str] = ()
     ranks: int = 1
@@ -54,10 +54,10 @@ def roles_of(config: ClusterConfig) -> tuple[str, ...]:
 
 
 def values_by_role(config: ClusterConfig, given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return role -> flags by field, from the typed ones `given`. Raises ConfigError.
+    """Return role -> flags by field. Raises ConfigError.
 
-    Encoder workers get no flags of ranks or the text model. A role without stages gets no
-    --pp-layer-partition, one with a single DP rank no DP attention, if the other role has them.
+    Encoder workers get no flags of ranks or text model. A role without stages gets no
+    --pp-layer-partition, one DP rank no DP attention, if the other role has them.
     """
     own = {role: _own_sizes(config, role) for role in ("prefill", "decode")}
     if config.unified:
@@ -84,7 +84,7 @@ def values_by_role(config: ClusterConfig, given: Mapping[str, Any]) -> dict[str,
 def _with_encoders(
     config: ClusterConfig, found: dict[str, dict[str, Any]], given: Mapping[str, Any]
 ) -> dict[str, dict[str, Any]]:
-    """Add the flag, also to decode workers, as they may switch to prefill."""
+    """Add the flag, also for decode, which may switch to prefill."""
     if config.transfer_backend == "fake":
         raise ConfigError(
             f"--encode {config.encode}: --transfer-backend fake moves no features of images; take nixl or mooncake"
@@ -95,13 +95,12 @@ def _with_encoders(
 
 
 def num_ranks(values: Mapping[str, Any]) -> int:
-    """Count a worker's ranks."""
     tp, pp, dp = (values.get(name, 1) for name in COUNTED)
     return int(tp * pp * (1 if values.get("enable_dp_attention") else dp))
 
 
 def _attention_ranks(values: Mapping[str, Any]) -> int:
-    """As `EngineConfig.attention_tp_size`."""
+    """Same as `EngineConfig.attention_tp_size`."""
     return int(values.get("tp_size", 1)) // _dp_attention_size(values)
 
 
@@ -110,14 +109,14 @@ def _dp_attention_size(values: Mapping[str, Any]) -> int:
 
 
 def units_between(model: ModelConfig, by_role: Mapping[str, Mapping[str, Any]]) -> int | None:
-    """Return the common --kv-units, if roles shard KV heads differently and none is given."""
+    """Return common --kv-units, if roles shard KV heads differently."""
     sizes = {_attention_ranks(values) for values in by_role.values()}
     given = any(values.get("kv_units") is not None for values in by_role.values())
     return None if given or len(sizes) == 1 else common_units(model, tp_sizes=sorted(sizes))
 
 
 def check_role(config: ClusterConfig, role: str, values: Mapping[str, Any], model: ModelConfig) -> None:
-    """Raise ConfigError for sizes that do not fit the model."""
+    """Raise ConfigError if sizes do not fit the model."""
     try:
         check_layout(
             model,

@@ -9,7 +9,7 @@ BY_TORCH = "torch computes instead, several times slower"
 
 
 def shortfalls(infos: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return distinct lines for the summary, from workers' /get_server_info."""
+    """Return the summary's lines, from /get_server_info."""
     lines = (line for info in infos for part in (_kernels, _huge_pages) for line in part(info))
     return list(dict.fromkeys(lines))
 

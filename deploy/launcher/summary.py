@@ -16,7 +16,7 @@ OTHER_PROMPT = "What is the capital of France? Answer in one sentence."
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """A running process with its /get_server_info."""
+    """A process with its /get_server_info."""
 
     name: str
     role: str
@@ -26,7 +26,6 @@ class Member:
 
 
 def ready_info(members: Sequence[Member], *, front: str) -> dict[str, Any]:
-    """Return the ready file's content."""
     workers = [{"role": m.role, "url": m.url, "pid": m.pid} for m in members if m.role != "router"]
     return {"router": front, "workers": workers}
 
@@ -34,7 +33,7 @@ def ready_info(members: Sequence[Member], *, front: str) -> dict[str, Any]:
 def summary_text(
     members: Sequence[Member], *, front: str, backend: str | None, log_dir: Path, model: str, shipped: bool, auth: bool
 ) -> str:
-    """Return addresses, KV capacities, missing features, and a command to paste."""
+    """Return addresses, capacities, missing features, a command to paste."""
     width = max(len(member.name) for member in members)
     lines = [f"  {m.name:<{width}}  {m.url:<28}  pid {m.pid:<8} {_capacity(m)}".rstrip() for m in members]
     how = f"KV crosses by {backend}" if backend else "unified: one worker does it all"

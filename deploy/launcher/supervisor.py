@@ -1,7 +1,7 @@
-"""Runs a set of processes: starts them, waits until healthy, watches, ends them.
+"""Runs a set of processes.
 
 They end after a drain on SIGTERM, at once on SIGINT, SIGHUP or a second signal, else by the guard.
-The router drains first, as its requests need the workers.
+The router drains first, as it needs the workers.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ OnReady = Callable[[Sequence[Child]], Awaitable[None]]
 
 
 class StartFailed(Exception):
-    """A process ended or was not healthy in time."""
+    """A process ended, or was not healthy in time."""
 
 
 class Supervisor:
@@ -123,7 +123,7 @@ class Supervisor:
         ]
 
     async def _watch(self) -> int:
-        """Wait for a signal (0) or the last end (1), reporting each end."""
+        """Wait for a signal (0) or the last end (1)."""
         living = list(self._children)
         while not self._stop.is_set():
             for child in [child for child in living if not child.alive]:
@@ -136,7 +136,7 @@ class Supervisor:
         return 0
 
     async def _end_all(self) -> None:
-        """Drain routers, then workers; kill the remaining groups."""
+        """Drain routers, then workers; kill the rest."""
         routers = [child for child in self._children if child.spec.role == "router"]
         for stage in (routers, [child for child in self._children if child not in routers]):
             if not self._at_once.is_set() and self._stop.is_set():
@@ -149,7 +149,6 @@ class Supervisor:
             child.kill()
 
     async def _drain(self, children: Sequence[Child]) -> None:
-        """Drain `children` until their end, the timeout or a second signal."""
         for child in children:
             child.drain()
         deadline_s = time.monotonic() + self._drain_timeout_s + (DRAIN_MARGIN_S if self._drain_timeout_s else 0.0)

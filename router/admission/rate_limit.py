@@ -5,7 +5,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 
 MAX_CLIENTS = 65536  # beyond it, the client that was quiet longest is forgotten
-IPV6_SITE_BITS = 64  # prefix of one subscriber, who counts as one client
+IPV6_SITE_BITS = 64  # prefix of one subscriber, a single client
 
 
 @dataclass(slots=True)

@@ -96,7 +96,7 @@ class UpstreamCall:
         self.reply = reply
         self._stream = stream
         self._failure: CallFailed | None = None
-        # Set once the client has a part of the answer: returns whether another worker can continue it.
+        # Set once the client has a part of the answer: whether another worker can continue.
         self.goes_on: Callable[[], bool] | None = None
         self.rooms_to_leave: Callable[[], Mapping[str, int]] = dict
         self.names_owner = ""  # of the names of its samples

@@ -14,7 +14,7 @@ class Second(msgspec.Struct):
     ttft: dict[int, int] = msgspec.field(default_factory=dict)
     gaps: dict[int, int] = msgspec.field(default_factory=dict)
     failures: dict[str, int] = msgspec.field(default_factory=dict)
-    # Increases since workers' last reports. All processes receive the same, so these are not summed.
+    # Increases between reports, not summed, as all processes receive the same.
     prompt_tokens: int = 0
     output_tokens: int = 0
     kv_bytes: int = 0

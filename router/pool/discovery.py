@@ -119,7 +119,7 @@ class PodWorkers:
 
         pod   absent --ready--> joined --deleted, ended, deselected--> leaving --idle--> absent
 
-    Readiness only admits: afterwards health checks are faster, and tell draining workers from dead.
+    Readiness only admits: afterwards health checks are faster, and distinguish draining from dead.
     """
 
     table: WorkerTable

@@ -1,8 +1,8 @@
 """Heartbeats of one worker (service/http/heartbeats.py) over a long stream, in place of checks.
 
-    closed --open--> opened --BEATS in a row--> trusted --LATE of the limit--> late --limit--> silent
-       ^   stream ends, or checks                    ^                          |                |
-       |   are answered although late                +--------- a beat ---------+----------------+
+    closed --open--> opened --BEATS in a row--> trusted --LATE--> late --limit--> silent
+       ^   stream ends, or checks                    ^              |                |
+       |   are answered although late                +--- a beat ---+----------------+
 
 A late worker is checked over HTTP, so a lost stream costs nothing. A worker without heartbeats is
 checked at intervals.

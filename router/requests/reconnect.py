@@ -1,6 +1,6 @@
 """Resumption of broken streams: a repeated request gets the events after its last one.
 
-All workers are asked for them, so any router will do (service/http/reconnect.py).
+All workers are queried, so any router will do (service/http/reconnect.py).
 """
 
 import asyncio

@@ -1,1 +1,1 @@
-"""Static files of the page at /chat, on routers and unified workers."""
+"""Static files of the page at /chat."""

@@ -1,1 +1,1 @@
-"""HTTP of all servers: worker, router and bootstrap server."""
+"""HTTP of all servers."""

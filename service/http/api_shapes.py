@@ -1,4 +1,4 @@
-"""Differences between APIs on the wire, by path: JSON of errors, keep-alive bytes of streams."""
+"""Errors and keep-alive bytes of each API, by path."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,9 +19,7 @@ _CODE = {"type": ["string", "integer", "null"]}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ApiShape:
-    """`body` is the JSON of an error, `event` its form in a stream, `schema` of `body` for OpenAPI.
-    `beat` are keep-alive bytes that clients skip, empty if there are none.
-    """
+    """`body`: JSON of an error; `event`: its form in a stream. `beat`: keep-alive bytes, if any."""
 
     body: Callable[[ApiError], dict[str, Any]]
     event: Callable[[dict[str, Any]], bytes]
@@ -34,7 +32,7 @@ class ApiShape:
         return web.Response(status=error.status, body=body, content_type="application/json", headers=headers)
 
     def last_event(self, error: ApiError) -> bytes:
-        """Return an error as the end of a started stream. Clients' SDKs raise it."""
+        """Return an error as a stream's end, which clients' SDKs raise."""
         return self.event(self.body(error))
 
 
@@ -52,7 +50,7 @@ def _openai_body(error: ApiError) -> dict[str, Any]:
 
 
 def _responses_event(body: dict[str, Any]) -> bytes:
-    """OpenAI's `error` event: flat fields as in its reference, and `error`, which its SDKs read."""
+    """OpenAI's `error` event: flat as in its reference, and `error` for its SDKs."""
     error = body["error"]
     flat = {"code": str(error["code"]), "message": error["message"], "param": error["param"], "sequence_number": 0}
     return typed_event({"type": "error", **flat, **body})
@@ -82,7 +80,7 @@ def _ollama_body(error: ApiError) -> dict[str, Any]:
 
 
 def _code_of(error: ApiError) -> dict[str, str]:
-    """Return the code, by which routers recognize a draining worker."""
+    """Return the code; routers recognize draining workers by it."""
     return {} if error.code is None else {"code": error.code}
 
 
@@ -106,5 +104,5 @@ _BY_PREFIX = (("/v1/messages", ANTHROPIC), ("/v1/responses", RESPONSES), ("/api/
 
 
 def shape_of(path: str) -> ApiShape:
-    """Return the shape, also for unknown paths of an API."""
+    """Return the shape of a path, known or not."""
     return next((shape for prefix, shape in _BY_PREFIX if path.startswith(prefix)), OPENAI)

@@ -1,9 +1,9 @@
-"""Owners of request names: a `rid` belongs to the key that sent it, so two keys may use the same.
+"""Owners of request names: a `rid` belongs to the key that sent it.
 
     router -> worker   CALLER_HEADER: digest of the client's key, or NO_KEY
 
-Routers call workers with a key of their own, so they name the owner. Without the header it is the
-key in the request. Forging is useless: a digest is as hard to guess as its key.
+Routers use a key of their own, so name the owner; without the header it is the request's key. A
+digest is as secret as its key.
 """
 
 import re
@@ -21,7 +21,6 @@ _DIGEST = re.compile("[0-9a-f]{64}")
 
 
 def caller_header(request: web.BaseRequest) -> dict[str, str]:
-    """Return the header of a router's calls for this request."""
     return {CALLER_HEADER: _own(request) or NO_KEY}
 
 
@@ -30,7 +29,7 @@ def owner_said(headers: Mapping[str, str]) -> str:
 
 
 def owner_in(request: web.BaseRequest) -> str:
-    """Return the owner of a worker's request, empty for all without a key. Raises ApiError(400)."""
+    """Return a worker request's owner, empty for all without key. Raises ApiError(400)."""
     said = request.headers.get(CALLER_HEADER)
     if said is None:
         return _own(request)
@@ -42,16 +41,15 @@ def owner_in(request: web.BaseRequest) -> str:
 
 
 def has_admin_key(request: web.BaseRequest, gate: KeyGate) -> bool:
-    """Return whether the caller may abort requests of any key."""
+    """Return whether the caller may abort any request."""
     return gate.admin.is_set and request[CALLER].access >= Access.ADMIN
 
 
 def may_end_any(request: web.BaseRequest, gate: KeyGate) -> bool:
-    """Return the same at a worker. Without keys it trusts all callers except a router's clients."""
+    """The same at a worker; without keys it trusts all but a router's clients."""
     has_keys = gate.api.is_set or gate.admin.is_set
     return has_admin_key(request, gate) if has_keys else CALLER_HEADER not in request.headers
 
 
 def _own(request: web.BaseRequest) -> str:
-    """Return the digest of the key, empty if none is needed."""
     return owner_of(authorization_of(request.headers)) if request[CALLER].name else ""

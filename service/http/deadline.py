@@ -1,4 +1,4 @@
-"""The client's deadline by header: `x-request-timeout` (seconds) or Envoy's."""
+"""The client's deadline by `x-request-timeout` (seconds) or Envoy's header."""
 
 import math
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ UNITS_S: Mapping[str, float] = {TIMEOUT_HEADER: 1.0, ENVOY_HEADER: 0.001}
 
 
 def seconds_of(text: str, name: str) -> float | None:
-    """Return the seconds in header `name`, None unless above 0."""
+    """Return a header's seconds, None unless above 0."""
     try:
         value_s = float(text) * UNITS_S[name]
     except ValueError:

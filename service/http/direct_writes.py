@@ -1,6 +1,5 @@
-"""Writes of events to the client from the callback that receives them.
-
-Waking the request's task, sixteen calls deep, would double the cost of an event.
+"""Writes of events from the callback that receives them, as waking the request's task would double
+their cost.
 """
 
 from collections.abc import Callable
@@ -15,10 +14,10 @@ MOST_UNDRAINED_BYTES = 60_000  # aiohttp drains above 64 KiB
 
 
 class DirectWrites:
-    """Writes to `out` the bytes of `take` at each `on_change`, while the task is in `wait`.
+    """Writes the bytes of `take` at each `on_change`, while the task is in `wait`.
 
-    The task resumes at the end (`is_over`), on errors, and if a write may have to drain, which a
-    callback cannot do.
+    The task resumes at the end, on errors, and if a write may have to drain, which a callback
+    cannot.
     """
 
     def __init__(
@@ -34,7 +33,7 @@ class DirectWrites:
         self._error: Exception | None = None
 
     async def wait(self) -> bytes:
-        """Return the bytes to write now. Raises a callback's error."""
+        """Return bytes to write. Raises a callback's error."""
         await self._stopped.wait()
         if self._error is not None:
             raise self._error

@@ -1,4 +1,4 @@
-"""The DP rank in a client's header, as in vLLM and SGLang (`X-data-parallel-rank`)."""
+"""The DP rank in a client's header (`X-data-parallel-rank`), as in vLLM and SGLang."""
 
 from collections.abc import Mapping
 
@@ -9,7 +9,7 @@ MOST_DIGITS = 9
 
 
 def rank_in(headers: Mapping[str, str]) -> int | None:
-    """Return the rank, None without the header. Raises ApiError(400)."""
+    """Return the rank, if any. Raises ApiError(400)."""
     text = headers.get(RANK_HEADER)
     if text is None:
         return None

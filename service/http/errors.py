@@ -21,7 +21,7 @@ _PATH = re.compile(r" - at `(?:key` in `)?\$\.?([^`]*)`$")
 
 
 class ApiError(Exception):
-    """A response other than 2xx. `field`: the wrong part of the request; `code`: for programs."""
+    """A response other than 2xx. `field`: wrong part of the request. `code`: for programs."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ def bad_field(field: str, message: str, *, code: str | None = None) -> ApiError:
 
 
 def decode_body(data: bytes, type_: type[T]) -> T:
-    """Decode a JSON body strictly as `type_`. Raises ApiError(400) with the field."""
+    """Decode JSON strictly. Raises ApiError(400) with the field."""
     if deeper_than(data):
         raise ApiError(400, f"the body is nested too deeply (more than {MAX_DEPTH} levels)", code="invalid_json")
     try:

@@ -1,4 +1,4 @@
-"""Checks before every route: request id, browser rule, keys, `admit`; and errors as responses."""
+"""Checks before every route: request id, browser rule, keys; errors as responses."""
 
 import logging
 import time
@@ -36,7 +36,7 @@ def make_guard(
     """Return the handler of all requests of a server.
 
     need_of(method, path): key that a path needs    admit: last check, with the caller at `CALLER`
-    is_trusted: a peer process sent it and has checked the caller
+    is_trusted: from a peer process, which has checked the caller
     on_refused: gets "browser" or "key"
     """
 
@@ -57,7 +57,6 @@ def make_guard(
         return response
 
     def early_answer(request: web.BaseRequest, route: HttpRoute) -> web.StreamResponse | None:
-        """The answer to what no handler gets."""
         if is_trusted is not None and is_trusted(request):
             return None
         page = browser.refusal(request.method, request.path, request.headers, has_body=request.body_exists)
@@ -84,7 +83,7 @@ def make_guard(
 
 
 def key_refusal(request: web.BaseRequest, gate: KeyGate, need: Access) -> ApiError | None:
-    """Return the refusal, if any; also for handlers that need the body to decide."""
+    """Return the refusal, if any; also for handlers that decide by the body."""
     refusal = gate.refusal(request[CALLER], need)
     if refusal is None:
         return None
@@ -93,7 +92,7 @@ def key_refusal(request: web.BaseRequest, gate: KeyGate, need: Access) -> ApiErr
 
 
 async def answer_of(handler: Handler, request: web.BaseRequest) -> web.StreamResponse:
-    """Return the handler's response, or its exception as one, unless a stream has started."""
+    """Return the handler's response or exception, unless a stream has started."""
     errors = errors_of(request)
     try:
         return await handler(request)

@@ -2,12 +2,12 @@
 
     router -> worker   GET PATH?every=SECONDS
     worker -> router   every SECONDS     first line: the interval, at least EVERY_S
-                       idle              healthy; nothing has run since the line before
+                       idle              healthy; nothing has run since the last line
                        live [SECONDS]    requests run; duration of the present step
-                       ask               see /health
+                       `ask`             see /health
 
-A line proves that each process of the worker has run since the last one; a step may take longer.
-All processes of a machine wake at the same clock times (`wait_s`), which saves wake-ups.
+A line proves that each process has run since the last one. All wake at the same clock times
+(`wait_s`), which saves wake-ups.
 """
 
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class NoHeartbeats(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """A line. `rests`: nothing has run since the last. `busy_s`: duration of a long step."""
+    """A line. `rests`: idle since the last. `busy_s`: of a long step."""
 
     fine: bool
     rests: bool = False
@@ -42,9 +42,7 @@ _RESTS = [Beat(fine=True, rests=True)]
 
 
 def wait_s(now_s: float, every_s: float, *, phase: float) -> float:
-    """Return the time to the next tick of `every_s` on the machine's clock, skipping one just
-    due.
-    """
+    """Return the time to the machine's next tick of `every_s`, skipping one just due."""
     left_s = (phase - now_s / every_s) % 1.0 * every_s
     return left_s if left_s > every_s / 2 else left_s + every_s
 
@@ -58,14 +56,14 @@ def live_line(busy_s: float) -> bytes:
 
 
 class HeartbeatReader:
-    """Reads one stream. `every_s` is 0 before the first line."""
+    """Reader of one stream. `every_s` is 0 at first."""
 
     def __init__(self) -> None:
         self.every_s = 0.0
         self._rest = b""
 
     def read(self, data: bytes) -> list[Beat]:
-        """Return the lines that `data` completes, without the first. Raises NoHeartbeats."""
+        """Return completed lines but the first. Raises NoHeartbeats."""
         if data == IDLE and self.every_s and not self._rest:  # the usual case
             return _RESTS
         *lines, self._rest = (self._rest + data).split(b"\n")
@@ -79,7 +77,7 @@ class HeartbeatReader:
 
 
 def _beat(line: bytes) -> Beat:
-    """Parse a line. An unknown word of a later version requests a check."""
+    """Parse a line; a later version's word requests a check."""
     word, _, busy = line.partition(b" ")
     if word == IDLE[:-1]:
         return Beat(fine=True, rests=True)
@@ -87,7 +85,6 @@ def _beat(line: bytes) -> Beat:
 
 
 def _seconds(text: bytes) -> float:
-    """Return a positive number, else 0."""
     try:
         value = float(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""GET /: an overview, as a page for browsers, else JSON."""
+"""GET /: an overview, as page or JSON."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -49,7 +49,7 @@ _PAGE = """<!doctype html>
 
 @dataclass(frozen=True, kw_only=True)
 class Home:
-    """`models`: names, for callers with a key. `links`: path -> description, before `LINKS`."""
+    """`models`: for callers with a key. `links`: path -> description."""
 
     server: str
     models: Callable[[], Sequence[str]]

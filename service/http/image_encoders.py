@@ -1,9 +1,9 @@
-"""The signed header in which a router names the encoder workers of a prompt's images.
+"""The signed header of a router with the encoder workers of a prompt's images.
 
-X-Tandem-Image-Encoders: SIGNATURE {"encoders": [{"control": "host:port", "incarnation": ...}],
-"images": [0, null, 0]}
+    X-Tandem-Image-Encoders: SIGNATURE {"encoders": [{"control": "host:port", "incarnation": ...}],
+                                        "images": [0, null, 0]}
 
-`images` has an index into `encoders`, or null, per image in order: servers bound the header.
+`images`: an index or null per image, in order, to stay below servers' bounds.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ MAX_IMAGES = 1024  # so many indices and 16 encoders fit
 
 
 class ImageEncoder(msgspec.Struct, frozen=True):
-    """A worker's control plane address and incarnation."""
+    """A worker's control plane and incarnation."""
 
     control: Annotated[str, msgspec.Meta(max_length=300)]
     incarnation: Annotated[str, msgspec.Meta(max_length=300)]
@@ -35,9 +35,7 @@ class _Named(msgspec.Struct, frozen=True):
 
 
 def write_header(encoders: Sequence[ImageEncoder | None], secret: bytes) -> str:
-    """Write the header for the encoder of each image, None for the worker itself. Excess is
-    dropped.
-    """
+    """Write each image's encoder, None for the worker itself, within bounds."""
     asked = encoders[:MAX_IMAGES]
     distinct = list(dict.fromkeys(encoder for encoder in asked if encoder is not None))[:MAX_ENCODERS]
     places: dict[ImageEncoder | None, int] = {encoder: place for place, encoder in enumerate(distinct)}
@@ -46,7 +44,7 @@ def write_header(encoders: Sequence[ImageEncoder | None], secret: bytes) -> str:
 
 
 def read_header(value: str, secret: bytes | None) -> list[ImageEncoder | None] | None:
-    """Return None for a header that no router with this secret has written."""
+    """Return None for a header not from our router."""
     signature, _, text = value.partition(" ")
     raw = text.encode(errors="replace")
     if not is_signed(signature, raw, secret, purpose=PURPOSE):

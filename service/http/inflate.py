@@ -1,12 +1,12 @@
-"""Decompression of request bodies, gzip or deflate (RFC 9110, 8.4.1), within bounds."""
+"""Decompression of request bodies within bounds: gzip, deflate (RFC 9110, 8.4.1)."""
 
 import zlib
 from collections.abc import Iterator
 
 from service.http.errors import ApiError
 
-USUAL_TIMES = 40  # largest growth of honest chats
-MOST_TIMES = 100  # allowed growth beyond `ALWAYS_BYTES`
+USUAL_TIMES = 40  # largest factor of honest chats
+MOST_TIMES = 100  # allowed factor beyond `ALWAYS_BYTES`
 ALWAYS_BYTES = 1 << 20
 _PIECE_BYTES = 64 << 10  # per call of zlib
 _MOST_MEMBERS = 1024  # per gzip body
@@ -16,14 +16,11 @@ _NOT_READ = frozenset(("br", "zstd", "compress", "x-compress", "dcb", "dcz", "ex
 
 
 def most_inflated(size: int, *, most_bytes: int) -> int:
-    """Return the allowed size of a compressed body of `size` bytes."""
     return min(most_bytes, max(ALWAYS_BYTES, MOST_TIMES * size))
 
 
 def coding_of(encoding: str) -> str:
-    """Return the coding in a Content-Encoding, empty if none ("utf-8" is none). Raises
-    ApiError(415).
-    """
+    """Return the coding, if any ("utf-8" is none). Raises ApiError(415)."""
     names = [name.strip().lower() for name in encoding.split(",")]
     codings = [name for name in names if name in _READ | _NOT_READ]
     if len(codings) > 1 or _NOT_READ.intersection(codings):
@@ -33,7 +30,7 @@ def coding_of(encoding: str) -> str:
 
 
 def inflate(data: bytes, coding: str, *, most_bytes: int) -> bytes:
-    """Decompress a body. Raises ApiError: 413 too large, 400 broken."""
+    """Decompress. ApiError: 413 too large, 400 broken."""
     pieces, size, most = [], 0, most_inflated(len(data), most_bytes=most_bytes)
     if not data:
         return data
@@ -49,7 +46,6 @@ def inflate(data: bytes, coding: str, *, most_bytes: int) -> bytes:
 
 
 def _pieces(data: bytes, coding: str) -> Iterator[bytes]:
-    """Yield inflated pieces. Raises zlib.error, EOFError."""
     bits = _bits(data, coding)
     inflater, rest, given, members = zlib.decompressobj(bits), b"", 0, 1
     while rest or given < len(data) or not inflater.eof:

@@ -1,4 +1,4 @@
-"""SageMaker's POST /invocations: the body determines the API. Pure."""
+"""SageMaker's POST /invocations, for any API. Pure."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,9 +11,7 @@ INVOCATIONS = "/invocations"
 
 
 class InvocationBody(msgspec.Struct, kw_only=True):
-    """The fields that name the API; the first present one counts. `input` is an embedding's, as in
-    vLLM.
-    """
+    """Fields that decide the API, in order. `input` is an embedding's, as in vLLM."""
 
     messages: Any = None
     prompt: Any = None
@@ -32,7 +30,7 @@ _PATHS: Mapping[str, str] = {
 
 
 def invoked_path(body: bytes) -> str:
-    """Return the path that would accept this body. Raises ApiError(400)."""
+    """Return the body's path. Raises ApiError(400)."""
     fields = decode_body(body, dict[str, msgspec.Raw])
     for field, path in _PATHS.items():
         if field in fields:

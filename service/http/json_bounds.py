@@ -1,6 +1,4 @@
-"""Bounds of JSON in a body, as decoded objects take many times its bytes and block the
-interpreter.
-"""
+"""Bounds of a body's JSON, whose objects take many times its bytes."""
 
 import re
 from collections.abc import Collection
@@ -16,7 +14,7 @@ _DROPPED = bytes(c for c in range(256) if c not in b'[{,"')
 
 
 def check_bounds(body: bytes) -> None:
-    """Raise ApiError(413) for too much JSON. Other text may pass or not."""
+    """Raise ApiError(413) for too much JSON; other text may pass."""
     marks = b"".join(map(_marks, _pieces(body)))
     texts = marks.count(b'"') // 2
     if texts <= MOST_PARTS:
@@ -32,13 +30,13 @@ def check_bounds(body: bytes) -> None:
 
 
 def check_fields(fields: Collection[str]) -> None:
-    """Raise ApiError(400) for too many fields, as each is examined."""
+    """Raise ApiError(400) for too many fields."""
     if len(fields) > MOST_FIELDS:
         raise ApiError(400, f"the body has {len(fields)} fields; at most {MOST_FIELDS} are read")
 
 
 def _pieces(body: bytes) -> list[bytes]:
-    """Split the body, but not after an escaping backslash."""
+    """Split, but not after an escaping backslash."""
     pieces, start = [], 0
     while start < len(body):
         piece = body[start : start + _PIECE_BYTES]

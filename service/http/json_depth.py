@@ -1,6 +1,4 @@
-"""JSON from outside: decoding errors, and a check of nesting before values are walked
-recursively.
-"""
+"""JSON from outside: decoding, and a check of nesting before recursion."""
 
 import re
 from typing import Any
@@ -18,7 +16,7 @@ _ONE_KIND = bytes.maketrans(b"{}", b"[]")
 
 
 def decode_or_none(text: bytes, type_: Any = Any) -> Any:
-    """Return the JSON value, None for other text or types."""
+    """Return the value, None for other text or types."""
     try:
         return msgspec.json.decode(text, type=type_)
     except JSON_ERRORS:
@@ -26,12 +24,12 @@ def decode_or_none(text: bytes, type_: Any = Any) -> Any:
 
 
 def object_of(text: bytes) -> dict[str, Any]:
-    """Return the JSON object, empty for other text."""
+    """Return the object, empty for other text."""
     return decode_or_none(text, dict[str, Any]) or {}
 
 
 def deeper_than(text: bytes, limit: int = MAX_DEPTH) -> bool:
-    """Return whether the text nests deeper than `limit`. Undefined for text that is not JSON."""
+    """Return whether JSON nests deeper than `limit`."""
     if text.count(b"[") + text.count(b"{") <= limit:
         return False
     brackets = _brackets(text)

@@ -1,4 +1,4 @@
-"""Keep-alive bytes in silent streams: most proxies cut idle connections after 30 to 60 seconds."""
+"""Keep-alive bytes in silent streams, as proxies cut them after 30 to 60 seconds."""
 
 import asyncio
 from collections.abc import Mapping
@@ -14,11 +14,10 @@ NO_BEATS_HEADER = "x-tandem-no-keep-alive"
 
 
 class KeepAlive:
-    """Writes into the stream of `request` after `interval_s` of silence (0: never), opening it if
-    needed.
+    """Context that writes into a stream after `interval_s` of silence (0: never).
 
-    Use it as a context manager. Before the first write `stream` is None, so that errors have a
-    status. A timer per stream compares the bytes sent; writers report nothing.
+    `stream` is None before the first write, so that errors have a status. One timer compares the
+    bytes sent; writers report nothing.
     """
 
     def __init__(self, request: web.BaseRequest, *, interval_s: float) -> None:
@@ -44,22 +43,20 @@ class KeepAlive:
             self._timer.cancel()
 
     async def open(self, *, headers: Mapping[str, str], status: int = 200) -> CoalescedResponse:
-        """Return the stream. After a keep-alive its status is 200, with the headers of an event
-        stream.
-        """
+        """Return the stream, after a keep-alive with status 200 and an event stream's headers."""
         async with self._turn:
             if self.stream is None:
                 self.stream = await open_stream(self._request, headers=headers, status=status)
         return self.stream
 
     async def end(self) -> None:
-        """Stop writing; call this before the stream's end."""
+        """Stop writing, before the stream's end."""
         self.__exit__()
         async with self._turn:
             return
 
     def _on_timer(self) -> None:
-        """Check every half interval, so that no silence exceeds the interval."""
+        """Check every half interval."""
         num_bytes = self._request.writer.output_size
         if num_bytes != self._num_bytes or self._has_beaten:
             self._num_bytes, self._has_beaten = num_bytes, False

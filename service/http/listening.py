@@ -1,4 +1,4 @@
-"""The TCP port of a server; it outlives the servers that use it."""
+"""The TCP port of a server, which may outlive it."""
 
 import errno
 import socket
@@ -15,7 +15,7 @@ BACKLOG = 1024
 
 
 class ListeningPort:
-    """A port from `open_port`. `port` is the real number (the flag may be 0)."""
+    """A port from `open_port`; `port` is never 0."""
 
     def __init__(self, host: str, port: int, sockets: list[socket.socket]) -> None:
         self.host, self.port = host, port
@@ -23,13 +23,13 @@ class ListeningPort:
 
     @classmethod
     def inherited(cls, host: str, descriptors: Iterable[int]) -> "ListeningPort":
-        """Take over a port from the parent process."""
+        """Take a port over from the parent."""
         sockets = [socket.socket(fileno=descriptor) for descriptor in descriptors]
         return cls(host, sockets[0].getsockname()[1], sockets)
 
     @property
     def descriptors(self) -> tuple[int, ...]:
-        """Sockets for a child process (`inherited`)."""
+        """For a child process (`inherited`)."""
         return tuple(sock.fileno() for sock in self._sockets)
 
     @property
@@ -37,7 +37,7 @@ class ListeningPort:
         return url_of(self.host, self.port)
 
     async def serve(self, runner: "web.BaseRunner") -> None:
-        """Serve with `runner` until its cleanup. Afterwards connections queue in the kernel."""
+        """Serve until the runner's cleanup; afterwards connections queue in the kernel."""
         from aiohttp import web  # the launcher of a cluster looks for free ports, and serves none
 
         for sock in self._sockets:
@@ -45,7 +45,7 @@ class ListeningPort:
 
 
 def url_of(host: str, port: int) -> str:
-    """Return the URL by which a local client reaches a server listening on `host`."""
+    """Return the URL for local clients."""
     if host in ("", "0.0.0.0", "::"):
         host = "127.0.0.1"
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -53,7 +53,7 @@ def url_of(host: str, port: int) -> str:
 
 @contextmanager
 def open_port(host: str, port: int, *, flag: str = "--port", shared: bool = False) -> Iterator[ListeningPort]:
-    """Hold the port during the context. `shared`: SO_REUSEPORT. ConfigError names `flag`."""
+    """Hold the port. `shared`: SO_REUSEPORT. ConfigError names `flag`."""
     sockets: list[socket.socket] = []
     try:
         try:
@@ -70,9 +70,7 @@ def open_port(host: str, port: int, *, flag: str = "--port", shared: bool = Fals
 
 @contextmanager
 def open_shared_ports(host: str, port: int, *, count: int) -> Iterator[tuple[ListeningPort, ...]]:
-    """Hold one port `count` times: the kernel distributes connections. ConfigError if it is
-    taken.
-    """
+    """Hold one port `count` times: the kernel distributes connections. Raises ConfigError."""
     with open_port(host, port) as free:  # not shared, so that no other server shares it by accident
         number = free.port
     with ExitStack() as stack:
@@ -80,7 +78,7 @@ def open_shared_ports(host: str, port: int, *, count: int) -> Iterator[tuple[Lis
 
 
 def require_free(host: str, port: int, *, flag: str) -> None:
-    """Raise ConfigError with `flag` if the port cannot be bound now."""
+    """Raise ConfigError if the port cannot be bound."""
     with open_port(host, port, flag=flag):
         pass
 
@@ -92,7 +90,6 @@ def _message(host: str, port: int, flag: str, error: OSError) -> str:
 
 
 def _addresses(host: str, port: int) -> list[tuple[int, tuple[Any, ...]]]:
-    """Return (family, address) of a name; empty for all of this machine."""
     found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     return list(dict.fromkeys((int(family), address) for family, _, _, _, address in found))
 

@@ -1,4 +1,4 @@
-"""Common parts of our OpenAPI 3.1 documents: operations, answers, errors. Pure."""
+"""Common parts of our OpenAPI 3.1 documents. Pure."""
 
 import re
 from collections.abc import Mapping
@@ -38,7 +38,7 @@ def operation(
     body_required: bool = True,
     needs_key: bool = False,
 ) -> dict[str, Any]:
-    """Return a method of a path. `answers` and `failures` are by status, `body` is a schema."""
+    """Return a path's method, with answers and failures by status."""
     names = _PATTERN.findall(path)
     parameters = [{"name": n, "in": "path", "required": True, "schema": TEXT} for n in names]
     request = {"required": body_required, "content": json_content(body)}
@@ -51,7 +51,7 @@ def operation(
 
 
 def answer(description: str, *, plain_text: bool = False, streams: str = "") -> dict[str, Any]:
-    """Return an answer with JSON or text, or with a stream of type `streams`."""
+    """Return an answer with JSON or text, or with a stream."""
     if plain_text:
         return {"description": description, "content": {"text/plain": {"schema": TEXT}}}
     events = {streams: {"schema": EVENT if streams == EVENTS_TYPE else {}}} if streams else {}

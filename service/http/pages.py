@@ -1,4 +1,4 @@
-"""Static files of browser pages, public and read at start; their data needs a key."""
+"""Static files of pages, public; their data needs a key."""
 
 from collections.abc import Mapping
 from importlib import resources
@@ -22,7 +22,7 @@ _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".
 
 
 def files_of(package: str, path: str) -> dict[str, Path]:
-    """Return path -> file of a page: `index.html` at `path`, the others below it."""
+    """Return path -> file, with `index.html` at `path`."""
     folder = Path(str(resources.files(package)))
     files = sorted(file for file in folder.iterdir() if file.suffix in _TYPES)
     return {path if file.name == "index.html" else f"{path}/{file.name}": file for file in files}

@@ -1,4 +1,4 @@
-"""Normalization of request paths, applied before any rule. Pure."""
+"""Normalization of request paths before any rule. Pure."""
 
 import re
 from urllib.parse import quote, quote_from_bytes, unquote_to_bytes
@@ -10,10 +10,10 @@ _IN_SEGMENTS = "!$&'()*+,;=:@~"  # allowed in a path by RFC 3986, beyond those t
 
 
 def plain_path(raw: str) -> str:
-    """Return the path with escapes decoded once, without dot or empty segments or a trailing slash.
+    """Decode escapes once; drop dot and empty segments and a trailing slash.
 
-    Encoded slashes and backslashes count as slashes, so rules hold for each spelling, also at a
-    server that the path is forwarded to. Bytes that are not UTF-8 stay.
+    Encoded slashes and backslashes count as slashes, so a rule holds for each spelling, here and at
+    servers behind. Bytes that are not UTF-8 stay.
     """
     if not raw.startswith("/") or not _ODD.search(raw):
         return raw
@@ -27,5 +27,5 @@ def plain_path(raw: str) -> str:
 
 
 def segment(name: str) -> str:
-    """Quote a name as one segment of a path."""
+    """Quote a name as a segment."""
     return quote(name, safe="")

@@ -1,7 +1,7 @@
-"""The signed header in which a router names a prefill worker that has a prompt's prefix.
+"""The signed header of a router with a prefill worker that has a prompt's prefix.
 
 X-Tandem-Prefix-Source: SIGNATURE {"control": "host:port", "incarnation": ..., "num_tokens": ...,
-"copy": false}
+                                   "copy": false}
 """
 
 from typing import Annotated
@@ -16,8 +16,8 @@ PURPOSE = "prefix source"
 
 
 class PrefixSourceHeader(msgspec.Struct, frozen=True, kw_only=True):
-    """The worker's control plane, and the router's estimate `num_tokens`. `copy`: without decode
-    worker and computation; the answer comes when the prefix has arrived or failed.
+    """The worker, and the estimate `num_tokens`. `copy`: only fetch the prefix, without decode
+    worker.
     """
 
     control: Annotated[str, msgspec.Meta(max_length=300)]
@@ -32,7 +32,7 @@ def write_header(source: PrefixSourceHeader, secret: bytes) -> str:
 
 
 def read_header(value: str, secret: bytes | None) -> PrefixSourceHeader | None:
-    """Return None for a header that no router with this secret has written."""
+    """Return None for a header not from our router."""
     signature, _, text = value.partition(" ")
     raw = text.encode(errors="replace")
     if not is_signed(signature, raw, secret, purpose=PURPOSE):

@@ -1,4 +1,4 @@
-"""Resumption of a broken stream by its client: messages of router and worker, and retained streams.
+"""Resumption of a broken stream by its client.
 
     router -> worker   KEEP_HEADER: retain this stream for `Keep.window_s`, for one owner and body
     worker -> client   "id:" of each event: TAG-UNIT, or TAG-UNIT.EVENT if a unit has several
@@ -6,9 +6,8 @@
     router -> worker   KEPT_PATH: `KeptQuestion` with that event; the answer is the rest of its unit
                        and a `Resume`
 
-So any router can continue the answer as after the loss of a worker (service/http/resume.py).
-Meanwhile the worker computes nothing. `TAG` identifies one worker's part of the answer, as another
-worker may divide units differently.
+So any router can continue, as after the loss of a worker (resume.py); meanwhile nothing is
+computed. `TAG` is of one worker's part, as others may divide units differently.
 """
 
 import re
@@ -32,7 +31,7 @@ _EVENT_ID = re.compile(r"([0-9a-f]{8,32})-(\d{1,9})(?:\.(\d{1,4}))?")
 
 
 class Keep(msgspec.Struct, frozen=True, kw_only=True):
-    """`owner`: name of the client's key. `body`: digest of the request."""
+    """`owner`: name of the client's key. `body`: digest."""
 
     window_s: Annotated[float, msgspec.Meta(ge=0, le=86_400)]
     owner: Name
@@ -47,7 +46,7 @@ class KeptQuestion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KeptRest(msgspec.Struct, frozen=True, kw_only=True):
-    """`events`: the rest of a unit that the client has in part. `resume`: JSON of a `Resume`."""
+    """The rest of a unit, and the JSON of a `Resume`."""
 
     events: bytes
     resume: bytes
@@ -55,8 +54,8 @@ class KeptRest(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(eq=False, kw_only=True)
 class StreamLog:
-    """Frames of a stream so far. `end` stops it at its worker. `head`: begin frame, and frames of
-    earlier workers.
+    """A stream's frames. `end` stops it at its worker. `head`: begin frame, and earlier workers'
+    frames.
     """
 
     tag: str
@@ -75,7 +74,7 @@ class StreamLog:
         self.num_bytes = OVERHEAD_BYTES + len(self.head)
 
     def add(self, frames: bytes, events: list[bytes]) -> list[bytes]:
-        """Retain a unit's frames; return its events with ids."""
+        """Retain a unit; return its events with ids."""
         unit = len(self._ends) + 1
         named = [self._named(event, unit, i if len(events) > 1 else None) for i, event in enumerate(events)]
         self._frames += frames if self.is_whole else b""
@@ -90,14 +89,13 @@ class StreamLog:
         return named
 
     def forget(self) -> None:
-        """Drop the frames of a stream that is too long."""
         self.is_whole = False
         self._frames.clear()
         self._several.clear()
         self.num_bytes = OVERHEAD_BYTES
 
     def rest_after(self, unit: int, event: int | None) -> KeptRest | None:
-        """Return the rest after the client's last event, if known."""
+        """Return the rest after an event, if known."""
         if not self.is_whole or not 1 <= unit <= len(self._ends):
             return None
         record = FrameRecord()
@@ -109,13 +107,12 @@ class StreamLog:
         return KeptRest(events=b"".join(events[0 if event is None else event + 1 :]), resume=resume)
 
     def _named(self, event: bytes, unit: int, number: int | None) -> bytes:
-        """Add the id to an event, which ends with an empty line."""
         name = b"%d" % unit if number is None else b"%d.%d" % (unit, number)
         return b"%sid: %s-%s\n\n" % (event[:-1], self.tag.encode(), name)
 
 
 class StreamLogs:
-    """Retained streams of a process by tag. `now_s` is of any clock."""
+    """Retained streams by tag, on any clock."""
 
     def __init__(self, *, most_bytes: int = MOST_KEPT_BYTES) -> None:
         self._most_bytes = most_bytes
@@ -134,7 +131,7 @@ class StreamLogs:
         self._streams[stream.tag] = stream
 
     def ended(self, stream: StreamLog, now_s: float) -> None:
-        """Retain an ended stream for its window, evicting the oldest ended ones if needed."""
+        """Retain an ended stream for its window; the oldest are evicted."""
         stream.has_ended = True
         self._ended_bytes += stream.num_bytes
         self._due_s[stream.tag] = now_s + stream.keep.window_s
@@ -148,7 +145,7 @@ class StreamLogs:
         return min(self._due_s.values(), default=None)
 
     def rest(self, question: KeptQuestion, now_s: float) -> KeptRest | None:
-        """Answer a router, ending a running stream. None for an unknown stream, owner or body."""
+        """Answer a router, ending a running stream. None if unknown."""
         self.forget_old(now_s)
         found = _EVENT_ID.fullmatch(question.after)
         stream = None if found is None else self._streams.get(found[1])

@@ -1,6 +1,6 @@
-"""Resumption of an answer at another worker: frames that a worker adds, and a router's `Resume`.
+"""Resumption of an answer at another worker: a worker's frames, and a router's `Resume`.
 
-On request (FRAMES_HEADER) a worker writes frames, lines before the event that they belong to:
+On request (FRAMES_HEADER) a worker writes frames, lines before their event:
 
     :begin {"id": ..., "created": ..., "seeds": [...], "salt": ...}    before the first event
     :unit BYTES                      BYTES of frames and events follow; all count, or none
@@ -10,17 +10,16 @@ On request (FRAMES_HEADER) a worker writes frames, lines before the event that t
     :end INDEX {"kind": ...}         the sample ends with this event
     :events COUNT                    with this one, if the API numbers events
     :last                            all samples ended before this event
-    :failed STATUS RETRY_AFTER       this event (or body) is an error, and the last; 0: no retry time
+    :failed STATUS RETRY_AFTER       this event (or body) is a final error; 0: no retry time
     :whole                           last line: the client had all events before
-    :moved {"INDEX": {"control": ..., "incarnation": ...}, ...}    last line: samples were migrated;
+    :moved {"INDEX": {"control": ..., "incarnation": ...}, ...}    last line: samples migrated;
                                      their KV waits there
 
-They are comments in server-sent events; the router removes and records them. A long answer without
-stream has them in units before its body (FRAMES_TYPE).
+In server-sent events they are comments. The router removes and records them. Long whole answers
+have them in units before the body (FRAMES_TYPE).
 
-After a loss the router sends the request elsewhere with a field "resume" (`Resume`), signed in
-RESUME_HEADER, without which workers ignore it. The answer continues after the known tokens, which
-are the same wherever computed.
+After a loss the router sends the request elsewhere with a field "resume", signed in RESUME_HEADER,
+else workers ignore it. The answer continues after the known tokens, which are the same anywhere.
 """
 
 import base64
@@ -51,8 +50,8 @@ Address = Annotated[str, msgspec.Meta(max_length=300)]
 
 
 class Begun(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker's choices for an answer. By sample: `names`, `groups` (other names to abort it by),
-    `seeds`. `salt` is for later ids.
+    """A worker's choices. By sample: `names`, `groups` (to abort it by), `seeds`. `salt`: for later
+    ids.
     """
 
     id: Name
@@ -64,7 +63,7 @@ class Begun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SampleSource(msgspec.Struct, frozen=True, kw_only=True):
-    """A decode worker with a sample's KV: control plane "host:port" and incarnation."""
+    """A decode worker with a sample's KV."""
 
     control: Address
     incarnation: Address
@@ -73,9 +72,8 @@ class SampleSource(msgspec.Struct, frozen=True, kw_only=True):
 class Resume(Begun, frozen=True, kw_only=True):
     """The client's part of an answer.
 
-    By sample: `output_ids`; `ended` as the worker wrote it, or None; `logprobs` and
-    `prompt_logprobs` in pieces; `sources` of the KV of all tokens but the last, else prefill
-    computes it. `has_last`: it also has what follows all ends.
+    By sample: `output_ids`; `ended`, as the worker wrote it; logprobs in pieces; `sources` of the
+    KV of all tokens but the last, else prefill computes it. `has_last`: also what follows all ends.
     """
 
     output_ids: list[list[TokenId]]
@@ -88,7 +86,6 @@ class Resume(Begun, frozen=True, kw_only=True):
 
 
 def sign(secret: bytes, resume: bytes) -> str:
-    """Return the header for the JSON of a `Resume`."""
     return secrets.sign(resume, secret, purpose="resume")
 
 
@@ -126,7 +123,7 @@ def failed_frame(status: int, retry_after_s: int | None = None) -> bytes:
 
 
 def known_frames(resume: "Resume") -> bytes:
-    """Return the frames of a client's part."""
+    """Return a client's frames."""
     frames = begin_frame(Begun(**{name: getattr(resume, name) for name in Begun.__struct_fields__}))
     for index, ids in enumerate(resume.output_ids):
         frames += ids_frame(index, ids) if ids else b""
@@ -139,25 +136,23 @@ def known_frames(resume: "Resume") -> bytes:
 
 
 def moved_frame(sources: Mapping[int, SampleSource | None]) -> bytes:
-    """Return the frame, with the empty line that ends an event."""
+    """Return the frame and an event's empty line."""
     return _MOVED + msgspec.json.encode(sources) + b"\n\n"
 
 
 def whole_frame() -> bytes:
-    """Return the frame, with an empty line, as an empty stream would count as lost."""
+    """Return the frame and an empty line, as an empty stream would count as lost."""
     return _WHOLE + b"\n"
 
 
 def unit_of(events: bytes) -> bytes:
-    """Join the events and frames of one output."""
+    """Join events and frames of one output."""
     return _UNIT + b"%d\n%s" % (len(events), events)
 
 
 @dataclass(eq=False)
 class FrameRecord:
-    """Frames of one answer. `failed` is the status of a final error, `last_event`. `moved`:
-    migrated samples by index.
-    """
+    """Frames of one answer. `failed`: status of a final error. `moved`: migrated samples."""
 
     failed: int = 0
     retry_after_s: int = 0
@@ -173,9 +168,7 @@ class FrameRecord:
     _num_bytes: int = 0
 
     def take(self, events: bytes) -> bytes:
-        """Return whole `events` without frames or an error, which are recorded. Units wait until
-        complete.
-        """
+        """Return whole events; record frames and errors. Units wait until complete."""
         if self._rest:
             events, self._rest = self._rest + events, b""
         if b"\n:" in events or (events.startswith(b":") and not events.startswith(_IDS)):
@@ -190,7 +183,7 @@ class FrameRecord:
         return events[end:]
 
     def _before_frames(self, events: bytes) -> bytes:
-        """Hold back frames at the end: in a line stream their event may come later."""
+        """Hold back final frames, whose event may follow in a line stream."""
         end = len(events)
         while (at := events.rfind(b"\n", 0, end - 1) + 1) < end and events.startswith(b":", at):
             end = at
@@ -198,7 +191,7 @@ class FrameRecord:
         return events[:end]
 
     def take_head(self, data: bytes) -> bytes:
-        """Return the rest after the frames of a whole answer: its body, or a partial frame."""
+        """Return the rest after a whole answer's frames: body or partial frame."""
         while data.startswith(b":") and (end := data.find(b"\n") + 1):
             line = data[:end]
             if line.startswith(_UNIT) and len(data) - end < int(line[len(_UNIT) :]):
@@ -223,7 +216,6 @@ class FrameRecord:
         self.failed, self.moved = 0, {}
 
     def drop_rest(self) -> None:
-        """Drop the start of a unit of a lost worker."""
         self._rest = b""
 
     def _keep(self, kept: list[bytes], line: bytes) -> None:
@@ -254,7 +246,7 @@ class FrameRecord:
         return b"".join(kept)
 
     def _take_frame(self, line: bytes) -> bool:
-        """Record a frame; return False if it is none."""
+        """Record a frame; False if none."""
         if line.startswith(_IDS):
             self._keep(self._ids, line)
         elif line.startswith((_LOGPROBS, _PROMPT)):
@@ -276,7 +268,7 @@ class FrameRecord:
         return bool(self._begin) and self._num_bytes <= MOST_FRAME_BYTES
 
     def samples_left(self) -> dict[int, str]:
-        """Return the worker's names of unfinished samples, by index."""
+        """Return unfinished samples' names by index."""
         if not self._begin:
             return {}
         names = msgspec.json.decode(self._begin[len(_BEGIN) :], type=Begun).names
@@ -287,9 +279,7 @@ class FrameRecord:
         return bool(left) and all(self.moved.get(index) is not None for index in left)
 
     def resume(self, *, by_kv: bool = False) -> bytes | None:
-        """Return the JSON of the `Resume` for the next worker, if possible. `by_kv`: with KV
-        sources.
-        """
+        """Return the next worker's `Resume`, if possible. `by_kv`: with sources."""
         if not self.can_resume():
             return None
         begun = msgspec.json.decode(self._begin[len(_BEGIN) :], type=Begun)

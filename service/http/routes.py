@@ -1,4 +1,4 @@
-"""Handlers by exact path and by prefix, at a third of the cost of aiohttp's dispatcher."""
+"""Handlers by path and prefix, at a third of the cost of aiohttp's dispatcher."""
 
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 @dataclass(frozen=True, slots=True)
 class HttpRoute:
-    """A route. `path` as registered, empty if unknown; `errors` is the shape of its errors."""
+    """A route. `path` as registered, empty if unknown."""
 
     path: str
     handler: Handler
@@ -23,7 +23,7 @@ ROUTE: web.RequestKey[HttpRoute] = web.RequestKey("route", HttpRoute)
 
 
 class Routes:
-    """Routes by path and method. "/{name}" matches any non-empty text up to what follows it."""
+    """Routes by path and method; "/{name}" matches any text up to what follows."""
 
     def __init__(self, routes: Iterable[web.RouteDef]) -> None:
         self._exact: dict[str, dict[str, HttpRoute]] = {}
@@ -47,7 +47,7 @@ class Routes:
         return route if route is not None else _not_allowed(method, methods)
 
     def paths(self) -> dict[str, set[str]]:
-        """Return registered paths with their methods, without HEAD."""
+        """Return paths with methods, without HEAD."""
         found: dict[str, set[str]] = {}
         for methods in (*self._exact.values(), *(below for _, below in self._below)):
             for method, route in methods.items():
@@ -69,7 +69,7 @@ class Routes:
 
 
 def errors_of(request: web.BaseRequest) -> ApiShape:
-    """Return the shape of this request's errors, OpenAI's before its route is known."""
+    """Return the shape of errors, OpenAI's before routing."""
     route = request.get(ROUTE)
     return OPENAI if route is None else route.errors
 

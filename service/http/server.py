@@ -1,8 +1,7 @@
-"""The HTTP server of all processes: aiohttp's, without its application layer, with deadlines.
+"""The HTTP server of all processes: aiohttp's without application layer, with deadlines.
 
 aiohttp waits forever, so slow clients (slow loris) could hold every socket. A head has
-`header_timeout_s` from the connection's start, or its first byte after a response; then the
-connection closes. A body has `body_timeout_s`; then 408.
+`header_timeout_s` from connection or first byte; a body `body_timeout_s`, then 408.
 """
 
 import asyncio
@@ -38,7 +37,7 @@ _log = logging.getLogger("service.http")
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """Limits of requests. `size_flag` sets `max_body_bytes`, if there is a flag."""
+    """`size_flag` sets `max_body_bytes`, if any."""
 
     max_body_bytes: int
     header_timeout_s: float = 60.0
@@ -54,7 +53,7 @@ class RequestLimits:
 
 
 def make_runner(handle: Handler, limits: RequestLimits, *, shutdown_timeout_s: float) -> web.ServerRunner:
-    """Return a server with handler `handle`. A client's disconnect cancels its request."""
+    """Return a server. A client's disconnect cancels its request."""
 
     def make_request(message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> web.BaseRequest:
         loop = asyncio.get_running_loop()
@@ -68,7 +67,7 @@ def make_runner(handle: Handler, limits: RequestLimits, *, shutdown_timeout_s: f
 
 
 def with_plain_path(message: Any) -> Any:
-    """Return a head with a normalized path, so that routes, keys and rules see one spelling."""
+    """Normalize a head's path, for one spelling everywhere."""
     url = message.url
     plain = plain_path(url.raw_path)
     return (
@@ -104,7 +103,7 @@ async def _running(runner: web.ServerRunner) -> AsyncIterator[web.ServerRunner]:
 
 
 class TimedRunner(web.ServerRunner):
-    """Stops accepting some iterations before it closes, as asyncio drops connections in between."""
+    """Stops accepting before it closes, as asyncio drops connections in between."""
 
     async def cleanup(self) -> None:
         loop = asyncio.get_running_loop()
@@ -142,9 +141,7 @@ def _noting(handle: Handler) -> Handler:
 
 
 class TimedConnection(web.RequestHandler):
-    """A connection with a deadline per head. At the server's end a fresh one still gets a
-    response.
-    """
+    """A connection with deadlines; at the end a fresh one still gets a response."""
 
     __slots__ = ("_deadline", "_first_head", "_has_request", "_header_timeout_s", "_opened_s")
 
@@ -178,7 +175,7 @@ class TimedConnection(web.RequestHandler):
         super().connection_lost(exc)
 
     def close(self) -> None:
-        """Refuse further requests, unless the first is still to come."""
+        """Refuse further requests, but not the first."""
         if self._first_head.is_set():
             super().close()
 
@@ -195,7 +192,7 @@ class TimedConnection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """Respond to bytes that are not HTTP with an error of our shape, and close."""
+        """Answer bytes that are not HTTP, and close."""
         super().handle_error(request, status, exc, message)  # logs
         error = ApiError(500, "internal error; the server's log has the details", code=INTERNAL_ERROR)
         if status < 500:
@@ -207,7 +204,7 @@ class TimedConnection(web.RequestHandler):
 
     @property
     def is_full(self) -> bool:
-        """True while the write buffer waits for the client."""
+        """True while writes wait for the client."""
         return bool(self._paused)
 
     def on_head(self) -> None:
@@ -216,7 +213,6 @@ class TimedConnection(web.RequestHandler):
         self._end()
 
     def on_handled(self) -> None:
-        """Start to wait for the next head."""
         self._has_request = False
 
     def _begin(self) -> None:
@@ -233,7 +229,7 @@ class TimedConnection(web.RequestHandler):
 
 
 class TimedRequest(web.BaseRequest):
-    """Refuses a late or too large body."""
+    """Refuses late or large bodies."""
 
     limits: RequestLimits
 
@@ -253,7 +249,6 @@ class TimedRequest(web.BaseRequest):
         return await BODIES.run(partial(inflate, body, coding, most_bytes=self.limits.max_body_bytes), size=size)
 
     async def _received(self) -> bytes:
-        """Return the body as sent."""
         if self.content_length is not None and self.content_length > self.limits.max_body_bytes:
             raise self.limits.too_long()
         if self.content.is_eof():  # usually it came with the head
@@ -275,16 +270,14 @@ class TimedRequest(web.BaseRequest):
         return piece
 
     async def _say_continue(self) -> None:
-        """Answer curl, which expects this above 1 MiB. Other expectations are ignored (RFC 9110,
-        10.1.1).
-        """
+        """Answer curl above 1 MiB. Other expectations are ignored (RFC 9110, 10.1.1)."""
         if self.version == HttpVersion11 and self.headers.get("Expect", "").lower() == "100-continue":
             await self.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
             self.writer.output_size = 0  # not part of the response
 
 
 def _is_ours(record: logging.LogRecord) -> bool:
-    """Drop tracebacks for clients that do not speak HTTP."""
+    """Drop tracebacks of clients without HTTP."""
     kind = record.exc_info[0] if record.exc_info else None
     return kind is None or not issubclass(kind, HttpProcessingError | web.RequestPayloadError | ConnectionError)
 

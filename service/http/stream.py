@@ -1,4 +1,4 @@
-"""JSON responses and streams: server-sent events or lines (NDJSON)."""
+"""JSON responses, and streams of events or lines (NDJSON)."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -24,13 +24,12 @@ _encode = msgspec.json.Encoder().encode
 
 
 class CoalescedResponse(web.StreamResponse):
-    """Sends headers and first bytes in one packet, to avoid a delayed ACK."""
+    """Sends headers with the first bytes, to avoid a delayed ACK."""
 
     _send_headers_immediately = False
 
 
 async def open_stream(request: web.BaseRequest, *, headers: Mapping[str, str], status: int = 200) -> CoalescedResponse:
-    """Start a stream with the request's extra headers."""
     out = CoalescedResponse(status=status, headers=headers)
     out.headers.extend(request[EXTRA_HEADERS])
     request[STREAMING] = True
@@ -43,7 +42,7 @@ def json_response(value: Any, *, status: int = 200, headers: Mapping[str, str] |
 
 
 async def json_rows(rows: Iterable[Any], *, size: int) -> list[msgspec.Raw]:
-    """Encode rows one by one, in a thread if they are large."""
+    """Encode rows, in a thread if large."""
     return await BODIES.run(lambda: [msgspec.Raw(_encode(row)) for row in rows], size=size)
 
 
@@ -52,12 +51,12 @@ def event(value: Any) -> bytes:
 
 
 def typed_event(value: dict[str, Any]) -> bytes:
-    """Return an event named by the value's `type`."""
+    """Return an event named by its `type`."""
     return f"event: {value['type']}\n".encode() + event(value)
 
 
 def line(value: Any) -> bytes:
-    """Return a line of JSON, with Unicode line ends escaped, as some readers split at them."""
+    """Return a line of JSON; some readers split at Unicode line ends, so these are escaped."""
     text = _encode(value)
     for end, escape in _LINE_ENDS.items():
         text = text.replace(end, escape)

@@ -1,4 +1,4 @@
-"""Calls to the other processes of one server at their unix sockets."""
+"""Calls to a server's other processes at unix sockets."""
 
 import asyncio
 import logging
@@ -15,8 +15,6 @@ TIMEOUT_S = 5.0
 
 
 class UnixPeers:
-    """Peers. `headers` go with every call."""
-
     def __init__(self, paths: Iterable[Path], *, headers: Mapping[str, str]) -> None:
         self._headers = {**headers, "Content-Type": "application/json"}
         self._sessions = [
@@ -28,7 +26,7 @@ class UnixPeers:
         return len(self._sessions)
 
     async def request(self, method: str, path: str, body: Any = None, *, timeout_s: float = TIMEOUT_S) -> list[bytes]:
-        """Send a request with a JSON `body` to all peers; return bodies of timely 200 responses."""
+        """Send to all peers; return bodies of timely 200 responses."""
         data = None if body is None else msgspec.json.encode(body)
         calls = (self._request(session, method, path, data, timeout_s) for session in self._sessions)
         answers = await asyncio.gather(*calls)

@@ -1,6 +1,6 @@
-"""Routes that need a model with a special head, which none here has, and alternatives.
+"""Routes that need a model with a special head, and alternatives.
 
-The response is 404, as OpenAI's SDK would retry a 501.
+404, as OpenAI's SDK would retry a 501.
 """
 
 from collections.abc import Mapping
@@ -15,8 +15,6 @@ EMBEDDINGS = "/v1/embeddings makes vectors to compare"
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The kind of model that is needed, and the alternative."""
-
     needs: str
     instead: str
 

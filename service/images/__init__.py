@@ -1,1 +1,1 @@
-"""Images in requests: data URLs, and safe fetching by URL. For workers and routers."""
+"""Images in requests: data URLs, and fetching by URL."""

@@ -1,8 +1,7 @@
 """Public Internet addresses. Pure.
 
-By IANA's registry of special addresses (RFC 6890), as `ipaddress.is_global` differs between Python
-versions; also without multicast, IPv4 translations and tunnels, and a cloud service in public
-space.
+By IANA's special addresses (RFC 6890), as `is_global` of `ipaddress` varies; also without
+multicast, IPv4 translations and tunnels, and a cloud service in public space.
 """
 
 import ipaddress
@@ -25,7 +24,7 @@ _SPECIAL = tuple(
 
 
 def is_public(address: Address) -> bool:
-    """Return whether it is a public host. False for IPv4 inside IPv6, which may be any host."""
+    """Return whether it is public. Not for IPv4 inside IPv6, which may be any host."""
     if isinstance(address, ipaddress.IPv6Address) and address not in _UNICAST:
         return False
     return not any(address in network for network in _SPECIAL)

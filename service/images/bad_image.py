@@ -4,7 +4,7 @@ from service.http.errors import ApiError, bad_field
 
 
 class BadImage(ValueError):
-    """An unusable image. The text with the remedy continues "FIELD: "."""
+    """An unusable image. The text continues "FIELD: "."""
 
 
 def with_field(error: BadImage, field: str) -> ApiError:

@@ -1,4 +1,4 @@
-"""Images and videos in JSON bodies of OpenAI, Anthropic, Ollama and SGLang. Pure."""
+"""Images and videos in bodies of OpenAI, Anthropic, Ollama and SGLang. Pure."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ _INSIDE = ("content", "output")  # fields that hold parts
 
 
 class NamedImage(NamedTuple):
-    """An image or video (URL or base64) at the path `field`. `put` replaces it."""
+    """An image or video at the path `field`; `put` replaces it."""
 
     field: str
     url: str
@@ -22,7 +22,7 @@ class NamedImage(NamedTuple):
 
 
 def images_in(value: Any, path: str) -> Iterator[NamedImage]:
-    """Yield images and videos of decoded messages, items or blocks. Workers refuse invalid ones."""
+    """Yield images and videos of messages, items or blocks."""
     if isinstance(value, list):
         for index, item in enumerate(value):
             yield from images_in(item, f"{path}[{index}]")
@@ -35,7 +35,7 @@ def images_in(value: Any, path: str) -> Iterator[NamedImage]:
 
 
 def urls_in(holder: dict[str, Any], name: str, path: str) -> Iterator[NamedImage]:
-    """Yield the images in a field: a URL, or nested lists of URLs."""
+    """Yield a field's images: a URL, or nested lists."""
     return _urls(holder, name, path) if name in holder else iter(())
 
 

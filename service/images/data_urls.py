@@ -24,7 +24,6 @@ def is_data_url(source: str) -> bool:
 
 
 def data_of(url: str) -> bytes:
-    """Return the bytes of a data URL. Raises BadImage."""
     head, text = _split(url)
     if head.lower().endswith(";base64"):
         return from_base64(text)
@@ -37,7 +36,6 @@ def data_url(data: bytes) -> str:
 
 
 def frames_of(url: str) -> list[bytes]:
-    """Return a video's frames. Raises BadImage."""
     head, text = _split(url) if is_data_url(url) else ("", "")
     if head.lower() != f"{VIDEO_FRAMES};base64":
         raise BadImage(
@@ -47,7 +45,6 @@ def frames_of(url: str) -> list[bytes]:
 
 
 def from_base64(text: str) -> bytes:
-    """Decode base64. Raises BadImage."""
     plain = text.translate(_ALPHABET) if re.search(r"[-_\s]", text) else text
     plain = plain.rstrip("=")
     try:

@@ -1,10 +1,9 @@
-"""Fetches images by http(s) URL for untrusted clients, safe from SSRF (CWE-918).
+"""Fetches images by URL for untrusted clients, safe from SSRF (CWE-918).
 
     name allowed? -> resolve once -> check each address at its socket -> connect there
                                                        redirect: from the start
 
-So no second DNS answer, spelling of an address, or redirect leads inside. No cookies, credentials
-or proxies are used.
+So no second DNS answer, spelling or redirect leads inside. No cookies, credentials, proxies.
 """
 
 import asyncio
@@ -34,7 +33,7 @@ _AddressInfo = tuple[int, int, int, str, tuple[str, int] | tuple[str, int, int, 
 
 
 class ImageFetcher:
-    """Fetches within `flags`. `resolver` defaults to the system's. ConfigError for a bad rule."""
+    """Fetches within `flags`. Raises ConfigError."""
 
     def __init__(
         self,
@@ -52,7 +51,7 @@ class ImageFetcher:
         self._slots = asyncio.Semaphore(AT_A_TIME)
 
     async def fetch_all(self, urls: Iterable[str], *, most_bytes: int) -> dict[str, bytes | BadImage]:
-        """Fetch each distinct URL, at most `most_bytes` in all."""
+        """Fetch each URL once, at most `most_bytes` in all."""
         unique = list(dict.fromkeys(urls))
         budget = _Budget(most_bytes)
         found = await asyncio.gather(*(self._fetch(url, budget) for url in unique), return_exceptions=True)
@@ -90,7 +89,7 @@ class ImageFetcher:
             raise BadImage(f"{refusal}; {_REMEDY}")
 
     async def _get(self, url: URL, budget: "_Budget") -> bytes | str:
-        """Return the file or its redirect, in a session of its own that reuses nothing."""
+        """Return the file or redirect, in a session that reuses nothing."""
         refusals: list[str] = []
         connector = aiohttp.TCPConnector(
             force_close=True,
@@ -145,8 +144,6 @@ class ImageFetcher:
 
 
 class _Budget:
-    """Remaining bytes for a request's images."""
-
     def __init__(self, most: int) -> None:
         self._most = self._left = most
 
@@ -171,5 +168,4 @@ def _joined(url: URL, location: str) -> URL:
 
 
 def _name(url: URL) -> str:
-    """Return the host in lower-case ASCII (IDNA), as yarl has it."""
     return (url.raw_host or "").rstrip(".")

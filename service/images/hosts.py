@@ -1,4 +1,4 @@
-"""Hosts, ports and addresses that images may come from, by flags. Pure."""
+"""Allowed hosts, ports and addresses of images. Pure."""
 
 import ipaddress
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ DOMAINS, NETWORKS = "--allowed-media-domains", "--allowed-media-networks"
 
 @dataclass(frozen=True, slots=True)
 class _Domain:
-    """A rule. `suffix` is ".DOMAIN" of *.DOMAIN; without `port` any of `PORTS`."""
+    """`suffix`: ".DOMAIN" of *.DOMAIN. Without `port` any of `PORTS`."""
 
     name: str
     suffix: str
@@ -28,20 +28,20 @@ class _Domain:
 
 
 class AllowedHosts:
-    """The rules. Raises ConfigError for an invalid one."""
+    """Raises ConfigError for an invalid rule."""
 
     def __init__(self, *, domains: Sequence[str], networks: Sequence[str]) -> None:
         self._domains = tuple(map(_domain, domains))
         self._networks = AllowedAddresses(networks, loopback=False, flag=NETWORKS)
 
     def refusal_of_name(self, host: str) -> str | None:
-        """Return why this host is refused at any address, if so."""
+        """Return why the host is refused, if so."""
         if not self._domains or any(rule.names(host) for rule in self._domains):
             return None
         return f"{host[:100]!r} is not among the hosts of {DOMAINS}"
 
     def refusal_of_address(self, host: str, address: str, port: int) -> str | None:
-        """Return why this address of the host is refused, if so."""
+        """Return why its address is refused, if so."""
         if self._networks.admits(address, port):
             return None
         if not is_public(ipaddress.ip_address(address)):

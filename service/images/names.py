@@ -1,4 +1,4 @@
-"""Name look-ups in daemon threads: a hanging name server blocks no other thread, nor the exit."""
+"""Name look-ups in daemon threads, so a hanging name server blocks nothing else."""
 
 import asyncio
 import contextlib
@@ -22,7 +22,6 @@ class NameLookup(AbstractResolver):
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
     ) -> list[ResolveResult]:
-        """Resolve a name. Raises OSError."""
         await self._slots.acquire()
         loop = asyncio.get_running_loop()
         future: asyncio.Future[_Found] = loop.create_future()

@@ -1,4 +1,4 @@
-"""Child processes, started or forked from a fork server, with one interface."""
+"""Child processes, started or forked."""
 
 import os
 import signal
@@ -42,9 +42,9 @@ class ChildProcess(Protocol):
 
 
 class ForkedProcess:
-    """A fork server's child, which ends with this process, too. Thread-safe.
+    """A fork server's child, which ends with this process. Thread-safe.
 
-    While the server still imports, only `pid` and `wait` block.
+    Only `pid` and `wait` wait for the server's imports.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -87,7 +87,7 @@ class ForkedProcess:
         self.send_signal(signal.SIGKILL)
 
     def news(self) -> int:
-        """Return a descriptor of the caller's that is readable when `poll` may have changed."""
+        """Return a new descriptor, readable when `poll` may have changed."""
         return os.dup(self._connection.fileno())
 
     def _hear(self) -> None:
@@ -107,7 +107,7 @@ class ForkedProcess:
 
 
 def server_in(env: Mapping[str, str], variable: str = SERVER_VARIABLE) -> str | None:
-    """Return the fork server's address in `env`, if its environment fits."""
+    """Return the fork server's address in `env`, if it fits."""
     address, _, digest = env.get(variable, "").rpartition("/")
     return address if address and digest == digest_of(env, variable=variable) else None
 
@@ -124,10 +124,10 @@ def forked(
     ignored: Sequence[int] = (),
     exits_hard: bool = True,
 ) -> ForkedProcess | None:
-    """Fork `python -m module args` from the server at that address; None if it has ended.
+    """Fork `python -m module args`; None if the server has ended.
 
-    The child has the caller's directory, stdout and stderr (or `output`), `descriptors` by number,
-    and its process group or its own. `ignored`, `exits_hard`: see ForkRequest.
+    With the caller's directory, output (or `output`), `descriptors` by number, and process group
+    (or its own). See ForkRequest.
     """
     request = ForkRequest(
         module=module,

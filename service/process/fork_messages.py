@@ -38,9 +38,8 @@ _CREDENTIALS = struct.Struct("3i")
 class ForkRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A child to fork: `main(argv)` of `module` returns its exit status.
 
-    `group` is the process group to join, 0 for a new one. `descriptors` are the numbers of the
-    message's descriptors. `client` is the client's pid. `ignored` signals are ignored. `exits_hard`
-    skips waiting for threads, as some libraries' never end.
+    `group`: to join, 0 for a new one. `descriptors`: numbers for the sent ones. `client`: its pid.
+    `exits_hard`: without waiting for threads, as some never end.
     """
 
     module: str
@@ -55,14 +54,14 @@ class ForkRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ForkReply(msgspec.Struct, frozen=True, kw_only=True):
-    """First `pid`, with a pidfd; at the child's end `status`, as `subprocess.Popen.returncode`."""
+    """First `pid`, with a pidfd; at the end `status`, as `subprocess.Popen.returncode`."""
 
     pid: int | None = None
     status: int | None = None
 
 
 def digest_of(env: Mapping[str, str], *, variable: str = SERVER_VARIABLE) -> str:
-    """Hash the variables that imports may have read, for a kind of server."""
+    """Hash the variables that imports may have read."""
     later = (*_READ_LATER_PREFIXES, *(_OPENMP if variable == HTTP_SERVER_VARIABLE else ()))
     read = {n: v for n, v in env.items() if n not in _READ_LATER and not n.startswith(later)}
     return hashlib.sha256(msgspec.json.encode(sorted(read.items()))).hexdigest()[:16]
@@ -73,15 +72,13 @@ def new_socket() -> socket.socket:
 
 
 def is_own_user(connection: socket.socket) -> bool:
-    """Return whether the peer runs as this user, as an abstract address has no owner."""
+    """Return whether the peer is this user's, as abstract addresses have no owner."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return bool(_CREDENTIALS.unpack(credentials)[1] == os.getuid())
 
 
 def receive(connection: socket.socket) -> tuple[bytes, list[int]]:
-    """Return a message and its descriptors, (b"", []) at the end. BlockingIOError if
-    non-blocking.
-    """
+    """Return message and descriptors, empty at the end. May raise BlockingIOError."""
     try:
         data, descriptors, _, _ = socket.recv_fds(connection, LONGEST_BYTES, MOST_DESCRIPTORS)
     except ConnectionError:

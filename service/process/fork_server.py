@@ -1,19 +1,19 @@
-"""Fork server: imports modules once, and forks ready-made children on request.
+"""Fork server: imports modules once, and forks children on request.
 
-An import (torch: two seconds) is paid once, and its memory is shared until written. Before a fork
-there must be no thread, GPU or OpenMP region.
+An import (torch: two seconds) is paid once, and its memory shared. Before a fork there must be no
+thread, GPU or OpenMP region.
 
     client                                     server
-      | --- request, descriptors ----------------> |   fork: child gets environment, cwd, descriptors
+      | --- request, descriptors ----------------> |   fork: child gets environment, cwd, ...
       | <-- pid, pidfd --------------------------- |
       | <-- status ------------------------------- |   the child has ended
       | --- end of file -------------------------> |   the client has ended: SIGKILL to the child
 
-A child ends with its client and with the server, which ends with its parent. Requests wait for the
-imports. The socket is abstract, serves only this user, and forks only the modules given at start.
+A child ends with client and server, the server with its parent. Requests wait for imports. The
+abstract socket serves only this user and the given modules.
 
-usage: python -m service.process.fork_server DESCRIPTOR ROOM MODULE...   ROOM: any word as long as a
-child's command line may be
+    usage: python -m service.process.fork_server DESCRIPTOR ROOM MODULE...
+    ROOM: any word as long as a child's command line
 """
 
 import gc
@@ -38,7 +38,7 @@ from service.process.title import set_command_line
 
 
 class ForkServer:
-    """A single-threaded server for clients of `listener`, with children from `modules`."""
+    """Serves clients of `listener` in one thread."""
 
     def __init__(self, listener: socket.socket, modules: Sequence[str]) -> None:
         self._listener, self._modules = listener, frozenset(modules)
@@ -60,7 +60,7 @@ class ForkServer:
         self._selector.register(client, selectors.EVENT_READ, lambda: self._hear(client))
 
     def _hear(self, client: socket.socket) -> None:
-        """Handle a request or the end of a client."""
+        """Handle a request or a client's end."""
         data, received = receive(client)
         request = msgspec.json.decode(data, type=ForkRequest) if data and client not in self._children else None
         if request is not None and request.module in self._modules and not _is_gone(client):
@@ -103,7 +103,7 @@ class ForkServer:
 
 
 def _is_gone(client: socket.socket) -> bool:
-    """Return whether the client ended while the server imported."""
+    """Return whether the client ended during the imports."""
     try:
         return not client.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
     except BlockingIOError:

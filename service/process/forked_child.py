@@ -17,9 +17,7 @@ FIRST_FREE = 3  # after stdin, stdout, stderr
 
 
 def become(request: ForkRequest, received: Sequence[int]) -> None:
-    """Take over descriptors (`received`: stdout, stderr, others), group, cwd, environment and
-    signals.
-    """
+    """Take over descriptors (`received`: stdout, stderr, others) and the request's environment."""
     _place(received, (1, 2, *request.descriptors))
     with suppress(OSError):  # a group of another session
         os.setpgid(0, request.group)
@@ -39,7 +37,7 @@ def become(request: ForkRequest, received: Sequence[int]) -> None:
 
 
 def _place(received: Sequence[int], wanted: Sequence[int]) -> None:
-    """Renumber descriptors, and close all others but stdin."""
+    """Renumber descriptors; close others but stdin."""
     above = max(FIRST_FREE, *wanted, *received) + 1
     moved = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, above) for descriptor in received]
     os.closerange(FIRST_FREE, above)
@@ -49,7 +47,7 @@ def _place(received: Sequence[int], wanted: Sequence[int]) -> None:
 
 
 def run(request: ForkRequest) -> int:
-    """Run as `python -m module argv`; return the exit status."""
+    """Run `python -m module argv`; return the status."""
     try:
         return int(importlib.import_module(request.module).main(request.argv))
     except SystemExit as end:

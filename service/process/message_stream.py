@@ -1,7 +1,7 @@
-"""Length-prefixed messages between two processes over a socket pair or TCP.
+"""Length-prefixed messages over a socket pair or TCP.
 
-An end of file means that the peer has ended. Up to `MOST_UNSENT_BYTES` wait for a temporary sending
-thread. On Linux with a pair: 35 us per message and answer, 0.5 ms from SIGKILL to end of file.
+End of file: the peer has ended. Up to `MOST_UNSENT_BYTES` wait for a temporary sender. On Linux: 35
+us per message and answer, 0.5 ms from SIGKILL to end of file.
 """
 
 import contextlib
@@ -17,17 +17,17 @@ SEND_BUFFER_BYTES = 4 << 20  # requested for a pair; Linux caps it at net.core.w
 
 
 class ChannelClosed(Exception):
-    """The peer has ended or is ending."""
+    """The peer has ended or will."""
 
 
 class ChannelFull(Exception):
-    """The peer has not read for too long."""
+    """The peer does not read."""
 
 
 class MessageStream:
-    """One end, which owns the socket. `put` is thread-safe; `get` and `arrived` are for one thread.
+    """One end, which owns the socket. `put` is thread-safe, `get` and `arrived` are not.
 
-    It reads nothing ahead, so an unreadable socket means that no message waits.
+    Nothing is read ahead: no message waits behind an unreadable socket.
     """
 
     def __init__(self, connection: socket.socket, *, most_unsent_bytes: int | None = None) -> None:
@@ -48,7 +48,7 @@ class MessageStream:
         return self._connection.fileno()
 
     def put(self, data: bytes) -> None:
-        """Send a message without blocking. Raises ChannelFull, ChannelClosed."""
+        """Send without blocking. Raises ChannelFull, ChannelClosed."""
         message = LENGTH.pack(len(data)) + data
         with self._lock:
             if self._broken:
@@ -64,14 +64,11 @@ class MessageStream:
                 self._sender.start()
 
     def flush(self, within_s: float) -> None:
-        """Wait for unsent messages, at most `within_s`."""
         if self._sender is not None:
             self._sender.join(within_s)
 
     def get(self, *, within_s: float | None = None) -> bytes:
-        """Wait for the next message. ChannelClosed at the end, or after `within_s` without a
-        byte.
-        """
+        """Wait for a message. ChannelClosed at the end, or `within_s` after its last byte."""
         if within_s is not None:
             self._connection.settimeout(within_s)
         try:
@@ -83,7 +80,7 @@ class MessageStream:
                 self._connection.settimeout(None)
 
     def arrived(self) -> list[bytes]:
-        """Return complete messages without waiting. ChannelClosed once all are read."""
+        """Return complete messages. ChannelClosed after the last."""
         messages: list[bytes] = []
         try:
             while (message := self._read(socket.MSG_DONTWAIT)) is not None:
@@ -94,7 +91,7 @@ class MessageStream:
         return messages
 
     def shut(self) -> None:
-        """End both sides: a waiting `get` raises ChannelClosed."""
+        """End both sides, also a waiting `get`."""
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
 
@@ -138,7 +135,6 @@ class MessageStream:
         self._is_length = False
 
     def _read(self, flags: int) -> bytes | None:
-        """Return the next message if it is complete."""
         while True:
             while self._left:
                 try:
@@ -161,5 +157,5 @@ class MessageStream:
 
 
 def socket_pair() -> tuple[socket.socket, socket.socket]:
-    """Return both ends; a child process inherits one."""
+    """Return both ends, one to be inherited."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def write_ready_file(name: str | None, value: dict[str, Any]) -> None:
-    """Write `value` as JSON, atomically, if there is a `name`."""
+    """Write JSON atomically, if there is a `name`."""
     if name:
         path = Path(name)
         draft = path.with_name(f".{path.name}.{os.getpid()}")

@@ -1,6 +1,4 @@
-"""Small memory-mapped files shared by processes, preallocated: a write without disk space is
-SIGBUS.
-"""
+"""Small shared memory-mapped files, preallocated to avoid SIGBUS on a full disk."""
 
 import mmap
 import os
@@ -12,7 +10,7 @@ from service.flags import ConfigError
 def mapped(path: str | os.PathLike[str], size: int = 0) -> memoryview:
     """Map a file as 8-byte words, extended to `size` bytes unless 0.
 
-    Raises ConfigError without disk space, OSError if `size` is 0 and it does not exist.
+    Raises ConfigError without disk space, OSError for a missing file and `size` 0.
     """
     try:
         return _mapped(path, size)

@@ -1,4 +1,4 @@
-"""The directory of Unix sockets, whose paths are limited to 107 bytes (unix(7))."""
+"""The directory of Unix sockets, with paths of up to 107 bytes (unix(7))."""
 
 import os
 import tempfile
@@ -15,9 +15,7 @@ def fits(path: str | os.PathLike[str]) -> bool:
 
 
 def socket_folder() -> str:
-    """Return the temporary directory, or /tmp if that is too long. Raises ConfigError without
-    either.
-    """
+    """Return the temporary directory, or /tmp if too long. Raises ConfigError."""
     folder = tempfile.gettempdir()
     if len(os.fsencode(folder)) <= LONGEST_PATH - BELOW:
         return folder

@@ -10,7 +10,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def allow_many_files() -> int:
-    """Raise the soft limit of open files, inherited by children, to the hard one and return it."""
+    """Raise the soft limit of open files to the hard one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -18,9 +18,7 @@ def allow_many_files() -> int:
 
 
 def die_with_parent(ignored: Sequence[int] = ()) -> Callable[[], None]:
-    """Return a `preexec_fn` for SIGKILL at the end of the calling *thread*, with `ignored`
-    signals.
-    """
+    """Return a `preexec_fn` for SIGKILL at the end of the calling *thread*."""
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     parent = os.getpid()
 

@@ -1,11 +1,11 @@
-"""SIGTERM and SIGINT of processes that drain, and signals between our processes.
+"""Signals of processes that drain.
 
     serving --SIGTERM--> draining --idle, or timeout--> ended
        |                    |
        +------ SIGINT ------+-- any second signal: at once
 
-A shell or service manager may signal a whole group. So our processes end each other by DRAIN and
-END, with one meaning in any number and order.
+Shells and service managers signal whole groups, so our processes use DRAIN and END among
+themselves, with one meaning in any number and order.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ _CANNOT = (NotImplementedError, RuntimeError, ValueError)  # no handlers in this
 
 
 class StopSignals:
-    """The requested end: `requested` after a drain, `at_once` without."""
+    """The requested end: `requested` after a drain, or `at_once`."""
 
     def __init__(self) -> None:
         self.requested = asyncio.Event()
@@ -41,9 +41,9 @@ class StopSignals:
 
     @contextmanager
     def caught(self, *, on_hangup: Callable[[], None] | None = None, only_hangup: bool = False) -> Iterator[None]:
-        """Handle signals during the context, and ignore them after it, while the loop closes.
+        """Handle signals in the context; afterwards ignore them, while the loop closes.
 
-        SIGHUP calls `on_hangup`, or ends the process if its terminal is gone (except under nohup).
+        SIGHUP calls `on_hangup`, or ends if the terminal is gone (not under nohup).
         """
         handlers: dict[signal.Signals, Callable[[], None]] = {}
         if not only_hangup:
@@ -72,10 +72,9 @@ class StopSignals:
 
 
 def hangup_ends() -> Callable[[], bool]:
-    """Return a function that returns whether a SIGHUP ends this process: without terminal, nor
-    nohup.
+    """Return a function: does SIGHUP end this process (terminal gone, no nohup)?
 
-    Call this before SIGHUP has a handler.
+    To be called before SIGHUP has a handler.
     """
     outlives = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN or not _has_terminal()
     return lambda: not outlives and not _has_terminal()
@@ -90,7 +89,7 @@ def _has_terminal() -> bool:
 
 
 async def wait_while(may_wait: Callable[[], bool], *, at_once: asyncio.Event) -> None:
-    """Poll until `may_wait` is false or `at_once` is set."""
+    """Poll `may_wait` until false, or `at_once`."""
     while not at_once.is_set() and may_wait():
         await pause(at_once)
 

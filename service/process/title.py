@@ -1,7 +1,4 @@
-"""The command line of a forked process in `ps`.
-
-Linux reads it from the memory of the original arguments, which the process may overwrite.
-"""
+"""The command line in `ps`: memory of the original arguments, which may be overwritten."""
 
 import ctypes
 from collections.abc import Sequence
@@ -11,7 +8,7 @@ ROOM_BYTES = 2048  # length of an argument to reserve
 
 
 def set_command_line(words: Sequence[str]) -> None:
-    """Set the command line, cut to the reserved memory."""
+    """Set it, cut to the reserved memory."""
     if (area := _area()) is None:
         return
     begin, size = area
@@ -20,7 +17,7 @@ def set_command_line(words: Sequence[str]) -> None:
 
 
 def _area() -> tuple[int, int] | None:
-    """Return address and size of the arguments (proc(5): fields 48 and 49 of `stat`)."""
+    """Address and size of the arguments (proc(5): fields 48, 49 of `stat`)."""
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         begin, end = int(fields[45]), int(fields[46])

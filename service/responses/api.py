@@ -33,7 +33,6 @@ async def delete_response(request: web.BaseRequest, book: ResponseBook) -> web.R
 
 
 async def cancel_response(request: web.BaseRequest, book: ResponseBook) -> web.Response:
-    """Return the ended response."""
     id = named_response(request)
     try:
         await book.cancel(id, caller_of(request))
@@ -43,13 +42,13 @@ async def cancel_response(request: web.BaseRequest, book: ResponseBook) -> web.R
 
 
 async def list_input_items(request: web.BaseRequest, book: ResponseBook) -> web.Response:
-    """Return all items before the response, newest first by default."""
+    """Return the items before a response, newest first by default."""
     found = await _find(request, book)
     return json_response(page_of(input_items(found), request.query))
 
 
 def page_of(items: list[dict[str, Any]], query: Any) -> dict[str, Any]:
-    """Return a page by limit, order and after (item id). Raises ApiError(400)."""
+    """Return a page by limit, order, after (item id). Raises ApiError(400)."""
     order, limit = query.get("order", "desc"), _limit(query.get("limit", str(DEFAULT_LIMIT)))
     if order not in ("asc", "desc"):
         raise bad_field("order", f"{order[:100]!r} is not one of asc, desc")
@@ -70,7 +69,7 @@ def page_of(items: list[dict[str, Any]], query: Any) -> dict[str, Any]:
 
 
 def named_response(request: web.BaseRequest) -> str:
-    """Return the id in the path. HTTPNotFound for an unknown path below it."""
+    """Return the id in the path. Raises HTTPNotFound."""
     id, _, rest = request.path.removeprefix(PATH + "/").partition("/")
     if rest not in ("", "cancel", "input_items"):
         raise web.HTTPNotFound

@@ -1,4 +1,4 @@
-"""Stored and running responses of one server process."""
+"""Stored and running responses of one process."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
@@ -12,14 +12,14 @@ CANCEL_TIMEOUT_S = 4.0  # until a cancelled response ends; router processes wait
 
 
 class ResponseBook(Protocol):
-    """Responses by `id`, visible to `owner` only."""
+    """Responses by `id`, visible to their `owner`."""
 
     async def find(self, id: str, owner: str) -> list[StoredResponse]:
-        """Return the response and its stored ancestors, newest first."""
+        """Return a response and its ancestors, newest first."""
 
     async def remove(self, id: str, owner: str) -> bool: ...
     async def cancel(self, id: str, owner: str) -> bool:
-        """Abort a running response and wait; False if it does not run."""
+        """Abort a running response and wait; False if none."""
 
 
 Abort = Callable[[str], Awaitable[object]]
@@ -39,7 +39,7 @@ class LocalBook:
 
     @contextmanager
     def running(self, id: str, owner: str, *, abort: Abort) -> Iterator[None]:
-        """Register a response during the context. `abort(id)` ends it."""
+        """Register a response in the context; `abort(id)` ends it."""
         live = self._live[id] = _Live(owner, abort)
         try:
             yield

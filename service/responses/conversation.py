@@ -15,7 +15,7 @@ Find = Callable[[str], Awaitable[list[StoredResponse]]]
 
 
 class StoreFields(msgspec.Struct, kw_only=True):
-    """A body's fields about the store, types unchecked. `input` is JSON text."""
+    """Fields about the store, types unchecked."""
 
     input: msgspec.Raw = msgspec.Raw(b"")
     previous_response_id: Any = None
@@ -23,14 +23,14 @@ class StoreFields(msgspec.Struct, kw_only=True):
 
 
 class Conversation(msgspec.Struct, frozen=True, kw_only=True):
-    """`history`: JSON list of earlier items. `input`: the body's, with references resolved."""
+    """`history`: JSON list of earlier items. `input`: with references resolved."""
 
     previous: str
     history: bytes
     input: bytes
 
     def to_keep(self) -> "Conversation":
-        """Return it without the (long) history."""
+        """Drop the (long) history."""
         return msgspec.structs.replace(self, history=b"")
 
 
@@ -39,7 +39,7 @@ class _Answer(msgspec.Struct):
 
 
 async def open_conversation(fields: StoreFields, find: Find) -> Conversation:
-    """Find a body's conversation. Raises ApiError(400) if it is not stored."""
+    """Find the conversation. Raises ApiError(400)."""
     previous, given, history = fields.previous_response_id, bytes(fields.input), b"[]"
     if previous is not None:
         if not isinstance(previous, str):
@@ -52,7 +52,7 @@ async def open_conversation(fields: StoreFields, find: Find) -> Conversation:
 
 
 def whole(id: str, found: list[StoredResponse]) -> list[StoredResponse]:
-    """Check that a conversation is complete. Raises ApiError(400)."""
+    """Check completeness. Raises ApiError(400)."""
     missing = id if not found else found[-1].previous
     if missing:
         raise not_found(missing, field="previous_response_id")
@@ -60,7 +60,7 @@ def whole(id: str, found: list[StoredResponse]) -> list[StoredResponse]:
 
 
 def to_store(conversation: Conversation, *, owner: str, answer: bytes) -> StoredResponse | None:
-    """Return the entry of a final response (JSON), if that is valid."""
+    """Return the entry of a final response, if valid."""
     decoded: _Answer | None = decode_or_none(answer, _Answer)
     if decoded is None:
         return None

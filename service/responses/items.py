@@ -1,4 +1,4 @@
-"""Items of conversations, kept as JSON text: ids, lists, references. Pure.
+"""Items of conversations as JSON text: ids, lists, references. Pure.
 
 resp_HEX                  a response
 msg_HEX_2, fc_HEX_2...    item 2 of its output
@@ -38,19 +38,18 @@ _reference_decoder = msgspec.json.Decoder(_Reference)
 
 
 def item_id(kind: str, response_id: str, index: int, *, is_input: bool = False) -> str:
-    """Return the id of an item of type `kind`."""
     prefix = PREFIXES.get(kind, "item")
     return f"{prefix}_{response_id.removeprefix(RESPONSE)}_{'in' if is_input else ''}{index}"
 
 
 def response_of(item_id: str) -> str:
-    """Return the id of the item's response, empty for a foreign id."""
+    """Return the item's response id, empty if foreign."""
     match = _ITEM_ID.fullmatch(item_id)
     return "" if match is None else RESPONSE + match[1]
 
 
 def inner_text(given: bytes) -> bytes:
-    """Return a body's `input` (text or list) as comma-separated items."""
+    """Return `input` (text or list) as comma-separated items."""
     text = given.strip()
     if text[:1] == b'"':
         return b'{"type":"message","role":"user","content":' + text + b"}"
@@ -62,12 +61,12 @@ def joined(parts: Iterable[bytes]) -> bytes:
 
 
 def history_of(conversation: Sequence[StoredResponse]) -> bytes:
-    """Return the JSON list of a conversation's items (newest response first), in order."""
+    """Return a conversation's items as a JSON list, oldest first."""
     return joined(part for stored in reversed(conversation) for part in (stored.input, *_outputs(stored)))
 
 
 def input_items(conversation: Sequence[StoredResponse]) -> list[dict[str, Any]]:
-    """Return the items before the newest response, oldest first, in the API's shape."""
+    """Return items before the newest response, oldest first."""
     newest, found = conversation[0], []
     for stored in reversed(conversation):
         found += [_shown(raw, stored.id, index) for index, raw in enumerate(_inputs(stored))]
@@ -77,7 +76,7 @@ def input_items(conversation: Sequence[StoredResponse]) -> list[dict[str, Any]]:
 
 
 def references(given: bytes) -> list[str]:
-    """Return the ids that `input` refers to. Raises ApiError(400) for a foreign id."""
+    """Return ids that `input` refers to. Raises ApiError(400)."""
     ids = []
     for index, raw in enumerate(_split(given)):
         reference = _reference_in(raw)
@@ -89,7 +88,7 @@ def references(given: bytes) -> list[str]:
 
 
 def resolved(given: bytes, responses: Mapping[str, StoredResponse]) -> bytes:
-    """Replace references by items of `responses`, by id. Raises ApiError(400)."""
+    """Replace references by items. Raises ApiError(400)."""
     items = []
     for index, raw in enumerate(_split(given)):
         reference = _reference_in(raw)
@@ -120,7 +119,6 @@ def _outputs(stored: StoredResponse) -> list[bytes]:
 
 
 def _split(given: bytes) -> list[msgspec.Raw]:
-    """Return the items, none if it is not a list."""
     try:
         return _list_decoder.decode(given)
     except JSON_ERRORS:

@@ -1,9 +1,9 @@
-"""A bounded LRU store of responses, which evicts a conversation from its end. Pure.
+"""A bounded LRU store of responses. Pure.
 
     resp_1 <- resp_2 <- resp_3       previous_response_id; resp_3 needs all three
                      <- resp_4
 
-Reading a response touches its ancestors last, so none is evicted before its descendants.
+Reading touches ancestors last, so none is evicted before its descendants.
 """
 
 from collections import OrderedDict
@@ -14,8 +14,8 @@ OVERHEAD_BYTES = 512  # of an entry besides its texts
 
 
 class StoredResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """`previous`: id of the parent, if any. `input`: its own items, comma-separated JSON.
-    `response`: the JSON object sent to the client.
+    """`previous`: the parent's id. `input`: own items, comma-separated JSON. `response`: as
+    sent.
     """
 
     id: str
@@ -33,8 +33,6 @@ MAX_BYTES = 64 << 20  # about a thousand long answers
 
 
 class ResponseStore:
-    """At most `max_count` responses and `max_bytes`."""
-
     def __init__(self, *, max_count: int, max_bytes: int = MAX_BYTES) -> None:
         self.num_bytes = 0
         self._max_count, self._max_bytes = max_count, max_bytes
@@ -44,7 +42,7 @@ class ResponseStore:
         return len(self._responses)
 
     def put(self, stored: StoredResponse) -> None:
-        """Store a response, unless its id is known. It is evicted at once if too large."""
+        """Store a new response, evicted at once if too large."""
         if stored.id in self._responses:
             return
         self._responses[stored.id] = stored
@@ -60,7 +58,7 @@ class ResponseStore:
         return stored
 
     def conversation(self, id: str, *, owner: str) -> list[StoredResponse]:
-        """Return the response and its stored ancestors, newest first."""
+        """Return a response and its ancestors, newest first."""
         found: list[StoredResponse] = []
         stored = self.get(id, owner=owner)
         while stored is not None and len(found) < len(self._responses):
@@ -69,7 +67,7 @@ class ResponseStore:
         return found
 
     def remove(self, id: str, *, owner: str) -> bool:
-        """Remove it. Its descendants can be read but not continued."""
+        """Remove it; descendants can be read but not continued."""
         stored = self._owned(id, owner)
         if stored is None:
             return False
@@ -89,7 +87,7 @@ class ResponseStore:
         return stored if stored is not None and stored.owner == owner else None
 
     def _touch(self, stored: StoredResponse | None) -> None:
-        """Mark it and then its ancestors as used."""
+        """Mark it, then its ancestors, as used."""
         for _ in range(len(self._responses)):  # bounded, whatever the input
             if stored is None:
                 return

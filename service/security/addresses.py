@@ -1,4 +1,4 @@
-"""Local addresses, and addresses that workers may connect to. Pure: names are compared as text."""
+"""Local addresses, and those that workers may connect to. Pure; names are text."""
 
 import ipaddress
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ ANY_PORT = None
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only this machine reaches `host`. False for wildcards and unknown names."""
+    """Return whether only this machine reaches `host`; False if unknown."""
     if host.lower().rstrip(".") == "localhost":
         return True
     address = _address(host)
@@ -26,7 +26,7 @@ def is_network_address(host: str) -> bool:
 def require_secret(
     host: str, *, flag: str, what: str, remedy: str, has_secret: bool, allow_insecure: bool
 ) -> str | None:
-    """Raise ConfigError if strangers could reach `what` on `host`; a warning if that is allowed."""
+    """Raise ConfigError if strangers could reach `what`, or return a warning if allowed."""
     if has_secret or is_loopback(host):
         return None
     if allow_insecure:
@@ -53,10 +53,10 @@ class _Rule:
 
 
 class AllowedAddresses:
-    """HOST:PORT pairs that requests may name."""
+    """Allowed HOST:PORT pairs."""
 
     def __init__(self, rules: Sequence[str], *, loopback: bool, flag: str) -> None:
-        """`rules`: HOST, HOST:PORT, [IPV6]:PORT or a network such as 10.0.0.0/8."""
+        """`rules`: HOST, HOST:PORT, [IPV6]:PORT, or a network."""
         self._rules = tuple(_rule(text, flag) for text in rules)
         self._loopback = loopback
 

@@ -1,15 +1,15 @@
-"""Rules for requests of web pages, applied first by every HTTP server. Pure.
+"""Rules for requests of web pages, in every HTTP server. Pure.
 
-A browser sends a page's requests to any address, loopback included. Rules against other sites:
+A browser sends a page's requests to any address, loopback included. Against other sites:
 
-- A body must be declared as JSON: without a preflight a page can only send text and forms, and
-  preflights are answered for allowed origins only.
+- A body must be declared as JSON: without preflight, which is only answered for allowed origins, a
+  page can only send text and forms.
 - A changing request must not be cross-origin by `Origin` and `Sec-Fetch-Site`, as in Go's
   `http.CrossOriginProtection`.
-- On loopback without keys, `Host` must be an address, localhost or a configured name. This stops
-  DNS rebinding, which passes the second rule.
+- On loopback without keys, `Host` must be an address, localhost or a configured name, against DNS
+  rebinding, which passes the second rule.
 
-Pages of allowed origins may read answers (CORS), without cookies: they need a key of their own.
+Allowed origins may read answers (CORS), with a key, without cookies.
 """
 
 import re
@@ -39,7 +39,7 @@ _MAX_NAMES_CHARS = 4096
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A response whose message names header, value and remedy."""
+    """A message with header, value and remedy."""
 
     status: int
     code: str
@@ -56,16 +56,14 @@ class BrowserRule:
         allowed_origins: Sequence[str] = (),
         key_flag: str = "--api-key-file",
     ) -> None:
-        """`allowed_hosts`: other names of the server. `allowed_origins`: SCHEME://HOST[:PORT]. "*":
-        any.
-        """
+        """`allowed_origins`: SCHEME://HOST[:PORT]. "*": any."""
         self._names = frozenset((host.lower().rstrip("."), *(_name_of(name) or name for name in allowed_hosts)))
         self._origins = frozenset(_checked(origin) for origin in allowed_origins)
         self._checks_host = is_loopback(host) and not has_keys and ANY not in self._names
         self._key_flag = key_flag
 
     def refusal(self, method: str, path: str, headers: Mapping[str, str], *, has_body: bool) -> Refusal | None:
-        """Return why the request is refused, if it is. `headers` are case-insensitive."""
+        """Return why a request is refused, if so."""
         if self._checks_host and not self._is_own(headers.get("Host", "")):
             return self._foreign_host(headers["Host"])
         changes = method not in SAFE_METHODS or path in CHANGING_PATHS or is_preflight(method, headers)
@@ -76,7 +74,7 @@ class BrowserRule:
         return None
 
     def sharing(self, headers: Mapping[str, str]) -> Mapping[str, str]:
-        """Return CORS headers that let allowed origins read an answer."""
+        """Return CORS headers of an answer."""
         if not self._origins:
             return {}
         if ANY in self._origins:
@@ -87,9 +85,8 @@ class BrowserRule:
         return {_ALLOWED: origin, **_READABLE, "Vary": "Origin"}
 
     def preflight(self, method: str, headers: Mapping[str, str]) -> Mapping[str, str] | None:
-        """Return the further headers for a preflight request, None for others.
-
-        Call `refusal` before. The request itself still needs its key.
+        """Return further headers of a preflight's answer, after `refusal`. The request needs its
+        key.
         """
         if not (self._origins and is_preflight(method, headers)):
             return None
@@ -160,7 +157,7 @@ def _checked(origin: str) -> str:
 
 
 def _is_at(origin: str, host: str) -> bool:
-    """Return whether `origin` (scheme://host:port or "null") and `host` (host:port) agree."""
+    """Return whether `origin` (scheme://host:port or "null") is at `host`."""
     scheme, _, place = origin.lower().partition("://")
     port = _DEFAULT_PORTS.get(scheme, "")
     return bool(place) and place.removesuffix(port) == host.lower().removesuffix(port)
@@ -168,7 +165,7 @@ def _is_at(origin: str, host: str) -> bool:
 
 @lru_cache(maxsize=256)
 def _name_of(host: str) -> str:
-    """Return the name in a Host header, empty for an address or localhost."""
+    """Return a Host header's name, empty for an address or localhost."""
     host = host.strip().lower()
     name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0].rstrip(".")
     if name == "localhost" or name.endswith(".localhost") or is_network_address(name):

@@ -1,7 +1,7 @@
-"""CURVE keys of the control plane, derived by both ends from the cluster secret.
+"""CURVE keys of the control plane, from the cluster secret.
 
-CURVE has session keys and frame counters, so recorded frames are worthless. Prefill listens with
-the server key and admits decode's client key (ZAP, RFC 27).
+Session keys and counters make recorded frames worthless. Prefill listens and admits decode's key
+(ZAP, RFC 27).
 """
 
 from typing import Any
@@ -16,21 +16,21 @@ _PREFILL, _DECODE = "control plane, prefill", "control plane, decode"
 
 
 def guard_listener(sock: Any, secret: bytes) -> None:
-    """Set the server's keys, before `bind`."""
+    """To be called before `bind`."""
     sock.curve_server = True
     sock.curve_secretkey = z85.encode(derive(secret, _PREFILL))
     sock.setsockopt_string(zmq.ZAP_DOMAIN, "control")
 
 
 def guard_connector(sock: Any, secret: bytes) -> None:
-    """Set the client's keys, before `connect`."""
+    """To be called before `connect`."""
     own = z85.encode(derive(secret, _DECODE))
     sock.curve_secretkey, sock.curve_publickey = own, zmq.curve_public(own)
     sock.curve_serverkey = zmq.curve_public(z85.encode(derive(secret, _PREFILL)))
 
 
 class ZapAuthenticator:
-    """Admits decode's key. Create it before `bind`; call `answer` when `socket` is readable."""
+    """Admits decode's key. Create it before `bind`, call `answer` when readable."""
 
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", secret: bytes) -> None:
         self.socket: Any = context.socket(zmq.REP)
@@ -39,7 +39,7 @@ class ZapAuthenticator:
         self._known = z85.decode(zmq.curve_public(z85.encode(derive(secret, _DECODE))))
 
     def answer(self) -> None:
-        """Reply to all waiting requests without blocking."""
+        """Reply to waiting requests without blocking."""
         while True:
             try:
                 request: list[bytes] = self.socket.recv_multipart(zmq.DONTWAIT)

@@ -1,6 +1,6 @@
 """API keys from a flag and a reloaded file, and their rights.
 
-Keys are compared by digest, always all of them, in constant time.
+Compared by digest, all of them, in constant time.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class KeyRing:
-    """Keys of one kind. An empty ring admits every caller."""
+    """Keys of one kind; an empty ring admits all."""
 
     def __init__(self, *, key: str | None = None, file: str | None = None, flag: str = "--api-key") -> None:
         if key is not None and not _is_sound(key):
@@ -57,7 +57,7 @@ class KeyRing:
         return self._keys[0] if self._keys else None
 
     def holder(self, authorization: str) -> str | None:
-        """Return a short loggable name of a known key in an Authorization header."""
+        """Return a loggable name of a known key."""
         if not authorization or len(authorization) > MAX_HEADER_CHARS or authorization[: len(SCHEME)].lower() != SCHEME:
             return None
         given = _digest(authorization[len(SCHEME) :].strip())
@@ -65,9 +65,7 @@ class KeyRing:
         return given.hex()[:16] if any(matches) else None
 
     def refresh(self, now_s: float, *, every_s: float = LOOK_EVERY_S, at_once: bool = False) -> None:
-        """Read a changed file, at most every `every_s` unless `at_once`. Keeps the keys if it is
-        unusable.
-        """
+        """Re-read a changed file every `every_s`; keep the keys if unusable."""
         if self._file is None or (now_s < self._looked_at_s + every_s and not at_once):
             return
         self._looked_at_s = now_s
@@ -101,7 +99,7 @@ class KeyRing:
 
 
 class Access(IntEnum):
-    """Rights; a higher value includes lower ones."""
+    """Rights; higher values include lower ones."""
 
     NONE = 0
     USER = 1
@@ -109,7 +107,7 @@ class Access(IntEnum):
 
 
 class Caller(msgspec.Struct, frozen=True):
-    """A caller; `name` of its key is loggable."""
+    """A caller, with its key's loggable name."""
 
     access: Access
     name: str = ""
@@ -117,7 +115,7 @@ class Caller(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class KeyGate:
-    """Both kinds of keys. Without admin keys an API key permits everything."""
+    """Both kinds of keys; without admin keys an API key permits all."""
 
     api: KeyRing
     admin: KeyRing
@@ -148,7 +146,7 @@ class KeyGate:
         return 401, "the API key is missing or wrong; send 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
 
     def reload(self, now_s: float) -> None:
-        """Read both files now (SIGHUP)."""
+        """Read both files (SIGHUP)."""
         self.api.refresh(now_s, at_once=True)
         self.admin.refresh(now_s, at_once=True)
 
@@ -167,14 +165,14 @@ def open_gate(
 
 
 def authorization_of(headers: Mapping[str, str]) -> str:
-    """Return the Authorization header, or its equivalent for `x-api-key`."""
+    """Return the Authorization header, also for `x-api-key`."""
     given = headers.get("Authorization", "")
     key = "" if given else headers.get(KEY_HEADER, "")
     return f"Bearer {key}" if key else given
 
 
 def owner_of(authorization: str) -> str:
-    """Return the name under which a key owns stored data, valid or not."""
+    """Return a key's name as owner of stored data."""
     scheme, key = authorization[: len(SCHEME)], authorization[len(SCHEME) :].strip()
     return _digest(key).hex() if scheme.lower() == SCHEME else ""
 
@@ -192,7 +190,7 @@ def _is_sound(key: str) -> bool:
 
 
 def _stamp(file: str) -> tuple[int, int, int] | None:
-    """Identify a version of the file, overwritten or replaced."""
+    """Identify a file's version."""
     try:
         found = os.stat(file)
     except OSError:

@@ -1,6 +1,6 @@
-"""The cluster secret (`--cluster-secret-file`): derived keys, signatures, vouchers.
+"""The cluster secret (`--cluster-secret-file`): keys, signatures, vouchers.
 
-A voucher is a router's permission for decode to contact a bootstrap server for given rooms.
+A voucher permits decode to contact a bootstrap server for given rooms.
 """
 
 import hashlib
@@ -38,9 +38,9 @@ def derive(secret: bytes, purpose: str) -> bytes:
 
 
 def router_secret(cluster: bytes | None) -> bytes | None:
-    """Return the secret that identifies routers: the cluster's, else the one of `tandem up`.
+    """Return the secret that identifies routers: the cluster's, or `tandem up`'s.
 
-    Without it workers obey no router. Raises ConfigError for a short one.
+    Without it workers obey no router. Raises ConfigError if short.
     """
     given = os.environ.get(ROUTER_SECRET, "").strip().encode()
     if cluster is None and 0 < len(given) < MIN_SECRET_BYTES:
@@ -49,12 +49,12 @@ def router_secret(cluster: bytes | None) -> bytes | None:
 
 
 def sign(text: bytes, secret: bytes, *, purpose: str) -> str:
-    """Return a signature of `text` by a member of the cluster."""
+    """Sign `text` as a member."""
     return hmac.new(derive(secret, purpose), text, hashlib.sha256).hexdigest()
 
 
 def is_signed(signature: str, text: bytes, secret: bytes | None, *, purpose: str) -> bool:
-    """Verify a signature; False without a secret."""
+    """Verify a signature; False without secret."""
     if secret is None:
         return False
     own = sign(text, secret, purpose=purpose)
@@ -67,7 +67,7 @@ def warn_if_others_read(path: str) -> None:
 
 
 def vouch(secret: bytes, *, host: str, port: int, rooms: Sequence[int]) -> str:
-    """Return a voucher for all rooms of a request, in order."""
+    """Return a voucher for a request's rooms."""
     return sign(_vouched_text(host, port, rooms), secret, purpose=VOUCHERS)
 
 

@@ -1,11 +1,10 @@
-"""Signed HTTP calls between members of a cluster: replay-safe, without synchronized clocks. Pure.
+"""Signed HTTP calls in a cluster: replay-safe, without synchronized clocks. Pure.
 
     call without or with an old challenge  -> 401 and `X-Cluster-Challenge: C`
     call with `X-Cluster-Auth: C:N:MAC`    -> served; the answer carries `X-Cluster-Auth: MAC`
 
-The server's challenge C changes every `PERIOD_S` and at each start; the last two are valid. The
-caller's nonce N is accepted once. A call's MAC covers C, N, method, path with query, and body; an
-answer's N, status and body.
+Challenge C changes every `PERIOD_S` and at each start; the last two are valid. Nonce N is accepted
+once. A call's MAC covers C, N, method, path with query, body; an answer's N, status, body.
 """
 
 import hashlib
@@ -27,7 +26,7 @@ MAX_PART_CHARS = 128
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """The signed parts of a call. `path` includes the query."""
+    """A call's signed parts; `path` with query."""
 
     method: str
     path: str
@@ -35,7 +34,7 @@ class Call:
 
 
 class Verdict(Enum):
-    """STALE is a member's call with an old challenge or none."""
+    """STALE: a member's old or missing challenge."""
 
     GOOD = "good"
     STALE = "stale"
@@ -43,7 +42,7 @@ class Verdict(Enum):
 
 
 class Verifier:
-    """The server's side, new at each start."""
+    """The server's side, of one start."""
 
     def __init__(self, secret: bytes) -> None:
         self._key = derive(secret, "http calls")
@@ -54,7 +53,7 @@ class Verifier:
         return self._challenge_of(int(now_s // PERIOD_S))
 
     def verify(self, header: str, call: Call, now_s: float) -> tuple[Verdict, str]:
-        """Return the verdict and the nonce for the answer. A repeated call is FORGED."""
+        """Return verdict and the answer's nonce. A repeated call is FORGED."""
         parts = header.split(":")
         if len(parts) != 3 or not all(len(part) <= MAX_PART_CHARS and part.isascii() for part in parts):
             return Verdict.FORGED, ""
@@ -85,7 +84,7 @@ class Verifier:
 
 @dataclass(slots=True)
 class Signer:
-    """The caller's side. After a 401, set its challenge and repeat the call."""
+    """The caller's side. After a 401 set its challenge and repeat."""
 
     secret: bytes = field(repr=False)
     challenge: str = ""
@@ -95,7 +94,7 @@ class Signer:
         return f"{self.challenge}:{nonce}:{_mac(derive(self.secret, 'http calls'), self.challenge, nonce, call)}", nonce
 
     def is_answer(self, header: str, nonce: str, *, status: int, body: bytes) -> bool:
-        """Return whether the server signed this answer to the call of `nonce`."""
+        """Return whether the server signed this answer."""
         expected = _answer_mac(derive(self.secret, "http calls"), nonce, status=status, body=body)
         return hmac.compare_digest(header.encode(errors="replace"), expected.encode())
 

@@ -1,1 +1,1 @@
-"""Telemetry of requests: logs, records of stages, spans."""
+"""Telemetry of requests: logs, records, spans."""

@@ -1,7 +1,6 @@
-"""Id and trace of the current task's request, for logs and records.
+"""Id and trace of the current task's request.
 
-W3C `traceparent` (https://www.w3.org/TR/trace-context/): 00-TRACE(32 hex)-SPAN(16 hex)-FLAGS(2
-hex).
+W3C `traceparent` (https://www.w3.org/TR/trace-context/): 00-TRACE(32 hex)-SPAN(16 hex)-FLAGS.
 """
 
 import re
@@ -17,7 +16,7 @@ _SAMPLED = 1
 
 @dataclass(frozen=True, slots=True)
 class TraceParent:
-    """A span in a trace. `sampled`: the root requests recording."""
+    """A span. `sampled`: the root requests recording."""
 
     trace_id: int
     span_id: int
@@ -28,7 +27,7 @@ class TraceParent:
 
 
 def parse_traceparent(header: str) -> TraceParent | None:
-    """Parse the header, None if invalid: the trace then starts here, by the standard."""
+    """Parse the header. If invalid, the trace starts here (standard)."""
     match = _HEADER.fullmatch(header.strip())
     if match is None or header.startswith("ff"):
         return None
@@ -37,12 +36,12 @@ def parse_traceparent(header: str) -> TraceParent | None:
 
 
 def request_id_of(header: str) -> str:
-    """Return the id if it is a short line of printable ASCII, else ""."""
+    """Return the id if short, printable ASCII, else ""."""
     return header if len(header) <= MAX_REQUEST_ID_CHARS and header.isascii() and header.isprintable() else ""
 
 
 class TraceContext(msgspec.Struct, frozen=True):
-    """`operation` is gen_ai.operation.name, empty if not a generation."""
+    """`operation`: gen_ai.operation.name, if a generation."""
 
     request_id: str
     operation: str = ""

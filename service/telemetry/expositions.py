@@ -1,4 +1,4 @@
-"""Merge of Prometheus expositions of several processes."""
+"""Merge of processes' Prometheus expositions."""
 
 from collections.abc import Iterable
 
@@ -8,9 +8,7 @@ _COUNTS = ("_total", "_bucket", "_count", "_sum")
 
 
 def merge_expositions(texts: Iterable[bytes], *, summed: tuple[str, ...] = ()) -> bytes:
-    """Sum counts and gauges with suffixes in `summed`; take the max of other gauges, the first
-    time.
-    """
+    """Sum counts, and gauges with suffixes in `summed`; take the max of others."""
     lines: list[str] = []
     values: dict[str, float] = {}
     heads: dict[str, tuple[str, str, str]] = {}

@@ -1,4 +1,4 @@
-"""Log lines as text or JSON, with the request id of the task (context.py) or `extra=about(...)`.
+"""Log lines as text or JSON, with the request id of the task or `extra=about(...)`.
 
 {"time": "2026-11-21T07:00:00.123Z", "level": "INFO", "process": "prefill scheduler", ...
  "request_id": "...", "rid": "...", "room": 7, "error": "Traceback ..."}
@@ -17,7 +17,7 @@ _OURS = "tandem"  # marks the handler of `set_up_logging`
 
 
 def set_up_logging(*, level: str, format: str, process: str) -> None:
-    """Log to stderr. A second call replaces the first."""
+    """Log to stderr; a second call replaces the first."""
     handler = logging.StreamHandler()
     if format == "json":
         handler.setFormatter(JsonFormatter(process))
@@ -31,7 +31,7 @@ def set_up_logging(*, level: str, format: str, process: str) -> None:
 
 
 def about(**fields: str | int | float) -> dict[str, dict[str, str | int | float]]:
-    """Return `extra=` fields of a log line, without empty values."""
+    """Return a log line's `extra=` fields."""
     return {_ABOUT: {name: value for name, value in fields.items() if value not in ("", None)}}
 
 

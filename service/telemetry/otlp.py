@@ -1,7 +1,7 @@
-"""Export of records to an OpenTelemetry collector (OTLP over HTTP) under the gen_ai conventions.
+"""Export to an OpenTelemetry collector (OTLP over HTTP) by the gen_ai conventions.
 
 https://github.com/open-telemetry/semantic-conventions-genai (status: development). Needs the extra
-`otel`. A thread sends batches from a bounded queue, dropping spans while the collector is away.
+`otel`. A thread sends batches; spans are dropped while the collector is away.
 """
 
 import logging
@@ -23,7 +23,7 @@ CLOSE_S = 1.0
 
 
 def endpoint_of(*, enable: bool, endpoint: str | None, environ: Mapping[str, str]) -> str | None:
-    """Return the collector's URL, if enabled, by flags or OTEL_* variables. Raises ConfigError."""
+    """Return the collector's URL by flags or OTEL_* variables. Raises ConfigError."""
     if not enable and endpoint is None:
         return None
     if endpoint is None and (whole := environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")):
@@ -38,13 +38,13 @@ def endpoint_of(*, enable: bool, endpoint: str | None, environ: Mapping[str, str
 
 
 def open_exporter(*, enable: bool, endpoint: str | None, process: str) -> Exporter:
-    """Open an exporter. Raises ConfigError, also without the extra."""
+    """Raises ConfigError, also without the extra."""
     url = endpoint_of(enable=enable, endpoint=endpoint, environ=os.environ)
     return Exporter() if url is None else OtlpExporter(url, process=process)
 
 
 class OtlpExporter(Exporter):
-    """Exporter under the service.name tandem-PROCESS."""
+    """Exports as service.name tandem-PROCESS."""
 
     exports = True
 
@@ -97,7 +97,7 @@ class OtlpExporter(Exporter):
         return self._trace.SpanContext(at.trace_id, at.span_id, is_remote=remote, trace_flags=flags)
 
     def close(self) -> None:
-        """Send the rest, for at most `CLOSE_S`."""
+        """Send the rest, within `CLOSE_S`."""
         flush = threading.Thread(target=self._processor.shutdown, name="otlp-close", daemon=True)
         flush.start()
         flush.join(CLOSE_S)

@@ -1,8 +1,8 @@
-"""Records of requests as Chrome's trace event format for https://ui.perfetto.dev. Pure.
+"""Records as Chrome's trace event format, for https://ui.perfetto.dev. Pure.
 
-https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU. Each process of
-ours is a process, each request a thread, with more for overlapping stages. Arrows lead from a
-router's call to the worker's part.
+https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU. Workers and routers
+are processes, requests threads, overlapping stages further ones. Arrows lead from a router's call
+to the worker.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,7 +16,7 @@ Lane = list[Span]
 
 
 def trace_file(records: Sequence[Record]) -> dict[str, Any]:
-    """Return the file's content, in microseconds from the first start."""
+    """Return the content, in microseconds from the first start."""
     origin_s = min((record.start_s for record in records), default=0.0)
     calls = {(r.request_id, call.attributes["url.full"]): call for r in records for call in _upstream_calls(r)}
     drawing = _Drawing(origin_s)
@@ -102,7 +102,7 @@ class _Drawing:
 
 
 def clock_shift_s(record: Record, call: Span | None) -> float:
-    """Return the seconds to add to a worker's times, so that it starts during the router's call."""
+    """Return a worker's shift into the router's call."""
     if call is None or call.start_s <= record.start_s <= call.end_s:
         return 0.0
     return call.start_s - record.start_s
@@ -115,7 +115,7 @@ def _root_arguments(record: Record, shift_s: float) -> dict[str, Any]:
 
 
 def lanes_of(spans: Iterable[Span]) -> list[Lane]:
-    """Assign spans to rows, first fit; in a row any two nest or are disjoint."""
+    """Assign spans to rows where any two nest or are disjoint, first fit."""
     lanes: list[Lane] = []
     for span in sorted(spans, key=lambda s: (s.start_s, -s.end_s)):
         lane = next((lane for lane in lanes if all(_nests(other, span) for other in lane)), None)

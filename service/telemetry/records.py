@@ -1,4 +1,4 @@
-"""Records of requests in one process, by stage, and a ring of recent ones."""
+"""A process's records of requests by stage, and a ring of recent ones."""
 
 import itertools
 from collections import deque
@@ -20,7 +20,7 @@ class Span(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One process's part of a request. `process`: "router" | "prefill" | "decode" | "unified"."""
+    """A process's part of a request. `process`: "router" | "prefill" | "decode" | "unified"."""
 
     request_id: str
     process: str
@@ -42,14 +42,14 @@ MAX_ASKED = 1024
 
 
 class TracesQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A query for records: of `ids`, or of the `last` requests."""
+    """`ids`, or the `last` requests."""
 
     ids: list[str] | None = None
     last: int | None = None
 
 
 def query_error(query: TracesQuery) -> str | None:
-    """Return a query's error as "field: why"."""
+    """Return an error as "field: why"."""
     if (query.ids is None) == (query.last is None):
         return "ids: give either ids or last"
     if query.last is not None and not 1 <= query.last <= MAX_ASKED:
@@ -65,7 +65,7 @@ def last_ids(records: list[Record], count: int) -> list[str]:
 
 
 class Ring:
-    """The last `size` records, created when read: a request costs one append."""
+    """The last `size` records, created when read."""
 
     def __init__(self, size: int) -> None:
         self._kept: deque[tuple[str, Callable[[], Record]]] = deque(maxlen=size)
@@ -87,11 +87,11 @@ class Ring:
 
 
 class Exporter:
-    """Base of exporters; discards records (see otlp.py)."""
+    """Base class, discards records (see otlp.py)."""
 
     exports = False
 
     def export(self, record: Record, *, at: TraceParent, parent: TraceParent | None) -> None:
-        """Export a record as the span `at` below `parent`."""
+        """Export a record as span `at` below `parent`."""
 
     def close(self) -> None: ...

@@ -1,4 +1,4 @@
-"""Destinations of a process's records: the ring of `tandem trace` and the collector."""
+"""A process's records: the ring of `tandem trace`, and the collector."""
 
 import secrets
 import time
@@ -12,7 +12,7 @@ RING_SIZE = 512  # ended requests for `tandem trace`: some MB
 
 
 class Tracer:
-    """Records requests; the last `ring_size` are retained."""
+    """Records requests, retaining `ring_size`."""
 
     def __init__(self, *, ring_size: int = RING_SIZE, exporter: Exporter | None = None) -> None:
         self.ring = Ring(ring_size)
@@ -23,7 +23,7 @@ class Tracer:
         return self._exporter.exports
 
     def span_under(self, traceparent: str) -> "SpanContext | None":
-        """Return the span of a new record below the caller's, if exported."""
+        """Return a new record's span, if exported."""
         if not self._exporter.exports:
             return None
         parent = parse_traceparent(traceparent)
@@ -42,12 +42,12 @@ class Tracer:
 
 
 class SpanContext(NamedTuple):
-    """The record's span `at`, and its parent, None for a root."""
+    """A record's span; `parent` is None for a root."""
 
     at: TraceParent
     parent: TraceParent | None
 
 
 def unix_offset_s() -> float:
-    """Return Unix time minus `time.monotonic()`."""
+    """Return Unix minus monotonic time."""
     return time.time() - time.monotonic()

@@ -1,1 +1,1 @@
-"""Static files shared by pages: style, elements, theme, time line; and the page at /docs."""
+"""Static files shared by pages, and the page at /docs."""
