@@ -39,7 +39,9 @@ log = logging.getLogger(__name__)
 
 
 class BootstrapError(Exception):
-    """`permanent`: retries are useless. `refused`: nothing listens. `of_room`: unknown room."""
+    """A failed call. `permanent`: retries are useless. `refused`: nothing listens. `of_room`:
+    unknown room.
+    """
 
     def __init__(self, message: str, *, permanent: bool = False, refused: bool = False, of_room: bool = False) -> None:
         super().__init__(message)

@@ -16,7 +16,7 @@ from service.process.start import allow_many_files
 from service.process.stop_signals import StopSignals
 
 START_S = 10.0
-CLOSE_S = 1.0  # for responses in progress at the end
+CLOSE_S = 1.0  # for answers in progress at the end
 LIMITS = RequestLimits(max_body_bytes=MAX_BODY_BYTES)
 log = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from planner.step_time import Fitted, Roofline, StepLoad, StepTime, load_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterTime:
-    """`beside`: its layers in a step of the model. `a_pass`: a token per request. `step_s`:
-    overhead.
+    """Times of a drafter: of its layers in a step of the model, of a pass (a token per request),
+    and the overhead of a draft step.
     """
 
     beside: StepTime
@@ -81,7 +81,7 @@ def _join_params(drafter: DrafterConfig) -> int:
 
 
 def _wider_attention(drafter: DrafterConfig, tp: int) -> int:
-    """EAGLE3's extra weights: q, k and v read embedding and hidden state."""
+    """Extra weights of EAGLE3: q, k and v read embedding and hidden state."""
     layers, share = drafter.layers, share_of(drafter.layers, fullest(tp))
     heads = len(share.heads) + 2 * len(share.kv_heads)
     return heads * layers.head_dim * layers.hidden_size if drafter.inside else 0

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """`tflops`: dense bf16. `link_gb_s`: to other machines. `peer_gb_s`: to its own. 1 GB = 10^9
-    bytes.
+    """A GPU's data sheet. `tflops`: dense bf16. `link_gb_s`: to other machines. `peer_gb_s`: within
+    one. 1 GB = 10^9 bytes.
     """
 
     name: str

@@ -14,8 +14,8 @@ KEPT_S = 60.0  # older work overlaps no new work, as clocks differ by less than 
 
 
 class Threads(NamedTuple):
-    """`num` threads, bound to the cores of worker `home`, if any. `beside`: slowdown while all
-    other cores compute, by shared memory and caches.
+    """Threads of one owner, perhaps bound to the cores of worker `home`. `beside`: slowdown while
+    all other cores compute, by shared memory and caches.
     """
 
     num: int = 1
@@ -35,7 +35,9 @@ class _Occupancy:
 
 
 class Host:
-    """`cores`: None if workers have own machines. `home_cores`: bound to each."""
+    """Cores of one machine; `cores` is None if workers have own machines. `home_cores`: bound to
+    each.
+    """
 
     def __init__(self, cores: float | None, *, home_cores: float | None = None) -> None:
         self._cores = cores

@@ -40,7 +40,9 @@ class Routed(Generic[T]):
 
 @dataclass(slots=True)
 class Routing(Generic[T]):
-    """`policy`: for prompts; decode uses least_load. `mixed`: both routes (--mixed)."""
+    """Routing as in the router. `policy` is for prompts; decode uses least_load. `mixed`: both
+    routes (--mixed).
+    """
 
     policy: str = "least_load"
     mixed: bool = False

@@ -39,7 +39,7 @@ class Speculation:
 
 
 class Guesses:
-    """N-grams of unknown texts: a random match, with `most` tokens."""
+    """Simulated n-grams: a random match now and then, with `most` tokens."""
 
     def __init__(self, most: int, match_rate: float) -> None:
         self._draft = Draft([TOKEN] * most, MATCH)

@@ -15,7 +15,9 @@ PARTIAL_BYTES = 4  # ranks add in float32
 
 @dataclass(slots=True)
 class StepLoad:
-    """`*_pairs`: (query, key) pairs of attention. `*_context`: KV tokens read."""
+    """The load of a step. `*_pairs`: (query, key) pairs of attention. `*_context`: KV tokens
+    read.
+    """
 
     prefill_tokens: int = 0
     prefill_pairs: float = 0.0

@@ -236,7 +236,7 @@ def _folder(given: str | None) -> str | None:
 def _with_drafter(engine: EngineConfig, model: ModelConfig, *, tps: Sequence[int], longest: int) -> ModelConfig:
     """Add the drafter, with `longest` tokens of context."""
     found = model
-    for tp in tps:  # each checks the shard
+    for tp in tps:  # each checks a rank's part
         found = with_drafter(replace(engine, tp_size=tp, kv_units=None, context_length=longest), model)
     if found.drafter is not None and found.drafter.layers.experts is not None:
         raise ConfigError(

@@ -18,7 +18,7 @@ FIRST_OWN = 1 << 40  # blocks of single requests
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedRequest:
-    """`at`: arrival in mean gaps. `blocks`: (token id, count)."""
+    """A request. `at`: arrival in mean gaps. `blocks`: (token id, count)."""
 
     at: float
     blocks: tuple[tuple[int, int], ...]

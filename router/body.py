@@ -92,7 +92,7 @@ class _Options(msgspec.Struct):
 
 
 class ParsedBody(msgspec.Struct, frozen=True, kw_only=True):
-    """`fields`: name -> JSON text. Token counts are estimates over all samples."""
+    """A parsed body. `fields`: name -> JSON text. Token counts are estimates over all samples."""
 
     api: Api
     fields: dict[str, msgspec.Raw]

@@ -20,7 +20,7 @@ from service.process.start import allow_many_files
 from service.process.stop_signals import StopSignals
 from service.telemetry.logs import set_up_logging
 
-SHUTDOWN_TIMEOUT_S = 3.0  # for last responses at the end
+SHUTDOWN_TIMEOUT_S = 3.0  # for last answers at the end
 
 log = logging.getLogger(__name__)
 

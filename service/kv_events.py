@@ -70,7 +70,7 @@ Decode = Callable[[bytes], Sequence[AnyEvent]]  # raises `BadEvent`
 
 
 class KVEventBatch(msgspec.Struct, array_like=True, frozen=True):
-    """`ts` is Unix time in seconds."""
+    """A batch; `ts` is Unix time in seconds."""
 
     ts: float
     events: list[KVEvent]

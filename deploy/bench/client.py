@@ -1,4 +1,4 @@
-"""Sends and times one OpenAI request. Errors are recorded, not raised.
+"""Sends and times one OpenAI request. Errors are counted, not raised.
 
 Tokens are the server's `usage`, else text events.
 """

@@ -66,7 +66,7 @@ class ChatClient:
         return Answer(secrets.token_hex(16), time.perf_counter())
 
     async def pieces(self, messages: Sequence[Message], answer: Answer) -> AsyncGenerator[Piece, None]:
-        """Yield the parts, recorded in `answer`. Raises ChatFailed.
+        """Yield the parts, and add them to `answer`. Raises ChatFailed.
 
         Closing the generator aborts the request.
         """

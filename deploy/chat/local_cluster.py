@@ -17,7 +17,7 @@ END_S = 15.0  # `up` kills its processes before
 
 
 class NotStarted(Exception):
-    """`up` ended early, having printed why."""
+    """The cluster ended early; `up` has printed why."""
 
     def __init__(self, status: int) -> None:
         super().__init__(status)

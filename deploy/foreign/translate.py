@@ -10,7 +10,7 @@ from enum import Enum
 
 
 class Values(Enum):
-    """Words after a flag."""
+    """The number of words after a flag."""
 
     NONE = 0
     ONE = 1
@@ -19,7 +19,7 @@ class Values(Enum):
 
 @dataclass(frozen=True)
 class Ignored:
-    """No effect; `why` completes the warning."""
+    """A flag without effect; `why` completes the warning."""
 
     why: str
     values: Values = Values.NONE
@@ -27,7 +27,7 @@ class Ignored:
 
 @dataclass(frozen=True)
 class Renamed:
-    """Words of ours before its values."""
+    """A flag that becomes the words `to`, before its values."""
 
     to: tuple[str, ...]
     values: Values = Values.NONE
@@ -35,7 +35,7 @@ class Renamed:
 
 @dataclass(frozen=True)
 class Fixed:
-    """Only `same` is valid; `why` completes the error."""
+    """A flag whose only valid value is `same`; `why` completes the error."""
 
     same: tuple[str, ...]
     why: str
@@ -44,7 +44,7 @@ class Fixed:
 
 @dataclass(frozen=True)
 class Missing:
-    """Refused; `why` completes the error."""
+    """A refused flag; `why` completes the error."""
 
     why: str
 
@@ -54,7 +54,7 @@ Entry = Ignored | Renamed | Fixed | Missing
 
 @dataclass(frozen=True)
 class ForeignFlags:
-    """`families`: prefixes of further refused flags."""
+    """Flags of another server. `families` are prefixes of further refused ones."""
 
     flags: Mapping[str, Entry]
     families: Mapping[str, str]
@@ -73,7 +73,7 @@ class Translated:
 
 
 class CannotFollow(ValueError):
-    """A refused flag, and why."""
+    """A refused flag, with the reason."""
 
 
 def translate(argv: Sequence[str], *, known: Collection[str], foreign: ForeignFlags) -> Translated:

@@ -19,7 +19,7 @@ _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessProgress:
-    """`text`: last log line. `healthy_s`: seconds to healthy, if so."""
+    """A process while it starts: its last log line, and seconds to healthy."""
 
     name: str
     text: str

@@ -95,7 +95,7 @@ def plan_cluster(
 
 @dataclass(frozen=True, kw_only=True)
 class _Ports:
-    """`pairs`: (HTTP, bootstrap server) ports."""
+    """Ports of all workers; `pairs` have one for HTTP and one for the bootstrap server."""
 
     pairs: Mapping[str, Sequence[tuple[int, int]]]
     unified: Sequence[int]

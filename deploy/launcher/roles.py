@@ -40,7 +40,7 @@ OF_ENCODERS = (
 
 @dataclass(frozen=True, kw_only=True)
 class RoleFlags:
-    """`args` of `tandem serve` for a role, and its `ranks`."""
+    """Arguments of `tandem serve` for a role's workers, and the ranks of each."""
 
     args: Sequence[str] = ()
     ranks: int = 1
@@ -109,7 +109,7 @@ def _dp_attention_size(values: Mapping[str, Any]) -> int:
 
 
 def units_between(model: ModelConfig, by_role: Mapping[str, Mapping[str, Any]]) -> int | None:
-    """Return common --kv-units, if roles shard KV heads differently."""
+    """Return common --kv-units, if roles divide KV heads differently."""
     sizes = {_attention_ranks(values) for values in by_role.values()}
     given = any(values.get("kv_units") is not None for values in by_role.values())
     return None if given or len(sizes) == 1 else common_units(model, tp_sizes=sorted(sizes))

@@ -22,8 +22,8 @@ def server_of(worker: Worker) -> Server | None:
 
 
 class FailedWorkers(msgspec.Struct):
-    """`num_deaths` of workers; `num_errors` of live ones, `num_own` of them perhaps the request's
-    fault.
+    """Failures of one request: dead workers, errors of live ones, and `num_own` of these that the
+    request may have caused.
     """
 
     last: CallFailed

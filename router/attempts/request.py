@@ -87,7 +87,9 @@ class RequestContext(msgspec.Struct, kw_only=True, eq=False):
         return self.failed is not None and self.failed.num_deaths > most
 
     def fails_by_itself(self, placements: Sequence[Placement] = ()) -> bool:
-        """Return whether the request caused its failure, or `placements` could not prove it."""
+        """Return whether the request caused its failure, or trying `placements` would prove
+        nothing.
+        """
         if self.failed is None:
             return False
         return self.failed.is_own or (bool(placements) and self.failed.decides_nothing(p.worker for p in placements))
@@ -113,7 +115,7 @@ def time_given(headers: Mapping[str, str]) -> float:
 
 
 def less_time(headers: Mapping[str, str], elapsed_s: float) -> dict[str, str]:
-    """Reduce deadlines for an attempt `elapsed_s` later. Workers refuse bad numbers."""
+    """Return `headers` with deadlines reduced by `elapsed_s`. Workers refuse bad numbers."""
     left = dict(headers)
     for name, unit_s in UNITS_S.items():
         value_s = _patience_s(headers, name)

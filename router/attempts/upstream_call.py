@@ -26,7 +26,7 @@ MOVED = "moved"  # reason of an answer that was migrated: its KV waits there for
 
 
 class CallFailed(Exception):
-    """`reason`: as UpstreamError, MOVED, or "status" for an HTTP error."""
+    """A failed call. `reason`: as UpstreamError, MOVED, or "status" for an HTTP error."""
 
     def __init__(
         self,

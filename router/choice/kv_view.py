@@ -13,7 +13,7 @@ from service.prefix_chain import BLOCK_TOKENS, block_names
 
 
 class WorkerCacheView:
-    """`whole`: all events are known. `named`: hashes are our keys."""
+    """One worker's cache. `whole`: all events are known. `named`: hashes are our keys."""
 
     def __init__(self, index: PrefixIndex, worker_id: int, *, named: bool = False) -> None:
         self._index = index

@@ -29,8 +29,8 @@ class _Part:
 
 @dataclass(slots=True)
 class PrefixMatch:
-    """`groups`: (prefixes, bits of workers with exactly so many), fewest first, until the index
-    changes.
+    """Workers by match length: (number of prefixes, bits of workers with exactly so many), fewest
+    first. Valid until the index changes.
     """
 
     groups: list[Group]

@@ -1,4 +1,4 @@
-"""SLO cost of each route of a request in a mixed fleet. Pure.
+"""SLO cost of each route of a request (--mixed). Pure.
 
     cost(route) = (TTFT / wanted TTFT)^4 + (ITL / wanted ITL)^4, predicted with the request
     TTFT          wait for room + time of queued tokens and of the prompt

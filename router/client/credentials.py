@@ -46,7 +46,7 @@ class Credentials:
         return {"Authorization": authorization} if known else bearer(self._admin.first)
 
     def _refresh(self) -> None:
-        """Re-read files each time, as a worker may already refuse the old key."""
+        """Read key files again each time, as a worker may already refuse the old key."""
         if self._from_files:
             now_s = time.monotonic()
             for ring in self._from_files:

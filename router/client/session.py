@@ -8,7 +8,7 @@ import aiohttp
 import msgspec
 from yarl import URL
 
-READ_BUFFER_BYTES = 256 << 10  # buffered bytes beyond which reading pauses
+READ_BUFFER_BYTES = 256 << 10  # buffered bytes beyond which reading stops
 PROBES = 4
 CALL_TIMEOUT_S = 30.0  # of an admin call
 KEEPALIVE_S = 4.0  # below uvicorn's 5 s, so that a kept connection is rarely closed under a new request

@@ -23,7 +23,9 @@ MAX_ORIGINS = 4 * 4096  # cached parsed URLs
 
 
 class UpstreamError(Exception):
-    """`reason`: "refused" (not connected), "lost", "down" (given up here), "timeout"."""
+    """A failed call. `reason`: "refused" (not connected), "lost", "down" (given up here),
+    "timeout".
+    """
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(detail)
@@ -51,8 +53,6 @@ class _Origin:
 
 
 class HttpUpstream:
-    """`Upstream` over sockets."""
-
     def __init__(self, *, connect_timeout_s: float, request_timeout_s: float, dead_timeout_s: float = 0.0) -> None:
         self._dead_timeout_s = dead_timeout_s
         self._connect_timeout_s = connect_timeout_s
@@ -157,8 +157,8 @@ class HttpUpstream:
 class HttpReply:
     """A response since the sending of its request, for one reader at a time.
 
-    `status` is 0 before the head; header names are in lower case. A stream pauses at a full buffer
-    (`num_buffered`), other bodies are read whole. `received_s`: loop time of the last bytes.
+    `status` is 0 before the head; header names are in lower case. A stream stops at a full buffer
+    (`num_buffered`), other bodies are read whole. `received_s` is the loop time of the last bytes.
     `listener` is called at each change, `on_end` once; neither may raise.
     """
 
@@ -207,7 +207,7 @@ class HttpReply:
             end_connection()
 
     def feed(self, data: bytes) -> bool:
-        """Add bytes; return False to pause reading."""
+        """Add bytes; return False to stop reading."""
         self._chunks.append(data)
         self.num_buffered += len(data)
         return self.num_buffered <= READ_BUFFER_BYTES or not self._is_stream()

@@ -16,7 +16,7 @@ from router.history.records import DashboardRequest, DashboardSnapshot, Second
 from router.pool.worker import LoadReport, Role
 
 KEPT_REQUESTS = 256  # finished ones
-MAX_RUNNING = 512  # recorded running ones; further ones are only counted
+MAX_RUNNING = 512  # running ones; further ones are only counted
 KEPT_SECONDS = 120
 
 MIN_S = 1e-5

@@ -37,7 +37,7 @@ class _NamedWorker(msgspec.Struct):
 
 
 class _NewWorker(_NamedWorker):
-    """`worker_type` is SGLang's name of `role`."""
+    """A worker to add. `worker_type` is SGLang's name of `role`."""
 
     role: str | None = None
     worker_type: str | None = None
@@ -95,7 +95,7 @@ class WorkersApi:
         return json_response(describe(worker))
 
     async def switch_role(self, request: web.BaseRequest) -> web.Response:
-        """409: refused, nothing changed. 502: the worker did not return."""
+        """Switch a role: 409 if refused, 502 if the worker did not return."""
         body = decode_body(await request.read(), _RoleSwitch)
         role, worker = self._role_of(body), self.calls.table.find(body.url)
         if self.peers.is_peer(request):  # the peer switches it

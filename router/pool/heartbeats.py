@@ -26,10 +26,11 @@ OPEN_S = 86400.0  # lifetime of a stream
 
 @dataclass(eq=False, kw_only=True)
 class Heartbeats:
-    """`silence_s` is the limit, unless beats are too rare; `every_s()` the requested interval.
+    """Heartbeats of one worker.
 
-    `on_silence` is called repeatedly. `ask` requests a check: a late beat or a problem, the end of
-    silence, rest or stream.
+    `silence_s` is the limit, unless beats are too rare; `every_s()` the requested interval.
+    `on_silence` is called repeatedly. `ask` requests a check: a late beat or a problem, or the end
+    of silence, rest or stream.
     """
 
     worker: Worker

@@ -75,7 +75,7 @@ ONE_RANK = RankSizes()
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Worker:
-    """A worker. Set by `WorkerTable` and `Loads`; what reports contain by `HealthMonitor`."""
+    """One worker. `WorkerTable` and `Loads` change it; `HealthMonitor` sets values of reports."""
 
     worker_id: int
     url: str

@@ -44,8 +44,8 @@ def holds_images(body: bytes, parsed: ParsedBody) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class WithImages:
-    """`body` for workers; `shown`, with digests and estimated tokens, for routing. `digests` in
-    order.
+    """A body with images: `body` for workers; `shown`, with digests and estimated tokens, for
+    routing.
     """
 
     body: ParsedBody

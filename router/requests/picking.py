@@ -23,7 +23,7 @@ from service.waiter import Waiter
 
 @dataclass(eq=False, kw_only=True)
 class Picker:
-    """`wait_s`: --retry-wait. `silence_s`: --dead-worker-timeout, 0 for no limit."""
+    """Picks workers. `wait_s`: --retry-wait. `silence_s`: --dead-worker-timeout, 0 for no limit."""
 
     table: WorkerTable
     policies: Mapping[Role, Policy]

@@ -1,4 +1,4 @@
-"""Resumption of broken streams: a repeated request gets the events after its last one.
+"""Reconnection of clients: a repeated request gets the events after its last one.
 
 All workers are queried, so any router will do (service/http/reconnect.py).
 """
@@ -32,7 +32,7 @@ _encode = msgspec.json.Encoder().encode
 
 @dataclass(eq=False, kw_only=True)
 class Reconnect:
-    """Resumption within `window_s` (--resume-window)."""
+    """Reconnection within `window_s` (--resume-window)."""
 
     window_s: float
     table: WorkerTable

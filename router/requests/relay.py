@@ -27,7 +27,7 @@ class StreamSplitter:
     """Passes on whole events, so that an error may follow at any time."""
 
     def __init__(self, content_type: str = EVENTS_TYPE, *, record: FrameRecord | None = None) -> None:
-        """`record` takes frames (service/http/resume.py)."""
+        """Split a stream; `record` takes its frames (service/http/resume.py)."""
         self._ends = next(ends for kind, ends in _ENDS.items() if content_type.startswith(kind))
         self._tail = b""
         self._record = record

@@ -1,4 +1,4 @@
-"""The router's own responses to failures. Pure."""
+"""The router's own answers to failures. Pure."""
 
 from aiohttp import web
 

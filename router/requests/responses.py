@@ -35,7 +35,7 @@ Abort = Callable[[Mapping[str, str], str], Awaitable[object]]
 
 
 class PeerQuestion(msgspec.Struct, kw_only=True):
-    """`act`: find, remove or cancel."""
+    """A peer's request. `act`: find, remove or cancel."""
 
     act: str
     id: str

@@ -42,7 +42,7 @@ class MoveRecord(msgspec.Struct):
 
 @dataclass(eq=False, kw_only=True)
 class AutoRoles:
-    """`leads`: this process switches workers."""
+    """Auto roles; only the process that `leads` switches workers."""
 
     config: AutoRolesFlags
     table: WorkerTable
@@ -62,7 +62,7 @@ class AutoRoles:
             self._spawn(self._run(), "auto roles")
 
     async def close(self) -> None:
-        """End; workers complete running switches."""
+        """End auto roles; workers complete running switches."""
         await end_tasks(self._tasks)
 
     def routes(self) -> list[web.RouteDef]:

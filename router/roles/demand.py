@@ -138,7 +138,9 @@ class Gauge:
 
 @dataclass(frozen=True, slots=True)
 class _Prompts:
-    """Tokens/s of a prefill worker, and tokens per worker that wait at decode."""
+    """Rates of one model: tokens/s of a prefill worker, and tokens per worker that wait at
+    decode.
+    """
 
     speed: float | None
     blocked_tokens: float

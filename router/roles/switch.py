@@ -39,14 +39,14 @@ class SwitchProgress(StrEnum):
 
 
 class SwitchRefused(ApiError):
-    """Refused; nothing has changed."""
+    """The switch was refused, and nothing has changed."""
 
     def __init__(self, message: str) -> None:
         super().__init__(409, message, code="switch_refused")
 
 
 class SwitchFailed(ApiError):
-    """Accepted, but the worker did not return in the new role."""
+    """The switch was accepted, but the worker did not return in the new role."""
 
     def __init__(self, message: str) -> None:
         super().__init__(502, message, code="switch_failed")

@@ -19,7 +19,9 @@ _CODE = {"type": ["string", "integer", "null"]}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ApiShape:
-    """`body`: JSON of an error; `event`: its form in a stream. `beat`: keep-alive bytes, if any."""
+    """Wire format of an API: an error's JSON, its form in a stream, and keep-alive bytes, if
+    any.
+    """
 
     body: Callable[[ApiError], dict[str, Any]]
     event: Callable[[dict[str, Any]], bytes]
@@ -41,7 +43,7 @@ def _object(required: dict[str, Any], **optional: Any) -> dict[str, Any]:
 
 
 def _openai_body(error: ApiError) -> dict[str, Any]:
-    """`code` defaults to the status, as in SGLang."""
+    """Return OpenAI's error; `code` defaults to the status, as in SGLang."""
     kind = "rate_limit_error" if error.status == 429 else "invalid_request_error"
     if error.status >= 500:
         kind = "server_error"
@@ -50,7 +52,9 @@ def _openai_body(error: ApiError) -> dict[str, Any]:
 
 
 def _responses_event(body: dict[str, Any]) -> bytes:
-    """OpenAI's `error` event: flat as in its reference, and `error` for its SDKs."""
+    """Return the `error` event of /v1/responses: flat as in OpenAI's reference, and nested for its
+    SDKs.
+    """
     error = body["error"]
     flat = {"code": str(error["code"]), "message": error["message"], "param": error["param"], "sequence_number": 0}
     return typed_event({"type": "error", **flat, **body})

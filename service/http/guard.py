@@ -1,4 +1,4 @@
-"""Checks before every route: request id, browser rule, keys; errors as responses."""
+"""Checks before every route: request id, browser rule, keys; errors as answers."""
 
 import logging
 import time

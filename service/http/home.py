@@ -49,7 +49,7 @@ _PAGE = """<!doctype html>
 
 @dataclass(frozen=True, kw_only=True)
 class Home:
-    """`models`: for callers with a key. `links`: path -> description."""
+    """The overview: models (for callers with a key), and links (path -> description)."""
 
     server: str
     models: Callable[[], Sequence[str]]

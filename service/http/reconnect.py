@@ -1,4 +1,4 @@
-"""Resumption of a broken stream by its client.
+"""Reconnection of a client to its broken stream.
 
     router -> worker   KEEP_HEADER: retain this stream for `Keep.window_s`, for one owner and body
     worker -> client   "id:" of each event: TAG-UNIT, or TAG-UNIT.EVENT if a unit has several
@@ -31,7 +31,7 @@ _EVENT_ID = re.compile(r"([0-9a-f]{8,32})-(\d{1,9})(?:\.(\d{1,4}))?")
 
 
 class Keep(msgspec.Struct, frozen=True, kw_only=True):
-    """`owner`: name of the client's key. `body`: digest."""
+    """Retention of a stream, for one key (`owner`) and one body (a digest)."""
 
     window_s: Annotated[float, msgspec.Meta(ge=0, le=86_400)]
     owner: Name

@@ -1,4 +1,4 @@
-"""Resumption of an answer at another worker: a worker's frames, and a router's `Resume`.
+"""Continuation of an answer at another worker: a worker's frames, and a router's `Resume`.
 
 On request (FRAMES_HEADER) a worker writes frames, lines before their event:
 
@@ -106,7 +106,7 @@ def logprobs_frame(index: int, packed: bytes, *, of_prompt: bool = False) -> byt
 
 
 def end_frame(index: int, how: bytes) -> bytes:
-    """`how` is a JSON list."""
+    """Return the frame; `how` is a JSON list."""
     return b":end %d %s\n" % (index, how)
 
 

@@ -37,7 +37,7 @@ _log = logging.getLogger("service.http")
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """`size_flag` sets `max_body_bytes`, if any."""
+    """Limits of requests; `size_flag` sets `max_body_bytes`, if there is a flag."""
 
     max_body_bytes: int
     header_timeout_s: float = 60.0

@@ -1,4 +1,4 @@
-"""JSON responses, and streams of events or lines (NDJSON)."""
+"""JSON answers, and streams of events or lines (NDJSON)."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any

@@ -26,7 +26,7 @@ class UnixPeers:
         return len(self._sessions)
 
     async def request(self, method: str, path: str, body: Any = None, *, timeout_s: float = TIMEOUT_S) -> list[bytes]:
-        """Send to all peers; return bodies of timely 200 responses."""
+        """Send to all peers; return bodies of timely 200 answers."""
         data = None if body is None else msgspec.json.encode(body)
         calls = (self._request(session, method, path, data, timeout_s) for session in self._sessions)
         answers = await asyncio.gather(*calls)

@@ -14,7 +14,7 @@ DOMAINS, NETWORKS = "--allowed-media-domains", "--allowed-media-networks"
 
 @dataclass(frozen=True, slots=True)
 class _Domain:
-    """`suffix`: ".DOMAIN" of *.DOMAIN. Without `port` any of `PORTS`."""
+    """An allowed host. `suffix`: ".DOMAIN" of *.DOMAIN. Without `port` any of `PORTS`."""
 
     name: str
     suffix: str

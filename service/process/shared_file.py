@@ -1,4 +1,4 @@
-"""Small shared memory-mapped files, preallocated to avoid SIGBUS on a full disk."""
+"""Small shared memory-mapped files, preallocated, as a write into a full file system is SIGBUS."""
 
 import mmap
 import os
@@ -10,7 +10,7 @@ from service.flags import ConfigError
 def mapped(path: str | os.PathLike[str], size: int = 0) -> memoryview:
     """Map a file as 8-byte words, extended to `size` bytes unless 0.
 
-    Raises ConfigError without disk space, OSError for a missing file and `size` 0.
+    Raises ConfigError if there is no space, OSError for a missing file and `size` 0.
     """
     try:
         return _mapped(path, size)

@@ -23,7 +23,9 @@ class StoreFields(msgspec.Struct, kw_only=True):
 
 
 class Conversation(msgspec.Struct, frozen=True, kw_only=True):
-    """`history`: JSON list of earlier items. `input`: with references resolved."""
+    """The conversation of a body: JSON list of earlier items, and the input with references
+    resolved.
+    """
 
     previous: str
     history: bytes

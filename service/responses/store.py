@@ -14,8 +14,8 @@ OVERHEAD_BYTES = 512  # of an entry besides its texts
 
 
 class StoredResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """`previous`: the parent's id. `input`: own items, comma-separated JSON. `response`: as
-    sent.
+    """A response. `previous`: its parent's id. `input`: own items, comma-separated JSON.
+    `response`: as sent.
     """
 
     id: str

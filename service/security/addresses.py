@@ -56,7 +56,7 @@ class AllowedAddresses:
     """Allowed HOST:PORT pairs."""
 
     def __init__(self, rules: Sequence[str], *, loopback: bool, flag: str) -> None:
-        """`rules`: HOST, HOST:PORT, [IPV6]:PORT, or a network."""
+        """Parse rules: HOST, HOST:PORT, [IPV6]:PORT, or a network such as 10.0.0.0/8."""
         self._rules = tuple(_rule(text, flag) for text in rules)
         self._loopback = loopback
 

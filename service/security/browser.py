@@ -56,7 +56,7 @@ class BrowserRule:
         allowed_origins: Sequence[str] = (),
         key_flag: str = "--api-key-file",
     ) -> None:
-        """`allowed_origins`: SCHEME://HOST[:PORT]. "*": any."""
+        """Set up the rules. `allowed_origins`: SCHEME://HOST[:PORT], "*" for any."""
         self._names = frozenset((host.lower().rstrip("."), *(_name_of(name) or name for name in allowed_hosts)))
         self._origins = frozenset(_checked(origin) for origin in allowed_origins)
         self._checks_host = is_loopback(host) and not has_keys and ANY not in self._names

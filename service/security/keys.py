@@ -65,7 +65,7 @@ class KeyRing:
         return given.hex()[:16] if any(matches) else None
 
     def refresh(self, now_s: float, *, every_s: float = LOOK_EVERY_S, at_once: bool = False) -> None:
-        """Re-read a changed file every `every_s`; keep the keys if unusable."""
+        """Read a changed file, at most every `every_s`; keep the keys if it is unusable."""
         if self._file is None or (now_s < self._looked_at_s + every_s and not at_once):
             return
         self._looked_at_s = now_s
@@ -99,7 +99,7 @@ class KeyRing:
 
 
 class Access(IntEnum):
-    """Rights; higher values include lower ones."""
+    """Rights of a caller; higher values include lower ones."""
 
     NONE = 0
     USER = 1

@@ -41,7 +41,7 @@ def request_id_of(header: str) -> str:
 
 
 class TraceContext(msgspec.Struct, frozen=True):
-    """`operation`: gen_ai.operation.name, if a generation."""
+    """The current request. `operation` is gen_ai.operation.name, empty if not a generation."""
 
     request_id: str
     operation: str = ""

@@ -42,7 +42,7 @@ MAX_ASKED = 1024
 
 
 class TracesQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`ids`, or the `last` requests."""
+    """A query for the records of `ids`, or of the `last` requests."""
 
     ids: list[str] | None = None
     last: int | None = None
