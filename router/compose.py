@@ -327,7 +327,7 @@ def check_exposure(config: RouterConfig) -> tuple[bytes | None, KeyGate]:
 
 
 def _check_secret(config: RouterConfig, secret: bytes | None) -> None:
-    """Raise ConfigError for flags with orders that workers obey only under a secret."""
+    """Raise ConfigError for flags that need a secret, by which workers know their router."""
     asked = {
         "--prefix-fetch": config.prefix_fetch,
         "--encode": config.encode,

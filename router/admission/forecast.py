@@ -140,7 +140,7 @@ class Forecast:
         self.computed(prompt)
 
     def learn_answer(self, worker: Worker, num_events: int, lasted_s: float, *, requests: float, now_s: float) -> None:
-        """Record a finished stream, among `requests` on average."""
+        """Record a finished stream; `requests` is the mean number at the worker."""
         self._learn_answer(self._of(worker), num_events, lasted_s, requests, now_s)
 
     def _learn_answer(self, known: _Known, num_events: int, lasted_s: float, requests: float, now_s: float) -> None:

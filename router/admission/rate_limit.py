@@ -31,7 +31,7 @@ class RateLimiter:
 
 
 def make_limiter(per_s: float, burst: int) -> RateLimiter | None:
-    """Return a limiter, None without limit. The default burst is two seconds'."""
+    """Return a limiter, None without limit. The default burst is two seconds of requests."""
     return None if per_s <= 0 else RateLimiter(per_s, burst or max(1, round(2 * per_s)))
 
 

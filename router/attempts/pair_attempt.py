@@ -194,7 +194,7 @@ class PairAttempt:
 
 
 def _severity(failure: CallFailed) -> tuple[bool, bool]:
-    """Prefer final errors, then lost connections, to complaints about the peer."""
+    """Sort final errors first, then lost connections, then complaints about the peer."""
     return failure.retryable and not failure.is_own, failure.reason == "status"
 
 
@@ -264,7 +264,7 @@ class AttemptLauncher:
     ) -> PairAttempt:
         """Start at a decode worker that takes over KV, in `rooms` of the caller.
 
-        After a retraction `prefill`, of the former pair, sends the KV.
+        After a retraction `prefill`, of the former pair, recomputes the KV.
         """
         now_s, worker, parsed = self.clock(), placement.worker, request.parsed
         headers = request.headers_at(now_s)

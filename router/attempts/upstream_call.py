@@ -67,9 +67,9 @@ class CallFailed(Exception):
     def is_fault(self) -> bool:
         """True for a worker's fault, which its circuit counts.
 
-        Not for errors of the client (4xx; 504), back-pressure (503 with Retry-After), orderly ends,
-        calls given up by health checks, unreachable prefill workers. A failure that may be the
-        request's counts after another worker's answer (`circuit_blamed`).
+        False for errors of the client (4xx; 504), back-pressure (503 with Retry-After), orderly
+        ends, calls given up by health checks, unreachable prefill workers. A failure that may be
+        the request's counts after another worker's answer (`circuit_blamed`).
         """
         if self.reason != "status":
             return self.reason in ("refused", "lost", "timeout")
@@ -89,7 +89,7 @@ class CallFailed(Exception):
 
 
 class UpstreamCall:
-    """A running call. `stream` permits streaming its answer."""
+    """One running call. `stream` permits streaming its answer."""
 
     def __init__(self, worker: Worker, reply: HttpReply, *, stream: bool) -> None:
         self.worker = worker

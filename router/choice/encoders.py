@@ -1,7 +1,7 @@
 """Choice of an image's encoder worker. Pure.
 
-Its owner by rendezvous hashing, which caches its features, unless clearly busier than the least
-loaded worker.
+The image's owner by rendezvous hashing, which caches its features, takes it, unless it is clearly
+busier than the least loaded worker.
 """
 
 from collections import Counter

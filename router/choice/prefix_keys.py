@@ -1,7 +1,8 @@
 """Keys of prompt prefixes (service/prefix_chain.py). Pure.
 
-Of the prompt's JSON text or token ids: without tokenizer only ids match workers' events. 16 kB cost
-32 hashes (30 us). Prompts below a block (128 tokens) have no key: recomputing beats any detour.
+They hash the prompt's JSON text or token ids; without a tokenizer, only ids match workers' events.
+16 kB cost 32 hashes (30 us). Prompts below a block (128 tokens) have no key: recomputing them beats
+any detour.
 """
 
 import msgspec

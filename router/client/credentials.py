@@ -30,8 +30,8 @@ class Credentials:
         return bearer(self._admin.first or self._worker.first or self._api.first)
 
     def for_client(self, authorization: str) -> dict[str, str]:
-        """Return the headers of a client's request. Keys that workers share pass: during a rotation
-        the client knows best.
+        """Return the headers of a client's request. A key that workers share passes, as during a
+        rotation the client knows best which one all accept.
         """
         self._refresh()
         if self._worker.first is not None and self._worker.holder(authorization) is None:

@@ -155,7 +155,7 @@ class HttpUpstream:
 
 
 class HttpReply:
-    """A response since the sending of its request, for one reader at a time.
+    """A response, from the sending of its request on, for one reader at a time.
 
     `status` is 0 before the head; header names are in lower case. A stream stops at a full buffer
     (`num_buffered`), other bodies are read whole. `received_s` is the loop time of the last bytes.

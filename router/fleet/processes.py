@@ -142,7 +142,9 @@ class _Fleet:
 
     @contextmanager
     def signals(self) -> Iterator[None]:
-        """Forward signals; one that ends stops restarts. No process survives the context."""
+        """Forward signals. After one that ends processes none restarts; none survives the
+        context.
+        """
         before = {number: signal.signal(number, self._on_signal) for number in _HANDLED}
         try:
             yield

@@ -114,7 +114,7 @@ class FanOutApi:
         return answer
 
     async def abort_request(self, request: web.BaseRequest) -> web.Response:
-        """Abort at every worker: a request of the same key, any for an admin."""
+        """Abort at every worker. An admin may abort any request, others their own."""
         body, authorization = await request.read(), authorization_of(request.headers)
         asked = await BODIES.run(partial(decode_or_none, body, _Abort), size=len(body))
         if asked is not None and asked.abort_all:

@@ -1,8 +1,8 @@
 """Calls that wait for a worker: gives up vain ones, selects those to migrate. Pure.
 
-A call is given up after `timeout_s` without health check and byte; at once if another process
-answers; without alternatives after twice the silence limit. Never if it gets bytes, or its client
-reads slowly.
+A call is given up after `timeout_s` without a good health check or a byte; at once if another
+process answers; without alternatives after twice the silence limit. Never if it gets bytes, or its
+client reads slowly.
 """
 
 import math

@@ -1,7 +1,7 @@
 """Service discovery: keeps the worker table equal to the selected pods.
 
-Workers named otherwise are not touched. Without API server the pool stays, and health checks notice
-dead workers.
+Workers named otherwise are not touched. While the API server is away the pool stays, and health
+checks notice dead workers.
 """
 
 import asyncio
@@ -115,7 +115,7 @@ class _Joined:
 
 @dataclass(slots=True)
 class PodWorkers:
-    """Workers from pods, by pods and table only.
+    """Workers from pods. Decisions depend on pods and table only.
 
         pod   absent --ready--> joined --deleted, ended, deselected--> leaving --idle--> absent
 

@@ -340,8 +340,8 @@ class HealthMonitor:
         )
 
     def _read_role(self, worker: Worker, info: object) -> str:
-        """Read the role, which may switch; return an error. Without role a server would ignore its
-        peer and compute whole requests.
+        """Read the role, which may switch; return an error. A server without a role in a pair would
+        ignore its peer, and compute whole requests.
         """
         mode = parse_mode(info)
         if worker.role in PAIR and worker.runtime_type == VLLM:
@@ -405,7 +405,7 @@ class _Watch:
         return max(due_s, self.info_due_s) if self.heartbeats is not None and self.heartbeats.rests else due_s
 
     def next_wait_s(self, interval_s: float) -> float:
-        """Return the interval, first a spread part of it."""
+        """Return the time to the next check; first ones are spread over the interval."""
         if self._is_placed:
             return interval_s
         self._is_placed = True

@@ -55,7 +55,7 @@ class Heartbeats:
 
     @property
     def trusted(self) -> bool:
-        """True if silence here means the worker's."""
+        """True if missing beats mean a silent worker."""
         return self._late is not None
 
     @property

@@ -79,7 +79,7 @@ class Prober:
 class SilenceTimer:
     """Calls `report(silent)` after `limit_s` without bytes, repeatedly until `close`.
 
-    The silence may have started `beat_s` before. A blocked loop may read first.
+    The silence may have started `beat_s` before. A loop that was blocked reads first.
     """
 
     __slots__ = ("_due_s", "_limit_s", "_loop", "_received_s", "_report", "_sent_s", "_timer")

@@ -40,8 +40,8 @@ UNIFIED: Way = (Role.UNIFIED,)
 class LoadReport:
     """A worker's report, summed over ranks. `*_total` count since its start.
 
-    `stages`: reports.py. `transfer_*`: recent means. `pending_tokens`: demand of decode's prealloc
-    queue. `accept_length`: tokens per request and step, 0 if unknown.
+    `stages`: requests by stage (reports.py). `transfer_*`: recent means. `pending_tokens`: demand
+    of decode's prealloc queue. `accept_length`: tokens per request and step, 0 if unknown.
     """
 
     running_reqs: int = 0

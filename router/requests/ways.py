@@ -26,7 +26,7 @@ Pools = Sequence[Pool]
 
 
 class _Fits(NamedTuple):
-    """TTFT by tokens, ITL by requests."""
+    """Fitted lines of a route: TTFT by tokens, ITL by requests."""
 
     ttft: LineFit
     step: LineFit

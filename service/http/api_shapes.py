@@ -52,9 +52,7 @@ def _openai_body(error: ApiError) -> dict[str, Any]:
 
 
 def _responses_event(body: dict[str, Any]) -> bytes:
-    """Return the `error` event of /v1/responses: flat as in OpenAI's reference, and nested for its
-    SDKs.
-    """
+    """Return an `error` event: flat as in OpenAI's reference, and nested for its SDKs."""
     error = body["error"]
     flat = {"code": str(error["code"]), "message": error["message"], "param": error["param"], "sequence_number": 0}
     return typed_event({"type": "error", **flat, **body})

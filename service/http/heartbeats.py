@@ -1,10 +1,10 @@
 """Heartbeats of a worker: lines of an endless response. Pure.
 
     router -> worker   GET PATH?every=SECONDS
-    worker -> router   every SECONDS     first line: the interval, at least EVERY_S
-                       idle              healthy; nothing has run since the last line
-                       live [SECONDS]    requests run; duration of the present step
-                       `ask`             see /health
+    worker -> router   `every SECONDS`     first line: the interval, at least EVERY_S
+                       `idle`              healthy; nothing has run since the last line
+                       `live [SECONDS]`    requests run; duration of the present step
+                       `ask`               see /health
 
 A line proves that each process has run since the last one. All wake at the same clock times
 (`wait_s`), which saves wake-ups.

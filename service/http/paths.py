@@ -12,8 +12,8 @@ _IN_SEGMENTS = "!$&'()*+,;=:@~"  # allowed in a path by RFC 3986, beyond those t
 def plain_path(raw: str) -> str:
     """Decode escapes once; drop dot and empty segments and a trailing slash.
 
-    Encoded slashes and backslashes count as slashes, so a rule holds for each spelling, here and at
-    servers behind. Bytes that are not UTF-8 stay.
+    Encoded slashes and backslashes count as slashes, so a rule holds for each spelling, also at a
+    server that gets the path passed on. Bytes that are not UTF-8 stay.
     """
     if not raw.startswith("/") or not _ODD.search(raw):
         return raw

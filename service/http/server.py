@@ -103,7 +103,7 @@ async def _running(runner: web.ServerRunner) -> AsyncIterator[web.ServerRunner]:
 
 
 class TimedRunner(web.ServerRunner):
-    """Stops accepting before it closes, as asyncio drops connections in between."""
+    """Stops accepting before it closes, as asyncio drops connections accepted in between."""
 
     async def cleanup(self) -> None:
         loop = asyncio.get_running_loop()
@@ -277,7 +277,7 @@ class TimedRequest(web.BaseRequest):
 
 
 def _is_ours(record: logging.LogRecord) -> bool:
-    """Drop tracebacks of clients without HTTP."""
+    """Drop tracebacks of clients that do not speak HTTP."""
     kind = record.exc_info[0] if record.exc_info else None
     return kind is None or not issubclass(kind, HttpProcessingError | web.RequestPayloadError | ConnectionError)
 

@@ -68,7 +68,7 @@ class MessageStream:
             self._sender.join(within_s)
 
     def get(self, *, within_s: float | None = None) -> bytes:
-        """Wait for a message. ChannelClosed at the end, or `within_s` after its last byte."""
+        """Wait for a message. ChannelClosed at the end, or if it stalls for `within_s`."""
         if within_s is not None:
             self._connection.settimeout(within_s)
         try:
