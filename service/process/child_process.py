@@ -126,8 +126,8 @@ def forked(
 ) -> ForkedProcess | None:
     """Fork `python -m module args`; None if the server has ended.
 
-    With the caller's directory, output (or `output`), `descriptors` by number, and process group
-    (or its own). See ForkRequest.
+    The child has the caller's directory, output (or `output`), `descriptors` by number, and process
+    group (or its own). See ForkRequest.
     """
     request = ForkRequest(
         module=module,

@@ -54,7 +54,9 @@ class ForkRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ForkReply(msgspec.Struct, frozen=True, kw_only=True):
-    """First `pid`, with a pidfd; at the end `status`, as `subprocess.Popen.returncode`."""
+    """The server's answers: first `pid`, with a pidfd; at the end `status`, as
+    `subprocess.Popen.returncode`.
+    """
 
     pid: int | None = None
     status: int | None = None

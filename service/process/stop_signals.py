@@ -72,7 +72,7 @@ class StopSignals:
 
 
 def hangup_ends() -> Callable[[], bool]:
-    """Return a function: does SIGHUP end this process (terminal gone, no nohup)?
+    """Return a function that returns whether SIGHUP ends this process: terminal gone, no nohup.
 
     To be called before SIGHUP has a handler.
     """

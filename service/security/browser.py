@@ -97,7 +97,7 @@ class BrowserRule:
         )
 
     def _is_own(self, host: str) -> bool:
-        """Browsers always send `Host`."""
+        """Return whether `Host` is ours or missing; browsers always send it."""
         name = _name_of(host)
         return not name or name in self._names
 

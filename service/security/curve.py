@@ -16,14 +16,14 @@ _PREFILL, _DECODE = "control plane, prefill", "control plane, decode"
 
 
 def guard_listener(sock: Any, secret: bytes) -> None:
-    """To be called before `bind`."""
+    """Set prefill's keys, before `bind`."""
     sock.curve_server = True
     sock.curve_secretkey = z85.encode(derive(secret, _PREFILL))
     sock.setsockopt_string(zmq.ZAP_DOMAIN, "control")
 
 
 def guard_connector(sock: Any, secret: bytes) -> None:
-    """To be called before `connect`."""
+    """Set decode's keys, before `connect`."""
     own = z85.encode(derive(secret, _DECODE))
     sock.curve_secretkey, sock.curve_publickey = own, zmq.curve_public(own)
     sock.curve_serverkey = zmq.curve_public(z85.encode(derive(secret, _PREFILL)))

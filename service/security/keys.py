@@ -1,6 +1,6 @@
 """API keys from a flag and a reloaded file, and their rights.
 
-Compared by digest, all of them, in constant time.
+Keys are compared by digest, all of them, in constant time.
 """
 
 import hashlib

@@ -34,7 +34,7 @@ class Call:
 
 
 class Verdict(Enum):
-    """STALE: a member's old or missing challenge."""
+    """Result of a verification. STALE: a member's old or missing challenge."""
 
     GOOD = "good"
     STALE = "stale"

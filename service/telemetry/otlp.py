@@ -38,13 +38,13 @@ def endpoint_of(*, enable: bool, endpoint: str | None, environ: Mapping[str, str
 
 
 def open_exporter(*, enable: bool, endpoint: str | None, process: str) -> Exporter:
-    """Raises ConfigError, also without the extra."""
+    """Open an exporter. Raises ConfigError, also without the extra."""
     url = endpoint_of(enable=enable, endpoint=endpoint, environ=os.environ)
     return Exporter() if url is None else OtlpExporter(url, process=process)
 
 
 class OtlpExporter(Exporter):
-    """Exports as service.name tandem-PROCESS."""
+    """Exporter to a collector, under the service.name tandem-PROCESS."""
 
     exports = True
 
