@@ -11,7 +11,10 @@ ATTEMPTS = 10_000
 
 
 def free_ports(count: int, *, host: str = "127.0.0.1") -> list[int]:
-    """Return free ports below the ephemeral range, whose ports might be taken meanwhile."""
+    """Return distinct free ports below the kernel's range for outgoing connections.
+
+    A port of that range could become a connection's source port before the server listens.
+    """
     ceiling = max(LOWEST_PORT + 2 * count + 1000, _ephemeral_low())
     rng = random.SystemRandom()
     found: list[int] = []
