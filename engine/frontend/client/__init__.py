@@ -1,1 +1,1 @@
-"""The engine as the HTTP side sees it: samples sent, text received."""
+"""The engine's client: sends samples, receives text."""

@@ -1,7 +1,7 @@
-"""Which DP rank of a worker gets a request: `--load-balance-method`, as in SGLang (srt/managers/data_parallel_controller.py). Pure.
+"""DP rank of a request: `--load-balance-method`, as in SGLang. Pure.
 
-Loads are what the frontends know at this moment: every sample counts from the call that places it, so a burst spreads (SGLang's
-issue 22614: loads that come by reports alone send a burst to one rank).
+A sample counts as load from its placement on, so bursts spread (SGLang issue 22614: with reported
+loads a burst goes to one rank).
 """
 
 from collections.abc import Sequence
@@ -18,8 +18,8 @@ FIELD = "routed_dp_rank"
 class Rule(Enum):
     ROUND_ROBIN = auto()
     ROOM = auto()  # bootstrap_room mod ranks
-    REQUESTS = auto()  # the fewest
-    TOKENS = auto()  # the fewest; equal ones by requests
+    REQUESTS = auto()  # fewest
+    TOKENS = auto()  # fewest; ties by requests
 
 
 _RULES = {
@@ -47,14 +47,17 @@ def rule_of(method: str, *, mode: str) -> Rule:
 
 @dataclass(slots=True)
 class RankLoad:
-    """Live samples of a rank; their tokens, of prompts and of answers so far."""
+    """Live samples of a rank, and their tokens so far."""
 
     requests: int = 0
     tokens: int = 0
 
 
 class RankPolicy:
-    """`is_fixed`: peers find a room's rank by the rule, so no request may name another. `first`: rank of the first turn."""
+    """Chooses the DP rank of a request.
+
+    `is_fixed`: peers derive the rank from the room, so clients cannot name it. `first`: rank.
+    """
 
     def __init__(self, rule: Rule, *, num_ranks: int, is_fixed: bool = False, first: int = 0) -> None:
         self.num_ranks = num_ranks
@@ -65,9 +68,9 @@ class RankPolicy:
     def place(
         self, requests: Sequence[GenerateRequest], loads: Sequence[RankLoad], *, routed: int | None = None
     ) -> list[int]:
-        """Return the rank of each sample. Samples of one prompt stay together: its KV is computed once.
+        """Samples of one prompt share its KV on one rank. `routed`: named by the client.
 
-        `routed`: the rank that the client names. Raises ApiError(400) that names the field.
+        Raises ApiError(400) that names the field.
         """
         if routed is not None:
             return self._routed(requests, routed)

@@ -1,4 +1,4 @@
-"""Reports of several DP ranks as one: sums for clients, which see one worker. Pure."""
+"""Merges reports of DP ranks. Pure."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ import msgspec
 
 from engine.messages import ControlReply, StateReply, StepReply
 
-# Shares and times: their mean over ranks. All else adds up.
+# Shares and times are averaged, the rest is summed.
 _MEANS = (
     "new_token_ratio",
     "cache_hit_rate",
@@ -19,7 +19,7 @@ _MEANS = (
     "pending_prealloc_token_usage",
     "decode_share",
 )
-_ALL_OR_NOT = ("paused", "batch_is_full")  # 1: of every rank
+_ALL_OR_NOT = ("paused", "batch_is_full")  # 1: all ranks
 
 
 def rank_name(rank: int, num_ranks: int) -> str:
@@ -27,7 +27,6 @@ def rank_name(rank: int, num_ranks: int) -> str:
 
 
 def total_of(states: Sequence[StateReply]) -> StateReply:
-    """Return the total over ranks; of one rank its own report."""
     first = states[0]
     if len(states) == 1:
         return first
@@ -47,12 +46,12 @@ def total_of(states: Sequence[StateReply]) -> StateReply:
 
 
 def longest_of(steps: Sequence[StepReply]) -> StepReply:
-    """The rank to worry about: one that is stalled, else the one whose step has taken longest."""
+    """The most critical report: stalled, then longest step."""
     return max(steps, key=lambda step: (step.stalled, step.loading, -1.0 if step.busy_s is None else step.busy_s))
 
 
 def joined(replies: Sequence[ControlReply]) -> ControlReply:
-    """The answers of all ranks, which accepted: counts add up, texts that differ (files) follow one another."""
+    """Sum counts, join different texts (files) of accepted replies."""
     first = replies[0]
     values = {name: _joined_values([r.values.get(name, "") for r in replies]) for name in first.values}
     return msgspec.structs.replace(first, values=values)

@@ -1,6 +1,6 @@
-"""Send samples to the engine, and receive their text. One event loop, no threads. Knows neither HTTP nor APIs.
+"""Sends samples to the engine and receives their text, in one event loop. Knows no HTTP.
 
-A sample has its own name on the wire, so late outputs of an aborted request never reach a new one of the same name.
+Wire names are unique, so late outputs of an aborted request never reach a new one.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,14 +37,14 @@ from service.telemetry.context import CURRENT
 
 
 class TextReader(Protocol):
-    """Gives the outputs of one sample their text, in order."""
+    """Detokenizes the outputs of one sample, in order."""
 
     def read(self, output: TokenOutput) -> TextOutput: ...
 
 
 @dataclass(slots=True)
 class _Live:
-    """`tokens`: of the prompt, and of the answer so far."""
+    """A running sample. `tokens`: prompt plus answer so far."""
 
     generation: Generation
     index: int
@@ -55,16 +55,16 @@ class _Live:
 
     @property
     def can_move(self) -> bool:
-        """Hidden states of all tokens are shown again where it goes on: who has the KV alone does not know them."""
+        """False with hidden states: another worker has KV only."""
         return self.generation.can_move and not self.shows_hidden
 
 
 class EngineClient:
-    """`max_running`, `max_queued`: samples that may run or wait at one DP rank, as the flags of these names; more than all
-    ranks may have are refused with 503. `open_text` begins the text of a sample. `policy` chooses the rank.
+    """Sends requests to the schedulers and returns their outputs.
 
-    `early_rejection`: refuse a request with 503 if its first token would come after its own timeout.
-    `shared`: with the other frontends of the worker; None: there are none.
+    `max_running`, `max_queued`: per DP rank, as the flags; beyond them 503. `open_text` starts a
+    sample's text. `early_rejection`: 503 if the first token would exceed the timeout. `shared`:
+    with other frontends, if any.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class EngineClient:
         self._max_running = max_running
         self._max_queued = max_queued
         self.forecasts = tuple(PrefillForecast() for _ in leaders.links) if early_rejection else ()  # by rank
-        self.closed: ApiError | None = None  # why no request is accepted any more
+        self.closed: ApiError | None = None  # why new requests are rejected
         self._now_s = leaders.now_s
         self._policy = policy or RankPolicy(Rule.ROUND_ROBIN, num_ranks=leaders.num_ranks)
         self._open_text = open_text
@@ -96,7 +96,7 @@ class EngineClient:
 
     @property
     def max_running(self) -> int:
-        """Return the limit of one rank. By default the device decides, and the scheduler reports it when ready; until then the largest default."""
+        """The limit per rank; until the scheduler has reported it, the largest default."""
         found = self.leaders.info.get("max_running_requests")
         return self._max_running or (found if isinstance(found, int) else max(MAX_RUNNING_OF.values()))
 
@@ -106,12 +106,11 @@ class EngineClient:
 
     @property
     def num_live(self) -> int:
-        """Count the live samples of all frontends."""
         return self.loads.num_live
 
     @property
     def is_draining(self) -> bool:
-        """No new samples; live ones go on."""
+        """True while live samples finish and new ones are rejected."""
         return self.closed is not None and self.closed.code == DRAINING
 
     def generate(
@@ -124,19 +123,19 @@ class EngineClient:
         earlier: Sequence[TokenOutput] = (),
         owner: str = "",
     ) -> Generation:
-        """Send the samples. `requests[i].rid` is the user's name of sample i; `groups[i]` another name to abort it by.
-        `owner`: of these names; "": all without a key. `dp_rank`: which the client names. `earlier`: of an answer that another worker began, by
-        sample, what it generated; a finished one is not sent.
+        """Send the samples. `requests[i].rid`: the user's name; `groups[i]`: another, for aborts.
 
-        The engine ends them after `timeout_s`. Raises ApiError: 503 while starting, ending, full, or too busy for the
-        timeout, 400 for a name that is in use, or a rank that is not there.
+        `timeout_s`: enforced by the engine. `dp_rank`: named by the client. `earlier`: outputs of
+        another worker by sample; finished ones are not sent. `owner`: of the names, empty without
+        key. Raises ApiError: 503 while starting, ending, full, or too busy for the timeout, 400 for
+        a used name or unknown rank.
         """
         self._check_open(len(requests))
         ranks = self._policy.place(requests, self.loads.of_all(), routed=dp_rank)
         self._check_timeout(requests, ranks, timeout_s)
         names, texts = [Name(owner, r.rid) for r in requests], [self._open_text(r) for r in requests]
         grouped = names if groups is None else [Name(owner, group) for group in groups]
-        takes_over = bool(earlier)  # an earlier try of the answer may still be leaving under the same names
+        takes_over = bool(earlier)  # an earlier try may still be leaving under the same names
         if not takes_over:
             self._names.check(names, grouped)
         context = CURRENT.get()
@@ -181,14 +180,14 @@ class EngineClient:
         return generation
 
     def abort(self, name: str, *, owner: str | None = "") -> bool:
-        """Abort the live samples of this name (a sample or a group); False when there are none. `owner`: None: of all."""
+        """Return whether there were live samples of the name or group. `owner` None: any."""
         wire_rids = self._names.of(name, owner)
         for rid in wire_rids:
             self.leaders.links[self._live[rid].rank].send(AbortRequest(rid=rid))
         return bool(wire_rids)
 
     def move_out(self, name: str, room: int, *, owner: str = "") -> bool:
-        """Have another worker go on with the live sample of this name (its KV waits in `room`); False: there is none that can."""
+        """Move a live sample to another worker (KV in `room`); return whether possible."""
         movable = [rid for rid in self._names.of(name, owner) if self._live[rid].can_move]
         for rid in movable:
             self.leaders.links[self._live[rid].rank].send(MoveOut(rid=rid, room=room))
@@ -199,15 +198,15 @@ class EngineClient:
             link.send(AbortRequest(rid="", all=True))
 
     async def recent_states(self, *, timeout_s: float = CALL_TIMEOUT_S) -> list[StateReply]:
-        """Return the states by rank; of a scheduler in a long step the state before it. Raises ApiError(503) when one is silent or stalled."""
+        """Return states by rank, an earlier one during a long step. Raises ApiError(503)."""
         return await self.leaders.recent_states(timeout_s=timeout_s, closed=self.closed is not None)
 
     def close(self, error: ApiError) -> None:
-        """Accept nothing more; live samples go on."""
+        """Reject new requests; live samples continue."""
         self.closed = self.closed or error
 
     def end(self, error: ApiError) -> None:
-        """The engine ends in good order: present and later calls fail with `error`."""
+        """Fail present and later calls, at the engine's orderly end."""
         self.fail_all(error)
         self.leaders.fail_calls(error, gone=True)
 
@@ -218,9 +217,9 @@ class EngineClient:
         self.leaders.fail_calls(error, gone=error.code == ENGINE_DEAD)
 
     def on_message(self, message: ToFrontend, rank: int = 0) -> None:
-        """`rank`: of the scheduler that sent it."""
+        """`rank`: of the sending scheduler."""
         now_s = self._now_s()
-        if not isinstance(message, StepReply):  # the heartbeat's thread sends it, not the loop's
+        if not isinstance(message, StepReply):  # from the heartbeat thread, not the loop
             self.leaders.links[rank].last_message_s = now_s
         if not isinstance(message, TokenBatch):
             return self.leaders.on_message(message, rank)
@@ -241,7 +240,6 @@ class EngineClient:
         request_id: str,
         timeout_s: float | None,
     ) -> None:
-        """`samples`: each with its DP rank."""
         sent = [
             msgspec.structs.replace(
                 r,
@@ -261,7 +259,7 @@ class EngineClient:
                 self.forecasts[rank].add(sample.wire_rid, sample.num_prompt_tokens, self._now_s())
 
     def _free_names(self, generation: Generation) -> None:
-        """Free the names before the answer's end is written: a client that has read it may use its name again, at any frontend."""
+        """Free names before the end is written: the client can then reuse them at any frontend."""
         gone = {sample.wire_rid for sample in generation.samples}
         for name in generation.names:
             self._names.leave(name, gone)

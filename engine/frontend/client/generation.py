@@ -1,4 +1,4 @@
-"""The samples of one HTTP request while they run: `feed` adds their outputs, a handler takes them."""
+"""Running samples of one HTTP request: `feed` adds outputs, a handler takes them."""
 
 import asyncio
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -27,7 +27,10 @@ class SampleObserver(Protocol):
 
 @dataclass(slots=True)
 class Sample:
-    """`name`: as the user sees it. `is_empty`: the request is for 0 tokens; it runs for 1, which is dropped."""
+    """One sample.
+
+    `name`: the user's. `is_empty`: 0 tokens requested; runs for 1, which is dropped.
+    """
 
     name: str
     wire_rid: str
@@ -38,10 +41,10 @@ class Sample:
 
 
 class Generation:
-    """A context manager; `on_leave` aborts the unfinished samples at its end.
+    """A context manager; `on_leave` aborts unfinished samples.
 
-    `names`: of its samples and groups. `resumed`: by sample, what another worker generated of it before; `ended`: the samples that it finished.
-    `can_move`: its handler can pass on that another worker goes on. `moved`: by sample that has left for one, where its KV waits.
+    `resumed`: another worker's output by sample; `ended`: samples it finished. `can_move`: the
+    handler supports moves. `moved`: KV source by sample.
     """
 
     def __init__(
@@ -70,7 +73,7 @@ class Generation:
         self._error: ApiError | None = None
         self._changed = Waiter()
         self._follower: Callable[[], None] | None = None
-        self._is_due = False  # a call of the follower
+        self._is_due = False  # a call of the follower is scheduled
         self._start_s = now_s()
 
     @property
@@ -82,13 +85,13 @@ class Generation:
         return not self._unfinished and not self._pending
 
     async def next(self) -> list[tuple[int, TextOutput]]:
-        """Wait for new outputs: one (index, output) per sample at most. Raises ApiError when one failed."""
+        """Wait for new outputs, one (index, output) per sample at most. Raises ApiError."""
         while not self._pending and self._error is None:
             await self._changed.wait()
         return self.take()
 
     def take(self) -> list[tuple[int, TextOutput]]:
-        """Return the new outputs, as `next`, of which there may be none."""
+        """Return new outputs without waiting. Raises ApiError."""
         if self._error is not None:
             raise self._error
         pending, self._pending = self._pending, {}
@@ -100,12 +103,12 @@ class Generation:
 
     @property
     def ends(self) -> bool:
-        """Whether no output follows those that `take` returns now."""
+        """True if no output follows the pending ones."""
         return not self._unfinished or self._error is not None
 
     @contextmanager
     def followed(self, on_change: Callable[[], None]) -> Iterator[None]:
-        """Call it soon after changes, once for those that come together. Nothing may wait in `next` meanwhile."""
+        """Call `on_change` soon after changes, coalesced. No `next` meanwhile."""
         self._follower = on_change
         try:
             yield
@@ -147,7 +150,7 @@ class Generation:
         self._wake()
 
     def fail(self, error: ApiError) -> None:
-        """`next` raises `error` from now on; the first error stays."""
+        """Make `next` raise `error`; the first error stays."""
         self._error = self._error or error
         self._wake()
 
@@ -181,7 +184,7 @@ def add(outputs: dict[int, TextOutput], index: int, output: TextOutput) -> None:
 
 
 def absorb(into: TextOutput, new: TextOutput) -> None:
-    """Append `new` to `into` (the same sample, in order); both must be the caller's own."""
+    """Append `new` to `into`, both owned by the caller."""
     a, b = into.tokens, new.tokens
     into.text += new.text
     into.logprob_texts += new.logprob_texts

@@ -1,7 +1,4 @@
-"""The schedulers of a worker's DP ranks, each with its link. A call reaches all, and is answered when all have answered.
-
-One rank is its link and nothing more.
-"""
+"""Schedulers of all DP ranks. A call goes to all and returns when all have replied."""
 
 import asyncio
 from collections.abc import Awaitable, Sequence
@@ -23,20 +20,16 @@ R = TypeVar("R")
 
 
 class Leaders:
-    """`links`: by DP rank.
-
-    `updated`, `adapters`: as SchedulerLink's; what a rank alone has is not here: requests may go to any.
-    """
+    """All DP ranks as one. `links`: by DP rank. `adapters`, `updated`: only what all ranks have."""
 
     def __init__(self, links: Sequence[SchedulerLink]) -> None:
         self.links = tuple(links)
-        self.ready = asyncio.Event()  # all are
+        self.ready = asyncio.Event()  # all ranks
         self.updated: dict[str, int | str] = {}
         self.adapters: dict[str, str] = {}
         self._changes = RankChanges(self.links)
 
     def begin_with(self, *, model_path: str, weight_version: str, adapters: dict[str, str]) -> None:
-        """What the schedulers load at their start."""
         for link in self.links:
             link.adapters = dict(adapters)
         self.adapters = dict(adapters)
@@ -48,28 +41,27 @@ class Leaders:
 
     @property
     def info(self) -> dict[str, int | float | str | bool | list[int] | None]:
-        """Return the facts of rank 0; other ranks differ in measurements and addresses."""
+        """Facts of rank 0; others differ in measurements and addresses."""
         return self.links[0].info
 
     @property
     def kv_tokens(self) -> int | None:
-        """The longest sequence that any rank has room for."""
+        """Maximum sequence that fits every rank."""
         found = [kv for link in self.links if isinstance(kv := link.info.get("max_total_num_tokens"), int)]
         return min(found, default=None)
 
     @property
     def released(self) -> list[str]:
-        """Parts of the memory that some rank has released."""
         return sorted({part for link in self.links for part in link.released})
 
     @property
     def lost(self) -> str | None:
-        """Return why the ranks can no longer serve as one worker."""
+        """Why the ranks cannot serve as one worker."""
         return self._changes.lost
 
     @property
     def last_message_s(self) -> float:
-        """Return when the quietest loop last sent a message."""
+        """Time of the last message of the quietest loop."""
         return min(link.last_message_s for link in self.links)
 
     def now_s(self) -> float:
@@ -82,7 +74,7 @@ class Leaders:
         return self.links[0].mint_wire_rid(name)
 
     async def states(self, *, check: bool = False, timeout_s: float = CALL_TIMEOUT_S) -> list[StateReply]:
-        """Return the answers by rank. Raises ApiError(503) when one does not come in time."""
+        """Raises ApiError(503) on timeout."""
         return await self._all([link.state(check=check, timeout_s=timeout_s) for link in self.links])
 
     async def recent_states(self, *, timeout_s: float = CALL_TIMEOUT_S, closed: bool = False) -> list[StateReply]:
@@ -92,7 +84,7 @@ class Leaders:
         return await self._all([link.step(timeout_s=timeout_s) for link in self.links])
 
     async def flush_cache(self, *, timeout_s: float = CALL_TIMEOUT_S) -> ControlReply:
-        """The refusal of a rank that refuses; the others are flushed."""
+        """Flush all; return a rank's rejection, if any."""
         replies = await self._all([link.flush_cache(timeout_s=timeout_s) for link in self.links])
         for rank, reply in enumerate(replies):
             if not reply.ok and self.num_ranks > 1:
@@ -101,7 +93,7 @@ class Leaders:
         return joined(replies)
 
     async def control(self, message: ControlMessage, *, timeout_s: float = CALL_TIMEOUT_S) -> ControlReply:
-        """Raises ApiError: a refusal, which names the rank, or 503 when one does not answer in time."""
+        """Raises ApiError: a rejection, which names the rank, or 503 on timeout."""
         if self.num_ranks == 1:
             return await self.links[0].control(message, timeout_s=timeout_s)
         return await self._changes.carry_out(message, timeout_s=timeout_s)

@@ -1,4 +1,4 @@
-"""The users' names of live samples and groups: each has one place among the frontends of a worker."""
+"""Users' names of live samples and groups, unique over a worker's frontends."""
 
 from collections.abc import Container, Iterable, Sequence
 from typing import NamedTuple
@@ -10,21 +10,21 @@ MAX_RID_CHARS = 256
 
 
 class Name(NamedTuple):
-    """`owner`: what may use it; "": all without a key."""
+    """Name of a request. `owner`: empty without key."""
 
     owner: str
     text: str
 
 
 class LiveNames:
-    """`shared`: with the other frontends of the worker; None: there are none."""
+    """Names of running requests. `shared`: with other frontends, if any."""
 
     def __init__(self, shared: SharedRequests | None) -> None:
         self._shared = shared
-        self._rids: dict[Name, list[str]] = {}  # names on the wire
+        self._rids: dict[Name, list[str]] = {}  # wire names
 
     def check(self, samples: Sequence[Name], groups: Iterable[Name]) -> None:
-        """Raises ApiError(400) for a name that no new request may have."""
+        """Raises ApiError(400) for a duplicate, invalid or used name."""
         if len(set(samples)) < len(samples):
             raise bad_field("rid", "the same id is given twice")
         for name in sorted({*samples, *groups}):
@@ -34,7 +34,7 @@ class LiveNames:
                 raise _in_use(name)
 
     def claim(self, names: Iterable[Name]) -> None:
-        """Take the names from all frontends, or none of them. Raises ApiError(400)."""
+        """Claim all names over frontends, or none. Raises ApiError(400)."""
         if self._shared is None:
             return
         claimed: list[Name] = []
@@ -49,13 +49,13 @@ class LiveNames:
         self._rids.setdefault(name, []).append(wire_rid)
 
     def of(self, text: str, owner: str | None) -> Sequence[str]:
-        """Names on the wire. `owner`: None: of all."""
+        """Wire names. `owner` None: any."""
         if owner is not None:
             return self._rids.get(Name(owner, text), ())
         return [rid for name, rids in self._rids.items() if name.text == text for rid in rids]
 
     def leave(self, name: Name, gone: Container[str]) -> None:
-        """Forget the samples `gone`; with its last one the name is free."""
+        """Remove the samples `gone`; the last one frees the name."""
         left = [rid for rid in self._rids.get(name, ()) if rid not in gone]
         if left:
             self._rids[name] = left

@@ -1,4 +1,4 @@
-"""What the main frontend of a worker sends the others, over their unix sockets (engine/frontend/other answers)."""
+"""Messages of the main frontend to the others (engine/frontend/other)."""
 
 import asyncio
 from collections.abc import Callable, Iterable
@@ -18,11 +18,11 @@ READY, METRICS, TRACES = "/ready", "/metrics", "/traces"
 ABORT, MOVE, REPLY, CLOSE = "/abort", "/move", "/reply", "/close"
 READY_POLL_S = 0.02
 CHANGE_TIMEOUT_S = 20.0
-CLOSE_TIMEOUT_S = 2.0  # the worker ends: one that is frozen must not hold it
+CLOSE_TIMEOUT_S = 2.0  # a frozen process must not delay the worker's end
 
 
 class AbortName(msgspec.Struct, frozen=True):
-    """`owner`: of the name; None: of all."""
+    """Any owner if `owner` is None."""
 
     name: str
     owner: str | None
@@ -39,14 +39,12 @@ class Moved(msgspec.Struct, frozen=True):
 
 
 class RankReply(msgspec.Struct, frozen=True):
-    """The answer of a DP rank's scheduler to the main frontend."""
-
     rank: int
     reply: ControlReply
 
 
 class CloseFrontend(msgspec.Struct, frozen=True, kw_only=True):
-    """No request is accepted any more, with this error; `fails_live`: and those that run fail with it."""
+    """Reject new requests with this error; `fails_live`: fail running ones, too."""
 
     status: int
     message: str
@@ -56,7 +54,7 @@ class CloseFrontend(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OtherFrontends:
-    """`lost`: why one of them cannot serve any more."""
+    """The other frontend processes. `lost`: why a frontend cannot serve."""
 
     def __init__(self, paths: Iterable[Path]) -> None:
         self.lost: str | None = None
@@ -65,12 +63,12 @@ class OtherFrontends:
         self._changes: set[asyncio.Task[None]] = set()
 
     async def until_ready(self) -> None:
-        """Wait until all listen and know the scheduler. One that dies ends the worker."""
+        """Wait until all are ready. A dead one ends the worker."""
         while len(await self._peers.request("GET", READY)) < self._peers.num:
             await asyncio.sleep(READY_POLL_S)
 
     def informed(self, handle: Callable[[ToFrontend, int], None]) -> Callable[[ToFrontend, int], None]:
-        """`handle`, which receives a change of adapters or weights after all other frontends: its caller finds it everywhere."""
+        """Wrap `handle`: other frontends get changes of adapters or weights first."""
 
         def on_message(message: ToFrontend, rank: int) -> None:
             if isinstance(message, ControlReply) and concerns_requests(message):
@@ -83,14 +81,13 @@ class OtherFrontends:
         return on_message
 
     async def kept(self, question: KeptQuestion) -> list[bytes]:
-        """Return the answer of the frontend that keeps the stream."""
+        """Find a retained stream."""
         return await self._peers.request("POST", KEPT_PATH, question)
 
     async def abort(self, name: str, *, owner: str | None) -> None:
         await self._peers.request("POST", ABORT, AbortName(name, owner))
 
     async def move_out(self, name: str, room: int, *, owner: str) -> bool:
-        """Return whether one of them had the sample."""
         answers = await self._peers.request("POST", MOVE, MoveName(name, room, owner))
         return any(msgspec.json.decode(body, type=Moved).was_here for body in answers)
 
@@ -108,7 +105,6 @@ class OtherFrontends:
         return await self._peers.request("GET", METRICS)
 
     async def with_records(self, mine: list[Record], query: TracesQuery) -> list[Record]:
-        """The records of all frontends."""
         answers = await self._peers.request("POST", TRACES, query)
         found = mine + [record for body in answers for record in msgspec.json.decode(body, type=Records).records]
         if query.last is None:

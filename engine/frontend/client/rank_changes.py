@@ -1,11 +1,11 @@
-"""Changes that all DP ranks of a worker carry out, or none: weights, adapters, profiles; and pauses, whose barrier is all answers.
+"""Changes on all DP ranks or none: weights, adapters, profiles, pauses.
 
-    sent to all --> all accepted: done
-              \\--> all refused: refused
-               \\--> some refused: those that accepted take it back, then refused, naming a rank
-                      \\--> one cannot take it back: `lost`, the worker ends: its answers would depend on the rank
+sent to all --> all accepted: done
+      \\--> all rejected: rejected
+      \\--> some rejected: others undo it, then rejected, naming a rank
+          \\--> an undo fails: `lost`, the worker ends, because answers would depend on the rank
 
-A pause is not taken back: a rank refuses it while another pause is under way, which then holds there.
+A pause is not undone: a rank rejects it during another pause, which then holds there.
 """
 
 import asyncio
@@ -22,7 +22,10 @@ _ADAPTERS = (LoadAdapter, UnloadAdapter)
 
 
 class RankChanges:
-    """`first`: model_path and weight_version at the start. `lost`: why the ranks are not alike any more."""
+    """Changes of the model on all ranks.
+
+    `first`: initial model_path and weight_version. `lost`: why ranks differ.
+    """
 
     def __init__(self, links: Sequence[SchedulerLink]) -> None:
         self.first: dict[str, int | str] = {}
@@ -36,7 +39,7 @@ class RankChanges:
         return {**self.first, **link.updated}
 
     async def carry_out(self, message: ControlMessage, *, timeout_s: float) -> ControlReply:
-        """Carry out a change, even if the caller leaves or stops waiting. Raises ApiError."""
+        """Apply a change, even if the caller leaves. Raises ApiError."""
         if isinstance(message, UpdateWeights) and self._one_update.locked():
             raise ApiError(409, "another update of the weights is running")
         task = asyncio.create_task(self._in_turn(message))
@@ -105,7 +108,7 @@ class RankChanges:
         return None
 
     async def _send(self, message: ControlMessage, ranks: Sequence[int]) -> dict[int, ControlReply | ApiError]:
-        """The answers by rank. A rank that dies ends the worker, and with it every call."""
+        """A dead rank ends the worker and every call."""
 
         async def ask(rank: int) -> ControlReply | ApiError:
             try:

@@ -1,11 +1,11 @@
-"""Live samples of each DP rank, counted where they begin and end."""
+"""Live samples of each DP rank."""
 
 from engine.frontend.client.dp_policy import RankLoad
 from engine.frontend.client.shared_requests import SharedRequests
 
 
 class RankLoads:
-    """`shared`: with the other frontends of the worker; None: there are none."""
+    """Load of each rank. `shared`: with other frontends, if any."""
 
     def __init__(self, num_ranks: int, shared: SharedRequests | None) -> None:
         self._own = [RankLoad() for _ in range(num_ranks)]
@@ -13,7 +13,6 @@ class RankLoads:
 
     @property
     def num_live(self) -> int:
-        """Of all frontends."""
         return sum(load.requests for load in self._own) if self._shared is None else self._shared.num_live
 
     def of_all(self) -> list[RankLoad]:

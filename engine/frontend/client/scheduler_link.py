@@ -1,4 +1,4 @@
-"""Calls to the scheduler process, and its last reports. One event loop, no threads."""
+"""Calls to the scheduler process and its last reports, in one event loop."""
 
 import asyncio
 import itertools
@@ -51,21 +51,22 @@ ControlMessage = (
 )
 
 ENGINE_DEAD = "engine_dead"  # error code
-MAX_CALLS = 1024  # open at a time
+MAX_CALLS = 1024  # open calls
 FIRST_STATE = "s0"
-CALL_TIMEOUT_S = 20.0  # a scheduler that is in a long step answers after it
+CALL_TIMEOUT_S = 20.0  # a scheduler in a long step replies after it
 PATIENCE_S = 0.5  # then its last report counts; below --health-silence
 
 
 def concerns_requests(reply: ControlReply) -> bool:
-    """Whether later requests are answered by what the reply says: by other weights or adapters."""
+    """True if the reply changes later requests: weights or adapters."""
     return "weight_version" in reply.values or reply.adapters is not None
 
 
 class SchedulerLink:
-    """`send` queues one message for the scheduler process, or raises ApiError(503). `row`: this frontend's among several.
+    """Link to one scheduler.
 
-    Replies go to the main frontend, so only that one makes calls.
+    `send` queues a message, or raises ApiError(503). `row`: this frontend's. Only the main frontend
+    makes calls, because it gets the replies.
     """
 
     def __init__(
@@ -78,27 +79,27 @@ class SchedulerLink:
         self.now_s = now_s
         self.info: dict[str, int | float | str | bool | list[int] | None] = {}
         self.ready = asyncio.Event()
-        self.last_message_s = float("-inf")  # when the scheduler's loop last sent anything
+        self.last_message_s = float("-inf")  # of the scheduler's loop
         self.last_state: StateReply | None = None
-        self.updated: dict[str, int | str] = {}  # model_path and weight_version, since the weights were changed
-        self.released: set[str] = set()  # parts of its memory
-        self.adapters: dict[str, str] = {}  # name -> path of those that requests may name
-        self._numbers = itertools.count(1)  # make names on the wire unique
+        self.updated: dict[str, int | str] = {}  # model_path and weight_version after an update
+        self.released: set[str] = set()  # parts of memory
+        self.adapters: dict[str, str] = {}  # name -> path of loaded adapters
+        self._numbers = itertools.count(1)  # for unique wire names
         self._row = row
-        self.gone: ApiError | None = None  # why no call can be answered any more
+        self.gone: ApiError | None = None  # why calls fail
         self._send = send
         self._calls: dict[str, asyncio.Future[Reply]] = {}
 
     async def state(self, *, check: bool = False, timeout_s: float = CALL_TIMEOUT_S) -> StateReply:
-        """Raises ApiError(503) when the scheduler does not answer in time."""
+        """Raises ApiError(503) on timeout."""
         return await self._call(GetState(call_id=f"s{next(self._numbers)}", check=check), StateReply, timeout_s)
 
     async def step(self, *, timeout_s: float = CALL_TIMEOUT_S) -> StepReply:
-        """Return the step under way, which the heartbeat thread reports. Raises ApiError(503) if it is frozen or ended."""
+        """Return the current step, from the heartbeat thread. Raises ApiError(503)."""
         return await self._call(GetStep(call_id=f"b{next(self._numbers)}"), StepReply, timeout_s)
 
     async def recent_state(self, *, timeout_s: float = CALL_TIMEOUT_S, closed: bool = False) -> StateReply:
-        """The scheduler's state, in a long step the one before it. Raises ApiError(503) when it is silent or stalled."""
+        """Return the state, an earlier one during a long step. Raises ApiError(503)."""
         try:
             return await self.state(timeout_s=PATIENCE_S)
         except ApiError:
@@ -112,7 +113,7 @@ class SchedulerLink:
         return await self._call(FlushCache(call_id=f"f{next(self._numbers)}"), ControlReply, timeout_s)
 
     async def control(self, message: ControlMessage, *, timeout_s: float | None = CALL_TIMEOUT_S) -> ControlReply:
-        """Raises ApiError: the scheduler's refusal, or 503 when it does not answer in time (None: until the worker ends)."""
+        """Raises ApiError: the scheduler's rejection, or 503 on timeout (None: no limit)."""
         reply = await self._call(message, ControlReply, timeout_s)
         if not reply.ok:
             raise refused(reply)
@@ -122,26 +123,26 @@ class SchedulerLink:
         return f"c{next(self._numbers)}"
 
     def mint_wire_rid(self, name: str) -> str:
-        """Unique in this worker, and answers to it come to this frontend."""
+        """Unique in this worker, replied to this frontend."""
         return addressed(f"{name}:{next(self._numbers):x}", self._row)
 
     def send(self, message: GenerateRequest | GenerateBatch | AbortRequest | MoveOut) -> None:
-        """Raises ApiError(503) when the scheduler takes no messages."""
+        """Raises ApiError(503) if the scheduler is stuck."""
         self._send(message)
 
     def abort(self, wire_rid: str) -> None:
-        """Abort a sample, unless the process is dead: its memory is gone anyway."""
+        """Skip a dead process."""
         if self.gone is None or self.gone.code != ENGINE_DEAD:
             with suppress(ApiError):
                 self._send(AbortRequest(rid=wire_rid))
 
     def announce_drain(self) -> None:
-        """The scheduler may have peers, which then use other workers."""
+        """Make peers use other workers."""
         with suppress(ApiError):
             self._send(Drain())
 
     def fail_calls(self, error: ApiError, *, gone: bool) -> None:
-        """Open calls fail with `error`; `gone`: later ones, too."""
+        """Fail open calls; `gone`: later ones, too."""
         if gone:
             self.gone = error
         for call in list(self._calls.values()):
@@ -154,13 +155,13 @@ class SchedulerLink:
             self.ready.set()
             if self._row != MAIN_FRONTEND:
                 return
-            with suppress(ApiError):  # before any request: the first long step needs a `last_state`
+            with suppress(ApiError):  # before any request, so that the first long step has a `last_state`
                 self._send(GetState(call_id=FIRST_STATE))
             return
         if isinstance(message, StateReply):
             self.last_state = message
         if isinstance(message, ControlReply) and "weight_version" in message.values:
-            self.updated = message.values  # also when the caller has gone away
+            self.updated = message.values  # even if the caller left
         if isinstance(message, ControlReply) and (released := message.values.get("released")) is not None:
             self.released = set(str(released).split(",")) - {""}
         if isinstance(message, ControlReply) and message.adapters is not None:

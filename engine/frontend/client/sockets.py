@@ -1,4 +1,4 @@
-"""The sockets of one frontend: to the scheduler of a DP rank, to its heartbeat, and from both."""
+"""A frontend's sockets to a DP rank's scheduler and heartbeat, and back."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -14,7 +14,7 @@ Send = Callable[[ToScheduler | GetStep], None]
 
 @contextmanager
 def open_sockets(ipc: IpcPaths, *, row: int = MAIN_FRONTEND) -> Iterator[tuple[Send, PullSocket[ToFrontend]]]:
-    """`send` raises ApiError(503). The scheduler receives `Shutdown` when the main frontend closes its sockets."""
+    """`send` raises ApiError(503). Closing the main frontend's sockets sends `Shutdown`."""
     push, heartbeat = PushSocket(ipc.to_scheduler), PushSocket(ipc.to_heartbeat)
     pull: PullSocket[ToFrontend] = PullSocket(ipc.to_frontend_of(row), ToFrontend)
 

@@ -1,4 +1,4 @@
-"""The record of each sample: the scheduler's stages with a request's id and wall-clock times."""
+"""Trace records of samples: stages with request id and wall-clock times."""
 
 import time
 from typing import Any, NamedTuple
@@ -10,7 +10,7 @@ from service.telemetry.tracer import Tracer, unix_offset_s
 
 
 class Traces(NamedTuple):
-    """`process`: "prefill" | "decode" | "unified"; `model`: as clients call it."""
+    """The tracer of samples. `process`: "prefill" | "decode" | "unified"; `model`: served name."""
 
     tracer: Tracer
     process: str
@@ -18,12 +18,12 @@ class Traces(NamedTuple):
 
 
 class SampleTrace:
-    """A running sample, `rid` to its client. Keeps what the record needs, not the prompt. Health probes are no requests."""
+    """A running sample; keeps what the record needs. Health probes are not recorded."""
 
     def __init__(
         self, owner: Traces, request: GenerateRequest, rid: str, context: TraceContext, dp_rank: int | None = None
     ) -> None:
-        """`dp_rank`: that computes it; None: there is one."""
+        """`dp_rank`: None with one rank."""
         room = 0 if request.bootstrap is None else request.bootstrap.room
         self._owner = owner
         self._request = (rid, room, len(request.input_ids), request.sampling.max_new_tokens or 0, request.lora)
@@ -40,7 +40,7 @@ class SampleTrace:
         self._first_token_s = time.monotonic()
 
     def end(self, last: TokenOutput | None) -> None:
-        """`last`: the output with the finish; None: the client went away."""
+        """`last`: the output with the finish, None if the client left."""
         if self._ended or not self._context.operation:
             return
         self._ended = True
