@@ -1,1 +1,1 @@
-"""A worker's APIs: one room each for its handlers, bodies and views; what they share is in shared/."""
+"""Handlers, bodies and views of a worker by API; common parts in shared/."""

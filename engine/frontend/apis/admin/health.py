@@ -1,4 +1,4 @@
-"""Health of a worker: of its process, its scheduler, and its model; reports of a scheduler that is up."""
+"""Health of a worker's processes, scheduler and model."""
 
 import asyncio
 import time
@@ -17,16 +17,17 @@ from service.http.stream import json_response
 
 FROZEN_S = 2 * EVERY_S  # without a stamp
 LOOK_S = 0.05
-RECENT_S = 0.25  # a scheduler whose last message is younger is alive without a call
+RECENT_S = 0.25  # a more recent message proves liveness without a call
 LOADING_TIMEOUT_S = 1.0
 INFO_TIMEOUT_S = 5.0
 
 
 async def health(request: web.BaseRequest) -> web.Response:
-    """200 if the scheduler answers or sent something just now; 503 while it drains or has released memory. Generates no token.
+    """200 if the scheduler is alive; 503 while draining or with released memory.
 
-    In a long step its heartbeat thread answers: `busy_s` and `step` say what it computes. 503 when that thread is silent, another
-    process of the worker is frozen, or the step exceeds --watchdog-timeout. `incarnation` changes with every start and role session.
+    In a long step the heartbeat thread answers with `busy_s` and `step`; 503 if it is silent,
+    another process is frozen, or the step exceeds --watchdog-timeout. `incarnation` changes with
+    every start and role session.
     """
     s = request[SERVICES]
     if s.client.is_draining:
@@ -41,7 +42,7 @@ async def health(request: web.BaseRequest) -> web.Response:
         if loading is not None and loading.loading:
             raise not_ready(f"the model has been loading for {loading.busy_s:.0f} s")
     check_up(s)
-    if s.leaders.released:  # a router sends it no requests, and passes on what resumes it
+    if s.leaders.released:  # a router sends no requests, but forwards what resumes it
         body = {"status": DRAINING, "released": s.leaders.released, "incarnation": s.incarnation}
         return json_response(body, status=503)
     await _until_all_run(s)
@@ -55,7 +56,7 @@ async def health(request: web.BaseRequest) -> web.Response:
 
 
 async def _until_all_run(s: Services) -> None:
-    """Wait while a process is frozen: it may go on. Raises ApiError(503)."""
+    """Wait while a process is frozen. Raises ApiError(503)."""
     until_s = s.leaders.now_s() + s.spec.health_timeout_s
     while s.stamps is not None and (found := s.stamps.frozen(time.monotonic(), after_s=FROZEN_S)) is not None:
         if s.leaders.now_s() > until_s:
@@ -64,12 +65,12 @@ async def _until_all_run(s: Services) -> None:
 
 
 async def liveness(request: web.BaseRequest) -> web.Response:
-    """200 while this process answers. The watchdog ends a scheduler that hangs, and the worker with it."""
+    """200 while this process answers; the watchdog handles a stuck scheduler."""
     return json_response({"status": "alive"})
 
 
 async def health_generate(request: web.BaseRequest) -> web.Response:
-    """200 after one real token through model and frontend (disaggregated: without a transfer)."""
+    """200 after one token through model and frontend (disaggregated: without transfer)."""
     s = request[SERVICES]
     check_up(s)
     try:
@@ -96,13 +97,12 @@ def check_dead(s: Services) -> None:
 
 
 async def step_if_up(s: Services) -> StepReply | None:
-    """Return the step of the rank whose step has taken longest."""
     steps = await steps_if_up(s)
     return longest_of(steps) if steps else None
 
 
 async def steps_if_up(s: Services) -> list[StepReply]:
-    """By rank; empty: one does not answer."""
+    """Empty if one does not answer."""
     try:
         if not s.client.is_draining:
             check_dead(s)
@@ -112,7 +112,7 @@ async def steps_if_up(s: Services) -> list[StepReply]:
 
 
 async def states_if_up(s: Services) -> list[StateReply]:
-    """By rank; empty: one does not answer."""
+    """Empty if one does not answer."""
     try:
         if not s.client.is_draining:
             check_up(s)

@@ -1,4 +1,4 @@
-"""Heartbeats of a worker, for routers: a line every so often while all of its processes run (service/http/heartbeats.py)."""
+"""Heartbeat streams for routers (service/http/heartbeats.py)."""
 
 import time
 from collections.abc import Sequence
@@ -12,12 +12,12 @@ from service.http.errors import ApiError, bad_field
 from service.http.heartbeats import ASK, EVERY_S, IDLE, LINES, LONGEST_S, TYPE, first_line, live_line, wait_s
 from service.http.stream import open_stream
 
-MOST_STREAMS = 256  # routers' processes
+MOST_STREAMS = 256  # router processes
 _HEADERS = {"Content-Type": TYPE, "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
 async def heartbeats(request: web.BaseRequest) -> web.StreamResponse:
-    """Send heartbeats until the client goes away or the session ends. Raises ApiError: 400 for `every`, 503 if nothing stamps or is free."""
+    """Raises ApiError: 400 for `every`, 503 if not ready or too many."""
     s, every_s = request[SERVICES], _every_s(request)
     if s.stamps is None or not s.leaders.ready.is_set() or not s.stamps.read():
         raise not_ready("the model is still loading")
@@ -37,14 +37,12 @@ async def heartbeats(request: web.BaseRequest) -> web.StreamResponse:
 
 
 class HeartbeatLines:
-    """The next lines of one stream."""
-
     def __init__(self) -> None:
         self._stamped: dict[str, float] = {}
         self._num_steps = 0
 
     def next(self, stamps: Sequence[Stamped], *, now_s: float, num_live: int, fine: bool) -> bytes:
-        """Return a line; nothing while a process has not stamped since the last one. `fine`: /health has nothing to say."""
+        """Return a line once all processes stamped again. `fine`: /health is 200."""
         stamped = {stamp.name: stamp.at_s for stamp in stamps}
         if any(self._stamped.get(name) == at_s for name, at_s in stamped.items()):
             return b""

@@ -1,4 +1,4 @@
-"""Information about a worker: model, configuration, load, metrics, self-check, traces."""
+"""Model, configuration, load, metrics, self-check, traces."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ from service.telemetry.expositions import merge_expositions
 from service.telemetry.records import Records, TracesQuery, query_error
 from service.version import installed_version
 
-SUMMED_GAUGES = ("_active", "_kept_streams", "_kept_stream_bytes")  # over the frontends of the worker
+SUMMED_GAUGES = ("_active", "_kept_streams", "_kept_stream_bytes")  # over a worker's frontends
 METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -79,7 +79,7 @@ async def server_info(request: web.BaseRequest) -> web.Response:
 
 
 def _engine_info(s: Services) -> dict[str, Any]:
-    """Events of several ranks are at several addresses, in `internal_states`: no index may take them for one cache's."""
+    """With several ranks, KV event addresses are in `internal_states`, one cache each."""
     if s.leaders.num_ranks == 1:
         return s.leaders.info
     return {
@@ -95,7 +95,6 @@ def _pids(link: SchedulerLink) -> list[int]:
 
 
 def _internal_states(s: Services, states: list[StateReply]) -> list[dict[str, Any]]:
-    """The load of each DP rank, as in SGLang."""
     if len(states) < 2:
         return [load_summary(state) for state in states]
     return [
@@ -133,7 +132,7 @@ async def metrics(request: web.BaseRequest) -> web.Response:
 
 
 async def check(request: web.BaseRequest) -> web.Response:
-    """Let every owner of each scheduler check its invariants; `ok`: no problem was found. `ranks`: each alone."""
+    """Run all invariant checks; `ok`: no problem found."""
     states = await request[SERVICES].leaders.states(check=True)
     total = total_of(states)
     ranks = {"ranks": [msgspec.structs.asdict(state) for state in states]} if len(states) > 1 else {}
@@ -141,7 +140,7 @@ async def check(request: web.BaseRequest) -> web.Response:
 
 
 async def traces(request: web.BaseRequest) -> web.Response:
-    """Records of the last requests, for `tandem trace` (service/telemetry/records.py)."""
+    """Recent requests for `tandem trace` (service/telemetry/records.py)."""
     query = decode_body(await request.read(), TracesQuery)
     if (wrong := query_error(query)) is not None:
         raise ApiError(400, wrong, field=wrong.partition(":")[0])

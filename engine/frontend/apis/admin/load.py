@@ -1,4 +1,4 @@
-"""A worker's load, for routers and dashboards, from the `StateReply` of each DP rank. Pure."""
+"""A worker's load for routers and dashboards. Pure."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +16,7 @@ PD_QUEUES = {
     "decode_retracted_queue_reqs": "retracted",
 }
 
-# Since the engine started; pollers make rates of them.
+# since start, for rates
 TOTALS = {
     "prompt_tokens": "prompt_tokens",
     "generation_tokens": "generation_tokens",
@@ -27,14 +27,16 @@ TOTALS = {
 
 
 def _speculative(s: StateReply) -> dict[str, Any]:
-    """SGLang's section; empty for a worker that drafts nothing."""
     names = {"accept_length": "spec_accept_length", "accept_rate": "spec_accept_rate"}
     found = {name: s.gauges[gauge] for name, gauge in names.items() if gauge in s.gauges}
     return {"speculative": found} if found else {}
 
 
 def load_summary(s: StateReply) -> dict[str, Any]:
-    """Flat load of /server_info. `num_queued_reqs` is over all queues, `num_waiting_reqs` the waiting queue alone."""
+    """Flat load of /server_info.
+
+    `num_queued_reqs`: all queues, `num_waiting_reqs`: waiting only.
+    """
     total = s.num_pages * s.page_size
     return {
         "num_running_reqs": s.running,
@@ -54,12 +56,12 @@ def load_summary(s: StateReply) -> dict[str, Any]:
 
 
 def transfer_paths(s: StateReply, *, mode: str) -> dict[str, Any]:
-    """Return a prefill worker's transfer paths to the newest decode workers; empty for other roles, which do not send."""
+    """A prefill worker's transfer paths to the newest decode workers."""
     return {"transfer_paths": [msgspec.structs.asdict(path) for path in s.transfer_paths]} if mode == "prefill" else {}
 
 
 def step_summary(now: StepReply) -> dict[str, Any]:
-    """Return the step under way and its age; empty while the scheduler rests."""
+    """The current step and its duration, empty if idle."""
     if now.busy_s is None:
         return {}
     busy = {"busy_s": round(now.busy_s, 3)}
@@ -67,7 +69,7 @@ def step_summary(now: StepReply) -> dict[str, Any]:
 
 
 def get_load(states: Sequence[StateReply]) -> list[dict[str, Any]]:
-    """GET /get_load, which older routers poll: one entry for each data-parallel rank."""
+    """GET /get_load for older routers."""
     return [_old_entry(rank, state) for rank, state in enumerate(states)]
 
 

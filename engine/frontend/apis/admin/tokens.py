@@ -1,4 +1,4 @@
-"""Text to token ids and back. A text is a prompt, or what the chat template writes of messages (vLLM's second form)."""
+"""Tokenization of prompts or chats (vLLM's form), and detokenization."""
 
 from functools import partial
 from typing import Any
@@ -22,7 +22,10 @@ OF_CHATS = ("add_generation_prompt", "continue_final_message", "tools", "chat_te
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):
-    """`prompt`, or `messages` with the fields `OF_CHATS`. `add_special_tokens`: by default for a prompt alone."""
+    """Body of /tokenize: `prompt`, or `messages` with the fields `OF_CHATS`.
+
+    `add_special_tokens`: default true only for a prompt.
+    """
 
     prompt: str | list[str] | None = None
     messages: list[ChatMessage] | None = None
@@ -64,7 +67,6 @@ async def tokenize(request: web.BaseRequest) -> web.Response:
 
 
 async def _chat_ids(s: Services, body: TokenizeBody) -> list[int]:
-    """The prompt's token ids, as /v1/chat/completions would compute them. Raises ApiError."""
     if body.prompt is not None:
         raise bad_field("prompt", "give prompt or messages, not both")
     given = {name: getattr(body, name) for name in ("messages", "model", *OF_CHATS)}

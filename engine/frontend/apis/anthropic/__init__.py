@@ -1,1 +1,1 @@
-"""Anthropic's API: messages, and their tokens counted."""
+"""Anthropic's API: messages and token counts."""

@@ -1,4 +1,7 @@
-"""Bodies of /v1/messages and /v1/messages/count_tokens. Pure. Source: https://docs.anthropic.com/en/api/messages"""
+"""Bodies of /v1/messages and /v1/messages/count_tokens. Pure.
+
+Source: https://docs.anthropic.com/en/api/messages
+"""
 
 from typing import Any
 
@@ -10,7 +13,7 @@ from engine.frontend.apis.shared.other_apis import OwnFields, missing_in
 
 
 class ImageSource(msgspec.Struct, kw_only=True):
-    """`type`: "base64" (with `data`) or "url". `file_id` is of a type that is refused."""
+    """`type`: "base64" (with `data`) or "url"; `file_id` is unsupported."""
 
     type: str
     media_type: str | None = None
@@ -20,7 +23,7 @@ class ImageSource(msgspec.Struct, kw_only=True):
 
 
 class Block(msgspec.Struct, kw_only=True):
-    """A part of a message. `translate.py` says which fields a type needs. The last ones say nothing to a model."""
+    """A part of a message; `translate.py` has the fields by type. The last ones are ignored."""
 
     type: str
     text: str | None = None
@@ -41,7 +44,7 @@ class Block(msgspec.Struct, kw_only=True):
 
 
 class PlacedImage(Block, kw_only=True):
-    """An image whose `url` is a URL, or base64; at `field` of the body."""
+    """An image with a URL or base64, at `field` of the body."""
 
     url: str
     is_base64: bool
@@ -54,7 +57,7 @@ class Message(msgspec.Struct, kw_only=True):
 
 
 class ToolDefinition(msgspec.Struct, kw_only=True):
-    """`type` None or "custom": a function of the client's. The last two do not change an answer."""
+    """A tool. `type` None or "custom": a client's function. The last two fields are ignored."""
 
     name: str
     type: str | None = None
@@ -89,7 +92,7 @@ class OutputConfig(msgspec.Struct, kw_only=True):
 
 
 class PromptFields(OwnFields, kw_only=True):
-    """The fields that make the prompt. The last ones belong to Anthropic's own service: they do not change an answer of this one."""
+    """Prompt fields. The last ones concern Anthropic's own service and are ignored."""
 
     messages: list[Message]
     model: str | None = None

@@ -30,7 +30,6 @@ async def messages(request: web.BaseRequest) -> web.StreamResponse:
 
 
 async def count_tokens(request: web.BaseRequest) -> web.StreamResponse:
-    """The prompt's tokens, as /v1/messages would compute them."""
     body = await COUNT_TOKENS.read(request)
     with in_words_of(NAMES):
         chat = await beside_loop(request, partial(chat_of, body))

@@ -1,4 +1,4 @@
-"""Anthropic's messages as a ChatBody: so they are planned, constrained and read as every chat is. Pure."""
+"""Anthropic's messages as a ChatBody. Pure."""
 
 from collections.abc import Iterator
 from itertools import chain
@@ -25,7 +25,7 @@ from service.http.errors import ApiError, bad_field
 
 ROLES = ("user", "assistant", "system")
 RESULT = "tool_result"
-# type -> the fields that it needs. What Anthropic has encrypted (redacted_thinking) says nothing to another model.
+# type -> required fields. Encrypted content (redacted_thinking) is ignored.
 _TEXT: dict[str, tuple[str, ...]] = {"text": ("text",)}
 _SEEN: dict[str, tuple[str, ...]] = {**_TEXT, "image": ("source",)}
 _BLOCKS: dict[str, dict[str, tuple[str, ...]]] = {
@@ -49,7 +49,7 @@ NAMES = {
 
 
 def chat_of(body: PromptFields) -> ChatBody:
-    """Raises ApiError(400) that names the field, as do the checks of the chat (`in_words_of(NAMES)`)."""
+    """Raises ApiError(400) that names the field, like checks in `in_words_of(NAMES)`."""
     return ChatBody(
         messages=[*_system(body.system), *_messages(body.messages)],
         model=body.model,
@@ -64,14 +64,17 @@ def chat_of(body: PromptFields) -> ChatBody:
 
 
 def sampled_chat_of(body: MessagesBody, *, reasons: bool) -> ChatBody:
-    """`reasons`: the server knows what of an answer is reasoning. If not, nothing counts against a budget."""
+    """The chat, with sampling fields.
+
+    `reasons`: reasoning is recognized; else no budget applies.
+    """
     chat = chat_of(body)
     if reasons and body.thinking is not None:
         chat.thinking_token_budget = body.thinking.budget_tokens
     chat.max_tokens = body.max_tokens
     chat.stop = body.stop_sequences
     chat.stream = body.stream
-    chat.temperature, chat.top_p, chat.top_k = body.temperature, body.top_p, body.top_k or None  # 0: off, as without it
+    chat.temperature, chat.top_p, chat.top_k = body.temperature, body.top_p, body.top_k or None  # 0: off
     return chat
 
 
@@ -82,7 +85,6 @@ def _system(system: str | list[Block] | None) -> list[ChatMessage]:
 
 
 def _messages(messages: list[Message]) -> Iterator[ChatMessage]:
-    """Messages of one role in a row are one turn."""
     turn: list[list[Block]] = []
     for i, message in enumerate(messages):
         if message.role not in ROLES:
@@ -95,9 +97,9 @@ def _messages(messages: list[Message]) -> Iterator[ChatMessage]:
 
 
 def _in_lines(turn: list[list[Block]]) -> list[Block]:
-    """The blocks of all messages. Texts of two that meet are lines of one block, however the chat template joins blocks."""
+    """Join blocks; adjacent texts become lines of one, independent of the template."""
     found: list[Block] = []
-    lines: list[str] = []  # of the last block, if it is a text
+    lines: list[str] = []  # of the last block, if text
     for number, block in ((number, block) for blocks in turn for number, block in enumerate(blocks)):
         if number or block.type != "text":
             found += _text_block(lines)
@@ -114,7 +116,7 @@ def _text_block(lines: list[str]) -> list[Block]:
 
 
 def _user_turn(blocks: list[Block]) -> Iterator[ChatMessage]:
-    """Results of tools are messages of their own; texts and images between them keep their place."""
+    """Tool results become messages; texts and images between them keep their place."""
     said: list[Block] = []
     for block in blocks:
         if block.type != RESULT:
@@ -169,10 +171,9 @@ def _call(block: Block) -> dict[str, Any]:
 
 
 def _blocks(content: str | list[Block], field: str, *, of: str) -> list[Block]:
-    """The blocks of a content, checked. `of`: the role."""
     if isinstance(content, str):
         return [Block(type="text", text=content)]
-    if not content and of != "assistant":  # whose answers may be empty
+    if not content and of != "assistant":  # assistant content may be empty
         raise bad_field(field, "must not be empty")
     known, found = _BLOCKS[of], []
     for i, block in enumerate(content):
@@ -199,7 +200,7 @@ def _image(source: ImageSource, field: str) -> PlacedImage:
 
 
 def _continues(messages: list[Message]) -> bool:
-    """Whether the answer continues the last turn: Anthropic's way to write an answer's beginning."""
+    """True if the answer continues a last assistant message."""
     first = len(messages)
     while first and messages[first - 1].role == "assistant":
         first -= 1

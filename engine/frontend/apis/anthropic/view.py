@@ -1,6 +1,7 @@
-"""A chat's one answer as Anthropic's message: whole, or as typed events. Pure.
+"""A chat's answer as Anthropic's message, whole or as typed events. Pure.
 
-message_start, then for each block: content_block_start, content_block_delta ..., content_block_stop; then message_delta, message_stop
+message_start, then per block content_block_start, content_block_delta ..., content_block_stop; then
+message_delta, message_stop
 """
 
 from collections.abc import Callable
@@ -20,10 +21,10 @@ FULL = "model_context_window_exceeded"
 
 @dataclass(frozen=True, kw_only=True)
 class MessageShape:
-    """The data of a view before the answer. `reader`: makes the reader of the parts; None: the text is the answer.
+    """How an answer is shown.
 
-    `mint_id`: the id of a tool call. `fills_context`: the limit of tokens is what the context leaves, less than was requested.
-    `shows_thinking`: reasoning is a part of the answer.
+    `reader`: makes readers of parts, None for plain text. `mint_id`: of tool calls.
+    `fills_context`: the token limit is the context's.
     """
 
     reader: Callable[[], PartReader] | None
@@ -40,7 +41,7 @@ class MessageView:
         self._readers = None if shape.reader is None else AnswerReaders(shape.reader)
         self._has_begun = False
         self._num_blocks = 0
-        self._open = ""  # type of the block that is being written; "": none
+        self._open = ""  # type of the open block, empty if none
 
     def body(self, answers: list[TextOutput]) -> dict[str, Any]:
         output = answers[0]
@@ -71,7 +72,7 @@ class MessageView:
         return [*blocks, *(self._call_block(index, call) for index, call in enumerate(whole.calls))]
 
     def _call_block(self, index: int, call: ToolCall) -> dict[str, Any]:
-        """Arguments too deep to be read become an empty object, which a client's type demands."""
+        """Arguments too deep to parse become an empty object, as clients require one."""
         return {**self._call_head(index, call.name, call.id), "input": object_of(call.arguments.encode())}
 
     def _call_head(self, index: int, name: str, id: str) -> dict[str, Any]:
@@ -132,7 +133,7 @@ class MessageView:
 
 
 def usage_of(counts: Counts) -> dict[str, Any]:
-    """Anthropic counts a prompt in parts: what was computed, and what the cache had."""
+    """Anthropic separates computed and cached prompt tokens."""
     return {
         "input_tokens": counts.prompt - counts.cached,
         "cache_creation_input_tokens": 0,
@@ -143,5 +144,5 @@ def usage_of(counts: Counts) -> dict[str, Any]:
 
 
 def _thinking_block(text: str) -> dict[str, Any]:
-    """The signature, of use to Anthropic's own servers, is empty."""
+    """The signature is empty; only Anthropic's servers use it."""
     return {"type": "thinking", "thinking": text, "signature": ""}

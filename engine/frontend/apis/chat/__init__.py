@@ -1,1 +1,1 @@
-"""A chat, however its API writes it: from messages and tools to a plan, and from the answer to its parts."""
+"""Chats of any API: messages and tools to a plan, answers to parts."""

@@ -1,6 +1,6 @@
-"""A chat as a body: OpenAI's fields, those of SGLang and vLLM, and their checks. Pure.
+"""A chat with fields of OpenAI, SGLang and vLLM, and their checks. Pure.
 
-The routes of other APIs write theirs into a ChatBody, so that a feature of chats is one.
+Other APIs translate to ChatBody.
 """
 
 from collections.abc import Collection
@@ -18,15 +18,15 @@ from service.http.json_depth import decode_or_none
 
 MAX_TOP_LOGPROBS = 20
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-MAY_BE_NULL = ("assistant", "tool", "function")  # the content of their messages
+MAY_BE_NULL = ("assistant", "tool", "function")  # roles whose content may be null
 MEDIA = ("image_url", "video_url")
 PARTS = ("text", *MEDIA, "refusal")
 AUDIO = ("input_audio", "audio_url", "audio")
-_OF_A_MESSAGE = "messages[]."  # how paths of ignored fields begin
+_OF_A_MESSAGE = "messages[]."  # prefix of ignored fields' paths
 
 
 class MediaUrl(msgspec.Struct, kw_only=True):
-    """`fps`: frames a second of a video. `detail` says how much a client wants to pay, and is ignored: an image is seen as it is."""
+    """A URL. `fps`: frames per second of a video. `detail` is ignored."""
 
     url: str
     detail: str | None = None
@@ -41,12 +41,11 @@ class ContentPart(msgspec.Struct, kw_only=True):
     video_url: str | MediaUrl | None = None
 
     def field_at(self, message: int, index: int) -> str:
-        """The path of what it is made of, by its place in the body."""
         return f"messages[{message}].content[{index}].{self.type}"
 
 
 class PlacedPart(ContentPart, kw_only=True):
-    """A part that another API's body has at `field`, base64 if `is_base64`."""
+    """A part at `field` of another API's body."""
 
     field: str
     is_base64: bool = False
@@ -56,7 +55,11 @@ class PlacedPart(ContentPart, kw_only=True):
 
 
 class ChatMessage(msgspec.Struct, kw_only=True):
-    """`reasoning`: vLLM's name of `reasoning_content`. `function_call`: what `tool_calls` was first. The last field is of answers, and says nothing to a model."""
+    """One message.
+
+    `reasoning`: vLLM's name of `reasoning_content`. `function_call`: older form of `tool_calls`.
+    The last field is ignored.
+    """
 
     role: str
     content: str | list[ContentPart] | None = None
@@ -72,7 +75,7 @@ class ChatMessage(msgspec.Struct, kw_only=True):
 
 
 class KeptMessage(ChatMessage, kw_only=True):
-    """`kept`: fields that no API has, for the chat template that reads them."""
+    """Message with `kept`: unknown fields that the chat template reads."""
 
     kept: dict[str, Any]
 
@@ -115,7 +118,7 @@ def check_chat(body: ChatBody) -> None:
 
 
 def keep_read_fields(body: ChatBody, data: bytes, ignored: list[str], names: Collection[str]) -> list[str]:
-    """Keep fields of messages that no API has, but that the chat template reads (`names`). Returns those that stay ignored."""
+    """Keep ignored message fields that the chat template reads (`names`); return the others."""
     read = {path.removeprefix(_OF_A_MESSAGE) for path in ignored if path.startswith(_OF_A_MESSAGE)} & set(names)
     given = decode_or_none(data, _Messages) if read else None
     if given is None:
@@ -128,7 +131,7 @@ def keep_read_fields(body: ChatBody, data: bytes, ignored: list[str], names: Col
 
 
 def sources_of(messages: list[ChatMessage]) -> list[MediaSource]:
-    """The images and videos of a chat, in their order; checked."""
+    """Images and videos of a chat, in order, checked."""
     return [
         _source(part, part.field_at(i, j))
         for i, m in enumerate(messages)

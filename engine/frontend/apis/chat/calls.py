@@ -1,4 +1,4 @@
-"""Tool calls of answers, with ids in the style that the model's template and parser know; and of histories, as templates take them. Pure."""
+"""Tool calls in answers (ids by the model's style) and histories. Pure."""
 
 import hashlib
 import re
@@ -12,7 +12,7 @@ from engine.frontend.apis.chat.body import ChatMessage
 from engine.text.chat_template import ChatTemplate
 from engine.text.template_reads import MISTRAL_ID_CHARS, TemplateReads
 
-MintId = Callable[[str, int], str]  # of a function's name, and of the call's place in the answer
+MintId = Callable[[str, int], str]  # of function name and index of the call
 
 RESULTS = ("tool", "function")
 _SHORT = re.compile(rf"[a-zA-Z0-9]{{{MISTRAL_ID_CHARS}}}", re.ASCII)
@@ -21,14 +21,13 @@ _LETTERS = string.digits + string.ascii_letters
 
 @dataclass(frozen=True, kw_only=True)
 class CallIds:
-    """`num_before`: calls in the prompt's messages, which Kimi's ids count. `is_short`: nine letters and digits, as Mistral's templates demand."""
+    """Makes call ids. `num_before`: calls so far (Kimi). `is_short`: nine characters (Mistral)."""
 
     is_short: bool = False
     counts: bool = False
     num_before: int = 0
 
     def minted_by(self, mint: Callable[[str], str], prefix: str) -> MintId:
-        """`mint`: makes an id that no other answer has, with a prefix."""
         if self.counts:
             return lambda name, index: f"functions.{name}:{self.num_before + index}"
         if self.is_short:
@@ -46,7 +45,7 @@ def call_ids(parser: str | None, template: ChatTemplate | None, *, messages: lis
 
 
 def short_id(id: str) -> str:
-    """Return `id` if it is of nine letters and digits, else such an id, the same for the same `id`."""
+    """`id` if of nine letters and digits, else such a hash of it."""
     if _SHORT.fullmatch(id):
         return id
     digest = hashlib.blake2b(id.encode(errors="replace"), digest_size=MISTRAL_ID_CHARS).digest()
@@ -54,7 +53,7 @@ def short_id(id: str) -> str:
 
 
 def as_taken(messages: list[dict[str, Any]], reads: TemplateReads) -> list[dict[str, Any]]:
-    """The messages with their calls and results so that the template accepts and writes all of them."""
+    """Adapt calls and results to the template."""
     if reads.one_call or reads.names & {"id", "tool_call_id"}:
         _complete_ids(messages, short_id if reads.short_ids else str)
     if reads.calls_beside_null:
@@ -63,7 +62,7 @@ def as_taken(messages: list[dict[str, Any]], reads: TemplateReads) -> list[dict[
 
 
 def _complete_ids(messages: list[dict[str, Any]], fit: Callable[[str], str]) -> None:
-    """Give calls and results that have no id theirs, in place. `fit`: how the template wants ids; those of other servers may be longer."""
+    """Complete missing call ids, in place. `fit`: shortens ids of other servers."""
     num_calls, opened = 0, _OpenCalls()
     for message in messages:
         for call in message.get("tool_calls") or ():
@@ -79,7 +78,10 @@ def _complete_ids(messages: list[dict[str, Any]], fit: Callable[[str], str]) -> 
 
 
 class _OpenCalls:
-    """Calls without results. A result without an id answers the first one to its function, else the first one."""
+    """Calls without results.
+
+    A result without id matches the function's first one, else the first.
+    """
 
     def __init__(self) -> None:
         self._ids: set[str] = set()
@@ -104,7 +106,6 @@ class _OpenCalls:
 
 
 def _calls_apart(message: dict[str, Any]) -> list[dict[str, Any]]:
-    """A message of text and calls as two, the second's content null."""
     if not message.get("tool_calls"):
         return [message]
     said = [{name: value for name, value in message.items() if name != "tool_calls"}] if message["content"] else []
@@ -113,7 +114,6 @@ def _calls_apart(message: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _one_call_a_message(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Several calls of one message as several, each before its result."""
     found: list[dict[str, Any]] = []
     rest = deque(messages)
     while rest:
@@ -129,7 +129,6 @@ def _one_call_a_message(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _spread(message: dict[str, Any], results: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Other results than the first of each call follow them all."""
     head, waiting = message, {result.get("tool_call_id"): result for result in reversed(results)}
     placed = set[int]()
     for call in message["tool_calls"]:

@@ -1,4 +1,4 @@
-"""Logprobs of an answer's tokens as OpenAI's APIs show them. Pure, apart from the tokenizer's exact token bytes."""
+"""OpenAI's logprobs of an answer. Pure."""
 
 from typing import Any
 
@@ -9,7 +9,6 @@ from engine.text.tokenizer import Tokenizer
 
 
 def token_logprobs(output: TextOutput, tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """One entry for each new token, with its alternatives."""
     pairs = zip(output.tokens.logprobs, output.logprob_texts, strict=False)
     return [_token(lp, text, top, tokenizer) for lp, (text, top) in pairs]
 
@@ -21,6 +20,6 @@ def _token(lp: TokenLogprob, text: str, top_texts: list[str], tokenizer: Tokeniz
 
 def _entry(text: str, token_id: int, logprob: float | None, tokenizer: Tokenizer) -> dict[str, Any]:
     own = tokenizer.token_bytes(token_id)
-    if own == b" " + text.encode():  # the first of an answer, whose text has no leading space
+    if own == b" " + text.encode():  # an answer's first token, without its leading space
         own = own[1:]
     return {"token": text, "logprob": finite(logprob), "bytes": list(own)}

@@ -1,4 +1,4 @@
-"""The messages of a chat as its template gets them. Pure."""
+"""Messages of a chat for its template. Pure."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -24,9 +24,9 @@ STRINGS = TemplateReads(
 def template_messages(
     messages: list[ChatMessage], *, reads: TemplateReads = STRINGS, places: Mapping[str, Any] = NO_PLACES
 ) -> list[dict[str, Any]]:
-    """Plain dicts: contents as strings or parts, as the template reads them, `developer` as `system`, which more templates know.
+    """Plain dicts, contents as the template reads them, `developer` as `system`.
 
-    `places`: what the template gets for a part of each type in `MEDIA`: a part, or a placeholder in the text.
+    `places`: per type in `MEDIA`, a part or a placeholder.
     """
     return [_template_message(m, reads, places) for m in messages]
 
@@ -45,7 +45,7 @@ def _template_message(m: ChatMessage, reads: TemplateReads, places: Mapping[str,
 
 
 def _content(m: ChatMessage, reads: TemplateReads, places: Mapping[str, Any], *, calls: bool) -> str | Parts | None:
-    """Null stays null beside calls where the template asks for it: some write calls beside null alone. Others would write "None"."""
+    """Null with calls stays null if the template tests for it; others would render "None"."""
     if m.content and isinstance(m.content, list):
         return _parts(m.content, reads, places)
     if m.content is None and not m.refusal and reads.null and calls:
@@ -66,7 +66,10 @@ def _part(part: ContentPart, places: Mapping[str, Any]) -> Any:
 
 
 def _reasoning(m: ChatMessage, message: dict[str, Any]) -> dict[str, str]:
-    """The reasoning by all names that templates have for it. gpt-oss refuses `thinking` beside both content and calls."""
+    """Reasoning under all template names.
+
+    gpt-oss rejects `thinking` with both content and calls.
+    """
     text = m.reasoning_content or m.reasoning
     names = REASONING[:2] if message["content"] and message.get("tool_calls") else REASONING
     return dict.fromkeys(names, text) if text else {}
@@ -79,7 +82,6 @@ def _calls(m: ChatMessage) -> list[dict[str, Any]]:
 
 
 def _call(call: dict[str, Any]) -> dict[str, Any]:
-    """A custom call is a function's."""
     custom, function = call.get("custom"), call.get("function")
     if isinstance(custom, dict):
         function = {"name": custom.get("name"), "arguments": {INPUT: custom.get("input")}}

@@ -1,4 +1,4 @@
-"""What a chat asks of the engine, and how its answer is read: a plan, made once, for any API that shows it."""
+"""Plan of a chat: engine request and answer reader."""
 
 import logging
 from collections.abc import Callable, Mapping, MutableMapping
@@ -48,15 +48,15 @@ log = logging.getLogger(__name__)
 
 PAGE_CHARS = 1024
 NO_PARSER = "this server was started without --tool-call-parser"
-TOGGLES = ("enable_thinking", "thinking")  # what templates call the switch of the reasoning
+TOGGLES = ("enable_thinking", "thinking")  # template variables that toggle reasoning
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChatPlan:
-    """`sampling.n` samples of one prompt. `reader`: makes the reader of a sample's parts; None: its text is the answer.
+    """`sampling.n` samples of one prompt. `reader`: of parts, None for plain text.
 
-    `count_reasoning`: makes the counter of a sample's reasoning; None: it has none. `images`: in their places in `input_ids`.
-    `call_ids`: how ids of calls look.
+    `count_reasoning`: makes counters, if the model reasons. `images`: at their places in
+    `input_ids`.
     """
 
     input_ids: list[int]
@@ -78,9 +78,10 @@ async def plan_chat(
     add_special_tokens: bool = False,
     fits: bool = True,
 ) -> ChatPlan:
-    """`known`: images of the request, for one that plans several times. `add_special_tokens`: beside the template's. `fits`: as in `prompt_ids`.
+    """Raises ApiError.
 
-    Raises ApiError.
+    `known`: loaded images, for repeated planning. `add_special_tokens`: in addition to the
+    template's. `fits`: as in `prompt_ids`.
     """
     model = choose_model(s, body.model, body.lora_path)
     check_chat(body)
@@ -92,7 +93,7 @@ async def plan_chat(
     check_calls(body, reading)
     constraint = chat_constraint(body, reading.calls, in_channels=reading.calls_in_channels)
     if body.skip_special_tokens is None and any(map(s.model.tokenizer.is_special, reading.markers)):
-        body.skip_special_tokens = False  # the reader must see its markers
+        body.skip_special_tokens = False  # the reader needs its markers
     sources = sources_of(body.messages)
     loaded = await load_media(s, sources, known) if sources else []
     prompt, prefix = await s.rendering.run(partial(render_chat, s, body), size=rendering_size(s, body))
@@ -127,10 +128,7 @@ async def _prompt(s: Services, text: str, loaded: list[LoadedMedia], *, add_spec
 
 
 def rendering_size(s: Services, body: ChatBody) -> int:
-    """How much there is to render, in characters: a message or a tool costs as much as a page, and its other fields count as JSON.
-
-    Raises ApiError(400) for too much text.
-    """
+    """Cost in characters; a message or tool adds a page. Raises ApiError(400)."""
     parts = [m.content if isinstance(m.content, list) else [] for m in body.messages]
     texts = [m.content or "" for m in body.messages if not isinstance(m.content, list)]
     texts += [part.text or "" for several in parts for part in several]
@@ -143,7 +141,7 @@ def rendering_size(s: Services, body: ChatBody) -> int:
 
 
 def check_calls(body: ChatBody, reading: Reading) -> None:
-    """Whether calls by the model's choice can be read. A client that asks for them by name is refused, as by vLLM."""
+    """Explicit "auto" is rejected without parser, as in vLLM; else warn."""
     if not reading.functions or reading.calls is not None or reading.calls_in_channels:
         return
     if body.tool_choice == "auto":
@@ -153,7 +151,7 @@ def check_calls(body: ChatBody, reading: Reading) -> None:
 
 @cache
 def warn_of_unread_calls() -> None:
-    """Log it once: the answers stay useful, so requests are served."""
+    """Log once; the answers stay useful."""
     log.warning("a request has tools, and %s: calls by the model's choice stay text", NO_PARSER)
 
 
@@ -187,7 +185,7 @@ async def answer_chat(
     framing: Framing = EVENTS,
     cut: bool = False,
 ) -> web.StreamResponse:
-    """Run the plan's samples and show them. `view` takes id, model, created, usage; `cut`: as `answer_samples`. Raises ApiError."""
+    """Answer a chat. `view` takes id, model, created, usage. Raises ApiError."""
     return await answer_samples(
         request,
         body,
@@ -207,7 +205,7 @@ async def answer_chat(
 
 
 def render_chat(s: Services, body: ChatBody) -> tuple[str, str]:
-    """The prompt's text, and the beginning of the answer that follows it (`continue_final_message`)."""
+    """The prompt text, and the start of the answer (`continue_final_message`)."""
     tools = template_tools([] if body.tool_choice == "none" else body.tools or [])
     template = s.model.template_for(tools=tools is not None)
     if template is None:
@@ -240,7 +238,6 @@ def _continued(
 
 
 def _places(template: ChatTemplate, marks: Marks) -> Mapping[str, Any]:
-    """Return the template's input for images and videos: parts if it knows images, else their placeholders."""
     if template.knows_images:
         return {"image_url": {"type": "image"}, "video_url": {"type": "video"}}
     return {"image_url": marks.image, "video_url": marks.video}
@@ -251,9 +248,9 @@ def _effort(effort: str | None) -> dict[str, Any]:
 
 
 def chat_constraint(body: ChatBody, format: CallFormat | None, *, in_channels: bool = False) -> Constraint | None:
-    """A forced call is a constraint like any other. Strict functions count only where nothing else constrains the answer.
+    """Forced calls as constraint; strict functions apply only without another.
 
-    `in_channels`: calls are harmony's, which no schema holds.
+    `in_channels`: harmony calls, without schema support.
     """
     tools, plain = usable(body.tools, body.tool_choice), body_constraint(body)
     if forced(body.tool_choice):

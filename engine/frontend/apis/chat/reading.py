@@ -1,4 +1,4 @@
-"""How a chat's answer is read: the reader of its parts, by the model's formats and what the request uses of them. Pure."""
+"""Reader of a chat's answer, by the model's formats and the request. Pure."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,10 +18,11 @@ GPT_OSS = ("gpt-oss", "openai")  # its channels hold reasoning and calls: one re
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """`reasoning`: the model's format, whether or not it is shown apart (`separates`) or not at all (`leaves_out`). `calls`: None: no call is read.
+    """How the answer to a chat is read.
 
-    `customs`: those of them whose input is a text. `calls_in_channels`: harmony's. `functions`: those that may be called, with their parameters' schemas. `only_one`: later
-    calls are left out.
+    `reasoning`: format, shown apart (`separates`) or not at all (`leaves_out`). `calls`: format of
+    parsed calls; `calls_in_channels`: harmony's. `functions`: allowed, with schemas; `customs`:
+    those with text input. `only_one`: drop later calls.
     """
 
     reasoning: ReasoningFormat | None
@@ -40,7 +41,7 @@ class Reading:
 
     @property
     def markers(self) -> list[str]:
-        """Texts that the reader must see, special tokens or not."""
+        """Markers that must be visible, even if special tokens."""
         if self.in_channels:
             return ["<|channel|>"]
         shown = [self.reasoning.start, self.reasoning.end] if self.separates and self.reasoning is not None else []
@@ -48,12 +49,12 @@ class Reading:
 
     @property
     def interrupts(self) -> str:
-        """The marker of a tool call, where that ends the reasoning too."""
+        """The tool call marker, if it ends reasoning."""
         ends = self.reasoning is not None and self.reasoning.calls_end_it
         return self.calls.marker if ends and self.calls is not None else ""
 
     def reader(self, opening: Opening) -> Callable[[], PartReader] | None:
-        """Makes readers of an answer that begins as `opening` says; None: its text is the answer."""
+        """A factory of readers, None for plain text."""
         make = self._maker(opening)
         if make is None or not (self.only_one or self.customs or self.leaves_out):
             return make

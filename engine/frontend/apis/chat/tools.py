@@ -1,7 +1,7 @@
-"""`tools` and `tool_choice` of a chat: checks, the template's view, and the constraint on the answer. Pure.
+"""`tools` and `tool_choice` of a chat: checks, template form, constraints.
 
-A forced call (required, or a named function) is a JSON array [{"name": ..., "parameters": {...}}] for every model, as in
-SGLang; calls by the model's choice are read by its family's parser (engine/text/tool_calls.py).
+A forced call (required or named) is a JSON array [{"name": ..., "parameters": {...}}], as in
+SGLang; automatic calls use the model's parser (engine/text/tool_calls.py).
 """
 
 import json
@@ -22,7 +22,7 @@ CHOICES = ("none", "auto", "required")
 
 
 class ToolFunction(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """`parameters`: JSON schema of the arguments. `strict`: a call by the model's own choice must match it too."""
+    """A function. `parameters`: JSON schema. `strict`: automatic calls must match it, too."""
 
     name: str
     description: str | None = None
@@ -41,7 +41,7 @@ class CustomFormat(msgspec.Struct, kw_only=True):
 
 
 class CustomTool(msgspec.Struct, kw_only=True):
-    """Its input is a text, not JSON arguments."""
+    """A tool with text input instead of JSON arguments."""
 
     name: str
     description: str | None = None
@@ -49,7 +49,7 @@ class CustomTool(msgspec.Struct, kw_only=True):
 
 
 class Tool(msgspec.Struct, kw_only=True):
-    """`function`: for type custom, how the model sees `custom` (a function of one text)."""
+    """A tool. `function`: for type custom, its form for the model (a function of one text)."""
 
     function: ToolFunction = msgspec.field(default_factory=lambda: ToolFunction(name=""))
     type: str = "function"
@@ -65,14 +65,17 @@ class ChosenFunction(msgspec.Struct, kw_only=True):
 
 
 class AllowedTools(msgspec.Struct, kw_only=True):
-    """The template shows all tools; only these may be called."""
+    """The template shows all tools, but only these may be called."""
 
     mode: str
     tools: "list[ToolChoice]"
 
 
 class ToolChoice(msgspec.Struct, kw_only=True):
-    """`type`: function, custom (its name is then `function`'s too) or allowed_tools."""
+    """The tool to call.
+
+    `type`: function, custom (whose name is also `function`'s) or allowed_tools.
+    """
 
     function: ChosenFunction = msgspec.field(default_factory=lambda: ChosenFunction(name=""))
     type: str = "function"
@@ -155,17 +158,17 @@ def forced(choice: str | ToolChoice | None) -> bool:
 
 
 def names_one(choice: str | ToolChoice | None) -> bool:
-    """Whether one call to one tool is the answer."""
+    """True if the answer is one call of one tool."""
     return isinstance(choice, ToolChoice) and choice.allowed_tools is None
 
 
 def template_tools(tools: list[Tool]) -> list[dict[str, Any]] | None:
-    """Return the tools in the shape of transformers' templates; a custom tool becomes a function."""
+    """Tools in transformers' form; custom ones become functions."""
     return [{"type": "function", "function": msgspec.to_builtins(tool.function)} for tool in tools] or None
 
 
 def forced_calls(tools: list[Tool], *, only_one: bool) -> Constraint:
-    """An array of calls. Each function's definitions move to its root under names of their own. Raises ApiError(400)."""
+    """An array of calls, with renamed definitions at its root. Raises ApiError(400)."""
     definitions: dict[str, Any] = {}
     calls = [_call_schema(tool.function, definitions) for tool in tools]
     schema: dict[str, Any] = {
@@ -179,9 +182,9 @@ def forced_calls(tools: list[Tool], *, only_one: bool) -> Constraint:
 
 
 def strict_calls(tools: list[Tool], format: CallFormat) -> Constraint | None:
-    """Text in which a call, once begun, must match its function's schema; None when no function is strict.
+    """A constraint of calls within text, None without strict functions.
 
-    Raises ApiError(400) for a strict function where the format is no JSON. (A custom tool's text is not held there.)
+    Raises ApiError(400) for a strict function in a non-JSON format. Custom tools are free.
     """
     if not format.trigger:
         refuse_strict(tools)
@@ -204,7 +207,7 @@ def strict_calls(tools: list[Tool], format: CallFormat) -> Constraint | None:
 
 
 def refuse_strict(tools: list[Tool]) -> None:
-    """Raises ApiError(400) if a function is strict, for a model whose own calls no schema can hold."""
+    """Raises ApiError(400) for a strict function."""
     for tool in tools:
         if tool.function.strict and tool.type == "function":
             raise bad_field(
@@ -216,7 +219,6 @@ def refuse_strict(tools: list[Tool]) -> None:
 
 
 def _call_schema(function: ToolFunction, definitions: dict[str, Any]) -> dict[str, Any]:
-    """`definitions`: of the root, grown by the function's own."""
     parameters, own = moved_schema(_parameters(function), namespace=function.name, field="tools", of=_named(function))
     definitions |= own
     return {

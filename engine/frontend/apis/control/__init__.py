@@ -1,1 +1,1 @@
-"""Control of a running worker: pause, weights, profiles, adapters, its role."""
+"""Control of a worker: pause, weights, profiles, adapters, role."""

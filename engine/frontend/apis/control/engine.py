@@ -1,6 +1,6 @@
-"""Control of a running engine: abort, flush, pause, weights, adapters, profiles.
+"""Abort, flush, pause, weights, adapters, profiles.
 
-Field names and defaults are SGLang's (`srt/managers/io_struct.py`).
+Names and defaults are SGLang's (`srt/managers/io_struct.py`).
 """
 
 from typing import Annotated, Any
@@ -32,8 +32,8 @@ from service.http.stream import json_response
 from service.security.keys import Access
 
 MODES = ("abort", "retract", "in_place", "block")
-UPDATE_TIMEOUT_S = 3600.0  # weights and adapters come from a disk, and running requests may finish first
-PROFILE_TIMEOUT_S = 300.0  # a long trace takes long to write
+UPDATE_TIMEOUT_S = 3600.0  # includes disk reads and running requests
+PROFILE_TIMEOUT_S = 300.0  # writing a long trace takes long
 MAX_VERSION_CHARS = 256
 
 
@@ -43,14 +43,14 @@ class AbortBody(msgspec.Struct, kw_only=True):
 
 
 class LeavingSample(msgspec.Struct):
-    """`rid`: the sample's name, as its stream said. `room`: in which its KV waits."""
+    """A sample that moves out. `rid`: its name in its stream. `room`: of its KV."""
 
     rid: Name
     room: Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
 
 
 class MoveOutBody(msgspec.Struct):
-    """`owner`: of the names; "": all without a key."""
+    """Samples to move out. `owner`: of the names, empty without key."""
 
     samples: list[LeavingSample]
     owner: Name = ""
@@ -72,7 +72,7 @@ class MemoryBody(msgspec.Struct, kw_only=True):
 
 
 class LoadBody(msgspec.Struct, kw_only=True):
-    """`pinned` has no effect: every loaded adapter stays on the device."""
+    """Body of an adapter load. `pinned` is ignored: loaded adapters stay on the device."""
 
     lora_name: str
     lora_path: str
@@ -103,7 +103,7 @@ async def flush_cache(request: web.BaseRequest) -> web.Response:
 
 
 async def abort_request(request: web.BaseRequest) -> web.Response:
-    """200 also for an id that is not running, as SGLang does, and for one of another key, which goes on."""
+    """200 also for an unknown id, as in SGLang, or another key's, which continues."""
     s = request[SERVICES]
     body = decode_body(await request.read() or b"{}", AbortBody)
     if body.abort_all:
@@ -112,7 +112,9 @@ async def abort_request(request: web.BaseRequest) -> web.Response:
         s.client.abort_all()
     elif body.rid:
         owner = None if may_end_any(request, s.gate) else owner_in(request)
-        is_whole = s.client.abort(body.rid, owner=owner) and owner is not None  # a name of all may be elsewhere, too
+        is_whole = (
+            s.client.abort(body.rid, owner=owner) and owner is not None
+        )  # a name without owner may be elsewhere, too
         if not is_whole and s.others is not None:
             await s.others.abort(body.rid, owner=owner)
     else:
@@ -121,7 +123,7 @@ async def abort_request(request: web.BaseRequest) -> web.Response:
 
 
 async def move_out(request: web.BaseRequest) -> web.Response:
-    """End streams of Tandem's router here, which places the rest at another worker. `moving`: the rids found; the others go on."""
+    """End streams that Tandem's router moves. `moving`: rids found."""
     s, data = request[SERVICES], await request.read()
     check_signed(request, data)
     body = decode_body(data, MoveOutBody)
@@ -136,7 +138,7 @@ async def move_out(request: web.BaseRequest) -> web.Response:
 
 
 async def pause_generation(request: web.BaseRequest) -> web.Response:
-    """200 once no step runs any more."""
+    """200 once no step runs."""
     body = decode_body(await request.read() or b"{}", PauseBody)
     mode = body.mode or "abort"
     if mode not in MODES:
@@ -153,7 +155,7 @@ async def continue_generation(request: web.BaseRequest) -> web.Response:
 
 
 async def update_weights_from_disk(request: web.BaseRequest) -> web.Response:
-    """200 once every later token comes from the new weights. 400 for a checkpoint that does not fit; then nothing changes."""
+    """200 once later tokens use the new weights; 400, unchanged, if they do not fit."""
     leaders = request[SERVICES].leaders
     body = decode_body(await request.read(), UpdateWeightsBody)
     if not body.model_path:
@@ -173,14 +175,14 @@ async def update_weights_from_disk(request: web.BaseRequest) -> web.Response:
 
 
 async def release_memory_occupation(request: web.BaseRequest) -> web.Response:
-    """200 once the memory is given back. 409 while requests live; then nothing changes."""
+    """200 once memory is released; 409, unchanged, with live requests."""
     leaders = request[SERVICES].leaders
     message = ReleaseMemory(leaders.mint_call_id(), await _tags(request))
     return _done(await leaders.control(message), released=leaders.released)
 
 
 async def resume_memory_occupation(request: web.BaseRequest) -> web.Response:
-    """200 once the memory is there again, weights as in their checkpoint."""
+    """200 once memory is restored, with the checkpoint's weights."""
     leaders = request[SERVICES].leaders
     message = ResumeMemory(leaders.mint_call_id(), await _tags(request))
     return _done(await leaders.control(message, timeout_s=UPDATE_TIMEOUT_S), released=leaders.released)
@@ -191,7 +193,7 @@ async def _tags(request: web.BaseRequest) -> tuple[str, ...]:
 
 
 async def load_lora_adapter(request: web.BaseRequest) -> web.Response:
-    """200 once requests may name the adapter. 400 for one that does not fit; then nothing changes."""
+    """200 once the adapter is usable; 400, unchanged, if it does not fit."""
     s = request[SERVICES]
     body = decode_body(await request.read(), LoadBody)
     if problem := name_problem(body.lora_name):
@@ -206,7 +208,7 @@ async def load_lora_adapter(request: web.BaseRequest) -> web.Response:
 
 
 async def unload_lora_adapter(request: web.BaseRequest) -> web.Response:
-    """200 once its requests have ended; new ones are refused at once."""
+    """200 once its requests have ended; new ones are rejected at once."""
     s = request[SERVICES]
     body = decode_body(await request.read(), UnloadBody)
     message = UnloadAdapter(s.leaders.mint_call_id(), body.lora_name)
@@ -215,7 +217,7 @@ async def unload_lora_adapter(request: web.BaseRequest) -> web.Response:
 
 
 async def start_profile(request: web.BaseRequest) -> web.Response:
-    """The answer names the trace file that /stop_profile (or the end of `num_steps`) writes."""
+    """The answer names the trace file of /stop_profile or `num_steps`."""
     leaders = request[SERVICES].leaders
     body = decode_body(await request.read() or b"{}", StartProfileBody)
     message = StartProfile(
@@ -245,7 +247,7 @@ async def stop_expert_record(request: web.BaseRequest) -> web.Response:
 
 
 async def dump_expert_record(request: web.BaseRequest) -> web.Response:
-    """The answer names the file, which --init-expert-location reads."""
+    """The answer names a file for --init-expert-location."""
     body = decode_body(await request.read() or b"{}", DumpExpertsBody)
     return await _record_experts(request, "dump", output_dir=body.output_dir or "")
 

@@ -1,4 +1,4 @@
-"""POST /switch_role: a prefill worker becomes a decode worker, or the reverse. Impossible switches are refused before a drain."""
+"""POST /switch_role; rejects impossible switches before draining."""
 
 import math
 
@@ -17,14 +17,14 @@ FIXED = "this worker keeps its role; only one that was started with --disaggrega
 
 
 class SwitchBody(msgspec.Struct, kw_only=True):
-    """`timeout`: seconds that running requests may go on; default: --drain-timeout."""
+    """Body of a switch. `timeout`: seconds for running requests, by default --drain-timeout."""
 
     role: str
     timeout: float | None = None
 
 
 async def switch_role(request: web.BaseRequest) -> web.Response:
-    """202 once the worker drains; /server_info shows the new role when it is done. 200: it has that role already."""
+    """202 once draining; /server_info shows the new role when done. 200 if unchanged."""
     s = request[SERVICES]
     body = decode_body(await request.read(), SwitchBody)
     if body.role not in ROLES:

@@ -1,6 +1,6 @@
-"""Body of POST /generate, and its fields that hold a value for each prompt. Pure.
+"""Body of POST /generate. Pure.
 
-Field names and defaults are SGLang's (`GenerateReqInput`, `srt/managers/io_struct.py`).
+Names and defaults are SGLang's (`GenerateReqInput`, `srt/managers/io_struct.py`).
 """
 
 from typing import Any
@@ -62,14 +62,14 @@ READER = BodyReader(
 
 
 def media_sources(body: GenerateBody, num_prompts: int, *, single: bool) -> list[list[MediaSource]]:
-    """The images and then the videos of each prompt. Raises ApiError(400)."""
+    """Images, then videos, of each prompt. Raises ApiError(400)."""
     images = _media_of("image_data", body.image_data, num_prompts, single=single)
     videos = _media_of("video_data", body.video_data, num_prompts, single=single)
     return [[*of_images, *of_videos] for of_images, of_videos in zip(images, videos, strict=True)]
 
 
 def _media_of(field: str, value: MediaData, num_prompts: int, *, single: bool) -> list[list[MediaSource]]:
-    """Return the media of each prompt. Of one prompt: one, or a list; of several: one for all, or a list with one, a list or null for each."""
+    """One or a list for one prompt; one for all, or one entry each for several."""
     is_video = field == "video_data"
     if not isinstance(value, list):
         return [_sources(field, value, is_video)] * num_prompts
@@ -111,7 +111,7 @@ def _one_logprob_options(
 
 
 def _token_id_lists(value: list[Any] | None, num_prompts: int, *, vocab_size: int) -> list[tuple[int, ...]]:
-    """`token_ids_logprob`, one list for all prompts or one for each (null: none there). Raises ApiError(400)."""
+    """Raises ApiError(400)."""
     if not value:
         return [()] * num_prompts
     lists, single = id_lists(value, field="token_ids_logprob")

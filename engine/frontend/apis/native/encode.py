@@ -1,4 +1,4 @@
-"""SGLang's POST /encode: the vectors of /v1/embeddings, one prompt or several. Its shape: `EmbeddingReqInput` in srt/managers/io_struct.py."""
+"""SGLang's POST /encode (`EmbeddingReqInput`): the vectors of /v1/embeddings."""
 
 import time
 from typing import Any

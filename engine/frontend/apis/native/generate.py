@@ -1,4 +1,4 @@
-"""SGLang's native POST /generate: text or token ids, one or many, cumulative streaming."""
+"""SGLang's POST /generate: text or token ids, cumulative streaming."""
 
 from collections.abc import Sequence
 
@@ -41,10 +41,10 @@ from service.http.caller_names import owner_in
 from service.http.errors import bad_field
 
 DEFAULT_NEW_TOKENS = 128
-PROMPT_TAIL_TOKENS = 32  # that may hold the beginning of the reasoning
+PROMPT_TAIL_TOKENS = 32  # may hold a reasoning marker
 INSIDE = "sampling_params."
 LIMIT = "sampling_params.max_new_tokens"
-PARAMS_BYTES = 2048  # of a body, that cost as much to read as parameters to check
+PARAMS_BYTES = 2048  # reading as much costs as much as checking parameters
 
 
 async def generate(request: web.BaseRequest) -> web.StreamResponse:
@@ -96,7 +96,6 @@ async def generate(request: web.BaseRequest) -> web.StreamResponse:
 
 
 async def _prompts(s: Services, body: GenerateBody) -> tuple[list[list[int]], list[list[ImageInput]], bool]:
-    """Ids and images of each prompt, and whether there is one alone."""
     if (body.text is None) == (body.input_ids is None):
         raise bad_field("text", "give either text or input_ids")
     field = "input_ids" if body.text is None else "text"
@@ -124,7 +123,7 @@ async def _prompt(s: Services, given: str | list[int], sources: list[MediaSource
 
 
 async def _all_params(s: Services, given: Sequence[SamplingBody]) -> list[SamplingParams]:
-    """Parameters of each prompt; those of one body are made once, and many beside the event loop. Raises ApiError(400)."""
+    """Built once each, many in a thread. Raises ApiError(400)."""
     distinct = {id(one): one for one in given}
     if sum(len(one.bad_words or ()) for one in distinct.values()) > MAX_SAMPLES:
         raise bad_field(INSIDE + "bad_words", f"at most {MAX_SAMPLES} words in one request; send fewer")
@@ -150,7 +149,7 @@ def _params(s: Services, p: SamplingBody) -> SamplingParams:
 
 
 def _after_reasoning(s: Services, body: GenerateBody, params: SamplingParams, prompt: list[int]) -> SamplingParams:
-    """The constraint begins behind the reasoning, and its tokens are bounded. Raises ApiError(400)."""
+    """Raises ApiError(400)."""
     format = needed_format(s, field="require_reasoning" if body.require_reasoning else "max_thinking_tokens")
     check_budget(s, body.max_thinking_tokens, field="max_thinking_tokens")
     tail = s.model.tokenizer.decode(prompt[-PROMPT_TAIL_TOKENS:], skip_special_tokens=False)

@@ -1,6 +1,7 @@
-"""SGLang's POST /v1/score: how probable each label token is behind a query and an item. Any model serves it; nothing is generated.
+"""SGLang's POST /v1/score: probabilities of label tokens after query and item.
 
-The shape is SGLang's `ScoringRequest` (srt/entrypoints/openai/protocol.py). A query and its item are one text, as there.
+The shape is SGLang's `ScoringRequest` (srt/entrypoints/openai/protocol.py); query and item are one
+text, as there.
 """
 
 import math
@@ -26,7 +27,10 @@ from service.http.stream import json_response
 
 
 class ScoreBody(AloneBody, kw_only=True):
-    """`query` and `items`: texts, or token ids both. `apply_softmax`: the labels of an item sum to 1."""
+    """Body of /v1/score.
+
+    `query` and `items`: texts, or token ids. `apply_softmax`: labels of an item sum to 1.
+    """
 
     label_token_ids: list[int] | None = None
     query: str | list[int] | None = None
@@ -70,7 +74,7 @@ def probabilities(logprobs: list[float]) -> list[float]:
 
 
 def shares(logprobs: list[float]) -> list[float]:
-    """Their softmax; equal shares where all are impossible."""
+    """Softmax, equal shares if all are impossible."""
     top = max(logprobs)
     weights = [1.0 if logprob == top else math.exp(logprob - top) for logprob in logprobs]
     return [weight / sum(weights) for weight in weights]
@@ -87,7 +91,7 @@ def _labels(body: ScoreBody, *, vocab_size: int) -> tuple[int, ...]:
 
 
 async def _joined(s: Services, body: ScoreBody) -> list[list[int]]:
-    """The prompts: the query before each item, or behind it. One that is too long is refused before the next is made."""
+    """A too long prompt is rejected before the next is made."""
     query, given = body.query, body.items
     if query is None:
         raise bad_field("query", "is missing")

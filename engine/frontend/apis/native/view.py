@@ -1,4 +1,4 @@
-"""How /generate shows samples: SGLang's answers and `meta_info`."""
+"""SGLang's answers of /generate."""
 
 import array
 import time
@@ -12,9 +12,9 @@ from engine.text.sample import TextOutput
 
 
 class NativeView:
-    """Every chunk shows its sample from the beginning, as SGLang's clients expect.
+    """Chunks show a sample from the start, as in SGLang.
 
-    `has_text`: False: token ids alone, as SGLang's servers without a tokenizer show. `texts`: beside logprobs.
+    `has_text`: false for token ids only, as in SGLang without tokenizer. `texts`: with logprobs.
     """
 
     def __init__(
@@ -133,9 +133,9 @@ def shown_finish(finish: FinishReason | None, num_tokens: int) -> dict[str, Any]
 
 
 def _speculation_info(counts: DraftCounts) -> dict[str, float]:
-    """SGLang's names. `spec_accept_length`: tokens of a decode step on average.
+    """SGLang's names. `spec_accept_length`: mean tokens per decode step.
 
-    Tokens that no decode step gave do not count: the first, those of a worker that was lost, and one behind each retraction.
+    Excludes tokens of prefill, of a lost worker, and one per retraction.
     """
     return {
         "spec_verify_ct": counts.steps,
@@ -147,7 +147,10 @@ def _speculation_info(counts: DraftCounts) -> dict[str, float]:
 
 
 def _hidden_state_lists(tokens: TokenOutput) -> list[Any]:
-    """[prompt][hidden], then [hidden] per later token, as in SGLang. Decode's answer lacks the first; the router adds it."""
+    """[prompt][hidden], then [hidden] per token, as in SGLang.
+
+    The router adds decode's missing first.
+    """
     later = [array.array("f", row).tolist() for row in tokens.hidden]
     if not tokens.input_hidden:
         return later

@@ -1,1 +1,1 @@
-"""Ollama's API: chats, prompts, and what its clients ask about models."""
+"""Ollama's API: chats, prompts, models."""

@@ -1,4 +1,4 @@
-"""POST /api/chat and /api/generate: body -> chat or completion -> view. Both stream by default."""
+"""POST /api/chat and /api/generate: body -> chat or completion -> view."""
 
 import time
 from functools import partial
@@ -46,7 +46,7 @@ async def chat(request: web.BaseRequest) -> web.StreamResponse:
 
 
 async def generate(request: web.BaseRequest) -> web.StreamResponse:
-    """Without a chat template every prompt is raw."""
+    """Prompts are raw without a chat template."""
     start_ns, s = time.monotonic_ns(), request[SERVICES]
     body = await GENERATE.read(request)
     with in_words_of(NAMES):

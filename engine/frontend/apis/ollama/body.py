@@ -1,4 +1,7 @@
-"""Bodies of /api/chat, /api/generate and /api/show. Pure. Source: https://github.com/ollama/ollama/blob/main/docs/api.md"""
+"""Bodies of /api/chat, /api/generate and /api/show. Pure.
+
+Source: https://github.com/ollama/ollama/blob/main/docs/api.md
+"""
 
 from typing import Any
 
@@ -11,8 +14,7 @@ from engine.frontend.apis.shared.other_apis import OwnFields, missing_in
 
 
 class Options(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """First those that sample, then other ways to sample, which are refused unless they are off; the rest says how Ollama's runner
-    uses a machine, or has no counterpart here: ignored."""
+    """Sampling options first, then unsupported ones, rejected unless off; the rest is ignored."""
 
     num_predict: int | None = None
     temperature: float | None = None
@@ -51,7 +53,10 @@ class Options(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class OllamaFields(OwnFields, kw_only=True):
-    """`format`: "json" or a JSON schema. `think`: whether to reason, or how much. `keep_alive` is ignored: the model stays."""
+    """Fields of both endpoints.
+
+    `format`: "json" or a JSON schema. `think`: reasoning, or its effort. `keep_alive` is ignored.
+    """
 
     model: str
     stream: bool | None = None
@@ -77,7 +82,7 @@ class OllamaChatBody(OllamaFields, kw_only=True):
 
 
 class OllamaGenerateBody(OllamaFields, kw_only=True):
-    """`raw`: the prompt is text for the model, not a message of the user."""
+    """Body of /api/generate. `raw`: do not apply the chat template."""
 
     prompt: str | None = None
     images: list[str] | None = None
@@ -86,7 +91,7 @@ class OllamaGenerateBody(OllamaFields, kw_only=True):
 
 
 class ShowBody(msgspec.Struct, kw_only=True):
-    """`name`: as older clients call it."""
+    """Body of /api/show. `name`: older clients' name of `model`."""
 
     model: str | None = None
     name: str | None = None

@@ -1,4 +1,4 @@
-"""GET /api/tags, /api/ps, /api/version and POST /api/show: the served model and its adapters, as Ollama describes models."""
+"""GET /api/tags, /api/ps, /api/version and POST /api/show."""
 
 import hashlib
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from service.http.errors import bad_field, decode_body
 from service.http.stream import json_response
 from service.model_names import untagged
 
-VERSION = "0.12.6"  # of Ollama whose API this is: clients look at it before they use a feature
+VERSION = "0.12.6"  # clients check it for features
 NEVER = "9999-12-31T23:59:59Z"  # when a model is unloaded
 _WEIGHTS = (".safetensors", ".gguf")
 
@@ -97,6 +97,5 @@ def _capabilities(s: Services) -> Iterator[str]:
 
 
 def _size(path: Path) -> int:
-    """Bytes of the weights."""
     files = [path] if path.is_file() else [file for file in path.glob("*") if file.suffix in _WEIGHTS]
     return sum(file.stat().st_size for file in files)

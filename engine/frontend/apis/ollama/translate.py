@@ -1,4 +1,4 @@
-"""Ollama's bodies as those of chats and completions. Pure."""
+"""Ollama's bodies as chats and completions. Pure."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ from service.model_names import untagged
 
 ROLES = ("system", "user", "assistant", "tool")
 EFFORTS = ("low", "medium", "high")
-_OFF = {"mirostat": 0, "tfs_z": 1, "typical_p": 1}  # what these options are when they change nothing
+_OFF = {"mirostat": 0, "tfs_z": 1, "typical_p": 1}  # values without effect
 _SAMPLED = ("temperature", "top_p", "min_p", "stop", "presence_penalty", "frequency_penalty")
 # Our names -> Ollama's, in errors.
 NAMES = {
@@ -33,7 +33,7 @@ NAMES = {
 
 
 def chat_of(body: OllamaChatBody) -> ChatBody:
-    """Raises ApiError(400) that names the field, as do the checks of the chat (`in_words_of(NAMES)`)."""
+    """Raises ApiError(400) that names the field, like checks in `in_words_of(NAMES)`."""
     messages = [_message(message, f"messages[{i}]") for i, message in enumerate(body.messages or [])]
     last = messages[-1] if messages else None
     return ChatBody(
@@ -46,7 +46,6 @@ def chat_of(body: OllamaChatBody) -> ChatBody:
 
 
 def prompted_chat_of(body: OllamaGenerateBody) -> ChatBody:
-    """A prompt that the chat template writes."""
     system = [ChatMessage(role="system", content=body.system)] if body.system else []
     messages = [*system, ChatMessage(role="user", content=_content(body.prompt, body.images, "images"))]
     return ChatBody(messages=messages, **_thinking(body.think), **_shared(body))
@@ -71,7 +70,7 @@ def _shared(body: OllamaFields) -> dict[str, Any]:
 
 
 def _sampling(options: Options) -> dict[str, Any]:
-    """Numbers that are not above 0 are Ollama's words for no limit of tokens, no top_k and a random seed."""
+    """In Ollama, numbers <= 0 mean no token limit, no top_k and a random seed."""
     for name, off in _OFF.items():
         if getattr(options, name) not in (None, off):
             message = "is not supported by this server; leave it out"
@@ -123,7 +122,6 @@ def _message(message: OllamaMessage, field: str) -> ChatMessage:
 
 
 def _content(text: str | None, images: list[str] | None, field: str) -> str | list[ContentPart] | None:
-    """The images, base64, come before the text."""
     if not images:
         return text
     parts: list[ContentPart] = [

@@ -1,4 +1,4 @@
-"""One answer as Ollama shows it: objects with what is new, the last one with counts and times; or that one alone. Pure but for the clock."""
+"""Ollama's answer: objects with increments, the last with counts and times."""
 
 import time
 from collections.abc import Callable
@@ -28,10 +28,10 @@ Show = Callable[[WholeAnswer], dict[str, Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class OllamaShape:
-    """The data of a view before the answer. `model`: as the client named it; `start_ns`: when its request came.
+    """How an answer is shown.
 
-    `show`: text, reasoning and calls, new or whole. `reader`: makes the reader of the parts; None: the text is the answer.
-    `mint_id`: the id of a call whose format has none.
+    `model`: as requested; `start_ns`: arrival. `show`: renders text, reasoning and calls. `reader`:
+    makes readers of parts, None for plain text. `mint_id`: of calls without id.
     """
 
     model: str
@@ -110,7 +110,7 @@ class OllamaView:
 
 
 def loaded(model: str, shown: dict[str, Any]) -> dict[str, Any]:
-    """The answer to a request without a prompt, which asks Ollama to load the model."""
+    """The answer without a prompt, which loads the model in Ollama."""
     return {**_head(model), **shown, "done": True, "done_reason": "load"}
 
 
@@ -136,7 +136,7 @@ def _head(model: str) -> dict[str, Any]:
 
 
 def _call(call: ToolCall) -> dict[str, Any]:
-    """Arguments too deep to be read become an empty object, which a client's type demands."""
+    """Arguments too deep to parse become an empty object, as clients require one."""
     function = {"name": call.name, "arguments": object_of(call.arguments.encode())}
     return {"id": call.id, "function": function}
 

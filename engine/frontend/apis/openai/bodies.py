@@ -1,4 +1,4 @@
-"""Body of /v1/completions, and the checks of its fields. Pure."""
+"""Body of /v1/completions, and its checks. Pure."""
 
 from engine.frontend.apis.shared.body_reader import BodyReader
 from engine.frontend.apis.shared.refused import COMPLETION

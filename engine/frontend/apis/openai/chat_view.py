@@ -1,4 +1,4 @@
-"""A chat's answer as OpenAI shows it, whole or in deltas. Pure, apart from the tokenizer's exact token bytes."""
+"""OpenAI's chat answers, whole or in deltas. Pure."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +14,10 @@ from engine.text.tokenizer import Tokenizer
 
 
 class ChatView(OpenAIView):
-    """`reader`: makes the reader of a sample's parts; None: its text is its content. `mint_id`: the id of a tool call."""
+    """Answer to one chat, whole or as chunks.
+
+    `reader`: makes readers of parts, None for plain text. `mint_id`: of tool calls.
+    """
 
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
@@ -35,7 +38,7 @@ class ChatView(OpenAIView):
         self._mint_id = mint_id
         self._begun: set[int] = set()
         self._customs = {tool.function.name for tool in body.tools or () if tool.type == "custom"}
-        self._custom_calls: set[tuple[int, int]] = set()  # begun in a stream: (sample, call)
+        self._custom_calls: set[tuple[int, int]] = set()  # started in a stream: (sample, call)
 
     def _choice(self, index: int, output: TextOutput) -> dict[str, Any]:
         message: dict[str, Any] = {
@@ -67,7 +70,7 @@ class ChatView(OpenAIView):
         return deltas
 
     def _attach(self, choice: dict[str, Any], extras: dict[str, Any]) -> None:
-        """SGLang's streams have hidden states in the delta."""
+        """SGLang streams hidden states in the delta."""
         if "hidden_states" in extras:
             choice["delta"]["hidden_states"] = extras.pop("hidden_states")
         super()._attach(choice, extras)
@@ -113,7 +116,7 @@ class ChatView(OpenAIView):
         return ending
 
     def _add_logprobs(self, deltas: list[dict[str, Any]], index: int, output: TextOutput) -> None:
-        """Add logprobs to the first delta of the chunk, or to a new one: text may come later than its tokens."""
+        """Add logprobs to the first delta, or a new one: text may lag behind its tokens."""
         first = next((d for d in deltas if "role" not in d["delta"]), None)
         if first is None:
             first = _delta(index, {"content": ""})

@@ -20,7 +20,7 @@ from engine.text.incremental import places_of
 
 @dataclass(frozen=True, kw_only=True)
 class CompletionPlan:
-    """`prompts`: as the body has them; `input_ids`: of each."""
+    """A checked completion. `prompts`: of the body; `input_ids`: of each."""
 
     prompts: list[str | list[int]]
     input_ids: list[list[int]]

@@ -1,4 +1,4 @@
-"""POST /v1/embeddings: one vector per prompt, its pooled hidden states. Not on decode workers; no KV stays."""
+"""POST /v1/embeddings: pooled hidden states; keeps no KV."""
 
 import array
 import base64
@@ -49,7 +49,10 @@ async def embeddings(request: web.BaseRequest) -> web.Response:
 
 
 def shortened(vector: "array.array[float]", dimensions: int | None, *, unit: bool) -> "array.array[float]":
-    """Its first `dimensions`, again of unit length if `unit` (Matryoshka, arXiv:2205.13147). Raises ApiError(400)."""
+    """The first `dimensions`, renormalized if `unit` (Matryoshka, arXiv:2205.13147).
+
+    Raises ApiError(400).
+    """
     if dimensions is None:
         return vector
     if not 0 < dimensions <= len(vector):

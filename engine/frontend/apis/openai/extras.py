@@ -1,4 +1,4 @@
-"""What a choice shows on request beside its text: token ids (vLLM's and SGLang's fields), the last hidden state (SGLang's). Pure."""
+"""Optional fields of a choice: token ids (vLLM, SGLang), last hidden state (SGLang). Pure."""
 
 import array
 from collections import defaultdict
@@ -10,13 +10,13 @@ from engine.text.sample import TextOutput
 
 
 class Extras:
-    """The extra fields of all samples. In a stream, token ids come with the next text, the prompt's at first, the hidden state at the end."""
+    """In a stream, ids come with the next text, hidden states last."""
 
     def __init__(self, body: RequestFields, prompts: Sequence[list[int]]) -> None:
         self._token_ids = bool(body.return_token_ids)
         self._hidden_states = bool(body.return_hidden_states)
-        self._prompts: dict[int, list[int]] = dict(enumerate(prompts))  # that no choice has shown
-        self._new: defaultdict[int, list[int]] = defaultdict(list)  # tokens likewise
+        self._prompts: dict[int, list[int]] = dict(enumerate(prompts))  # not shown yet
+        self._new: defaultdict[int, list[int]] = defaultdict(list)  # tokens not shown yet
         self._last: dict[int, bytes] = {}
 
     def add(self, index: int, output: TextOutput) -> None:
@@ -25,7 +25,6 @@ class Extras:
             self._last[index] = output.tokens.hidden[-1]
 
     def take(self, index: int, *, finished: bool) -> dict[str, Any]:
-        """The fields of the next choice of sample `index`."""
         shown: dict[str, Any] = {}
         if self._token_ids:
             shown["token_ids"] = self._new.pop(index, [])

@@ -1,6 +1,6 @@
-"""POST /v1/chat/completions/render and /v1/completions/render: what would be computed, as vLLM's bodies of /inference/v1/generate.
+"""POST /v1/chat/completions/render, /v1/completions/render: vLLM's /inference/v1/generate body.
 
-Routers read the token ids, to choose a worker by its prefix cache. Nothing is computed.
+Routers choose a worker by the token ids. Nothing is computed.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ _NAMES = {
     "no_stop_trim": "include_stop_str_in_output",
 }
 _GRAMMARS = {"json_schema": "json", "regex": "regex", "ebnf": "grammar", "structural_tag": "structural_tag"}
-_MADE = ("reasoning", "bad_token_ids")  # of fields that vLLM has as they came
+_MADE = ("reasoning", "bad_token_ids")  # vLLM has the original fields
 _AS_THEY_CAME = ("bad_words", "thinking_token_budget")
 
 
@@ -57,7 +57,6 @@ async def render_chat_completion(request: web.BaseRequest) -> web.Response:
 
 
 async def render_completion(request: web.BaseRequest) -> web.Response:
-    """A list, with an entry for each prompt."""
     s = request[SERVICES]
     body = await COMPLETIONS.read(request)
     plan = await plan_completion(s, body)
@@ -91,7 +90,6 @@ def _shared(body: RequestFields, model: str) -> dict[str, Any]:
 
 
 def _sampling(body: RequestFields, params: SamplingParams, logprobs: LogprobOptions | None) -> dict[str, Any]:
-    """vLLM's sampling parameters, without those that have their defaults."""
     named = {
         _NAMES.get(name, name): value
         for name, value in msgspec.to_builtins(params, str_keys=True).items()
@@ -105,7 +103,7 @@ def _sampling(body: RequestFields, params: SamplingParams, logprobs: LogprobOpti
 
 
 def _features(images: Sequence[ImageInput]) -> dict[str, Any] | None:
-    """Which images stand where in the prompt; without their pixels, as vLLM says it of images that its cache has."""
+    """Image places without pixels, as vLLM does for cached ones."""
     if not images:
         return None
     return {

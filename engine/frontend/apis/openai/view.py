@@ -1,4 +1,4 @@
-"""OpenAI's answers: chunks, bodies, usage; a completion's text and logprobs. Pure."""
+"""OpenAI's answers: chunks, bodies, usage; text completions with logprobs. Pure."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ def usage_of(counts: Counts) -> dict[str, Any]:
 
 
 class OpenAIView:
-    """The common part of the chat and completions views. `prompts`: of each sample, for `return_token_ids`. Subclasses show a whole sample (`_choice`) and choices of new chunks (`_deltas`)."""
+    """Base of chat and completion views. `prompts`: by sample, for `return_token_ids`."""
 
     object: str
     chunk_object: str
@@ -97,14 +97,14 @@ class OpenAIView:
 
 
 class Echo(NamedTuple):
-    """The text of a prompt before its answer, and where its tokens lie in it; empty: no echo, or no logprobs."""
+    """A prompt's text and its tokens' places."""
 
     text: str = ""
     spans: Sequence[Span] = ()
 
 
 class CompletionView(OpenAIView):
-    """`echoes`: of each sample. `has_text`: False: each chunk of a stream is without."""
+    """Answer to one completion. `echoes`: by sample. `has_text`: false for chunks without text."""
 
     object = "text_completion"
     chunk_object = "text_completion"
@@ -157,7 +157,7 @@ class _Columns:
 
 
 def _by_text(lp: TokenLogprob, text: str, top: list[str]) -> dict[str, float | None]:
-    """Alternatives by their text; of several with one text (parts of characters) the later ones by their id, in vLLM's words."""
+    """Alternatives by text; duplicates (parts of characters) by id, in vLLM's form."""
     shown: dict[str, float | None] = {}
     for other, (logprob, token_id) in zip(top, lp.top, strict=False):
         is_taken = other in shown or other == text
@@ -166,7 +166,7 @@ def _by_text(lp: TokenLogprob, text: str, top: list[str]) -> dict[str, float | N
 
 
 def _as_it_stands(text: str, seen: str) -> str:
-    """The first token of a text has no leading space, though the same token has one elsewhere."""
+    """The first token's text without the leading space it has elsewhere."""
     return seen if text == " " + seen else text
 
 

@@ -1,1 +1,1 @@
-"""Pairs of texts and classes: rerankers and classifiers, after vLLM, Cohere and Jina."""
+"""Rerankers and classifiers, in the forms of vLLM, Cohere and Jina."""

@@ -1,4 +1,4 @@
-"""POST /classify, vLLM's: the class of each text, and how probable each class is. One label has a probability of its own."""
+"""vLLM's POST /classify: classes of texts, and probabilities."""
 
 import math
 import time
@@ -55,7 +55,7 @@ async def classify(request: web.BaseRequest) -> web.Response:
 
 
 def class_shares(logits: list[float]) -> list[float]:
-    """Their softmax, or the sigmoid of one alone."""
+    """Softmax, or the sigmoid of a single logit."""
     values = [0.0, *logits] if len(logits) == 1 else logits
     top = max(values)
     weights = [math.exp(value - top) for value in values]

@@ -1,6 +1,6 @@
-"""How relevant a text is to a query, 0 to 1: by a classifier of one label, or by the answer "yes" of Qwen3-Reranker.
+"""Relevance of a text to a query: a one-label classifier, or Qwen3-Reranker's "yes".
 
-The prompt of the latter: https://huggingface.co/Qwen/Qwen3-Reranker-0.6B. A classifier reads the query and the text behind it.
+Prompt: https://huggingface.co/Qwen/Qwen3-Reranker-0.6B.
 """
 
 import math
@@ -34,7 +34,7 @@ _QUESTION = (
 
 
 class PairBody(AloneBody, kw_only=True):
-    """The common fields of bodies with pairs. `instruct`: the instruction of Qwen3-Reranker."""
+    """Common fields. `instruct`: Qwen3-Reranker's instruction."""
 
     instruct: str | None = None
     user: str | None = None
@@ -42,7 +42,7 @@ class PairBody(AloneBody, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """`scores`: of each pair. `name`, `model`: what the answer shows."""
+    """Result of judging pairs. `scores`: per pair. `name`, `model`: for the answer."""
 
     scores: list[float]
     name: str
@@ -58,7 +58,7 @@ async def judge(
     fields: tuple[str, str],
     prefix: str,
 ) -> Judged:
-    """Scores of `pairs` (query, text), which came in `fields` of the body. Raises ApiError(400, 404)."""
+    """Score `pairs` (query, text) from `fields` of the body. Raises ApiError(400, 404)."""
     s = request[SERVICES]
     check_computes_prompts(s)
     check_num_samples(len(pairs), 1, field=fields[1])
@@ -82,12 +82,10 @@ async def judge(
 
 
 def question(query: str, text: str, instruction: str) -> str:
-    """Qwen3-Reranker's prompt."""
     return _QUESTION.format(instruction=instruction, query=query, text=text)
 
 
 async def _joined(s: Services, pairs: Sequence[tuple[str, str]], *, fields: tuple[str, str]) -> list[list[int]]:
-    """Token ids of each query and its text, with the special tokens that the checkpoint has for pairs."""
     queries = list(dict.fromkeys(query for query, _ in pairs))
     found = await fitting_texts(s, queries, field=fields[0], add_special_tokens=False)
     asked = dict(zip(queries, found, strict=True))
@@ -108,7 +106,7 @@ def _check_one_label(s: Services) -> None:
 
 
 def _yes_no(s: Services) -> tuple[int, int]:
-    """Ids of "yes" and "no" in a model that reads the prompt above. Raises ApiError(404)."""
+    """Ids of "yes" and "no". Raises ApiError(404) if the model cannot read the prompt."""
     tokenizer = s.model.tokenizer
     found = [tokenizer.encode(text, add_special_tokens=False) for text in (*_YES_NO, *_MARKS)]
     if s.model.head.kind != "tokens" or any(len(ids) != 1 for ids in found):
@@ -122,7 +120,7 @@ def _yes_no(s: Services) -> tuple[int, int]:
 
 
 def _sigmoid(x: float) -> float:
-    """Return the sigmoid, also of infinite differences of logprobs; 0.5 if both answers are impossible."""
+    """The sigmoid, also of infinities; 0.5 if both answers are impossible."""
     if math.isnan(x):
         return 0.5
     return 1.0 / (1.0 + math.exp(-x)) if x >= 0 else math.exp(max(x, -700.0)) / (1.0 + math.exp(max(x, -700.0)))

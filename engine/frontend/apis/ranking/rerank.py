@@ -1,4 +1,4 @@
-"""POST /v1/rerank: documents in the order of their relevance to a query. The shape is Cohere's, Jina's and vLLM's; `instruct` is SGLang's."""
+"""POST /v1/rerank: documents by relevance, as in Cohere, Jina and vLLM (`instruct`: SGLang)."""
 
 from typing import Any
 
@@ -16,7 +16,10 @@ class Document(msgspec.Struct):
 
 
 class RerankBody(PairBody, kw_only=True):
-    """`top_n`: how many of the best to return; all by default. `return_documents`: with their texts, as by default."""
+    """Body of a rerank.
+
+    `top_n`: best ones to return, default all. `return_documents`: include texts (default).
+    """
 
     query: str
     documents: list[str | Document]

@@ -1,4 +1,4 @@
-"""POST /score, vLLM's: how relevant text_2 is to text_1. SGLang's scores of label tokens are /v1/score."""
+"""vLLM's POST /score: relevance of text_2 to text_1. SGLang's is /v1/score."""
 
 import time
 
@@ -11,7 +11,7 @@ from service.http.stream import json_response
 
 
 class PairScoreBody(PairBody, kw_only=True):
-    """`text_1`: one text, which goes with each of `text_2`, or as many as these."""
+    """`text_1`: one for all of `text_2`, or one each."""
 
     text_1: str | list[str]
     text_2: str | list[str]

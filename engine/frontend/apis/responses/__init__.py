@@ -1,1 +1,1 @@
-"""OpenAI's Responses API: a body becomes a chat, and the chat's answer items and typed events."""
+"""OpenAI's Responses API, as a chat with items and typed events."""

@@ -1,6 +1,6 @@
-"""Body of /v1/responses, and the checks of its own fields; those that a chat has as well are the chat's to check. Pure.
+"""Body of /v1/responses, and checks of its own fields. Pure.
 
-OpenAI's reference: https://platform.openai.com/docs/api-reference/responses/create
+https://platform.openai.com/docs/api-reference/responses/create
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from engine.frontend.apis.shared.request import RequestFields, check_range
 from service.http.errors import bad_field
 
 LOGPROBS = "message.output_text.logprobs"
-# Of `include`: parts of built-in tools, images and encrypted reasoning, which no answer of ours has.
+# `include` values for built-in tools, images and encrypted reasoning, always empty here.
 _EMPTY_INCLUDES = (
     *("file_search_call.results", "web_search_call.results", "web_search_call.action.sources"),
     *("message.input_image.image_url", "computer_call_output.output.image_url", "code_interpreter_call.outputs"),
@@ -26,7 +26,7 @@ SUMMARIES = ("auto", "concise", "detailed")
 VERBOSITIES = ("low", "medium", "high")
 MODES = ("auto", "required")
 MAX_METADATA, MAX_KEY_CHARS, MAX_VALUE_CHARS = 16, 64, 512
-# Fields that a chat has, and what this API has instead.
+# Chat fields and their replacement here.
 MOVED = {
     "max_tokens": "use max_output_tokens",
     "response_format": "use text.format",
@@ -45,7 +45,7 @@ _REFUSED = {
 
 
 class Part(msgspec.Struct, kw_only=True):
-    """A part of a message, a tool's output, or reasoning. The last fields say nothing to a model."""
+    """A part of a message, tool output, or reasoning. The last fields are ignored."""
 
     type: str
     text: str | None = None
@@ -58,7 +58,7 @@ class Part(msgspec.Struct, kw_only=True):
 
 
 class Item(msgspec.Struct, kw_only=True):
-    """Any item; which fields count depends on `type` (None: a message). The last ones say nothing to a model."""
+    """An item; `type` decides which fields count, default a message. The last ones are ignored."""
 
     type: str | None = None
     id: str | None = None
@@ -83,7 +83,7 @@ class ResponseTool(msgspec.Struct, kw_only=True):
 
 
 class ResponseToolChoice(msgspec.Struct, kw_only=True):
-    """A function by `name`, or (allowed_tools) `mode` and those of `tools` that may be called."""
+    """A function by `name`, or (allowed_tools) `mode` and the allowed `tools`."""
 
     type: str
     name: str | None = None
@@ -111,7 +111,7 @@ class Reasoning(msgspec.Struct, kw_only=True):
 
 
 class ResponseBody(RequestFields, kw_only=True):
-    """`history`: the items before `input`, from a router that keeps conversations; with it this server stores nothing."""
+    """Body of /v1/responses. `history`: earlier items, from a router that stores conversations."""
 
     input: str | list[Item]
     history: list[Item] | None = None

@@ -1,4 +1,4 @@
-"""A response's body as a chat's: one chat does everything that either API can. Pure."""
+"""A response's body as a chat's. Pure."""
 
 from engine.frontend.apis.chat.body import ChatBody, ChatMessage
 from engine.frontend.apis.chat.tools import ChosenFunction, Tool, ToolChoice, ToolFunction
@@ -18,7 +18,7 @@ from service.http.errors import bad_field
 
 _NOT_SHARED = frozenset(("response_format", "stream_options", "max_tokens", "rid", "n"))
 _SHARED = tuple(name for name in RequestFields.__struct_fields__ if name not in _NOT_SHARED)
-# What a chat's errors name, and what this API calls it.
+# Names in a chat's errors -> names here.
 NAMES = {
     ".function.": ".",
     "response_format.json_schema": "text.format",
@@ -89,7 +89,6 @@ def _choice(choice: str | ResponseToolChoice | None) -> str | ToolChoice | None:
 
 
 def _allowed(choice: ResponseToolChoice, tools: list[Tool]) -> tuple[list[Tool], str]:
-    """The model sees those tools alone."""
     if choice.mode not in MODES:
         raise bad_field("tool_choice.mode", f"{choice.mode!r} is not one of {', '.join(MODES)}")
     named = [_tool(tool, f"tool_choice.tools[{i}]").function.name for i, tool in enumerate(choice.tools or [])]

@@ -1,4 +1,4 @@
-"""POST /v1/responses: body -> chat -> plan -> view; and what is stored of it."""
+"""POST /v1/responses: body -> chat -> plan -> view, and its storage."""
 
 from contextlib import nullcontext
 from functools import partial
@@ -47,12 +47,10 @@ async def create_response(request: web.BaseRequest) -> web.StreamResponse:
 
 
 class _Keeper:
-    """Stores one response for its owner."""
-
     def __init__(
         self, s: Services, book: LocalBook, conversation: Conversation, *, owner: str, names_owner: str
     ) -> None:
-        """`names_owner`: of its id among the names of requests."""
+        """`names_owner`: of its id among request names."""
         self._client, self._book, self._owner, self._names_owner = s.client, book, owner, names_owner
         self._conversation = conversation.to_keep()
 
@@ -69,8 +67,8 @@ class _Keeper:
 
 
 async def _keeper(request: web.BaseRequest, s: Services, body: ResponseBody) -> _Keeper | None:
-    """Open the conversation that the body continues. None: the answer is not stored here. Raises ApiError(400)."""
-    if body.history is not None:  # a router keeps it
+    """Open the continued conversation, unless stored elsewhere. Raises ApiError(400)."""
+    if body.history is not None:  # a router stores it
         return None
     if s.responses is None:
         _refuse_stored(body, s.spec.mode)
@@ -123,4 +121,4 @@ async def _truncated(s: Services, chat: ChatBody) -> ChatPlan:
 
 
 def _nothing(response: dict[str, Any]) -> None:
-    """It is stored elsewhere, or nowhere."""
+    """Stored elsewhere."""

@@ -1,6 +1,6 @@
-"""Items of a conversation as messages of a chat. Pure.
+"""Conversation items as chat messages. Pure.
 
-An assistant's turn is several items (reasoning, text, calls) and one message, as chat templates want it.
+An assistant's items (reasoning, text, calls) become one message.
 """
 
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 
 
 def messages_of(items: Iterable[Item], *, field: str) -> list[ChatMessage]:
-    """`field`: of the body, that holds the items; errors name it. Raises ApiError(400)."""
+    """`field`: of the items, for errors. Raises ApiError(400)."""
     messages: list[ChatMessage] = []
     for index, item in enumerate(items):
         _add(messages, item, f"{field}[{index}]")
@@ -24,7 +24,7 @@ def messages_of(items: Iterable[Item], *, field: str) -> list[ChatMessage]:
 
 
 def check_calls(messages: list[ChatMessage]) -> None:
-    """Every tool output answers a call before it: else a part of the conversation is missing. Raises ApiError(400)."""
+    """Raises ApiError(400) for a tool output without an earlier call."""
     known: set[Any] = set()
     for message in messages:
         known.update(call["id"] for call in message.tool_calls or ())
@@ -78,7 +78,7 @@ def _add_message(messages: list[ChatMessage], item: Item, field: str) -> None:
 
 
 def _add_reasoning(messages: list[ChatMessage], item: Item, field: str) -> None:
-    """Its text, else its summary; encrypted reasoning of other servers says nothing to this one."""
+    """Text, else summary; encrypted reasoning is ignored."""
     parts = item.content or item.summary or []
     text = parts if isinstance(parts, str) else "".join(p.text or "" for p in parts)
     if text:
@@ -87,7 +87,7 @@ def _add_reasoning(messages: list[ChatMessage], item: Item, field: str) -> None:
 
 
 def _begun_turn(messages: list[ChatMessage]) -> ChatMessage:
-    """The assistant's message for reasoning or text: one that has no text, or calls without results, which belong to one answer."""
+    """The assistant message to extend: without text, or with calls that have no results."""
     last = messages[-1] if messages else None
     if last is None or last.role != "assistant" or (last.content is not None and not last.tool_calls):
         messages.append(ChatMessage(role="assistant"))
@@ -95,7 +95,6 @@ def _begun_turn(messages: list[ChatMessage]) -> ChatMessage:
 
 
 def _turn(messages: list[ChatMessage]) -> ChatMessage:
-    """The assistant's message for a call: the last one, with any content."""
     if not messages or messages[-1].role != "assistant":
         messages.append(ChatMessage(role="assistant"))
     return messages[-1]

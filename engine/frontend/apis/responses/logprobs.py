@@ -1,6 +1,6 @@
-"""Which tokens' logprobs belong to which text of an answer that is also reasoning and calls. Pure.
+"""Assigns tokens' logprobs to texts among reasoning and calls. Pure.
 
-Parts keep their text, not their tokens: a token belongs to the text in which its own lies, or begins.
+A token belongs to the text in which its own text lies or starts.
 """
 
 from collections import deque
@@ -10,16 +10,19 @@ from engine.text.incremental import Span
 
 
 class TextLogprobs:
-    """The logprobs of one answer: `feed` its text and tokens as they come, `take` those of each text in order. `only_text`: it has no other parts."""
+    """Logprobs of each text: `feed` text and tokens, `take` its logprobs.
+
+    `only_text`: no other parts.
+    """
 
     def __init__(self, *, only_text: bool) -> None:
         self._only_text = only_text
         self._text = ""
-        self._taken = 0  # up to where texts were taken
+        self._taken = 0  # position up to which texts were taken
         self._waiting: deque[tuple[Span, dict[str, Any]]] = deque()
 
     def feed(self, text: str, logprobs: list[dict[str, Any]], spans: list[Span]) -> None:
-        """`spans`: of the tokens, in the whole text."""
+        """`spans`: of tokens in the whole text."""
         self._text += text
         self._waiting.extend(zip(spans, logprobs, strict=False))
 
@@ -36,7 +39,6 @@ class TextLogprobs:
         return taken
 
     def rest(self) -> list[dict[str, Any]]:
-        """Return the logprobs whose text has not come."""
         rest = [logprob for _, logprob in self._waiting]
         self._waiting.clear()
         return rest

@@ -1,7 +1,9 @@
-"""The parts of an answer as output items, and the events that build them. Pure.
+"""Output items of an answer, and their events. Pure.
 
-output_item.added, content_part.added, *_text.delta..., *_text.done, content_part.done, output_item.done       text, reasoning
-output_item.added, function_call_arguments.delta..., function_call_arguments.done, output_item.done            a call
+output_item.added, content_part.added, *_text.delta..., *_text.done, content_part.done,
+  output_item.done                                      text, reasoning
+output_item.added, function_call_arguments.delta..., function_call_arguments.done,
+  output_item.done                                      a call
 """
 
 from typing import Any
@@ -14,16 +16,16 @@ Event = dict[str, Any]
 
 
 class OutputItems:
-    """`items`: those that have begun, as they are now. `mint_id`: the `call_id` of a call whose format has none."""
+    """Output items so far (`items`). `mint_id`: the `call_id` of calls without id."""
 
     def __init__(self, response_id: str, *, mint_id: MintId) -> None:
         self.items: list[dict[str, Any]] = []
         self._response_id = response_id
         self._mint_id = mint_id
-        self._open: str | None = None  # the type of the last item, while it grows
+        self._open: str | None = None  # type of the growing last item
 
     def add(self, part: Part, logprobs: list[dict[str, Any]]) -> list[Event]:
-        """`logprobs`: of the tokens of a `PlainText`."""
+        """`logprobs`: of a `PlainText`'s tokens."""
         match part:
             case ReasoningText(text):
                 return [*self._begin_unless("reasoning"), *self._grow(text, [])]
@@ -37,13 +39,13 @@ class OutputItems:
                 return [self._event("response.function_call_arguments.delta", delta=text)]
 
     def add_logprobs(self, logprobs: list[dict[str, Any]]) -> list[Event]:
-        """Add the logprobs of tokens without text at the answer's end; a call's and the reasoning's are not shown."""
+        """Add logprobs of final tokens without text; not after calls or reasoning."""
         if self.items and self._open != "message":
             return []
         return [*self._begin_unless("message"), *self._grow("", logprobs)]
 
     def end(self, *, complete: bool) -> list[Event]:
-        """The last item is incomplete if the answer is. An answer of nothing is an empty message."""
+        """End the last item; an empty answer is an empty message."""
         begun = [] if self.items else self._begin("message")
         return begun + self._close("completed" if complete else "incomplete")
 

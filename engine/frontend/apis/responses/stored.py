@@ -1,4 +1,4 @@
-"""Routes of stored responses at a worker that clients talk to themselves."""
+"""Stored responses of a standalone worker."""
 
 from collections.abc import Awaitable, Callable
 

@@ -1,4 +1,4 @@
-"""`truncation: auto`: a conversation that is too long for the context loses its oldest turns, never its instructions."""
+"""`truncation: auto`: drops the oldest turns, never instructions."""
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -11,14 +11,16 @@ from service.http.errors import ApiError
 
 @dataclass(frozen=True)
 class Turns:
-    """`head`: leading system messages, which stay. `starts`: where a conversation may begin instead: at a user's message."""
+    """The conversation by turns.
+
+    `head`: leading system messages, kept. `starts`: possible starts, at user messages.
+    """
 
     messages: list[ChatMessage]
     head: int
     starts: list[int]
 
     def without(self, dropped: int) -> list[ChatMessage]:
-        """The messages without the first `dropped` turns."""
         return self.messages[: self.head] + self.messages[self.starts[dropped - 1] :] if dropped else self.messages
 
 
@@ -28,7 +30,7 @@ def turns_of(messages: list[ChatMessage]) -> Turns:
 
 
 async def truncated(turns: Turns, plan: Callable[[list[ChatMessage]], Awaitable[ChatPlan]], *, room: int) -> ChatPlan:
-    """The plan with the fewest turns dropped whose prompt has at most `room` tokens; with one turn if none has."""
+    """Drop the fewest turns to fit `room`, at most all but one."""
     best = await _fitting(turns.messages, plan, room)
     low, high = 1, len(turns.starts)
     if best is not None:
@@ -45,7 +47,6 @@ async def truncated(turns: Turns, plan: Callable[[list[ChatMessage]], Awaitable[
 async def _fitting(
     messages: list[ChatMessage], plan: Callable[[list[ChatMessage]], Awaitable[ChatPlan]], room: int
 ) -> ChatPlan | None:
-    """The plan of these messages; None: their prompt has more than `room` tokens."""
     try:
         found = await plan(messages)
     except ApiError as error:

@@ -1,6 +1,6 @@
-"""A response as JSON, whole or as a sequence of typed events. Pure, apart from the tokenizer's exact token bytes.
+"""A response as JSON or typed events. Pure.
 
-Both come from the same items: a whole answer is one long chunk whose events are dropped.
+A whole answer is one long chunk whose events are dropped.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from engine.text.tokenizer import Tokenizer
 
 
 class ResponseView:
-    """`on_done` receives the final response. `mint_id`: the id of a call."""
+    """Events of one response. `on_done` gets the final response. `mint_id`: of calls."""
 
     def __init__(
         self,
@@ -123,7 +123,6 @@ def usage_of(counts: Counts) -> dict[str, Any]:
 
 
 def _echo(body: ResponseBody, plan: ChatPlan) -> dict[str, Any]:
-    """Return the request's fields with the values in effect."""
     text = body.text
     return {
         "background": False,
@@ -152,7 +151,6 @@ def _echo(body: ResponseBody, plan: ChatPlan) -> dict[str, Any]:
 
 
 def _given(struct: msgspec.Struct | None) -> dict[str, Any]:
-    """Its fields that are set."""
     return {} if struct is None else _without_none(msgspec.to_builtins(struct))
 
 

@@ -1,1 +1,1 @@
-"""What several APIs share: fields of bodies, constraints, models, streams."""
+"""Shared by several APIs: fields, constraints, models, streams."""

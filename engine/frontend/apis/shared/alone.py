@@ -1,4 +1,4 @@
-"""Prompts that the worker of prompts answers alone: embeddings and scores. No decode worker takes part, nothing is transferred."""
+"""Requests that prefill workers answer: embeddings and scores."""
 
 import array
 import asyncio
@@ -24,16 +24,19 @@ from service.http.errors import ApiError, bad_field
 from service.http.json_bounds import MOST_VALUES
 
 NOTHING_NEW = SamplingParams(max_new_tokens=0, temperature=0.0, seed=0)
-TURN_PROMPTS = 64  # sent at once: other requests have their turn behind them
-TURN_PROMPTS_ON_CPU = 16  # a prompt costs 20 ms there, however short
-TURN_CHUNK = 8192  # tokens of a step where prompts are not cut
-LEAST_TIMEOUT_S = 0.001  # for what is left when the time is over: the engine says so
+TURN_PROMPTS = 64  # sent at once, so that other requests get in between
+TURN_PROMPTS_ON_CPU = 16  # any prompt takes at least 20 ms there
+TURN_CHUNK = 8192  # tokens of a step without chunks
+LEAST_TIMEOUT_S = 0.001  # when no time is left: the engine reports the timeout
 ONE_TOKEN = SamplingParams(max_new_tokens=1, temperature=0.0, seed=0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prompts:
-    """`name`: of the whole request; `namespaces`: of each prompt. `dp_rank`: that the client names. `model`: as answers show it."""
+    """Prompts of one request.
+
+    `name`: of the request; `namespaces`: per prompt; `dp_rank`: from the client.
+    """
 
     ids: list[list[int]]
     name: str
@@ -52,8 +55,6 @@ class Prompts:
 
 
 class AloneBody(msgspec.Struct, kw_only=True):
-    """The common fields of bodies of such prompts."""
-
     model: str | None = None
     rid: str | None = None
     lora_path: str | None = None
@@ -66,7 +67,7 @@ class AloneBody(msgspec.Struct, kw_only=True):
 async def prompts_in(
     request: web.BaseRequest, body: AloneBody, given: str | Sequence[str | int | list[int]], *, field: str, prefix: str
 ) -> Prompts:
-    """Return the prompts of `field`, one or several. `prefix`: of a name where the body has none. Raises ApiError(400, 404)."""
+    """Return the prompts of `field`. `prefix`: of a generated name. Raises ApiError(400, 404)."""
     s = request[SERVICES]
     several = prompts_of(given, field=field)  # type: ignore[arg-type]
     check_num_samples(len(several), 1, field=field)
@@ -74,7 +75,7 @@ async def prompts_in(
 
 
 def named_prompts(request: web.BaseRequest, body: AloneBody, ids: list[list[int]], *, prefix: str) -> Prompts:
-    """Prompts of token ids. Raises ApiError(400, 404)."""
+    """Raises ApiError(400, 404)."""
     s = request[SERVICES]
     model = choose_model(s, body.model, body.lora_path)
     return Prompts(
@@ -93,7 +94,7 @@ def check_computes_prompts(s: Services) -> None:
 
 
 async def fitting_ids(s: Services, prompts: Sequence[str | list[int]], *, field: str, room: int = 0) -> list[list[int]]:
-    """Token ids of prompts, all texts or all ids; the context holds each, with `room` more. Raises ApiError(400)."""
+    """All text or all ids, each with `room` left. Raises ApiError(400)."""
     if not isinstance(prompts[0], str):
         return fitting_lists(s, cast(Sequence[list[int]], prompts), field=field, room=room)
     return fitting_lists(
@@ -104,7 +105,7 @@ async def fitting_ids(s: Services, prompts: Sequence[str | list[int]], *, field:
 async def fitting_texts(
     s: Services, texts: Iterable[str], *, field: str, room: int = 0, add_special_tokens: bool = True
 ) -> list[list[int]]:
-    """Token ids of texts, each of which fits; the texts behind one that does not are not made. Raises ApiError(400)."""
+    """Stop at the first text that does not fit. Raises ApiError(400)."""
     most = s.context_length - room
     try:
         return await s.encode_all(texts, field=field, add_special_tokens=add_special_tokens, most=most)
@@ -113,7 +114,7 @@ async def fitting_texts(
 
 
 def fitting_lists(s: Services, lists: Iterable[list[int]], *, field: str, room: int = 0) -> list[list[int]]:
-    """Lists of token ids, each of which fits, and which are not too many together. Raises ApiError(400)."""
+    """Check lists of token ids, each and in total. Raises ApiError(400)."""
     found, num_tokens = list[list[int]](), 0
     for ids in lists:
         if len(ids) + room > s.context_length:
@@ -126,13 +127,13 @@ def fitting_lists(s: Services, lists: Iterable[list[int]], *, field: str, room: 
 
 
 async def embed(request: web.BaseRequest, prompts: Prompts) -> list[TextOutput]:
-    """Answers for `vector_of`."""
+    """Return answers for `vector_of`."""
     s = request[SERVICES]
     return await _pooled(request, prompts, s.spec.engine.embedding_pooling or s.model.head.pooling)
 
 
 async def label_logits(request: web.BaseRequest, prompts: Prompts) -> list[list[float]]:
-    """Return for each prompt the logits of a classifier's labels."""
+    """A classifier's label logits per prompt."""
     return [vector_of(answer).tolist() for answer in await _pooled(request, prompts, "labels")]
 
 
@@ -159,14 +160,13 @@ def vector_of(answer: TextOutput) -> "array.array[float]":
 
 
 def size_of(answers: Sequence[TextOutput]) -> int:
-    """Bytes of their vectors."""
     return sum(len(hidden) for answer in answers for hidden in answer.tokens.hidden[-1:])
 
 
 async def next_logprobs(
     request: web.BaseRequest, prompts: Prompts, *, token_ids: tuple[int, ...], priority: int
 ) -> list[list[float]]:
-    """Return for each prompt the logprobs of these tokens as its next one. Raises ApiError(404) where the model has no head for them."""
+    """Logprobs of `token_ids` as each prompt's next token. Raises ApiError(404) without head."""
     check_generates(request[SERVICES])
     requests = [
         GenerateRequest(
@@ -187,7 +187,7 @@ async def next_logprobs(
 
 
 async def _answers(request: web.BaseRequest, prompts: Prompts, requests: list[GenerateRequest]) -> list[TextOutput]:
-    """Answers of all samples. They are sent in turns, so that a request of thousands does not stand before all others' in the queue."""
+    """Send batches, so that thousands of samples do not block other requests."""
     s, time_s = request[SERVICES], asyncio.get_running_loop().time
     timeout_s, answers = s.timeout_of(request), list[TextOutput]()
     end_s = None if timeout_s is None else time_s() + timeout_s
@@ -204,7 +204,7 @@ async def _answers(request: web.BaseRequest, prompts: Prompts, requests: list[Ge
 def turns_of(
     requests: Sequence[GenerateRequest], *, most_prompts: int, most_tokens: int
 ) -> Iterator[list[GenerateRequest]]:
-    """Samples that are sent at once: at most `most_prompts`, of `most_tokens` together, but one at least."""
+    """Batches of at most `most_prompts` and `most_tokens`, at least one sample each."""
     turn, num_tokens = list[GenerateRequest](), 0
     for request in requests:
         num_tokens += len(request.input_ids)
@@ -216,7 +216,6 @@ def turns_of(
 
 
 def _turn_tokens(s: Services) -> int:
-    """A step of prompts for each rank, and those that wait while it computes."""
     chunk, depth = (s.leaders.info.get(name) for name in ("chunked_prefill_size", "overlap_depth"))
     steps = depth if isinstance(depth, int) else 1
     return steps * s.leaders.num_ranks * (chunk if isinstance(chunk, int) and chunk > 0 else TURN_CHUNK)

@@ -1,7 +1,7 @@
-"""Reads bodies: each field is known, or refused because it changes answers in a way that is not served here, or ignored by name.
+"""Request bodies: fields are known, rejected because unsupported, or ignored by name.
 
-A body of known fields alone is decoded once, by a type that forbids others; the names of one that is not are looked at. So are
-the objects in some of its fields, such as `tools` (inner_fields.py).
+A strict type decodes most bodies; names are checked only if that fails, also inside fields such as
+`tools` (inner_fields.py).
 """
 
 import difflib
@@ -32,7 +32,7 @@ FOR_THE_ROUTER = frozenset({"session_id", "routing_key", "bootstrap_pair_key"})
 
 @dataclass(frozen=True, slots=True)
 class Unserved:
-    """A field of SGLang, vLLM or OpenAI that is not served. `harmless`: values that ask for nothing."""
+    """An unsupported field. `harmless`: values without effect."""
 
     remedy: str
     harmless: tuple[Any, ...] = EMPTY
@@ -40,10 +40,11 @@ class Unserved:
 
 @dataclass(frozen=True, kw_only=True)
 class BodyReader(Generic[T]):
-    """`looked_into`: fields whose objects may have unknown fields, which are ignored by their paths.
+    """Decodes bodies and reports unknown fields.
 
-    `inside`: a field that holds an object or a list of them, whose fields must all be known; its type and refused fields.
-    `keep`: keeps ignored fields that the chat template reads (body, its JSON, ignored fields, names in the template); returns the others.
+    `looked_into`: fields whose inner unknown fields are ignored by path. `inside`: a field whose
+    inner fields must be known. `keep`: takes (body, its JSON, ignored fields, names in the
+    template); keeps what the template reads, returns the others.
     """
 
     body: type[T]
@@ -74,7 +75,7 @@ class BodyReader(Generic[T]):
         return body
 
     def decode(self, data: bytes, names: Collection[str] = ()) -> tuple[T, list[str]]:
-        """The body, and the names of its fields that are ignored. `names`: those in the chat templates. Raises ApiError(400)."""
+        """Return the body and its ignored fields. Raises ApiError(400)."""
         try:
             return decode_body(data, self.strict), []
         except ApiError:
@@ -99,7 +100,7 @@ class BodyReader(Generic[T]):
 
 
 async def beside_loop(request: web.BaseRequest, work: Callable[[], R]) -> R:
-    """The result of `work` on the values of a body that was read; of a long one a thread does it."""
+    """Run `work` on a body's values, in a thread if the body is long."""
     return await BODIES.run(work, size=len(await request.read()))
 
 
@@ -110,7 +111,7 @@ class Inside:
     refused: Mapping[str, Unserved]
 
     def check(self, raw: msgspec.Raw | None) -> None:
-        """Raises ApiError(400) for a field that is refused or unknown."""
+        """Raises ApiError(400) for a rejected or unknown field."""
         value = None if raw is None else decode_or_none(raw, dict[str, msgspec.Raw] | list[dict[str, msgspec.Raw]])
         known = _names(self.type)
         for fields in value if isinstance(value, list) else [value or {}]:

@@ -1,4 +1,4 @@
-"""Constraints on an answer: `response_format` (OpenAI's, and SGLang's structural_tag), and SGLang's plain fields. Pure."""
+"""Constraints of answers: `response_format` and SGLang's fields. Pure."""
 
 import contextlib
 import json
@@ -20,14 +20,14 @@ FORMATS = ("text", "json_object", "json_schema", "structural_tag")
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """`field`: the part of the body that set it; errors name it."""
+    """A constraint of the output. `field`: of the body, for errors."""
 
     spec: GrammarSpec
     field: str
 
 
 class GrammarFields(msgspec.Struct, kw_only=True):
-    """SGLang's plain fields; a schema may be text or JSON."""
+    """SGLang's fields; a schema may be text or JSON."""
 
     json_schema: str | dict[str, Any] | None = None
     regex: str | None = None
@@ -36,7 +36,7 @@ class GrammarFields(msgspec.Struct, kw_only=True):
 
 
 class JsonSchemaFormat(msgspec.Struct, kw_only=True):
-    """A schema is enforced, `strict` or not; a strict one has closed objects on every server."""
+    """Enforced even if not `strict`; strict closes objects."""
 
     schema: dict[str, Any] | bool | None = None
     name: str | None = None
@@ -45,7 +45,7 @@ class JsonSchemaFormat(msgspec.Struct, kw_only=True):
 
 
 class ResponseFormat(msgspec.Struct, kw_only=True):
-    """`structures` and `triggers` belong to structural_tag (SGLang)."""
+    """The format of the output. `structures` and `triggers`: of structural_tag (SGLang)."""
 
     type: str
     json_schema: JsonSchemaFormat | None = None
@@ -54,7 +54,7 @@ class ResponseFormat(msgspec.Struct, kw_only=True):
 
 
 def plain_constraint(fields: GrammarFields, *, inside: str = "") -> Constraint | None:
-    """The one grammar field that is set. Raises ApiError(400) when there are several. `inside`: prefix of the name."""
+    """The grammar field that is set. Raises ApiError(400) if several. `inside`: name prefix."""
     given = [(kind, value) for kind in GRAMMAR_KINDS if (value := getattr(fields, kind)) is not None]
     if not given:
         return None
@@ -83,20 +83,20 @@ def format_constraint(format: ResponseFormat | None) -> Constraint | None:
 
 
 def closed_schema(schema: Any, *, field: str, of: str = "") -> Any:
-    """Return a strict schema: closed, under any server default. `of`: the part of the field, for errors. Raises ApiError(400)."""
+    """The closed schema. `of`: part of the field, for errors. Raises ApiError(400)."""
     with _schema_refused(schema, field, of):
         return closed(schema)
 
 
 def moved_schema(schema: Any, *, namespace: str, field: str, of: str) -> tuple[Any, dict[str, Any]]:
-    """Return the schema for a place below another root, and the `$defs` which that root must hold. Raises ApiError(400)."""
+    """The schema for use below another root, and its `$defs`. Raises ApiError(400)."""
     with _schema_refused(schema, field, of):
         return moved(schema, namespace=namespace)
 
 
 @contextlib.contextmanager
 def _schema_refused(schema: Any, field: str, of: str) -> Iterator[None]:
-    """A schema far too long for a grammar is refused before it is walked."""
+    """Reject an overlong schema before walking it."""
     try:
         if len(msgspec.json.encode(schema)) > MAX_CHAR_BYTES * MAX_GRAMMAR_CHARS:
             raise bad_field(field, f"{of}must have at most {MAX_GRAMMAR_CHARS} characters")
@@ -115,5 +115,4 @@ def only_one(*constraints: Constraint | None) -> Constraint | None:
 
 
 def as_text(value: Any) -> str:
-    """A schema may come as text or as JSON."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""Fields that several bodies share: sampling, prompts, limits. An optional field may be an explicit null."""
+"""Body fields: sampling, prompts, limits. Optional fields may be null."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -23,15 +23,15 @@ from engine.text.tokenizer import TooManyTokens
 from service.aside import BODIES
 from service.http.errors import ApiError, bad_field
 
-MAX_SAMPLES = 4096  # of one request
+MAX_SAMPLES = 4096  # per request
 MAX_STREAM_INTERVAL = 1 << 20
 MAX_PRIORITY = 2**31 - 1
 CONTEXT_EXCEEDED = "context_length_exceeded"  # error code
-MAX_BAD_WORD_CHARS = 8192  # of all: they are tokenized at once
+MAX_BAD_WORD_CHARS = 8192  # in total: they are tokenized at once
 
 
 class SamplingFields(GrammarFields, kw_only=True):
-    """OpenAI's sampling fields and those that SGLang and vLLM add."""
+    """Sampling fields of OpenAI, SGLang and vLLM."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -66,7 +66,7 @@ def build_sampling(
     constraint: Constraint | None = None,
     reasoning: ReasoningGate | None = None,
 ) -> SamplingParams:
-    """Checked parameters. `defaults` (the checkpoint's) replace what the body leaves open. Raises ApiError(400, 404)."""
+    """`defaults`: the checkpoint's. Raises ApiError(400, 404)."""
     check_generates(s)
     grammar: dict[str, Any] = {} if constraint is None else {constraint.spec.kind: constraint.spec.source}
     if constraint is not None:
@@ -107,7 +107,7 @@ def _allowed_ids(fields: SamplingFields) -> tuple[int, ...]:
 
 
 def _bad_ids(s: Services, fields: SamplingFields) -> tuple[tuple[int, ...], ...]:
-    """The token sequences that spell each bad word, at the beginning of a text and behind a space."""
+    """Token sequences of bad words, with and without a leading space."""
     found: dict[tuple[int, ...], None] = {}
     if fields.bad_words and len(fields.bad_words) > MAX_BAD_WORDS:
         raise bad_field("bad_words", f"at most {MAX_BAD_WORDS} words, got {len(fields.bad_words)}")
@@ -129,7 +129,7 @@ def _several(value: str | list[str] | None) -> tuple[str, ...]:
 
 
 def refuse(body: msgspec.Struct, unsupported: tuple[str, ...], *, inside: str = "") -> None:
-    """Raise ApiError(400) for the first of these fields that is set (not null, false, 0, "", [] or {})."""
+    """Raise ApiError(400) for the first of these fields that is truthy."""
     for name in unsupported:
         if getattr(body, name):
             raise bad_field(
@@ -138,21 +138,21 @@ def refuse(body: msgspec.Struct, unsupported: tuple[str, ...], *, inside: str = 
 
 
 def check_stream_interval(value: int | None, *, field: str = "stream_interval") -> int | None:
-    """Tokens between two messages of a stream; None: the server's. Raises ApiError(400)."""
+    """Raises ApiError(400)."""
     if value is not None and not 1 <= value <= MAX_STREAM_INTERVAL:
         raise bad_field(field, f"must be between 1 and {MAX_STREAM_INTERVAL}, got {value}")
     return value
 
 
 def check_priority(value: int | None) -> int:
-    """Check the range of a priority, which only --enable-priority-scheduling reads. Raises ApiError(400)."""
+    """Raises ApiError(400)."""
     if value is not None and not -MAX_PRIORITY <= value <= MAX_PRIORITY:
         raise bad_field("priority", f"must be between {-MAX_PRIORITY} and {MAX_PRIORITY}, got {value}")
     return value or 0
 
 
 def check_hidden_states(s: Services, wanted: bool | None) -> bool:
-    """Raises ApiError(400) where the server does not return them."""
+    """Raises ApiError(400) if the server does not return them."""
     if wanted and not s.spec.engine.enable_return_hidden_states:
         raise bad_field(
             "return_hidden_states",
@@ -170,7 +170,7 @@ def check_num_samples(num_prompts: int, n: int, *, field: str) -> None:
 
 
 def prompts_of(value: str | list[str | int | list[int]], *, field: str) -> list[str | list[int]]:
-    """One prompt or several, each a text or token ids, not empty. Raises ApiError(400)."""
+    """One or several prompts, texts or token ids. Raises ApiError(400)."""
     kinds = {str} if isinstance(value, str) else set(map(type, value))
     if len(kinds) > 1:
         raise bad_field(field, "must be a string, a list of strings, a list of token ids or a list of such lists")
@@ -182,7 +182,7 @@ def prompts_of(value: str | list[str | int | list[int]], *, field: str) -> list[
 
 
 def each(field: str, value: Any, num_prompts: int) -> list[Any]:
-    """The value for each prompt, of a field that has one for all or a list. Raises ApiError(400)."""
+    """One value per prompt, from one or a list. Raises ApiError(400)."""
     if not isinstance(value, list):
         return [value] * num_prompts
     if len(value) != num_prompts:
@@ -191,7 +191,7 @@ def each(field: str, value: Any, num_prompts: int) -> list[Any]:
 
 
 def id_lists(value: list[Any], *, field: str) -> tuple[list[list[int]], bool]:
-    """The lists of token ids in a field, and whether it holds one list alone. Raises ApiError(400) for a mixture."""
+    """Lists of token ids, and whether only one was given. Raises ApiError(400) for a mixture."""
     kinds = set(map(type, value))
     if kinds <= {int}:
         return [value], True
@@ -227,7 +227,7 @@ async def prompt_ids(
     add_special_tokens: bool = True,
     fits: bool = True,
 ) -> list[int]:
-    """`prompts_ids` of one prompt. `fits`: it is an error if the context does not hold it. Raises ApiError(400)."""
+    """`fits`: require that the context holds it. Raises ApiError(400)."""
     (ids,) = await prompts_ids(
         s, [prompt], field=field, limit_field=limit_field, add_special_tokens=add_special_tokens, fits=fits
     )
@@ -243,9 +243,9 @@ async def prompts_ids(
     add_special_tokens: bool = True,
     fits: bool = True,
 ) -> list[list[int]]:
-    """Token ids of prompts, all texts or all ids, checked. `limit_field`: that errors about their length name, if it is another.
+    """Tokenize and check prompts, all text or all ids. Raises ApiError(400).
 
-    A text that the context cannot hold is refused before it is tokenized, if its length alone says so. Raises ApiError(400).
+    `limit_field`: for length errors. Texts too long by characters are rejected early.
     """
     most = s.context_length - 1 if fits else None
     if isinstance(prompts[0], str):
@@ -270,7 +270,10 @@ def fit_to_context(
     field: str,
     cut: bool = False,
 ) -> SamplingParams:
-    """`params` with max_new_tokens set. Unset (or `cut`): up to the context; more than fits is ApiError(400)."""
+    """Set a missing (or with `cut` too large) max_new_tokens to the context's rest.
+
+    Raises ApiError(400) if it does not fit.
+    """
     taken = positions_taken(num_prompt_tokens, images)
     room = context_length - taken
     wanted = params.max_new_tokens
@@ -292,7 +295,7 @@ def _no_room(field: str, what: str, *, context_length: int) -> ApiError:
 
 
 def too_long(field: str, what: str, *, context_length: int) -> ApiError:
-    """A request that the context cannot hold. Clients know it by its code, or by how OpenAI's message begins."""
+    """OpenAI's message and code."""
     return ApiError(
         400,
         f"This model's maximum context length is {context_length} tokens. However, {what}. "

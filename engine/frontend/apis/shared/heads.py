@@ -1,4 +1,4 @@
-"""What a model's head can do: generate, or name a class."""
+"""Checks of the model's head."""
 
 from engine.frontend.services import Services
 from service.http.errors import ApiError

@@ -1,4 +1,4 @@
-"""Bodies on a worker without a tokenizer (--skip-tokenizer-init): a field that holds text, or asks for it, is refused by name."""
+"""Rejects body fields that need text, without tokenizer (--skip-tokenizer-init)."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -17,14 +17,14 @@ SHAPE = "allowed_token_ids and logit_bias shape an answer by token ids"
 
 
 class _Rule(NamedTuple):
-    """`asks`: whether a value needs a tokenizer. `remedy`: what to do instead."""
+    """A field's remedy. `asks`: whether a value needs a tokenizer."""
 
     asks: Callable[[Any], bool]
     remedy: str
 
 
 def check_ids_only(s: Services, body: msgspec.Struct) -> None:
-    """Raise ApiError(400) for the first field that needs a tokenizer where there is none."""
+    """Raise ApiError(400) for the first field that needs a tokenizer."""
     if not s.model.has_text:
         _check(body, inside="")
 
@@ -44,7 +44,7 @@ def _is_given(value: Any) -> bool:
 
 
 def _is_text(value: Any) -> bool:
-    """Whether a prompt is text; token ids and lists of them are not. Handlers refuse an empty one."""
+    """True if a prompt is text; handlers reject empty ones."""
     if isinstance(value, list):
         return any(map(_is_text, value))
     return isinstance(value, msgspec.Struct) or (isinstance(value, str) and bool(value))
@@ -58,7 +58,7 @@ def _constrains(value: ResponseFormat | None) -> bool:
     return value is not None and value.type != "text"
 
 
-# By field, for any body; fields of the prompt come first.
+# For any body; prompt fields first.
 _RULES = {
     **dict.fromkeys(("documents", "text_1", "text_2"), _Rule(_is_given, PAIRS)),
     **dict.fromkeys(("input", "prompt", "query", "items"), _Rule(_is_text, IDS)),

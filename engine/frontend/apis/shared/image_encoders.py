@@ -1,4 +1,4 @@
-"""The encoder workers of a prompt's images, as the router names them."""
+"""Encoder workers of a prompt's images, from the router."""
 
 from collections.abc import Sequence
 
@@ -11,10 +11,10 @@ from service.http.image_encoders import ENCODERS_HEADER, ImageEncoder, read_head
 
 
 def with_image_encoders(request: web.BaseRequest, requests: list[GenerateRequest]) -> list[GenerateRequest]:
-    """Return `requests`, which name the encoder of each of their images.
+    """Add encoders to `requests`.
 
-    A header that no router of this cluster has written is ignored, and so is a worker that may not be dialled: this worker encodes the
-    image. What is one video for the router may be several images of the model: the last ones have the last encoder.
+    Unsigned headers and disallowed workers are ignored: this worker encodes. If the router counts
+    fewer images, the last ones use the last encoder.
     """
     value, spec = request.headers.get(ENCODERS_HEADER), request[SERVICES].spec
     if value is None or spec.mode == "decode":
@@ -36,7 +36,7 @@ def _source(encoder: ImageEncoder) -> FeatureSource:
 
 
 def _num_earlier(requests: Sequence[GenerateRequest]) -> list[int]:
-    """Count for each request the images of earlier prompts of the body. The samples of a prompt share its list of them."""
+    """Images of earlier prompts, per request. Samples of a prompt share its list."""
     counts, earlier = list[int](), 0
     for before, request in zip((None, *requests), requests, strict=False):
         if before is not None and request.images is not before.images:

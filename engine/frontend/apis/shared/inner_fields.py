@@ -1,6 +1,6 @@
-"""Fields inside the objects of a body, such as `stream_options.foo`: types that forbid unknown ones, and their paths. Pure.
+"""Unknown fields inside body objects, such as `stream_options.foo`. Pure.
 
-What a type leaves open (`dict`, `Any`: a JSON schema, arguments) is free: nothing in it is looked at.
+Open types (`dict`, `Any`) are not checked.
 """
 
 import types
@@ -14,12 +14,12 @@ from service.http.json_depth import decode_or_none
 
 
 def strict(body: type[msgspec.Struct], inside: Collection[str] = ()) -> Any:
-    """`body`, but unknown fields are errors, and in its fields `inside`."""
+    """`body` without unknown fields, also in its fields `inside`."""
     return _strict(body, lambda field: field.name in inside, ())
 
 
 def _strict(body: type[msgspec.Struct], is_meant: Callable[[FieldInfo], bool], above: tuple[type, ...]) -> Any:
-    """`above`: the structs that hold it. One that holds itself is strict twice, not for ever."""
+    """`above`: structs that contain it; recursion is strict twice."""
     fields = []
     if above.count(body) < 2:
         for field in filter(is_meant, msgspec.structs.fields(body)):
@@ -37,8 +37,7 @@ def _strict_type(type_: Any, above: tuple[type, ...]) -> Any:
 
 
 def unknown_inside(raw: msgspec.Raw, type_: Any, path: str) -> list[str]:
-    """Paths of the fields that `type_` does not have, each once; `[]` stands for any place of a list. Nulls, which SDKs write for what
-    they have not, ask for nothing."""
+    """Paths of unknown fields, `[]` for list items. Nulls of SDKs are ignored."""
     return list(dict.fromkeys(_unknown(decode_or_none(raw), type_, path)))
 
 

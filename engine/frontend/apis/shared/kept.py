@@ -1,4 +1,4 @@
-"""A stream of which this worker keeps what its client has, for a router that asks when the connection broke (service/http/reconnect.py)."""
+"""Retained streams: a router resumes them after a broken connection (service/http/reconnect.py)."""
 
 import asyncio
 import secrets
@@ -16,7 +16,7 @@ from service.http.stream import REQUEST_ID, json_response
 
 
 def open_kept(request: web.BaseRequest, generation: Generation, begun: Begun | None) -> StreamLog | None:
-    """Begin to keep a stream of server-sent events; None: no router asks for it. Raises ApiError(403)."""
+    """Retain an SSE stream, if a router requests it. Raises ApiError(403)."""
     if begun is None or KEEP_HEADER not in request.headers:
         return None
     s = request[SERVICES]
@@ -33,7 +33,7 @@ def open_kept(request: web.BaseRequest, generation: Generation, begun: Begun | N
 
 
 def keep_of(header: str, secret: bytes | None) -> Keep:
-    """Read what a router asks to keep. Raises ApiError(403) where no router of this cluster has written it."""
+    """Raises ApiError(403) if unsigned."""
     signature, _, text = header.partition(" ")
     keep: Keep | None = decode_or_none(text.encode(), Keep)
     if keep is None or not is_signed(signature, secret, text.encode()):
@@ -42,24 +42,23 @@ def keep_of(header: str, secret: bytes | None) -> Keep:
 
 
 def head_of(begun: Begun, resume: Resume | None) -> bytes:
-    """Return the frames before those of this worker: with what another worker had said."""
+    """Frames before this worker's."""
     return begin_frame(begun) if resume is None else known_frames(resume)
 
 
 def log_of(generation: Generation, *, keep: Keep, tag: str, request_id: str, head: bytes) -> StreamLog:
-    """Begin the log of a stream, whose generation ends once its client asks for the rest."""
+    """A client that fetches the rest ends the generation."""
     return StreamLog(tag=tag, request_id=request_id, keep=keep, head=head, end=lambda: generation.fail(_taken()))
 
 
 def end_kept(request: web.BaseRequest, stream: StreamLog) -> None:
-    """The stream has ended, or its connection broke."""
     kept, loop = request[SERVICES].kept, asyncio.get_running_loop()
     kept.ended(stream, loop.time())
     loop.call_later(stream.keep.window_s, lambda: kept.forget_old(loop.time()))
 
 
 async def kept_stream(request: web.BaseRequest) -> web.Response:
-    """Answer a router. Raises ApiError: 403 for another caller, 404 for a stream that is not known here."""
+    """Answer a router. Raises ApiError: 403 for another caller, 404 for an unknown stream."""
     s, data = request[SERVICES], await request.read()
     check_signed(request, data)
     question = decode_body(data, KeptQuestion)

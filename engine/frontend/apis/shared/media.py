@@ -1,4 +1,4 @@
-"""Images and videos of a request of any API: from the parts that name them to the prompt that holds them."""
+"""Images and videos of a request, from parts to prompt."""
 
 from collections.abc import MutableMapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -16,18 +16,18 @@ if TYPE_CHECKING:
 
 TEXT_ALONE = "this model reads text alone; leave it out, or serve a model that sees images (docs/models.md)"
 
-MOST_TOKENS = 1 << 20  # of the images of a conversation that is cut to fit
+MOST_TOKENS = 1 << 20  # of the images of a truncated conversation
 
 
 class Prompt(NamedTuple):
-    """`images`: in their places in `ids`."""
+    """Tokens of a prompt. `images`: at their places in `ids`."""
 
     ids: list[int]
     images: list[ImageInput]
 
 
 def loader_for(s: Services, sources: Sequence[MediaSource]) -> "ImageLoader":
-    """Raises ApiError(400) for a model without vision, which names the first of `sources`."""
+    """Raises ApiError(400) for a text model, naming the first of `sources`."""
     if s.images is None:
         raise bad_field(sources[0].field, TEXT_ALONE, code="unsupported_parameter")
     return s.images
@@ -36,7 +36,7 @@ def loader_for(s: Services, sources: Sequence[MediaSource]) -> "ImageLoader":
 async def load_media(
     s: Services, sources: Sequence[MediaSource], known: MutableMapping[MediaSource, LoadedMedia] | None = None
 ) -> list[LoadedMedia]:
-    """`known`: those that the request has loaded before, in another try of its prompt. Raises ApiError(400) that names the part."""
+    """`known`: loaded in an earlier try. Raises ApiError(400)."""
     loader = loader_for(s, sources)
     if known is None:
         return await loader.load(sources, most_tokens=s.context_length)
@@ -56,7 +56,7 @@ async def media_prompt(
     add_special_tokens: bool = True,
     fits: bool = True,
 ) -> Prompt:
-    """Put what was loaded into its places. Other parameters: as `prompt_ids`. Raises ApiError(400) where their number differs."""
+    """Insert loaded media; see `prompt_ids`. Raises ApiError(400) if their number differs."""
     assert s.images is not None, "nothing was loaded without it"
     marks = s.model.marks
     if isinstance(prompt, str):

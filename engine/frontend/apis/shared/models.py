@@ -1,4 +1,4 @@
-"""Which model a request names: the served one, or a LoRA adapter of it. `model: "BASE:ADAPTER"` is SGLang's."""
+"""The model or LoRA adapter of a request; "BASE:ADAPTER" is SGLang's form."""
 
 from typing import NamedTuple
 
@@ -9,14 +9,14 @@ OFF = "this server was started without --enable-lora"
 
 
 class Chosen(NamedTuple):
-    """`shown`: the name in answers; `lora`: the adapter's ("": the model alone)."""
+    """The model of a request. `shown`: in answers; `lora`: adapter, empty for the base model."""
 
     shown: str
     lora: str
 
 
 def choose_model(s: Services, model: str | None, lora_path: str | None) -> Chosen:
-    """The model that both fields name together. Raises ApiError: 404 for one that is not served here."""
+    """The model that both fields name. Raises ApiError, 404 if unknown."""
     named = _adapter_in(s, model)
     if named and lora_path and named != lora_path:
         raise bad_field("lora_path", f"is {lora_path!r}, and model names the adapter {named!r}; leave one out")

@@ -1,4 +1,4 @@
-"""Which part of the prefix cache the prompts of a body may share: `cache_salt` (vLLM, SGLang) and `extra_key` (SGLang). Pure."""
+"""Prefix cache namespaces: `cache_salt` (vLLM, SGLang), `extra_key` (SGLang). Pure."""
 
 from typing import Protocol
 
@@ -6,7 +6,7 @@ from engine.frontend.apis.shared.fields import each
 from service.http.errors import bad_field
 from service.kv_events import MAX_NAMESPACE_CHARS, namespace_of
 
-PerPrompt = str | list[str | None] | None  # one for all prompts, or one for each
+PerPrompt = str | list[str | None] | None  # one for all prompts, or one each
 
 
 class NamespaceFields(Protocol):
@@ -15,7 +15,7 @@ class NamespaceFields(Protocol):
 
 
 def namespaces_of(body: NamespaceFields, num_prompts: int) -> list[tuple[str, ...]]:
-    """The namespace of each prompt. Raises ApiError(400)."""
+    """Raises ApiError(400)."""
     if body.cache_salt is None and body.extra_key is None:
         return [()] * num_prompts
     salts, keys = (_checked(name, getattr(body, name), num_prompts) for name in ("cache_salt", "extra_key"))

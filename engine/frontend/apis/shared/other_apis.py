@@ -1,4 +1,4 @@
-"""What the bodies of other companies' APIs have in common: our own fields beside theirs, and errors in their words. Pure."""
+"""Bodies of other companies' APIs: our extra fields, errors in their terms. Pure."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,8 +13,6 @@ from service.http.errors import ApiError
 
 
 class OwnFields(msgspec.Struct, kw_only=True):
-    """Fields of ours that any body may hold."""
-
     rid: str | None = None
     priority: int | None = None
     lora_path: str | None = None
@@ -29,12 +27,11 @@ class OwnFields(msgspec.Struct, kw_only=True):
 
 
 def own_fields(body: OwnFields) -> dict[str, Any]:
-    """Return the fields for the ChatBody that the body becomes."""
     return {name: getattr(body, name) for name in OwnFields.__struct_fields__}
 
 
 def missing_in(body: type[msgspec.Struct], chat: BodyReader[Any], remedy: str) -> dict[str, Unserved]:
-    """Fields that a chat has, or refuses, and that `body` has not: no wish is dropped in silence."""
+    """Chat fields absent in `body`, to reject instead of ignoring them."""
     only_there = {
         name: Unserved(remedy, (*EMPTY, 1) if name == "n" else EMPTY) for name in sorted(chat.body.__struct_fields__)
     }
@@ -44,7 +41,7 @@ def missing_in(body: type[msgspec.Struct], chat: BodyReader[Any], remedy: str) -
 
 @contextmanager
 def in_words_of(names: Mapping[str, str]) -> Iterator[None]:
-    """ApiErrors from inside name fields as the API's clients wrote them. `names`: parts of our names -> theirs, in this order."""
+    """Rename fields in ApiErrors. `names`: parts of our names -> theirs, in order."""
     try:
         yield
     except ApiError as error:

@@ -1,4 +1,4 @@
-"""Where a prompt's prefix is cached, as the router names it to a prefill worker."""
+"""The cached prefix of a prompt, from the router to a prefill worker."""
 
 import msgspec
 from aiohttp import web
@@ -9,9 +9,9 @@ from service.http.prefix_source import PREFIX_HEADER, read_header
 
 
 def with_prefix_source(request: web.BaseRequest, requests: list[GenerateRequest]) -> list[GenerateRequest]:
-    """Return `requests`; the samples of the first prompt, which the router went by, name the worker that has its prefix.
+    """Add the prefix source to samples of the first prompt.
 
-    A header that no router of this cluster has written is ignored, and so is a worker that may not be dialled: the prompt is computed.
+    Unsigned headers and disallowed workers are ignored.
     """
     value = request.headers.get(PREFIX_HEADER)
     if value is None or not requests:

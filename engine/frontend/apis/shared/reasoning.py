@@ -1,4 +1,4 @@
-"""Reasoning that the engine must follow: up to the constraint behind it, or up to a budget."""
+"""Reasoning that the engine tracks for a constraint or a budget."""
 
 from engine.frontend.services import Services
 from engine.sampling_params import ReasoningGate
@@ -11,7 +11,7 @@ def reasoning_format(s: Services) -> ReasoningFormat | None:
 
 
 def needed_format(s: Services, *, field: str) -> ReasoningFormat:
-    """Return the reasoning format for a field that needs one. Raises ApiError(400)."""
+    """Raises ApiError(400) without one."""
     format = reasoning_format(s)
     if format is None:
         raise bad_field(field, "this server was started without --reasoning-parser", code="unsupported_parameter")
@@ -36,10 +36,10 @@ def check_budget(s: Services, budget: int | None, *, field: str) -> None:
 def gate_of(
     format: ReasoningFormat, opening: Opening, *, budget: int | None, is_constrained: bool
 ) -> ReasoningGate | None:
-    """None where the engine need not look."""
+    """None if the engine need not track it."""
     if opening is Opening.CLOSED or not (is_constrained or budget is not None):
         return None
-    if format.answer:  # the marker of the answer comes, reasoning or not
+    if format.answer:  # the answer's marker always comes
         opening = Opening.OPEN
     return ReasoningGate(
         start=format.start, end=format.before_answer, forced=format.way_out, opening=opening.value, budget=budget

@@ -1,7 +1,4 @@
-"""Fields of SGLang, vLLM and OpenAI that change answers in a way that is not served here, and what to do instead.
-
-`body_reader.py` refuses them by name, so that no wish is dropped in silence. Each API adds its own.
-"""
+"""Unsupported fields, with remedies (see `body_reader.py`)."""
 
 from engine.frontend.apis.shared.body_reader import EMPTY, Unserved
 
@@ -11,7 +8,7 @@ NO_AUDIO = "audio is not served here: leave it out, or send what is said as text
 NO_BEAMS = "leave it out; n gives several answers"
 SESSIONS = "send the whole conversation each time; session_id keeps requests on one worker"
 
-NOT_EVEN_0 = (None,)  # which asks for something
+NOT_EVEN_0 = (None,)  # 0 has an effect
 
 SAMPLING = {
     "beam_width": Unserved(NO_BEAMS, (*EMPTY, 1)),

@@ -1,4 +1,4 @@
-"""What a request for samples says beside its prompt: model, limits, streaming, where its two halves meet. Pure."""
+"""Request fields except the prompt. Pure."""
 
 import msgspec
 

@@ -1,4 +1,4 @@
-"""A stream that may go on at another worker (service/http/resume.py): what this worker writes for the router, and an answer that goes on here."""
+"""Streams that may continue on another worker (service/http/resume.py)."""
 
 import base64
 import hashlib
@@ -43,7 +43,7 @@ _unpack = msgspec.msgpack.Decoder(list[TokenLogprob]).decode
 
 
 class MintedIds:
-    """Ids that are unguessable, and the same at a worker where the answer goes on: of a secret salt, in the order of minting."""
+    """Unguessable ids that another worker can repeat, from a secret salt, in order."""
 
     def __init__(self, salt: str) -> None:
         self.salt = salt
@@ -59,7 +59,10 @@ _IDS: web.RequestKey[MintedIds] = web.RequestKey("minted_ids", MintedIds)
 
 
 def take_resume(request: web.BaseRequest, data: bytes) -> bytes:
-    """Return the body without the router's field, which is kept for `resume_of`. Raises ApiError: 400, 403 for a wrong signature."""
+    """Move the router's field from the body to `resume_of`.
+
+    Raises ApiError: 400, or 403 for a wrong signature.
+    """
     if RESUME_HEADER not in request.headers:
         return data
     fields = decode_or_none(data, dict[str, msgspec.Raw]) or {}
@@ -75,14 +78,14 @@ def take_resume(request: web.BaseRequest, data: bytes) -> bytes:
 
 
 def _check(resume: Resume, s: Services) -> None:
-    """Raise ApiError(400) for what would harm this worker, also where it is signed."""
+    """Raise ApiError(400) for harmful values, even if signed."""
     for source in resume.sources:
         if source is not None:
             s.spec.bootstrap_allowlist.check_source(source.control)
     try:
         ended = [msgspec.convert(how, FinishReason) for how in resume.ended if how is not None]
         logprobs = [one for pieces in (*resume.logprobs, *resume.prompt_logprobs) for one in _unpacked(pieces)]
-    except (ValueError, msgspec.MsgspecError):  # no base64, no MessagePack, or other values in it
+    except (ValueError, msgspec.MsgspecError):  # no base64, no MessagePack, or wrong values
         raise bad_field(RESUME_FIELD, UNKNOWN_WORDS) from None
     stops = [how.matched for how in ended if isinstance(how.matched, int)]
     if not all(0 <= id < s.model.vocab_size for id in (*stops, *_ids_in(resume.output_ids, logprobs))):
@@ -100,13 +103,13 @@ def _ids_in(output_ids: Sequence[Sequence[int]], logprobs: Sequence[TokenLogprob
 
 
 def check_signed(request: web.BaseRequest, data: bytes) -> None:
-    """Raise ApiError(403) for a body that no router of this cluster has written."""
+    """Raise ApiError(403) for an unsigned body."""
     if not is_signed(request.headers.get(RESUME_HEADER, ""), request[SERVICES].spec.secret, data):
         raise ApiError(403, f"{request.path}: {NOT_SIGNED}")
 
 
 def resume_of(request: web.BaseRequest) -> Resume | None:
-    """Return what the client of `request` has of the answer already; None: it begins here."""
+    """Return what the client already has, None for a new answer."""
     return request.get(_RESUME)
 
 
@@ -119,7 +122,7 @@ def ids_of(request: web.BaseRequest) -> MintedIds:
 
 
 def going_on(resume: Resume | None, requests: list[GenerateRequest]) -> list[GenerateRequest]:
-    """Return the samples as the first worker ran them, behind their tokens. Raises ApiError(400)."""
+    """Restore the first worker's samples with their tokens. Raises ApiError(400)."""
     if resume is None:
         return requests
     by_sample = (resume.names, resume.seeds, resume.output_ids, resume.ended, resume.logprobs, resume.prompt_logprobs)
@@ -147,12 +150,12 @@ def going_on(resume: Resume | None, requests: list[GenerateRequest]) -> list[Gen
 
 
 def earlier_of(resume: Resume | None, requests: Sequence[GenerateRequest]) -> list[TokenOutput]:
-    """Return what another worker generated, by sample; empty: the answer begins here. `requests`: those of `going_on`."""
+    """Output of another worker by sample, empty for a new answer."""
     return [] if resume is None else [_earlier(resume, i, request) for i, request in enumerate(requests)]
 
 
 def _earlier(resume: Resume, index: int, request: GenerateRequest) -> TokenOutput:
-    """Logprobs that each event shows have come; others are not shown again, and stand for their tokens."""
+    """Known logprobs are those shown; others become placeholders."""
     ids, ended = resume.output_ids[index], resume.ended[index]
     logprobs = _unpacked(resume.logprobs[index])
     if request.logprobs is not None and not logprobs:
@@ -173,7 +176,7 @@ def _unpacked(pieces: Sequence[str]) -> list[TokenLogprob]:
 
 
 def has_last(request: web.BaseRequest) -> bool:
-    """Whether the client has what follows the ends of all samples."""
+    """True if the client has the events after all samples."""
     resume = resume_of(request)
     return resume is not None and resume.has_last
 
@@ -181,10 +184,10 @@ def has_last(request: web.BaseRequest) -> bool:
 def begun_of(
     request: web.BaseRequest, requests: Sequence[GenerateRequest], *, id: str, groups: Sequence[str], created: int
 ) -> Begun | None:
-    """Return what another worker needs to know of this answer; None: no router asks, or it cannot go on elsewhere.
+    """Return what another worker needs to continue; None if impossible or not requested.
 
-    A worker without a secret offers it to none: where all are like it, no other would go on. Hidden states are computed again there, but of
-    ended samples: a whole answer shows those, too.
+    A worker without secret never offers it, because none could accept. Hidden states are recomputed
+    there, except of ended samples of a whole answer.
     """
     spec = request[SERVICES].spec
     if FRAMES_HEADER not in request.headers or spec.mode == "prefill" or spec.secret is None:
@@ -202,7 +205,6 @@ def begun_of(
 
 
 def _leaving(moved: Mapping[int, KVSource | None]) -> bytes:
-    """The last line of an answer whose samples have left for another worker."""
     return moved_frame(
         {
             index: None if kv is None else SampleSource(control=kv.control, incarnation=kv.incarnation)
@@ -212,10 +214,10 @@ def _leaving(moved: Mapping[int, KVSource | None]) -> bytes:
 
 
 class Frames:
-    """The frames before events. Tokens whose text is held back wait for the event that shows it.
+    """Frames before events; tokens of held-back text wait for its event.
 
-    `repeats`: each event shows all logprobs of its sample. `num_events`: that the client has, of an API that numbers them; else None.
-    `kept`: keeps them, and names the events; None: nothing does. `has_logprobs`: events show logprobs.
+    `repeats`: events repeat all logprobs of a sample. `num_events`: that the client has, if
+    numbered. `kept`: retains them. `has_logprobs`: events show logprobs.
     """
 
     def __init__(
@@ -235,7 +237,7 @@ class Frames:
         self._waiting: dict[int, bytes] = {}
 
     def before(self, index: int, output: TextOutput, events: list[bytes]) -> bytes:
-        """Return the events of an output behind their frames; nothing, if it has none."""
+        """An output's frames and events, empty without events."""
         frames = self._waiting.pop(index, b"") + self._frames_of(index, output.tokens)
         if not events:
             self._waiting[index] = frames
@@ -244,17 +246,16 @@ class Frames:
         return begin + self._unit(frames, events)
 
     def before_last(self, events: list[bytes]) -> bytes:
-        """Return the events behind those of all samples."""
         return self._unit(last_frame(), events) if events else b""
 
     def nothing(self) -> bytes:
-        """Return the last line of a stream that had no events; of any other, nothing."""
+        """The last line of a stream without events."""
         return whole_frame() if self._begin else b""
 
     def leave(self, moved: Mapping[int, KVSource | None]) -> bytes:
-        """Return the last lines of a stream whose samples have left for another worker.
+        """Return the last lines of a stream that moved.
 
-        Text that is held back is held back there, too. Logprobs of its tokens are not known there: they are computed again.
+        Held-back text stays so there; logprobs of its tokens are recomputed.
         """
         waiting = b"".join(self._waiting.values())
         if waiting and self._loses_logprobs:
@@ -281,10 +282,10 @@ class Frames:
 
 
 class WholeFrames:
-    """Frames of an answer that is not streamed, of all that it has so far and no frame has said."""
+    """Increments of a non-streamed answer since the last frame."""
 
     def __init__(self, begun: Begun, answers: Mapping[int, TextOutput]) -> None:
-        """`answers`: what another worker has said of them."""
+        """`answers`: another worker's part."""
         self._begin = begin_frame(begun)
         self._said = {index: _Said.of(answer.tokens) for index, answer in answers.items()}
 
@@ -293,7 +294,6 @@ class WholeFrames:
         return begin + unit_of(b"".join([self._of(index, answer.tokens) for index, answer in answers.items()]))
 
     def leave(self, answers: Mapping[int, TextOutput], moved: Mapping[int, KVSource | None]) -> bytes:
-        """Return the end of an answer whose samples have left for another worker."""
         return self.news(answers) + _leaving(moved)
 
     def _of(self, index: int, tokens: TokenOutput) -> bytes:
@@ -311,8 +311,6 @@ class WholeFrames:
 
 
 class _Said(NamedTuple):
-    """The part of a sample that was sent: tokens, logprobs of the prompt and of tokens, its end."""
-
     ids: int
     prompt: int
     logprobs: int

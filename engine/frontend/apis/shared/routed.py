@@ -1,4 +1,4 @@
-"""The DP rank that a client names: `routed_dp_rank`, by its older name `data_parallel_rank` (SGLang), or by header. Pure."""
+"""The client's DP rank: `routed_dp_rank`, `data_parallel_rank` (SGLang) or header. Pure."""
 
 from collections.abc import Mapping
 from typing import Protocol
@@ -8,14 +8,14 @@ from service.http.errors import bad_field
 
 
 class RoutedFields(Protocol):
-    """Fields of a body. A protocol: a msgspec struct has only one base."""
+    """A protocol, because msgspec structs have one base."""
 
     routed_dp_rank: int | None
     data_parallel_rank: int | None
 
 
 def routed_rank(body: RoutedFields, headers: Mapping[str, str]) -> int | None:
-    """Return the rank; None: the server chooses. Raises ApiError(400)."""
+    """Raises ApiError(400)."""
     new, old = body.routed_dp_rank, body.data_parallel_rank
     if new is not None and old is not None and new != old:
         raise bad_field("data_parallel_rank", f"is {old}, and routed_dp_rank is {new}; give one of them")

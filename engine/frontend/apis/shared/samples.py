@@ -1,4 +1,4 @@
-"""The samples of a request: what is asked of the engine, and the answer."""
+"""Samples of a request: parameters and answers."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -44,7 +44,7 @@ def sampling_of(
     constraint: Constraint | None,
     reasoning: ReasoningGate | None = None,
 ) -> SamplingParams:
-    """`name`: the field that `max_tokens` came from. Raises ApiError(400)."""
+    """`name`: the field of `max_tokens`. Raises ApiError(400)."""
     return build_sampling(
         s,
         body,
@@ -74,10 +74,10 @@ async def answer_samples(
     framing: Framing = EVENTS,
     count_reasoning: Callable[[], ReasoningTokens] | None = None,
 ) -> web.StreamResponse:
-    """Run `params.n` samples of each prompt, prompt-major, and show them. Raises ApiError.
+    """Run `params.n` samples of each prompt, prompt-major. Raises ApiError.
 
-    `field`: of the prompts; errors name it. `cut`: shorten the answer to what fits the context. `view`: takes id, model,
-    created, usage. `images`: of each prompt; empty: there are none. `count_reasoning`: makes the counter of a sample's reasoning; None: it has none.
+    `field`: of the prompts. `cut`: fit the answer to the context. `view`: takes id, model, created,
+    usage. `images`: per prompt. `count_reasoning`: makes a sample's counter.
     """
     s, n = request[SERVICES], params.n
     resume = resume_of(request)

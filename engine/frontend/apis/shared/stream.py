@@ -1,4 +1,4 @@
-"""A running generation as an HTTP answer: one JSON body, or server-sent events."""
+"""HTTP answers of a generation: JSON or server-sent events."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -19,11 +19,11 @@ from service.http.resume import Begun, failed_frame
 from service.http.routes import errors_of
 from service.http.stream import DONE, SSE_HEADERS, event, json_response
 
-LOWEST_LOGPROB = -9999.0  # JSON has no -inf; OpenAI's own stand-in
+LOWEST_LOGPROB = -9999.0  # JSON has no -inf; OpenAI uses this
 
 
 class View(Protocol):
-    """An API's view of the samples of a request. `last` follows the last chunk."""
+    """An API's view of samples. `last` follows the last chunk."""
 
     def body(self, answers: list[TextOutput]) -> Any: ...
     def chunks(self, index: int, output: TextOutput) -> list[Any]: ...
@@ -32,9 +32,10 @@ class View(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Framing:
-    """An API's framing of a stream. `encode`: one chunk of its view; `done`: after the last. Errors: service/http/api_shapes.py.
+    """How an API frames its stream.
 
-    `number_from`: where each chunk holds its number, has a view count on from one.
+    `encode`: a chunk; `done`: the end; `number_from`: numbers chunks. Errors:
+    service/http/api_shapes.py.
     """
 
     headers: Mapping[str, str] = field(default_factory=lambda: SSE_HEADERS)
@@ -61,10 +62,11 @@ async def answer(
     repeats: bool = False,
     has_logprobs: bool = False,
 ) -> web.StreamResponse:
-    """Serve the generation, then abort what is unfinished. Headers wait for the first output: its error has a status.
+    """Serve the generation, then abort what is unfinished.
 
-    They do so for --sse-keep-alive-interval at most. `begun`: the router may take the answer to another worker. `repeats`: each event of
-    a stream shows its sample from the beginning. `has_logprobs`: events show them.
+    Headers wait for the first output, so that its error has a status, at most
+    --sse-keep-alive-interval. `begun`: it may move to another worker. `repeats`: events show a
+    sample from the start.
     """
     with generation:
         generation.can_move = begun is not None
@@ -145,13 +147,13 @@ async def _write_last(
 def _shown(view: View, framing: Framing, index: int, output: TextOutput, frames: Frames | None) -> bytes:
     if frames is None:
         return b"".join(map(framing.encode, view.chunks(index, output)))
-    if _has_left(output):  # a view that shows a sample from the beginning would show the event before once more
+    if _has_left(output):  # a view from the start would repeat the last event
         return b""
     return frames.before(index, output, list(map(framing.encode, view.chunks(index, output))))
 
 
 def _has_left(output: TextOutput) -> bool:
-    """Whether the output says only that its sample goes on elsewhere."""
+    """True if the output only reports that its sample moved."""
     return output.tokens.finish is None and not (output.tokens.new_ids or output.text or output.tokens.input_logprobs)
 
 

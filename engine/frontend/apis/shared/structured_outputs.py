@@ -1,4 +1,4 @@
-"""vLLM's constraints on an answer: `structured_outputs`, and the `guided_*` fields of its older versions. Pure."""
+"""vLLM's constraints: `structured_outputs` and older `guided_*` fields. Pure."""
 
 import re
 from collections.abc import Callable
@@ -14,7 +14,7 @@ Schema = str | dict[str, Any] | bool
 
 
 class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The last three must ask for nothing."""
+    """The last three are unsupported."""
 
     json: Schema | None = None
     regex: str | None = None
@@ -42,7 +42,7 @@ class _Wish(NamedTuple):
 
 
 def structured_constraint(fields: StructuredFields) -> Constraint | None:
-    """Raises ApiError(400) when there are several."""
+    """Raises ApiError(400) if there are several."""
     wishes = [
         _Wish("guided_json", fields.guided_json, _schema),
         _Wish("guided_regex", fields.guided_regex, _regex),
@@ -83,7 +83,6 @@ def _tag(field: str, value: str | dict[str, Any]) -> GrammarSpec:
 
 
 def _choice(field: str, choices: list[str]) -> GrammarSpec:
-    """Write the choices as one regex."""
     if not choices or not all(choices):
         raise bad_field(field, "must be a list of texts that are not empty")
     return GrammarSpec("regex", "|".join(f"({_META.sub(_escaped, choice)})" for choice in choices))

@@ -1,4 +1,4 @@
-"""Tokens that a request used, as its APIs count them. Pure."""
+"""Token usage of a request. Pure."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from engine.text.sample import TextOutput
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
-    """Tokens. `reasoning`: those of `completion` before the answer proper."""
+    """Token counts. `reasoning`: part of `completion`."""
 
     prompt: int
     completion: int
@@ -18,9 +18,9 @@ class Counts:
 
 
 class Usage:
-    """`num_prompt_tokens`: of each prompt. Samples are prompt-major, `n` for each; a prompt counts once.
+    """Samples are prompt-major, `n` each; a prompt counts once.
 
-    `count_reasoning`: makes the counter of a sample; None: no sample reasons.
+    `count_reasoning`: makes a sample's counter.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Usage:
         self._completion[index] += len(output.tokens.new_ids)
         if self._reasoning:
             self._reasoning[index].add(output.tokens.new_ids)
-        if index % self._n == 0:  # later samples of a prompt find the first one's pages: that saves the user nothing
+        if index % self._n == 0:  # later samples hit the first one's pages, which saves the user nothing
             prompt = index // self._n
             self._cached[prompt] = max(self._cached[prompt], output.tokens.cached_tokens)
 

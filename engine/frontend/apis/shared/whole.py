@@ -1,6 +1,6 @@
-"""An answer that is not streamed, and may go on at another worker: frames for the router while it takes long, then the body.
+"""Non-streamed answers that may move: frames for the router, then the body.
 
-A short one is what it is without a router. So the price of frames falls on answers that a loss would cost most.
+Short answers have no frames.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ _encode = msgspec.json.Encoder().encode
 async def answer_framed(
     request: web.BaseRequest, generation: Generation, *, show: Callable[[list[TextOutput]], Any], begun: Begun
 ) -> web.StreamResponse:
-    """`show`: the body of all samples. Raises ApiError while nothing has left."""
+    """Answer a request. `show`: makes the body. Raises ApiError before anything is sent."""
     time_s = asyncio.get_running_loop().time
     answers, response = dict(generation.resumed), None
     frames, due_s = WholeFrames(begun, answers), time_s() + FRAMES_EVERY_S
