@@ -1,1 +1,1 @@
-"""A worker's server: HTTP, its APIs, metrics, and the client to the scheduler."""
+"""A worker's HTTP server: APIs, metrics, client of the scheduler."""

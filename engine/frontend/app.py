@@ -1,4 +1,4 @@
-"""Answers every request of a worker: routes behind the guard, metrics, access log, a bound on open requests."""
+"""Handles a worker's requests: routes, guard, metrics, access log, limits."""
 
 import logging
 import time
@@ -19,13 +19,13 @@ from service.telemetry.logs import about
 
 log = logging.getLogger(__name__)
 
-HTTP_CLOSE_S = 1.0  # for answers that are being written when the server ends
-SPARE_REQUESTS = 1024  # HTTP requests in progress beyond the samples that may be live
+HTTP_CLOSE_S = 1.0  # for answers in progress when the server ends
+SPARE_REQUESTS = 1024  # HTTP requests beyond the maximum of live samples
 QUIET_PATHS = frozenset((OPENAPI_PATH, *(route.path for route in ROUTES if route.is_polled)))
 
 
 def make_handle(services: Services, *, max_open: int = 1 << 16) -> Handler:
-    """`max_open`: requests with a body in progress; one more is 503 before its body is read."""
+    """`max_open`: requests with a body; beyond it 503, before reading the body."""
     encodes = services.spec.mode == "encode"
     routes = Routes(
         [*_routes(_bound(max_open), encodes=encodes), *Pages(_files(services)).routes(), *_home(services).routes()]
@@ -53,7 +53,6 @@ def make_handle(services: Services, *, max_open: int = 1 << 16) -> Handler:
 
 
 def _routes(bounded: Callable[[Handler], Handler], *, encodes: bool) -> Iterator[web.RouteDef]:
-    """`encodes`: of an encode worker, which has no text model."""
     document = make_document(ROUTES)
 
     async def openapi(request: web.BaseRequest) -> web.StreamResponse:
@@ -75,7 +74,7 @@ async def refuse_to_generate(request: web.BaseRequest) -> web.StreamResponse:
 
 
 def _files(services: Services) -> Mapping[str, Path]:
-    """A worker of a pair answers no chat by itself, one without a tokenizer none at all."""
+    """Workers of a pair or without tokenizer have no chat page."""
     return SHARED | CHAT if services.spec.mode == "null" and services.model.has_text else SHARED
 
 
@@ -93,7 +92,7 @@ def _log(request: web.BaseRequest, status: int, taken_s: float) -> None:
 
 
 def _bound(max_open: int) -> Callable[[Handler], Handler]:
-    """Bodies, and texts that wait for the tokenizer, take memory before the engine counts them."""
+    """Limit bodies and texts that the engine does not count yet."""
     num_open = 0
 
     def bounded(handler: Handler) -> Handler:

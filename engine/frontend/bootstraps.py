@@ -1,5 +1,4 @@
-"""Where a disaggregated request meets its other half: bootstrap host, port and room of each sample, and which hosts may
-be named. Pure."""
+"""Bootstrap host, port and room of disaggregated requests, and allowed hosts. Pure."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -17,7 +16,7 @@ MAX_ROOM = 2**63
 
 
 class BootstrapFields(Protocol):
-    """Fields of a body: one value, or one per sample or prompt. A protocol: a msgspec struct has only one base."""
+    """One value, or one per sample or prompt. A protocol, because msgspec structs have one base."""
 
     bootstrap_host: Host
     bootstrap_port: Port
@@ -29,7 +28,7 @@ def build_bootstraps(
 ) -> list[Bootstrap | None]:
     """One per sample, prompt-major; all None in mode "null". Raises ApiError(400).
 
-    A single room counts up over all samples (room + i); a room per prompt counts up inside the prompt (room + j).
+    A single room counts up over all samples, a room per prompt within the prompt.
     """
     total = num_prompts * n
     if mode == "null":
@@ -81,9 +80,9 @@ def _spread_rooms(value: Any, *, num_prompts: int, n: int) -> list[int | None]:
 
 
 class BootstrapAllowlist:
-    """Known addresses, and those a router with the cluster's secret vouches for. `allowed` None: this worker dials none.
+    """Allowed addresses, plus those signed by a router; without any the worker dials none.
 
-    `dials_servers`: False for a prefill worker, which dials other workers alone.
+    `dials_servers`: false for a prefill worker, which dials only workers.
     """
 
     def __init__(
@@ -94,19 +93,19 @@ class BootstrapAllowlist:
         self._dials_servers = dials_servers
 
     def check_source(self, control: str) -> None:
-        """Check "host:port" of a worker that has a request's KV, which a signed field names. Raises ApiError(400)."""
+        """Check "host:port" of a signed KV source. Raises ApiError(400)."""
         if not self.admits(control):
             why = "this worker gets KV of no other" if self._allowed is None else "it is no HOST:PORT"
             raise bad_field("resume", f"names {control[:100]!r} as the place of the KV: {why}")
 
     def admits(self, control: str) -> bool:
-        """Whether the worker, which dials others, may dial this one that a router of its cluster names: whether it is "host:port"."""
+        """True if this worker dials others and `control` is "host:port"."""
         host, _, port = control.rpartition(":")
         has_shape = bool(host) and port.isascii() and port.isdigit() and 0 < int(port) < 65536
         return self._allowed is not None and has_shape
 
     def check(self, bootstraps: Sequence[Bootstrap | None], *, voucher: str) -> None:
-        """Check the samples of one request, in order. Raises ApiError(400) that names bootstrap_host."""
+        """Raises ApiError(400) that names bootstrap_host."""
         if self._allowed is None or not self._dials_servers:
             return
         named = [b for b in bootstraps if b is not None and b.host != FAKE_BOOTSTRAP_HOST]

@@ -1,7 +1,7 @@
-"""Drain a worker: running requests finish or are handed back before HTTP closes.
+"""Drains a worker: running requests finish or are handed back before HTTP closes.
 
-New requests, and those that do not end in time, get 503 with code "draining": a router then tries another worker. A
-prefill worker also waits for transfers to decode, a decode worker for its rooms.
+Others get 503 with code "draining", so routers try another worker. Also waits for transfers to and
+from peers.
 """
 
 import asyncio
@@ -29,9 +29,9 @@ async def drain(
     switch_timeout_s: float | None = None,
     others: OtherFrontends | None = None,
 ) -> None:
-    """Return when every request, also of the `others`, has ended or was handed back. `dead`: what died, or None.
+    """Return once all requests, also of the `others`, have ended or were handed back.
 
-    `timeout_s` counts from the first stop signal; without one, `switch_timeout_s` counts from now.
+    `timeout_s` counts from the first stop signal, `switch_timeout_s` without one from now.
     """
     closed = draining("the server is draining: it takes no new requests")
     client.close(closed)
@@ -55,7 +55,7 @@ async def drain(
 
 
 class Patience:
-    """The time that running requests may take: `switch_timeout_s`, or `end_timeout_s` once the process is to end. Pure."""
+    """Time limit of requests: `switch_timeout_s`, or `end_timeout_s` at a process's end. Pure."""
 
     def __init__(self, end_timeout_s: float, switch_timeout_s: float | None) -> None:
         self._end_timeout_s, self._switch_timeout_s = end_timeout_s, switch_timeout_s
@@ -80,7 +80,7 @@ async def _hand_back(client: EngineClient, others: OtherFrontends | None, why: s
 
 
 async def _until_at_rest(client: EngineClient, *, signals: StopSignals, may_wait: Callable[[], bool]) -> None:
-    """Wait until the scheduler has no request: peers must see the end of transfers and of quarantined pages."""
+    """Wait until the scheduler is idle, so that peers see transfers and quarantine end."""
     while may_wait():
         try:
             states = await client.leaders.states(timeout_s=STATE_TIMEOUT_S)

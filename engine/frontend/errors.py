@@ -1,4 +1,4 @@
-"""Engine errors as a worker's answers. Their shape: service/http/errors.py."""
+"""Engine errors as HTTP errors (service/http/errors.py)."""
 
 import math
 
@@ -6,12 +6,12 @@ from engine.messages import ControlReply, FinishReason
 from engine.sampling_params import InvalidParam
 from service.http.errors import DRAINING, MODEL_ERROR, ApiError
 
-DEADLINE = "deadline"  # error code: it would be, or is, too late
+DEADLINE = "deadline"  # error code: too late
 MAX_RETRY_AFTER_S = 60
 
 
 def from_invalid_param(e: InvalidParam, *, names: dict[str, str] | None = None) -> ApiError:
-    """`names`: what the API calls a sampling parameter (max_new_tokens is max_tokens to OpenAI's clients)."""
+    """`names`: the API's names of parameters."""
     field = (names or {}).get(e.field, e.field)
     return ApiError(400, str(e).replace(e.field, field, 1), field=field)
 
@@ -24,7 +24,7 @@ def from_finish(finish: FinishReason) -> ApiError:
 
 
 def refused(reply: ControlReply) -> ApiError:
-    """A control message that the scheduler refused; its text may begin with the wrong field."""
+    """The text of a rejected control message may start with a field."""
     field, colon, _ = reply.message.partition(": ")
     return ApiError(reply.status, reply.message, field=field if colon and field.isidentifier() else None)
 
@@ -34,12 +34,12 @@ def not_ready(message: str) -> ApiError:
 
 
 def draining(message: str) -> ApiError:
-    """Routers read the code and try another worker."""
+    """An error on which routers try another worker."""
     return ApiError(503, message, code=DRAINING, retry_after_s=1)
 
 
 def too_late(wait_s: float, timeout_s: float) -> ApiError:
-    """503: another worker may be in time. `Retry-After` says when this one would be."""
+    """503, because another worker may be faster; `Retry-After` fits this one."""
     return ApiError(
         503,
         f"the first token would come after about {wait_s:.1f} s, the request ends after {timeout_s:g} s; try again later",

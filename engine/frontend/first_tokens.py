@@ -1,7 +1,7 @@
-"""Tokens through scheduler, model and detokenizer without a client: for /health_generate, and before a worker is ready.
+"""Internal requests for /health_generate and warm-up, through scheduler and model.
 
-In a disaggregated role no KV is transferred: the request names the fake bootstrap server, which both roles know. An encode worker, which
-has no tokens, encodes a small image.
+Disaggregated roles use the fake bootstrap server, so no KV is transferred. An encoder worker
+encodes a small image.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ IMAGE_TOKENS = 4
 
 
 async def compute_tokens(s: Services, count: int, *, name: str, timeout_s: float | None) -> None:
-    """On every DP rank. Raises ApiError, TimeoutError."""
+    """Compute on every DP rank. Raises ApiError, TimeoutError."""
     await asyncio.gather(*(_compute(s, count, r, name=name, timeout_s=timeout_s) for r in range(s.leaders.num_ranks)))
 
 

@@ -1,4 +1,4 @@
-"""Fields of bodies that no part of this server knows: what their answers and the log say of them."""
+"""Unknown body fields, ignored but reported in a header and the log."""
 
 import logging
 import re
@@ -14,13 +14,13 @@ _NAME = re.compile(r"[\w.\[\]-]{1,64}", re.ASCII)
 
 
 def shown(names: Sequence[str]) -> str:
-    """The names as a header: clients choose them, so those of an odd form are a "?"."""
+    """Names for a header; odd ones become "?", because clients choose them."""
     texts = [name if _NAME.fullmatch(name) else "?" for name in names[:MAX_SHOWN]]
     return ", ".join(texts + (["..."] if len(names) > MAX_SHOWN else []))
 
 
 class IgnoredFields:
-    """Logs each once, and a bounded number of them."""
+    """Logs each field once, a bounded number."""
 
     def __init__(self) -> None:
         self._noted: set[tuple[str, str]] = set()

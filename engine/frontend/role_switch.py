@@ -1,4 +1,4 @@
-"""A role session may end in a switch to the other role: its request, and the state that the next session starts with."""
+"""Role switches: the request, and the next session's state."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class RoleSwitchState:
-    """The next role, and what changed at run time. `adapters`: name -> directory."""
+    """The next role and runtime changes. `adapters`: name -> directory."""
 
     role: str
     model_path: str
@@ -18,9 +18,9 @@ class RoleSwitchState:
 
 @dataclass(kw_only=True)
 class RoleSwitch:
-    """The switch that may end a session. `check` raises ConfigError for a session that cannot start.
+    """A pending switch. `check` raises ConfigError if the session cannot start.
 
-    `last`: result of the switch that began this session, for /server_info; None: there was none. `on_request` is called once.
+    `last`: result of the previous switch, for /server_info. `on_request`: called once.
     """
 
     check: Callable[[RoleSwitchState], object]

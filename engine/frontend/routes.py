@@ -1,4 +1,4 @@
-"""The table of a worker's routes, and the OpenAPI document that describes them and their bodies."""
+"""Routes of a worker, and their OpenAPI document."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -53,11 +53,11 @@ SCHEMAS = "#/components/schemas/{name}"
 
 @dataclass(frozen=True)
 class ApiRoute:
-    """`need`: the caller's key. `is_polled`: its good answers are not logged. `anywhere`: any frontend process answers
-    the path; the rest is for the main one. `computes`: by the text model, which an encode worker has not.
+    """A route.
 
-    For the document: `is_alias` (left out), `body` (None: no body), `streams` (JSON, or a stream of this type), `plain_text` or `empty`
-    answers, and `starts`: the work goes on after a 202.
+    `need`: required key. `is_polled`: successes are not logged. `anywhere`: on any frontend.
+    `computes`: needs the text model. For OpenAPI: `is_alias` (left out), `streams` (content type),
+    `plain_text` or `empty` answers, `starts`: work continues after a 202.
     """
 
     method: str
@@ -82,9 +82,9 @@ async def invocations(request: web.BaseRequest) -> web.StreamResponse:
     return await _HANDLERS["POST", path](request)
 
 
-_open = partial(ApiRoute, "GET", need=Access.NONE, is_polled=True)  # health for probes, metrics: no contents
+_open = partial(ApiRoute, "GET", need=Access.NONE, is_polled=True)  # health and metrics, without user data
 _tokens = partial(ApiRoute, "POST", anywhere=True, computes=True)
-_admin = partial(ApiRoute, "POST", need=Access.ADMIN)  # changes the server for every client, uses its disk, or stops it
+_admin = partial(ApiRoute, "POST", need=Access.ADMIN)  # affects every client, writes to disk, or stops the server
 
 _ROUTES = (
     _open("/health", health.health),
@@ -151,11 +151,11 @@ _ROUTES = (
     _admin("/dump_expert_distribution_record", engine.dump_expert_record, engine.DumpExpertsBody, body_required=False),
     _admin("/switch_role", role_switch.switch_role, role_switch.SwitchBody, starts=True),
 )
-# Second names that clients of SGLang and vLLM use: their own servers have both.
+# second names in SGLang and vLLM
 _ALIASES = {
     "/get_model_info": "/model_info",
     "/get_server_info": "/server_info",
-    "/loads": "/v1/loads",  # SMG asks there first
+    "/loads": "/v1/loads",  # SMG's first choice
     "/v1/tokenize": "/tokenize",
     "/v1/detokenize": "/detokenize",
     "/rerank": "/v1/rerank",
@@ -179,7 +179,7 @@ ADMIN_PATHS = frozenset(path for path, need in _NEEDS.items() if need is Access.
 
 
 def need_of(path: str) -> Access:
-    """The key that a path needs; an unknown path needs an API key."""
+    """Unknown paths need an API key."""
     return _NEEDS.get(path, Access.USER)
 
 

@@ -1,4 +1,4 @@
-"""The model that a worker serves, as its API sees it: checkpoint, tokenizer, template, limits, defaults."""
+"""The served model: checkpoint, tokenizer, template, limits, defaults."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -19,17 +19,17 @@ from engine.text.tokenizer import Tokenizer, load_tokenizer
 from service.flags import ConfigError
 from service.http.errors import ApiError
 
-DEFAULT_MODEL_NAME = "recall"  # the model that ships with Tandem
+DEFAULT_MODEL_NAME = "recall"  # ships with Tandem
 NO_TOKENIZER = "this server has no tokenizer (--skip-tokenizer-init)"
-ANY_MODEL = ("", "default", "unknown")  # "unknown" is what sglang-router writes when the client named none
+ANY_MODEL = ("", "default", "unknown")  # sglang-router writes "unknown" for no name
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServedModel:
-    """`loaded_tokenizer`: None with --skip-tokenizer-init. `info`: what /model_info shows. `lora`: requests may name adapters.
+    """A model under its name.
 
-    `template`: None: it has no chats. `tool_template`: the one for chats with tools, which may be the same.
-    `vision`: None: the model reads text alone. `marks`: texts of its tokens for images.
+    `loaded_tokenizer`: None with --skip-tokenizer-init. `info`: for /model_info. `tool_template`:
+    for chats with tools, perhaps the same. `vision`, `marks`: of a multimodal model.
     """
 
     path: str
@@ -52,29 +52,27 @@ class ServedModel:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Raises ApiError(400) where there is none; bodies with text are refused before, by field (shared/ids_only.py)."""
+        """Raises ApiError(400) without one; shared/ids_only.py rejects text bodies earlier."""
         if self.loaded_tokenizer is None:
             raise ApiError(400, f"{NO_TOKENIZER}; send input_ids to /generate", code="unsupported_parameter")
         return self.loaded_tokenizer
 
     @cached_property
     def template_names(self) -> frozenset[str]:
-        """All fields that its chat templates name."""
         templates = [template for template in (self.template, self.tool_template) if template is not None]
         return frozenset[str]().union(*(template.reads.names for template in templates))
 
     def template_for(self, *, tools: bool) -> ChatTemplate | None:
-        """The chat template of a request with `tools`, or without."""
         return self.tool_template if tools else self.template
 
     @property
     def own_names(self) -> tuple[str, ...]:
-        """Names of the model in requests; no adapter may have them."""
+        """Names of the model, forbidden for adapters."""
         return (*ANY_MODEL, self.served_name, self.path)
 
 
 def load_served_model(engine: EngineConfig, *, mode: str) -> ServedModel:
-    """Raises ConfigError for a checkpoint that cannot be used."""
+    """Raises ConfigError for an unusable checkpoint."""
     path = engine.model_path or DEFAULT_MODEL_PATH
     folder = open_folder(path)
     config = load_model_config(folder)
@@ -120,7 +118,6 @@ def _marks(vision: VisionConfig, tokenizer: Tokenizer) -> Marks:
 
 
 def _templates(folder: ModelFolder, tokenizer: Tokenizer | None) -> tuple[ChatTemplate | None, ChatTemplate | None]:
-    """The chat templates for requests without tools and with them, one object where they are the same."""
     if tokenizer is None:
         return None, None
     template = load_chat_template(folder, special_tokens=tokenizer.special_tokens)
@@ -130,13 +127,13 @@ def _templates(folder: ModelFolder, tokenizer: Tokenizer | None) -> tuple[ChatTe
 
 
 def load_sampling_defaults(model: str | ModelFolder, *, vocab_size: int) -> dict[str, float | int]:
-    """generation_config.json's values for fields that an OpenAI request leaves open, as in SGLang and vLLM."""
+    """generation_config.json for OpenAI requests, as in SGLang and vLLM."""
     folder = open_folder(model)
     config = folder.generation.values()
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     values = {n: config[n] for n in names if isinstance(config.get(n), int | float) and not isinstance(config[n], bool)}
     if "top_k" in values:
-        values["top_k"] = int(values["top_k"]) or -1  # transformers writes 0 for "off"
+        values["top_k"] = int(values["top_k"]) or -1  # transformers' 0 is "off"
     try:
         check_sampling_params(SamplingParams(**values), vocab_size=vocab_size)
     except InvalidParam as e:

@@ -1,4 +1,4 @@
-"""The main process of a worker: serves HTTP, talks to the scheduler process, and ends in good order."""
+"""Main process of a worker: serves HTTP, talks to the scheduler, ends in order."""
 
 import asyncio
 from collections.abc import Callable
@@ -28,19 +28,19 @@ from service.process.stop_signals import StopSignals
 from service.security.keys import KeyGate
 from service.waiter import end_tasks
 
-WATCH_INTERVAL_S = 1.0  # between two looks for what sends no news: ranks or frontends that cannot go on together
+WATCH_INTERVAL_S = 1.0  # polling for ranks or frontends that cannot continue together
 
 
 class WorkerDied(RuntimeError):
-    """A process of the worker ended by itself; the text says which."""
+    """A process of the worker died; the text names it."""
 
 
 class EngineProcesses(Protocol):
     def dead(self) -> str | None:
-        """What died, or None."""
+        """The dead process, if any."""
 
     def watched(self, on_end: Callable[[], None]) -> AbstractContextManager[None]:
-        """Call `on_end` in the running loop when one of them ends within the block."""
+        """Call `on_end` in the running loop if one ends within the block."""
 
     def end(self) -> None:
         """Blocks."""
@@ -56,10 +56,10 @@ async def run_frontend(
     port: ListeningPort,
     on_ready: Callable[[], None] = lambda: None,
 ) -> RoleSwitchState | None:
-    """Serve until a stop signal (then None) or a role switch (then its state; call again with the same `port`).
+    """Serve until a stop signal (returns None) or a role switch (its state; call again).
 
-    SIGTERM and a switch drain; SIGINT or a second signal end at once. `on_ready`: called when the worker can answer.
-    Raises ConfigError for a checkpoint that cannot be used, WorkerDied.
+    SIGTERM and a switch drain; SIGINT or a second signal end at once. Raises ConfigError for an
+    unusable checkpoint, WorkerDied.
     """
     loop = asyncio.get_running_loop()
     async with AsyncExitStack() as stack:
@@ -95,7 +95,7 @@ async def run_frontend(
                 if end.next_session() is None:
                     return None
                 client.end(draining("the server is changing its role"))
-                await asyncio.to_thread(processes.end)  # HTTP still answers probes meanwhile
+                await asyncio.to_thread(processes.end)  # HTTP still answers probes
                 return end.next_session()
             finally:
                 services.beating.end()
@@ -107,7 +107,6 @@ def _of_rank(handle: Callable[[ToFrontend, int], None], rank: int) -> Callable[[
 
 
 async def _slot(spec: FrontendSpec, ipc: IpcPaths, stack: AsyncExitStack) -> FrontendSlot:
-    """Of the main frontend; what it opens ends with the stack."""
     num_rows = spec.server.tokenizer_worker_num
     if num_rows == 1:
         return FrontendSlot(stamps=Stamps(ipc.dir))
@@ -124,7 +123,7 @@ def _dead(processes: EngineProcesses, leaders: Leaders, others: OtherFrontends |
 
 @dataclass(frozen=True)
 class _SessionEnd:
-    """The end of a session: a stop signal, which takes precedence, or a role switch."""
+    """A stop signal, which has precedence, or a role switch."""
 
     signals: StopSignals
     switch: RoleSwitch | None
@@ -137,7 +136,6 @@ class _SessionEnd:
         return None if self.switch is None or self.signals.requested.is_set() else self.switch.to
 
     def switch_timeout_s(self, default_s: float) -> float | None:
-        """None: no switch was requested."""
         if self.switch is None or self.switch.to is None:
             return None
         return default_s if self.switch.timeout_s is None else self.switch.timeout_s
@@ -162,7 +160,7 @@ async def _until_over(
 async def _follow(
     s: Services, end: _SessionEnd, news: asyncio.Event, starting: "asyncio.Task[None]", *, on_ready: Callable[[], None]
 ) -> None:
-    """Look at each news until the end. Raises WorkerDied."""
+    """Raises WorkerDied."""
     watch_s = WATCH_INTERVAL_S if s.others is not None or s.leaders.num_ranks > 1 else None
     while not end.is_requested:
         news.clear()
@@ -181,13 +179,13 @@ async def _follow(
 
 
 async def _warm_up(s: Services) -> None:
-    """Wait for the scheduler, then compute a prompt and a token behind it. Raises WorkerDied where that fails."""
+    """Wait for the scheduler, then compute a request. Raises WorkerDied."""
     await s.leaders.ready.wait()
     if s.others is not None:
         await s.others.until_ready()
     if not s.spec.warms_up:
         return
     try:
-        await compute_tokens(s, 2, name="warm-up-", timeout_s=None)  # a watchdog ends a step that hangs
+        await compute_tokens(s, 2, name="warm-up-", timeout_s=None)  # the watchdog ends a step that hangs
     except ApiError as error:
         raise WorkerDied(f"the warm-up request failed ({error}); --skip-server-warmup leaves it out") from None

@@ -1,4 +1,4 @@
-"""What every handler works with, built once per role session. Knows no API's shape."""
+"""Services of all handlers, built per role session; API-independent."""
 
 import asyncio
 import random
@@ -41,20 +41,21 @@ if TYPE_CHECKING:
 
 HEALTH_TIMEOUT_S = 20.0
 DEFAULT_BOOTSTRAP_PORT = 8998
-INLINE_CHARS = 2000  # the event loop tokenizes shorter texts: that costs less than a thread switch
-GROUP_CHARS = 64 << 10  # of short texts that a thread tokenizes in one turn; other requests have theirs between
-HUGE_CHARS = 1 << 20  # such a text takes a second: they wait for each other alone
+INLINE_CHARS = 2000  # shorter texts are tokenized inline: cheaper than a thread switch
+GROUP_CHARS = 64 << 10  # of short texts per thread job, so that other requests get in between
+HUGE_CHARS = 1 << 20  # such a text takes a second; only these wait for one another
 MOST_TEXT_BYTES = (
     8 << 20
-)  # of one text, or `BYTES_PER_TOKEN` for each token of a longer context: tokenizing takes some 70 times its memory
+)  # per text, or `BYTES_PER_TOKEN` per token of a longer context: tokenizing takes some 70 times its memory
 BYTES_PER_TOKEN = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class FrontendSpec:
-    """The parts that one role session serves with. `extra_info`: for /server_info, no secrets. `switch`: None for a fixed role.
+    """Configuration of a role session. `extra_info`: for /server_info, no secrets.
 
-    `warms_up`: a first request is computed before the worker is ready. `secret`: by which it knows its router; None: it takes orders of none.
+    `switch`: None for a fixed role. `secret`: authenticates the router. `warms_up`: compute a
+    request first.
     """
 
     server: ServerConfig
@@ -71,10 +72,11 @@ class FrontendSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Services:
-    """`server_info`: flat, no secrets. `dead`: why the engine cannot serve, or None. `responses`: None: it stores none.
+    """The services of all routes.
 
-    `others`: the frontends beside this one, if there are any and this is the main one. `stamps`: of the worker's processes; the main one's, too.
-    `beating`: streams of heartbeats, which end with the session. `images`: None: the model reads text alone.
+    `server_info`: flat, no secrets. `dead`: why the engine cannot serve, if so. `others`:
+    additional frontends, in the main one. `stamps`: liveness of processes. `beating`: heartbeat
+    streams. `images`: of a multimodal model.
     """
 
     spec: FrontendSpec
@@ -97,7 +99,7 @@ class Services:
     )
     rendering: Aside = field(default_factory=lambda: Aside("render", inline=64 << 10, huge=1 << 20))
     started_unix_s: int = field(default_factory=lambda: int(time.time()))
-    warm: asyncio.Event = field(default_factory=asyncio.Event)  # ready, and warmed up
+    warm: asyncio.Event = field(default_factory=asyncio.Event)  # ready and warmed up
     ignored: IgnoredFields = field(default_factory=IgnoredFields)
     kept: StreamLogs = field(default_factory=StreamLogs)
     incarnation: str = field(default_factory=lambda: secrets.token_hex(16))
@@ -112,13 +114,13 @@ class Services:
 
     @property
     def context_length(self) -> int:
-        """Longest prompt plus answer: the model's context, or the KV cache if that is smaller."""
+        """Max prompt plus answer: the model's context or the KV cache."""
         kv = self.leaders.kv_tokens
         return self.model.context_length if kv is None else min(self.model.context_length, kv)
 
     @property
     def most_text_bytes(self) -> int:
-        """The longest text that is rendered or tokenized."""
+        """Max bytes of a text."""
         return max(MOST_TEXT_BYTES, BYTES_PER_TOKEN * self.context_length)
 
     def check_text_bytes(self, num_bytes: int, *, field: str) -> None:
@@ -128,7 +130,6 @@ class Services:
             raise bad_field(field, f"has {num_bytes} bytes of text; {most}; shorten it")
 
     def close(self) -> None:
-        """End threads, and what observes requests."""
         self.tokenizing.close()
         self.rendering.close()
         self.tracer.close()
@@ -139,9 +140,9 @@ class Services:
     async def encode_all(
         self, texts: Iterable[str], *, field: str, add_special_tokens: bool = True, most: int | None = None
     ) -> list[list[int]]:
-        """Token ids of each text; threads tokenize long ones, and many, in turns. Raises ApiError(400) naming `field`.
+        """Tokenize texts, long or many in threads. Raises ApiError(400) naming `field`.
 
-        Raises TooManyTokens for a text of more than `most`, before it is tokenized if its length says so.
+        Raises TooManyTokens above `most`, before tokenizing if the length suffices.
         """
         found, num_tokens = list[list[int]](), 0
         for group in _groups(texts):
@@ -164,14 +165,13 @@ class Services:
         return [encode(text, add_special_tokens=add_special_tokens, most=most) for text in texts]
 
     def _check_length(self, text: str, *, field: str, most: int | None) -> None:
-        """Raises TooManyTokens; ApiError(400) for a text that is not tokenized at all."""
+        """Raises TooManyTokens, or ApiError(400) for a text too long to tokenize."""
         if most is not None:
             self.model.tokenizer.check_length(text, most)
         if len(text) * 4 > self.most_text_bytes:
             self.check_text_bytes(len(text.encode(errors="surrogatepass")), field=field)
 
     async def decode_all(self, lists: Sequence[list[int]], *, skip_special_tokens: bool) -> list[str]:
-        """Text of each list of token ids; a thread decodes many."""
         decode, size = self.model.tokenizer.decode, sum(map(len, lists))
         return await self.tokenizing.run(
             lambda: [decode(ids, skip_special_tokens=skip_special_tokens) for ids in lists], size=size
@@ -180,7 +180,7 @@ class Services:
     def bootstraps_of(
         self, request: web.BaseRequest, fields: BootstrapFields, *, num_prompts: int, n: int
     ) -> list[Bootstrap | None]:
-        """Return the bootstrap address and room of each sample. Raises ApiError(400), also for a host that may not be named."""
+        """Raises ApiError(400)."""
         bootstraps = build_bootstraps(
             fields,
             mode=self.spec.mode,
@@ -193,21 +193,20 @@ class Services:
         return bootstraps
 
     def mint_room(self) -> int:
-        """A room for a request with a fake transfer; never 0."""
+        """A room for fake transfers, never 0."""
         return self.prng.randrange(1, 2**63)
 
     def mint_id(self, prefix: str) -> str:
-        """Unique among workers and unguessable: clients abort by it."""
+        """Unique among workers, and unguessable, because clients abort by it."""
         return prefix + secrets.token_hex(16)
 
     def samples_of(self, params: SamplingParams) -> list[SamplingParams]:
-        """Parameters of the n samples, with consecutive seeds from the given one or a random one."""
+        """n samples with consecutive seeds."""
         first = self.prng.getrandbits(62) if params.seed is None else params.seed
         return [msgspec.structs.replace(params, n=1, seed=_int64(first + j)) for j in range(params.n)]
 
 
 def _groups(texts: Iterable[str]) -> Iterator[list[str]]:
-    """Texts that are tokenized in one turn."""
     group, size = list[str](), 0
     for text in texts:
         group.append(text)
@@ -220,7 +219,7 @@ def _groups(texts: Iterable[str]) -> Iterator[list[str]]:
 
 
 def request_timeout_s(headers: Mapping[str, str], *, default_s: float | None) -> float | None:
-    """Seconds from now that the client waits; None: no limit. Raises ApiError(400) for a wrong header."""
+    """Raises ApiError(400) for a bad header."""
     for name in UNITS_S:
         text = headers.get(name)
         if text is None:

@@ -1,4 +1,4 @@
-"""Builds the services of a role session from its flags."""
+"""Builds the services of a role session."""
 
 import random
 from collections.abc import Callable
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class FrontendSlot:
-    """A frontend's place among those of its worker. `others`, `stamps`: of the main one."""
+    """A frontend among those of its worker. `others`, `stamps`: in the main one."""
 
     row: int = MAIN_FRONTEND
     shared: SharedRequests | None = None
@@ -55,7 +55,7 @@ def make_services(
     dead: Callable[[], str | None],
     slot: FrontendSlot,
 ) -> Services:
-    """Load the checkpoint's tokenizer and template. Raises ConfigError."""
+    """Load tokenizer and templates. Raises ConfigError."""
     server, engine = spec.server, spec.engine
     model = load_served_model(engine, mode=spec.mode)
     adapters = named_paths(engine.lora_paths)
@@ -72,7 +72,7 @@ def make_services(
         observer=metrics,
         max_running=engine.max_running_requests,
         max_queued=engine.max_queued_requests,
-        early_rejection=server.enable_early_rejection and spec.mode != "decode",  # there the wait is for prefill
+        early_rejection=server.enable_early_rejection and spec.mode != "decode",  # there the wait is prefill's
         traces=Traces(tracer, process=process, model=model.served_name),
         shared=slot.shared,
         policy=_policy(spec, first=slot.row),
@@ -104,7 +104,7 @@ def make_services(
 
 
 def _images(server: ServerConfig, vision: VisionConfig) -> "ImageLoader":
-    """Pillow is imported for models that see images alone."""
+    """Imports Pillow only for multimodal models."""
     from engine.frontend.images.loader import ImageLoader
     from engine.frontend.images.pixels import PixelMaker
 
@@ -117,14 +117,14 @@ def _open_text(tokenizer: Tokenizer | None) -> Callable[[GenerateRequest], TextR
 
 
 def _policy(spec: FrontendSpec, *, first: int) -> RankPolicy:
-    """Frontends of one worker begin their turns at different ranks."""
+    """Frontends start round robin at different ranks."""
     rule = rule_of(spec.server.load_balance_method, mode=spec.mode)
     is_fixed = rule is Rule.ROOM and spec.mode == "prefill"
     return RankPolicy(rule, num_ranks=spec.engine.dp_size, is_fixed=is_fixed, first=first)
 
 
 def _responses(spec: FrontendSpec) -> LocalBook | None:
-    """Return the store of responses of a worker that serves clients alone; in a cluster the router keeps them."""
+    """In a cluster the router has the store."""
     server = spec.server
     if spec.mode != "null" or server.max_stored_responses == 0:
         return None

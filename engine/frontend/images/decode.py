@@ -1,4 +1,4 @@
-"""Image files to RGB pixels, by Pillow. What a header says of the size is checked before anything is decoded (decompression bombs)."""
+"""Decodes images with Pillow, after a check of the size in the header (decompression bombs)."""
 
 import contextlib
 import io
@@ -23,20 +23,17 @@ WHITE = (255, 255, 255, 255)
 
 
 def size_of(data: bytes, *, max_pixels: int) -> Size:
-    """Return (height, width) of the file, before it is turned as its EXIF says. Raises BadImage."""
+    """Return (height, width) before EXIF rotation. Raises BadImage."""
     with _open(data, max_pixels=max_pixels) as image:
         return image.height, image.width
 
 
 def decode(data: bytes, *, max_pixels: int) -> Image.Image:
-    """Return the picture in mode RGB, upright, on white where it is transparent, as transformers sees it; of an animation the first frame.
-
-    Raises BadImage.
-    """
+    """Upright RGB on white, of an animation the first frame. Raises BadImage."""
     with _open(data, max_pixels=max_pixels) as image:
         try:
             image.load()
-            with contextlib.suppress(Exception):  # EXIF that cannot be read turns nothing
+            with contextlib.suppress(Exception):  # ignore unreadable EXIF
                 ImageOps.exif_transpose(image, in_place=True)
             return _on_white(image)
         except Exception as error:  # Pillow raises anything for a broken file

@@ -1,4 +1,4 @@
-"""An image or a video, loaded for its prompt."""
+"""Loaded images and videos of a prompt."""
 
 from dataclasses import dataclass
 
@@ -7,9 +7,10 @@ from engine.images import ImageInput
 
 @dataclass(frozen=True, slots=True)
 class LoadedMedia:
-    """An image or a video. Each of `parts` has one placeholder in the prompt, and no `start` yet.
+    """Media of a prompt.
 
-    `times_s`: timestamps of a video's parts, which the prompt states as text; empty: none.
+    `parts` have one placeholder each and no `start` yet. `times_s`: timestamps for the prompt's
+    text, if needed.
     """
 
     parts: tuple[ImageInput, ...]

@@ -1,4 +1,4 @@
-"""Loads the images of a request: fetches them, counts their tokens by their headers, and decodes them in threads."""
+"""Loads images of a request: fetches, counts tokens by headers, decodes in threads."""
 
 import asyncio
 import threading
@@ -18,14 +18,14 @@ from service.images.fetch import MAX_IMAGE_BYTES, ImageFetcher
 from service.images.flags import ImageFlags
 
 THREADS = 2
-DEFAULT_FPS = 2.0  # at which these models' own processors take frames out of videos
-MOST_KEPT_BYTES = 256 << 20  # of pixels, for conversations that send their images again
+DEFAULT_FPS = 2.0  # the default of these models' processors
+MOST_KEPT_BYTES = 256 << 20  # of pixels, for repeated images in conversations
 
 T = TypeVar("T")
 
 
 class ImageLoader:
-    """One for a frontend. `most_bytes`: of what a request may have fetched."""
+    """One per frontend. `most_bytes`: fetched per request."""
 
     def __init__(self, maker: PixelMaker, flags: ImageFlags, *, most_bytes: int) -> None:
         self.vision = maker.vision
@@ -37,7 +37,7 @@ class ImageLoader:
         self._kept = _Kept(MOST_KEPT_BYTES)
 
     async def load(self, sources: Sequence[MediaSource], *, most_tokens: int) -> list[LoadedMedia]:
-        """Load all sources. Raises ApiError(400) that names the first bad part, or the part that exceeds `most_tokens`."""
+        """Raises ApiError(400) that names the first bad or excessive part."""
         self._check_kinds(sources)
         files = await self._files(sources)
         self._check_count(sources, files)
@@ -46,7 +46,6 @@ class ImageLoader:
         return await self._each(sources, files, self._made)
 
     async def _files(self, sources: Sequence[MediaSource]) -> list[list[bytes]]:
-        """Return the files of each source; a video's files are its frames."""
         remote = [one.url for one in sources if one.is_remote]
         fetched = await self._fetcher.fetch_all(remote, most_bytes=self._most_bytes) if remote else {}
         run = asyncio.get_running_loop().run_in_executor
@@ -68,7 +67,7 @@ class ImageLoader:
     async def _each(
         self, sources: Sequence[MediaSource], files: list[list[bytes]], work: Callable[[MediaSource, list[bytes]], T]
     ) -> list[T]:
-        """Run `work` for each source in threads. Once all have ended, raise the first error in the order of the parts."""
+        """Use threads; raise the first error by part."""
         run = asyncio.get_running_loop().run_in_executor
         jobs = [run(self._pool, partial(work, *one)) for one in zip(sources, files, strict=True)]
         results = await asyncio.gather(*jobs, return_exceptions=True)
@@ -126,7 +125,7 @@ def _own_data(source: MediaSource) -> bytes:
 
 
 class _Kept:
-    """The latest images by key. Thread-safe."""
+    """An LRU of images by key. Thread-safe."""
 
     def __init__(self, most_bytes: int) -> None:
         self._most, self._size = most_bytes, 0

@@ -1,11 +1,11 @@
-"""The placeholder and marker tokens of a vision model, as text."""
+"""Placeholder and marker tokens of a multimodal model, as text."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """Texts of the tokens that `VisionConfig` names; "": it has no such token, or there is no tokenizer."""
+    """Texts of `VisionConfig`'s tokens, empty if absent or without tokenizer."""
 
     image: str = ""
     video: str = ""

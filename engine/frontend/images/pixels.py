@@ -1,4 +1,4 @@
-"""Image files to scheduler messages: pixels resized for the model, and the number of placeholder tokens."""
+"""Image files to scheduler messages: resized pixels and token counts."""
 
 import hashlib
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from engine.model_files.image_processing import CenterCrop, PixelRange
 from engine.model_files.vision_config import VisionConfig
 from service.images.bad_image import BadImage
 
-MAX_PIXELS = 1 << 25  # of a file, by its header: a picture of as many takes four bytes each while it is decoded
+MAX_PIXELS = 1 << 25  # of a file, by its header; decoding takes four bytes each
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class PixelMaker:
 
     @property
     def factor(self) -> int:
-        """Return the pixels of a side of one token's square."""
+        """Side of a token in pixels."""
         return self.vision.tower.patch * self.vision.tower.merge
 
     def image_key(self, data: bytes) -> bytes:
@@ -42,11 +42,11 @@ class PixelMaker:
         return self._key(b"video %r" % fps, frames)
 
     def count_image(self, data: bytes) -> int:
-        """Count the placeholder tokens of an image from the file's header. Raises BadImage."""
+        """Tokens of an image by its header. Raises BadImage."""
         return self.vision.num_tokens(self._grid(self._target(size_of(data, max_pixels=self.max_pixels)), frames=1))
 
     def count_video(self, frames: Sequence[bytes]) -> int:
-        """Count the placeholder tokens of a video by the size of its first frame. Raises BadImage."""
+        """Tokens of a video by its first frame. Raises BadImage."""
         target = self._video_target(size_of(frames[0], max_pixels=self.max_pixels), len(frames))
         return self.vision.num_tokens(self._grid(target, frames=len(frames)))
 
@@ -77,7 +77,7 @@ class PixelMaker:
         return self._timed_video(key, pictures, target, fps)
 
     def _timed_video(self, key: bytes, pictures: list[bytes], target: Size, fps: float) -> LoadedMedia:
-        """Make a part of each temporal patch. Its time is halfway between its first and its last frame, rounded as transformers does."""
+        """One part per temporal patch, timed halfway between its first and last frame, as in HF."""
         each, last = self.vision.tower.temporal_patch, len(pictures) - 1
         starts = range(0, len(pictures), each)
         parts = [
@@ -88,7 +88,6 @@ class PixelMaker:
         return LoadedMedia(tuple(parts), is_video=True, times_s=tuple(times_s))
 
     def _time_step(self, fps: float) -> int:
-        """Return the RoPE positions from one temporal patch to the next, for a model that counts them by time."""
         if not self.vision.tokens_per_second:
             return 1
         per_frame = self.vision.tokens_per_second * self.vision.tower.temporal_patch
@@ -104,7 +103,7 @@ class PixelMaker:
             start=0,
             num_tokens=num_tokens,
             key=key,
-            grid=grid if self.vision.mrope is not None else (num_tokens, 1, 1),  # each token takes a position
+            grid=grid if self.vision.mrope is not None else (num_tokens, 1, 1),  # one position per token
             merge=self.vision.tower.merge,
             size=(len(pictures), *size),
             pixels=b"".join(pictures),
@@ -132,7 +131,6 @@ class PixelMaker:
         return picture.resize((width, height), resample=Image.Resampling(self.vision.processing.resample))
 
     def _key(self, kind: bytes, files: Sequence[bytes]) -> bytes:
-        """Return the SHA-256 of the files and of the settings that decide the pixels."""
         digest = hashlib.sha256(b"%b\0%b" % (kind, self.settings))
         for data in files:
             digest.update(b"\0%d\0" % len(data))

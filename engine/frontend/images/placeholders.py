@@ -1,4 +1,4 @@
-"""Placeholder tokens of images in a prompt: one for each image as templates and clients write them, expanded to its token count. Pure."""
+"""Expands image placeholders of a prompt to token counts. Pure."""
 
 from collections.abc import Iterator, Sequence
 
@@ -12,10 +12,10 @@ from service.http.errors import bad_field
 
 
 def with_times(text: str, loaded: Sequence[LoadedMedia], marks: Marks) -> str:
-    """Write the timestamps of videos into a prompt: "<0.3 seconds>" and a placeholder for each temporal patch (Qwen3-VL).
+    """Write video timestamps: "<0.3 seconds>" and a placeholder per temporal patch.
 
-    They replace the template's start, placeholder and end together, as in the processor that Qwen3-VL was released with (transformers
-    4.57); transformers 5 keeps the template's start and end around them.
+    They replace the template's start, placeholder and end, as in Qwen3-VL's first processor
+    (transformers 4.57); transformers 5 keeps start and end around them.
     """
     pieces, rest = [], text
     whole = marks.start + marks.video + marks.end
@@ -31,9 +31,9 @@ def with_times(text: str, loaded: Sequence[LoadedMedia], marks: Marks) -> str:
 def expanded(
     ids: list[int], loaded: Sequence[LoadedMedia], vision: VisionConfig, *, marks: Marks, field: str
 ) -> tuple[list[int], list[ImageInput]]:
-    """Expand each placeholder to its image's token count; return the prompt and the images with their `start`.
+    """Expand placeholders; return the prompt, and the images with `start`.
 
-    Raises ApiError(400) that names `field` if placeholders and images differ in number.
+    Raises ApiError(400) that names `field` if numbers differ.
     """
     images = [part for one in loaded if not one.is_video for part in one.parts]
     videos = [part for one in loaded if one.is_video for part in one.parts]

@@ -1,24 +1,24 @@
-"""The size that an image gets before a vision tower sees it, as transformers' image processors compute it. Pure."""
+"""Image sizes, as in transformers' processors. Pure."""
 
 import math
 
 from engine.model_files.image_processing import CenterCrop, PixelRange
 from service.images.bad_image import BadImage
 
-MOST_RATIO = 200  # of the longer side to the shorter one (Qwen2-VL)
+MOST_RATIO = 200  # longer to shorter side (Qwen2-VL)
 
 Size = tuple[int, int]  # height, width
 
 
 def range_size(range_: PixelRange, size: Size, *, factor: int) -> Size:
-    """Round both sides to multiples of `factor` within the range of pixels (`smart_resize` of Qwen2-VL). Raises BadImage for a strip."""
+    """Round to multiples of `factor` in the range (`smart_resize` of Qwen2-VL). Raises BadImage."""
     height, width = size
     _check_ratio(height, width)
     return _within(range_, (height, width), factor=factor, frames=1, counted=1)
 
 
 def video_size(range_: PixelRange, size: Size, *, factor: int, frames: int, temporal_patch: int) -> Size:
-    """Return the size of each of `frames` frames of a video, whose pixels may count together (Qwen3-VL). Raises BadImage for a strip."""
+    """Frames' pixels may count together (Qwen3-VL). Raises BadImage."""
     if not range_.over_frames:
         return range_size(range_, size, factor=factor)
     height, width = size
@@ -32,7 +32,7 @@ def video_size(range_: PixelRange, size: Size, *, factor: int, frames: int, temp
 
 
 def _within(range_: PixelRange, size: Size, *, factor: int, frames: int, counted: int) -> Size:
-    """`counted`: frames that the rounded sides are compared with; `frames`: those that decide by how much they shrink or grow."""
+    """`counted`: frames to compare with the range; `frames`: frames to compute the scale."""
     height, width = size
     tall, wide = round(height / factor) * factor, round(width / factor) * factor
     if counted * tall * wide > range_.most:
@@ -47,7 +47,6 @@ def _within(range_: PixelRange, size: Size, *, factor: int, frames: int, counted
 
 
 def edge_size(crop: CenterCrop, size: Size) -> Size:
-    """Return the size to resize to before the centre is cropped."""
     height, width = size
     if not crop.shortest_edge:
         return crop.height, crop.width
@@ -56,7 +55,6 @@ def edge_size(crop: CenterCrop, size: Size) -> Size:
 
 
 def crop_box(crop: CenterCrop, size: Size) -> tuple[int, int, int, int]:
-    """Return (left, top, right, bottom) of the centre."""
     height, width = size
     top, left = (height - crop.height) // 2, (width - crop.width) // 2
     return left, top, left + crop.width, top + crop.height

@@ -1,4 +1,4 @@
-"""Where an image comes from."""
+"""Sources of images."""
 
 from dataclasses import dataclass
 
@@ -7,9 +7,9 @@ from service.images.data_urls import MOST_SHOWN, is_data_url
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediaSource:
-    """An image, or with `is_video` a video, as a request names it: a URL. `field`: which part of the request it is.
+    """An image or video URL; `field`: its part of the request.
 
-    `is_base64`: without a scheme it is base64. `fps`: frames a second of a video.
+    `is_base64`: base64 if without a scheme. `fps`: frames per second.
     """
 
     field: str

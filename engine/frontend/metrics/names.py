@@ -1,7 +1,7 @@
-"""Names of the scheduler's figures in /metrics (docs/observability.md).
+"""Exported names of the scheduler's metrics (docs/observability.md).
 
-`sglang:` and `vllm:` where those servers export the same quantity, so that dashboards, autoscalers and the Gateway API's
-inference extension work unchanged; `tandem_` where neither has it.
+`sglang:` and `vllm:` where those servers export the quantity, so that dashboards, autoscalers and
+the Gateway API's inference extension work; else `tandem_`.
 """
 
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from engine.messages import StateReply
 
 
 class Figure(NamedTuple):
-    """`name`: as exported, a counter without its `_total`."""
+    """A metric. `name`: as exported, for a counter without `_total`."""
 
     name: str
     help: str
@@ -212,7 +212,7 @@ COUNTERS = {
     "hicache_failed_writes": Figure("tandem_hicache_failed_writes", "files that could not be written"),
     "hicache_bad_files": Figure("tandem_hicache_bad_files", "files that were wrong and were deleted"),
 }
-# vLLM's names of the same quantity as one of ours; its stages are histograms of their own.
+# vLLM's names of our metrics; its stages are separate histograms.
 VLLM_NAMES = {
     "sglang:prompt_tokens": "vllm:prompt_tokens",
     "sglang:generation_tokens": "vllm:generation_tokens",
@@ -227,12 +227,12 @@ _BEFORE_THE_BATCH = ("waiting", "grammar", "bootstrap", "prealloc", "transfer", 
 
 
 def num_waiting(state: StateReply) -> int:
-    """vLLM's `num_requests_waiting`: requests that do not compute yet, in any queue."""
+    """vLLM's `num_requests_waiting`: requests not computing yet, in any queue."""
     return sum(state.queues.get(queue, 0) for queue in _BEFORE_THE_BATCH)
 
 
 def gauge_of(name: str) -> Figure | None:
-    """A gauge of a role or adapter; None: it cannot be exported, or has another name."""
+    """A gauge, unless it cannot be exported or has another name."""
     if name in ("used_tokens", "cache_hit_rate") or not (name.isidentifier() and name.isascii()):
         return None
     return GAUGES.get(name) or Figure(f"tandem_{name}", "reported by the scheduler")

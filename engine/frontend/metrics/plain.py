@@ -1,4 +1,4 @@
-"""A counter and a histogram of plain numbers, for what every token counts: the library's own take a lock and ten calls each time."""
+"""Lock-free counter and histogram; prometheus_client's take a lock per token."""
 
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,7 +10,7 @@ from prometheus_client.utils import floatToGoString
 
 
 class PlainCounter(Collector):
-    """One series; one thread adds."""
+    """One series; single-threaded writer."""
 
     def __init__(self, name: str, help: str, labels: Mapping[str, str]) -> None:
         self.value = 0
@@ -24,7 +24,7 @@ class PlainCounter(Collector):
 
 
 class PlainHistogram(Collector):
-    """One series; one thread observes. `bounds`: of the buckets, ascending, each with its own value; one without end follows."""
+    """One series; single-threaded writer. `bounds`: ascending, without the infinite one."""
 
     def __init__(self, name: str, help: str, labels: Mapping[str, str], bounds: Sequence[float]) -> None:
         self._head = (name, help)

@@ -1,4 +1,4 @@
-"""Prometheus metrics of one worker: it counts what a client sees; load and transfers come from the scheduler."""
+"""Prometheus metrics of a worker: client-side counts, and the schedulers' reports."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -30,7 +30,7 @@ TTFT_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 6, 8, 10, 2
 ITL_S = (0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.06, 0.08, 0.1, 0.2, 0.4, 0.8, 1, 2, 4, 8)  # fmt: skip
 E2E_S = (0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 6, 8, 10, 20, 40, 60, 80, 100, 200, 400, 600, 1200)
 
-# Labels that are known beforehand: their series begin at 0, for `rate()` does not see the event with which a series begins.
+# Known labels start at 0, because `rate()` misses the event that creates a series.
 FINISHES = ("stop", "length", "abort", "error", "moved")
 STATUSES = (200, 400, 499, 500, 503)
 STAGES = ("bootstrap_time", "queue_time", "prefill_time", "transfer_time", "decode_time")
@@ -77,13 +77,13 @@ class Metrics:
             self.registry.register(_Alias(self._stages, name, stage=stage))
 
     def show_kept(self, streams: StreamLogs) -> None:
-        """Report the streams that are kept for clients that may come again."""
+        """Export retained streams."""
         help = "streams kept for clients whose connection breaks"
         self._one(Gauge, "tandem_kept_streams", help).set_function(lambda: len(streams))
         self._one(Gauge, "tandem_kept_stream_bytes", "bytes of these").set_function(lambda: streams.num_bytes)
 
     def expect(self, endpoint: str, method: str) -> None:
-        """Count requests of an endpoint, and their answers, from 0."""
+        """Start an endpoint's counters at 0."""
         self._http_requests.labels(*self._label_values, endpoint, method)
         for status in STATUSES:
             self._http_responses.labels(*self._label_values, endpoint, method, str(status))
@@ -103,7 +103,7 @@ class Metrics:
             self._itl.observe(gap_s / num_tokens, num_tokens)
 
     def on_end(self, output: TextOutput | None, *, elapsed_s: float) -> None:
-        """`output`: the one with the finish, None when the client went away."""
+        """`output`: with the finish, None if the client left."""
         self._finished.labels(*self._label_values, _finish_of(output)).inc()
         if output is None or output.tokens.finish is None or output.tokens.finish.kind == "abort":
             self._aborted.inc()
@@ -132,7 +132,7 @@ class Metrics:
             self._queue.observe(times["queue_time"])
 
     def exposition(self, states: Sequence[StateReply] = (), steps: Sequence[StepReply] = ()) -> bytes:
-        """The text format. `states`, `steps`: the reports of the schedulers, by DP rank; empty: they are not up."""
+        """`states`, `steps`: by DP rank, empty if unavailable."""
         self._schedulers.states, self._schedulers.steps = states, steps
         return generate_latest(self.registry)
 
@@ -140,7 +140,6 @@ class Metrics:
         return kind(name, help, (*LABELS, *labels), registry=self.registry, **options)
 
     def _one(self, kind: type[M], name: str, help: str, buckets: tuple[float, ...] | None = None) -> M:
-        """A metric without labels of its own, also under vLLM's name if it has one."""
         family = self._family(kind, name, help, **({} if buckets is None else {"buckets": buckets}))
         self._alias(family, name)
         return family.labels(*self._label_values)
@@ -155,9 +154,9 @@ class Metrics:
 
 
 class _Alias(Collector):
-    """`family` again as `name` (a counter without its `_total`); with `stage` only the samples of that label value.
+    """`family` under another `name`; with `stage` only that label's samples.
 
-    It copies at each scrape, so counting costs nothing more.
+    It copies at each scrape, so counting stays cheap.
     """
 
     def __init__(self, family: Collector, name: str, *, stage: str | None = None) -> None:
@@ -180,7 +179,7 @@ class _Alias(Collector):
 
 
 class _SchedulersCollector(Collector):
-    """Collects the schedulers' figures; with several ranks each has the label `dp_rank`, as in SGLang."""
+    """Several ranks have the label `dp_rank`, as in SGLang."""
 
     def __init__(self, label_values: tuple[str, str]) -> None:
         self.states: Sequence[StateReply] = ()
@@ -206,8 +205,6 @@ def _at(reports: Sequence[R], rank: int) -> R | None:
 
 
 class _Figures:
-    """The figures of one scheduler. `labels`: beside the labels of all figures."""
-
     def __init__(self, label_values: tuple[str, str], labels: Mapping[str, str]) -> None:
         self._names = (*LABELS, *labels)
         self._values = (*label_values, *labels.values())
@@ -262,7 +259,6 @@ class _Figures:
 
 
 def _finish_of(output: TextOutput | None) -> str:
-    """vLLM's words: "stop", "length", "abort", "error"; and "moved"."""
     finish = None if output is None else output.tokens.finish
     if finish is None:
         return "abort"

@@ -1,1 +1,1 @@
-"""A frontend process beside the main one (--tokenizer-worker-num): it answers requests for tokens, and forwards the rest to it."""
+"""Additional frontends (--tokenizer-worker-num): serve token requests, forward the rest."""

@@ -1,4 +1,4 @@
-"""Forwards a request to the main frontend as it came, and its answer back: keys, metrics and logs are then the main one's."""
+"""Forwards requests to the main frontend, which applies keys, metrics and logs."""
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -12,7 +12,7 @@ from engine.frontend.errors import not_ready
 from service.http.guard import answer_of
 from service.http.routes import Handler
 
-# Of one connection alone (RFC 9110, 7.6.1), or of a body in the form in which it came.
+# Hop-by-hop headers (RFC 9110, 7.6.1), and those of the body's encoding.
 _NOT_FORWARDED = frozenset(
     (
         *("connection", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding", "upgrade"),
@@ -20,7 +20,7 @@ _NOT_FORWARDED = frozenset(
     )
 )
 _NOT_RETURNED = frozenset(("connection", "keep-alive", "transfer-encoding"))
-_OWN_HEADERS = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")  # that aiohttp would add
+_OWN_HEADERS = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")  # added by aiohttp
 
 
 @asynccontextmanager

@@ -1,4 +1,4 @@
-"""What a frontend answers the main one, at a unix socket in the worker's private directory."""
+"""Internal API for the main frontend, on a private unix socket."""
 
 import asyncio
 
@@ -35,7 +35,7 @@ def make_internal_handle(s: Services) -> Handler:
         return web.Response()
 
     async def metrics(request: web.BaseRequest) -> web.Response:
-        """Without the scheduler's, which the main frontend has."""
+        """All but the scheduler's messages, which only the main frontend gets."""
         return web.Response(body=s.metrics.exposition())
 
     async def traces(request: web.BaseRequest) -> web.Response:

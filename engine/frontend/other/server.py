@@ -1,4 +1,4 @@
-"""Runs a frontend process beside the main one, at the same port, until the main one ends it."""
+"""Runs an additional frontend on the same port, until the main one ends it."""
 
 import asyncio
 import time
@@ -32,7 +32,7 @@ from service.waiter import end_tasks
 async def run_other_frontend(
     spec: FrontendSpec, *, row: int, ipc: IpcPaths, gate: KeyGate, port: ListeningPort, ended: asyncio.Event
 ) -> None:
-    """Serve until `ended`. Raises ConfigError for a checkpoint that cannot be used."""
+    """Serve until `ended`. Raises ConfigError for an unusable checkpoint."""
     loop, limits = asyncio.get_running_loop(), limits_of(spec.server)
     num_rows, dp_size = spec.server.tokenizer_worker_num, spec.engine.dp_size
     shared = SharedRequests(ipc.dir, row=row, num_rows=num_rows, num_ranks=dp_size)
@@ -58,7 +58,6 @@ async def run_other_frontend(
 
 @asynccontextmanager
 async def _handling(s: Services, ipc: IpcPaths) -> AsyncIterator[Handler]:
-    """Return the handler; only requests that the main frontend must answer are forwarded."""
     own = make_handle(s, max_open=s.client.max_live + SPARE_REQUESTS)
     of_main = Routes(web.route(route.method, route.path, route.handler) for route in ROUTES if not route.anywhere)
     async with forwarding_to(ipc.http_socket(MAIN_FRONTEND)) as forward:
@@ -76,7 +75,6 @@ async def _settle(s: Services) -> None:
 
 
 async def _stamp(stamp: Stamp) -> None:
-    """While the loop turns: the main frontend speaks for all of the worker (engine/stamps.py)."""
     while True:
         stamp.write(time.monotonic())
         await asyncio.sleep(wait_s(time.monotonic(), EVERY_S, phase=STAMPS))
