@@ -1,1 +1,1 @@
-"""Text and tokens, both ways: tokenizer, chat template, incremental text, stop patterns, tool calls. Never torch."""
+"""Text and tokens, tool calls, reasoning, stops. No torch; most modules are pure."""

@@ -1,4 +1,4 @@
-"""The JSON types that a function's schema allows for its arguments. Pure."""
+"""JSON types of a function's arguments by its schema."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -20,7 +20,10 @@ _OPTIONS = ("anyOf", "oneOf")
 
 
 class ArgumentTypes:
-    """`parameters`: the function's schema, or what a client sent as one. A reference that leads nowhere says nothing."""
+    """Types of a function's arguments, by its schema.
+
+    `parameters`: a schema, unchecked. Unresolvable references are ignored.
+    """
 
     def __init__(self, parameters: Any) -> None:
         self._known: dict[str, Types] = {}  # by reference
@@ -30,13 +33,12 @@ class ArgumentTypes:
             self._root = parameters
 
     def of(self, key: str) -> Types:
-        """The types of one argument; empty: any."""
+        """Types of one argument; empty for any."""
         parts = [part for part in self._parts(self._root, set()) if isinstance(part.get("properties"), dict)]
         named = [part["properties"][key] for part in parts if key in part["properties"]]
         return self._any_of(named or [part["additionalProperties"] for part in parts if "additionalProperties" in part])
 
     def _parts(self, schema: Any, seen: set[str]) -> Iterator[dict[str, Any]]:
-        """The schema and all that speak about the same value."""
         if not isinstance(schema, dict):
             return
         yield schema
@@ -66,12 +68,11 @@ class ArgumentTypes:
 
     def _referred(self, reference: str) -> Types:
         if reference not in self._known:
-            self._known[reference] = ANY  # while it is looked at: it may hold itself
+            self._known[reference] = ANY  # while resolved, because it may contain itself
             self._known[reference] = self._types(self._target(reference))
         return self._known[reference]
 
     def _target(self, reference: str) -> Any:
-        """Of "#" or "#/$defs/NAME"."""
         if reference == "#":
             return self._root
         definitions = self._root.get("$defs")

@@ -1,4 +1,4 @@
-"""The formats of tool calls, by the names that SGLang and vLLM give their parsers. Pure.
+"""Formats of tool calls, by SGLang's and vLLM's parser names.
 
 qwen25       text <tool_call>\\n{...}\\n</tool_call>\\n<tool_call>...      (Qwen 2.5 and 3, Hermes)
 llama3       {...}; {...}      or  text <|python_tag|>{...}; {...}        (Llama 3.1, 3.2, 3.3)
@@ -22,7 +22,7 @@ from engine.text.tagged_call import GLM_TAGS, QWEN_TAGS, Schemas, TaggedCall
 
 
 class CallScanner(Protocol):
-    """One call. `name`: once the text surely is one. `broken`: the text is none. `done`: the call has ended."""
+    """Parser of one call. `name`: set once the text surely is a call. `broken`: it is none."""
 
     @property
     def name(self) -> str | None: ...
@@ -34,22 +34,23 @@ class CallScanner(Protocol):
     def done(self) -> bool: ...
 
     def feed(self, text: str) -> int:
-        """Characters taken; below 0: as many of those taken before are given back."""
+        """Return how many characters were consumed; negative gives back earlier ones."""
 
     def end(self) -> None:
-        """The text has ended: a call that has begun is closed."""
+        """Close a started call."""
 
     def new_arguments(self) -> str:
-        """More of the arguments' JSON; from a call's begin to its end it is one object."""
+        """New JSON of the arguments, in total one object."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallFormat:
-    """`marker`: text before calls. `bare`: a text that begins with it is calls. `bracket`: may stand before the first call.
+    """How a model writes calls as JSON.
 
-    `opener`: how a call begins. `separator`: before the next; "": its opener is enough. `fillers`: may follow a call.
-    `closer`: after the last. `trigger`, `begin`, `after_number`, `end`: the format as a structural tag, with NAME for the
-    function's; "": strict schemas cannot be held.
+    `marker`: text before calls. `bare`: text that starts with it is calls. `bracket`: optional.
+    `opener`: starts a call. `separator`: between calls, empty if the opener suffices. `fillers`:
+    allowed after a call. `closer`: after the last. `trigger`, `begin`, `after_number`, `end`: the
+    structural tag with NAME for the function's; empty if strict schemas are unsupported.
     """
 
     scanner: Callable[[Schemas], CallScanner] = lambda _: JsonCall()
@@ -67,7 +68,7 @@ class CallFormat:
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """The marker, and an opener that no other text begins with: models leave the marker out."""
+        """Marker and unambiguous opener; models may omit the marker."""
         return tuple(mark for mark in (self.marker, self.opener if len(self.opener) > 1 else "") if mark)
 
 
@@ -77,7 +78,7 @@ def _headed(pattern: str) -> Callable[[Schemas], CallScanner]:
 
 
 class MistralCall:
-    """Either of its two ways, by the first character."""
+    """Either Mistral format, by the first character."""
 
     def __init__(self) -> None:
         self._call: JsonCall | HeadedCall | None = None

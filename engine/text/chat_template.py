@@ -1,5 +1,4 @@
-"""Chat messages to prompt text by the checkpoint's own Jinja template, in the sandbox that transformers documents under
-"chat templating"."""
+"""Chat messages to a prompt by a Jinja template, in transformers' sandbox."""
 
 import json
 from collections.abc import Callable
@@ -20,15 +19,18 @@ from service.flags import ConfigError
 _FAILURES = (
     *(jinja2.TemplateError, TypeError, ValueError, LookupError),
     *(ArithmeticError, AttributeError, RecursionError),
-)  # of a template's code
+)  # errors of template code
 
 
 class TemplateRefused(ValueError):
-    """The template does not accept these messages; says why, often in the template's own words."""
+    """The template rejects the messages, often with its own message."""
 
 
 class ChatTemplate:
-    """`special_tokens`: bos_token and so on, which templates write into the text themselves. `reads`: what it reads of messages."""
+    """The chat template of a model.
+
+    `special_tokens`: variables such as bos_token. `reads`: how it uses messages.
+    """
 
     def __init__(self, source: str, *, special_tokens: dict[str, str] | None = None) -> None:
         environment = ImmutableSandboxedEnvironment(
@@ -44,13 +46,13 @@ class ChatTemplate:
 
     @property
     def knows_images(self) -> bool:
-        """Whether it reads messages whose content is a list of parts, images among them."""
+        """True if it accepts content as parts with images."""
         return "image" in self.source
 
     def render(
         self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True, extra: dict[str, Any] | None = None
     ) -> str:
-        """Prompt text. `extra`: template variables of the request (`chat_template_kwargs`). Raises TemplateRefused."""
+        """Raises TemplateRefused. `extra`: `chat_template_kwargs`."""
         variables = {
             "tools": None,
             "documents": None,
@@ -68,7 +70,7 @@ class ChatTemplate:
 def load_chat_template(
     model: str | Path | ModelFolder, *, special_tokens: dict[str, str], tools: bool = False
 ) -> ChatTemplate | None:
-    """The template of `model` for requests with `tools`, or without; None: it has none. Raises ConfigError."""
+    """Load the template for requests with or without `tools`, if any. Raises ConfigError."""
     folder = open_folder(model)
     source = folder.template(tools=tools)
     if source is None:
@@ -82,7 +84,7 @@ def load_chat_template(
 
 
 class _Generation(Extension):
-    """`{% generation %}...{% endgeneration %}`: a mark for training, rendered as its content."""
+    """The tag `{% generation %}`, which marks text for training."""
 
     tags = {"generation"}
 
@@ -102,7 +104,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own `tojson` escapes for HTML; prompts want plain JSON."""
+    """Plain JSON; Jinja's own `tojson` escapes HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -1,7 +1,6 @@
-"""A prompt that ends within its last message, which the answer continues. Pure.
+"""Prompts that end inside the last message, which the answer continues.
 
-As transformers does: the template renders the message with a mark at its end, and the text is cut there. So the prompt holds all that
-the template writes before the message and nothing of what it writes behind.
+As in transformers, the message is rendered with a mark at its end, where the prompt is cut.
 """
 
 from collections.abc import Callable, Iterator
@@ -10,7 +9,7 @@ from typing import Any
 from engine.text.template_values import Parts, TextPart
 
 REASONING = ("reasoning_content", "reasoning", "thinking")
-_MARK = "CONTINUED-FROM-HERE "  # a template that trims the message drops the space
+_MARK = "CONTINUED-FROM-HERE "  # the space disappears if the template trims the message
 
 Message = dict[str, Any]
 
@@ -18,9 +17,10 @@ Message = dict[str, Any]
 def render_continued(
     render: Callable[[list[Message]], str], messages: list[Message], *, in_reasoning: bool
 ) -> tuple[str, str] | None:
-    """The prompt's text up to the message, and as much of the message as ends the prompt. None: the template does not write it.
+    """Return the prompt up to the message, and the message's rendered end.
 
-    `in_reasoning`: the message is a reasoning that has not ended; if the template writes none, its empty content goes on.
+    `in_reasoning`: the message is unfinished reasoning; if the template omits it, continue its
+    empty content.
     """
     for message, end in _marked(messages[-1], in_reasoning):
         text = render([*messages[:-1], message])
@@ -31,7 +31,6 @@ def render_continued(
 
 
 def _marked(message: Message, in_reasoning: bool) -> Iterator[tuple[Message, str]]:
-    """The message with the mark, in each field that may be continued, and the text before the mark."""
     if in_reasoning:
         written = {name: message[name] + _MARK for name in REASONING if name in message}
         yield message | written, message["reasoning_content"]
@@ -44,7 +43,6 @@ def _marked(message: Message, in_reasoning: bool) -> Iterator[tuple[Message, str
 
 
 def _split(text: str, end: str) -> tuple[str, str]:
-    """`text` in two: the second is what it ends with of `end`."""
     end = end if text.endswith(end) else end.rstrip()
     same = 0
     while same < min(len(text), len(end)) and text[-1 - same] == end[-1 - same]:

@@ -1,4 +1,4 @@
-"""Calls of custom tools: the model writes {"input": TEXT} as for a function; the client receives the text. Pure."""
+"""Custom tools: the model writes {"input": TEXT}, the client gets TEXT."""
 
 import json
 from collections.abc import Collection
@@ -10,12 +10,12 @@ INPUT = "input"
 
 
 class CustomInputs:
-    """The parts of `reader`, where `Arguments` of a call to one of `names` are its input, whole: as far as it came."""
+    """Parts of `reader`; calls of `names` get their input as one `Arguments`."""
 
     def __init__(self, reader: PartReader, names: Collection[str]) -> None:
         self._reader = reader
         self._names = names
-        self._written: dict[int, tuple[JsonValue, str]] = {}  # of custom calls whose input is not complete
+        self._written: dict[int, tuple[JsonValue, str]] = {}  # custom calls with incomplete input
 
     @property
     def num_calls(self) -> int:
@@ -43,7 +43,7 @@ class CustomInputs:
 
 
 def _input_in(written: str) -> str:
-    """Other arguments than one text are shown as they are."""
+    """Arguments other than one text are returned as they are."""
     try:
         arguments = json.loads(written)
     except RecursionError:

@@ -1,7 +1,8 @@
-"""The harmony format of gpt-oss: an answer is messages in channels. Pure.
+"""Harmony format of gpt-oss: an answer is messages in channels.
 
-    <|channel|>analysis<|message|>reasoning<|end|><|start|>assistant<|channel|>final<|message|>text<|return|>
-    <|start|>assistant<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>
+<|channel|>analysis<|message|>reasoning<|end|>
+<|start|>assistant<|channel|>final<|message|>text<|return|>
+<|start|>assistant<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>
 
 Source: openai/harmony, docs/format.md.
 """
@@ -14,13 +15,13 @@ from engine.text.parts import Arguments, CallBegins, Part, PartReader, PlainText
 
 CHANNEL, MESSAGE, START = "<|channel|>", "<|message|>", "<|start|>"
 ENDS = ("<|end|>", "<|return|>", "<|call|>", START)
-HEADS = (CHANNEL, "to=", *ENDS)  # how a header begins
+HEADS = (CHANNEL, "to=", *ENDS)  # beginnings of a header
 _CHANNEL = re.compile(r"<\|channel\|>(\w+)")
 _RECIPIENT = re.compile(r"to=functions\.([\w.-]+)")
 
 
 class _ChannelCall:
-    """The message that is a call: its header, and the arguments. Another body than one object stays text."""
+    """A message that is a call; a body that is no object stays text."""
 
     def __init__(self, header: str, name: str, index: int) -> None:
         self.begun = False
@@ -28,8 +29,8 @@ class _ChannelCall:
         self._name = name
         self._index = index
         self._body = ""  # of the message
-        self._at = 0  # characters of the body that the arguments have taken
-        self._shown = 0  # characters of the body that are shown as text
+        self._at = 0  # characters of the body consumed by the arguments
+        self._shown = 0  # characters of the body given out as text
         self._arguments = JsonValue()
 
     def feed(self, text: str) -> list[Part]:
@@ -37,7 +38,7 @@ class _ChannelCall:
         self._body += text
         if not (arguments.done or arguments.broken):
             self._at = start + arguments.feed(text)
-        if arguments.first in ("", "n") and not arguments.broken:  # it may be empty, or null
+        if arguments.first in ("", "n") and not arguments.broken:  # it may be empty or null
             return []
         if not self.begun and arguments.first != "{":
             return self._rest(0)
@@ -47,7 +48,7 @@ class _ChannelCall:
         return parts + (self._rest(self._at) if arguments.done or arguments.broken else [])
 
     def end(self, *, cut: bool) -> list[Part]:
-        """`cut`: the text has ended, not the message."""
+        """`cut`: the text ended before the message."""
         arguments = self._arguments
         if not (arguments.done or arguments.broken):
             arguments.end()
@@ -62,7 +63,6 @@ class _ChannelCall:
         return [] if was_begun else [CallBegins(self._index, self._name)]
 
     def _rest(self, start: int) -> list[Part]:
-        """The body from `start` on, where that is no call's, as text."""
         start = max(start, self._shown)
         header = "" if self.begun or self._shown else self._header
         text = header + self._body[start:]
@@ -73,9 +73,10 @@ class _ChannelCall:
 
 
 class HarmonyReader:
-    """`names`: functions that may be called. `answer`: reads the text of the final channel, all messages of it.
+    """Reads harmony's channels as parts.
 
-    Without `separates`, reasoning stays in the text as the model wrote it. `streams`: false gives reasoning out as one part.
+    `names`: allowed functions. `answer`: reads messages of the final channel. `separates`: give out
+    reasoning apart from text. `streams`: else reasoning is one part.
     """
 
     def __init__(
@@ -86,10 +87,10 @@ class HarmonyReader:
         self._separates = separates
         self._streams = streams
         self._ended_calls = 0
-        self._call: _ChannelCall | None = None  # that is being read
+        self._call: _ChannelCall | None = None  # the current call
         self._buffer = ""
-        self._reasoning = ""  # of this message, while it is not streamed
-        self._show: Callable[[str], list[Part]] | None = None  # of the message that is being read; None: in a header
+        self._reasoning = ""  # of this message, if not streamed
+        self._show: Callable[[str], list[Part]] | None = None  # of the current message; None in a header
 
     @property
     def num_calls(self) -> int:
@@ -113,13 +114,12 @@ class HarmonyReader:
         return [*parts, *self._end_message(cut=True), *self._answer.end()]
 
     def _step(self) -> list[Part] | None:
-        """Parts of the next piece of the buffer; None: more must come."""
         return self._read_header() if self._show is None else self._read_body(self._show)
 
     def _read_header(self) -> list[Part] | None:
         text = self._buffer.lstrip()
         if not any(text.startswith(head) or head.startswith(text) for head in HEADS):
-            self._show = self._answer.feed  # no message at all: text
+            self._show = self._answer.feed  # no message: text
             return []
         header, found, rest = self._buffer.partition(MESSAGE)
         if not found:
@@ -128,7 +128,6 @@ class HarmonyReader:
         return self._open(header)
 
     def _open(self, header: str) -> list[Part]:
-        """The message's kind by its header."""
         channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
         if recipient is not None and recipient[1] in self._names:
             self._call = _ChannelCall(header + MESSAGE, recipient[1], self.num_calls)

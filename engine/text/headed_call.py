@@ -1,17 +1,18 @@
-"""A tool call whose name stands in a header before its JSON arguments. Pure."""
+"""Tool calls with the name in a header before JSON arguments."""
 
 import re
 
 from engine.text.json_value import JsonValue
 
 MAX_HEADER_CHARS = 512
-NULL = "null"  # arguments of a function that takes none
+NULL = "null"  # arguments of a function without parameters
 
 
 class HeadedCall:
-    """`header`: matches all before the first brace, with the groups `name` and perhaps `id`. `broken`: this is no call.
+    """Reads one call, a header and a JSON object.
 
-    A call that breaks in its arguments has ended there.
+    `header`: matches all before the first brace, groups `name` and perhaps `id`. Broken arguments
+    end the call.
     """
 
     def __init__(self, header: re.Pattern[str]) -> None:
@@ -22,10 +23,9 @@ class HeadedCall:
         self._pattern = header
         self._header = ""
         self._arguments = JsonValue()
-        self._text = ""  # of arguments that are not written as an object
+        self._text = ""  # arguments that are no object
 
     def feed(self, text: str) -> int:
-        """Characters taken: all, or up to the closing brace; below 0: as many of those taken before are given back."""
         at = 0
         while at < len(text) and self.name is None and not self.broken:
             at = self._take(text[at], at)
@@ -36,7 +36,6 @@ class HeadedCall:
         return at
 
     def end(self) -> None:
-        """The text has ended: arguments that have begun are closed."""
         if self.name is not None and not self.done:
             self._arguments.end()
             self.done = True

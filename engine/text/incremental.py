@@ -1,10 +1,10 @@
-"""Token ids to text, a few at a time. The scheduler decides where a request ends. Pure.
+"""Incremental detokenization. The scheduler decides where a request ends.
 
-`IncrementalText` turns ids into final characters, `StopScanner` follows how much may still become a stop string, and
-`RequestText` holds that back and trims what ended the request.
+`IncrementalText` turns ids into final characters, `StopScanner` tracks possible stop strings,
+`RequestText` holds those back and trims the stop.
 
-    window:  [ context ... | new ids ...          ]      decoded as one: correct spacing and split characters
-    text:    [ already given out | final | broken ]      `broken`: the beginning of a character, held back
+window:  [ context ... | new ids ...          ]      decoded together: correct spaces and characters
+text:    [ already given out | final | broken ]      broken: an incomplete character
 """
 
 from collections.abc import Sequence
@@ -14,19 +14,19 @@ from engine.messages import FinishReason
 from engine.text.stop_regex import reach_of
 from engine.text.tokenizer import BROKEN, Tokenizer
 
-Span = tuple[int, int]  # begin and end in a text, in characters
+Span = tuple[int, int]  # start and end in a text, in characters
 
-WINDOW = 24  # tokens decoded at most before the window is cut ...
-CONTEXT = 6  # ... down to these, which only give the rest its context
-WINDOW_MAX = 64  # cut here even without a clean place
-PROMPT_TAIL_TOKENS = 8  # what it needs to see of the prompt
+WINDOW = 24  # maximum tokens to decode, then the window is cut ...
+CONTEXT = 6  # ... to these, as context
+WINDOW_MAX = 64  # cut here even within a character
+PROMPT_TAIL_TOKENS = 8  # context from the prompt
 
 
 class IncrementalText:
-    """Characters of a growing list of ids; gives out each one once, when it is complete.
+    """Text of growing ids; gives out each character once, when complete.
 
-    `prompt_tail`: the last ids of the prompt, which decide about the space before the first word, and may end inside a
-    character; only those after the last special token (a role marker) count. `num_chars`: of all that it gave out.
+    `prompt_tail`: last prompt ids, for the first space or a split character; only those after the
+    last special token count. `num_chars`: given out.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, prompt_tail: Sequence[int], skip_special_tokens: bool) -> None:
@@ -38,19 +38,17 @@ class IncrementalText:
         self.num_chars = 0
 
     def fork(self) -> "IncrementalText":
-        """Return a copy that goes on by itself."""
         forked = copy(self)
         forked._window = list(self._window)
         return forked
 
     def without_special(self) -> "IncrementalText":
-        """Return a fork that skips special tokens from now on, as long as it has read none."""
+        """Return a fork that skips special tokens; it must not have read any."""
         forked = self.fork()
         forked._skip_special = True
         return forked
 
     def push(self, ids: Sequence[int]) -> str:
-        """Add ids; return the characters that are newly complete."""
         self._window += [i for i in ids if not (self._skip_special and i in self._tokenizer.special_ids)]
         text = self._final_text()
         new = text[self._given :]
@@ -67,13 +65,13 @@ class IncrementalText:
         self._inside = num_open > 0
         if num_open and self._tokenizer.byte_level:
             return text[:-1]
-        return self._decoded(self._window[:-num_open]) if num_open else text  # open byte tokens spoil those before them
+        return self._decoded(self._window[:-num_open]) if num_open else text  # incomplete bytes spoil those before them
 
     def _decoded(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=self._skip_special)
 
     def _cut(self) -> None:
-        """Forget old tokens. The cut must leave visible context and spare characters."""
+        """The cut must leave visible context and no split character."""
         if self._inside and len(self._window) <= WINDOW_MAX:
             return
         first = len(self._window) - CONTEXT
@@ -85,15 +83,15 @@ class IncrementalText:
 
     def _clean(self, first: int) -> bool:
         if self._tokenizer.byte_level:
-            return True  # bytes just join: later text does not depend on earlier text
+            return True  # bytes join without effect on one another
         text = self._decoded(self._window[first:])
         return bool(text) and not text.startswith(BROKEN)
 
 
 class StopScanner:
-    """Follows stop strings through a text, one Knuth-Morris-Pratt automaton each: constant work per character.
+    """Tracks stop strings by Knuth-Morris-Pratt automata: constant work per character.
 
-    `held`: length of the longest end of the text that is a beginning of a stop string (or all of one).
+    `held`: length of the longest suffix that starts a stop string.
     """
 
     def __init__(self, stop: tuple[str, ...]) -> None:
@@ -114,9 +112,9 @@ class StopScanner:
 
 
 class RequestText:
-    """The text of one request for its client. `no_stop_trim`: it includes what ended it.
+    """Text of one request for its client. `no_stop_trim`: keep the stop.
 
-    Where special tokens are skipped, only the rest of a stop string that names one appears and is trimmed.
+    With skipped special tokens, a stop string is trimmed as far as it shows.
     """
 
     def __init__(
@@ -138,7 +136,7 @@ class RequestText:
         self._held = ""
 
     def push(self, ids: list[int], finish: FinishReason | None = None) -> str:
-        """Text that is final now; with `finish` all, without what ended it and without a last incomplete character."""
+        """Return new final text; with `finish` the rest, without the stop."""
         if finish is None and not self._may_hold:
             return self._text.push(ids)
         new = self._text.push(_without_stop_token(ids, finish) if self._trims else ids)
@@ -152,7 +150,7 @@ class RequestText:
         return text[:end]
 
     def push_each(self, ids: list[int], finish: FinishReason | None = None) -> tuple[str, list[Span]]:
-        """`push`, and the place of each id's text in the whole text, of which the end may be held back or trimmed."""
+        """`push`, and each id's span in the text, held back or trimmed parts included."""
         if not ids:
             return self.push(ids, finish), []
         text, spans = "", []
@@ -164,12 +162,12 @@ class RequestText:
 
 
 def places_of(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> list[Span]:
-    """Return the place of each token's text in `text`, of which `ids` are the tokens; one that is not there (BOS) has no width."""
+    """An absent token (BOS) has no width."""
     pieces, at, spans = IncrementalText(tokenizer, prompt_tail=[], skip_special_tokens=False), 0, []
     for token in ids:
         piece = pieces.push([token])
         if not text.startswith(piece, at):
-            unspaced = piece.removeprefix(" ")  # behind a BOS that is not there
+            unspaced = piece.removeprefix(" ")  # after a BOS that has no text
             known = text.startswith(unspaced, at) or token not in tokenizer.special_ids
             piece = unspaced if known else ""
         spans.append((at, min(at + len(piece), len(text))))
@@ -178,7 +176,7 @@ def places_of(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> list[Span]
 
 
 def tail_of(input_ids: Sequence[int]) -> Sequence[int]:
-    """Return what `IncrementalText` needs to see of the prompt: the same for scheduler and client."""
+    """Prompt ids for `IncrementalText`, the same for scheduler and client."""
     return input_ids[-PROMPT_TAIL_TOKENS:]
 
 
@@ -194,13 +192,13 @@ def _after_last(special: frozenset[int], ids: Sequence[int]) -> list[int]:
 
 
 def _from_whole_character(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
-    """Drop the rest of a character that begins before: SentencePiece's decoders give up all bytes that follow one."""
+    """Drop a split character's rest: SentencePiece breaks all bytes after it."""
     rest = (i for i, token in enumerate(ids) if not 0x80 <= (tokenizer.token_bytes(token) or b"-")[0] < 0xC0)
     return ids[next(rest, len(ids)) :]
 
 
 def _failure_table(pattern: str) -> list[int]:
-    """table[k]: length of the longest proper border of pattern[:k]. Knuth, Morris, Pratt 1977."""
+    """table[k]: longest proper border of pattern[:k] (Knuth, Morris, Pratt 1977)."""
     table = [0] * (len(pattern) + 1)
     k = 0
     for i in range(1, len(pattern)):

@@ -1,4 +1,4 @@
-"""A tool call whose name stands inside its JSON object: {"name": ..., "arguments" | "parameters": {...}}. Pure."""
+"""Tool calls as {"name": ..., "arguments" | "parameters": {...}}."""
 
 import json
 from collections.abc import Callable
@@ -22,9 +22,9 @@ _BETWEEN = (_State.BEGIN, _State.KEY, _State.COLON, _State.NEXT)
 
 
 class JsonCall:
-    """One JSON object, member by member. `name`: once it is a call: its name and arguments that are an object have come.
+    """Parser of one call. `name`: set once name and an arguments object have started.
 
-    `broken`: this is no call. One that breaks in its arguments, or behind them, is a call that has ended there.
+    `broken`: no call. A break in or after the arguments ends the call.
     """
 
     def __init__(self) -> None:
@@ -35,16 +35,15 @@ class JsonCall:
         self._has_arguments = False
         self._state = _State.BEGIN
         self._key: object = None
-        self._value = JsonValue()  # that is being read: a key or a member's value
+        self._value = JsonValue()  # the current key or value
         self._arguments: JsonValue | None = None
-        self._text = ""  # of arguments that are not written as an object
+        self._text = ""  # arguments that are no object
 
     @property
     def name(self) -> str | None:
         return self._name if self._has_arguments else None
 
     def feed(self, text: str) -> int:
-        """Characters taken: all, or up to the closing brace; below 0: as many of those taken before are given back."""
         at = 0
         while at < len(text) and not self.done and not self.broken:
             skips = self._state in _BETWEEN and text[at] in SPACE
@@ -52,7 +51,6 @@ class JsonCall:
         return at
 
     def end(self) -> None:
-        """The text has ended: arguments that have begun are closed."""
         if self.done or self.broken:
             return
         if self._state is _State.VALUE and self._value is self._arguments:
@@ -66,7 +64,7 @@ class JsonCall:
         is_object = self._arguments is not None and self._arguments.first == "{"
         return self._arguments.new() if self._arguments is not None and is_object else text
 
-    # ---- steps: each reads something at `at` and returns where it ended
+    # ---- steps: each reads from `at` and returns where it stopped
 
     def _begin(self, text: str, at: int) -> int:
         self._state, self.broken = _State.KEY, text[at] != "{"
@@ -133,7 +131,6 @@ class JsonCall:
         return at + 1
 
     def _stop(self, at: int = 0) -> int:
-        """Nothing more belongs to it."""
         self.done = self.name is not None
         self.broken = not self.done
         return at
@@ -150,7 +147,6 @@ _STEPS: dict[_State, Callable[[JsonCall, str, int], int]] = {
 
 
 def _as_object(text: str) -> str:
-    """Arguments that are null, or an object inside a string, as an object's JSON; "" for others."""
     inside = json.loads(text) if text.startswith('"') else text
     if inside.strip() in ("", "null"):
         return "{}"

@@ -1,7 +1,7 @@
-"""A JSON value that grows, as text that can be closed at any time: what was given out never needs to be taken back. Pure.
+"""Incremental JSON value that can be closed at any time, without taking text back.
 
-A model's slips that leave no doubt are mended: raw line breaks in strings, unknown escapes, a comma before a closing bracket,
-Python's constants. What else is no JSON breaks the value there, and it is closed.
+Fixes slips: raw line breaks in strings, unknown escapes, trailing commas, Python constants. Other
+errors end and close the value.
 """
 
 import json
@@ -12,9 +12,9 @@ from typing import Any
 
 SPACE = " \t\n\r"
 _CLOSERS = {"{": "}", "[": "]"}
-_RUN = re.compile(r'[^"\\\x00-\x1f]*')  # characters that stand in a string as they are
+_RUN = re.compile(r'[^"\\\x00-\x1f]*')  # characters unescaped in a string
 _HEX = "[0-9a-fA-F]"
-_HIGH, _LOW = "u[dD][89abAB]", "u[dD][c-fC-F]"  # of pairs of surrogates, which stand for one character
+_HIGH, _LOW = "u[dD][89abAB]", "u[dD][c-fC-F]"  # surrogate pairs
 _ESCAPE = re.compile(rf'\\(?:["\\/bfnrt]|(?!{_HIGH}|{_LOW})u{_HEX}{{4}}|{_HIGH}{_HEX}{{2}}\\{_LOW}{_HEX}{{2}})')
 _ESCAPE_BEGINS = re.compile(rf"\\(?:u{_HEX}{{0,3}}|{_HIGH}{_HEX}{{2}}(?:\\(?:u(?:[dD](?:[c-fC-F]{_HEX}?)?)?)?)?)?")
 _HALF = re.compile(rf"\\(?:{_HIGH}|{_LOW}){_HEX}{{2}}")
@@ -25,57 +25,62 @@ PYTHON_CONSTANTS = {"True": "true", "False": "false", "None": "null"}
 
 
 def json_text(value: Any) -> str:
-    """The value's JSON, in letters as they are. Raises ValueError for a number that JSON does not have."""
+    """Return JSON with unescaped letters. Raises ValueError for NaN or infinity."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-    return text.encode(errors="replace").decode()  # half a pair of surrogates is no character
+    return text.encode(errors="replace").decode()  # a lone surrogate is no character
 
 
 class _State(Enum):
-    VALUE = "value"  # a value must come
-    ITEM = "item"  # an item or the list's end
-    KEY = "key"  # a key or the object's end
+    VALUE = "value"  # expects a value
+    ITEM = "item"  # expects an item or the list's end
+    KEY = "key"  # expects a key or the object's end
     IN_KEY = "in key"
     COLON = "colon"
     IN_STRING = "in string"
     IN_SCALAR = "in scalar"
-    NEXT = "next"  # a comma or an end
+    NEXT = "next"  # expects a comma or an end
 
 
 class JsonValue:
-    """`first`: its first character, "" before it. `done`: the value has ended. `broken`: what follows cannot belong to it."""
+    """Follows one JSON value, character by character.
+
+    `first`: its first character. `done`: complete. `broken`: the text cannot belong to it.
+    """
 
     def __init__(self) -> None:
         self.first = ""
         self.done = False
         self.broken = False
         self._state = _State.VALUE
-        self._open: list[str] = []  # the brackets that close it, the next one last
-        self._held = ""  # comma, key, colon, space: they count when a value follows
-        self._num_held = 0  # characters of the text that are not given out: those held, and a scalar
-        self._comma = False  # the last thing held
+        self._open: list[str] = []  # closing brackets of open ones, the next one last
+        self._held = ""  # comma, key, colon, space: given out once a value follows
+        self._num_held = 0  # characters not given out: `_held` and a scalar
+        self._comma = False  # a comma is last in `_held`
         self._scalar = ""
-        self._escape = ""  # the beginning of one
+        self._escape = ""  # its beginning
         self._new = ""
 
     def feed(self, text: str, at: int = 0) -> int:
-        """Read `text` from `at` on; return where the value ends: where it broke, before what was held (below 0: in earlier texts)."""
+        """Read `text` from `at`; return the value's end, negative if in an earlier text.
+
+        A broken value ends before what was held back.
+        """
         while at < len(text) and not self.done and not self.broken:
             at = _STEPS[self._state](self, text, at)
         return at - self._num_held if self.broken else at
 
     def end(self) -> None:
-        """The text has ended: close the value. What was held is dropped; a value that never began is broken."""
+        """Close the value; drop what was held back. An unstarted value is broken."""
         if not self.done and not self.broken:
             whole = self._finish_scalar() or bool(self._open) or self._state is _State.IN_STRING
             self._close()
             self.done, self.broken = whole, not whole
 
     def new(self) -> str:
-        """The text that has come since the last call."""
         new, self._new = self._new, ""
         return new
 
-    # ---- steps: each reads something at `at` and returns where it ended
+    # ---- steps: each reads from `at` and returns where it stopped
 
     def _read_value(self, text: str, at: int) -> int:
         c = text[at]
@@ -158,7 +163,6 @@ class JsonValue:
     # ---- moves
 
     def _string(self, text: str, at: int) -> tuple[int, str, bool]:
-        """More of a string: where it was read to, its text as JSON, and whether it has ended."""
         if self._escape:
             escape = self._escape + text[at]
             if _ESCAPE_BEGINS.fullmatch(escape):
@@ -176,7 +180,6 @@ class JsonValue:
         return end + 1, shown + (c if c == '"' else json.dumps(c)[1:-1]), c == '"'
 
     def _escaped(self, escape: str, at: int) -> tuple[int, str, bool]:
-        """As `_string`: an escape up to the character at `at`, with which it ends or has become none."""
         if _ESCAPE.fullmatch(escape):
             return at + 1, escape, False
         if escape == r"\'":
@@ -193,13 +196,11 @@ class JsonValue:
         return at + 1
 
     def _give(self, text: str) -> None:
-        """Give out what was held, and the beginning of a value."""
         self._new += self._held + text
         self.first = self.first or text[0]
         self._held, self._num_held, self._comma = "", 0, False
 
     def _finish_scalar(self) -> bool:
-        """Return whether it is one."""
         scalar = PYTHON_CONSTANTS.get(self._scalar, self._scalar)
         if not _SCALAR.fullmatch(scalar):
             return False
@@ -209,7 +210,6 @@ class JsonValue:
         return True
 
     def _end_bracket(self, at: int) -> int:
-        """Of an object or a list; a comma before it is left out."""
         self._held = "" if self._comma else self._held
         self._give(self._open[-1])
         self._open.pop()

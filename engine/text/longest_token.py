@@ -1,27 +1,30 @@
-"""How much text one token can stand for: a text of more than that for each token of the context can never fit, whatever it says. Pure."""
+"""Bounds characters per token, to reject texts that cannot fit a context."""
 
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-_COMPOSED = 4  # characters that NFC and NFKC make one of, at most (Unicode, UAX 15: no canonical mapping is longer)
+_COMPOSED = 4  # maximum characters that NFC and NFKC compose to one (UAX 15)
 _NORMALIZERS = {"NFC": _COMPOSED, "NFKC": _COMPOSED, "NFD": 1, "NFKD": 1, "Lowercase": 1, "Prepend": 1, "ByteLevel": 1}
 _SPLITTERS = ("ByteLevel", "Metaspace", "Split", "Digits", "Punctuation")
-_INNER = range(0x80, 0xC0)  # bytes of UTF-8 that begin no character
+_INNER = range(0x80, 0xC0)  # UTF-8 continuation bytes
 _NO_UTF8 = frozenset((0xC0, 0xC1, *range(0xF5, 0x100)))
 
 
-_PIECE_CHARS = 1 << 20  # looked at in one call
+_PIECE_CHARS = 1 << 20  # scanned per call
 
 
 class LongestToken(NamedTuple):
-    """`chars`: of text, for one token. `free`: characters that may cost no token: spaces that tokens take with them, and what the vocabulary lacks."""
+    """Limit of a token's length.
+
+    `chars`: maximum per token. `free`: possibly without a token, such as spaces.
+    """
 
     chars: int
     free: re.Pattern[str] | None
 
     def is_over(self, text: str, most: int) -> bool:
-        """Whether `text` has more than `most` tokens for sure."""
+        """True if `text` surely has more than `most` tokens."""
         left = most * self.chars
         for start in range(0, len(text) if len(text) > left else 0, _PIECE_CHARS):
             piece = text[start : start + _PIECE_CHARS]
@@ -32,9 +35,10 @@ class LongestToken(NamedTuple):
 
 
 def longest_token(tokenizer: Mapping[str, Any], letters: Mapping[str, int]) -> LongestToken | None:
-    """`tokenizer`: as tokenizer.json. `letters`: of byte-level vocabularies, each with its byte.
+    """Find the longest token of a tokenizer.
 
-    None: the tokenizer may leave any characters out, or read any number of them as one unknown token.
+    `tokenizer`: tokenizer.json. `letters`: bytes of byte-level vocabularies. None if the tokenizer
+    may drop characters or merge any number into one unknown token.
     """
     added = tokenizer.get("added_tokens") or []
     factor, lacking = _shrinks(tokenizer.get("normalizer")), _lacking(tokenizer, letters)
@@ -47,7 +51,6 @@ def longest_token(tokenizer: Mapping[str, Any], letters: Mapping[str, int]) -> L
 
 
 def _lacking(tokenizer: Mapping[str, Any], letters: Mapping[str, int]) -> list[int] | None:
-    """The first bytes of characters that have no token; None: characters may lack one by other rules."""
     model = tokenizer["model"]
     if model.get("type") != "BPE":
         return None
@@ -62,7 +65,6 @@ def _lacking(tokenizer: Mapping[str, Any], letters: Mapping[str, int]) -> list[i
 
 
 def _chars_of(first: int) -> str:
-    """The characters whose UTF-8 begins with the byte, as a range of a regex."""
     if first < 0x80:
         return f"\\x{first:02x}"
     bits, kept = (6, 0x1F) if first < 0xE0 else (12, 0x0F) if first < 0xF0 else (18, 0x07)
@@ -71,7 +73,7 @@ def _chars_of(first: int) -> str:
 
 
 def _shrinks(normalizer: Mapping[str, Any] | None) -> int | None:
-    """How many characters it makes one of; None: it may leave some out."""
+    """Characters merged to one; None if some may be dropped."""
     factor = 1
     for step in _steps(normalizer):
         kind, pattern = step["type"], step.get("pattern") or {}
@@ -88,7 +90,6 @@ def _keeps(splitter: Mapping[str, Any] | None) -> bool:
 
 
 def _steps(part: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
-    """The steps of a normalizer or a pre-tokenizer, those of sequences one by one."""
     if part is None:
         return
     if part["type"] != "Sequence":

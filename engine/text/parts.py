@@ -1,4 +1,4 @@
-"""The parts of an answer, in any chunks and for any API: reasoning, text, tool calls. Pure."""
+"""Parts of an answer: reasoning, text, tool calls."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ class PlainText:
 
 @dataclass(frozen=True, slots=True)
 class CallBegins:
-    """The `index`-th call of the answer. `id`: as the model wrote it, "" if its format has none."""
+    """The `index`-th call. `id`: if the format has one."""
 
     index: int
     name: str
@@ -26,7 +26,7 @@ class CallBegins:
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """More of the arguments' JSON text."""
+    """More of the arguments' JSON."""
 
     index: int
     text: str
@@ -36,7 +36,7 @@ Part = ReasoningText | PlainText | CallBegins | Arguments
 
 
 class PartReader(Protocol):
-    """Reads one answer: `feed` takes more of its text, `end` follows the last. `num_calls`: calls that have begun."""
+    """Reads one answer: `feed`, then `end`. `num_calls`: started calls."""
 
     @property
     def num_calls(self) -> int: ...
@@ -45,8 +45,6 @@ class PartReader(Protocol):
 
 
 class PlainReader:
-    """Text that holds no calls."""
-
     num_calls = 0
 
     def feed(self, text: str) -> list[Part]:
@@ -57,7 +55,7 @@ class PlainReader:
 
 
 class WithoutReasoning:
-    """The parts of `reader` without the reasoning."""
+    """Drops reasoning from `reader`."""
 
     def __init__(self, reader: PartReader) -> None:
         self._reader = reader
@@ -74,7 +72,7 @@ class WithoutReasoning:
 
 
 class FirstCall:
-    """The parts of `reader` without the calls after the first."""
+    """Drops calls after the first from `reader`."""
 
     def __init__(self, reader: PartReader) -> None:
         self._reader = reader
@@ -108,7 +106,6 @@ class WholeAnswer:
 
 
 def joined(parts: Iterable[Part]) -> WholeAnswer:
-    """The answer that these parts, from its first one, make."""
     whole = WholeAnswer()
     for part in parts:
         match part:
@@ -124,6 +121,6 @@ def joined(parts: Iterable[Part]) -> WholeAnswer:
 
 
 def overlap(text: str, marker: str) -> int:
-    """Length of the longest end of `text` that begins `marker`."""
+    """Length of the longest suffix of `text` that is a proper prefix of `marker`."""
     most = min(len(text), len(marker) - 1)
     return next((n for n in range(most, 0, -1) if marker.startswith(text[-n:])), 0)

@@ -1,4 +1,4 @@
-"""A tool call as Python writes it: NAME(key=value, ...), each value a literal. Pure."""
+"""Tool calls in Python syntax: NAME(key=literal, ...)."""
 
 import ast
 import re
@@ -14,7 +14,7 @@ MAX_NAME_CHARS = 64
 
 
 class PythonCall:
-    """Its arguments come out whole. `broken`: this is no call."""
+    """Parser of one call; arguments come at once. `broken`: no call."""
 
     def __init__(self) -> None:
         self.name: str | None = None
@@ -29,7 +29,6 @@ class PythonCall:
         self._new = ""
 
     def feed(self, text: str) -> int:
-        """Characters taken: all, or up to the closing parenthesis."""
         for i, c in enumerate(text):
             self._raw += c
             self._take(c)
@@ -38,7 +37,7 @@ class PythonCall:
         return len(text)
 
     def end(self) -> None:
-        """Its arguments come whole, or not at all."""
+        """Drop incomplete arguments."""
 
     def new_arguments(self) -> str:
         new, self._new = self._new, ""
@@ -77,9 +76,9 @@ class PythonCall:
 
 
 def _arguments(source: str) -> dict[str, Any]:
-    """Parse the arguments of `(key=value, ...)`. Raises SyntaxError, ValueError and what deep nesting raises."""
+    """Parse `(key=value, ...)`. Raises SyntaxError, ValueError, and errors of deep nesting."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of an escape that Python does not know
+        warnings.simplefilter("ignore")  # of an unknown escape
         call = ast.parse(f"f{source}", mode="eval").body
     if not isinstance(call, ast.Call) or call.args or any(keyword.arg is None for keyword in call.keywords):
         raise ValueError("arguments must have names")
@@ -87,7 +86,5 @@ def _arguments(source: str) -> dict[str, Any]:
 
 
 class _Constants(ast.NodeTransformer):
-    """JSON's constants count as Python's."""
-
     def visit_Name(self, node: ast.Name) -> ast.expr:
         return ast.Constant(_CONSTANTS[node.id]) if node.id in _CONSTANTS else node

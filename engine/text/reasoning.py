@@ -1,8 +1,8 @@
-"""Reasoning before an answer: how a family marks it, what a prompt says about it, its text and its tokens. Pure.
+"""Reasoning before an answer: markers, prompts, text and tokens.
 
-    answer:  <think> reasoning </think> text and tool calls      the prompt may end with <think> (OPEN) or </think> (CLOSED)
+answer:  <think> reasoning </think> text and tool calls
 
-What comes first decides where the prompt says neither: a model that may reason writes the marker itself.
+The prompt may end with <think> (OPEN) or </think> (CLOSED); otherwise the first text decides.
 """
 
 from collections.abc import Callable, Iterable
@@ -14,9 +14,10 @@ from engine.text.parts import Part, PartReader, ReasoningText, overlap
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """`answer`: what the answer proper follows ("": `end`); `forced`: what leads there from the reasoning ("": the same).
+    """How a model marks reasoning.
 
-    `always`: it begins at once where a prompt says nothing. `calls_end_it`: a tool call's marker ends the reasoning too.
+    `answer`: marker of the answer, default `end`. `forced`: text that ends reasoning. `always`:
+    reasons unless the prompt ends it. `calls_end_it`: so does a tool call.
     """
 
     start: str = "<think>"
@@ -64,7 +65,7 @@ REASONING_FORMATS = {
 
 
 class Opening(Enum):
-    """The state of the reasoning at a prompt's end: begun, ended, or unknown."""
+    """The reasoning at a prompt's end."""
 
     OPEN = "open"
     CLOSED = "closed"
@@ -72,7 +73,7 @@ class Opening(Enum):
 
 
 def opening_of(format: ReasoningFormat, prompt: str, *, prefix: str = "") -> Opening:
-    """`prefix`: the beginning of the answer that the prompt already holds (`continue_final_message`)."""
+    """`prefix`: start of the answer in the prompt (`continue_final_message`)."""
     prompt = prompt.rstrip()
     if format.before_answer in prefix or prompt.endswith(format.end):
         return Opening.CLOSED
@@ -84,7 +85,7 @@ def opening_of(format: ReasoningFormat, prompt: str, *, prefix: str = "") -> Ope
 
 
 class ReasoningTokens:
-    """Counts the tokens of a growing answer up to the end of its reasoning, markers included. `ends`: any of them ends it."""
+    """Counts reasoning tokens with markers. `ends`: any ends it."""
 
     def __init__(
         self, *, start: str, ends: tuple[str, ...], opening: Opening, token_bytes: Callable[[int], bytes]
@@ -94,7 +95,7 @@ class ReasoningTokens:
         self._longest = max(map(len, self._ends))
         self._token_bytes = token_bytes
         self.opening = opening
-        self._text = b""  # what may belong to a marker, of which a token may hold part of a character
+        self._text = b""  # possibly part of a marker; a token may split a character
         self._num = 0
 
     @property
@@ -126,7 +127,7 @@ _LOOK = {Opening.UNDECIDED: ReasoningTokens._look_for_start, Opening.OPEN: Reaso
 
 
 class Trimmed:
-    """A growing text without the space at its ends: space within it is given out once more text follows."""
+    """Strips a growing text at both ends."""
 
     def __init__(self) -> None:
         self._space: list[str] = []
@@ -145,9 +146,9 @@ class Trimmed:
 
 
 class ReasoningReader:
-    """The reasoning of one answer, then what `after` reads. Space around the markers belongs to neither.
+    """Reads reasoning, then the answer with `after`. Strips space around markers.
 
-    `interrupts`: ends the reasoning too and is left for `after` ("": nothing). `streams`: false gives it out as one part.
+    `interrupts`: ends reasoning and is left for `after`. `streams`: else reasoning is one part.
     """
 
     def __init__(
@@ -165,11 +166,11 @@ class ReasoningReader:
         self._after = after
         self._streams = streams
         self._opening = opening
-        self._at_start = opening is not Opening.CLOSED  # the start marker may come
+        self._at_start = opening is not Opening.CLOSED  # a start marker may follow
         self._buffer = ""
         self._reasoning = Trimmed()
-        self._held = ""  # reasoning that is not streamed
-        self._fresh = False  # the answer proper has not begun: space is skipped
+        self._held = ""  # reasoning, if not streamed
+        self._fresh = False  # skip space before the answer
 
     @property
     def num_calls(self) -> int:
@@ -193,7 +194,6 @@ class ReasoningReader:
         return self._opening is Opening.CLOSED
 
     def _read_start(self) -> bool:
-        """Return whether the beginning is decided."""
         text = self._buffer.lstrip()
         if len(text) < len(self._start) and self._start.startswith(text):
             return False

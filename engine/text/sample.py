@@ -1,6 +1,6 @@
-"""The text of one sample, as its tokens come: `TokenOutput` in, `TextOutput` out. Pure.
+"""Text of one sample: `TokenOutput` to `TextOutput`.
 
-It runs in the frontend: a process of its own costs more than the text (docs/reports/benchmarks.md).
+It runs in the frontend: a process of its own costs more (docs/reports/benchmarks.md).
 """
 
 import logging
@@ -17,9 +17,11 @@ log = logging.getLogger(__name__)
 
 
 class TextOutput(msgspec.Struct, kw_only=True):
-    """`TokenOutput` with its new, final text. `logprob_texts` run parallel to `tokens.logprobs`: text of the chosen token
-    and of each alternative (`top`, then `requested`); so do `logprob_spans`: where the token's own text lies in the whole text of the
-    sample, in characters (a part of a character has no width). `input_logprob_texts` likewise."""
+    """`TokenOutput` with new final text.
+
+    Parallel to `tokens.logprobs`: `logprob_texts` of the chosen token and alternatives (`top`, then
+    `requested`), `logprob_spans` in the sample's text (part of a character has no width).
+    """
 
     text: str
     tokens: TokenOutput
@@ -29,13 +31,11 @@ class TextOutput(msgspec.Struct, kw_only=True):
 
 
 class SampleText:
-    """Follows one sample from its request to its end."""
-
     def __init__(self, tokenizer: Tokenizer, request: GenerateRequest) -> None:
         sampling = request.sampling
         self._token_text = tokenizer.token_text
         skips, tail = sampling.skip_special_tokens, tail_of(request.input_ids)
-        self._opening: IncrementalText | None = None  # until the first token, which may lack its leading space
+        self._opening: IncrementalText | None = None  # until the first token, which may lose its leading space
         if request.logprobs is not None and not tokenizer.byte_level:
             self._opening = IncrementalText(tokenizer, prompt_tail=tail, skip_special_tokens=skips)
         self._text = RequestText(
@@ -63,7 +63,7 @@ class SampleText:
             if output.logprobs:
                 return self._text.push_each(output.new_ids, finish)
             return self._text.push(output.new_ids, finish), []
-        except (OverflowError, ValueError) as e:  # an impossible id must fail this sample only
+        except (OverflowError, ValueError) as e:  # an invalid id must fail only this sample
             rid = output.rid
             log.error("request %s: cannot decode %s: %s", rid, output.new_ids[:8], e, extra=about(rid=rid))
             return "", []
@@ -76,7 +76,6 @@ class SampleText:
         return texts
 
     def _first_text(self, token_id: int) -> str:
-        """Text of a token at the beginning of the answer."""
         text = self._token_text(token_id)
         if self._opening is None or not text.startswith(" "):
             return text
@@ -84,7 +83,7 @@ class SampleText:
 
 
 class SampleIds:
-    """Follows one sample on a worker without a tokenizer: all its texts are empty."""
+    """A sample without tokenizer: texts are empty."""
 
     def read(self, output: TokenOutput) -> TextOutput:
         return TextOutput(

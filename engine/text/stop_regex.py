@@ -1,7 +1,8 @@
-"""Regular expressions that end an answer: checked on arrival, searched by the scheduler.
+"""Stop regexes: checked on arrival, searched by the scheduler.
 
-RE2 (https://github.com/google/re2) takes linear time and bounded memory, so no pattern can stall a scheduler; it refuses
-backreferences and lookaround. The parser of Python's `re`, whose syntax must hold too, computes a match's reach.
+RE2 (https://github.com/google/re2) needs linear time and bounded memory, so no pattern can stall a
+scheduler; it has no backreferences and lookaround. Python's parser computes the maximum match
+length.
 """
 
 import re
@@ -12,17 +13,17 @@ import re2  # type: ignore[import-untyped]
 
 from engine.sampling_params import InvalidParam
 
-MAX_REACH = 256  # characters of a match: longer ones may be missed, since sent text cannot be taken back
-MAX_INSTRUCTIONS = 1000  # of all patterns of a request: 1 or 2 ms per token at worst, mostly microseconds
+MAX_REACH = 256  # characters of a match; longer ones may be missed, because sent text cannot be taken back
+MAX_INSTRUCTIONS = 1000  # of all patterns of a request: at most 1 or 2 ms per token, mostly microseconds
 MAX_MEMORY_BYTES = 1 << 20
 FIELD = "stop_regex"
 
 
 class StopRegex:
-    """`reach`: longest match in characters; the stream holds back one less until the answer has ended."""
+    """A stop regex. `reach`: maximum match in characters; a stream holds back one less."""
 
     def __init__(self, pattern: str) -> None:
-        """Raises InvalidParam that names `stop_regex`."""
+        """Raises InvalidParam."""
         self.pattern = pattern
         self.reach = reach_of(pattern)
         self._compiled = _compiled(pattern)
@@ -31,16 +32,19 @@ class StopRegex:
 
     @property
     def size(self) -> int:
-        """Instructions of the compiled pattern: the most steps of a search per character."""
+        """Maximum steps per character."""
         return int(self._compiled.programsize)
 
     def begin(self, text: str, *, start: int, beyond: int) -> int | None:
-        """Beginning of the first match from `start` on that ends behind `beyond`, or None. The text before is context (for ^ and \\b)."""
+        """Start of the first match from `start` on that ends after `beyond`.
+
+        Earlier text is context for ^ and \\b.
+        """
         return next((match.start() for match in self._compiled.finditer(text, start) if match.end() > beyond), None)
 
 
 def compile_all(patterns: tuple[str, ...]) -> tuple[StopRegex, ...]:
-    """Raises InvalidParam that names `stop_regex`."""
+    """Raises InvalidParam."""
     regexes = tuple(StopRegex(pattern) for pattern in patterns)
     size = sum(regex.size for regex in regexes)
     if size > MAX_INSTRUCTIONS:
@@ -60,7 +64,7 @@ def _compiled(pattern: str) -> "re2._Regexp":
 
 
 def reach_of(pattern: str) -> int:
-    """Most characters of a match, by Python's parser; less than RE2's where the two read a pattern differently."""
+    """Maximum match length by Python's parser, which may differ from RE2."""
     if "{," in pattern:
         raise _invalid(pattern, "write {0,n} instead of {,n}")
     try:

@@ -1,9 +1,9 @@
-"""The scheduler's search for stop strings and regexes in an answer, token by token. Pure.
+"""The scheduler's search for stop strings and regexes, token by token.
 
-It reads the client's own text (`IncrementalText`), so all lengths here are characters of text, never numbers of tokens:
+It reads the client's text (`IncrementalText`), so lengths are characters, not tokens:
 
-    answer:  ... | context | may belong to a stop | text of the newest token |
-    tail:        [ 1       | reach - 1            | any length               ]
+answer:  ... | context | may belong to a stop | text of the newest token |
+tail:        [ 1       | reach - 1            | any length               ]
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,20 +15,19 @@ from engine.text.incremental import IncrementalText, tail_of
 from engine.text.stop_regex import compile_all
 from engine.text.tokenizer import Tokenizer
 
-MakeStops = Callable[[Sequence[int], SamplingParams], Stops | None]  # from the prompt's ids
+MakeStops = Callable[[Sequence[int], SamplingParams], Stops | None]  # from prompt ids
 
 
 def stops_of(tokenizer: Tokenizer, input_ids: Sequence[int], sampling: SamplingParams) -> "StopSearch | None":
-    """Make the search for a request; None: it has no stop strings and regexes."""
     return StopSearch(tokenizer, input_ids, sampling) if sampling.stop or sampling.stop_regex else None
 
 
 def no_stops(input_ids: Sequence[int], sampling: SamplingParams) -> None:
-    """`stops_of` for a worker without a tokenizer: its frontend refuses stop strings."""
+    """The frontend rejects stops without tokenizer."""
 
 
 class StopSearch:
-    """A stop may name special tokens, so the text with them is searched; also the text without, once the two differ."""
+    """Searches texts with special tokens (stops may name them) and without."""
 
     def __init__(self, tokenizer: Tokenizer, input_ids: Sequence[int], sampling: SamplingParams) -> None:
         self._tokenizer = tokenizer
@@ -41,7 +40,10 @@ class StopSearch:
         self._num_read = 0
 
     def look(self, output_ids: Sequence[int]) -> FinishReason | None:
-        """Return the stop that ends in the text of the last token, the one that begins first. What was not looked at before is let through."""
+        """Return the first stop that ends in the last token's text.
+
+        Earlier unseen tokens are not searched.
+        """
         new = output_ids[self._num_read :]
         self._num_read = len(output_ids)
         if self._skips and len(self._tails) == 1 and not self._tokenizer.special_ids.isdisjoint(new):
@@ -54,7 +56,6 @@ class StopSearch:
         return max(found, key=_trim, default=None)
 
     def _found(self, tail: "_Tail") -> Iterator[FinishReason]:
-        """Matches in this text, each the first of its stop."""
         text, first, beyond = tail.text, tail.first, tail.num_let_through
         for stop in self._stop:
             if (at := text.find(stop, max(first, beyond - len(stop) + 1))) >= 0:
@@ -64,25 +65,23 @@ class StopSearch:
                 yield FinishReason(kind="stop", matched=regex.pattern, trim=self._shown(text[begin:]))
 
     def _shown(self, rest: str) -> int:
-        """Count what the client sees of the answer's end."""
         return len(self._tokenizer.without_special(rest) if len(self._tails) > 1 else rest)
 
 
 class _Tail:
-    """The end of a growing text. `first`: where a match may begin, behind the character that ^ and \\b see.
+    """The end of a growing text. `first`: minimum start of a match, after context for ^ and \\b.
 
-    `num_let_through`: characters of `text` in which no stop is looked for, unless it ends behind them.
+    `num_let_through`: a match must end after these characters.
     """
 
     def __init__(self, source: IncrementalText, reach: int) -> None:
         self._source = source
         self._reach = reach
         self.text = ""
-        self.first = 0  # 0: the answer begins here
+        self.first = 0  # 0: start of the answer
         self.num_let_through = 0
 
     def without_special(self) -> "_Tail":
-        """Return the tail of the same text, which goes on without special tokens."""
         tail = _Tail(self._source.without_special(), self._reach)
         tail.text, tail.first, tail.num_let_through = self.text, self.first, self.num_let_through
         return tail
@@ -92,7 +91,6 @@ class _Tail:
             self.num_let_through = len(self.text)
 
     def push(self, ids: Sequence[int]) -> bool:
-        """Add ids; return whether the text grew."""
         new = self._source.push(ids)
         if not new:
             return False

@@ -1,4 +1,4 @@
-"""A tool call whose arguments stand in tags, one pair for each, as text; the schema says which are JSON. Pure.
+"""Tool calls with a tag per argument, JSON by the schema.
 
 glm45        NAME\\n<arg_key>KEY</arg_key>\\n<arg_value>VALUE</arg_value>\\n</tool_call>
 qwen3_coder  <function=NAME>\\n<parameter=KEY>\\nVALUE\\n</parameter>\\n</function>
@@ -18,16 +18,17 @@ Schemas = Mapping[str, dict[str, Any] | None]
 _LONGEST = 16  # characters of the longest marker
 MAX_NAME_CHARS = 256
 MAX_KEY_CHARS = 512
-MAX_TAGS_CHARS = 128  # around a key, with the space between them
+MAX_TAGS_CHARS = 128  # around a key, with space between
 _PYTHON = {"True": True, "False": False, "None": None}
 
 
 @dataclass(frozen=True, slots=True)
 class Tags:
-    """`begin`: before the name; `name_ends`: what may follow it (only the first one is consumed). `key`: a key with its tags.
+    """Tags of a call format.
 
-    `value_ends`: what may end a value, of which the first is consumed. `end`: of the call. `lines`: a line break
-    at each end of a value belongs to the tags.
+    `begin`: before the name; `name_ends`: after it, only the first is consumed. `key`: a key with
+    tags. `value_ends`: the first is consumed. `lines`: tags include a line break at each end of a
+    value.
     """
 
     begin: str
@@ -60,9 +61,9 @@ QWEN_TAGS = Tags(
 
 
 class TaggedCall:
-    """`schemas`: parameters of the functions. Texts come out as they come, other arguments whole. `broken`: this is no call.
+    """Parser of one call. Strings stream, other arguments come whole. `broken`: no call.
 
-    `name`: once an argument has begun or the call has ended. Where the model leaves the format behind that, the call ends.
+    `name`: set once an argument starts or the call ends. A later format error ends the call.
     """
 
     def __init__(self, tags: Tags, schemas: Schemas) -> None:
@@ -72,25 +73,24 @@ class TaggedCall:
         self.done = False
         self._tags = tags
         self._schemas = schemas
-        self._name: str | None = None  # as it was read
+        self._name: str | None = None  # as read
         self._types: ArgumentTypes | None = None
         self._rest = ""  # not read yet
-        self._key: str | None = None  # of the value that is being read
-        self._is_text = False  # the value is a text, given out as it comes
+        self._key: str | None = None  # of the current value
+        self._is_text = False  # the value is a string, streamed
         self._at_start = True  # of the value
-        self._searched = 0  # characters of the rest that hold no end of the value
+        self._searched = 0  # characters of the rest without an end of the value
         self._num_arguments = 0
         self._new = ""
 
     def feed(self, text: str) -> int:
-        """Characters taken: all, or up to the end of the call; below 0: as many of the texts before are given back too."""
         self._rest += text
         while not (self.done or self.broken) and self._step():
             pass
         return len(text) - len(self._rest) if self.done or self.broken else len(text)
 
     def end(self) -> None:
-        """The text has ended. A text is kept as far as it came, another value if it is whole."""
+        """End the call; keep an incomplete string, other values if complete."""
         if self.name is None or self.done:
             return
         value = self._rest[: len(self._rest) - self._held()]
@@ -104,7 +104,6 @@ class TaggedCall:
         return new
 
     def _step(self) -> bool:
-        """Return whether to go on."""
         if self._name is None:
             return self._read_name()
         return self._read_between(self._name) if self._key is None else self._read_value(self._key)
@@ -137,7 +136,7 @@ class TaggedCall:
         begins = self._tags.key_begins
         may_come = rest.startswith(begins) and len(rest) <= MAX_KEY_CHARS + MAX_TAGS_CHARS
         if not (may_come or begins.startswith(rest) or self._tags.end.startswith(rest)):
-            self._end(None)  # the model has left its format: what it said so far is the call, if it is one
+            self._end(None)  # format error: the call ends here, if it is one
         return False
 
     def _read_value(self, key: str) -> bool:
@@ -153,7 +152,6 @@ class TaggedCall:
         return True
 
     def _open(self, key: str) -> None:
-        """A key came, and its value begins."""
         self._key, self._at_start, self._searched = key, True, 0
         self._is_text = self._types_of(key) == {"string"}
         if self._is_text:
@@ -174,7 +172,7 @@ class TaggedCall:
         self._key = None
 
     def _give_text(self) -> None:
-        """Give the text that surely belongs to the value: no possible begin of a marker, no line break that may end it."""
+        """Give out text that surely belongs to the value."""
         text = self._rest[: len(self._rest) - self._held()]
         text = text[:-1] if self._tags.lines and text.endswith("\n") else text
         if text:
@@ -182,7 +180,6 @@ class TaggedCall:
             self._new += _escaped(self._without_breaks(text, ends=False))
 
     def _held(self) -> int:
-        """Characters at the end of the rest that may begin a marker."""
         return max(overlap(self._rest, marker) for marker in self._tags.value_ends)
 
     def _without_breaks(self, text: str, *, ends: bool) -> str:
@@ -206,7 +203,7 @@ class TaggedCall:
 
 
 def value_of(text: str, types: Types) -> Any:
-    """A value from its text: a string where nothing else may stand, else JSON (or Python's constants), else a string."""
+    """Parse a string if the type requires it, else JSON or Python constants, else a string."""
     if types == {"string"} or (_is_text(types) and text != "null"):
         return text
     value = _from_json(text)
@@ -214,12 +211,10 @@ def value_of(text: str, types: Types) -> Any:
 
 
 def _is_text(types: Types) -> bool:
-    """Whether a value is a string, if it is not null."""
     return types - {"null"} == {"string"}
 
 
 def _from_json(text: str) -> tuple[Any] | None:
-    """The value in a tuple; None for text that is none."""
     try:
         value = json.loads(text)
         json_text(value)
@@ -234,7 +229,7 @@ def _escaped(text: str) -> str:
 
 
 def _first(text: str, markers: tuple[str, ...], *, start: int = 0) -> tuple[int, str] | None:
-    """The first marker and where it stands; None while one may still begin before it."""
+    """First marker and position, None while an earlier one may start."""
     found = [(at, -len(marker), marker) for marker in markers if (at := text.find(marker, start)) >= 0]
     if not found:
         return None

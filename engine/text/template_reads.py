@@ -1,7 +1,7 @@
-"""What a chat template reads of messages, by its syntax tree: content as a text or as parts, null, other fields. Pure.
+"""How a chat template uses messages, by its syntax tree.
 
-A kind says what an expression is: the messages, one of them, its content, a part of that. Names have all kinds that the template ever
-gives them, in any scope: by `set`, as a loop's target, as a macro's parameter, as an attribute of a namespace.
+A kind classifies an expression: the messages, one of them, its content, a part of it. A name has
+all kinds that the template gives it in any scope.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +16,7 @@ _ONE = ("first", "last", "random")
 MISTRAL_ID_CHARS = 9
 
 _Condition = nodes.If | nodes.CondExpr
-_ELSE = ("elif_", "else_", "expr2")  # of conditions
+_ELSE = ("elif_", "else_", "expr2")  # branches of conditions
 
 
 class _Kind(Enum):
@@ -41,11 +41,11 @@ _FIELD = {
 
 @dataclass(frozen=True, kw_only=True)
 class TemplateReads:
-    """`parts`: it writes the parts of a content, or their texts. `strings`: a content that is a string does not vanish there.
+    """How a chat template reads messages.
 
-    `null`: it asks whether a content is null. `calls_beside_null`: it writes calls beside such a content alone. `one_call`: it takes
-    one call of a message alone. `short_ids`: it wants ids of calls of nine letters and digits. `names`: all fields, of anything,
-    that it names.
+    `parts`: renders parts of a content. `strings`: also renders a string. `null`: tests content for
+    null. `calls_beside_null`: renders calls only with null content. `one_call`: accepts one call
+    per message. `short_ids`: requires call ids of nine letters and digits. `names`: all fields.
     """
 
     parts: bool
@@ -74,8 +74,6 @@ def reads_of(tree: nodes.Template) -> TemplateReads:
 
 
 class _Kinds:
-    """The kinds of a template's expressions."""
-
     def __init__(self, tree: nodes.Template) -> None:
         self._names: dict[str, frozenset[_Kind]] = {"messages": frozenset((_Kind.MESSAGES,))}
         macros = {macro.name: macro for macro in tree.find_all(nodes.Macro)}
@@ -123,7 +121,6 @@ class _Kinds:
         return held | {_FIELD[kind, name] for kind in self.of(node) if (kind, name) in _FIELD}
 
     def _learn(self, bindings: list[tuple[str, nodes.Node, bool]]) -> bool:
-        """Whether any name got a new kind."""
         before = dict(self._names)
         for name, value, is_item in bindings:
             of = self.of(value)
@@ -136,7 +133,6 @@ def _items(kinds: frozenset[_Kind]) -> frozenset[_Kind]:
 
 
 def _bindings(node: nodes.Node, macros: dict[str, nodes.Macro]) -> Iterator[tuple[str, nodes.Node, bool]]:
-    """Names with what they are bound to, and whether to each of its items."""
     match node:
         case nodes.Assign(target=nodes.Name() as target):
             yield target.name, node.node, False
@@ -170,7 +166,10 @@ def _guards(
     *,
     guarded: bool = False,
 ) -> Iterator[bool]:
-    """For each site in `node`: whether a condition around it is a guard. `is_guard` also gets whether the site is in the `else`."""
+    """For each site in `node`: is there a guard around it?
+
+    `is_guard` also gets whether the site is in the `else`.
+    """
     if is_site(node):
         yield guarded
     for children, in_else in ((node.iter_child_nodes(exclude=_ELSE), False), (node.iter_child_nodes(only=_ELSE), True)):
@@ -180,7 +179,7 @@ def _guards(
 
 
 def _reads_text(kinds: _Kinds, node: nodes.Node) -> bool:
-    """Whether it reads a part's text, or writes parts as they are: a string would go by characters there."""
+    """True if it reads a part's text or writes parts: strings would be split into characters."""
     match node:
         case nodes.Getattr(attr="text") | nodes.Getitem(arg=nodes.Const(value="text")):
             return kinds.is_part(node.node)
@@ -194,7 +193,6 @@ def _reads_text(kinds: _Kinds, node: nodes.Node) -> bool:
 
 
 def _writes(name: str, node: nodes.Node) -> bool:
-    """Whether an output, or an expression in one, is the value of `name` as it is, or filtered."""
     match node:
         case nodes.Name():
             return node.name == name
@@ -218,9 +216,9 @@ def _loops_over_calls(kinds: _Kinds, node: nodes.Node) -> bool:
 
 
 def _asks_for_string(kinds: _Kinds, node: _Condition, in_else: bool) -> bool:
-    """Whether a condition, or its `elif`s, asks whether a content is a string: it divides strings from other contents.
+    """True if a condition or its `elif`s separates strings from other contents.
 
-    Behind a test of strings and something else (`and`) other strings come to the `else`.
+    After a string test with `and`, other strings reach the `else`.
     """
     conditions = [node, *(node.elif_ if isinstance(node, nodes.If) else ())]
     whole = [one.test for one in conditions if not (in_else and _asks_for_more(kinds, one.test))]
@@ -228,7 +226,7 @@ def _asks_for_string(kinds: _Kinds, node: _Condition, in_else: bool) -> bool:
 
 
 def _asks_for_more(kinds: _Kinds, test: nodes.Node) -> bool:
-    """Whether it holds for some strings alone. Each string is defined and not null; an empty one may go either way."""
+    """True if only for some strings; an empty one may go either way."""
     if isinstance(test, nodes.And):
         return _asks_for_more(kinds, test.left) or _asks_for_more(kinds, test.right)
     asked = test.node if isinstance(test, nodes.Not) else test
@@ -241,7 +239,6 @@ def _is_string(kinds: _Kinds, node: nodes.Node) -> bool:
 
 
 def _asks_for_null(kinds: _Kinds, node: _Condition, in_else: bool) -> bool:
-    """Whether a condition holds for a content of null alone, as far as `and` says so."""
     todo: list[nodes.Node] = [] if in_else else [node.test]
     while todo:
         test = todo.pop()

@@ -1,4 +1,4 @@
-"""What chat templates get of messages where some read an object or a list, and others write a text. Pure."""
+"""Template values that are both text and object or list."""
 
 import json
 from collections.abc import Iterable
@@ -8,8 +8,6 @@ from service.http.json_depth import object_of
 
 
 class _Written:
-    """Stands as its text where a template adds it to another."""
-
     def __add__(self, other: Any) -> Any:
         return str(self) + other if isinstance(other, str) else NotImplemented
 
@@ -26,7 +24,7 @@ class TextPart(_Written, dict[str, Any]):
 
 
 class Parts(_Written, list[Any]):
-    """The parts of a content; where the template knows it as a string alone (a system prompt, say), the texts in lines."""
+    """Parts of a content; as text, one per line."""
 
     @classmethod
     def of_text(cls, text: str) -> "Parts":
@@ -36,7 +34,7 @@ class Parts(_Written, list[Any]):
         return joined(self)
 
     def __bool__(self) -> bool:
-        """As of a string: empty texts say nothing."""
+        """False if all texts are empty."""
         return any(str(part) if isinstance(part, TextPart) else True for part in self)
 
     def __contains__(self, item: object) -> bool:
@@ -47,7 +45,7 @@ class Parts(_Written, list[Any]):
 
 
 class CallArguments(_Written, dict[str, Any]):
-    """The arguments of a call, as the object that `text` is; no object: empty, and still written as `text`."""
+    """Arguments of a call: the object in `text`, rendered as `text`; empty for other JSON."""
 
     def __init__(self, text: str) -> None:
         super().__init__(object_of(text.encode()))
@@ -55,7 +53,7 @@ class CallArguments(_Written, dict[str, Any]):
 
     @classmethod
     def of(cls, given: Any) -> "CallArguments":
-        """`given`: JSON text, as clients send it, or the value itself."""
+        """`given`: JSON text, or the value."""
         if isinstance(given, str):
             return cls(given or "{}")
         return cls(json.dumps({} if given is None else given, ensure_ascii=False))
@@ -65,5 +63,5 @@ class CallArguments(_Written, dict[str, Any]):
 
 
 def joined(parts: Iterable[Any]) -> str:
-    """The texts of parts, one a line, as vLLM joins them."""
+    """Texts of parts, one per line, as in vLLM."""
     return "\n".join(str(part) for part in parts if isinstance(part, TextPart))

@@ -1,7 +1,7 @@
-"""Text to token ids and back, from a checkpoint's tokenizer.json and tokenizer_config.json.
+"""Text to token ids and back, by tokenizer.json and tokenizer_config.json.
 
-Thread-safe: nothing here changes after loading but a cache. `tokenizers` frees the interpreter while it works on a batch, not for one text
-(0.23: `encode` of 3 MB holds it for 2 s, `encode_batch_fast` for 20 ms), so a text is a batch of one.
+Thread-safe: only a cache changes. `tokenizers` releases the GIL for batches only (0.23: `encode` of
+3 MB holds it for 2 s, `encode_batch_fast` for 20 ms), so a text is a batch of one.
 """
 
 import codecs
@@ -20,17 +20,17 @@ from engine.model_files.folder import TOKENIZER, GGUFFolder, ModelFolder, conten
 from engine.text.longest_token import longest_token
 from service.flags import ConfigError
 
-BROKEN = "�"  # what a decoder puts where bytes are not UTF-8
-_TEXT = -1  # stands for texts among special tokens
-LONG_IDS = 1024  # from this number of ids on decoding them is long enough to free the interpreter
+BROKEN = "�"  # a decoder's output for invalid UTF-8
+_TEXT = -1  # stands for texts between special tokens
+LONG_IDS = 1024  # at least this many ids: decode with the GIL released
 
 
 class TooManyTokens(Exception):
-    """A text of more tokens than asked for; says how many."""
+    """A text exceeds the allowed tokens."""
 
 
 class Tokenizer:
-    """One checkpoint's tokenizer. `config`: as `ModelFolder.tokenizer_config`."""
+    """Text to tokens and back. `config`: `ModelFolder.tokenizer_config`."""
 
     def __init__(self, backend: tokenizers.Tokenizer, *, config: Mapping[str, Any] | None = None) -> None:
         self.backend = backend
@@ -38,7 +38,7 @@ class Tokenizer:
         self._bos_id, self._eos_id = self._added_id("bos_token"), self._added_id("eos_token")
         description = json.loads(backend.to_str())
         self.byte_level = _is_byte_level(description)
-        self.longest = longest_token(description, _BYTE_OF_CHAR)  # None: a text of any length may be few tokens
+        self.longest = longest_token(description, _BYTE_OF_CHAR)  # None: no bound
         self.special_ids = frozenset(i for i, t in backend.get_added_tokens_decoder().items() if t.special)
         backend.no_truncation()
         backend.no_padding()
@@ -55,7 +55,7 @@ class Tokenizer:
         return _special_tokens(self.config)
 
     def encode(self, text: str, *, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
-        """Token ids of `text`. Raises ValueError for text that is not valid Unicode (a lone surrogate), TooManyTokens for more than `most`."""
+        """Raises ValueError for invalid Unicode, TooManyTokens above `most`."""
         try:
             [encoding] = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         except (TypeError, UnicodeEncodeError):
@@ -67,11 +67,11 @@ class Tokenizer:
 
     @cached_property
     def pair_marks(self) -> tuple[list[int], list[int], list[int]]:
-        """Special tokens before, between and behind two texts that are read together, as the pair template of tokenizer.json has them."""
+        """Special tokens before, between and after a pair of texts."""
         texts = (self.token_text(i) for i in range(self.vocab_size) if i not in self.special_ids)
         text = next(text for text in texts if self.backend.encode(text, add_special_tokens=False).ids)
         encoding = self.backend.encode(text, text)
-        sides = encoding.sequence_ids  # None: a special token
+        sides = encoding.sequence_ids  # None for a special token
         end, begin = len(sides) - sides[::-1].index(0), sides.index(1)
         before, between = encoding.ids[: sides.index(0)], encoding.ids[end:begin]
         behind = encoding.ids[len(sides) - sides[::-1].index(1) :]
@@ -79,18 +79,18 @@ class Tokenizer:
         return whole[: whole.index(_TEXT)], between, whole[whole.index(_TEXT) + 1 :]
 
     def check_length(self, text: str, most: int) -> None:
-        """Raise TooManyTokens for a text that has more than `most` by its length alone."""
+        """Raise TooManyTokens if the characters already exceed `most`."""
         if self.longest is not None and self.longest.is_over(text, most):
             raise TooManyTokens(f"more than {most} tokens (it is {len(text)} characters long)")
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
-        """Ids outside the vocabulary (a padded model) have no text."""
+        """Ids outside the vocabulary (padded models) have no text."""
         if len(ids) >= LONG_IDS:
             return str(self.backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0])
         return str(self.backend.decode(ids, skip_special_tokens=skip_special_tokens))
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Exact bytes of the token in running text; a part of a character stays a part."""
+        """Exact bytes of a token in running text, perhaps part of a character."""
         token = self.backend.id_to_token(token_id) or ""
         if token_id not in self.special_ids:
             if self.byte_level and all(c in _BYTE_OF_CHAR for c in token):
@@ -100,7 +100,7 @@ class Tokenizer:
         return self.token_text(token_id).encode()
 
     def names(self, ids: list[int]) -> list[str]:
-        """Entries of the vocabulary, as transformers' `convert_ids_to_tokens`; "" for an id that has none."""
+        """Vocabulary entries, as `convert_ids_to_tokens` of transformers."""
         return [self.backend.id_to_token(i) or "" for i in ids]
 
     def is_special(self, text: str) -> bool:
@@ -110,7 +110,6 @@ class Tokenizer:
         return self._special_names.sub("", text) if self.special_ids else text
 
     def num_open_bytes(self, ids: list[int], *, skip_special_tokens: bool = True) -> int:
-        """Count the bytes at the end of `ids` that are the beginning of a character."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         for i in ids:
             if not (skip_special_tokens and i in self.special_ids):
@@ -118,30 +117,28 @@ class Tokenizer:
         return len(decoder.getstate()[0])
 
     def _token_text(self, token_id: int) -> str:
-        """Text of one token in running text (with its leading space); special tokens by name."""
+        """Text of one token with its leading space; special tokens by name."""
         if token_id in self.special_ids:
             return str(self.backend.id_to_token(token_id))
         alone = self.decode([token_id], skip_special_tokens=False)
         if self.byte_level:
             return alone
-        # Word-level and SentencePiece decoders drop the space before the first token: look at a second one.
+        # Word-level and SentencePiece decoders drop the first space: decode the token twice.
         return self.decode([token_id, token_id], skip_special_tokens=False)[len(alone) :]
 
     def _with_ends(self, ids: list[int]) -> list[int]:
-        """`ids` with the tokens that the config adds where neither the template of tokenizer.json nor the text has them."""
         before = [self._bos_id] if self._bos_id is not None and ids[:1] != [self._bos_id] else []
         behind = [self._eos_id] if self._eos_id is not None and ids[-1:] != [self._eos_id] else []
         return [*before, *ids, *behind] if before or behind else ids
 
     def _added_id(self, name: str) -> int | None:
-        """Id of the token `name` if the config adds it to texts."""
         token = self.special_tokens.get(name) if self.config.get(f"add_{name}") is True else None
         return None if token is None else self.backend.token_to_id(token)
 
 
 def load_tokenizer(model: str | Path | ModelFolder) -> Tokenizer:
-    """Load tokenizer.json (required) and what other files say of its tokens, or a GGUF file's. Raises ConfigError, one line."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # a text is one piece of work: other cores have theirs
+    """tokenizer.json is required, except in GGUF. Raises ConfigError of one line."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # a text is one unit of work; other cores have their own
     folder = open_folder(model)
     if isinstance(folder, GGUFFolder):
         return Tokenizer(gguf_tokenizer(folder.file), config=folder.tokenizer_config)
@@ -153,14 +150,13 @@ def load_tokenizer(model: str | Path | ModelFolder) -> Tokenizer:
         )
     try:
         backend = tokenizers.Tokenizer.from_file(str(file))
-    except Exception as e:  # tokenizers raises bare Exception for a broken file
+    except Exception as e:  # tokenizers raises Exception for a broken file
         raise ConfigError(f"{file}: not a tokenizer that can be read ({_one_line(e)})") from None
     _add_tokens(backend, folder)
     return Tokenizer(backend, config=folder.tokenizer_config)
 
 
 def _add_tokens(backend: tokenizers.Tokenizer, folder: ModelFolder) -> None:
-    """Tokens that tokenizer_config.json adds to the vocabulary, or names as special, stay whole in any text."""
     for id, token in folder.added_tokens.items():
         if backend.token_to_id(token.content) is not None or id == backend.get_vocab_size():
             backend.add_tokens([token])
@@ -173,7 +169,6 @@ def _add_tokens(backend: tokenizers.Tokenizer, folder: ModelFolder) -> None:
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Texts of the special tokens that have names, as templates know them."""
     extra = config.get("extra_special_tokens")
     named = {**config, **(extra if isinstance(extra, dict) else {})}
     texts = {name: content_of(token) for name, token in named.items() if name.endswith("_token")}
@@ -190,7 +185,7 @@ def _one_line(e: BaseException) -> str:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Byte of each letter of a byte-level vocabulary (`bytes_to_unicode` of openai/gpt-2)."""
+    """Byte of each letter: `bytes_to_unicode` of openai/gpt-2, inverted."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [b for b in range(256) if b not in set(printable)]
     return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}

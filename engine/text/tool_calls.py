@@ -1,11 +1,11 @@
-"""Reads tool calls out of a growing text: the same parts for any chunks. Pure.
+"""Incremental parser of tool calls; chunks do not matter.
 
-    TEXT --marker--> OPEN --opener--> CALL (a scanner of the format) --its end--> AFTER --separator, opener--> OPEN
-                                                                                    \\--closer, or anything else--> TEXT
+TEXT --marker--> OPEN --opener--> CALL (scanner) --end--> AFTER --separator, opener--> OPEN
+                                                           \\--closer, or anything else--> TEXT
 
-Text that only looks like a call (no name, an unknown function, arguments that are no object) stays text. A call that has
-begun may be shown already: where its format breaks off, or the text ends, it is closed, and what follows is text.
-Formats: call_formats.py.
+Text that only looks like a call (no name, unknown function, arguments not an object) stays text. A
+call may be sent before it ends: a format error closes it, and the rest is text. Formats:
+call_formats.py.
 """
 
 from enum import Enum
@@ -17,13 +17,13 @@ from engine.text.tagged_call import Schemas
 
 class _Stage(Enum):
     TEXT = "text"
-    OPEN = "open"  # a call must come
+    OPEN = "open"  # expects a call
     CALL = "call"
-    AFTER = "after"  # a call has ended
+    AFTER = "after"  # after a call
 
 
 class ToolCalls:
-    """The parts of one answer. `functions`: those that may be called, with their parameters' schemas."""
+    """Parser of one answer. `functions`: allowed ones, with schemas."""
 
     def __init__(self, format: CallFormat, functions: Schemas) -> None:
         self._format = format
@@ -31,10 +31,10 @@ class ToolCalls:
         self._follows = _follows(format)
         self._stage = _Stage.TEXT
         self._buffer = ""  # not read yet
-        self._raw = ""  # read since the text ended, in case it was text after all
-        self._space: list[str] = []  # behind the text so far: counts only if more text comes
+        self._raw = ""  # read since the text ended, in case it is text after all
+        self._space: list[str] = []  # after the text so far; given out if text follows
         self._at_start = True
-        self._may_bracket = False  # the bracket before the first call may come
+        self._may_bracket = False  # the optional bracket may follow
         self._scanner: CallScanner = format.scanner(functions)
         self._begun = False  # `CallBegins` was sent for the current call
         self._parts: list[Part] = []
@@ -57,7 +57,7 @@ class ToolCalls:
         self._buffer = self._raw = ""
         return self._taken()
 
-    # ---- stages: each looks at the buffer and returns whether to go on
+    # ---- stages: each reads the buffer and returns whether to continue
 
     def _read_text(self) -> bool:
         if self._at_start and self._format.bare:
@@ -106,7 +106,7 @@ class ToolCalls:
         self._move(scanner.feed(self._buffer))
         self._show_call()
         if scanner.broken:
-            self._finish_call(0 if self._raw else 1, _Stage.TEXT)  # else the same opener would be found again
+            self._finish_call(0 if self._raw else 1, _Stage.TEXT)  # else it would find the same opener again
         elif scanner.done:
             self._stage = _Stage.AFTER
         return bool(self._buffer)
@@ -126,7 +126,6 @@ class ToolCalls:
     # ---- moves
 
     def _show_call(self) -> None:
-        """Give out what is new of the call, once its name is one that may be called."""
         scanner = self._scanner
         if scanner.name in self._functions and not self._begun:
             self._begun = True
@@ -156,13 +155,12 @@ class ToolCalls:
         self._move(len(marker))
 
     def _move(self, length: int) -> None:
-        """Mark as read; below 0: as unread."""
+        """Mark as read; negative: as unread."""
         at = len(self._raw) + length
         text = self._raw + self._buffer
         self._raw, self._buffer = text[:at], text[at:]
 
     def _skip_space(self) -> bool:
-        """Whether nothing is left."""
         self._move(len(self._buffer) - len(self._buffer.lstrip()))
         return not self._buffer
 
@@ -187,8 +185,6 @@ _STEPS = {
 
 
 class _Follow(Enum):
-    """The text that may follow a call."""
-
     NEXT = "next"
     FILLER = "filler"
     CLOSER = "closer"
