@@ -1,1 +1,1 @@
-"""Constrained output: from a schema, regex or grammar to the tokens that may come next. Never imports torch."""
+"""Constrained output: schemas, regexes and grammars to token masks. Never imports torch."""

@@ -1,6 +1,6 @@
-"""The compiler of grammars, by llguidance (https://github.com/guidance-ai/llguidance): no torch, milliseconds, bounded work.
+"""The grammar compiler, by llguidance (https://github.com/guidance-ai/llguidance).
 
-It receives the exact bytes of every token from our own tokenizer, so every tokenizer that serves text works.
+It gets the exact bytes of every token, so every supported tokenizer works.
 """
 
 import json
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 MAX_WHITESPACE = 16  # characters: a line break and a usual indentation
 SILENT = 0
-SEVERAL = '{"grammars":'  # how llguidance begins a grammar that it made from a regex
+SEVERAL = '{"grammars":'  # start of a grammar that llguidance made from a regex
 NO_FORCING = '%llguidance {"no_forcing": true}\n'
 NO_TOKEN = ("NoExtension", "NoExtensionBias")
 MAX_MESSAGE_CHARS = 300
@@ -32,9 +32,9 @@ _CONVERTER_ERRORS = (ValueError, TypeError, LookupError, RecursionError, Asserti
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JsonStyle:
-    """The style of constrained JSON. `any_whitespace`: it has spaces between its parts, at most MAX_WHITESPACE in a row.
+    """How constrained JSON is written.
 
-    `closes_objects`: objects hold no other properties than the schema lists, unless it says so (json_schema.py).
+    `any_whitespace`: at most MAX_WHITESPACE in a row. `closes_objects`: see json_schema.py.
     """
 
     any_whitespace: bool = True
@@ -45,7 +45,7 @@ class JsonStyle:
 
 
 class GrammarCompiler:
-    """Compiles for one model. `vocab_size`: rows of its logits. Called from several threads at once."""
+    """Compiles for one model, thread-safe. `vocab_size`: rows of its logits."""
 
     def __init__(
         self, tokenizer: Tokenizer, *, vocab_size: int, eos_ids: Sequence[int], style: JsonStyle | None = None
@@ -57,12 +57,10 @@ class GrammarCompiler:
 
     @cached_property
     def _vocabulary(self) -> tuple[LLTokenizer, bool]:
-        """Of the model, and whether it writes every byte."""
         vocabulary = _Vocabulary(self._tokenizer, vocab_size=self._vocab_size, eos_ids=self._eos_ids)
         return LLTokenizer(TokenizerWrapper(vocabulary), eos_token=self._eos_ids or None), vocabulary.writes_bytes
 
     def prepare(self) -> None:
-        """Read the vocabulary, which takes long; else the first `compile` does."""
         _ = self._vocabulary
 
     def compile(self, spec: GrammarSpec) -> StartGrammar:
@@ -82,7 +80,7 @@ class GrammarCompiler:
             return GrammarState(matcher.deep_copy())
 
         first = start()
-        first.bitmask()  # makes an impossible beginning the client's error now, not a failure later
+        first.bitmask()  # raises now for a grammar that cannot start
         if first.problem:
             raise GrammarInvalid(f"no answer of this model can begin so ({first.problem})")
         return start
@@ -109,14 +107,13 @@ class GrammarCompiler:
 
 
 def _options(style: JsonStyle) -> "JsonCompileOptions":
-    """llguidance's names for the style."""
     if not style.any_whitespace:
         return {"whitespace_flexible": False}
     return {"whitespace_pattern": rf"[ \t\n\r]{{1,{MAX_WHITESPACE}}}"}
 
 
 class GrammarState:
-    """One request's state. In an error (a token that does not fit, a limit) llguidance allows the end token alone."""
+    """One request. After an error llguidance allows only the end token."""
 
     def __init__(self, matcher: LLMatcher) -> None:
         self._matcher = matcher
@@ -144,7 +141,7 @@ class GrammarState:
 
 
 class _Vocabulary:
-    """The tokenizer that llguidance's TokenizerWrapper expects."""
+    """The tokenizer protocol of llguidance's TokenizerWrapper."""
 
     bos_token_id = None
 
@@ -162,16 +159,15 @@ class _Vocabulary:
         return all(bytes([b]) in self._ids for b in range(0x20, 0x7F))
 
     def __call__(self, text: str) -> list[int]:
-        """The model's own tokens for forced `text` if they spell it exactly, else the longest tokens that fit.
+        """Tokenize forced `text` with the model's tokens if exact, else longest first.
 
-        SentencePiece adds a leading space, a word-level tokenizer has an unknown token: neither spells `text`.
+        SentencePiece adds a space.
         """
         ids = self._tokenizer.encode(text, add_special_tokens=False)
         exact = b"".join(self.tokens[i] for i in ids if i < len(self.tokens)) == text.encode()
         return ids if exact else self._longest_first(text.encode())
 
     def _longest_first(self, text: bytes) -> list[int]:
-        """Up to the first byte that no token begins with."""
         ids, at = [], 0
         while at < len(text):
             sizes = range(min(self._longest, len(text) - at), 0, -1)
@@ -184,7 +180,7 @@ class _Vocabulary:
 
 
 def _without_forcing(source: str) -> str:
-    """Forbid forced text: its parts are tokenized before its end is known, and a word-level vocabulary lacks them."""
+    """Disable forced text: a word-level vocabulary lacks its parts."""
     if not source.startswith(SEVERAL):
         return NO_FORCING + source.lstrip().removeprefix("%llguidance {}")
     grammars = json.loads(source)

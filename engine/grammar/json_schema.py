@@ -1,8 +1,8 @@
-"""Objects of a JSON schema hold the properties that it lists and no others, as in OpenAI's strict mode. Pure.
+"""Closes objects of JSON schemas, as in OpenAI's strict mode. Pure.
 
-JSON Schema itself allows any other property where `additionalProperties` is silent; a model then fills its answer with them.
-An object that lists no properties stays open, and so do parts of one object that `allOf`, `if` or a `$ref` beside
-`properties` put together: each part names only some of its properties.
+By default JSON Schema allows additional properties, with which a model then fills its answer.
+Objects without listed properties stay open, and so do parts of one object in `allOf`, `if` or a
+`$ref` with `properties`.
 """
 
 from typing import Any
@@ -14,12 +14,11 @@ _COMPOSED_BY = (*PARTS, *CONDITIONS, *NAMED_CONDITIONS, "$ref")
 
 
 def closed(schema: Any) -> Any:
-    """A copy of `schema` with closed objects. Raises BadReference, RecursionError for a schema too deep."""
+    """A copy with closed objects. Raises BadReference; RecursionError if too deep."""
     return with_additional(schema, False)
 
 
 def with_additional(schema: Any, allowed: bool) -> Any:
-    """A copy of `schema` whose objects say so where they were silent, and whose references are local."""
     schema = local(schema)
     parts: set[str] = set()  # references to parts of one object, which stay open
     while True:
@@ -37,7 +36,7 @@ class _Closer:
         self.parts = set(parts)
 
     def close(self, schema: Any, path: Path, *, whole: bool) -> Any:
-        """`whole`: the schema alone speaks about its value."""
+        """Close the objects of a schema. `whole`: no other schema applies to the value."""
         if not isinstance(schema, dict):
             return schema
         whole = whole and "/".join(("#", *path)) not in self._known
@@ -53,7 +52,6 @@ class _Closer:
 
 
 def _speaks(key: str, schema: dict[str, Any], alone: bool) -> bool:
-    """Whether a schema under `key` alone speaks about its value."""
     if key in PARTS:
         return alone and (key != "allOf" or len(schema[key]) == 1)
     return key not in CONDITIONS and key not in NAMED_CONDITIONS

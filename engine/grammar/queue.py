@@ -1,9 +1,10 @@
-"""Requests wait here, outside the scheduler, until a thread has compiled their grammar.
+"""Requests that wait for their grammar, outside the scheduler.
 
-    add --cached--> ready --poll--> role.add
-       \\--compiling (a thread)--> ready, or refused: it does not compile, or not in time
+add --cached--> ready --poll--> role.add
+ \\--compiling (a thread)--> ready, or rejected: compile error or timeout
 
-Owns the waiting requests and the LRU cache of compiled grammars, failed ones included. Only the loop's thread calls it.
+Owns the waiting requests and the LRU cache of compiled grammars, failed ones included.
+Single-threaded.
 """
 
 from collections import Counter, OrderedDict
@@ -24,16 +25,16 @@ from engine.sampling_params import GrammarInvalid, GrammarSpec
 
 Compiled = StartGrammar | GrammarInvalid
 
-MAX_GIVEN_UP = 4  # compilations that overran their time and still run
-COMPILE_TIMEOUT_S = 10.0  # a client waits that long; nearly all compile in milliseconds
-MAX_CACHED = 256  # grammars; an agent with many tools has some dozens
+MAX_GIVEN_UP = 4  # timed-out compilations that still run
+COMPILE_TIMEOUT_S = 10.0  # nearly all compile in milliseconds
+MAX_CACHED = 256  # grammars; an agent with many tools has dozens
 
 
 class Compiler(Protocol):
-    """What turns grammars into states (compiler.py). Called from several threads at once."""
+    """Compiles grammars (compiler.py), thread-safe."""
 
     def prepare(self) -> None:
-        """Do what takes long for any grammar; else the first `compile` does it."""
+        """Do slow work that all grammars share."""
 
     def compile(self, spec: GrammarSpec) -> StartGrammar:
         """Raises GrammarInvalid."""
@@ -41,8 +42,6 @@ class Compiler(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
-    """`field`: what the client calls the grammar; an error names it."""
-
     request: Request
     spec: GrammarSpec
     field: str
@@ -50,7 +49,11 @@ class _Waiting:
 
 
 class GrammarQueue:
-    """`compiler=None`: grammars are off. `gates`: of the model's reasoning, needed by requests that name it. `vocab_size`: rows of its logits; `eos_ids`: its end tokens. `wakeup` is called from a thread when a grammar is compiled."""
+    """Requests that wait for their grammars.
+
+    `compiler`: None turns grammars off. `gates`: of reasoning. `vocab_size`: of the logits.
+    `wakeup`: called from a thread when a grammar is compiled.
+    """
 
     def __init__(
         self,
@@ -87,7 +90,6 @@ class GrammarQueue:
         self._counters: Counter[str] = Counter()
 
     def add(self, request: Request, *, field: str, now_s: float) -> list[TokenOutput]:
-        """Take a request with a grammar; `poll` returns it. Or refuse it."""
         spec = request.sampling.grammar
         assert spec is not None
         field = field or spec.kind
@@ -108,7 +110,7 @@ class GrammarQueue:
         return []
 
     def poll(self, now_s: float) -> tuple[list[Request], list[TokenOutput]]:
-        """Requests whose grammar is ready, in order of arrival, and answers to those that will never have one."""
+        """Return ready requests in order of arrival, and rejections."""
         if not self._waiting or self._threads is None:
             return [], []
         self._cache.update(self._threads.poll(now_s))
@@ -137,10 +139,7 @@ class GrammarQueue:
         return ready, outputs
 
     def state_of(self, request: Request, grammar: Grammar | None) -> Grammar | None:
-        """`grammar` (None: the answer is free) under the token rules and behind the reasoning that the request has.
-
-        It stands behind the tokens that another worker generated.
-        """
+        """Combine `grammar` with the request's token rules and reasoning, after its tokens."""
         state = self._begin(request, grammar)
         if state is not None:
             for token in request.output_ids:
@@ -181,7 +180,6 @@ class GrammarQueue:
         return self._cache[spec]
 
     def _forget(self, waiting: _Waiting) -> None:
-        """Drop its compilation too if no other request waits for that and it has not begun."""
         del self._waiting[waiting.request.rid]
         if self._threads is not None and not any(w.spec == waiting.spec for w in self._waiting.values()):
             self._threads.forget(waiting.spec)
@@ -195,7 +193,7 @@ COUNTERS = ("grammar_compiled", "grammar_cache_hits", "grammar_failed", "grammar
 
 
 def _compiled(compiler: Compiler, spec: GrammarSpec) -> Compiled:
-    """Compile the grammar, or return why not: an error of any kind ends one request, not the thread."""
+    """Any error must end one request, not the thread."""
     try:
         return compiler.compile(spec)
     except GrammarInvalid as error:

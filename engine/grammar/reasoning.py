@@ -1,9 +1,9 @@
-"""A grammar that begins behind the reasoning, and the budget after which the reasoning's end is forced.
+"""A grammar after reasoning, with a budget that forces the reasoning's end.
 
-    UNDECIDED --start--> OPEN --end, or forced end--> CLOSED: the grammar alone
-         \\----------any other token----------------/
+UNDECIDED --start--> OPEN --end, or forced end--> CLOSED: only the grammar
+  \\----------any other token----------------/
 
-It is a grammar like any other: its state follows committed tokens, so that both roles and every depth sample the same.
+Like any grammar it follows committed tokens, so that both roles and every depth sample the same.
 """
 
 from collections.abc import Sequence
@@ -18,9 +18,10 @@ WORD_BITS = 32
 
 
 class ReasoningGrammar:
-    """`inner`: of the answer; None: it is free. `start_id`: the token that may open the reasoning before `inner` begins.
+    """Grammar of reasoning, then the answer.
 
-    `forced`: tokens that end the reasoning once `budget` (None: no limit) tokens of it were sampled.
+    `inner`: of the answer, if constrained. `start_id`: may start reasoning. `forced`: tokens that
+    end the reasoning after `budget` tokens.
     """
 
     def __init__(
@@ -100,14 +101,14 @@ class ReasoningGrammar:
 
 
 class ReasoningGates:
-    """Makes them for one model. `vocab_size`: rows of its logits."""
+    """Reasoning grammars of one model. `vocab_size`: of the logits."""
 
     def __init__(self, tokenizer: Tokenizer, *, vocab_size: int) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
 
     def behind(self, gate: ReasoningGate, inner: Grammar | None) -> Grammar:
-        """`inner` behind the gate; at once where the answer may or may not reason and its first token cannot tell."""
+        """`inner` after the reasoning; at once if the first token cannot decide."""
         start = self._tokenizer.encode(gate.start, add_special_tokens=False)
         opening = Opening(gate.opening)
         if opening is Opening.UNDECIDED and len(start) != 1 and inner is not None:

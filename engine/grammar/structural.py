@@ -1,7 +1,8 @@
-"""Structural tags to a Lark grammar: free text in which certain beginnings force what follows. Pure.
+"""Structural tags to a Lark grammar: triggers in free text force what follows. Pure.
 
-The JSON is SGLang's: {"triggers": ["<f"], "structures": [{"begin": "<f=a>", "schema": {...}, "end": "</f>"}]}. The grammar
-(lazy text up to a trigger, then the rest of `begin`, the schema, `end`) follows llguidance's `StructTag`.
+SGLang's JSON: {"triggers": ["<f"], "structures": [{"begin": "<f=a>", "schema": {...}, "end":
+"</f>"}]}. The grammar (lazy text to a trigger, rest of `begin`, schema, `end`) follows llguidance's
+`StructTag`.
 """
 
 import json
@@ -21,7 +22,10 @@ TAG_TEXT: /(.|\\n)*/
 
 
 class Structure(msgspec.Struct, kw_only=True):
-    """`schema`: of the JSON between `begin` and `end`. `after_number`: if set, a whole number and this text follow `begin`."""
+    """A structure of a structural tag.
+
+    `schema`: between `begin` and `end`. `after_number`: follows an integer after `begin`.
+    """
 
     begin: str
     after_number: str = ""
@@ -51,9 +55,9 @@ def read_structural_tag(source: str) -> StructuralTag:
 def structural_lark(
     source: str, *, special_tokens: Mapping[str, int], schema_of: Callable[[Any], Any] = lambda schema: schema
 ) -> str:
-    """The Lark grammar. The name of a special token stands for that token (`special_tokens`: their ids). Raises GrammarInvalid.
+    """The structural tag as a Lark grammar.
 
-    `schema_of`: what to compile for a structure's schema.
+    `special_tokens`: ids by name. `schema_of`: transforms schemas. Raises GrammarInvalid.
     """
     tag = read_structural_tag(source)
     names = [f"tag_{i}" for i in range(len(tag.structures))]
@@ -83,7 +87,6 @@ def _text(text: str, special_tokens: Mapping[str, int]) -> str:
 
 
 def _pieces(text: str, special_tokens: Collection[str]) -> list[tuple[str, str]]:
-    """In order: (special token, "") or ("", text)."""
     names = [re.escape(name) for name in sorted(special_tokens, key=len, reverse=True) if name in text]
     if not names:
         return [("", text)] if text else []

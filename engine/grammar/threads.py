@@ -1,11 +1,11 @@
-"""The threads that compile grammars. A compilation that overruns its time is given up; another thread replaces it.
+"""Threads that compile grammars; a timed-out compilation gets a replacement thread.
 
-    ask --> pending --> running --> done
-                           |
-                        overdue --> given up --> done (late), or never
+`ask` --> pending --> running --> done
+             |
+             overdue --> given up --> done (late), or never
 
-No library can end a compilation, so it goes on with the lowest CPU priority; its late result still counts. Only the loop's
-thread calls this.
+No library can stop a compilation, so it continues at the lowest CPU priority; a late result counts.
+Single-threaded caller.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ Found = TypeVar("Found")
 
 @dataclass(slots=True, eq=False)
 class _Compilation(Generic[Found]):
-    """`found` and `thread_id` are written by the thread, everything else by the loop."""
+    """The thread writes `found` and `thread_id`, the loop the rest."""
 
     begun_s: float
     thread_id: int | None = None
@@ -32,10 +32,7 @@ class _Compilation(Generic[Found]):
 
 
 class CompileThreads(Generic[Found]):
-    """At most `num_threads` compilations at a time, beside those given up (`is_stuck` at `max_given_up` of them).
-
-    `compile_` never raises. `prepare` runs once, before the first compilation.
-    """
+    """At most `num_threads` compilations, plus timed-out ones. `compile_` never raises."""
 
     def __init__(
         self,
@@ -63,7 +60,7 @@ class CompileThreads(Generic[Found]):
 
     @property
     def is_stuck(self) -> bool:
-        """Whether no grammar may be added until a given-up compilation ends."""
+        """True if too many timed-out compilations run."""
         return len(self._given_up) >= self._max_given_up
 
     def __contains__(self, spec: GrammarSpec) -> bool:
@@ -78,7 +75,7 @@ class CompileThreads(Generic[Found]):
         self._pending.pop(spec, None)
 
     def poll(self, now_s: float) -> dict[GrammarSpec, Found]:
-        """Take results, give up overdue compilations, start pending ones."""
+        """Collect results, give up overdue compilations, start pending ones."""
         found = {**_take_done(self._given_up), **_take_done(self._running)}
         for spec in [s for s, one in self._running.items() if now_s - one.begun_s >= self._timeout_s]:
             self._given_up[spec] = self._running.pop(spec)
@@ -87,7 +84,7 @@ class CompileThreads(Generic[Found]):
         return found
 
     def close(self) -> None:
-        """Begin nothing more. Running threads are daemons: they end with the process."""
+        """Start nothing more. Running threads are daemons."""
         self._closed = True
 
     def _begin(self, now_s: float) -> None:
@@ -105,7 +102,7 @@ class CompileThreads(Generic[Found]):
     def _get_prepared(self) -> None:
         try:
             self._prepare()
-        finally:  # a failure shows again at the first compilation and reaches its request
+        finally:  # a failure recurs at the first compilation and reaches its request
             self._prepared.set()
             self._wakeup()
 
@@ -118,7 +115,7 @@ def _take_done(compilations: dict[GrammarSpec, _Compilation[Found]]) -> dict[Gra
 
 
 def _lower_priority(thread_id: int | None) -> None:
-    """On Linux a thread has its own priority. The thread may have ended."""
+    """Linux threads have their own priority."""
     with contextlib.suppress(OSError):
         if thread_id is not None:
             os.setpriority(os.PRIO_PROCESS, thread_id, LOWEST_PRIORITY)

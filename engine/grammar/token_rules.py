@@ -1,6 +1,6 @@
-"""Tokens that a request allows or bans: `allowed_token_ids` and `bad_words`, as in vLLM. Pure.
+"""`allowed_token_ids` and `bad_words`, as in vLLM.
 
-A grammar like any other: masks follow committed tokens, so that both roles and every depth sample the same.
+A grammar: it follows committed tokens, so that both roles and every depth sample the same.
 """
 
 from collections import deque
@@ -15,10 +15,11 @@ NO_TOKEN = "allowed_token_ids and bad_words leave no token that can follow in th
 
 
 class TokenRules:
-    """`allowed`: empty: every token. `bad_words`: token sequences that the answer must not hold.
+    """Grammar that allows or forbids tokens.
 
-    `inner`: what the answer follows besides. Where the rules leave none of its tokens, the answer ends if one of `eos_ids`
-    may follow, and is refused if none may; unless `yields`: then its tokens stand (it is the forced end of the reasoning).
+    `allowed`: empty for all tokens. `inner`: the grammar to combine with. If no token is left, the
+    answer ends if one of `eos_ids` may follow, otherwise it is rejected; with `yields` the tokens
+    of `inner` stand (forced end of reasoning).
     """
 
     def __init__(
@@ -43,11 +44,11 @@ class TokenRules:
             if len(word) > 1:
                 self._words.setdefault(word[-2], []).append(word)
         self._tail: deque[int] = deque(maxlen=max(map(len, bad_words), default=0))
-        self._masks: tuple[int, int] | None = None  # of the present state, once computed
+        self._masks: tuple[int, int] | None = None  # of the current state, lazily
 
     @property
     def ended(self) -> bool:
-        """Also where no token is left."""
+        """True if no token is left, too."""
         if self._inner is None:
             return self._left() == 0
         if self._yields or self._inner.ended:
@@ -75,7 +76,7 @@ class TokenRules:
         return (both or inner).to_bytes(self._num_bytes, "little")
 
     def forced(self) -> Sequence[int]:
-        """They may still meet a rule."""
+        """Rules may still ban them."""
         return () if self._inner is None else self._inner.forced()
 
     def fork(self) -> "TokenRules":
@@ -85,11 +86,10 @@ class TokenRules:
         return forked
 
     def _is_stuck(self) -> bool:
-        """No token may follow. The mask is that of `inner` then, so that a token comes and is refused."""
+        """No token may follow. The mask is `inner`'s, so that a token comes and is rejected."""
         return self._inner is not None and not self._yields and not self.ended and self._both()[1] == 0
 
     def _both(self) -> tuple[int, int]:
-        """The tokens of `inner`, and those of them that the rules leave."""
         assert self._inner is not None
         if self._masks is None:
             inner = int.from_bytes(self._inner.bitmask(), "little")
@@ -117,7 +117,6 @@ def rules_of(
     eos_ids: Sequence[int] = (),
     yields: bool = False,
 ) -> Grammar | None:
-    """`inner` under the rules of the request, if it has any."""
     if not sampling.has_token_rules:
         return inner
     return TokenRules(
