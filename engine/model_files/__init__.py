@@ -1,1 +1,1 @@
-"""What --model-path names: a directory, a GGUF file or a model of the hub, and what it says about its model."""
+"""Model files (directory, GGUF or hub) and their configuration. No module imports torch."""

@@ -1,4 +1,4 @@
-"""Numbers by which families depart from Llama's arithmetic, from config.json, checked. Never torch."""
+"""Multipliers, caps and norms by which families differ from Llama."""
 
 import math
 from dataclasses import dataclass
@@ -10,20 +10,19 @@ ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arithmetic:
-    """The defaults are Llama's.
+    """Arithmetic of a family; the defaults are Llama's.
 
-    norm:             "rms", "layer" (LayerNorm) or "bare" (LayerNorm without weight and bias)
-    activation:       of the MLP's gate: "silu" or "gelu_tanh"; "gelu_tanh alone": of its only input, no gate
+    norm:             "rms", "layer" (LayerNorm) or "bare" (without weight and bias)
+    activation:       "silu" or "gelu_tanh" of a gate; "gelu_tanh alone": no gate
     norm_offset:      RMS norms multiply by weight + norm_offset
-    embedding_scale:  what embeddings are multiplied by, rounded to the model's type
-    residual_scale:   what attention and MLP are multiplied by before they are added
-    attention_factor, gate_factor, down_factor: what the output matrix of attention and two matrices of the MLP are multiplied by
-    attention_scale:  what q.k is multiplied by; 0: head_dim ** -0.5
-    score_cap:        scores of attention become cap * tanh(score / cap); 0: they stay
-    sinks:            each query head has a score that takes weight and adds nothing
-    clip:             q, k and v are cut to -clip and clip before RoPE; 0: they stay
-    logit_scale:      what logits are multiplied by
-    logit_cap:        as score_cap, of logits
+    embedding_scale:  rounded to the model's dtype
+    residual_scale:   multiplies outputs of attention and MLP
+    attention_factor, gate_factor, down_factor: multiply weights of attention output and MLP
+    attention_scale:  multiplies q.k; 0: head_dim ** -0.5
+    score_cap:        cap * tanh(score / cap) of attention scores; 0: none
+    sinks:            attention sinks, a score per query head
+    clip:             q, k and v are clamped to -clip..clip before RoPE; 0: not
+    logit_scale, logit_cap: multiplies and soft-caps logits
     """
 
     norm: str = "rms"
@@ -43,7 +42,6 @@ class Arithmetic:
 
     @property
     def is_gated(self) -> bool:
-        """Whether an MLP multiplies its activation by a second product."""
         return not self.activation.endswith(" alone")
 
 
@@ -76,7 +74,7 @@ def read_gpt_oss_attention(fields: Fields) -> Arithmetic:
 
 def read_gemma(fields: Fields) -> Arithmetic:
     if fields.get("hidden_activation") is None and fields.get("hidden_act") == "gelu":
-        fields = fields.with_values(hidden_act="gelu_pytorch_tanh")  # what Gemma 1's first files mean
+        fields = fields.with_values(hidden_act="gelu_pytorch_tanh")  # the meaning of Gemma 1's first files
     return Arithmetic(
         activation=_activation(fields),
         norm_offset=1.0,
@@ -98,7 +96,7 @@ def read_granite(fields: Fields) -> Arithmetic:
 
 
 def read_falcon(fields: Fields) -> Arithmetic:
-    """Scales of q, k and v are those of scores and of attention's output."""
+    """Fold multipliers of q, k and v into score scale and output."""
     if fields.flag("attention_bias", default=False) or fields.flag("projectors_bias", default=False):
         raise fields.error("attention_bias", "biases of attention and Mamba are not supported")
     into, key = _multiplier(fields, "attention_in_multiplier"), _multiplier(fields, "key_multiplier")
@@ -116,12 +114,10 @@ def read_falcon(fields: Fields) -> Arithmetic:
 
 
 def read_multipliers(fields: Fields, name: str, *, count: int) -> tuple[float, ...]:
-    """Return the multipliers of parts; 1 each without the field."""
     return (1.0,) * count if fields.get(name) is None else fields.positive_numbers(name, count=count)
 
 
 def _activation(fields: Fields) -> str:
-    """`hidden_activation` is Gemma's name, which counts where both are there."""
     name = "hidden_act" if fields.get("hidden_activation") is None else "hidden_activation"
     value = fields.text(name, default="silu")
     if value not in ACTIVATIONS:

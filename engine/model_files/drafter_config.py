@@ -1,4 +1,4 @@
-"""The configuration of a drafter, from its checkpoint or the model's own. Never torch."""
+"""Draft model configuration."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,16 +10,17 @@ from service.flags import ConfigError
 
 STANDALONE, NEXTN, EAGLE, EAGLE3 = "STANDALONE", "NEXTN", "EAGLE", "EAGLE3"
 DRAFT_PATH = "--speculative-draft-model-path"
-EAGLE_MARKS = ("Eagle3", "Eagle")  # in names of architectures, which are those of models else
-FEWEST_LAYERS = 6  # of a model of which EAGLE3 reads three by default
+EAGLE_MARKS = ("Eagle3", "Eagle")  # in architecture names of drafters, before the name of a model
+FEWEST_LAYERS = 6  # below this, EAGLE3 has no default layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterConfig:
-    """`kind`: as engine/models/draft_model.py names it. `path`: its checkpoint; "": it is in the model's. `layers`: describes them.
+    """A draft model. `kind`: see engine/models/draft_model.py. `layers`: its configuration.
 
-    `hidden`: size of the hidden states of the model that it reads; 0: none. `inside`: the layers that begin from those; (): they are the
-    model's last. `head_rows`: tokens of its own head; 0: it has the model's.
+    `path`: its checkpoint, empty for the model's. `hidden`: size of the model's hidden states, 0 if
+    unused. `inside`: layers whose inputs it reads, empty for the last output. `head_rows`: tokens
+    of its own head, 0 without.
     """
 
     kind: str
@@ -30,7 +31,6 @@ class DrafterConfig:
     head_rows: int = 0
 
     def signature(self) -> str:
-        """Return the signature on which prefill and decode must agree."""
         if not self.path:
             return self.kind
         inside = f" of {','.join(map(str, self.inside))}" if self.inside else ""
@@ -38,7 +38,7 @@ class DrafterConfig:
 
 
 def load_standalone(path: str, model: ModelConfig) -> DrafterConfig:
-    """A model of its own, which drafts for `model`. Raises ConfigError."""
+    """Raises ConfigError."""
     layers = load_model_config(path)
     flag = f"{DRAFT_PATH} {path}"
     if not layers.generates:
@@ -56,7 +56,7 @@ def load_standalone(path: str, model: ModelConfig) -> DrafterConfig:
 
 
 def nextn_of(model: ModelConfig, *, flag: str) -> DrafterConfig:
-    """The layer of the model's own checkpoint. `flag`: that asks for it. Raises ConfigError."""
+    """Configure the model's MTP layer; `flag` requested it. Raises ConfigError."""
     if not model.nextn_layers:
         raise ConfigError(
             f"{flag}: the model's config.json has no num_nextn_predict_layers or mtp_num_hidden_layers, so no layer that drafts; leave "
@@ -66,7 +66,7 @@ def nextn_of(model: ModelConfig, *, flag: str) -> DrafterConfig:
 
 
 def load_eagle(path: str, model: ModelConfig, *, kind: str) -> DrafterConfig:
-    """A layer that is trained for `model`. `kind`: EAGLE or EAGLE3. Raises ConfigError."""
+    """`kind`: EAGLE or EAGLE3. Raises ConfigError."""
     fields, flag = read_fields(Path(path) / "config.json", required=True), f"{DRAFT_PATH} {path}"
     layers = load_model_config(path, architecture=_architecture(fields))
     hidden = fields.count("target_hidden_size", default=layers.hidden_size if kind == EAGLE else model.hidden_size)
@@ -84,7 +84,6 @@ def load_eagle(path: str, model: ModelConfig, *, kind: str) -> DrafterConfig:
 
 
 def _architecture(fields: Fields) -> str:
-    """Return the architecture of the layers, which are a model's."""
     names = fields.get("architectures")
     name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
     for mark in EAGLE_MARKS:
@@ -109,7 +108,7 @@ def _check_eagle(flag: str, layers: ModelConfig, model: ModelConfig, *, hidden: 
 
 
 def _inside(fields: Fields, model: ModelConfig) -> tuple[int, ...]:
-    """Named layers' outputs are what the next layers begin from."""
+    """Layers after the named ones, whose outputs they read."""
     count = model.num_layers
     named = fields.inside("eagle_config").get("eagle_aux_hidden_state_layer_ids")
     if named is None:

@@ -1,4 +1,4 @@
-"""The experts of a mixture (MoE), from the fields of config.json, checked. Never torch."""
+"""Mixture-of-experts configuration (MoE)."""
 
 from dataclasses import dataclass, replace
 
@@ -7,11 +7,11 @@ from engine.model_files.fields import Fields
 
 @dataclass(frozen=True, slots=True)
 class ExpertNames:
-    """Names in the checkpoint, behind a layer's prefix. `router`, `experts`: their places; `gate`, `up`, `down`: an expert's matrices.
+    """Tensor names of experts, after a layer's prefix.
 
-    `shared_gate`: what the sigmoid that weighs the shared expert comes from; "": its weight is 1. `shared_gate_up`: its gate and up
-    in one matrix; "": there are two. `choice_bias`: what is added to scores for the choice; "": it lies in the router. `stacks`: tensors of all experts (engine/models/stacked_experts.py),
-    which count where the checkpoint has them.
+    `shared_gate`: weighs the shared expert by its sigmoid, empty for 1. `shared_gate_up`: fused,
+    empty if separate. `choice_bias`: for the choice, empty if in the router. `stacks`: tensors of
+    all experts, preferred (engine/models/expert_weights.py).
     """
 
     router: str = "mlp.gate"
@@ -29,7 +29,7 @@ class ExpertNames:
 
 PLAIN_NAMES = ExpertNames()
 _STACKS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
-QWEN_NAMES = ExpertNames(stacks=_STACKS)  # of Qwen3-VL; text models have a tensor for each expert
+QWEN_NAMES = ExpertNames(stacks=_STACKS)  # stacks of Qwen3-VL; text models have one tensor per expert
 GPT_OSS_NAMES = ExpertNames(router="mlp.router")
 QWEN_SHARED_NAMES = ExpertNames(
     shared="mlp.shared_expert",
@@ -51,7 +51,7 @@ MINIMAX_NAMES = replace(MIXTRAL_NAMES, choice_bias="block_sparse_moe.e_score_cor
 
 @dataclass(frozen=True, slots=True)
 class ClampedGate:
-    """(up + 1) * gate * sigmoid(alpha * gate), gate at most `limit` and up between -limit and limit; products have biases (gpt-oss)."""
+    """(up + 1) * gate * sigmoid(alpha * gate), gate and |up| at most `limit` (gpt-oss)."""
 
     alpha: float
     limit: float
@@ -59,13 +59,14 @@ class ClampedGate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsConfig:
-    """`count` experts of `intermediate` each, of which a token takes `per_token`, in the layers that are not `dense_layers`.
+    """Routed experts of a model.
 
-    `shared_intermediate`: of one more, which every token takes; 0: none. Scores are a softmax over all experts, or each one's
-    sigmoid (`sigmoid`); then the choice looks at scores plus a bias of the checkpoint, in the `chosen_groups` best of `groups`, which
-    are compared by the sum of their `group_best` best.
-    Weights are the chosen scores, made 1 together (`normalized`), times `scaling`.
-    `clamped`: how gate and up are joined if not by silu; then the router's product has a bias, too, and one tensor holds all experts.
+    `count` experts of `intermediate`, `per_token` active, except in `dense_layers`.
+    `shared_intermediate`: of the shared expert, 0 without.
+    Scores are a softmax, or with `sigmoid` one sigmoid each; then the choice adds a bias and takes
+    the `chosen_groups` of `groups` with the largest sum of their `group_best` best scores. Weights
+    are the chosen scores, `normalized` to sum 1, times `scaling`.
+    `clamped`: replaces silu; then router and experts have biases and one tensor holds all experts.
     """
 
     count: int
@@ -111,7 +112,7 @@ def read_minimax(fields: Fields, num_layers: int) -> ExpertsConfig:
 
 
 def read_granite_experts(fields: Fields, num_layers: int) -> ExpertsConfig | None:
-    """None: it has dense MLPs alone. The softmax over chosen experts is that over all, made 1 together."""
+    """A softmax over chosen experts equals the normalized one over all."""
     if fields.get("num_local_experts") == 0:
         return None
     return _checked(
@@ -195,7 +196,6 @@ def read_deepseek_v3(fields: Fields, num_layers: int) -> ExpertsConfig:
 def _sigmoid_experts(
     fields: Fields, num_layers: int, *, dense: int, groups: int, chosen_groups: int, scaling: float
 ) -> ExpertsConfig:
-    """The numbers are those of fields that a file leaves out."""
     intermediate = fields.count("moe_intermediate_size")
     return _checked(
         fields,
@@ -223,7 +223,6 @@ def _check_scores(fields: Fields, *, scores: str, methods: tuple[str, ...]) -> N
 
 
 def _dense_layers(fields: Fields, num_layers: int, *, default: int) -> tuple[int, ...]:
-    """`mlp_layer_types`, or the first `first_k_dense_replace`."""
     if (kinds := fields.get("mlp_layer_types")) is not None:
         if not isinstance(kinds, list) or len(kinds) != num_layers or not {*kinds} <= {"dense", "sparse"}:
             raise fields.error("mlp_layer_types", f"must name {num_layers} layers, each dense or sparse")
@@ -235,7 +234,6 @@ def _dense_layers(fields: Fields, num_layers: int, *, default: int) -> tuple[int
 
 
 def _count(fields: Fields, name: str, other: str) -> int:
-    """`other`: what another version of transformers calls it."""
     return fields.count(other if fields.get(name) is None and fields.get(other) is not None else name)
 
 

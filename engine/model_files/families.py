@@ -1,4 +1,4 @@
-"""What each architecture fixes that its config.json does not say. Never torch."""
+"""Properties of architectures that config.json lacks."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -49,9 +49,7 @@ from engine.model_files.recurrent_config import (
 
 @dataclass(frozen=True, slots=True)
 class MlpNames:
-    """Of a dense MLP. `place`: behind a layer's prefix; `gate_up`, `down`: its matrices, where gate and up are one or there is no gate;
-    `width`: the field; `bias`: both matrices have one.
-    """
+    """Tensor names of a dense MLP. `place`: after a layer's prefix; `width`: a config field."""
 
     place: str = "mlp"
     gate_up: str = "gate_up_proj"
@@ -62,8 +60,9 @@ class MlpNames:
 
 @dataclass(frozen=True, slots=True)
 class NextnNames:
-    """Of what predicts the token after the next; "{}" is the number of the model's layers. `layer`: prefix of its layer; `join`: the matrix
-    before it; `norm`: the last one. `default`: such layers where config.json says nothing.
+    """Tensor names of the MTP layer; "{}" is the model's number of layers.
+
+    `join`: the matrix before the layer. `default`: such layers if config.json has none.
     """
 
     layer: str = "model.layers.{}."
@@ -76,41 +75,31 @@ class NextnNames:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """The properties of an architecture that its config.json does not have.
+    """Properties of an architecture that its config.json lacks.
 
-    qkv_bias:       q, k, v have a bias (None: `attention_bias` in the config decides, or else `default_bias`)
-    out_bias:       o has one where q, k, v do
-    qk_norm:        RMSNorm on q and k: "head" over each head, "whole" over all heads together, "" none
-    qk_norm_flag:   `use_qk_norm` in the config says whether it is "head"
-    norms:          where they stand: "before" attention and MLP, "after" them, "around" them, "both" with Gemma's names, or one before
-                    both, which are "beside" one another
-    eps:            the field of the norms' epsilon, and what it is where the config says nothing
-    final_norm:     the name of the norm behind all layers
-    out:            that of attention's output matrix
+    qkv_bias:       of q, k, v (None for config `attention_bias`, else `default_bias`)
+    out_bias:       o has a bias if q, k, v do
+    qk_norm:        RMSNorm on q and k: "head" per head, "whole" over all heads, "" none
+    qk_norm_flag:   config `use_qk_norm` turns "head" on
+    norms:          "before", "after" or "around" attention and MLP, "both" (around, with Gemma's
+                    names), "beside": one before both, which run in parallel
+    eps:            config field of the norms' epsilon, and its default
+    final_norm, out: tensor names of the last norm and of attention's output
     head_bias:      the output layer has a bias
-    fused_qkv:      q, k and v are one matrix of the checkpoint
-    fused_mlp:      gate and up are one
-    interleaved:    RoPE's pairs are neighbours
-    rotary_share:   of a head that RoPE turns, where the config says nothing
-    gated_window:   `sliding_window` counts only where `use_sliding_window` is set
-    default_window: the window where the config says nothing
-    window_period:  all layers but each such one have the window where the config names none (0: all have it)
-    rope_of_kinds:  layers with a window turn otherwise than those without
-    context_is_scaled: max_position_embeddings is what RoPE's scaling makes of the context, not what it is made from
-    some_unturned:  some layers do not turn q and k
-    named_rope:     layers turn q and k only where `position_embedding_type` is "rope"
-    mlp:            names of a dense MLP
-    arithmetic:     reads what else is not as in Llama
-    defaults:       of fields that checkpoints leave out
-    experts:        reads the fields of a mixture of experts; None: the MLPs are dense
-    expert_names:   of its tensors
-    latent:         attention reads one latent vector of each token
-    indexed:        of the latents an index chooses the best
-    index_pairs:    RoPE's pairs are neighbours in the index, too
-    recurrent:      reads which layers have a state in place of K and V, and its sizes
-    attention_gate: q_proj has a gate behind each head of q, whose sigmoid attention is multiplied by
+    fused_qkv, fused_mlp: one matrix in the checkpoint for q, k, v; for gate, up
+    interleaved:    RoPE pairs are neighbours
+    rotary_share:   default rotary share of a head
+    gated_window:   `sliding_window` requires `use_sliding_window`
+    window_period:  default period of full attention layers (0: none)
+    rope_of_kinds:  window layers have another RoPE
+    context_is_scaled: max_position_embeddings includes RoPE scaling
+    some_unturned:  some layers have no RoPE
+    named_rope:     RoPE only if `position_embedding_type` is "rope"
+    arithmetic:     reads other differences to Llama
+    defaults:       of config fields
+    latent, indexed, index_pairs: MLA; with sparse attention; its RoPE pairs are neighbours
+    attention_gate: q_proj has a gate after each head; its sigmoid multiplies attention
     mxfp4:          experts may be MXFP4 blocks
-    nextn:          names of what predicts the token after the next
     """
 
     qkv_bias: bool | None = None
@@ -161,7 +150,7 @@ _QWEN_HYBRID = Family(
         embedding_norm="mtp.pre_fc_norm_embedding",
         hidden_norm="mtp.pre_fc_norm_hidden",
         norm="mtp.norm",
-        default=1,  # Qwen3-Next's file does not say; the tensors do
+        default=1,  # Qwen3-Next's config lacks it; its tensors show it
     ),
 )
 _GEMMA2 = Family(

@@ -1,4 +1,4 @@
-"""Fields of a checkpoint's JSON files, read with types."""
+"""Typed fields of a checkpoint's JSON files."""
 
 import json
 import math
@@ -10,7 +10,7 @@ from service.flags import ConfigError
 
 
 class Fields:
-    """A JSON object of a file, read with types; every error names the file and the field."""
+    """A JSON object; errors name file and field."""
 
     def __init__(self, path: Path, values: Mapping[str, Any]) -> None:
         self._path = path
@@ -26,18 +26,16 @@ class Fields:
         return dict(self._values)
 
     def with_values(self, **values: Any) -> "Fields":
-        """Return the fields with other values for some."""
         return Fields(self._path, {**self._values, **values})
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> "Fields":
-        """Return the fields with values for missing ones."""
         return Fields(self._path, {**defaults, **self._values})
 
     def names(self) -> tuple[str, ...]:
         return tuple(self._values)
 
     def inside(self, name: str) -> "Fields":
-        """The object in field `name` (absent or null: an empty one)."""
+        """The object in field `name`, empty if absent or null."""
         value = self.get(name) or {}
         if not isinstance(value, dict):
             raise self.error(name, f"must be an object, got {value!r}")

@@ -1,6 +1,6 @@
-"""What the files of a model say beside its weights: configuration, special tokens, ends, chat templates. Never torch.
+"""Files of a model directory or GGUF except weights.
 
-A directory's facts stand in several files, which contradict each other; here is who has precedence. A GGUF file has them in its metadata.
+Files may contradict each other; this module defines precedence.
 """
 
 from collections.abc import Iterable, Mapping
@@ -20,33 +20,32 @@ from service.flags import ConfigError
 TOKENIZER = "tokenizer.json"
 DEFAULT, TOOL_USE = "default", "tool_use"
 TEMPLATES = "additional_chat_templates"
-# Ends of a turn that checkpoints of Llama 3 do not always name, as in SGLang.
+# EOS tokens that Llama 3 checkpoints do not always name, as in SGLang.
 _UNNAMED_ENDS = ("<|eom_id|>",)
-# What the tokens of these classes are follows flags of tokenizer_config.json; other classes never read them (as in SGLang).
+# Only these classes read the BOS/EOS flags of tokenizer_config.json (as in SGLang).
 _FLAG_CLASSES = ("LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer", "CohereTokenizer")
 
 
 class ModelFolder:
-    """The facts of one directory, each file read when it is first asked for. Raises ConfigError for a broken one."""
+    """A model directory, read lazily. Raises ConfigError for a broken file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     @cached_property
     def config(self) -> Fields:
-        """config.json, which must be there."""
         return read_fields(self.path / "config.json", required=True)
 
     @cached_property
     def generation(self) -> Fields:
-        """generation_config.json; empty where there is none."""
         return read_fields(self.path / "generation_config.json", required=False)
 
     @cached_property
     def tokenizer_config(self) -> Mapping[str, Any]:
-        """tokenizer_config.json; without its added_tokens_decoder special_tokens_map.json has precedence, as in transformers.
+        """tokenizer_config.json; special_tokens_map.json wins without added_tokens_decoder.
 
-        `add_bos_token`, `add_eos_token`: whether the token is added where the template of tokenizer.json does not.
+        This is as in transformers. `add_bos_token`, `add_eos_token`: whether to add the token if
+        tokenizer.json's template does not.
         """
         values = self._json("tokenizer_config.json")
         if "added_tokens_decoder" not in values:
@@ -59,7 +58,6 @@ class ModelFolder:
 
     @cached_property
     def added_tokens(self) -> Mapping[int, AddedToken]:
-        """Tokens that tokenizer_config.json adds to the vocabulary, by id, ascending."""
         found = self.tokenizer_config.get("added_tokens_decoder") or {}
         try:
             return {id: AddedToken(**found[str(id)]) for id in sorted(map(int, found))}
@@ -70,33 +68,31 @@ class ModelFolder:
 
     @cached_property
     def templates(self) -> Mapping[str, str]:
-        """Sources of the chat templates by name. A file of the default one replaces all in tokenizer_config.json."""
+        """Chat templates by name. A default in a file replaces all of tokenizer_config.json."""
         files = self._template_files()
         return files if DEFAULT in files else _named(self.tokenizer_config.get("chat_template")) | files
 
     def template(self, *, tools: bool) -> str | None:
-        """The source for requests with `tools`, or without; None: the model has no template."""
         names = (TOOL_USE, DEFAULT) if tools else (DEFAULT,)
         found = next((self.templates[name] for name in names if name in self.templates), None)
         return found or next(iter(self.templates.values()), None)
 
     @cached_property
     def end_ids(self) -> tuple[int, ...]:
-        """The tokenizer's own ends. config.json and generation_config.json name others: `ModelConfig.eos_token_ids` has them all."""
+        """The tokenizer's EOS ids; `ModelConfig.eos_token_ids` has those of all files."""
         named = content_of(self.tokenizer_config.get("eos_token"))
         ids = (self._token_ids.get(text) for text in (named, *_UNNAMED_ENDS))
         return tuple(dict.fromkeys(id for id in ids if id is not None))
 
     @cached_property
     def _makes_vectors(self) -> bool:
-        """Whether it is an embedding model: in prompts to be continued, nothing stands behind the text."""
+        """True for an embedding model. Only its prompts may end in EOS."""
         named = self._json("config.json").get("architectures")
         first = named[0] if isinstance(named, list) and named else ""
         return (self.path / "modules.json").is_file() or str(first).endswith("Model")
 
     @cached_property
     def _token_ids(self) -> Mapping[str, int]:
-        """Ids of added tokens, and of the tokenizer's eos_token."""
         named = {token.content: id for id, token in self.added_tokens.items()}
         return named | _ids_of(self.path / TOKENIZER, content_of(self.tokenizer_config.get("eos_token")))
 
@@ -104,7 +100,7 @@ class ModelFolder:
         found = {file.stem: _text(file) for file in sorted((self.path / TEMPLATES).glob("*.jinja"))}
         if (file := self.path / "chat_template.jinja").is_file():
             return found | {DEFAULT: _text(file)}
-        # A processor's; it has none for tools, for which vLLM takes the tokenizer's.
+        # A processor's default; without a tool template, vLLM takes the tokenizer's.
         source = self._json("chat_template.json").get("chat_template")
         if not isinstance(source, str):
             return found
@@ -117,7 +113,7 @@ class ModelFolder:
 
 
 class GGUFFolder(ModelFolder):
-    """The same facts of a GGUF file. Its config has all ends."""
+    """The same facts from GGUF metadata; its config has all EOS ids."""
 
     def __init__(self, file: GGUFFile) -> None:
         super().__init__(file.path)
@@ -145,7 +141,7 @@ class GGUFFolder(ModelFolder):
 
 
 def open_folder(model: str | Path | ModelFolder) -> ModelFolder:
-    """The facts of the directory or GGUF file at `model`, or those already open. Raises ConfigError."""
+    """Raises ConfigError."""
     if isinstance(model, ModelFolder):
         return model
     path = Path(model)
@@ -160,12 +156,10 @@ def open_folder(model: str | Path | ModelFolder) -> ModelFolder:
 
 
 def content_of(token: Any) -> str:
-    """The text of a special token, which files have as a string or as an object."""
     return token if isinstance(token, str) else str(token.get("content", "")) if isinstance(token, dict) else ""
 
 
 def _named(value: Any) -> dict[str, str]:
-    """`chat_template` of a tokenizer_config.json: one template, or a list of named ones (an object in transformers 5)."""
     if isinstance(value, str):
         return {DEFAULT: value}
     pairs: Iterable[tuple[Any, Any]] = value.items() if isinstance(value, dict) else ()
@@ -187,8 +181,6 @@ class _AddedToken(msgspec.Struct):
 
 
 class _Model(msgspec.Struct):
-    """A vocabulary of ids by token, or of (token, score) in the order of ids."""
-
     vocab: dict[str, int] | list[tuple[str, float]] = {}
 
 
@@ -198,7 +190,7 @@ class _TokenizerFile(msgspec.Struct):
 
 
 def _ids_of(file: Path, text: str) -> dict[str, int]:
-    """Ids of the tokens added in tokenizer.json, and of `text`. Where it cannot be read, none: its loading says why."""
+    """Ids of tokenizer.json's added tokens and of `text`, empty for a broken file."""
     try:
         read = msgspec.json.decode(file.read_bytes(), type=_TokenizerFile)
         found = {token.content: token.id for token in read.added_tokens}

@@ -1,4 +1,4 @@
-"""What stands behind a model's last norm: logits of tokens, of labels, or nothing. From its files, checked. Never torch."""
+"""The model's head: token logits, labels or none."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +15,10 @@ _KINDS = {"ForCausalLM": TOKENS, "ForSequenceClassification": LABELS, "Model": N
 
 @dataclass(frozen=True, slots=True)
 class HeadConfig:
-    """`kind`: TOKENS, LABELS or NOTHING (the vectors are the answer). `labels`: their names; (): there are none.
+    """A model's head.
 
-    `pooling`: how sentence-transformers pools vectors, "mean" or "last". `unit`: it scales them to unit length.
+    `kind`: TOKENS, LABELS or NOTHING (pooled vectors). `labels`: names. `pooling`: "mean" or
+    "last", as in sentence-transformers. `unit`: scale to unit length.
     """
 
     kind: str = TOKENS
@@ -30,9 +31,9 @@ TOKEN_HEAD = HeadConfig()
 
 
 def read_family(fields: Fields) -> tuple[str, Family, str]:
-    """(architecture, its family, kind of head). Raises ConfigError.
+    """Return (architecture, family, head kind). Raises ConfigError.
 
-    A family of dense decoders is also there with the head of a classifier, and without one.
+    Dense families also have classifiers and headless models.
     """
     names = fields.get("architectures")
     known = ", ".join(sorted([*FAMILIES, *VISION_FAMILIES]))
@@ -50,14 +51,12 @@ def read_family(fields: Fields) -> tuple[str, Family, str]:
 
 
 def family_of(architecture: str) -> Family:
-    """Return the family of a class that `read_family` has accepted."""
     found = _found(architecture)
     assert found is not None, architecture
     return found[0]
 
 
 def _found(architecture: str) -> tuple[Family, str] | None:
-    """Its family and kind of head."""
     for suffix, kind in _KINDS.items():
         if architecture.endswith(suffix):
             family = FAMILIES.get(f"{architecture.removesuffix(suffix)}ForCausalLM")
@@ -67,7 +66,6 @@ def _found(architecture: str) -> tuple[Family, str] | None:
 
 
 def read_head(fields: Fields, kind: str, *, folder: Path) -> HeadConfig:
-    """The head of kind `kind`, or none where `folder` says that sentence-transformers pools the states."""
     if kind == LABELS:
         return HeadConfig(LABELS, _labels(fields))
     pooling = read_pooling(folder)

@@ -1,4 +1,4 @@
-"""Models of the Hugging Face hub, in its own cache. `huggingface_hub` reads HF_HOME, HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE."""
+"""Hugging Face downloads; HF_HOME, HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE apply."""
 
 import os
 import re
@@ -8,10 +8,10 @@ from engine.model_files.folder import TEMPLATES
 from engine.model_files.other_kinds import PIPELINE, check_pipeline
 from service.flags import ConfigError
 
-# ORGANIZATION/NAME, as the hub allows it.
+# ORGANIZATION/NAME
 _MODEL_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
-# What serving reads, and nothing else: no pickles, no copies in other formats, no pictures.
+# Files that serving reads: no pickles, other formats or pictures.
 WEIGHTS = ("model*.safetensors", "model.safetensors.index.json")
 FILES = (
     "config.json",
@@ -41,11 +41,10 @@ def is_model_id(text: str) -> bool:
 
 
 def download(model_id: str, revision: str | None, *, option: str = "--model-path", weights: bool = True) -> str:
-    """The directory of `model_id` at `revision` (None: its default branch); fetch what is missing, with a progress bar. `option` names it.
+    """Return the directory of `model_id`, downloading what is missing.
 
-    `weights`: False leaves them there.
-
-    Raises `ConfigError`, one line.
+    `option`: the flag, for errors. `weights`: whether to download them. Raises ConfigError of one
+    line.
     """
     import httpx2
     from huggingface_hub import errors, snapshot_download

@@ -1,7 +1,7 @@
-"""What an image becomes before a vision tower sees it: the fields of a checkpoint's image processor, checked. Never torch.
+"""Image preprocessing configuration.
 
-Names are those of transformers' processors: preprocessor_config.json and video_preprocessor_config.json, or both in processor_config.json.
-What the files leave out is what the family's processor means.
+transformers' fields in preprocessor_config.json, video_preprocessor_config.json or
+processor_config.json; the family has defaults.
 """
 
 from dataclasses import dataclass, replace
@@ -10,7 +10,7 @@ from pathlib import Path
 from engine.model_files.fields import Fields, read_fields
 
 IMAGE, VIDEO = "preprocessor_config.json", "video_preprocessor_config.json"
-TOGETHER = "processor_config.json"  # where transformers 5 writes both
+TOGETHER = "processor_config.json"  # transformers 5 may write both here
 RESAMPLINGS = 6  # of PIL: 0 nearest, 1 lanczos, 2 bilinear, 3 bicubic, 4 box, 5 hamming
 
 Channels = tuple[float, float, float]  # red, green, blue
@@ -22,9 +22,9 @@ HALF: Channels = (0.5, 0.5, 0.5)
 
 @dataclass(frozen=True, slots=True)
 class PixelRange:
-    """The sides become multiples of patch * merge, about in their ratio, and height * width lies in `least`..`most` (Qwen2-VL).
+    """Sides are multiples of patch * merge, area is in `least`..`most` (Qwen2-VL).
 
-    `over_frames`: of a video, these count the pixels of all its frames together.
+    `over_frames`: the limits count all frames of a video.
     """
 
     least: int
@@ -34,7 +34,7 @@ class PixelRange:
 
 @dataclass(frozen=True, slots=True)
 class CenterCrop:
-    """The shorter side becomes `shortest_edge` pixels, then the middle `height` x `width` stays. 0: both sides become those at once."""
+    """Scale the shorter side to `shortest_edge`, then crop to `height` x `width`; 0: no crop."""
 
     shortest_edge: int
     height: int
@@ -43,9 +43,9 @@ class CenterCrop:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageProcessing:
-    """Each value of a channel becomes (value * `rescale` - `mean`) / `std`. `resample`: PIL's number of how images are resized.
+    """Channel values become (value * `rescale` - `mean`) / `std`. `resample`: PIL's number.
 
-    `video`: the size of frames of a video; None: the model takes none.
+    `video`: size of frames, if supported.
     """
 
     size: PixelRange | CenterCrop
@@ -57,7 +57,10 @@ class ImageProcessing:
 
 
 def read_processing(folder: Path, default: ImageProcessing, *, sizes: dict[str, int]) -> ImageProcessing:
-    """Read it from `folder`; `default`: of the family. `sizes`: what the tower asks of fields that the files repeat. Raises ConfigError."""
+    """Read `folder` with the family's `default`. Raises ConfigError.
+
+    `sizes`: fields that must agree with the tower.
+    """
     image, video = _object(folder, IMAGE, "image_processor"), _object(folder, VIDEO, "video_processor")
     for name, size in sizes.items():
         if image.get(name) is not None and image.count(name) != size:
@@ -76,7 +79,6 @@ def read_processing(folder: Path, default: ImageProcessing, *, sizes: dict[str, 
 
 
 def _object(folder: Path, file: str, name: str) -> Fields:
-    """The fields in `file`, or those of `name` in the file that has both."""
     own = read_fields(folder / file, required=False)
     return own if own.names() else read_fields(folder / TOGETHER, required=False).inside(name)
 
@@ -86,7 +88,6 @@ def _size(fields: Fields, default: PixelRange | CenterCrop) -> PixelRange | Cent
 
 
 def _pixel_range(fields: Fields, default: PixelRange) -> PixelRange:
-    """`min_pixels` and `max_pixels` are older names, which count where both are there."""
     size = fields.inside("size")
     least = size.count("min_pixels", default=size.count("shortest_edge", default=default.least))
     most = size.count("max_pixels", default=size.count("longest_edge", default=default.most))
@@ -99,7 +100,6 @@ def _pixel_range(fields: Fields, default: PixelRange) -> PixelRange:
 
 
 def _crop(fields: Fields, default: CenterCrop) -> CenterCrop:
-    """A size is a number, or names the shortest edge, or both sides."""
     size = _sides(fields, "size")
     if not fields.flag("do_center_crop", default=True):
         if size.get("height") is None:
@@ -131,7 +131,7 @@ def _of_tower(fields: Fields, name: str, found: CenterCrop, tower: CenterCrop) -
 
 
 def _sides(fields: Fields, name: str) -> Fields:
-    if isinstance(fields.get(name), int):  # as old files have it
+    if isinstance(fields.get(name), int):  # in old files
         return fields.with_values(**{name: {"shortest_edge": fields.get(name)}}).inside(name)
     return fields.inside(name)
 

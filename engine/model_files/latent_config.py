@@ -1,4 +1,4 @@
-"""Latent attention (MLA, arXiv:2405.04434) from the fields of config.json, checked. Never torch."""
+"""Latent attention configuration (MLA, arXiv:2405.04434)."""
 
 from dataclasses import dataclass
 
@@ -9,9 +9,9 @@ from engine.model_files.rope_config import RopeConfig, softmax_factor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexConfig:
-    """DeepSeek V3.2's index: a query attends to the `chosen` tokens with the best scores. `heads` of its queries, `dim` each, as its keys.
+    """DeepSeek V3.2's index: a query attends to the `chosen` best tokens.
 
-    `interleaved`: pairs that RoPE turns are neighbours.
+    It has `heads` queries of `dim`, and keys of `dim`. `interleaved`: RoPE pairs are neighbours.
     """
 
     heads: int
@@ -22,10 +22,10 @@ class IndexConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentConfig:
-    """K and V of all heads come from one vector of a token: `rank` dims, and `rope_dim` that RoPE turns.
+    """MLA: a token's cached vector has `rank` latent dims and `rope_dim` with RoPE.
 
-    `q_rank`: of the vector that q comes from (0: q has one matrix). A head's q and k: `plain_dim` dims that are not turned,
-    then `rope_dim`; its v: `value_dim`. `scale`: of scores before the softmax. `index`: of sparse attention.
+    `q_rank`: size of q's vector, 0 for one q matrix. A head has q and k of `plain_dim` without
+    RoPE, then `rope_dim`, and v of `value_dim`. `scale`: of scores.
     """
 
     rank: int
@@ -38,12 +38,11 @@ class LatentConfig:
 
     @property
     def read_dim(self) -> int:
-        """Elements that scores are made of."""
         return self.rank + self.rope_dim
 
     @property
     def width(self) -> int:
-        """Elements that the cache keeps of a token: those, and the index's key."""
+        """Cached elements per token: latent, rotary key, index key."""
         return self.read_dim + (self.index.dim if self.index else 0)
 
     @property
@@ -51,7 +50,6 @@ class LatentConfig:
         return self.plain_dim + self.rope_dim
 
     def weights(self, *, hidden: int, heads: int) -> int:
-        """Count the elements of a layer's matrices."""
         queries, ups = heads * self.query_dim, heads * (self.plain_dim + self.value_dim)
         q = self.q_rank * (hidden + queries) if self.q_rank else hidden * queries
         index = 0 if self.index is None else self.index.heads * (hidden + self.q_rank * self.index.dim)
@@ -59,7 +57,7 @@ class LatentConfig:
 
 
 def rope_dim(fields: Fields) -> int:
-    """Raises ConfigError where RoPE has no pairs."""
+    """Read the rotary size. Raises ConfigError if odd."""
     dim = fields.count("qk_rope_head_dim")
     if dim % 2:
         raise fields.error("qk_rope_head_dim", f"{dim} is odd; RoPE needs pairs")
@@ -87,7 +85,7 @@ def _index(fields: Fields, rope: RopeConfig, *, pairs: bool) -> IndexConfig:
     dim = fields.count("index_head_dim")
     if dim < rope.dim:
         raise fields.error("index_head_dim", f"{dim} is less than qk_rope_head_dim {rope.dim}, which RoPE turns of it")
-    fields.count("q_lora_rank")  # the index's queries come from the vector of that size
+    fields.count("q_lora_rank")  # source of the index's queries
     return IndexConfig(
         heads=fields.count("index_n_heads"),
         dim=dim,

@@ -1,4 +1,4 @@
-"""What kind of attention each layer has: its window, and how it turns q and k. From config.json, checked. Never torch."""
+"""Windows and RoPE by layer."""
 
 from engine.model_files.families import Family
 from engine.model_files.fields import Fields
@@ -8,12 +8,9 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def read_kinds(fields: Fields, *, family: Family, num_layers: int) -> list[str]:
-    """FULL or SLIDING of each layer: `layer_types`, or what the family means where the file does not name them.
-
-    That is, all but each `window_period`-th are SLIDING, or all but the first `max_window_layers`.
-    """
+    """FULL or SLIDING per layer, from `layer_types` or the family's default."""
     if family.recurrent is not None or family.latent:
-        return [FULL] * num_layers  # of those with KV; which ones have a state: recurrent_config.py
+        return [FULL] * num_layers  # of layers with KV; recurrent_config.py has the others
     if (kinds := fields.get("layer_types")) is not None:
         if not isinstance(kinds, list) or len(kinds) < num_layers or not {*kinds} <= {FULL, SLIDING}:
             raise fields.error("layer_types", f"must name {num_layers} layers, each {FULL} or {SLIDING}")
@@ -28,7 +25,6 @@ def read_kinds(fields: Fields, *, family: Family, num_layers: int) -> list[str]:
 
 
 def read_windows(fields: Fields, kinds: list[str], *, family: Family, context: int) -> tuple[int, ...]:
-    """Return the windows of layers, as of `ModelConfig.windows`."""
     if family.gated_window and not fields.flag("use_sliding_window", default=False):
         return ()
     if fields.get("sliding_window", family.default_window) is None:
@@ -42,7 +38,7 @@ def read_windows(fields: Fields, kinds: list[str], *, family: Family, context: i
 def read_ropes(
     fields: Fields, kinds: list[str], *, family: Family, context: int, head_dim: int
 ) -> tuple[RopeConfig, tuple[RopeConfig | None, ...]]:
-    """(`ModelConfig.rope`, `.layer_ropes`)."""
+    """Return `ModelConfig.rope` and `.layer_ropes`."""
 
     interleaved = family.interleaved and fields.flag("rope_interleave", default=True)
 
@@ -64,7 +60,7 @@ def read_ropes(
 
 
 def _of_kind(fields: Fields, kind: str) -> Fields:
-    """`fields` as if all layers were of this kind. transformers 4 scales the full ones only, and names the others' base apart."""
+    """RoPE fields of a kind; transformers 4 scales only full attention."""
     nested = fields.get("rope_parameters")
     if isinstance(nested, dict) and FULL in nested:
         return fields.with_values(rope_parameters=fields.inside("rope_parameters").inside(kind).values())
@@ -75,7 +71,6 @@ def _of_kind(fields: Fields, kind: str) -> Fields:
 
 
 def _some_unturned(fields: Fields, rope: RopeConfig, *, count: int) -> tuple[RopeConfig | None, ...]:
-    """`no_rope_layers`: 0 where a layer turns nothing (NoPE, SmolLM3); by default each `no_rope_layer_interval`-th."""
     turned = fields.get("no_rope_layers")
     if turned is None:
         period = fields.count("no_rope_layer_interval", default=4)

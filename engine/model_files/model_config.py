@@ -1,6 +1,6 @@
-"""The model configuration of a checkpoint, checked and frozen. Never torch: the frontend imports it.
+"""The checked, frozen model configuration.
 
-Field names are those of transformers 4 and 5 (config.json, generation_config.json); engine/gguf translates GGUF files.
+Field names are those of transformers 4 and 5; engine/gguf translates GGUF files.
 """
 
 import hashlib
@@ -31,25 +31,20 @@ if TYPE_CHECKING:
 DEFAULT_MODEL_PATH = str(Path(__file__).parents[1] / "models" / "recall" / "checkpoint")
 WIDE_MODEL_PATH = str(Path(__file__).parents[1] / "models" / "recall" / "wide")
 
-MOST_LAYERS = 10_000  # what is known of each layer is kept in lists
+MOST_LAYERS = 10_000  # per-layer facts are kept in lists
 DTYPES = ("bfloat16", "float16", "float32")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """A decoder-only model. Sizes in elements; `max_position_embeddings` in tokens, to which RoPE's scaling lengthens its context.
+    """A decoder-only model. `Family` defines `qk_norm`, `norms`, `fused_*`, `attention_gate`.
 
-    `attention_bias`: q, k and v have a bias; `attention_out_bias`: o has one too. `dtype`: of the stored weights.
-    `eos_token_ids`: of all files, ascending. `qk_norm`, `norms`, `fused_qkv`, `fused_mlp`: as in `Family`.
-    `quantization`: how weights are quantized; "": they are floats. `stored`: how they are in the files.
-    `experts`: of a mixture (None: all MLPs are dense, of `intermediate_size`).
-    `latent`: of latent attention; `num_kv_heads` is 1 then, and `head_dim` what the cache keeps of a token.
-    `recurrent`: which layers have a state in place of K and V; None: none has. `attention_gate`: as in `Family`.
-    `layer_ropes`: of each layer, None where it turns nothing; (): all are `rope`.
-    `windows`: the last tokens that a query of each layer sees, 0 for all; (): no layer has a window below the context.
-    `nextn_layers`: layers of the checkpoint beside those of the model, which predict the token after the next.
-    `drafter`: what drafts for it (`--speculative-algorithm`); None: no model does.
-    `vision`: what sees images for it; None: it takes text alone.
+    `max_position_embeddings`: tokens, including RoPE scaling. `attention_bias`: of q, k, v;
+    `attention_out_bias`: of o. `dtype`: of the files. `eos_token_ids`: of all files, ascending.
+    `quantization`: name, empty for float; `stored`: format in the files. `latent`: MLA; then
+    `num_kv_heads` is 1 and `head_dim` the cached elements of a token. `layer_ropes`: per layer,
+    None without RoPE; empty if all have `rope`. `windows`: per layer in tokens, 0 for full; empty
+    if none. `nextn_layers`: MTP layers.
     """
 
     architecture: str
@@ -90,44 +85,37 @@ class ModelConfig:
 
     @property
     def generates(self) -> bool:
-        """Whether it has logits of tokens."""
         return self.head.kind == TOKENS
 
     def rope_of(self, layer: int) -> RopeConfig | None:
-        """None: the layer does not turn q and k."""
         return self.layer_ropes[layer] if self.layer_ropes else self.rope
 
     def attention_needs(self) -> tuple[str, ...]:
-        """Return the features of its attention beyond plain attention and windows."""
         has = {"softcaps of scores": self.arithmetic.score_cap, "attention sinks": self.arithmetic.sinks}
         return tuple(name for name, there in has.items() if there)
 
     def is_dense(self, layer: int) -> bool:
-        """Whether its MLP is one, not a mixture of experts."""
         return self.experts is None or layer in self.experts.dense_layers
 
     def has_kv(self, layer: int) -> bool:
-        """Whether it has attention, not a recurrent state alone."""
         recurrent = self.recurrent
         return recurrent is None or recurrent.beside_attention or layer not in recurrent.layers
 
     def kv_layers(self, layers: range) -> range:
-        """Return the layers of `layers` that have KV, numbered among such layers."""
+        """The KV layers of `layers`, numbered among all KV layers."""
         first = sum(map(self.has_kv, range(layers.start)))
         return range(first, first + sum(map(self.has_kv, layers)))
 
     def state_layers(self, layers: range) -> range:
-        """Return the recurrent layers of `layers`, numbered among such layers."""
+        """The recurrent layers of `layers`, numbered among all recurrent layers."""
         places = () if self.recurrent is None else self.recurrent.layers
         first = sum(layer < layers.start for layer in places)
         return range(first, first + sum(layer in layers for layer in places))
 
     def recurrent_sizes(self) -> dict[str, int]:
-        """Return the input sizes of the recurrent layers' last product, by name."""
         return {} if self.recurrent is None else self.recurrent.sizes()
 
     def mlp_sizes(self) -> dict[str, int]:
-        """Intermediate sizes of all kinds of MLP in it, by what they are called."""
         experts = self.experts
         if experts is None:
             return {"intermediate_size": self.intermediate_size}
@@ -138,11 +126,10 @@ class ModelConfig:
 
     @property
     def mlp_matrices(self) -> int:
-        """Return the number of an MLP's matrices, each [intermediate, hidden]."""
         return 3 if self.arithmetic.is_gated else 2
 
     def mlp_width(self, *, active: bool) -> float:
-        """The mean over layers of what a layer's MLPs have together as intermediate; `active`: only those that a token takes."""
+        """Mean intermediate size of layers; `active`: of experts a token takes."""
         experts = self.experts
         if experts is None:
             return self.intermediate_size
@@ -151,29 +138,27 @@ class ModelConfig:
         return (num_dense * self.intermediate_size + (self.num_layers - num_dense) * sparse) / self.num_layers
 
     def attention_weights(self) -> int:
-        """Count the elements of the matrices of a layer's attention."""
         if self.latent is not None:
             return self.latent.weights(hidden=self.hidden_size, heads=self.num_heads)
         return 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
 
     def pair_flops(self) -> int:
-        """Count the operations of a layer's attention for one query token and one key token."""
+        """FLOPs of a layer for one query and one key."""
         if self.latent is not None:
             return 2 * self.num_heads * (self.latent.read_dim + self.latent.rank)
         return 4 * self.num_heads * self.head_dim
 
     def attended_dim(self) -> int:
-        """Return the size of a head at the output product."""
         return self.head_dim if self.latent is None else self.latent.value_dim
 
     def quantized(self, scheme: str | None) -> "ModelConfig":
-        """This model, its weights rounded by `scheme` (`--quantization`) when they are loaded."""
         return replace(self, quantization="+".join(filter(None, (self.quantization, scheme))))
 
     def signature(self) -> str:
-        """Return the signature on which prefill and decode must agree: "Qwen3ForCausalLM/L2/kv1x128/V528/1f2e3d4c5b6a".
+        """The signature on which prefill and decode must agree.
 
-        The tail hashes every field that changes the numbers, but a quantization and a drafter, which stand behind it.
+        "Qwen3ForCausalLM/L2/kv1x128/V528/1f2e3d4c5b6a": the hash covers fields that change numbers;
+        quantization and drafter follow.
         """
         silent = {
             "dtype",
@@ -198,10 +183,7 @@ class ModelConfig:
 
 
 def load_model_config(model: str | Path | ModelFolder, *, architecture: str = "") -> ModelConfig:
-    """Read and check the configuration of `model`, a directory or a GGUF file. `architecture`: in place of the named one.
-
-    Raises ConfigError.
-    """
+    """Read a directory or GGUF file; `architecture` overrides its own. Raises ConfigError."""
     folder = open_folder(model)
     if isinstance(folder, GGUFFolder):
         check_gguf(folder.path, folder.file.value("general.architecture", str, ""))
@@ -273,24 +255,22 @@ def _model_config(folder: ModelFolder, fields: Fields) -> ModelConfig:
 
 
 def _ends(folder: ModelFolder, *configs: Fields, vocab: int) -> tuple[int, ...]:
-    """Join the ends of all files. The tokenizer may name one that the model has no row for."""
+    """The tokenizer's EOS may be outside the vocabulary."""
     named = [_token_ids(fields, "eos_token_id", vocab=vocab) for fields in (*configs, folder.generation)]
     return tuple(sorted({*itertools.chain(*named), *(id for id in folder.end_ids if id < vocab)}))
 
 
 def _context(fields: Fields, trained: int, family: Family) -> int:
-    """Return the longest request. `model_max_length` (Cohere) has precedence, as in SGLang and vLLM."""
+    """`model_max_length` (Cohere) wins, as in SGLang and vLLM."""
     named = fields.count("model_max_length", default=trained)
     return named if family.context_is_scaled else scaled_context(fields, context=named)
 
 
 def _unused_size(experts: ExpertsConfig | None) -> int | None:
-    """Return the stand-in for the MLPs' intermediate size where no layer has an MLP."""
     return None if experts is None or experts.dense_layers else experts.intermediate
 
 
 def _kv_heads(fields: Fields, *, heads: int, hidden: int) -> tuple[int, int]:
-    """Their number and size."""
     kv_heads = fields.count("num_key_value_heads", default=heads)
     if heads % kv_heads:
         raise fields.error("num_key_value_heads", f"{kv_heads} does not divide num_attention_heads {heads}")

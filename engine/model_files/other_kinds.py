@@ -1,4 +1,4 @@
-"""Models that are no decoders of tokens, by the names in their files: the error says what they are, not only that a class is unknown. Never torch."""
+"""Recognizes diffusion and audio models, for helpful errors."""
 
 import json
 import re
@@ -7,11 +7,11 @@ from pathlib import Path
 from engine.model_files.fields import Fields
 from service.flags import ConfigError
 
-PIPELINE = "model_index.json"  # of diffusers, in place of a config.json
-CLASS = "_class_name"  # the same, and of each of its parts
+PIPELINE = "model_index.json"  # of diffusers, instead of config.json
+CLASS = "_class_name"  # in it, and in the config.json of its parts
 _SERVED = "Tandem serves models that generate text token after token (docs/models.md)"
 
-# What a class or a GGUF architecture of each kind begins with, or has inside, in any case.
+# Patterns of classes and GGUF architectures.
 _KINDS = (
     (
         "a diffusion language model, which fills in masked tokens",
@@ -38,12 +38,11 @@ _AUDIO_FIELDS = ("audio_config", "audio_encoder_config", "audio_processor", "thi
 
 
 def kind_of(name: str) -> str | None:
-    """Say what a model of class or architecture `name` is, if it is of another kind."""
     return next((kind for kind, names in _KINDS if names.search(name)), None)
 
 
 def check_pipeline(folder: Path) -> None:
-    """Raises ConfigError for a pipeline of diffusers."""
+    """Raise ConfigError for a diffusers pipeline."""
     file = folder / PIPELINE
     if not file.is_file() or (folder / "config.json").is_file():
         return
@@ -58,7 +57,7 @@ def check_pipeline(folder: Path) -> None:
 
 
 def check_gguf(path: Path, architecture: str) -> None:
-    """Raises ConfigError for a file of another kind."""
+    """Raise ConfigError for an unsupported kind."""
     if (kind := kind_of(architecture)) is not None:
         raise ConfigError(
             f"{path}: general.architecture: {architecture} is {kind}, which is not served here; {_SERVED}"
@@ -66,7 +65,6 @@ def check_gguf(path: Path, architecture: str) -> None:
 
 
 def other_kind(fields: Fields, names: list[str]) -> ConfigError | None:
-    """The error for a model none of whose classes `names` is known, if it is of another kind."""
     part = fields.get(CLASS)
     if isinstance(part, str) and not names:
         kind = kind_of(part) or "a part of a diffusion model"

@@ -1,4 +1,4 @@
-"""Layers that remember a state of fixed size in place of K and V, from the fields of config.json, checked. Never torch."""
+"""Recurrent layer configuration."""
 
 import math
 from dataclasses import dataclass, replace
@@ -7,16 +7,16 @@ from engine.model_files.arithmetic import read_multipliers
 from engine.model_files.fields import Fields
 
 RECURRENT, FULL = "linear_attention", "full_attention"
-OTHER_NAMES = {"mamba": RECURRENT, "attention": FULL}  # of the same kinds, in older files
-MOST_TAPS = 8  # of the convolution, as C holds them
+OTHER_NAMES = {"mamba": RECURRENT, "attention": FULL}  # older names
+MOST_TAPS = 8  # limit of the C kernel's convolution
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaConfig:
-    """Gated DeltaNet in `layers`; the others have attention. Value head h reads key head h // (value_heads / key_heads).
+    """Gated DeltaNet in `layers`. Value head h reads key head h // (value_heads / key_heads).
 
-    `taps`: inputs of the convolution. `by_key_head`: the checkpoint's rows of q, k, v and the gates follow one another for each key
-    head (Qwen3-Next).
+    `taps`: of the convolution. `by_key_head`: rows of q, k, v and gates are grouped by key head
+    (Qwen3-Next).
     """
 
     layers: tuple[int, ...]
@@ -30,25 +30,23 @@ class DeltaConfig:
     beside_attention = False
 
     def tp_problem(self, size: int) -> str | None:
-        """Why `size` ranks cannot share the layers."""
+        """Return why `size` ranks cannot divide the layers."""
         return None if self.key_heads % size == 0 else f"does not divide the {self.key_heads} key heads"
 
     def sizes(self) -> dict[str, int]:
-        """What the layers give to their last product, by what it is called."""
         return {"linear_num_value_heads * linear_value_head_dim": self.value_heads * self.value_dim}
 
     @property
     def group(self) -> int:
-        """Value heads of a key head."""
         return self.value_heads // self.key_heads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MambaConfig:
-    """Mamba2 in `layers`, which have attention too if it is `beside_attention`. Heads of a group share B and C.
+    """Mamba2 in `layers`, parallel to attention with `beside_attention`. A group shares B and C.
 
-    `taps`: inputs of the convolution. `norm`: of the output: "gate first", "norm first" or "" for none. `limits`: of time.
-    `factors`: of the rows of the first product, by their parts; (): 1. `out_factor`: of the last product.
+    `taps`: of the convolution. `norm`: "gate first", "norm first" or "". `limits`: of time.
+    `factors`: per part of the input product, empty for 1; `out_factor`: of the output product.
     """
 
     layers: tuple[int, ...]
@@ -65,7 +63,10 @@ class MambaConfig:
     out_factor: float = 1.0
 
     def tp_problem(self, size: int) -> str | None:
-        """Why `size` ranks cannot share the layers. More ranks than groups hold copies of B and C, unless the norm sums over a group."""
+        """Return why `size` ranks cannot divide the layers.
+
+        More ranks than groups replicate B and C, unless a norm spans a group.
+        """
         if self.groups % size == 0:
             return None
         if self.norm:
@@ -74,7 +75,6 @@ class MambaConfig:
         return None if copies else f"does not fit the {self.heads} heads in {self.groups} groups"
 
     def sizes(self) -> dict[str, int]:
-        """What the layers give to their last product, by what it is called."""
         return {"mamba_n_heads * mamba_d_head": self.heads * self.head_dim}
 
 
@@ -100,7 +100,7 @@ def read_falcon_mamba(fields: Fields, num_layers: int) -> MambaConfig:
 
 
 def _mamba(fields: Fields, layers: tuple[int, ...], *, norm: str, inner: int | None = None) -> MambaConfig:
-    """`inner`: values of all heads; None: `mamba_expand` times the hidden size."""
+    """`inner`: values of all heads; default `mamba_expand` times the hidden size."""
     if fields.flag("mamba_proj_bias", default=False):
         raise fields.error("mamba_proj_bias", "a bias in Mamba's products is not supported")
     heads, groups = fields.count("mamba_n_heads", default=128), fields.count("mamba_n_groups", default=1)

@@ -1,7 +1,7 @@
-"""How a checkpoint turns q and k: the fields of RoPE in its config.json, checked. Never torch.
+"""RoPE configuration, as in transformers' modeling_rope_utils.
 
-Names and formulas are those of transformers' modeling_rope_utils. What depends there on the length of a running request ("dynamic")
-is that of the longest one, as in SGLang and vLLM: KV of a prefix must not change with what follows it.
+"dynamic" RoPE assumes the maximum length, as in SGLang and vLLM: KV of a prefix must not depend on
+what follows.
 """
 
 import math
@@ -10,19 +10,19 @@ from dataclasses import dataclass
 from engine.model_files.fields import Fields
 
 KINDS = "default, dynamic, linear, llama3, longrope, yarn"
-_WIDEN = ("dynamic", "linear", "yarn")  # others' max_position_embeddings are with the scaling
+_WIDEN = ("dynamic", "linear", "yarn")  # others' max_position_embeddings include the scaling
 
 
 @dataclass(frozen=True, slots=True)
 class LinearScaling:
-    """Position interpolation: every pair turns `factor` times slower (arXiv:2306.15595)."""
+    """Divides all frequencies by `factor` (position interpolation, arXiv:2306.15595)."""
 
     factor: float
 
 
 @dataclass(frozen=True, slots=True)
 class Llama3Scaling:
-    """Llama 3.1 RoPE: long wavelengths are divided by `factor`, short ones kept, the middle interpolated."""
+    """Llama 3.1: divides low frequencies by `factor`, keeps high, interpolates between."""
 
     factor: float
     low_freq_factor: float
@@ -32,9 +32,9 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, slots=True)
 class YarnScaling:
-    """YaRN (arXiv:2309.00071): pairs below `low` keep their frequency, those above `high` are divided by `factor`, between them a ramp.
+    """YaRN (arXiv:2309.00071): keeps pairs below `low`, divides those above `high`, with a ramp.
 
-    `low`, `high`: numbers of pairs, which may be fractions. cos and sin are multiplied by `attention_factor`.
+    `low`, `high`: pair indices, may be fractions. `attention_factor` multiplies cos and sin.
     """
 
     factor: float
@@ -45,9 +45,9 @@ class YarnScaling:
 
 @dataclass(frozen=True, slots=True)
 class FrequencyFactors:
-    """RoPE whose pair i turns `factors[i]` times slower, cos and sin multiplied by `attention_factor`.
+    """Divides the frequency of pair i by `factors[i]`; `attention_factor` multiplies cos and sin.
 
-    LongRoPE (arXiv:2402.13753), and Llama 3.1's scaling in GGUF files.
+    LongRoPE (arXiv:2402.13753), and Llama 3.1 in GGUF files.
     """
 
     factors: tuple[float, ...]
@@ -59,7 +59,7 @@ Scaling = LinearScaling | Llama3Scaling | YarnScaling | FrequencyFactors
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
-    """`dim`: leading dims of a head that are turned. `interleaved`: pairs are neighbours (0, 1), (2, 3); else halves (i, i + dim / 2)."""
+    """RoPE on the first `dim` of a head. `interleaved`: pairs (0, 1), else (i, i + dim / 2)."""
 
     theta: float
     dim: int
@@ -70,9 +70,9 @@ class RopeConfig:
 def read_rope(
     fields: Fields, *, context: int, head_dim: int, interleaved: bool, default_share: float = 1.0
 ) -> RopeConfig:
-    """Read `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (4). Raises ConfigError.
+    """Read `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4).
 
-    `default_share`: of a head that is turned where the file says nothing.
+    `default_share`: rotary share of a head. Raises ConfigError.
     """
     name = _name(fields)
     inner = fields.inside(name)
@@ -87,7 +87,6 @@ def read_rope(
 
 
 def scaled_context(fields: Fields, *, context: int) -> int:
-    """Return the tokens to which RoPE's scaling lengthens the `context` of the training, as in SGLang and vLLM."""
     name = _name(fields)
     inner = fields.inside(name)
     if (kind := _kind(inner)) not in _WIDEN:
@@ -98,7 +97,7 @@ def scaled_context(fields: Fields, *, context: int) -> int:
 
 
 def softmax_factor(fields: Fields, rope: RopeConfig) -> float:
-    """Return the factor of latent attention's scores beside the square root (DeepSeek's YaRN): mscale of all dims, squared."""
+    """MLA's extra score factor with DeepSeek's YaRN: mscale of all dims, squared."""
     over_all = fields.inside(_name(fields)).number("mscale_all_dim", default=0.0)
     if not isinstance(rope.scaling, YarnScaling) or not over_all:
         return 1.0
@@ -111,7 +110,7 @@ def _name(fields: Fields) -> str:
 
 def _rotary_dim(fields: Fields, inner: Fields, *, head_dim: int, default_share: float) -> int:
     name = "partial_rotary_factor"
-    if fields.get("rotary_dim") is not None:  # what MiniMax says in its place
+    if fields.get("rotary_dim") is not None:  # MiniMax's name
         default_share = fields.count("rotary_dim", most=head_dim) / head_dim
     share = inner.number(name, default=fields.number(name, default=default_share))
     dim = int(head_dim * share)
@@ -122,9 +121,9 @@ def _rotary_dim(fields: Fields, inner: Fields, *, head_dim: int, default_share: 
 
 def _scaling(fields: Fields, name: str, inner: Fields, *, theta: float, dim: int, context: int) -> Scaling | None:
     match kind := _kind(inner):
-        case "default" | "mrope" | "dynamic":  # "mrope": older files of Qwen2.5-VL name what `mrope_section` says
+        case "default" | "mrope" | "dynamic":  # "mrope": in older files of Qwen2.5-VL, which have `mrope_section`, too
             return None
-        case "factors":  # of GGUF files
+        case "factors":  # in GGUF files
             return FrequencyFactors(inner.positive_numbers("factors", count=dim // 2))
         case "linear":
             return LinearScaling(_factor(fields, name, inner.number("factor")))
@@ -132,7 +131,7 @@ def _scaling(fields: Fields, name: str, inner: Fields, *, theta: float, dim: int
             return _llama3(fields, name, inner, context=context)
         case "yarn":
             return _yarn(fields, name, inner, theta=theta, dim=dim, context=context)
-        case "longrope" | "su":  # "su" is what the first Phi-3 checkpoints say
+        case "longrope" | "su":  # "su": in the first Phi-3 checkpoints
             return _longrope(fields, inner, dim=dim, context=context)
     raise fields.error(name, f"rope_type {kind} is not supported; supported: {KINDS}")
 
@@ -142,7 +141,6 @@ def _kind(inner: Fields) -> str:
 
 
 def _dynamic_theta(fields: Fields, name: str, inner: Fields, *, theta: float, dim: int) -> float:
-    """NTK-aware scaling: the base of a context that is `factor` times as long."""
     factor = _factor(fields, name, inner.number("factor"))
     return theta if factor <= 1 or dim <= 2 else float(theta * (factor * factor - factor + 1) ** (dim / (dim - 2)))
 
@@ -185,7 +183,7 @@ def _mscale(factor: float, mscale: float) -> float:
 
 
 def _longrope(fields: Fields, inner: Fields, *, dim: int, context: int) -> FrequencyFactors:
-    """The factors of the whole context, at any length of a request: KV must not depend on what follows it."""
+    """Factors of the whole context: KV must not depend on what follows it."""
     original = _original(fields, inner, context=context)
     factors = inner.positive_numbers("long_factor" if context > original else "short_factor", count=dim // 2)
     factor = inner.number("factor", default=context / original)

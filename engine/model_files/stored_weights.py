@@ -1,6 +1,6 @@
-"""How the weights of a checkpoint are quantized: its `quantization_config`, checked. Never torch.
+"""The `quantization_config` of a checkpoint.
 
-Bits and groups of what is loaded follow from the tensors' shapes; here stands what they do not say, and what a plan needs.
+Tensor shapes determine bits and groups; this has the rest.
 """
 
 from dataclasses import dataclass
@@ -13,22 +13,26 @@ _COMPRESSED = ("int-quantized", "float-quantized", "pack-quantized", "naive-quan
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """The layout of integers in memory: `bits` each, a scale for `group` inputs of an output (0: for all), with an offset beside it or not."""
+    """Integers of `bits`, scales per `group` of inputs (0: per row), maybe offsets."""
 
     bits: int
     group: int
     offsets: bool
 
     def size_bytes(self, outputs: int, inputs: int) -> int:
-        """Return the bytes of a matrix without the padding of its last panels. Scales and offsets are fp32."""
+        """Scales and offsets are fp32."""
         groups = -(-inputs // self.group) if self.group else 1
         return outputs * inputs * self.bits // 8 + 4 * outputs * groups * (1 + self.offsets)
 
 
 @dataclass(frozen=True, slots=True)
 class StoredWeights:
-    """`layout`: of the tensors ("fp8", "awq", "gptq", "compressed"). `bits`: of an integer in a word (awq, gptq). `zeros_less_one`: zero
-    points are stored minus 1 (the first format of GPTQ). `packing`: where they stay integers; None: they become floats."""
+    """How a checkpoint stores quantized weights.
+
+    `layout`: "fp8", "awq", "gptq" or "compressed". `bits`: of packed integers (awq, gptq).
+    `zeros_less_one`: zero points are stored minus 1 (GPTQ v1). `packing`: set if weights stay
+    integers.
+    """
 
     layout: str
     bits: int = 8
@@ -40,7 +44,7 @@ class StoredWeights:
 
 
 def read_stored_weights(fields: Fields, *, mxfp4: bool) -> StoredWeights | None:
-    """None: weights are floats, or with `mxfp4` those of experts may be such blocks. Raises ConfigError for a format that cannot be read."""
+    """Return None for float weights or MXFP4 experts. Raises ConfigError if unsupported."""
     if not fields.get("quantization_config"):
         return None
     config = fields.inside("quantization_config")
@@ -108,5 +112,4 @@ def _compressed(config: Fields) -> StoredWeights:
 
 
 def _group(config: Fields, name: str) -> int:
-    """0: absent, or -1, one for all inputs."""
     return 0 if config.get(name) in (None, -1) else config.count(name)

@@ -1,4 +1,4 @@
-"""The text model in the config.json of a model that sees images, too. Never torch."""
+"""The text configuration of a multimodal model."""
 
 from typing import Any
 
@@ -7,14 +7,14 @@ from engine.model_files.vision_config import seeing_family
 from engine.model_files.vision_families import VisionFamily
 
 TEXT = "text_config"
-# Of `text_config`'s model_type, for what has several kinds of text model.
+# Text architecture by `text_config`'s model_type.
 _BY_TYPE = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM"}
-_TEXT_ONLY = {"Gemma3ForConditionalGeneration": "Gemma3ForCausalLM"}  # what these see is left out
+_TEXT_ONLY = {"Gemma3ForConditionalGeneration": "Gemma3ForCausalLM"}  # their vision part is ignored
 _OUTSIDE = ("dtype", "torch_dtype", "quantization_config", "bos_token_id", "eos_token_id")
 
 
 def text_part(fields: Fields) -> Fields:
-    """The fields of the text model in those of a model that sees images, too; any other's as they are. Raises ConfigError."""
+    """Return the text model's fields; text models unchanged. Raises ConfigError."""
     family, name = seeing_family(fields), _architecture(fields)
     if family is None and name not in _TEXT_ONLY:
         return fields
@@ -42,7 +42,6 @@ def _inner(fields: Fields, name: str, *, is_flat: bool) -> Fields:
 
 
 def _ties(fields: Fields, inner: Fields, *, either: bool) -> bool | None:
-    """None: neither says."""
     flags = [
         of.flag("tie_word_embeddings", default=False)
         for of in (fields, inner)

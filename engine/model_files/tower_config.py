@@ -1,8 +1,8 @@
-"""The vision transformers that see for a decoder, from config.json, checked. Never torch.
+"""Vision tower configurations.
 
-WindowTower     Qwen2.5-VL (arXiv:2502.13923): most layers attend inside windows; images of any size
-LearnedTower    Qwen3-VL, Qwen3.5: learned positions, interpolated; layers inside of it give rows, too (deepstack, arXiv:2406.04334)
-ClipTower       LLaVA 1.5 (arXiv:2310.03744): CLIP's, images of one size
+WindowTower     Qwen2.5-VL (arXiv:2502.13923): windowed attention, images of any size
+LearnedTower    Qwen3-VL, Qwen3.5: interpolated learned positions, deepstack (arXiv:2406.04334)
+ClipTower       LLaVA 1.5 (arXiv:2310.03744): CLIP, images of one size
 """
 
 import math
@@ -18,7 +18,10 @@ MOST_LAYERS = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TowerConfig:
-    """`depth` layers. A patch is `patch` x `patch` pixels of `temporal_patch` frames; a token stands for `merge` x `merge` patches."""
+    """A vision tower.
+
+    `depth` layers; patches of `patch` ** 2 pixels, tokens of `merge` ** 2 patches.
+    """
 
     depth: int
     hidden_size: int
@@ -35,13 +38,12 @@ class TowerConfig:
 
     @property
     def patch_size(self) -> int:
-        """Count the values of a patch."""
         return CHANNELS * self.temporal_patch * self.patch**2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowTower(TowerConfig):
-    """Layers but the `full_layers` attend inside windows of `window` x `window` tokens. Positions are turned by `rope_theta` alone."""
+    """Windows of `window` ** 2 tokens except in `full_layers`; RoPE."""
 
     rope_theta: float
     window: int
@@ -50,7 +52,7 @@ class WindowTower(TowerConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnedTower(TowerConfig):
-    """`side` x `side` learned positions. What comes out of each of `deepstack_layers` is merged, too: a level of a token's features."""
+    """Tower with `side` ** 2 learned positions. Outputs of `deepstack_layers` are features, too."""
 
     rope_theta: float
     side: int
@@ -59,10 +61,9 @@ class LearnedTower(TowerConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClipTower(TowerConfig):
-    """Images have `side` x `side` patches, and a class token before them, which stays if `keeps_class`.
+    """CLIP tower: `side` ** 2 patches after a class token, which stays with `keeps_class`.
 
-    `taken`: which layers' inputs the projector gets beside one another, of 0..depth (that: the last one's output). `projector`: its
-    activation; `projector_bias`: its matrices have one.
+    `taken`: states that the projector concatenates, 0 (before all layers) to `depth`.
     """
 
     side: int
@@ -74,7 +75,6 @@ class ClipTower(TowerConfig):
 
     @property
     def num_tokens(self) -> int:
-        """Return the tokens of an image."""
         return self.side**2 + self.keeps_class
 
 
@@ -82,7 +82,6 @@ Tower = WindowTower | LearnedTower | ClipTower
 
 
 def read_windows(fields: Fields, *, hidden: int) -> WindowTower:
-    """Read the tower of Qwen2.5-VL. `hidden`: of the text model."""
     vision = fields.inside(VISION)
     depth = vision.count("depth", default=32, most=MOST_LAYERS)
     patch, merge = vision.count("patch_size", default=14), vision.count("spatial_merge_size", default=2)
@@ -105,7 +104,7 @@ def read_windows(fields: Fields, *, hidden: int) -> WindowTower:
 
 
 def read_learned(fields: Fields, *, hidden: int, deepstack: bool) -> LearnedTower:
-    """Read the tower of Qwen3-VL, and without `deepstack` of Qwen3.5. `hidden`: of the text model."""
+    """`deepstack`: of Qwen3-VL, not of Qwen3.5."""
     vision = fields.inside(VISION)
     depth = vision.count("depth", default=27, most=MOST_LAYERS)
     positions = vision.count("num_position_embeddings", default=2304)
@@ -132,7 +131,6 @@ def read_learned(fields: Fields, *, hidden: int, deepstack: bool) -> LearnedTowe
 
 
 def read_clip(fields: Fields) -> ClipTower:
-    """Read the tower of LLaVA 1.5."""
     vision = fields.inside(VISION)
     if (kind := vision.text("model_type", default="clip_vision_model")) != "clip_vision_model":
         raise fields.error(VISION, f"model_type {kind} is not supported in LlavaForConditionalGeneration; CLIP's is")
@@ -162,7 +160,7 @@ def read_clip(fields: Fields) -> ClipTower:
 
 
 def _hidden(vision: Fields, *, default: int) -> int:
-    """Whose heads are turned by rows and by columns: two halves of pairs."""
+    """Heads must be divisible for RoPE by rows and by columns."""
     hidden, heads = vision.count("hidden_size", default=default), _heads(vision)
     if hidden % heads or hidden // heads % 4:
         raise vision.error("num_heads", f"{heads} heads of hidden_size {hidden}; a head's size must be a multiple of 4")
@@ -174,7 +172,6 @@ def _heads(vision: Fields) -> int:
 
 
 def _temporal(vision: Fields, *, hidden: int) -> int:
-    """`temporal_patch_size`, once the output is known to be the text model's hidden size."""
     if vision.count("out_hidden_size", default=hidden) != hidden:
         raise vision.error(
             "out_hidden_size", f"{vision.get('out_hidden_size')}; must be the text model's hidden_size {hidden}"
@@ -199,7 +196,6 @@ def _activation(fields: Fields, *, name: str = "hidden_act", default: str, known
 
 
 def _layers(vision: Fields, name: str, *, default: tuple[int, ...], depth: int) -> tuple[int, ...]:
-    """In ascending order, of 0..depth - 1."""
     layers = list(default) if vision.get(name) is None else vision.get(name)
     whole = isinstance(layers, list) and all(isinstance(layer, int) and 0 <= layer < depth for layer in layers)
     if not whole or sorted(set(layers)) != layers:
@@ -208,7 +204,7 @@ def _layers(vision: Fields, name: str, *, default: tuple[int, ...], depth: int) 
 
 
 def _taken(fields: Fields, *, depth: int) -> tuple[int, ...]:
-    """`vision_feature_layer`: numbers of states, the first before all layers; negative ones count from the last."""
+    """States of vision_feature_layer: 0 is before all layers; negative counts from the last."""
     named = fields.get("vision_feature_layer", -2)
     layers = named if isinstance(named, list) else [named]
     found = [layer + depth + 1 if isinstance(layer, int) and layer < 0 else layer for layer in layers]

@@ -1,4 +1,4 @@
-"""The part of a checkpoint that sees images: its tower, the tokens that stand for images, and their positions. Checked. Never torch."""
+"""Vision configuration: tower, image tokens, positions."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,11 +12,11 @@ from engine.model_files.vision_families import VISION_FAMILIES, MropeConfig, Vis
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionConfig:
-    """`image_token_id`, `video_token_id`: stand for rows of the tower (None: the model takes no videos).
+    """A tower, and tokens that stand for images and videos (None: no videos).
 
-    `start_token_id`, `end_token_id`: around each run of them; None: nothing is. `mrope`: None: positions have one dimension, and the grid of an
-    `ImageInput` is (tokens, 1, 1) with merge 1, so that its positions are those of as much text.
-    `tokens_per_second`: RoPE positions of a second of a video; 0: each temporal patch is an image by itself, with its time as text before.
+    `start_token_id`, `end_token_id`: around images, if any. `mrope`: if None, an `ImageInput` has
+    grid (tokens, 1, 1) with merge 1, so that positions match text. `tokens_per_second`: RoPE
+    positions per second of video; 0: each temporal patch is an image after its time as text.
     """
 
     tower: Tower
@@ -30,11 +30,10 @@ class VisionConfig:
 
     @property
     def deepstack_levels(self) -> int:
-        """Layers of the decoder behind which a level of an image's features is added."""
         return len(self.tower.deepstack_layers) if isinstance(self.tower, LearnedTower) else 0
 
     def num_tokens(self, grid: tuple[int, int, int]) -> int:
-        """Count the tokens that stand for an image of `grid`: (time, rows, columns) of its patches."""
+        """Tokens of an image with `grid`, (time, rows, columns) of patches."""
         if isinstance(self.tower, ClipTower):
             return self.tower.num_tokens
         time, rows, columns = grid
@@ -44,9 +43,9 @@ class VisionConfig:
 def read_vision(
     fields: Fields, text: Fields, *, rope: RopeConfig, num_layers: int, folder: Path
 ) -> VisionConfig | None:
-    """Read it from config.json's `fields`; None: there is none, or its architecture is not known to see.
+    """Read config.json's `fields`; None without a supported tower. Raises ConfigError.
 
-    `text`: the fields of the text model, whose q and k `rope` turns, and which has `num_layers`. Raises ConfigError.
+    `text`: fields of the text model.
     """
     family = seeing_family(fields)
     if family is None or not isinstance(fields.get(VISION), dict):
@@ -79,14 +78,13 @@ def read_vision(
 
 
 def seeing_family(fields: Fields) -> VisionFamily | None:
-    """Return the vision family of the architecture in config.json's `fields`; None: it has no tower here."""
     names = fields.get("architectures")
     return VISION_FAMILIES.get(names[0]) if isinstance(names, list) and names and isinstance(names[0], str) else None
 
 
 def _token(fields: Fields, name: str, default: int, *, vocab: int) -> int:
     if fields.get(name) is None and name == "image_token_index":
-        name = "image_token_id"  # what transformers 5 may call it
+        name = "image_token_id"  # another name in transformers 5
     token = fields.get(name, default)
     token = default if token is None else token
     if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab:

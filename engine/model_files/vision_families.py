@@ -1,4 +1,4 @@
-"""What architectures that see images fix and their config.json does not say. Never torch."""
+"""Properties of multimodal architectures that config.json lacks."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -11,16 +11,15 @@ from engine.model_files.tower_config import ClipTower, Tower, read_clip, read_le
 
 @dataclass(frozen=True, slots=True)
 class MropeConfig:
-    """M-RoPE (arXiv:2409.12191): the numbers of a head's pairs that RoPE turns by time, row and column.
+    """M-RoPE (arXiv:2409.12191): a head's pairs for time, row and column.
 
-    `interleaved`: pairs 1, 4, ... by row and 2, 5, ... by column; else they follow one another.
+    `interleaved`: pairs 1, 4, ... are row, 2, 5, ... column; else in sections.
     """
 
     sections: tuple[int, int, int]
     interleaved: bool
 
     def dimensions(self) -> list[int]:
-        """Which of time (0), row (1) and column (2) turns each pair."""
         time, rows, columns = self.sections
         if not self.interleaved:
             return [0] * time + [1] * rows + [2] * columns
@@ -33,19 +32,16 @@ class MropeConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionFamily:
-    """The properties of an architecture that its config.json does not have.
+    """Properties of an architecture that its config.json lacks.
 
-    text:         architecture of its text model; "": the one of `text_config`'s model_type
-    text_fields:  what that means where its fields are left out
-    fixed:        its fields that the file cannot change
-    flat:         older files have the text model's fields beside the others
-    either_ties:  embedding and head are one where either part's fields say so; else the outer ones count
-    tower:        reads the tower, given the text model's hidden size
-    processing:   where its files say nothing, given the tower
-    ids:          of image, video, start and end tokens where config.json says nothing; None: the family has none
-    image_id:     the field of the first
-    mrope:        where config.json says nothing; None: positions have one dimension
-    times_videos: time of a video is RoPE positions, not text
+    text:         text architecture, empty to use `text_config`'s model_type
+    text_fields, fixed: its default and unchangeable fields
+    flat:         older files have text fields at top level
+    either_ties:  embeddings are tied if either part sets it; else the outer one decides
+    tower, processing: reader given the text model's hidden size; default given the tower
+    ids:          default ids of image, video, start and end token
+    image_id:     field of the image token
+    times_videos: videos have RoPE time instead of text
     """
 
     text: str = ""
@@ -111,7 +107,7 @@ _QWEN3_5 = VisionFamily(
     mrope=MropeConfig((11, 11, 10), interleaved=True),
 )
 _LLAVA = VisionFamily(
-    text_fields={  # what the first files leave out: Llama's
+    text_fields={  # Llama's, absent in the first files
         "hidden_size": 4096,
         "intermediate_size": 11008,
         "num_hidden_layers": 32,
