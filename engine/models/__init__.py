@@ -1,1 +1,1 @@
-"""The model of all families, and the reading of checkpoints."""
+"""The decoder of all families, and checkpoint loading."""

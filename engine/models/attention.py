@@ -1,4 +1,4 @@
-"""Attention of a layer between its two products: what every dense family has, heads of equal size with K and V of their own."""
+"""Attention of a decoder layer: QKV product, RoPE, backend, output product."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,16 +12,17 @@ from engine.layers.rope import NormedRope, Turn, Unturned, head_order
 from engine.models.part import ModelPart
 from engine.parallel.layout import Cut
 
-# (layer of the stage, new tokens) -> [T, Hq * D]: norms and turns q and k, writes k and v into the KV pool, then attends.
+# (layer of the stage, new tokens) -> [T, Hq * D]: norms and rotates q and k, writes k and v into
+# the KV pool, then attends.
 # Latent attention gives NewLatents (engine/layers/latents.py) in place of Unturned, to a backend of its own.
 Attend = Callable[[int, Any], torch.Tensor]
 
 
 class Attention:
-    """q, k and v come from one matrix and stay one tensor until they are turned, since every operation counts."""
+    """Attention with one QKV matrix; q, k and v stay one tensor until RoPE, to save launches."""
 
     def __init__(self, part: ModelPart, prefix: str, *, place: int, inputs: int | None = None) -> None:
-        """`inputs`: that q, k and v are computed from; None: the hidden size."""
+        """`place`: index in the KV pool. `inputs`: default the hidden size."""
         config, share = part.config, part.share
         self._layer = place
         self._is_gated = config.attention_gate
@@ -30,7 +31,7 @@ class Attention:
         factor = config.arithmetic.attention_factor
         self._out, out = part.rows(f"{prefix}{part.out_name}", part.q, bias=config.attention_out_bias, factor=factor)
         self.sites = [LinearSite(self._qkv, qkv)]
-        if factor == 1.0:  # an adapter would have to know it
+        if factor == 1.0:  # LoRA would have to apply the factor, too
             self.sites.append(LinearSite(self._out, out))
         norm = self._head_norm(part, prefix) if config.qk_norm == "head" else None
         self._softmax = _softmax(part, prefix)
@@ -40,7 +41,6 @@ class Attention:
         self._rope = NormedRope(norm, like=like, eps=config.rms_norm_eps, offset=config.arithmetic.norm_offset)
 
     def _head_norm(self, part: ModelPart, prefix: str) -> torch.Tensor:
-        """[heads + kv_heads, head_dim]: the norm's weight of each head."""
         q, k = (part.checkpoint.take(f"{prefix}{name}_norm.weight", [self._dim]) for name in "qk")
         if (order := head_order(part.config.rope, self._dim)) is not None:
             q, k = q[order], k[order]
@@ -49,7 +49,7 @@ class Attention:
     def __call__(
         self, norm: Normed, x: torch.Tensor, delta: torch.Tensor | None, turn: Turn, attend: Attend
     ) -> torch.Tensor:
-        """Attention of norm(x + delta), which x becomes before the norm."""
+        """Compute attention of norm(x + delta); adds `delta` to x in place."""
         heads, kv_heads = self._heads, self._kv_heads
         qkv = self._qkv.of_norm(norm, x, delta)
         if self._clip:

@@ -1,4 +1,4 @@
-"""What the layers of a model and of its drafter keep of each token, by their configurations alone. Never torch."""
+"""KV cache layouts of a model and its drafter. Never imports torch."""
 
 from dataclasses import replace
 
@@ -9,7 +9,6 @@ from engine.parallel.layout import Place, Share, share_of
 
 
 def layer_spec(config: ModelConfig, share: Share, *, dtype: str, window: int = 0) -> CacheSpec:
-    """Return what a layer with attention keeps on a rank that holds `share`."""
     return CacheSpec(
         num_kv_heads=len(share.kv_heads),
         head_dim=config.head_dim,
@@ -21,13 +20,13 @@ def layer_spec(config: ModelConfig, share: Share, *, dtype: str, window: int = 0
 
 
 def reading_layer_specs(config: ModelConfig, share: Share, *, dtype: str) -> list[CacheSpec]:
-    """Return what a drafter's one layer that reads the model's hidden states keeps; `config`: of that layer."""
+    """KV and hidden states of a drafter layer."""
     tail = CacheSpec(num_kv_heads=1, head_dim=config.hidden_size, dtype=dtype, drafter=TAIL)
     return [replace(layer_spec(config, share, dtype=dtype), drafter=LAYER), tail]
 
 
 def drafter_specs(drafter: DrafterConfig, place: Place, *, dtype: str) -> list[CacheSpec]:
-    """Return what `drafter` keeps on the rank at `place`. No layer's KV is freed behind its window."""
+    """Return the layouts of `drafter`. Its windows free no KV."""
     layers = drafter.layers
     share = share_of(layers, place)
     if drafter.kind != STANDALONE:

@@ -1,6 +1,6 @@
-"""Reads the tensors of a checkpoint: memory-mapped safetensors, one file or shards, or a GGUF file. Never unpickles.
+"""Reads checkpoint tensors from safetensors (memory-mapped) or GGUF.
 
-Of a tensor that is cut over ranks only the own rows and columns are read.
+Never unpickles. Reads only the rank's rows and columns.
 """
 
 import json
@@ -34,19 +34,19 @@ if TYPE_CHECKING:
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-LINE_EVERY_S = 10.0  # of the log, while a checkpoint is loaded
+LINE_EVERY_S = 10.0  # between two progress lines of the log
 
-# Buffers that old exporters wrote beside the weights; they follow from the config.
+# Buffers that old exporters stored with the weights; the config determines them.
 _DERIVED = re.compile(r".*\.rotary_emb\.inv_freq$")
 
 log = logging.getLogger(__name__)
 
 
 class Checkpoint:
-    """The tensors of `model_path`, each taken once, in `dtype` on `device`. A context manager.
+    """The tensors of `model_path`, each taken once. A context manager.
 
-    `progress`: show a bar on a terminal, in place of lines in the log. `stored`: how weights are quantized; None: they are floats. `dummy`:
-    they are made up, as floats. Raises `ConfigError` naming tensor and file.
+    `progress`: a terminal bar instead of log lines. `stored`: quantization of the files. `dummy`:
+    generate float weights. Raises ConfigError naming tensor and file.
     """
 
     def __init__(
@@ -83,14 +83,14 @@ class Checkpoint:
         self._tensors.close()
 
     def again(self) -> "Checkpoint":
-        """Open the same files again, later. Raises `ConfigError` if they have changed."""
+        """Open the same files. Raises ConfigError if they changed."""
         path, dtype, device, stored = self._opened
         if _stamp(path) != self._stamp:
             raise ConfigError(f"{path}: its files are not those that were loaded; update the weights, or restore them")
         return Checkpoint(path, dtype=dtype, device=device, progress=False, stored=stored, dummy=self.is_dummy)
 
     def take(self, name: str, shape: Sequence[Extent], *, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Tensor `name`, which must have `shape`, or what the cuts in it take: a new contiguous tensor, of `dtype` if given."""
+        """Return a new tensor. `shape`: expected; a `Cut` takes a part."""
         return self.take_rows([name], [shape[0]], shape[1:], dtype=dtype)
 
     def take_rows(
@@ -101,9 +101,9 @@ class Checkpoint:
         *,
         dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
-        """The tensors `names`, of shapes [rows[i], *rest], one above the other: [all rows taken, *rest]. A name may come again.
+        """Return tensors of shapes [rows[i], *rest], concatenated.
 
-        "NAME[3]": the fourth of the tensors of this shape that NAME has stacked.
+        Names may repeat. "NAME[3]": the fourth tensor in the stack NAME.
         """
         cuts = [[cut_of(extent) for extent in (count, *rest)] for count in rows]
         fills = [
@@ -120,16 +120,15 @@ class Checkpoint:
         return merged
 
     def has(self, name: str) -> bool:
-        """Whether tensor `name` is there and not taken yet; of made-up weights none is said to be."""
+        """True if tensor `name` is left to be taken, which no dummy weight is."""
         return name in self._left
 
     def shape_of(self, name: str) -> list[int]:
-        """Return the shape of tensor `name` in the safetensors."""
         assert isinstance(self._tensors, _Safetensors | QuantizedTensors), "a GGUF file"
         return self._tensors.shape_of(name)
 
     def take_bytes(self, name: str, shape: Sequence[Extent]) -> torch.Tensor:
-        """As `take`, of a tensor of packed bytes (uint8), on the host."""
+        """Return a packed tensor (uint8) on the host, cut like `take`."""
         cuts = [cut_of(extent) for extent in shape]
         fill = self._tensors.open(name, [cut.total for cut in cuts], [cut.taken for cut in cuts])
         taken = torch.empty([len(cut) for cut in cuts], dtype=torch.uint8)
@@ -139,7 +138,7 @@ class Checkpoint:
         return taken
 
     def take_ids(self, name: str, count: int) -> torch.Tensor:
-        """Tensor `name` of `count` whole numbers, as int64."""
+        """Return `count` integers as int64."""
         assert isinstance(self._tensors, _Safetensors), "a drafter's weights are floats"
         found = self._tensors.stored(name)
         if list(found.shape) != [count] or found.dtype not in (torch.int64, torch.int32):
@@ -154,10 +153,7 @@ class Checkpoint:
     def take_integers(
         self, names: Sequence[str], rows: Sequence[Extent], inputs: Extent, factors: Sequence[float] = ()
     ) -> Integers | None:
-        """As `take_rows` of matrices that are stored as integers of equal groups, each times its factor if there are `factors`.
-
-        None: they are not stored so.
-        """
+        """`take_rows` of integer matrices with equal groups, otherwise None."""
         if not isinstance(self._tensors, QuantizedTensors | PackedGGUF):
             return None
         columns, parts = cut_of(inputs), []
@@ -172,19 +168,17 @@ class Checkpoint:
         return stacked(parts)
 
     def ignore(self, name: str) -> None:
-        """Leave out tensor `name`; with a dot at its end, all whose names begin so."""
+        """Skip tensor `name`; a trailing dot makes it a prefix."""
         ignored = {left for left in self._left if left == name or (name.endswith(".") and left.startswith(name))}
         self._left -= ignored
         self._progress.update(len(ignored))
 
     def ignore_all_but(self, prefixes: tuple[str, ...]) -> None:
-        """Leave out all tensors whose names begin otherwise."""
         ignored = {left for left in self._left if not left.startswith(prefixes)}
         self._left -= ignored
         self._progress.update(len(ignored))
 
     def check_all_taken(self) -> None:
-        """Raise `ConfigError` if a tensor is left."""
         if self._left:
             name = min(self._left)
             more = f" (and {len(self._left) - 1} more)" if len(self._left) > 1 else ""
@@ -195,7 +189,6 @@ class Checkpoint:
 
 
 def _stamp(model_path: str) -> list[tuple[str, int, int]]:
-    """Names, sizes and times of the files with tensors."""
     path = Path(model_path)
     files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
     return [(file.name, status.st_size, status.st_mtime_ns) for file in files if (status := file.stat())]
@@ -204,7 +197,7 @@ def _stamp(model_path: str) -> list[tuple[str, int, int]]:
 def _open_tensors(
     path: Path, stored: StoredWeights | None, *, packs: bool
 ) -> "_Safetensors | QuantizedTensors | GGUFTensors | PackedGGUF":
-    """`packs`: integers of a GGUF file can stay integers; elsewhere it becomes floats some rows at a time."""
+    """`packs`: keep GGUF integers packed."""
     if path.is_file():
         from engine.gguf.tensors import GGUFTensors  # the `gguf` package is for GGUF files only
 
@@ -214,7 +207,7 @@ def _open_tensors(
 
 
 class _Safetensors:
-    """model.safetensors, or the shards that its index lists."""
+    """model.safetensors, or the files in its index."""
 
     described_by = "config.json"
 
@@ -229,15 +222,14 @@ class _Safetensors:
         return self._file_of.keys()
 
     def where(self, name: str) -> str:
-        """The file that holds tensor `name`, for messages."""
         return str(self._file_of[name])
 
     def open(self, name: str, shape: Sequence[int], taken: Sequence[range]) -> Callable[[torch.Tensor], object]:
-        """Return the function that fills a tensor with the `taken` part of tensor `name`. Raises `ConfigError` if it has not this `shape`."""
+        """Return a function that copies the `taken` part. Raises ConfigError on another shape."""
         name, _, index = name.partition("[")
         source = self._stored(name, index.removesuffix("]"), list(shape))
         source = source[tuple(slice(part.start, part.stop) for part in taken)]
-        return lambda out: out.copy_(source)  # a view of the mapped file: pages of other parts stay on the disk
+        return lambda out: out.copy_(source)  # a view of the mapped file: pages outside it are not read
 
     def shape_of(self, name: str) -> list[int]:
         shape: list[int] = self._files[self._file_of[name]].get_slice(self._name_in_file[name]).get_shape()
@@ -247,7 +239,7 @@ class _Safetensors:
         self._files.clear()
 
     def stored(self, name: str) -> torch.Tensor:
-        """Return a tensor of any type and shape, a view of the mapped file."""
+        """Return a view of the mapped file."""
         file = self._file_of[name]
         try:
             tensor: torch.Tensor = self._files[file].get_tensor(self._name_in_file[name])
@@ -281,7 +273,7 @@ class _Safetensors:
 
 
 def _names(stored: Collection[str]) -> dict[str, str]:
-    """Our names of the tensors, with those in the files."""
+    """Canonical tensor names -> names in the files."""
     if "embed_tokens.weight" in stored:  # an embedding model, saved without a head
         return {name if name.startswith("score.") else f"model.{name}": name for name in stored}
     for part in TEXT_PARTS:
@@ -294,7 +286,6 @@ def _names(stored: Collection[str]) -> dict[str, str]:
 
 
 def _seeing_names(stored: Collection[str]) -> dict[str, str]:
-    """Our names of the tensors of a tower, with those in the files."""
     found = {}
     for name in stored:
         part = next((part for part in SEEING_PARTS if name.startswith(part)), None)
@@ -304,7 +295,6 @@ def _seeing_names(stored: Collection[str]) -> dict[str, str]:
 
 
 def _tensor_files(folder: Path, files: dict[Path, Any]) -> dict[str, Path]:
-    """Tensor name -> file; every file is opened into `files`."""
     single, index = folder / SINGLE_FILE, folder / INDEX_FILE
     if single.is_file():
         files[single] = _open(single)
@@ -345,7 +335,7 @@ def _open(path: Path) -> Any:
 
 
 class LoadProgress:
-    """Reports how much of a checkpoint is loaded. `total`: tensors. `bar`: a bar on stderr in place of lines in the log."""
+    """Reports loading of `total` tensors by a bar on stderr or log lines."""
 
     def __init__(self, total: int, *, bar: bool, clock: Callable[[], float] = time.monotonic) -> None:
         self._total, self._done, self._clock = total, 0, clock

@@ -1,7 +1,7 @@
-"""The dense decoder of all families; they differ in biases, in where norms stand, and in how q and k turn (`Family`).
+"""The decoder of all families; `Family` sets biases, norm positions and RoPE.
 
-A rank has its stage's layers, and of each layer some heads and a part of the MLP: two sums over the stage's ranks a layer. Norms and
-the residual stream are the same on all of them. With DP attention the MLPs are those of all DP ranks (`SharedMLP`).
+A TP rank has some heads and a part of each MLP: two all-reduces per layer. Norms and the residual
+stream are replicated. With DP attention, all DP ranks divide the MLPs.
 """
 
 import re
@@ -25,13 +25,13 @@ from engine.models.vision.load import load_tower
 from engine.models.vision.tower import ImageRows
 from engine.parallel.collectives import Collectives
 
-Begun = tuple[torch.Tensor, ...]  # what the layers start from: a row for each token
+Begun = tuple[torch.Tensor, ...]  # inputs of the layers: a row per token
 
 
 class DenseDecoder:
-    """Pre-norm attention and gated MLP, for each layer of `part`.
+    """The layers of `part`. All ranks make the same calls with the same rows.
 
-    T tokens of any requests are one flat batch: only `attend` separates requests. Ranks call the same methods with the same rows.
+    T tokens of any requests form one flat batch; only `attend` separates requests.
     """
 
     def __init__(self, part: ModelPart) -> None:
@@ -70,14 +70,13 @@ class DenseDecoder:
 
     @property
     def recordable(self) -> bool:
-        """Whether a step of it can be calls of our C kernels alone."""
+        """True if a step only calls our C kernels, so that a tape can record it."""
         config, numbers = self._config, self._config.arithmetic
         own = numbers.norm == "rms" and numbers.is_gated and not numbers.clip
         return own and config.qk_norm != "whole" and config.experts is None and not self.is_watched
 
     @property
     def attention_needs(self) -> tuple[str, ...]:
-        """Return the needs of attention for `make_attention_backend`."""
         return self._config.attention_needs()
 
     @property
@@ -85,25 +84,21 @@ class DenseDecoder:
         return self._config.vocab_size
 
     def cache_specs(self) -> list[CacheSpec]:
-        """Return the specs of the rank's layers and KV heads, and of its drafter."""
         return list(self._specs) + ([] if self.drafter is None else self.drafter.cache_specs())
 
     def state_specs(self) -> list[StateSpec]:
-        """Return the specs of the rank's recurrent layers, in order."""
         return [layer.states.spec for layer in self._recurrent]
 
     def use_states(self, states: StatePool) -> None:
-        """Read and write the states of recurrent layers there from now on."""
         self._states = StepStates(states)
         for number, layer in enumerate(self._recurrent):
             layer.states.use(self._states, number)
 
     def linear_sites(self) -> list[LinearSite]:
-        """The matrices that adapters may change, in the same order for all models of one shape."""
+        """LoRA sites, in the same order for all models of one shape."""
         return [site for layer in self._layers for site in layer.sites]
 
     def other_sites(self) -> list[SiteShape]:
-        """Return the sites of other stages, whose layers are alike."""
         return [
             SiteShape(site.shape.in_size, tuple((_of_layer(index, name), rows) for name, rows in site.shape.parts))
             for index in range(self._config.num_layers)
@@ -113,35 +108,31 @@ class DenseDecoder:
 
     @property
     def collectives(self) -> Collectives | None:
-        """Return the collectives of the stage's ranks; None for one rank."""
         return self._collectives
 
     @property
     def num_layers(self) -> int:
-        """Count the layers of the model over all stages."""
         return self._config.num_layers
 
     @property
     def balance(self) -> ExpertBalance | None:
-        """Return the balance that moves experts between the stage's ranks."""
         return self._balance
 
     def mixtures(self) -> dict[int, Mixture]:
-        """The mixtures of experts by layer of the model, of this stage."""
         found = zip(self._share.layers, (layer.mixture for layer in self._layers), strict=True)
         return {index: mixture for index, mixture in found if mixture is not None}
 
     def forward(
         self, inputs: torch.Tensor, positions: torch.Tensor, attend: Attend, images: ImageRows | None = None
     ) -> torch.Tensor:
-        """[T, hidden] after the stage: of the last one after the final norm. `inputs`, `positions`, `images`: as in `begin`."""
+        """Return [T, hidden], normed after the last stage. Arguments as in `begin`."""
         return self.layers(self.begin(inputs, positions, images), attend, images)
 
     def begin(self, inputs: torch.Tensor, positions: torch.Tensor, images: ImageRows | None = None) -> Begun:
-        """Hidden states [T, hidden], and what `LayerTurns.at` gives for `positions` [T] i64, or [3, T] (M-RoPE).
+        """Return hidden states [T, hidden] and RoPE tables.
 
-        `inputs`: token ids [T] i64, or on a later stage the [T, hidden] that the one before has computed. `images`: what stands in for
-        embeddings, on the first stage.
+        `inputs`: token ids [T] i64, or [T, hidden] of the stage before. `positions`: [T] or [3, T]
+        (M-RoPE) i64. `images`: replace embeddings.
         """
         if self._states is not None:
             self._states.begin()
@@ -152,13 +143,13 @@ class DenseDecoder:
         return hidden, *self._turns.at(positions)
 
     def embedded(self, ids: torch.Tensor) -> torch.Tensor:
-        """[T, hidden] for token ids [T] i64, of the first stage."""
+        """[T, hidden] for token ids [T] i64, first stage only."""
         assert self._embedding is not None
         rows = self._embedding(ids)
         return rows if self._embedding_scale == 1.0 else rows.mul_(self._embedding_scale)
 
     def watch(self, layers: tuple[int, ...]) -> None:
-        """Keep what the `layers` of every step begin from, for a drafter: so no step is recorded."""
+        """Keep inputs of `layers` in each step, for a drafter; disables recording."""
         self._watched = layers
 
     @property
@@ -166,18 +157,16 @@ class DenseDecoder:
         return bool(self._watched)
 
     def seen_inside(self) -> list[torch.Tensor]:
-        """[T, hidden] of each layer that is watched, of the last step."""
         return [self._seen_inside[layer] for layer in self._watched]
 
     @property
     def states(self) -> StepStates | None:
-        """Of its recurrent layers, if it has some."""
         return self._states
 
     def pass_again(self, rows: torch.Tensor, counts: Sequence[int], slots: torch.Tensor) -> None:
-        """Pass `rows` [n] int64 of the last step with drafts through the recurrences alone, whose states are those before them.
+        """Rerun recurrences over accepted `rows` [n] i64 of the last draft step, from its start.
 
-        `counts`: rows of each request, one behind the other; `slots` [requests] int32: of their states.
+        `counts`: rows per request; `slots` [requests] i32: states.
         """
         assert self._states is not None, "use_states() comes first"
         self._states.begin_again(counts, slots)
@@ -185,11 +174,11 @@ class DenseDecoder:
             layer.pass_again(rows)
 
     def keep_states(self) -> Callable[[], object]:
-        """Between `begin` and `layers`: what is returned undoes what `layers` makes of recurrent states."""
+        """Save recurrent states after `begin`; the returned function restores them."""
         return (lambda: None) if self._states is None else self._states.keep()
 
     def layers(self, begun: Begun, attend: Attend, images: ImageRows | None = None) -> torch.Tensor:
-        """The rest of `forward`; may change `begun` in place, and return a part of it. `images`: those of `begin`."""
+        """Run the layers; may modify `begun` and return a part of it."""
         x, *turns = begun
         delta = None
         for index, (layer, way) in enumerate(zip(self._layers, self._turns.way_of, strict=True)):
@@ -204,14 +193,14 @@ class DenseDecoder:
         return add(x, delta)
 
     def join(self) -> None:
-        """Compute this rank's part of what all DP ranks compute together, in a step that only others have tokens in."""
+        """Join the MLPs of other DP ranks without own tokens."""
         for layer in self._layers:
             layer.join()
 
     def logits(self, hidden: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor | None:
-        """[n, vocab] float32 for `hidden` [n, hidden], rows from `forward`; in `out` if given.
+        """Return logits [n, vocab] fp32 for `hidden` [n, hidden], in `out` if given.
 
-        None but on rank 0 of the last stage, where they may be valid until the next call only.
+        Only rank 0 of the last stage gets them, perhaps valid until the next call.
         """
         assert self._head is not None, "the last stage has the head"
         if self._collectives is None:
@@ -223,12 +212,11 @@ class DenseDecoder:
         return self._shaped(logits if out is None else out.copy_(logits))
 
     def label_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[n, labels] float32 for `hidden` [n, hidden], of a classifier's last stage."""
+        """Return [n, labels] fp32 of a classifier, last stage only."""
         assert self._labels is not None, "the model has no labels"
         return hidden.float() @ self._labels.T
 
     def _shaped(self, logits: torch.Tensor) -> torch.Tensor:
-        """`logits`, scaled and capped in place as the family does."""
         scale, cap = self._config.arithmetic.logit_scale, self._config.arithmetic.logit_cap
         if scale != 1.0:
             logits.mul_(scale)
@@ -240,12 +228,11 @@ def _rounded(value: float, dtype: torch.dtype) -> float:
 
 
 def _of_layer(index: int, name: str) -> str:
-    """`name`: of the same matrix in another layer."""
     return re.sub(r"^model\.layers\.\d+\.", f"model.layers.{index}.", name)
 
 
 class NoHead:
-    """Steps draw tokens that nothing reads: the frontend refuses to generate. `width`: tokens of the own vocabulary."""
+    """A head without logits, for models that cannot generate."""
 
     def __init__(self, width: int) -> None:
         self._width = width
@@ -255,7 +242,6 @@ class NoHead:
 
 
 def label_matrix(part: ModelPart) -> torch.Tensor | None:
-    """[labels, hidden] fp32 of a classifier; None: it is none."""
     count = len(part.config.head.labels)
     shape = [count, part.config.hidden_size]
     return part.checkpoint.take("score.weight", shape, dtype=torch.float32) if count else None

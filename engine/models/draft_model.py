@@ -1,9 +1,9 @@
-"""What a model drafts with: another, smaller one, whose tokens it verifies (engine/executor/draft_pass.py).
+"""Draft models, whose tokens the model verifies (engine/executor/draft_pass.py).
 
-STANDALONE   a model of its own with the same vocabulary: it reads tokens alone
-NEXTN        layers of the model's own checkpoint that predict the token after the next (MTP)
+STANDALONE   a separate model with the same vocabulary
+NEXTN        layers in the model's checkpoint that predict the token after the next (MTP)
 EAGLE        a layer that reads a token and the model's hidden state before it
-EAGLE3       the same, of hidden states inside the model
+EAGLE3       the same with hidden states of inner layers
 """
 
 import weakref
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class DraftModel(Protocol):
-    """`num_heads`: query heads of its layers on this rank. `attention_needs`: as `make_attention_backend` takes them."""
+    """A draft model. `num_heads`: query heads on this rank."""
 
     @property
     def num_heads(self) -> int: ...
@@ -31,10 +31,10 @@ class DraftModel(Protocol):
     def attention_needs(self) -> Sequence[str]: ...
 
     def cache_specs(self) -> list[CacheSpec]:
-        """Of its layers on this rank, and behind them of its tail, if it reads hidden states."""
+        """Return KV layouts on this rank, then that of hidden states, if it reads them."""
 
     def features(self, hidden: Tensor) -> Tensor | None:
-        """[T, size] of what it reads of the step whose `hidden` states [T, H] the model has just computed; None: nothing."""
+        """Return its input [T, size] from the model's latest `hidden` [T, H], if any."""
 
     def forward(
         self,
@@ -44,18 +44,18 @@ class DraftModel(Protocol):
         attend: Attend,
         images: ImageRows | None = None,
     ) -> Tensor:
-        """[T, size] for tokens `ids` [T] i64 and the features of the tokens before them; `attend`: of its own layers. `images`: what
-        stands in for embeddings that it takes from the model.
+        """Return [T, size] for `ids` [T] i64 and the features of the tokens before them.
 
-        A row is the features of the next token, for a further pass, and what `logits` takes.
+        A row is the input of `logits` and the next draft step's features. `images`: replace
+        embeddings.
         """
 
     def logits(self, rows: Tensor) -> Tensor | None:
-        """[n, vocab] float32 for `rows` [n, size] of `forward`; None but on rank 0."""
+        """Return [n, vocab] fp32 for `rows` [n, size]; None except on rank 0."""
 
 
 class Lender:
-    """The model that lends a drafter embeddings and head. It holds the drafter, so a drafter does not keep its weights."""
+    """The target model's embedding and head, without owning its weights."""
 
     def __init__(self, model: "DenseDecoder") -> None:
         self._model = weakref.ref(model)
@@ -67,16 +67,12 @@ class Lender:
         return model
 
     def embedded(self, ids: Tensor, images: ImageRows | None) -> Tensor:
-        """[T, hidden] for token ids [T] i64, as the model's layers get them."""
         rows = self.model.embedded(ids)
         return rows if images is None else images.embedded(rows)
 
 
 class StandaloneModel:
-    """A drafter that is a model of its own: it reads tokens alone, and keeps K and V of all its layers.
-
-    `num_heads`: of `model` on this rank.
-    """
+    """A separate draft model, with KV of all its layers."""
 
     def __init__(self, model: "DenseDecoder", *, num_heads: int) -> None:
         self._model = model
@@ -100,7 +96,6 @@ class StandaloneModel:
         attend: Attend,
         images: ImageRows | None = None,
     ) -> Tensor:
-        """Compute hidden states of text alone; `images` are ignored."""
         return self._model.forward(ids, positions, attend)
 
     def logits(self, rows: Tensor) -> Tensor | None:

@@ -1,9 +1,10 @@
-"""Made-up weights in place of files, for `--load-format dummy`: a model of any size runs with its config.json alone.
+"""Generated weights for `--load-format dummy`: any config.json runs.
 
-An element follows from its tensor's name and its place in the whole tensor, so ranks that take parts of a tensor hold parts of one, and
-two workers of one config.json hold the same model. Matrices are wide for their inputs: tokens of a random model then differ
-clearly in their scores. Those that add to the residual stream are narrower, MLPs' more than attention's, and an MTP layer starts from its
-token's embedding alone: so the next token follows from the last one and from the context, and a draft is right at times.
+An element depends on the tensor's name and the element's index, so ranks and workers agree.
+Matrices are wide for their inputs, so that scores of tokens differ clearly. Those that add to the
+residual stream are narrower, MLPs more than attention, and an MTP layer starts from the token's
+embedding only: so the next token depends on last token and context, and drafts are sometimes
+accepted.
 """
 
 import hashlib
@@ -13,18 +14,19 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 from torch import Tensor
 
-NUMBERS = 1_000_003  # of the noise that tensors repeat; a prime, so that rows of a matrix differ
-BLOCK = 1 << 22  # elements that are made at once
-# Standard deviations of matrices, times the root of their inputs: of most, of what MLPs and attention add to the stream, of the head.
+NUMBERS = 1_000_003  # period of the noise; a prime, so that matrix rows differ
+BLOCK = 1 << 22  # elements generated at once
+# Standard deviations times the root of the inputs: most matrices; MLP output; attention output;
+# head.
 GAIN, ADDED, ATTENDED, HEAD = 1.6, 0.02, 0.12, 6.0
-EMBEDDED, SPREAD = 1.0, 0.2  # of embeddings, of vectors
+EMBEDDED, SPREAD = 1.0, 0.2  # embeddings; vectors
 ADDS, ATTENDS = ("down_proj.weight", "w2.weight"), ("o_proj.weight", "out_proj.weight")
 JOINS = ("mtp.fc.weight", "eh_proj.weight")  # [hidden, embedding and hidden]
 ROOT_3 = math.sqrt(3)  # half the width of the uniform distribution with standard deviation 1
 
 
 class DummyTensors:
-    """Stands in for the tensors of files: each requested one, in any shape. `folder`: of config.json."""
+    """Random tensors in place of a checkpoint. `folder`: directory of config.json."""
 
     described_by = "config.json"
 
@@ -33,14 +35,13 @@ class DummyTensors:
         self._noise = dict[torch.device, Tensor]()
 
     def names(self) -> Collection[str]:
-        """Those that must be taken: none."""
         return ()
 
     def where(self, name: str) -> str:
         return self._folder
 
     def open(self, name: str, shape: Sequence[int], taken: Sequence[range]) -> Callable[[Tensor], object]:
-        """What fills a tensor with the `taken` part of tensor `name`, which has `shape`."""
+        """Return a function that fills in the `taken` part of tensor `name`."""
         if name.endswith(JOINS):
             return lambda out: out.copy_(torch.eye(*shape)[tuple(slice(part.start, part.stop) for part in taken)])
         start = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7]) % NUMBERS
@@ -62,7 +63,6 @@ class DummyTensors:
         out.mul_(spread).add_(center)
 
     def _fill_run(self, out: Tensor, noise: Tensor, at: int) -> None:
-        """Neighbours, as of whole rows."""
         done, at = 0, at % NUMBERS
         while done < len(out):
             count = min(len(out) - done, NUMBERS - at)
@@ -105,7 +105,6 @@ def _gain(name: str) -> float:
 
 
 def _places(taken: Sequence[range], shape: Sequence[int], *, device: torch.device) -> Tensor:
-    """[*taken] i64: of each element the number in its whole tensor."""
     places, stride = torch.zeros((), dtype=torch.int64, device=device), 1
     for dim in reversed(range(len(shape))):
         own = torch.arange(taken[dim].start, taken[dim].stop, device=device) * stride

@@ -1,11 +1,11 @@
-"""Layers that are trained to draft for a model (EAGLE): they read a token and the model's hidden state before it.
+"""EAGLE draft layers: they read a token and the model's hidden state before it.
 
-    EAGLE    x = fc [embedding | hidden state], a layer without its first norm, the model's head
-    EAGLE3   f = fc [hidden states inside the model], of which three are read; attention reads [norm of the embedding | norm of f], and is
-             added to f; norm, a head of its own, often of the frequent tokens alone
+EAGLE    x = fc [embedding | hidden state], a layer without its first norm, the model's head
+EAGLE3   f = fc [three inner hidden states]; attention reads [norm of embedding | norm of f] and
+         is added to f; norm; a head of its own, often of frequent tokens
 
-A further pass reads what the layer gives in place of the hidden state, or of f. Li et al., arXiv:2401.15077 and arXiv:2503.01840; names
-and norms as SGLang reads them.
+Further steps read the layer's output. arXiv:2401.15077 and arXiv:2503.01840; tensor names and norms
+as in SGLang.
 """
 
 from collections.abc import Sequence
@@ -29,11 +29,11 @@ from engine.parallel.layout import Cut
 
 
 class EagleLayer:
-    """As `DraftModel`. `part`: of its checkpoint; `model`: that it drafts for, which lends embeddings and head."""
+    """An EAGLE or EAGLE3 drafter over `part`; `model` has embeddings and head."""
 
     def __init__(self, part: ModelPart, drafter: DrafterConfig, model: DenseDecoder) -> None:
         config, checkpoint = part.config, part.checkpoint
-        prefix = "model." if checkpoint.has("model.fc.weight") else ""  # as where embeddings are in the file
+        prefix = "model." if checkpoint.has("model.fc.weight") else ""  # like the embeddings in the file
         layer = f"{prefix}midlayer." if drafter.kind == EAGLE3 else f"{prefix}layers.0."
         self._lender = Lender(model)
         self._reads_inside = drafter.kind == EAGLE3
@@ -52,7 +52,7 @@ class EagleLayer:
             model.watch(drafter.inside)
         own_head = self._reads_inside and checkpoint.has(f"{prefix}lm_head.weight")
         self._head = _DraftHead(part, drafter, model, prefix) if own_head else None
-        for lent in ("embed_tokens.weight", "lm_head.weight", "t2d"):  # the model's, and what follows from d2t
+        for lent in ("embed_tokens.weight", "lm_head.weight", "t2d"):  # copies; t2d follows from d2t
             checkpoint.ignore(f"{prefix}{lent}")
             checkpoint.ignore(lent)
         self._specs = reading_layer_specs(config, part.share, dtype=checkpoint.dtype_name)
@@ -89,7 +89,7 @@ class EagleLayer:
 
 
 class _DraftHead:
-    """A head of the tokens `ids` of the model's vocabulary; the others are never drafted."""
+    """A head over the tokens `ids` only."""
 
     def __init__(self, part: ModelPart, drafter: DrafterConfig, model: DenseDecoder, prefix: str) -> None:
         count, place = drafter.head_rows, part.place
@@ -98,12 +98,12 @@ class _DraftHead:
         weight = part.checkpoint.take(f"{prefix}lm_head.weight", [Cut(count, self._columns), part.config.hidden_size])
         self._linear = Linear(weight)
         self._ids: Tensor | None = None
-        if part.checkpoint.has(f"{prefix}d2t"):  # how much each id is below that of the model
+        if part.checkpoint.has(f"{prefix}d2t"):  # offset of each id to that of the model
             shifts = part.checkpoint.take_ids(f"{prefix}d2t", count)
             self._ids = torch.arange(count, device=shifts.device) + shifts
 
     def logits(self, rows: Tensor) -> Tensor | None:
-        """[n, vocab] float32, -inf for tokens that it lacks; None but on rank 0."""
+        """Return [n, vocab] fp32, -inf for absent tokens; None except on rank 0."""
         logits = self._linear.in_float32(rows)
         if self._collectives is not None:
             gathered = self._collectives.gather_columns(logits, columns=self._columns, total=self._count)
@@ -117,6 +117,5 @@ class _DraftHead:
 
 
 def _linear(part: ModelPart, name: str, inputs: int) -> Linear:
-    """Whole on every rank."""
     rows = [Cut.whole(part.config.hidden_size)]
     return part.columns([name], rows, inputs=inputs, bias=part.checkpoint.has(f"{name}.bias"))[0]

@@ -1,11 +1,11 @@
-"""Experts move between ranks while steps run, so that ranks have about as much to do (EPLB).
+"""Expert parallelism load balancing (EPLB): moves experts between ranks while steps run.
 
-    every N steps   loads since the last time -> a placement for each layer, equal on all ranks, whose loads are equal
-    layer by layer  read what this rank will have, in a thread -> vote before each step -> all have read: take it before that step; one
-                    cannot: none takes it
+every N steps    loads since the last round -> a placement per layer, equal on all ranks
+layer by layer   a thread reads the rank's next experts -> ranks vote before each step -> once
+                 all have read, all switch before that step; one failure: none switches
 
-All ranks count the same steps, and a vote is a sum over ranks, so all take a placement before the same step and none waits for another's
-reading. Until then both copies of one layer are in memory. On a GPU the host waits for a vote's sum, so votes are rarer there.
+A vote is an all-reduce, so all switch before the same step. Until then both copies of a layer are
+in memory. On a GPU a vote is a host sync, so votes are rarer there.
 """
 
 import logging
@@ -26,7 +26,7 @@ VOTE_EVERY_ON_GPU = 16  # steps
 
 
 class Movable(Protocol):
-    """A layer's experts. `moved` may run in any thread, `take` of what it returned runs between two steps."""
+    """Experts of a layer. `moved` may run in any thread, `take` between steps."""
 
     loads: Tensor
     placed: Any
@@ -37,16 +37,16 @@ class Movable(Protocol):
 
 
 class ExpertBalance:
-    """One rank's side, for the layers of its stage. `groups`: of experts in the model's router; `nodes`: machines of `ranks`."""
+    """EPLB of a stage on one rank. `groups`: of the router; `nodes`: machines of `ranks`."""
 
     def __init__(self, ranks: Collectives, *, every: int, groups: int, nodes: int) -> None:
         self._ranks = ranks
         self._every = every
         self._groups, self._nodes = groups, nodes
         self.layers: list[Movable] = []
-        self._seen: list[Tensor] = []  # loads at the last time
+        self._seen: list[Tensor] = []  # loads at the last round
         self._steps = 0
-        self._wanted: dict[int, Placement] = {}  # by layer; the first is under way
+        self._wanted: dict[int, Placement] = {}  # by layer; the first is being read
         self._moving: Future[Any] | None = None
         self.rounds = self.moved_layers = self.failed_layers = 0
         self.before = self.after = (
@@ -58,9 +58,9 @@ class ExpertBalance:
         self._seen.append(layer.loads.clone())
 
     def on_step(self) -> None:
-        """Called on each rank before each step that computes layers, in the thread and the stream of the steps."""
+        """Called before each step, in the steps' thread."""
         if not self.layers:
-            return  # a stage of dense layers
+            return  # only dense layers in this stage
         self._steps += 1
         if self._steps % self._every == 0 and not self._wanted:
             self._plan()
@@ -72,7 +72,6 @@ class ExpertBalance:
         return VOTE_EVERY_ON_GPU if self.layers[0].loads.is_cuda else 1
 
     def imbalances(self) -> list[float]:
-        """Return for each layer the largest load of a rank over the mean, since the last round."""
         return [self._imbalance(self.layers[place].placed.placement, self._loads(place)) for place in self._places]
 
     @property
@@ -118,7 +117,6 @@ class ExpertBalance:
         del self._wanted[place]
 
     def _votes(self, moving: "Future[Any]") -> list[int]:
-        """Return the votes of all ranks."""
         own = torch.zeros((1, self._ranks.size), device=self.layers[0].loads.device)
         if moving.done():
             own[0, self._ranks.rank] = READ if moving.exception() is None else FAILED
@@ -133,5 +131,5 @@ class ExpertBalance:
 
 
 def _moved(layer: Movable, placement: Placement) -> Any:
-    torch.set_num_threads(1)  # of this thread: the others are for the steps
+    torch.set_num_threads(1)  # in this thread; steps use the other cores
     return layer.moved(placement)

@@ -1,4 +1,4 @@
-"""How evenly the tokens of a mixture are spread over its experts, and over the ranks that hold them, for metrics."""
+"""Metrics of load over experts and ranks."""
 
 from collections.abc import Iterable
 
@@ -6,7 +6,7 @@ from engine.models.decoder import DenseDecoder
 
 
 def expert_gauges(model: DenseDecoder) -> dict[str, float]:
-    """Return the figures by name; {} without experts. Counts may include a running step."""
+    """Metrics by name, empty without experts; may include a running step."""
     mixtures, balance = model.mixtures().values(), model.balance
     if not mixtures:
         return {}
@@ -24,7 +24,7 @@ def expert_gauges(model: DenseDecoder) -> dict[str, float]:
 
 
 def expert_loads(model: DenseDecoder) -> list[list[int]]:
-    """Tokens that took each expert, of each layer of the model; zeros of layers without, and of other stages. [] without experts."""
+    """Tokens per expert by layer, zeros for other layers."""
     mixtures = model.mixtures()
     if not mixtures:
         return []
@@ -33,7 +33,6 @@ def expert_loads(model: DenseDecoder) -> list[list[int]]:
 
 
 def _uneven(loads: list[int]) -> float:
-    """The largest over the mean; without any load 1."""
     return max(loads) * len(loads) / total if (total := sum(loads)) else 1.0
 
 

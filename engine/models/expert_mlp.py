@@ -1,8 +1,10 @@
-"""A mixture of experts behind attention: each token takes the few that a router chooses.
+"""A mixture-of-experts MLP: a router sends each token to its top-k experts.
 
-    x [T, hidden] -> router -> (token, rank) rows, sorted by expert -> experts -> back in order -> weighed, added by rank
+x [T, hidden] -> router -> (token, k) rows sorted by expert -> experts -> original order
+  -> weighted sum in order of k
 
-Every rank has a part of every expert; with whole experts: expert_parallel.py. A token's sum runs over its experts from the best on, so its bits do not depend on the batch.
+Every rank has a part of every expert. Summing from the best expert down makes a token's bits
+independent of the batch.
 """
 
 import threading
@@ -21,7 +23,7 @@ from engine.quant.integers import columns_of
 
 
 class ExpertMLP:
-    """As `FeedForward`. It has no sites: adapters do not change experts. `loads` [experts] i64: the tokens that took each, since the start."""
+    """A `FeedForward` without LoRA sites. `loads` [experts] i64: tokens since the start."""
 
     def __init__(self, part: ModelPart, prefix: str, experts: ExpertsConfig, names: ExpertNames) -> None:
         self._router = load_router(part, prefix, experts, names)
@@ -35,11 +37,10 @@ class ExpertMLP:
         self._collectives, self._exchange = part.collectives, part.exchange
         self._no_rows = part.no_rows()
         self.loads = no_loads(part, experts)
-        self._counting = threading.Lock()  # two lanes may compute at once
+        self._counting = threading.Lock()  # two streams may compute at once
         self.sites: list[LinearSite] = []
 
     def __call__(self, norm: Normed, x: Tensor, delta: Tensor | None) -> Tensor:
-        """The experts' answer to norm(x + delta), which x becomes before the norm."""
         own = norm.of_sum(x, delta)
         if self._exchange is not None:
             return self._exchange.compute(own, self._partial)
@@ -49,12 +50,10 @@ class ExpertMLP:
         return summed(self._collectives, partial, dtype=own.dtype)
 
     def join(self) -> None:
-        """Compute this rank's part for the rows of the other DP ranks, without rows of its own."""
         assert self._exchange is not None, "without DP attention no rank computes for others"
         self._exchange.compute(self._no_rows, self._partial)
 
     def _partial(self, x: Tensor) -> Tensor:
-        """[T, hidden] fp32: the sum over the own part of the experts."""
         chosen, weights = self._router(x)
         flat = chosen.reshape(-1)
         order = flat.argsort(stable=True)
@@ -70,7 +69,6 @@ class ExpertMLP:
         return tree_sum(segments)
 
     def _weighed(self, answers: Tensor, order: Tensor, weights: Tensor) -> Tensor:
-        """[T, hidden] of `answers` [T * per_token, hidden], which are in `order`."""
         ranked = torch.empty_like(answers).index_copy_(0, order, answers).view(*weights.shape, -1)
         return weighed(ranked, weights)
 
@@ -80,7 +78,6 @@ def no_loads(part: ModelPart, experts: ExpertsConfig) -> Tensor:
 
 
 def weighed(answers: Tensor, weights: Tensor) -> Tensor:
-    """[T, n]: the sum of `answers` [T, k, n], each times its one of `weights` [T, k], in their order."""
     total = answers[:, 0] * weights[:, :1]
     for rank in range(1, weights.shape[1]):
         total += answers[:, rank] * weights[:, rank : rank + 1]
@@ -88,7 +85,7 @@ def weighed(answers: Tensor, weights: Tensor) -> Tensor:
 
 
 class SharedExpert:
-    """The expert of all tokens. `cut`: what this rank has of its intermediate."""
+    """The expert that gets all tokens. `cut`: this rank's part of the intermediate."""
 
     def __init__(self, part: ModelPart, layer: str, names: ExpertNames, cut: Cut, *, segments: int) -> None:
         hidden, prefix = part.config.hidden_size, f"{layer}{names.shared}."
@@ -106,7 +103,6 @@ class SharedExpert:
         self._downs = [sums_matrix(columns_of(down, slice(at, at + self._width)), None, segments=1) for at in starts]
 
     def __call__(self, x: Tensor) -> list[Tensor]:
-        """[T, hidden] fp32 of each segment."""
         parts = torch.split(silu_mul(self._gate_up(x)), self._width, dim=1)
         sums = [down.partial(part.contiguous()) for part, down in zip(parts, self._downs, strict=True)]
         if self._gate is None:

@@ -1,8 +1,7 @@
-"""A mixture of experts over ranks that hold whole experts (expert parallel): tokens go to their experts and the answers come back.
+"""Expert parallelism: ranks hold whole experts; tokens are dispatched, answers combined.
 
-A token's own rank weighs the answers and adds them, from the best expert on, and rounds once: the bits of one rank, on any number of
-them. The expert of all tokens is whole on each rank, which computes it for its own tokens. Copies of an expert are equal, so it does
-not matter to a token which one answers.
+A token's own rank adds answers from the best expert down and rounds once, so bits equal those of
+one rank. The shared expert is replicated. Any replica of an expert may serve a token.
 """
 
 import torch
@@ -23,19 +22,19 @@ from engine.parallel.layout import Cut
 
 
 class Placed:
-    """Experts where they are. `placement`: of all ranks' slots; `own`: the products of this rank's."""
+    """Experts of this rank (`own`) and the placement on all."""
 
     def __init__(self, placement: Placement, own: Experts | BiasedExperts, *, count: int, device: torch.device) -> None:
         self.placement, self.own = placement, own
         slots = [[slot for slot, expert in enumerate(placement) if expert == one] for one in range(count)]
-        most = 1 + len(placement) - count  # tables of any placement have one shape
+        most = 1 + len(placement) - count  # so that tables of all placements have one shape
         self._copies = torch.tensor([len(found) for found in slots], device=device)
         self._slots = torch.tensor([[*found, *found[:1] * (most - len(found))] for found in slots], device=device)
         self._experts = torch.tensor(placement, device=device)
         self._count = count
 
     def take(self, other: "Placed") -> None:
-        """Become `other`, in the same memory: graphs that were recorded read it there."""
+        """Copy `other` into the same memory, which recorded graphs read."""
         self.placement = other.placement
         for mine, theirs in zip(self._tables, other._tables, strict=True):
             mine.copy_(theirs)
@@ -46,19 +45,18 @@ class Placed:
         return self._copies, self._slots, self._experts
 
     def slots_of(self, chosen: Tensor) -> Tensor:
-        """[T, k] slots of the experts `chosen` [T, k]: neighbouring tokens take other copies."""
+        """[T, k] slots of experts `chosen` [T, k], alternating between replicas."""
         if self._slots.shape[1] == 1:
             return self._slots[:, 0][chosen]
         token = torch.arange(len(chosen), device=chosen.device).unsqueeze(1)
         return self._slots[chosen, token % self._copies[chosen]]
 
     def loads(self, rows: Tensor) -> Tensor:
-        """[experts] i64 of `rows` [slots]."""
         return torch.zeros(self._count, dtype=torch.int64, device=rows.device).index_add_(0, self._experts, rows)
 
 
 class ExpertParallelMLP:
-    """As `FeedForward`. It has no sites: adapters do not change experts. `loads`: as of `ExpertMLP`, of the tokens of all ranks."""
+    """An expert-parallel `FeedForward` without LoRA sites. `loads`: over tokens of all ranks."""
 
     def __init__(self, part: ModelPart, prefix: str, experts: ExpertsConfig, names: ExpertNames, index: int) -> None:
         self._router = load_router(part, prefix, experts, names)
@@ -79,40 +77,40 @@ class ExpertParallelMLP:
             cut = Cut.whole(experts.shared_intermediate)
             self._shared = SharedExpert(part, prefix, names, cut, segments=segments)
         for expert in range(experts.count):
-            part.checkpoint.ignore(f"{prefix}{names.experts}.{expert}.")  # those of other ranks
+            part.checkpoint.ignore(f"{prefix}{names.experts}.{expert}.")  # other ranks' experts
         self._no_rows = part.no_rows()
         self.loads = no_loads(part, experts)
         self.sites: list[LinearSite] = []
-        moves = index < part.config.num_layers  # a layer that drafts is no part of each step
+        moves = index < part.config.num_layers  # draft layers do not run in each step
         if part.balance is not None and moves:
             part.balance.add(self)
 
     def __call__(self, norm: Normed, x: Tensor, delta: Tensor | None) -> Tensor:
-        """The experts' answer to norm(x + delta), which x becomes before the norm."""
         return self._of(norm.of_sum(x, delta))
 
     def join(self) -> None:
-        """Compute this rank's experts for the rows of the other DP ranks, without rows of its own."""
         self._of(self._no_rows)
 
     @torch.inference_mode()
     def moved(self, placement: Placement) -> Placed:
-        """Return the next `placed`: read beside the steps, in any thread. Raises ConfigError where the checkpoint is another now."""
+        """Read the experts of `placement` in any thread.
+
+        Raises ConfigError if the checkpoint changed.
+        """
         with self._part.checkpoint.again() as checkpoint:
             found = self._load(self._part.over(checkpoint), placement)
         if self.loads.is_cuda:
-            torch.cuda.current_stream().synchronize()  # this thread's: another one's stream takes it
+            torch.cuda.current_stream().synchronize()  # this thread's stream, because another stream uses the result
         return found
 
     @torch.inference_mode()
     def take(self, moved: Placed) -> None:
-        """Have `moved` from the next step on."""
         if not self._rows.recordable:
             self.placed = moved
             return
         self.placed.take(moved)
         if self.loads.is_cuda:
-            torch.cuda.current_stream().synchronize()  # then the memory of `moved` may go: it is of another thread's stream
+            torch.cuda.current_stream().synchronize()  # `moved` may be freed after this, on another thread's stream
 
     def _of(self, own: Tensor) -> Tensor:
         placed = self.placed

@@ -1,10 +1,10 @@
-"""How the experts of a layer are read from a checkpoint, and their router.
+"""Loads the experts of a layer and their router.
 
 one matrix each    most families
-two stacks         gate and up of all experts, and down: [experts, outputs, inputs], or in files of Qwen3-VL [experts, inputs,
-                   outputs]. The shape says which; where both fit it is the first, as transformers takes them
-fused (gpt-oss)    inputs before outputs, or in blocks of MXFP4, outputs first. Blocks stay as they are where our kernel
-                   multiplies, floats may be quantized (`--quantization`)
+two stacks         gate and up of all experts, and down: [experts, outputs, inputs], or in Qwen3-VL
+                   [experts, inputs, outputs]. The shape decides, or the first, as in transformers
+fused (gpt-oss)    inputs before outputs, or MXFP4 blocks, outputs first. Blocks stay packed where
+                   our kernel multiplies them; floats may be quantized (`--quantization`)
 """
 
 from collections.abc import Sequence
@@ -45,7 +45,6 @@ def load_experts(
     cut: Cut,
     segments: int,
 ) -> Experts | BiasedExperts:
-    """The products of `experts`, of whose intermediate this rank has `cut`."""
     if config.clamped is not None:
         place = f"{prefix}{names.experts}."
         return _load_fused(part, place, config.clamped, experts, count=config.count, cut=cut, segments=segments)
@@ -65,7 +64,6 @@ def load_experts(
 def _load_stacks(
     part: ModelPart, names: tuple[str, str], experts: Sequence[int], *, cut: Cut, segments: int
 ) -> tuple[list[Weight], list[Weight]]:
-    """(gate and up, down) of `experts`, of whose intermediate this rank has `cut`. `names`: of the tensors."""
     hidden, (both, down) = part.config.hidden_size, names
     stored = part.checkpoint.shape_of(both)
     if stored[1:] != [2 * cut.total, hidden] and stored[1:] == [hidden, 2 * cut.total]:
@@ -80,7 +78,6 @@ def _load_stacks(
 
 
 def _transposed(part: ModelPart, name: str, rows: Sequence[Extent], inputs: Extent, *, segments: int) -> Weight:
-    """The matrix [rows above one another, inputs] of what is stored as [inputs, all rows]."""
     read = part.read_inputs(name, inputs, segments)
     parts = [part.checkpoint.take(name, [read, own]).mT for own in rows]
     return part.rounded(torch.cat(parts), inputs)
@@ -89,7 +86,6 @@ def _transposed(part: ModelPart, name: str, rows: Sequence[Extent], inputs: Exte
 def _load_fused(
     part: ModelPart, prefix: str, gate: ClampedGate, experts: Sequence[int], *, count: int, cut: Cut, segments: int
 ) -> BiasedExperts:
-    """The products of `experts`, in any order, of `count`, of whose intermediate this rank has `cut`. `prefix`: of the experts."""
     hidden, checkpoint = Cut.whole(part.config.hidden_size), part.checkpoint
     own = Cut(count, range(min(experts), max(experts) + 1))
     order = [expert - own.taken.start for expert in experts]
@@ -113,7 +109,6 @@ def _load_fused(
 def _floats(
     part: ModelPart, name: str, experts: Cut, order: Sequence[int], rows: Cut, columns: Cut, *, segments: int
 ) -> list[Weight]:
-    """[rows, columns] of each place in `order` of the `experts`."""
     stack = part.checkpoint.take(name, [experts, part.read_inputs(name, columns, segments), rows]).mT
     return [part.rounded(stack[place], columns) for place in order]
 
@@ -121,7 +116,7 @@ def _floats(
 def _blocks(
     part: ModelPart, name: str, experts: Cut, order: Sequence[int], rows: Cut, columns: Cut, *, segments: int
 ) -> list[Weight]:
-    """As `_floats`, of MXFP4; a block is read whole where a cut begins or ends in it, and then becomes floats."""
+    """Blocks cut in the middle become floats."""
     checkpoint, first = part.checkpoint, columns.taken.start // BLOCK
     blocks = Cut(columns.total // BLOCK, range(first, -(-columns.taken.stop // BLOCK)))
     packed = checkpoint.take_bytes(f"{name}_blocks", [experts, rows, blocks, BLOCK // 2])

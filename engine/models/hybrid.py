@@ -1,9 +1,9 @@
-"""Gated DeltaNet in place of attention (Qwen3-Next, Qwen3.5): a layer whose memory of a request is a state, not K and V.
+"""Gated DeltaNet layers (Qwen3-Next, Qwen3.5): a recurrent state instead of KV.
 
-    x -> q | k | v | z | beta | time    one product
-    q | k | v -> short convolution -> delta rule -> norm, gated by z -> one product
+x -> q | k | v | z | beta | time    one product
+q | k | v -> short convolution -> delta rule -> norm, gated by z -> one product
 
-A rank has some key heads, the value heads that read them, and their channels of the convolution.
+A rank has some key heads, the value heads that read them, and their convolution channels.
 """
 
 from typing import NamedTuple
@@ -25,15 +25,13 @@ from engine.parallel.layout import Cut
 
 
 class _Cuts(NamedTuple):
-    """The own part of each kind of row: of all keys, all values, and of numbers for each value head."""
-
     keys: Cut
     values: Cut
     heads: Cut
 
 
 class DeltaMixer:
-    """As `Attention`. It has no sites: adapters do not change it."""
+    """A Gated DeltaNet mixer, called like `Attention`, without LoRA sites."""
 
     def __init__(self, part: ModelPart, prefix: str, config: DeltaConfig) -> None:
         checkpoint, cuts = part.checkpoint, _cuts(part, config)
@@ -54,11 +52,10 @@ class DeltaMixer:
         self.sites: list[LinearSite] = []
 
     def __call__(self, norm: Normed, x: Tensor, delta: Tensor | None, turn: Turn, attend: Attend) -> Tensor:
-        """The layer's answer to norm(x + delta), which x becomes before the norm. Positions are in the state."""
         return self._out(self._recurred(self.states.product(self._in, norm, x, delta)))
 
     def pass_again(self, rows: Tensor) -> None:
-        """Pass `rows` that were kept through what remembers: their states are those before them."""
+        """Rerun the recurrence over the kept `rows`, from the states before them."""
         self._recurred(self.states.product_again(rows))
 
     def _recurred(self, product: Tensor) -> Tensor:
@@ -77,7 +74,6 @@ def _cuts(part: ModelPart, config: DeltaConfig) -> _Cuts:
 
 
 def _qkv(cuts: _Cuts) -> list[Cut]:
-    """The rows of q, k and v in one matrix, where they lie one above the other."""
     keys, values = cuts.keys, cuts.values
     return in_one([keys, keys, values])
 
@@ -88,7 +84,6 @@ def _apart(part: ModelPart, prefix: str, cuts: _Cuts) -> Linear:
 
 
 def _by_key_head(part: ModelPart, prefix: str, config: DeltaConfig) -> Linear:
-    """Of each key head: q, k, the values and gates of its value heads; and in a matrix of their own beta and time."""
     size, rank = part.place.tp_size, part.place.tp_rank
     own, group, values = config.key_heads // size, config.group, config.group * config.value_dim
     parts, numbers = [config.key_dim, config.key_dim, values, values], [group, group]
@@ -102,7 +97,7 @@ def _by_key_head(part: ModelPart, prefix: str, config: DeltaConfig) -> Linear:
 
 
 def _gathered(sizes: list[int], heads: int, *, at: int) -> list[int]:
-    """Rows of `heads` runs of parts of `sizes`, from row `at` on: the first part of all runs, then the second of all."""
+    """Row order that ungroups parts of `sizes` in `heads` segments, from row `at` on."""
     each, begin = sum(sizes), at
     order: list[int] = []
     for size in sizes:

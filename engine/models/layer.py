@@ -1,4 +1,4 @@
-"""A layer of the decoder: attention and a feed-forward part, each with the norms that its family has around it."""
+"""A decoder layer: attention, a feed-forward part, and norms."""
 
 from typing import NamedTuple, Protocol
 
@@ -23,7 +23,7 @@ Mixture = ExpertMLP | ExpertParallelMLP
 
 
 class _Norms(NamedTuple):
-    """Names in the checkpoint of a layer's norms, without "_layernorm"; "": there is none."""
+    """Checkpoint names of norms, without "_layernorm"; empty: absent."""
 
     before_attention: str
     after_attention: str
@@ -45,9 +45,7 @@ RecurrentMixer = DeltaMixer | MambaMixer | BesideMixers
 
 
 class Layer:
-    """Layer `index` of the model. `place`: its number in the stage among the layers that have KV. `prefix`: of its tensors, if it is
-    another than that of its number.
-    """
+    """Layer `index`; `place`: its index among the stage's layers with KV."""
 
     def __init__(self, part: ModelPart, index: int, *, place: int, prefix: str = "") -> None:
         names, scale = _NORMS[part.config.norms], part.config.arithmetic.residual_scale
@@ -72,7 +70,10 @@ class Layer:
         self.mixture = None if isinstance(self._mlp, DenseMLP | SharedMLP) else self._mlp
 
     def __call__(self, x: torch.Tensor, delta: torch.Tensor | None, turn: Turn, attend: Attend) -> torch.Tensor:
-        """Add `delta`, the output of the layer before, to x; return this layer's. So each sum is one pass with a norm."""
+        """Add `delta`, the previous layer's output, to x; return this layer's.
+
+        The addition is fused with a norm.
+        """
         if self._is_beside:
             own = self._attention_norm.of_sum(x, delta)
             answer = self._attention(self._mlp_norm, own, None, turn, attend)
@@ -85,11 +86,9 @@ class Layer:
 
     @property
     def recurrent(self) -> RecurrentMixer | None:
-        """Its mixer, if this remembers requests beside K and V."""
         return self._attention if isinstance(self._attention, RecurrentMixer) else None
 
     def join(self) -> None:
-        """Compute this rank's part for the rows of other DP ranks."""
         assert not isinstance(self._mlp, DenseMLP), "without DP attention no rank computes for others"
         self._mlp.join()
 
@@ -120,18 +119,16 @@ def _feed_forward(part: ModelPart, prefix: str, index: int) -> "DenseMLP | Share
 
 
 class FeedForward(Protocol):
-    """The part of a layer behind attention, on all ranks of its stage at once: of every token, or of those that a router of
-    experts dispatches to a rank.
-    """
+    """An MLP or a mixture of experts."""
 
     sites: list[LinearSite]
 
     def __call__(self, norm: Normed, x: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
-        """[T, hidden] of norm(x + delta), which x becomes before the norm; the same on all ranks."""
+        """Return [T, hidden] of norm(x + delta), equal on all ranks; adds `delta` to x in place."""
 
 
 class DenseMLP:
-    """down(act(gate(x)) * up(x)), gate and up in one matrix [2 * intermediate, hidden]; or down(act(up(x)))."""
+    """down(act(gate(x)) * up(x)) with one gate-up matrix, or down(act(up(x)))."""
 
     def __init__(self, part: ModelPart, prefix: str) -> None:
         self._activation = part.config.arithmetic.activation
@@ -141,19 +138,18 @@ class DenseMLP:
         self._down, down = part.rows(name, width, bias=bias, factor=factor)
         self.sites = [LinearSite(self._gate_up, gate_up), LinearSite(self._down, down)]
         if factor != 1.0:
-            self.sites = []  # an adapter would have to know the factors
+            self.sites = []  # LoRA would have to apply the factors
 
     def __call__(self, norm: Normed, x: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
-        """The MLP of norm(x + delta), which x becomes before the norm."""
         if self._activation == "silu":
             return self._down(self._gate_up.gated_of_norm(norm, x, delta))
         return self._down(GATES[self._activation](self._gate_up.of_norm(norm, x, delta)))
 
 
 class SharedMLP:
-    """The MLP that all DP ranks compute together (DP attention): each rank computes its part for all rows.
+    """An MLP that all DP ranks divide (DP attention), for all rows.
 
-    It has no sites for adapters: a row's adapter is known to its own DP rank alone.
+    It has no LoRA sites: only a row's own DP rank knows its adapter.
     """
 
     def __init__(self, part: ModelPart, prefix: str, *, exchange: RowExchange) -> None:
@@ -169,11 +165,9 @@ class SharedMLP:
         self.sites: list[LinearSite] = []
 
     def __call__(self, norm: Normed, x: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
-        """The MLP of norm(x + delta), which x becomes before the norm."""
         return self._exchange.compute(norm.of_sum(x, delta), self._partial)
 
     def join(self) -> None:
-        """Compute this rank's part for the rows of the others, without rows of its own."""
         self._exchange.compute(self._no_rows, self._partial)
 
     def _partial(self, x: torch.Tensor) -> torch.Tensor:

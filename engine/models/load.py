@@ -1,4 +1,4 @@
-"""How a model is loaded, and what drafts for it. One class runs all families of `engine.model_files.families.FAMILIES`."""
+"""Loads models of all families, and drafters."""
 
 from collections.abc import Collection
 from dataclasses import replace
@@ -38,12 +38,12 @@ def load_model(
     drafter: DrafterConfig | None = None,
     dummies: Collection[str] = (),
 ) -> DenseDecoder:
-    """The model of `model_path`, or the part of it that the rank at `place` has, with its weights in `dtype` ("bfloat16" |
-    "float32" | "float16") on `device`.
+    """Load this rank's part of `model_path` in `dtype` on `device`.
 
-    `context_length`: positions in use (the RoPE table of a million is half a GiB). `collectives`: of the stage's ranks, if there
-    are several. `exchange`: of all ranks, with DP attention. `quantization`: as `--quantization`. `drafter`: loaded beside it. `dummies`: paths whose weights are made
-    up. `check_layout` has accepted the sizes. Raises `ConfigError` for files that do not fit `config`.
+    `dtype`: "bfloat16" | "float32" | "float16". `context_length`: positions in use (a RoPE table of
+    a million takes half a GiB). `collectives`: of the stage; `exchange`: of all ranks, with DP
+    attention. `dummies`: paths with generated weights. `check_layout` has accepted the sizes.
+    Raises ConfigError for files that do not fit.
     """
     weights: dict[str, Any] = {"stored": config.stored, "dummy": model_path in dummies}
     with (
@@ -72,7 +72,7 @@ def load_model(
         own = {"dtype": dtype, "device": device, "progress": progress}
         shared = {"place": place, "collectives": collectives, "reduce_units": reduce_units}
         if drafter.kind == STANDALONE:
-            layers = replace(drafter.layers, vision=None)  # it drafts text
+            layers = replace(drafter.layers, vision=None)  # it drafts text only
             other = load_model(drafter.path, layers, context_length=positions, dummies=dummies, **own, **shared)
             model.drafter = StandaloneModel(other, num_heads=len(share_of(drafter.layers, place).heads))
         else:
@@ -84,7 +84,6 @@ def load_model(
 def _eagle(
     drafter: DrafterConfig, model: DenseDecoder, positions: int, own: dict[str, Any], shared: dict[str, Any]
 ) -> EagleLayer:
-    """`own`: of its checkpoint; `shared`: of its part, both as of the model's."""
     config = replace(drafter.layers, max_position_embeddings=positions)
     with torch.inference_mode(), Checkpoint(drafter.path, **own) as checkpoint:
         eagle = EagleLayer(ModelPart(config, checkpoint, **shared), drafter, model)

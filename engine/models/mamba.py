@@ -1,9 +1,9 @@
-"""Mamba2 in place of attention (Granite 4), or beside it (Falcon-H1): a layer whose memory of a request is a state.
+"""Mamba2 layers: instead of attention (Granite 4), or parallel to it (Falcon-H1).
 
-    x -> gate | values | B | C | time   one product
-    values | B | C -> short convolution -> state space -> gate and norm -> one product
+x -> gate | values | B | C | time   one product
+values | B | C -> short convolution -> state space -> gate and norm -> one product
 
-A rank has some heads, the groups that they read, and their channels of the convolution. Ranks may share a group.
+A rank has some heads, their groups, which ranks may share, and convolution channels.
 """
 
 from typing import NamedTuple
@@ -25,15 +25,13 @@ from engine.parallel.layout import Cut, shared_range
 
 
 class _Cuts(NamedTuple):
-    """The own part of heads, of all values, and of B or C."""
-
     heads: Cut
     inner: Cut
     wide: Cut
 
 
 class MambaMixer:
-    """As `Attention`. It has no sites: adapters do not change it."""
+    """A Mamba2 mixer, called like `Attention`, without LoRA sites."""
 
     def __init__(self, part: ModelPart, prefix: str, config: MambaConfig) -> None:
         checkpoint, cuts = part.checkpoint, _cuts(part, config)
@@ -66,11 +64,10 @@ class MambaMixer:
         self.sites: list[LinearSite] = []
 
     def __call__(self, norm: Normed, x: Tensor, delta: Tensor | None, turn: Turn, attend: Attend) -> Tensor:
-        """The layer's answer to norm(x + delta), which x becomes before the norm. Positions are in the state."""
         return self._out(self._recurred(self.states.product(self._in, norm, x, delta)))
 
     def pass_again(self, rows: Tensor) -> None:
-        """As of `DeltaMixer`."""
+        """Rerun the recurrence over the kept `rows`, from the states before them."""
         self._recurred(self.states.product_again(rows))
 
     def _recurred(self, product: Tensor) -> Tensor:
@@ -80,14 +77,13 @@ class MambaMixer:
 
 
 class BesideMixers:
-    """Attention and Mamba2 of one layer (Falcon-H1): both read the same rows, and their answers are added. As `Attention` and `MambaMixer`."""
+    """Attention plus Mamba2 in one layer (Falcon-H1)."""
 
     def __init__(self, attention: Attention, mamba: MambaMixer) -> None:
         self._attention, self._mamba = attention, mamba
         self.sites, self.states, self.pass_again = attention.sites, mamba.states, mamba.pass_again
 
     def __call__(self, norm: Normed, x: Tensor, delta: Tensor | None, turn: Turn, attend: Attend) -> Tensor:
-        """The sum of both answers to norm(x + delta), which x becomes before the norm."""
         own, plain = norm.of_sum(x, delta), NoNorm()
         answer = self._mamba(plain, own, None, turn, attend)
         return add(answer, self._attention(plain, own, None, turn, attend))

@@ -1,11 +1,11 @@
-"""Latent attention (MLA; DeepSeek-V2, arXiv:2405.04434) of a layer, in its absorbed form.
+"""Multi-head latent attention (MLA) in absorbed form (DeepSeek-V2, arXiv:2405.04434).
 
-    x -> q's vector | latent | k's turned part          one product
-    q of a head = [W_uk^T plain part | turned part]     so q . [latent | turned k] is the score of that head
-    out of a head = W_uv (the weighted sum of latents)
+x -> q vector | latent | k rotary part               one product
+q of a head = [W_uk^T plain part | rotary part]      q . [latent | rotary k] is its score
+output of a head = W_uv (weighted sum of latents)
 
-The cache keeps [normed latent | turned k | key of the index, if any], one vector for all heads: prompts and answers read it alike. A rank has some heads, and all
-latents.
+The cache keeps [normed latent | rotary k | index key, if any] for all heads; prefill and decode
+read it alike. A rank has some heads and all latents.
 """
 
 import torch
@@ -21,11 +21,11 @@ from engine.models.attention import Attend
 from engine.models.part import ModelPart
 from engine.parallel.layout import Cut
 
-EPS = 1e-6  # of the norms inside; the config's is of the others
+EPS = 1e-6  # of the inner norms; the config's is for the others
 
 
 class LatentAttention:
-    """As `Attention`. Adapters change all matrices but kv_b_proj, of which each half is multiplied from another side."""
+    """MLA, called like `Attention`. LoRA adapts all matrices except the split kv_b_proj."""
 
     def __init__(self, part: ModelPart, prefix: str, *, place: int) -> None:
         latent = part.config.latent
@@ -66,7 +66,6 @@ class LatentAttention:
         self.sites.append(LinearSite(self._out, out))
 
     def __call__(self, norm: Normed, x: Tensor, delta: Tensor | None, turn: Turn, attend: Attend) -> Tensor:
-        """Attention of norm(x + delta), which x becomes before the norm."""
         latent, down = self._latent, self._down.of_norm(norm, x, delta)
         sizes = [self._begin_dim, latent.rank, latent.rope_dim, *self._index_dims]
         q, kept, turned, *indexed = torch.split(down, sizes, dim=1)
@@ -92,7 +91,6 @@ def _norm(part: ModelPart, name: str, width: int) -> RMSNorm:
 
 
 def _both(part: ModelPart, name: str, latent: LatentConfig, heads: Cut) -> tuple[HeadProducts, HeadProducts]:
-    """From a head's plain q to latents, and from latents to its output."""
     size = latent.plain_dim + latent.value_dim
     weight = part.checkpoint.take(name, [heads.times(size), latent.rank]).view(-1, size, latent.rank)
     keys, values = torch.split(weight, [latent.plain_dim, latent.value_dim], dim=1)
@@ -100,7 +98,6 @@ def _both(part: ModelPart, name: str, latent: LatentConfig, heads: Cut) -> tuple
 
 
 def _order(part: ModelPart, *, plain: int) -> tuple[int, ...]:
-    """Of `plain` rows and those that are turned behind them: which of the checkpoint's each one is."""
     dim = part.config.rope.dim
     return (*range(plain), *(plain + row for row in head_order(part.config.rope, dim) or range(dim)))
 
@@ -111,11 +108,12 @@ def _query_order(part: ModelPart, latent: LatentConfig, *, heads: int) -> tuple[
 
 
 class Index:
-    """The index of DeepSeek V3.2's sparse attention: small queries and keys of its own choose the tokens that attention sees.
+    """The indexer of DeepSeek V3.2's sparse attention: chooses the tokens that attention reads.
 
-    Its products are rows of the layer's own matrices: key and weights of heads beside the latents, queries beside q. All ranks
-    have all of it. Its RoPE pairs dims (i, i + rope_dim / 2), independent of attention's; in GLM-5 (2 i, 2 i + 1), which are put
-    in that order here. `down_names`, `down_cuts`: of its matrices that multiply the hidden state; `up_names`, `up_cuts`: q's vector."""
+    Its queries and keys are rows of the layer's own matrices: key and head weights with the
+    latents, queries with q. It is replicated. Its RoPE pairs dims (i, i + rope_dim / 2),
+    independent of attention's; GLM-5 pairs (2 i, 2 i + 1), reordered here.
+    """
 
     def __init__(self, part: ModelPart, prefix: str, index: IndexConfig) -> None:
         self._index = index
@@ -127,12 +125,15 @@ class Index:
         self.up_cuts = [Cut.whole(index.heads * index.dim)]
 
     def __call__(self, q: Tensor, key: Tensor, weights: Tensor, *, turn: Turn) -> tuple[Tensor, TokenChooser]:
-        """(key [T, dim] for the cache, what chooses) of the products: q [T, heads * dim], key [T, dim], weights [T, heads]."""
+        """Return the key [T, dim] for the cache, and the chooser.
+
+        `q`: [T, heads * dim]; `weights`: [T, heads].
+        """
         index = self._index
         key = functional.layer_norm(key.contiguous(), key.shape[1:], *self._norm, eps=EPS)
         both = torch.cat((q.reshape(len(q), index.heads, index.dim), key.unsqueeze(1)), 1)
         turned, plain = both[:, :, : self._turned], both[:, :, self._turned :]
-        if index.interleaved:  # scores do not see an order that queries and keys share
+        if index.interleaved:  # scores do not depend on an order that queries and keys share
             turned = torch.cat((turned[:, :, ::2], turned[:, :, 1::2]), 2)
         both = torch.cat((apply_rope(turned, *turn), plain), 2)
         scaled = weights.float() * (index.heads * index.dim) ** -0.5

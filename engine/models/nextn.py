@@ -1,11 +1,10 @@
-"""The model's own layer that predicts the token after the next (multi-token prediction, MTP): DeepSeek V3, GLM, Qwen3-Next and Qwen3.5.
+"""NextN drafter: the model's own layer for the token after the next (MTP).
 
-    x = join [norm of the token's embedding | norm of the model's hidden state before it]
-    out = norm (x + layer (x)), which the model's head reads, and a further pass in place of the hidden state
+x = join [norm of the token's embedding | norm of the model's hidden state before it]
+out = norm (x + layer (x)), read by the model's head and by the next draft step
 
-The layer has attention with K and V, in hybrids too, and the family's norms and MLP or experts. DeepSeek-AI 2024, "DeepSeek-V3 Technical
-Report" (arXiv:2412.19437), section 2.2. The model's state is that behind its last norm, as vLLM, SGLang and transformers have it. Names
-of hybrids (`mtp.`): as qwen3_next_mtp.py and qwen3_5_mtp.py of vLLM and SGLang read them.
+It has attention with KV, in hybrids too. DeepSeek-V3 Technical Report (arXiv:2412.19437), section
+2.2. Hidden states after the last norm, and `mtp.` names of hybrids, as in vLLM and SGLang.
 """
 
 from collections.abc import Sequence
@@ -29,7 +28,7 @@ from service.flags import ConfigError
 
 
 class NextnLayer:
-    """As `DraftModel`; `use` comes first. `part`: of the model, whose layers are not read yet. Raises ConfigError."""
+    """A NextN `DraftModel` over the model's `part`; call `use` first. Raises ConfigError."""
 
     def __init__(self, part: ModelPart) -> None:
         config, checkpoint, hidden = part.config, part.checkpoint, part.config.hidden_size
@@ -48,7 +47,6 @@ class NextnLayer:
         self.attention_needs: Sequence[str] = config.attention_needs()
 
     def use(self, model: DenseDecoder) -> None:
-        """Take embeddings and head of `model`."""
         self._lender = Lender(model)
 
     @property
@@ -82,7 +80,7 @@ class NextnLayer:
 
 
 def _check(checkpoint: Checkpoint, join: str) -> None:
-    """Check for the layer, which quantized copies of a model often lack in spite of their config.json."""
+    """Quantized copies often lack the layer."""
     if not checkpoint.is_dummy and not checkpoint.has(f"{join}.weight"):
         raise ConfigError(
             f"--speculative-algorithm: the checkpoint has no tensor {join}.weight, so no layer that drafts; take one that was published "

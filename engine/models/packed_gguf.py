@@ -1,4 +1,4 @@
-"""The tensors of a GGUF file, of which those with groups of 32 integers can be taken as such."""
+"""Packed integers of GGUF tensors with groups of 32."""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class PackedGGUF:
-    """As `GGUFTensors`."""
+    """A `GGUFTensors` that also returns packed integers."""
 
     def __init__(self, tensors: "GGUFTensors") -> None:
         self._tensors = tensors
@@ -30,7 +30,7 @@ class PackedGGUF:
         return self._tensors.open(name, shape, taken)
 
     def integers(self, name: str, shape: Sequence[int], taken: Sequence[range], dtype: torch.dtype) -> Integers | None:
-        """The `taken` part of a matrix; None: its type has no such groups, or the part begins or ends within one."""
+        """The `taken` part of a matrix; None if type or cut does not fit groups."""
         kind, columns = BLOCK_TYPES.get(self._tensors.type_of(name)), taken[1]
         if kind is None or columns.start % GROUP or columns.stop % GROUP:
             return None

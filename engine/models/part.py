@@ -1,4 +1,4 @@
-"""What a rank builds a model of: its rows and columns of the checkpoint, and linear layers that know of the other ranks."""
+"""A rank's part of a model: cuts of the checkpoint, linear layers over ranks."""
 
 from collections.abc import Sequence
 from copy import copy
@@ -28,10 +28,10 @@ EMBEDDING = "model.embed_tokens.weight"
 
 
 class ModelPart:
-    """`collectives`: of the stage's ranks; None where there is one. `exchange`: with DP attention, of all ranks.
+    """Builds the layers of one rank.
 
-    `reduce_units`: as `--reduce-units`, 0 is off. `scheme`: in which float weights are quantized; None: they stay.
-    `balance`: moves experts between ranks, if `experts` says so.
+    `collectives`: of the stage; `exchange`: of all ranks, with DP attention. `reduce_units`: as
+    `--reduce-units`, 0 is off. `scheme`: quantizes float weights.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class ModelPart:
         self.balance = self._make_balance() if experts.rebalance_every and place.ep_size > 1 else None
         self._segments = max(1, reduce_units // place.tp_size)
         self.mlp_segments = max(1, reduce_units // place.mlp_size)
-        self.whole_segments = max(1, reduce_units)  # of what one rank computes alone
+        self.whole_segments = max(1, reduce_units)  # for what is replicated
         family = family_of(config.architecture)
         self.mlp_names, self.out_name, self._final_norm = family.mlp, family.out, f"model.{family.final_norm}"
         self._head_bias = family.head_bias
@@ -70,7 +70,6 @@ class ModelPart:
         self.kv = Cut(config.num_kv_heads, self.share.kv_heads).times(config.head_dim)
 
     def over(self, checkpoint: Checkpoint) -> "ModelPart":
-        """Return the part of other files."""
         other = copy(self)
         other.checkpoint = checkpoint
         return other
@@ -83,24 +82,20 @@ class ModelPart:
         )
 
     def no_rows(self) -> torch.Tensor:
-        """[0, hidden]: what a rank brings to a step that only other DP ranks have tokens in."""
+        """[0, hidden]: input of a step without own tokens."""
         checkpoint = self.checkpoint
         return torch.empty((0, self.config.hidden_size), dtype=checkpoint.dtype, device=checkpoint.device)
 
     def mlp_cut(self, width: int) -> Cut:
-        """The own part of an intermediate."""
         return Cut(width, mlp_share(width, self.place))
 
     def table(self, name: str) -> torch.Tensor:
-        """[rows of the own vocabulary, hidden] of matrix `name`."""
         return self.checkpoint.take(name, [Cut(self.config.vocab_size, self.share.vocab), self.config.hidden_size])
 
     def cache_spec(self, *, window: int = 0) -> CacheSpec:
-        """Return the spec of a layer with attention on this rank."""
         return layer_spec(self.config, self.share, dtype=self.checkpoint.dtype_name, window=window)
 
     def head(self, table: torch.Tensor | None) -> Linear:
-        """The output layer; `table`: of the embedding, if that is tied to it."""
         rows = Cut(self.config.vocab_size, self.share.vocab)
         bias = self.checkpoint.take("lm_head.bias", [rows]) if self._head_bias else None
         name = "lm_head.weight" if table is None else EMBEDDING
@@ -121,9 +116,9 @@ class ModelPart:
         segments: int = 1,
         factors: Sequence[float] = (),
     ) -> Weight:
-        """The matrices `names` (with ".weight"), [rows[i], inputs], one above the other, each times its factor if there are `factors`.
+        """Load the matrices `names`, [rows[i], inputs], concatenated.
 
-        Its inputs are summed in `segments`.
+        `segments`: of inputs, summed apart. `factors`: one per matrix.
         """
         if self._scheme is None:
             integers = self.checkpoint.take_integers(names, rows, inputs, factors)
@@ -132,7 +127,7 @@ class ModelPart:
         return self.rounded(self._taken(names, rows, self.read_inputs(names[0], inputs, segments), factors), inputs)
 
     def read_inputs(self, name: str, inputs: Extent, segments: int) -> Extent:
-        """What `rounded` needs of a matrix's `inputs`, which are summed in `segments`. Raises ConfigError."""
+        """The inputs that `rounded` needs. Raises ConfigError."""
         if self._scheme is None:
             return inputs
         cut, group = cut_of(inputs), self._scheme.group
@@ -145,7 +140,7 @@ class ModelPart:
         return inputs if group else cut.total  # one scale on all ranks
 
     def rounded(self, weight: torch.Tensor, inputs: Extent) -> Weight:
-        """The own inputs of `weight`, which has its `read_inputs`, quantized if `--quantization` says so."""
+        """Quantize `weight`; return the own inputs."""
         if self._scheme is None:
             return weight
         whole, own = quantized(weight, self._scheme), cut_of(inputs).taken
@@ -162,11 +157,9 @@ class ModelPart:
         return weight.to(self.checkpoint.dtype)
 
     def vector(self, name: str) -> torch.Tensor:
-        """[hidden] of a norm or a bias."""
         return self.checkpoint.take(name, [self.config.hidden_size])
 
     def norm(self, name: str) -> Norm:
-        """Return a norm of the family's kind over the hidden size."""
         arithmetic, eps = self.config.arithmetic, self.config.rms_norm_eps
         if arithmetic.norm == "bare":
             return LayerNorm(None, None, eps=eps)
@@ -176,11 +169,10 @@ class ModelPart:
         return rms_norm(weight, eps=eps, offset=arithmetic.norm_offset)
 
     def last_norm(self) -> Norm:
-        """The one behind all layers."""
         return self.norm(self._final_norm)
 
     def qkv(self, prefix: str, *, inputs: int | None = None) -> tuple[Linear, SiteShape]:
-        """q, k and v of the own heads, each head in the order that RoPE wants; before q its gates, if it has them. `inputs`: as of `columns`."""
+        """Load q, k and v of the own heads in RoPE order, after gates, if any."""
         config, rows = self.config, [self.q, self.kv, self.kv]
         names = [f"{prefix}{name}_proj" for name in "qkv"]
         if config.fused_qkv:
@@ -195,7 +187,6 @@ class ModelPart:
         return self.columns(names, rows, bias=config.attention_bias, order=order, inputs=inputs)
 
     def gate_up(self, prefix: str, *, gates: bool = False) -> tuple[Linear, SiteShape]:
-        """Gate and up, the own part of each, or the one matrix where there is no gate. `gates`: as of `Linear`."""
         cut, own = self.mlp_cut(self.config.intermediate_size), self.mlp_names
         if not self.config.arithmetic.is_gated:
             return self.columns([f"{prefix}{own.gate_up}"], [cut], bias=own.bias)
@@ -215,9 +206,9 @@ class ModelPart:
         inputs: int | None = None,
         factors: Sequence[float] = (),
     ) -> tuple[Linear, SiteShape]:
-        """The matrices `names`, [rows[i], inputs], one above the other: the own outputs of all inputs. `order`: as in `SiteShape`.
+        """Load column-parallel matrices [rows[i], inputs], concatenated.
 
-        `inputs`: None is the hidden size. `factors`: as of `matrix`.
+        `order`: as in `SiteShape`. `inputs`: default the hidden size.
         """
         inputs = inputs or self.config.hidden_size
         weight = self.matrix([f"{name}.weight" for name in names], rows, inputs, factors=factors)
@@ -229,7 +220,7 @@ class ModelPart:
     def rows(
         self, name: str, inputs: Cut, *, bias: bool = False, factor: float = 1.0
     ) -> tuple[Linear | RowLinear, SiteShape]:
-        """The matrix `name`, [hidden, inputs], times `factor`: all outputs, summed over all ranks' inputs."""
+        """Load a row-parallel matrix [hidden, inputs], times `factor`."""
         hidden = self.config.hidden_size
         weight = self.matrix([f"{name}.weight"], [hidden], inputs, segments=self._segments, factors=[factor])
         vector = self.vector(f"{name}.bias") if bias else None
@@ -240,17 +231,16 @@ class ModelPart:
         return RowLinear(weight, own_bias, collectives=self.collectives, segments=self._segments), shape
 
     def leave_the_rest(self) -> None:
-        """Ignore what other stages have, what sees images for a model of text alone, and the copy of a tied head that some exporters write."""
         config, place = self.config, self.place
         for index in range(config.num_layers):
             if index not in self.share.layers:
                 self.checkpoint.ignore(f"model.layers.{index}.")
         if config.experts is not None:
-            self.checkpoint.ignore(f"model.layers.{config.num_layers}.")  # predicts tokens beyond the next (MTP)
+            self.checkpoint.ignore(f"model.layers.{config.num_layers}.")  # predicts tokens after the next (MTP)
         for index in range(config.num_layers, config.num_layers + config.nextn_layers):
             self.checkpoint.ignore(f"model.layers.{index}.")
         if config.recurrent is not None:
-            self.checkpoint.ignore("mtp.")  # the same of hybrids
+            self.checkpoint.ignore("mtp.")  # the same in hybrids
         if not place.is_first_stage:
             self.checkpoint.ignore(EMBEDDING)
         if config.vision is None or not place.is_first_stage:
@@ -266,21 +256,18 @@ class ModelPart:
 
 
 def in_one(rows: Sequence[Cut]) -> list[Cut]:
-    """Return the cuts in one matrix of all parts, one above the other."""
     total = sum(cut.total for cut in rows)
     starts = accumulate((cut.total for cut in rows), initial=0)
     return [cut.within(total, at=at) for cut, at in zip(rows, starts, strict=False)]
 
 
 def _row_order(order: Sequence[int], heads: int, kv_heads: int) -> tuple[int, ...]:
-    """Rows of q, k and v whose heads are in `order`; v's are as they are."""
     size = len(order)
     turned = [head * size + dim for head in range(heads + kv_heads) for dim in order]
     return (*turned, *range(len(turned), len(turned) + kv_heads * size))
 
 
 def _gated_order(order: Sequence[int], heads: int, kv_heads: int) -> tuple[int, ...]:
-    """As `_row_order`, where each head of q has its gate behind it: here the gates of all heads come first."""
     size = len(order)
     gates = [head * 2 * size + size + dim for head in range(heads) for dim in range(size)]
     q = [head * 2 * size + dim for head in range(heads) for dim in order]

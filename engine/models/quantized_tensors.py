@@ -1,4 +1,4 @@
-"""The tensors of a quantized checkpoint under the names of a float one: what stands for `weight`, and for its module's other parts."""
+"""A quantized checkpoint under the tensor names of a float one."""
 
 from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
@@ -13,8 +13,6 @@ from service.flags import ConfigError
 
 
 class Files(Protocol):
-    """Safetensors by name."""
-
     described_by: str
 
     def names(self) -> Collection[str]: ...
@@ -31,7 +29,7 @@ class Files(Protocol):
 
 
 class QuantizedTensors:
-    """As `Files`, of which a quantized module has one tensor, its weight."""
+    """Quantized modules as one tensor each."""
 
     def __init__(self, files: Files, stored: StoredWeights) -> None:
         self._files, self._stored = files, stored
@@ -55,7 +53,6 @@ class QuantizedTensors:
         return lambda out: out.copy_(floats)
 
     def integers(self, name: str, shape: Sequence[int], taken: Sequence[range], dtype: torch.dtype) -> Integers | None:
-        """The `taken` part of a weight that is stored as integers; None: it is not."""
         if not self._is_quantized(name):
             return None
         weight = self._read(name, shape, taken, dtype)

@@ -1,4 +1,4 @@
-"""What a recurrent layer remembers of a request: which part of the model's state is this rank's, and in a step where it lies."""
+"""The state of a recurrent layer: this rank's part, and its slots."""
 
 from collections.abc import Sequence
 
@@ -15,23 +15,22 @@ from engine.parallel.layout import Cut
 
 class Remembered:
     def __init__(self, channels: Sequence[Cut], heads: Cut, *, taps: int, head: tuple[int, int], dtype: str) -> None:
-        """`channels`: of the convolution, whose parts lie one above the other. `head`: keys and values of one head's state."""
+        """`channels`: parts of the convolution. `head`: keys and values of a state."""
         held = HeldState(tuple(cut.taken for cut in channels), channels[0].total, heads.taken, heads.total)
         self.spec = StateSpec((sum(map(len, channels)), taps - 1), (len(heads), *head), dtype, held)
         self._now: tuple[StepStates, LayerStates] | None = None
         self._number = 0
 
     def use(self, step: StepStates, layer: int) -> None:
-        """Remember requests there, as the `layer`-th of the recurrent ones."""
+        """Keep states there; `layer`: index among the recurrent layers."""
         self._now, self._number = (step, step.of(layer)), layer
 
     def now(self) -> tuple[StepStates, LayerStates]:
-        """The step, and the layer's memory of all slots."""
         assert self._now is not None, "use() comes first"
         return self._now
 
     def product(self, linear: Linear, norm: Normed, x: Tensor, delta: Tensor | None) -> Tensor:
-        """linear.of_norm(norm, x, delta), which is kept in a step with drafts: `product_again` gives rows of it."""
+        """linear.of_norm(norm, x, delta); with drafts keep it for `product_again`."""
         step, _ = self.now()
         if not step.keeps:
             return linear.of_norm(norm, x, delta)
@@ -41,6 +40,5 @@ class Remembered:
         return product
 
     def product_again(self, rows: Tensor) -> Tensor:
-        """`rows` [n] int64 of what was kept last."""
         step, _ = self.now()
         return step.products[self._number][rows]

@@ -1,1 +1,1 @@
-"""Vision towers: they turn images into rows that stand in for embeddings of a decoder."""
+"""Vision towers: encode images to features for decoder embeddings."""

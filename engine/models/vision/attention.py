@@ -1,4 +1,4 @@
-"""Attention of a vision tower: patches of a span see one another, both ways."""
+"""Bidirectional attention of a vision tower within spans of patches."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -11,11 +11,11 @@ from engine.layers.linear import Linear
 from engine.layers.norm import Norm
 from engine.layers.rope import Turn
 
-ELEMENTS_AT_ONCE = 16 << 10  # of fp32 on a CPU: what is turned stays in a cache, and in memory that is there
+ELEMENTS_AT_ONCE = 16 << 10  # of fp32 on a CPU, rotated at once: fits a cache
 
 
 class Spans(NamedTuple):
-    """Of each frame, from patch `first` on: `runs` of `length` patches."""
+    """Spans of each frame: from patch `first`, `runs` of `length` patches."""
 
     first: int
     runs: int
@@ -23,14 +23,14 @@ class Spans(NamedTuple):
 
 
 class FrameLayout(NamedTuple):
-    """Patches are those of `frames` equal frames, one behind the other. `turn`: of one frame's; None: positions are in the states."""
+    """`frames` equal frames of patches. `turn`: RoPE of one frame, if any."""
 
     frames: int
     turn: Turn | None
 
 
 class VisionAttention:
-    """`qkv` maps to q, k and v, each [heads, head_dim]."""
+    """Attention within frames. `qkv` maps to q, k and v, each [heads, head_dim]."""
 
     def __init__(self, qkv: Linear, out: Linear, *, heads: int) -> None:
         self._qkv, self._out, self._heads = qkv, out, heads
@@ -38,7 +38,6 @@ class VisionAttention:
     def __call__(
         self, norm: Norm, x: Tensor, delta: Tensor | None, layout: FrameLayout, spans: Sequence[Spans]
     ) -> Tensor:
-        """Attention of norm(x + delta), which x becomes before the norm."""
         frames = layout.frames
         qkv = self._qkv.of_norm(norm, x, delta).view(frames, len(x) // frames, 3, self._heads, -1)
         if layout.turn is not None:
@@ -48,7 +47,6 @@ class VisionAttention:
 
 
 def _turn(heads: Tensor, turn: Turn) -> None:
-    """Turn `heads` [frames, patches, heads, head_dim] in place, computed in fp32, as `apply_rope` does."""
     patches, count, dim = heads.shape[1:]
     rows = max(1, ELEMENTS_AT_ONCE // (count * dim)) if heads.device.type == "cpu" else patches
     for frame in heads:
@@ -60,7 +58,10 @@ def _turn(heads: Tensor, turn: Turn) -> None:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, spans: Sequence[Spans]) -> Tensor:
-    """[frames, patches, heads * head_dim] for q, k and v [frames, patches, heads, head_dim]; `spans` cover a frame, in order."""
+    """Attend within `spans`, which cover a frame: [frames, patches, heads * head_dim].
+
+    q, k, v: [frames, patches, heads, head_dim].
+    """
     return (
         torch.cat([_attend_in(span, q, k, v) for span in spans], 1) if len(spans) > 1 else _attend_in(spans[0], q, k, v)
     )

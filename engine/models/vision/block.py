@@ -1,4 +1,4 @@
-"""A layer of a vision tower, attention and an MLP, each behind a norm; and what merges patches behind the last layer."""
+"""Layers of a vision tower (pre-norm), and its patch merger."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -14,7 +14,6 @@ from engine.models.vision.weights import VisionWeights
 
 
 def gelu(x: Tensor) -> Tensor:
-    """Compute gelu by the error function."""
     return torch.ops.aten.gelu_(x)
 
 
@@ -23,7 +22,7 @@ def gelu_tanh(x: Tensor) -> Tensor:
 
 
 def quick_gelu(x: Tensor) -> Tensor:
-    """x * sigmoid(1.702 * x): CLIP's."""
+    """CLIP's gelu."""
     return x.mul_(torch.sigmoid(1.702 * x))
 
 
@@ -40,15 +39,11 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class VisionMLP(Protocol):
-    """The part of a layer that computes each patch by itself."""
-
     def __call__(self, norm: Norm, x: Tensor, delta: Tensor | None) -> Tensor:
-        """The MLP of norm(x + delta), which x becomes before the norm."""
+        """Compute the MLP of norm(x + delta)."""
 
 
 class PlainMLP:
-    """down(activation(up(x)))."""
-
     def __init__(self, up: Linear, down: Linear, *, activation: Callable[[Tensor], Tensor]) -> None:
         self._up, self._down, self._activation = up, down, activation
 
@@ -57,8 +52,6 @@ class PlainMLP:
 
 
 class GatedMLP:
-    """down(silu(gate(x)) * up(x)), gate and up in one matrix."""
-
     def __init__(self, gate_up: Linear, down: Linear) -> None:
         self._gate_up, self._down = gate_up, down
 
@@ -67,33 +60,30 @@ class GatedMLP:
 
 
 def attention_of(weights: VisionWeights, qkv: Sequence[str], out: str, *, hidden: int, heads: int) -> VisionAttention:
-    """Load attention. `qkv`: names of its matrices for q, k and v: three, or one that holds all."""
     rows = 3 * hidden // len(qkv)
     return VisionAttention(weights.linear(qkv, rows, hidden), weights.linear([out], hidden, hidden), heads=heads)
 
 
 class VisionBlock:
-    """As the decoder's layers: adds what the one before has computed, and returns its own part, so each sum is one pass with a norm."""
+    """A layer; returns the delta for the next to add, fused with its norm."""
 
     def __init__(self, norms: tuple[Norm, Norm], attention: VisionAttention, mlp: VisionMLP) -> None:
         self._norms, self._attention, self._mlp = norms, attention, mlp
 
     def __call__(self, x: Tensor, delta: Tensor | None, layout: FrameLayout, spans: Sequence[Spans]) -> Tensor:
-        """Add `delta` to x [patches, hidden] in place; [patches, hidden] that is to be added next."""
         delta = self._attention(self._norms[0], x, delta, layout, spans)
         return self._mlp(self._norms[1], x, delta)
 
 
 class PatchMerger:
-    """Makes one row of the patches that a token stands for: fc2(gelu(fc1(row))), a row being these patches side by side.
+    """Merges a token's patches: fc2(gelu(fc1(concatenated patches))).
 
-    `after`: they are normed together, not each by itself.
+    `after`: norm the concatenation.
     """
 
     def __init__(self, norm: Norm, fc1: Linear, fc2: Linear, *, width: int, after: bool = False) -> None:
         self._norm, self._fc1, self._fc2, self._width, self._after = norm, fc1, fc2, width, after
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[tokens, hidden of the decoder] for x [patches, hidden]."""
         rows = self._norm(x.view(-1, self._width)) if self._after else self._norm(x).view(-1, self._width)
         return self._fc2(gelu(self._fc1(rows)))

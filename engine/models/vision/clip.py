@@ -1,4 +1,4 @@
-"""LLaVA 1.5's tower: CLIP's, of which an inner layer's states go through a small MLP (arXiv:2310.03744)."""
+"""LLaVA 1.5's tower: states of an inner CLIP layer, projected (arXiv:2310.03744)."""
 
 from collections.abc import Sequence
 
@@ -16,7 +16,10 @@ from engine.models.vision.weights import VisionWeights
 
 
 class ProjectedClip:
-    """As `VisionTower`. `size`: of the decoder's hidden states. Layers behind the last state that is taken are left out."""
+    """A CLIP `VisionTower` with projector.
+
+    `size`: hidden size of the decoder. Unused last layers are not loaded.
+    """
 
     def __init__(
         self,
@@ -40,7 +43,7 @@ class ProjectedClip:
         for index in range(len(used), config.depth):
             weights.ignore(f"encoder.layers.{index}.")
         weights.ignore("post_layernorm.")
-        weights.ignore("embeddings.position_ids")  # of old files: 0, 1, ...
+        weights.ignore("embeddings.position_ids")  # in old files: 0, 1, ...
         width, bias = hidden * len(config.taken), config.projector_bias
         self._up = projector.linear(["linear_1"], size, width, bias=bias)
         self._down = projector.linear(["linear_2"], size, size, bias=bias)
@@ -59,7 +62,6 @@ class ProjectedClip:
         return self._down(self._activation(self._up(rows)))
 
     def _states(self, x: Tensor) -> dict[int, Tensor]:
-        """Return the taken states by number: 0 is `x`, the input of the first layer."""
         layout, whole = FrameLayout(1, None), [Spans(0, 1, len(x))]
         found = {0: x.clone()} if 0 in self._config.taken else {}
         delta = None

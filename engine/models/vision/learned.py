@@ -1,4 +1,4 @@
-"""The tower of Qwen3-VL and Qwen3.5: learned positions beside the turn of q and k, and what layers inside of it see (deepstack)."""
+"""The tower of Qwen3-VL and Qwen3.5: learned positions, RoPE, deepstack."""
 
 from collections.abc import Sequence
 
@@ -19,7 +19,7 @@ EPS = 1e-6
 
 
 class DeepstackTower:
-    """As `VisionTower`. `size`: of the decoder's hidden states. Without deepstack layers a feature is an embedding alone."""
+    """The `VisionTower` of Qwen3-VL. `size`: hidden size of the decoder."""
 
     def __init__(self, weights: VisionWeights, config: LearnedTower, processing: ImageProcessing, *, size: int) -> None:
         self._config, hidden = config, config.hidden_size

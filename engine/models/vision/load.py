@@ -1,4 +1,4 @@
-"""Which tower sees for a model, and where its tensors are."""
+"""Loads the vision tower of a model."""
 
 from engine.model_files.tensor_names import CLIP, PROJECTOR, VISUAL
 from engine.model_files.tower_config import ClipTower, LearnedTower
@@ -12,7 +12,7 @@ from engine.models.vision.windowed import WindowedTower
 
 
 def load_tower(part: ModelPart) -> VisionTower | None:
-    """The tower of a model that sees, on each rank of its first stage; None elsewhere. Raises `ConfigError` for files that do not fit."""
+    """Load the tower on the first stage of a multimodal model. Raises ConfigError."""
     config = part.config.vision
     if config is None or not part.place.is_first_stage:
         return None

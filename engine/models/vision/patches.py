@@ -1,4 +1,4 @@
-"""The pixels of an image as rows of patches, scaled as the tower wants them."""
+"""Pixels as scaled rows of patches."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from engine.models.vision.tower import Pixels
 
 
 class Patches:
-    """A row has the values of a patch, channel by channel, frame by frame; patches that are merged follow one another."""
+    """A row is a patch by channel and frame; patches to merge are consecutive."""
 
     def __init__(
         self, tower: TowerConfig, processing: ImageProcessing, *, dtype: torch.dtype, device: torch.device
@@ -22,17 +22,15 @@ class Patches:
         self._scale, self._shift = processing.rescale / std, -mean / std
 
     def __call__(self, image: Pixels) -> Tensor:
-        """[time * rows * columns, values of a patch]."""
         rows = self._cut(image).to(self._device)
         values = rows.view(len(rows), CHANNELS, -1).float().mul_(self._scale).add_(self._shift)
         return values.view(len(rows), -1).to(self._dtype)
 
     def _cut(self, image: Pixels) -> Tensor:
-        """The same of uint8, unscaled."""
         of, (time, rows, columns) = self._tower, image.grid
         frames = image.pixels
         if missing := time * of.temporal_patch - len(frames):
-            frames = torch.cat((frames, frames[-1:].expand(missing, -1, -1, -1)))  # the last frame comes again
+            frames = torch.cat((frames, frames[-1:].expand(missing, -1, -1, -1)))  # repeat the last frame
         assert frames.shape == (time * of.temporal_patch, rows * of.patch, columns * of.patch, CHANNELS), frames.shape
         sides = rows // of.merge, of.merge, of.patch, columns // of.merge, of.merge, of.patch
         blocks = frames.reshape(time, of.temporal_patch, *sides, CHANNELS)
@@ -40,7 +38,7 @@ class Patches:
 
 
 def places(rows: int, columns: int, *, merge: int) -> tuple[Tensor, Tensor]:
-    """Row and column [rows * columns] i64 of each patch of a frame, in the order of `Patches`."""
+    """Row and column [rows * columns] i64 of each patch, in the order of `Patches`."""
     blocks = torch.arange(rows * columns).view(rows // merge, merge, columns // merge, merge)
     order = blocks.transpose(1, 2).flatten()
     return order // columns, order % columns

@@ -1,4 +1,4 @@
-"""Layers of a vision tower, from the tensors of a checkpoint. Each rank has them whole, as floats."""
+"""Loads layers of a vision tower, replicated, as floats."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ from engine.parallel.layout import Extent
 
 
 class VisionWeights:
-    """Names are those behind `prefix`, without ".weight" and ".bias". A stored quantization becomes floats: towers are small."""
+    """Tensors under `prefix`, without ".weight" and ".bias"."""
 
     def __init__(self, checkpoint: Checkpoint, prefix: str) -> None:
         self._checkpoint = checkpoint
@@ -35,14 +35,14 @@ class VisionWeights:
     def linear(
         self, names: Sequence[str], outputs: int, inputs: int, *, bias: bool = True, gates: bool = False
     ) -> Linear:
-        """The matrices `names`, [outputs, inputs] each, one above the other. `gates`: as of `Linear`."""
+        """Load matrices [outputs, inputs] each, concatenated."""
         full, rows = [self._prefix + name for name in names], [outputs] * len(names)
         weight = self._checkpoint.take_rows([f"{name}.weight" for name in full], rows, [inputs])
         vector = self._checkpoint.take_rows([f"{name}.bias" for name in full], rows, []) if bias else None
         return Linear(weight, vector, gates=gates)
 
     def convolution(self, name: str, shape: Sequence[int], *, bias: bool) -> Linear:
-        """`shape`: [outputs, values of a patch ...]: steps as wide as its kernel are a product with each patch."""
+        """Load a patch embedding as linear layer. `shape`: [outputs, values of a patch ...]."""
         weight = self.tensor(f"{name}.weight", shape).flatten(1)
         return Linear(weight, self.tensor(f"{name}.bias", shape[:1]) if bias else None)
 
@@ -53,5 +53,4 @@ class VisionWeights:
         return LayerNorm(self.tensor(f"{name}.weight", [width]), self.tensor(f"{name}.bias", [width]), eps=eps)
 
     def ignore(self, name: str) -> None:
-        """As `Checkpoint.ignore`."""
         self._checkpoint.ignore(self._prefix + name)

@@ -1,4 +1,4 @@
-"""Qwen2.5-VL's tower: RMS norms, gated MLPs, and attention inside windows but for a few layers (arXiv:2502.13923)."""
+"""Qwen2.5-VL's tower: windowed attention in most layers (arXiv:2502.13923)."""
 
 from collections.abc import Sequence
 
@@ -19,7 +19,7 @@ EPS = 1e-6
 
 
 class WindowedTower:
-    """As `VisionTower`. `size`: of the decoder's hidden states."""
+    """The `VisionTower` of Qwen2.5-VL. `size`: hidden size of the decoder."""
 
     def __init__(self, weights: VisionWeights, config: WindowTower, processing: ImageProcessing, *, size: int) -> None:
         self._config, self._device, self.feature_size = config, weights.device, size
@@ -52,7 +52,7 @@ class WindowedTower:
 
 
 def in_windows(rows: int, columns: int, *, side: int) -> tuple[Tensor, list[Spans]]:
-    """The tokens [rows * columns] of a frame window by window, equal windows behind one another; and where these lie, in tokens."""
+    """Order tokens [rows * columns] of a frame by window; return the windows' spans, too."""
     tokens = torch.arange(rows * columns).view(rows, columns)
     order, spans, first = [], [], 0
     for top, height in _cuts(rows, side):
@@ -65,14 +65,12 @@ def in_windows(rows: int, columns: int, *, side: int) -> tuple[Tensor, list[Span
 
 
 def _cuts(size: int, side: int) -> list[tuple[slice, int]]:
-    """`size` as whole windows and a rest, as far as there are some: where, and a window's length in it."""
     whole = size - size % side
     cuts = [(slice(0, whole), side), (slice(whole, size), size - whole)]
     return [(part, length) for part, length in cuts if part.start < part.stop]
 
 
 def _framed(x: Tensor, order: Tensor, *, frames: int) -> Tensor:
-    """The rows of each frame of `x` in `order`."""
     return x.unflatten(0, (frames, -1)).index_select(1, order).flatten(0, 1)
 
 
