@@ -1,4 +1,4 @@
-"""Experts whose products have biases and whose gates are clamped (gpt-oss), as `Experts` (engine/layers/experts.py)."""
+"""Experts with biases and clamped gates (gpt-oss)."""
 
 from collections.abc import Sequence
 
@@ -12,11 +12,12 @@ from engine.quant.integers import Weight, columns_of, dense_of
 
 
 class BiasedExperts:
-    """`gate_up`: of each expert [2 * intermediate, hidden], rows of gate and up in turns, `gate_up_bias` [experts, 2 * intermediate];
-    `down`: [hidden, intermediate], `down_bias` [experts, hidden], None on ranks that are not to add it. fp32 biases.
+    """Experts with biases and clamped gates.
 
-    out = down((up + 1) * gate * sigmoid(alpha * gate)), gate at most `limit` and up between -limit and limit. `segments`: of the
-    intermediate, whose sums stay apart.
+    `gate_up`: [2 * intermediate, hidden] each, alternating rows; `down`: [hidden, intermediate].
+    Biases are fp32; `down_bias` is None on ranks that must not add it. `segments`: of the
+    intermediate. out = down((up + 1) * gate * sigmoid(alpha * gate)), gate <= `limit`, |up| <=
+    `limit`.
     """
 
     def __init__(
@@ -38,7 +39,6 @@ class BiasedExperts:
         self._count = len(gate_up)
 
     def take(self, other: "BiasedExperts") -> None:
-        """As of `Experts`."""
         for mine, theirs in zip([self._gate_up, *self._downs], [other._gate_up, *other._downs], strict=True):
             mine.take(theirs)
         self._gate_up_bias.copy_(other._gate_up_bias)
@@ -47,9 +47,9 @@ class BiasedExperts:
             self._down_bias.copy_(other._down_bias)
 
     def __call__(self, x: Tensor, rows: Tensor) -> list[Tensor]:
-        """[T, hidden] fp32 of each segment, not rounded, for x [T, hidden] sorted by expert, `rows` [experts] i64 of each."""
+        """[T, hidden] fp32 per segment; x [T, hidden] sorted by expert, `rows` [experts] i64."""
         places = torch.arange(len(x), device=x.device)
-        expert = torch.bucketize(places, rows.cumsum(0), right=True).clamp_(max=self._count - 1)  # beyond: of no expert
+        expert = torch.bucketize(places, rows.cumsum(0), right=True).clamp_(max=self._count - 1)  # no expert: any
         both = self._gate_up(x, rows) + self._gate_up_bias[expert]
         gate, up = both[:, ::2].clamp(max=self._limit), both[:, 1::2].clamp(-self._limit, self._limit)
         inner = ((up + 1) * gate * torch.sigmoid(self._alpha * gate)).to(x.dtype)
@@ -61,8 +61,6 @@ class BiasedExperts:
 
 
 class _Sums:
-    """fp32 products of all experts' matrices [out, in], by our kernel or by torch's grouped product."""
-
     def __init__(self, matrices: Sequence[Weight]) -> None:
         kernel = kernel_for(matrices[0])
         self._packed = None if kernel is None else PackedMatrices(kernel, [packable(matrix) for matrix in matrices])

@@ -1,6 +1,6 @@
-"""Recurrences S <- e^decay S + k u^T, o = S^T q in torch, for prompts: `GRID` tokens at a time, as products.
+"""Chunked recurrences S <- e^decay S + k u^T, o = S^T q in torch, for prefill.
 
-A prompt has the same bits wherever it is cut at a multiple of `GRID`.
+Bits do not depend on cuts at multiples of `GRID`.
 """
 
 from collections.abc import Callable
@@ -14,16 +14,19 @@ GRID = 64
 
 
 class Decays(NamedTuple):
-    """`total` [heads, GRID]: the logarithms up to each token. `between` [heads, GRID, GRID]: what is left at row i of column j <= i."""
+    """Decays between the rows of a chunk.
+
+    `total` [heads, GRID]: cumulative logs. `between` [heads, GRID, GRID]: decay from column to row.
+    """
 
     total: Tensor
     between: Tensor
 
 
 def decays_of(decay: Tensor) -> Decays:
-    """`decay` [heads, GRID]: logarithms, at most 0.
+    """The decays of a chunk. `decay` [heads, GRID]: logarithms, at most 0.
 
-    Sums are float64: behind one strong decay two sums of fp32 hold too few digits of the weak ones between them.
+    Sums are float64: after a strong decay fp32 loses digits of weak ones.
     """
     total = decay.double().cumsum(1)
     between = (total.unsqueeze(2) - total.unsqueeze(1)).float()
@@ -31,7 +34,7 @@ def decays_of(decay: Tensor) -> Decays:
 
 
 def advance(q: Tensor, k: Tensor, added: Tensor, decays: Decays, state: Tensor) -> tuple[Tensor, Tensor]:
-    """The outputs [heads, GRID, values] of a chunk, and the state [heads, keys, values] behind it.
+    """Return outputs [heads, GRID, values] and the next state [heads, keys, values].
 
     q, k [heads, GRID, keys]; `added` [heads, GRID, values]: u of each token.
     """
@@ -45,9 +48,9 @@ Chunk = Callable[[tuple[Tensor, ...], Tensor], tuple[Tensor, Tensor]]
 
 
 def in_chunks(rows: tuple[Tensor, ...], state: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor]:
-    """The outputs [n, heads, values] of n tokens, and the state behind them.
+    """Return outputs [n, heads, values] and the next state.
 
-    `rows`: [n, heads, ...] each; `chunk` gets `GRID` of them, heads first. Zeros behind the last must change nothing.
+    `rows`: [n, heads, ...] each; `chunk` gets `GRID`, heads first, zero-padded.
     """
     count = len(rows[0])
     parts = []

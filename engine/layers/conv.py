@@ -1,4 +1,4 @@
-"""The short causal convolution of recurrent layers: each channel by itself over the last inputs of its request, then SiLU."""
+"""Causal depthwise convolution of recurrent layers, then SiLU."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from engine.layers.recurrence import StepStates
 
 
 class ShortConv:
-    """`weight` [channels, taps], the oldest input's first; `bias` [channels] or None."""
+    """Causal convolution. `weight` [channels, taps], oldest first; `bias` [channels]."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         on_cpu = weight.device.type == "cpu" and weight.dtype in DTYPES and weight.shape[1] <= MOST_TAPS
@@ -18,7 +18,7 @@ class ShortConv:
         self._bias = None if bias is None else bias.float()
 
     def __call__(self, x: Tensor, state: Tensor, step: StepStates) -> Tensor:
-        """[T, channels] for x [T, channels]. state [slots, channels, taps - 1] becomes what the next tokens need."""
+        """x [T, channels] -> the same; updates state [slots, channels, taps - 1]."""
         if self._kernel is not None and step.rows is not None:
             return self._kernel(x, self._weight, self._bias, state, step.rows)
         taps, out = len(self._weight), torch.empty_like(x, memory_format=torch.contiguous_format)

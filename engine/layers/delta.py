@@ -1,10 +1,8 @@
-"""Gated DeltaNet between its two products: gates, the delta rule over a state, norm and gate of the output.
+"""Gated DeltaNet without its products (Yang et al. 2024, arXiv:2412.06464).
 
-Yang et al. 2024, "Gated Delta Networks: Improving Mamba2 with Delta Rule" (arXiv:2412.06464). Of a value head, in fp32:
+S <- exp(g) S;  u = b (v - S^T k);  S <- S + k u^T;  o = S^T q       per value head, in fp32
 
-    S <- exp(g) S;  u = b (v - S^T k);  S <- S + k u^T;  o = S^T q
-
-delta.c goes token by token. Torch, on other devices, takes chunks of a prompt (engine/layers/chunks.py).
+delta.c goes by token; torch takes prompts in chunks (engine/layers/chunks.py).
 """
 
 import torch
@@ -26,7 +24,7 @@ class GatedDelta:
         self._weights = weights
 
     def __call__(self, mixed: Tensor, gates: Tensor, z: Tensor, state: Tensor, step: StepStates) -> Tensor:
-        """[T, value heads * values]. Arguments as of `DeltaKernel`, on any device."""
+        """[T, value heads * values]; arguments as in `DeltaKernel`."""
         if self._kernel is not None and step.rows is not None:
             return self._kernel(mixed, gates, z, self._weights, state, step.rows)
         value_heads, keys, values = state.shape[1:]
@@ -47,7 +45,6 @@ def _unit(x: Tensor) -> Tensor:
 
 
 def _one(rows: tuple[Tensor, ...], state: Tensor) -> tuple[Tensor, Tensor]:
-    """The output [1, heads, values] of one token, and the state [heads, keys, values] behind it."""
     q, k, v, beta, decay = (x[0] for x in rows)
     state = state * decay.exp()[:, None, None]
     known = (state * k.unsqueeze(-1)).sum(1)
@@ -56,7 +53,7 @@ def _one(rows: tuple[Tensor, ...], state: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _chunk(rows: tuple[Tensor, ...], state: Tensor) -> tuple[Tensor, Tensor]:
-    """What each token adds to the state follows from a triangular system."""
+    """A triangular system gives each token's addition to the state."""
     q, k, v, beta, decay = rows
     decays = decays_of(decay)
     keys = k * beta.unsqueeze(-1)

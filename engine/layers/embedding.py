@@ -1,4 +1,4 @@
-"""The rows of token ids, of a table whose rows may be spread over ranks."""
+"""Token embedding, perhaps divided over ranks."""
 
 import torch
 
@@ -7,7 +7,7 @@ from engine.parallel.collectives import Collectives
 
 
 class Embedding:
-    """`table` [len(own), hidden]: the rows `own` of the vocabulary; all of them without `collectives`."""
+    """Token vectors. `table` [len(own), hidden]: rows `own` of the vocabulary."""
 
     def __init__(self, table: torch.Tensor, *, own: range, collectives: Collectives | None = None) -> None:
         assert len(table) == len(own), (table.shape, own)
@@ -16,12 +16,12 @@ class Embedding:
         self._collectives = collectives
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
-        """[T, hidden] for `ids` [T] i64."""
         if self._collectives is None:
             return self._table.index_select(0, ids)
         rows = ids - self._own.start
         clamped = rows.clamp(0, len(self._own) - 1)
-        # -0.0 + x is x for every x, -0.0 and 0.0 too: the sum over ranks is the one row, to the bit
+        # -0.0 + x is x for every x, also -0.0 and 0.0: the sum over ranks equals the one row to the
+        # bit
         absent = torch.full((), -0.0, device=ids.device)
         partial = torch.where((rows == clamped)[:, None], self._table.index_select(0, clamped).float(), absent)
         return summed(self._collectives, partial, dtype=self._table.dtype)

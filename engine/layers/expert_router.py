@@ -1,4 +1,4 @@
-"""Which experts a token takes, and with what weights."""
+"""Expert choice and weights."""
 
 import torch
 from torch import Tensor
@@ -8,9 +8,10 @@ from engine.model_files.experts_config import ExpertsConfig
 
 
 class ExpertRouter:
-    """`weight` [experts, hidden]; `bias` [experts] fp32, which the choice adds to scores (None: no bias). `logit_bias`: of the product.
+    """Chooses the experts of each token.
 
-    Scores are fp32 and never rounded. Of equal ones the expert with the lower number is chosen.
+    `weight` [experts, hidden]; `bias` [experts] fp32, only for the choice. Scores are fp32,
+    unrounded. Ties go to the lower expert.
     """
 
     def __init__(
@@ -21,7 +22,7 @@ class ExpertRouter:
         self._config = config
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """(experts [T, per_token] i64, best first; their weights [T, per_token] fp32) for x [T, hidden]."""
+        """Experts [T, per_token] i64, best first, and their weights fp32, for x [T, hidden]."""
         config, logits = self._config, self._matrix.partial(x)
         scores = logits.sigmoid() if config.sigmoid else logits.softmax(-1)
         chosen = self._choose(scores)
@@ -40,8 +41,9 @@ class ExpertRouter:
 
 
 def _in_best_groups(scores: Tensor, config: ExpertsConfig) -> Tensor:
-    """Scores of the chosen groups, whose best experts have the largest sums; -inf elsewhere. After DeepSeek-V2 (arXiv:2405.04434:
-    the best one) and DeepSeek-V3 (arXiv:2412.19437: the two best).
+    """Scores of the chosen groups, -inf elsewhere.
+
+    DeepSeek-V2 (arXiv:2405.04434) compares groups by the best expert, V3 (arXiv:2412.19437) by two.
     """
     grouped = scores.view(len(scores), config.groups, scores.shape[1] // config.groups)
     best = _best(grouped.topk(config.group_best, dim=-1).values.sum(-1), config.chosen_groups)

@@ -1,4 +1,4 @@
-"""The products of all experts of a layer: rows sorted by expert, so that each weight is read once."""
+"""Products of experts: rows are sorted by expert, so each weight is read once."""
 
 from typing import Any, Protocol
 
@@ -21,9 +21,10 @@ class _Matrices(Protocol):
 
 
 class Experts:
-    """`gate_up`: of each expert [2 * intermediate, hidden]; `down`: [hidden, intermediate]. Both lists are emptied.
+    """Routed experts of one layer.
 
-    `segments`: of the intermediate, whose sums stay apart.
+    `gate_up`: [2 * intermediate, hidden] each; `down`: [hidden, intermediate]; both are emptied.
+    `segments`: of the intermediate, summed apart.
     """
 
     def __init__(self, gate_up: list[Weight], down: list[Weight], *, segments: int) -> None:
@@ -35,18 +36,18 @@ class Experts:
         down.clear()
 
     def take(self, other: "Experts") -> None:
-        """Become `other`, of the same shapes, in the same memory where torch multiplies."""
+        """Take weights of `other`, in torch into the same memory."""
         for mine, theirs in zip([self._gate_up, *self._downs], [other._gate_up, *other._downs], strict=True):
             mine.take(theirs)
 
     def __call__(self, x: Tensor, rows: Tensor) -> list[Tensor]:
-        """[T, hidden] fp32 of each segment, not rounded, for x [T, hidden] sorted by expert, `rows` [experts] i64 of each."""
+        """[T, hidden] fp32 per segment; x [T, hidden] sorted by expert, `rows` [experts] i64."""
         parts = torch.split(self._gate_up.gated(x, rows), self._width, dim=1)
         return [down.partial(part.contiguous(), rows) for part, down in zip(parts, self._downs, strict=True)]
 
 
 class _TorchMatrices:
-    """By torch's grouped product, on any device: the host does not learn how many rows an expert has."""
+    """Torch's grouped product, without host sync."""
 
     def __init__(self, matrices: list[Tensor]) -> None:
         self._weights = torch.stack([matrix.t() for matrix in matrices])
@@ -65,8 +66,6 @@ class _TorchMatrices:
 
 
 class _PlainlyGated:
-    """Where gate and up do not share a panel."""
-
     def __init__(self, packed: PackedMatrices) -> None:
         self._packed = packed
         self.partial = packed.partial

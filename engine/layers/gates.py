@@ -1,4 +1,4 @@
-"""What stands between the products of an MLP: activation(gate) * up of its two halves, or an activation alone."""
+"""MLP activations."""
 
 from collections.abc import Callable
 
@@ -10,9 +10,9 @@ from engine.layers.linear import silu_mul
 
 
 def gelu_mul(x: torch.Tensor) -> torch.Tensor:
-    """[T, width]: gelu(x[:, :width]) * x[:, width:] for x [T, 2 * width], gelu by tanh; rounded after the gelu and at the end.
+    """gelu(x[:, :width]) * x[:, width:], tanh gelu; rounds after the gelu and at the end.
 
-    Shazeer 2020, "GLU Variants Improve Transformer" (GeGLU).
+    GeGLU: Shazeer 2020, "GLU Variants Improve Transformer".
     """
     kernel = elementwise_on_cpu(x, multiple=2 * LANES)
     if kernel is not None:
@@ -22,7 +22,6 @@ def gelu_mul(x: torch.Tensor) -> torch.Tensor:
 
 
 def gelu(x: torch.Tensor) -> torch.Tensor:
-    """[T, width] of x [T, width], by tanh."""
     return functional.gelu(x, approximate="tanh")
 
 

@@ -1,4 +1,4 @@
-"""Products of sorted rows with the matrices of their experts, where our C kernel does not multiply."""
+"""Grouped products without our C kernel."""
 
 import torch
 from torch import Tensor
@@ -6,9 +6,9 @@ from torch.nn import functional
 
 
 def grouped_product(x: Tensor, weights: Tensor, rows: Tensor) -> Tensor:
-    """[T, out] in x's dtype of x [T, in] sorted by expert, `weights` [experts, in, out], `rows` [experts] i64 of each.
+    """x [T, in] sorted by expert, `weights` [experts, in, out], `rows` [experts] i64 -> [T, out].
 
-    The host does not learn how many rows an expert has, so a CUDA graph can record it. Rows behind the last expert's are undefined.
+    Without host sync, for CUDA graphs. Rows after the last expert's are undefined.
     """
     ends = rows.cumsum(0)
     if weights.is_cuda and weights.dtype != torch.bfloat16:
@@ -17,7 +17,7 @@ def grouped_product(x: Tensor, weights: Tensor, rows: Tensor) -> Tensor:
 
 
 def _product_by_expert(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """All rows by each expert: torch's grouped product of floats other than bf16 copies `ends` to the host."""
+    """All rows by each expert: torch's grouped product syncs with the host except for bf16."""
     places = torch.arange(len(x), device=x.device).unsqueeze(1)
     product = x @ weights[0]
     for expert in range(1, len(weights)):

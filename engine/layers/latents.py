@@ -1,4 +1,4 @@
-"""What latent attention (MLA) hands to its backends, and the products of each head with a matrix of its own."""
+"""Inputs of MLA attention backends, and per-head products."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,14 +10,15 @@ from engine.kernels.linear import linear_kernel
 from engine.kernels.matrices import PackedMatrices
 
 Scores = Callable[[int, int], Tensor]  # (first row, end) -> [n, kv_len] fp32
-SCORES_AT_ONCE = 1 << 24  # of the index, over rows, heads and tokens: 64 MiB
+SCORES_AT_ONCE = 1 << 24  # of the index, rows * heads * tokens: 64 MiB
 
 
 @dataclass(frozen=True, slots=True)
 class TokenChooser:
-    """Chooses the tokens that new ones read (DeepSeek V3.2): q [T, heads, dim] of the index; weights [T, heads] fp32 of its heads.
+    """Chooses the tokens that new ones attend to (DeepSeek V3.2).
 
-    The score of a token is the sum over heads of weight * relu(q . key); its key is the last `dim` elements that the cache keeps.
+    q [T, heads, dim], weights [T, heads] fp32: of the index. Score: sum over heads of weight *
+    relu(q . key); the key is the last `dim` elements of a cache entry.
     """
 
     q: Tensor
@@ -25,14 +26,13 @@ class TokenChooser:
     chosen: int
 
     def mask(self, rows: slice, keys: Tensor) -> Tensor:
-        """[n, kv_len] bool: which tokens each of n rows sees, whose last one is the last token; keys [kv_len, dim].
+        """[n, kv_len] bool: tokens visible to the last n rows; keys [kv_len, dim].
 
-        Of equal scores the earlier token's counts as better.
+        Ties go to the earlier token.
         """
         return self._mask(rows, len(keys), self.scores(keys))
 
     def scores(self, keys: Tensor) -> Scores:
-        """Compute the scores by torch."""
         floats = keys.float()
 
         def of_rows(first: int, end: int) -> Tensor:
@@ -42,9 +42,9 @@ class TokenChooser:
         return of_rows
 
     def tokens(self, rows: slice, kv_len: int, scores: Scores) -> Tensor:
-        """[n, chosen] i32, ascending: the tokens that `mask` shows. Of rows that see fewer the first ones are 0, 1, ..."""
+        """[n, chosen] i32, ascending: the tokens of `mask`. Rows with fewer get 0, 1, ... first."""
         count, before = rows.stop - rows.start, kv_len - (rows.stop - rows.start)
-        few = min(count, max(0, self.chosen - before))  # rows that see all, and at most as many as are chosen
+        few = min(count, max(0, self.chosen - before))  # rows that see all tokens, no more than `chosen`
         found = torch.arange(self.chosen, dtype=torch.int32, device=self.q.device).repeat(count, 1)
         if few < count:
             mask = self._mask(slice(rows.start + few, rows.stop), kv_len, scores)
@@ -60,7 +60,6 @@ class TokenChooser:
         )
 
     def _part(self, first: int, end: int, before: int, kv_len: int, scores: Scores) -> Tensor:
-        """Of rows first..end - 1, of which the first has `before` tokens before it."""
         positions = torch.arange(before, before + end - first, device=self.q.device)[:, None]
         seen = torch.arange(kv_len, device=self.q.device)[None] <= positions
         if before + end - first <= self.chosen:
@@ -75,10 +74,10 @@ class TokenChooser:
 
 @dataclass(frozen=True, slots=True)
 class NewLatents:
-    """New tokens, turned. q [T, heads, dim]: absorbed, so that its scores are its products with latents, times `scale`.
+    """New tokens after RoPE. q [T, heads, dim]: absorbed, scores are `scale` * q . latent.
 
-    latents [T, width]: what the cache keeps, all heads' K, and in its first `rank` elements (`CacheSpec.latent`) their V. A
-    backend gives [T, heads * rank]. They may be wider than q: `chooser` reads the rest.
+    latents [T, width]: K of all heads, V in the first `rank` elements, perhaps more for `chooser`.
+    A backend returns [T, heads * rank].
     """
 
     q: Tensor
@@ -88,9 +87,9 @@ class NewLatents:
 
 
 class HeadProducts:
-    """y[t, h] = matrices[h] x[t, h]. `matrices`: of each head [out, in]; the list is emptied.
+    """y[t, h] = matrices[h] x[t, h]; each [out, in]. Empties the list.
 
-    With our kernel a row of the result depends on that row alone, to the bit.
+    With our kernel a row's bits do not depend on others.
     """
 
     def __init__(self, matrices: list[Tensor]) -> None:
@@ -101,7 +100,6 @@ class HeadProducts:
         matrices.clear()
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[T, heads, out], a view, for x [T, heads, in]."""
         by_head = x.transpose(0, 1)
         if self._packed is None:
             assert self._weights is not None

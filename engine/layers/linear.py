@@ -1,5 +1,7 @@
-"""y = x W^T + b. On a CPU, bf16 weights are packed once: for our kernel, or else into oneDNN's blocked layout. Integer weights stay
-integers in our kernel, and become floats elsewhere."""
+"""Linear layers; bf16 on CPUs is packed for our kernel or oneDNN.
+
+Integer weights stay packed only in our kernel.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,10 +22,10 @@ Delta = Callable[[torch.Tensor, torch.Tensor], None]
 
 
 class Linear:
-    """`weight` [out, in], floats or integers, `bias` [out] or None; maps [T, in] to [T, out]. One thread calls it at a time.
+    """y = x W^T + b with `weight` [out, in]. Not thread-safe.
 
-    `gates`: the first half of the outputs gates the second (`gated_of_norm`). `segments`: as in PackedMatrix. `delta(x, y)`
-    changes y in place (adapters: engine/lora/bank.py). The caller drops the plain weight, or memory holds it twice.
+    `gates`: the first half of the outputs gates the second. `segments`: as in PackedMatrix.
+    `delta(x, y)` changes y in place (LoRA). The caller must drop the plain weight.
     """
 
     def __init__(
@@ -39,33 +41,32 @@ class Linear:
         return y
 
     def of_norm(self, norm: Normed, x: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
-        """self(norm.of_sum(x, delta)), to the bit; one pass in our kernel."""
+        """self(norm.of_sum(x, delta)), to the bit; fused in our kernel."""
         matrix = self._fused()
         if matrix is not None and isinstance(norm, RMSNorm):
             return matrix.times_normed(x, norm.weight, eps=norm.eps, delta=delta)
         return self(norm.of_sum(x, delta))
 
     def gated_of_norm(self, norm: Normed, x: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
-        """silu_mul(self.of_norm(norm, x, delta)), to the bit; one pass in our kernel."""
+        """silu_mul(self.of_norm(norm, x, delta)), to the bit; fused in our kernel."""
         matrix = self._fused()
         if matrix is not None and matrix.gates and isinstance(norm, RMSNorm):
             return matrix.times_normed(x, norm.weight, eps=norm.eps, delta=delta, gated=True)
         return silu_mul(self.of_norm(norm, x, delta))
 
     def _fused(self) -> PackedMatrix | None:
-        """The matrix, if its kernel also takes the norm before the product."""
         matrix = self._matrix
         if self.delta is None and isinstance(matrix, PackedMatrix) and matrix.takes_norms:
             return matrix
         return None
 
     def in_float32(self, x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-        """The values of `self(x)` as float32, in one pass less; in `out` if given. No delta."""
+        """self(x) as float32, without delta."""
         return self._matrix.times(x, dtype=torch.float32) if out is None else out.copy_(self._matrix.times(x))
 
 
 class _OneDnnMatrix:
-    """A matrix by oneDNN: the bits of a plain weight's product, 1.15 to 1.6 times faster at decode's batch sizes."""
+    """A oneDNN matrix: bits of a plain product, 1.15 to 1.6 times faster for decode."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, None)
@@ -86,8 +87,6 @@ class _PlainMatrix:
 
 
 class _SumsMatrix:
-    """Unrounded sums by torch, of one segment of the inputs after the other. On a CPU the weight lies there in fp32."""
-
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, *, segments: int) -> None:
         self._size = weight.shape[1] // segments
         parts = torch.split(weight if weight.is_cuda else weight.float(), self._size, dim=1)
@@ -112,7 +111,7 @@ def _float32_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def sums_matrix(weight: Weight, bias: torch.Tensor | None, *, segments: int) -> PackedMatrix | _SumsMatrix:
-    """Return the matrix that gives unrounded sums (`partial`), segments added in a tree. The caller drops the plain weight."""
+    """Unrounded sums (`partial`). The caller must drop the plain weight."""
     kernel = kernel_for(weight)
     if kernel is not None:
         return kernel.pack(packable(weight, segments=segments), bias, segments=segments)
@@ -120,17 +119,15 @@ def sums_matrix(weight: Weight, bias: torch.Tensor | None, *, segments: int) -> 
 
 
 def kernel_for(weight: Weight) -> LinearKernel | None:
-    """Return the kernel that multiplies by `weight`; None: torch does."""
     return kernel_on(weight.device, weight.dtype)
 
 
 def kernel_on(device: torch.device, dtype: torch.dtype) -> LinearKernel | None:
-    """Return the kernel that multiplies by weights of `dtype`; None: torch does."""
     return linear_kernel() if device.type == "cpu" and dtype == torch.bfloat16 else None
 
 
 def packable(weight: Weight, *, segments: int = 1) -> Weight:
-    """`weight`, or its floats where the kernel does not take its groups."""
+    """Unpack weights whose groups the kernel does not support."""
     return weight if isinstance(weight, torch.Tensor) or fits(weight, segments=segments) else weight.dense()
 
 
@@ -148,10 +145,10 @@ def _matrix(
 
 @dataclass(frozen=True, slots=True)
 class SiteShape:
-    """`parts`: (name in the checkpoint without ".weight", rows) of a matrix [out, in_size], from the top.
+    """A matrix that adapters may change.
 
-    Sizes are those of the model's matrices, with what a rank has of them. `row_order`: which of its rows in the checkpoint each
-    row here is, within a part; None: they are in order.
+    `parts`: (checkpoint name without ".weight", rows) of a matrix [out, in_size], in order. Sizes
+    are the model's, with this rank's cut. `row_order`: checkpoint row of each row in a part.
     """
 
     in_size: Extent
@@ -160,25 +157,21 @@ class SiteShape:
 
     @property
     def width(self) -> int:
-        """Inputs on this rank."""
         return len(cut_of(self.in_size))
 
     @property
     def rows(self) -> list[int]:
-        """Outputs of each part on this rank."""
         return [len(cut_of(rows)) for _, rows in self.parts]
 
 
 class Adaptable(Protocol):
-    """A layer whose results adapters change; y is bf16, or a rank's unrounded sums in fp32."""
+    """A layer that LoRA adapts; y is bf16, or unrounded fp32 sums."""
 
     delta: Delta | None
 
 
 @dataclass(frozen=True, slots=True)
 class LinearSite:
-    """A linear layer of a model and its matrices, which adapters change one by one."""
-
     linear: Adaptable
     shape: SiteShape
 
@@ -193,9 +186,9 @@ def _has_onednn() -> bool:
 
 
 def silu_mul(x: torch.Tensor) -> torch.Tensor:
-    """[T, width]: silu(x[:, :width]) * x[:, width:] for x [T, 2 * width]; rounded after the silu and at the end.
+    """silu(x[:, :width]) * x[:, width:]; rounds after the silu and at the end.
 
-    Shazeer 2020, "GLU Variants Improve Transformer" (SwiGLU).
+    SwiGLU: Shazeer 2020, "GLU Variants Improve Transformer".
     """
     kernel = elementwise_for(x, multiple=2 * LANES)
     if kernel is not None:
@@ -205,16 +198,15 @@ def silu_mul(x: torch.Tensor) -> torch.Tensor:
 
 
 def sigmoid_mul(gates: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """sigmoid(gates) * x, both [T, width]; rounded after the sigmoid and at the end. `gates` may be columns of a wider tensor."""
+    """sigmoid(gates) * x, both [T, width]; rounds twice. `gates` may be a column slice."""
     kernel = elementwise_on_cpu(x)
     return torch.sigmoid(gates).mul_(x) if kernel is None else kernel.sigmoid_mul(gates, x)
 
 
 class RowLinear:
-    """Maps [T, own in] of each rank to [T, out] on all: their fp32 sums are added in a fixed tree and rounded once.
+    """Row-parallel [T, own in] -> [T, out]: fp32 sums in a fixed tree, rounded once.
 
-    `weight` [out, own in]; `bias` [out] on rank 0, None on the others. `segments`: as in PackedMatrix, of the own inputs.
-    `delta(x, y)` changes the own sums y, fp32, in place.
+    `bias` [out] only on rank 0. `delta(x, y)` changes the own sums in place.
     """
 
     def __init__(
@@ -233,6 +225,6 @@ class RowLinear:
 
 
 def summed(collectives: Collectives, partial: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
-    """The sum of all ranks' `partial` [T, n] fp32, as `dtype`."""
+    """All-reduce `partial` [T, n] fp32, to `dtype`."""
     rounded = torch.float32 if dtype == torch.float16 else dtype
     return collectives.sum(partial, dtype=rounded).to(dtype)

@@ -1,10 +1,9 @@
-"""Mamba2 between its two products: time, the state space, gate and norm of the output.
+"""Mamba2 without its products (Dao and Gu 2024, arXiv:2405.21060).
 
-Dao and Gu 2024, "Transformers are SSMs" (arXiv:2405.21060). Of a head, in fp32, with A < 0 and B, C of its group:
+t = softplus(raw + bias);  S <- exp(t A) S + B (t x)^T;  o = S^T C + D x
 
-    t = softplus(raw + bias);  S <- exp(t A) S + B (t x)^T;  o = S^T C + D x
-
-mamba.c goes token by token. Torch, on other devices, takes chunks of a prompt (engine/layers/chunks.py).
+Per head, in fp32, with A < 0 and B, C of its group. mamba.c goes by token; torch takes prompts in
+chunks (engine/layers/chunks.py).
 """
 
 import torch
@@ -26,7 +25,7 @@ class Mamba:
         self._weights = weights
 
     def __call__(self, mixed: Tensor, time: Tensor, gate: Tensor, state: Tensor, step: StepStates) -> Tensor:
-        """[T, heads * values]. Arguments as of `MambaKernel`, on any device."""
+        """[T, heads * values]; arguments as in `MambaKernel`."""
         if self._kernel is not None and step.rows is not None:
             return self._kernel(mixed, time, gate, self._weights, state, step.rows)
         weights, (heads, keys, values) = self._weights, state.shape[1:]
@@ -49,7 +48,6 @@ class Mamba:
 
 
 def _one(rows: tuple[Tensor, ...], state: Tensor) -> tuple[Tensor, Tensor]:
-    """The output [1, heads, values] of one token, and the state [heads, keys, values] behind it."""
     q, k, value, decay = (x[0] for x in rows)
     state = state * decay.exp()[:, None, None] + k.unsqueeze(-1) * value.unsqueeze(1)
     return (state * q.unsqueeze(-1)).sum(1).unsqueeze(0), state

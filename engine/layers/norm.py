@@ -1,4 +1,4 @@
-"""RMSNorm. Zhang and Sennrich 2019, "Root Mean Square Layer Normalization". And LayerNorm, of older families."""
+"""RMSNorm (Zhang and Sennrich 2019) and LayerNorm (Ba et al. 2016)."""
 
 import torch
 from torch.nn import functional
@@ -8,7 +8,7 @@ from engine.parallel.collectives import Collectives
 
 
 class RMSNorm:
-    """x / sqrt(mean(x**2) + eps) * weight over the last dim of x [T, D], computed in fp32; weight [D]."""
+    """x / sqrt(mean(x**2) + eps) * weight over the last dim of x [T, D], in fp32."""
 
     def __init__(self, weight: torch.Tensor, *, eps: float) -> None:
         self.weight = weight
@@ -21,7 +21,7 @@ class RMSNorm:
         return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
     def of_sum(self, x: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
-        """The norm of x + delta, which x becomes."""
+        """Add `delta` to x in place; return the norm."""
         if delta is None:
             return self(x)
         if self._kernel is not None:
@@ -30,7 +30,7 @@ class RMSNorm:
 
 
 class OffsetNorm:
-    """RMSNorm that multiplies by weight + offset (Gemma): the sum is fp32 for any type of weight."""
+    """RMSNorm times weight + offset (Gemma), in fp32 for any weight dtype."""
 
     def __init__(self, weight: torch.Tensor, *, eps: float, offset: float) -> None:
         self._weight = weight
@@ -45,17 +45,13 @@ class OffsetNorm:
         return functional.rms_norm(x.float(), weight.shape, weight, self._eps).to(x.dtype)
 
     def of_sum(self, x: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
-        """The norm of x + delta, which x becomes."""
         if delta is not None and self._kernel is not None:
             return self._kernel.rms_norm(x, self._weight, eps=self._eps, delta=delta, offset=self._offset)
         return self(x if delta is None else x.add_(delta))
 
 
 class LayerNorm:
-    """(x - mean(x)) / sqrt(variance(x) + eps) * weight + bias over the last dim of x [T, D], computed in fp32.
-
-    `weight`, `bias` [D]; None: 1 and 0. Ba et al. 2016, "Layer Normalization".
-    """
+    """(x - mean(x)) / sqrt(variance(x) + eps) * weight + bias, in fp32, by default 1 and 0."""
 
     def __init__(self, weight: torch.Tensor | None, bias: torch.Tensor | None, *, eps: float) -> None:
         self._weight = weight
@@ -66,27 +62,23 @@ class LayerNorm:
         return functional.layer_norm(x, x.shape[-1:], self._weight, self._bias, self._eps)
 
     def of_sum(self, x: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
-        """The norm of x + delta, which x becomes."""
         return self(x if delta is None else add(x, delta))
 
 
 class Scaled:
-    """x * factor: what a layer adds, in families that scale it (Granite)."""
-
     def __init__(self, factor: float) -> None:
         self._factor = factor
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x, which is changed."""
         kernel = elementwise_on_cpu(x)
         return x.mul_(self._factor) if kernel is None else kernel.scale(x, self._factor)
 
 
 class NoNorm:
-    """Stands where a family has no norm before a part of a layer."""
+    """The identity."""
 
     def of_sum(self, x: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
-        """x + delta, which x becomes; the caller does not write it."""
+        """Add `delta` to x in place; the caller must not write the result."""
         return x if delta is None else add(x, delta)
 
 
@@ -99,9 +91,9 @@ def rms_norm(weight: torch.Tensor, *, eps: float, offset: float) -> RMSNorm | Of
 
 
 class WholeNorm:
-    """RMS norms of q and k, each over all its heads, before RoPE (OLMo 2). `weights`: of q and of k, [own heads * head_dim] each.
+    """RMS norms of q and k over all heads, before RoPE (OLMo 2).
 
-    `collectives`: of ranks that share the heads; None: they are all here. `copies`: ranks that have the same heads of k.
+    `weights`: [own heads * head_dim] each. `copies`: ranks with the same k heads.
     """
 
     def __init__(
@@ -120,7 +112,6 @@ class WholeNorm:
         self._copies = copies
 
     def __call__(self, qkv: torch.Tensor) -> None:
-        """Norm q and k of qkv [T, own heads * head_dim], in place."""
         q, k = (len(weight) for weight in self._weights)
         parts = qkv[:, :q], qkv[:, q : q + k]
         squares = torch.stack([part.float().square().sum(-1) for part in parts], 1)
@@ -133,6 +124,6 @@ class WholeNorm:
 
 
 def add(x: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
-    """x + delta, which x becomes: rounded as `RMSNorm.of_sum` rounds it."""
+    """Add `delta` to x in place, rounded like `RMSNorm.of_sum`."""
     kernel = elementwise_on_cpu(x)
     return x.add_(delta) if kernel is None else kernel.add(x, delta)

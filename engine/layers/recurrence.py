@@ -1,4 +1,4 @@
-"""The states of recurrent layers as these see them in a step: whose rows are whose, and each layer's memory."""
+"""Recurrent states in a step: rows by request, states by layer."""
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
@@ -14,7 +14,7 @@ from engine.layers.chunks import Chunk, in_chunks
 
 
 class RequestRows(NamedTuple):
-    """Rows `first`.. `end` of a step are one request's. `decodes`: they are tokens of an answer: one, or with drafts several."""
+    """Rows `first`.. `end` of a request. `decodes`: one answer token, with drafts several."""
 
     first: int
     end: int
@@ -22,21 +22,21 @@ class RequestRows(NamedTuple):
 
 
 class LayerStates(NamedTuple):
-    """[slots, channels, taps - 1] and [slots, *shape] fp32: of one layer, a row for each slot, scratch and shadows with them."""
+    """One layer's [slots, channels, taps - 1] and [slots, *shape] fp32, scratch included."""
 
     conv: Tensor
     recurrent: Tensor
 
 
 class StepStates:
-    """All recurrent layers of a model share one. `begin` comes before the layers of a step.
+    """Shared by all recurrent layers; call `begin` before each step.
 
-    `keeps`: the step has drafts, so layers keep their `products`: by layer, what its first product gave for all rows.
+    `keeps`: with drafts, layers keep `products`, their first product of all rows.
     """
 
     def __init__(self, pool: StatePool) -> None:
         self._pool = pool
-        self.rows = StateRows(pool) if pool.device.type == "cpu" else None  # what C kernels read
+        self.rows = StateRows(pool) if pool.device.type == "cpu" else None  # for C kernels
         self.spans: Sequence[RequestRows] = ()
         self.slots = torch.zeros(0, dtype=torch.int64, device=pool.device)
         self.keeps = False
@@ -48,7 +48,7 @@ class StepStates:
         riders = {*(step.riders or ())} if step.extend else {*range(len(step.q_lens))}
         lens, slots, decodes = step.q_lens, step.state_slots, [i in riders for i in range(len(step.q_lens))]
         self.keeps = step.drafts
-        if step.drafts:  # rows of one request would race for its state as entries of their own
+        if step.drafts:  # rows of one request must not race for its state
             first, *rest = step.first_rows()
             starts = [first, *rest[:-1]]
             lens = [sum(lens[a:b]) for a, b in zip(starts, rest, strict=True)]
@@ -56,11 +56,10 @@ class StepStates:
         self._lay(lens, slots, decodes)
 
     def begin_again(self, counts: Sequence[int], slots: Tensor) -> None:
-        """Expect equally many rows of answers of each request, whose states are in `slots` [n] int32."""
+        """Start a rerun with `counts` decode rows per request, states in `slots` [n] i32."""
         self._lay(counts, slots, [True] * len(counts))
 
     def _lay(self, lens: Sequence[int], slots: Tensor, decodes: Sequence[bool]) -> None:
-        """Lay the rows of requests one behind the other."""
         if self.rows is not None:
             self.rows.begin(lens, slots)
         ends = list(accumulate(lens))
@@ -68,7 +67,6 @@ class StepStates:
         self.slots = slots.to(torch.int64)
 
     def keep(self) -> Callable[[], object]:
-        """Copy the states of the step's requests; the call that is returned puts them back."""
         return self._pool.keep(self.slots)
 
     def of(self, layer: int) -> LayerStates:
@@ -76,9 +74,9 @@ class StepStates:
 
 
 def recur(rule: tuple[Tensor, ...], state: Tensor, step: StepStates, *, one: Chunk, chunk: Chunk) -> Tensor:
-    """The outputs [T, heads, values] of a step's rows, in torch; `state` [slots, heads, keys, values] becomes that behind them.
+    """Outputs [T, heads, values] of a step, in torch; updates `state` [slots, heads, keys, values].
 
-    `rule`: [T, heads, ...] fp32 each. `one` takes a token of a request that decodes, `chunk` `GRID` tokens of a prompt.
+    `rule`: [T, heads, ...] fp32 each. `one` takes a decode token, `chunk` `GRID` prompt tokens.
     """
     heads, _, values = state.shape[1:]
     outputs = torch.empty(len(rule[0]), heads, values, device=state.device)
@@ -89,7 +87,6 @@ def recur(rule: tuple[Tensor, ...], state: Tensor, step: StepStates, *, one: Chu
 
 
 def _in_turn(rows: tuple[Tensor, ...], state: Tensor, one: Chunk) -> tuple[Tensor, Tensor]:
-    """The outputs of tokens one by one, and the state behind them: with drafts as without."""
     outputs = []
     for i in range(len(rows[0])):
         output, state = one(tuple(x[i : i + 1] for x in rows), state)

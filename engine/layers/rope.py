@@ -1,7 +1,7 @@
-"""Rotary position embedding. Su et al. 2021, "RoFormer"; the half-split layout of most Hugging Face checkpoints.
+"""Rotary position embedding (RoFormer, Su et al. 2021), in half-split layout.
 
-Pair i of a head is dims (i, i + D/2), turned by position * inverse_frequency[i]. Checkpoints whose pairs are neighbours, or that turn
-a part of a head, load their q and k in the order of `head_order`: attention does not see an order that q and k share.
+Pair i is dims (i, i + D/2), rotated by position * inverse_frequency[i]. q and k of interleaved or
+partial RoPE are loaded in `head_order`; scores do not depend on a common order.
 """
 
 import math
@@ -15,13 +15,11 @@ from engine.kernels.softmax import Softmax
 from engine.model_files.model_config import ModelConfig
 from engine.model_files.rope_config import FrequencyFactors, LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
 
-Turn = tuple[torch.Tensor, torch.Tensor]  # cosine and signed sine of a step's positions, as `Rope.at` gives them
+Turn = tuple[torch.Tensor, torch.Tensor]  # cosine and signed sine of positions
 
 
 class Rope:
-    """A table of cos and sin: max_position_embeddings * 2 * head_dim elements of the model's dtype; of latent attention for what
-    is turned alone.
-    """
+    """A table of cos and sin: max_position_embeddings * 2 * rotary dim elements."""
 
     def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> None:
         frequencies = inverse_frequencies(config.rope)
@@ -31,7 +29,7 @@ class Rope:
         cos, sin = angles.cos() * factor, angles.sin() * factor
         unturned = 0 if config.latent else (config.head_dim - config.rope.dim) // 2
         cos, sin = functional.pad(cos, (0, unturned), value=1.0), functional.pad(sin, (0, unturned))
-        # sin carries the sign of the half it is added to, so that apply() is three operations
+        # sin carries the sign of its half, so that rotation takes three operations
         table = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1)
         self._table = table.to(dtype=dtype, device=device).unsqueeze(2)
 
@@ -41,17 +39,17 @@ class Rope:
         return rows[:, 0], rows[:, 1]
 
     def of_dimensions(self, positions: torch.Tensor, dimensions: torch.Tensor) -> Turn:
-        """As `at`, for `positions` [3, T] i64: dim d of a head turns by those in row `dimensions`[d] (M-RoPE)."""
+        """The same for `positions` [3, T] i64; dim d uses row `dimensions`[d] (M-RoPE)."""
         rows = self._table[positions]
         picked = rows.gather(0, dimensions.expand(1, *rows.shape[1:])).squeeze(0)
         return picked[:, 0], picked[:, 1]
 
 
 class NormedRope:
-    """Norm and turn of q and k in one tensor: x [T, H, D] -> the same shape; may change x.
+    """RMS norm and RoPE of q and k in one tensor [T, H, D]; may change it.
 
-    `weight` [H, D]: of each head's RMS norm, rounded before it is weighed by weight + offset; None: no norm. `like`: any tensor [..., D] of
-    x's type and device. Triton's attention has a kernel of its own, which writes K and V, too.
+    `weight` [H, D]: rounded before weight + offset is applied. `like`: a tensor [..., D] of x's
+    dtype and device. Triton has a fused kernel that also writes KV.
     """
 
     def __init__(self, weight: torch.Tensor | None, *, like: torch.Tensor, eps: float, offset: float = 0.0) -> None:
@@ -72,9 +70,9 @@ class NormedRope:
 
 @dataclass(frozen=True, slots=True)
 class Unturned:
-    """q, k and v of new tokens as a layer's product gives them: q and k are still to be normed and turned.
+    """qkv [T, heads + 2 * kv_heads, D] of a layer, before norm and RoPE.
 
-    qkv [T, heads + 2 * kv_heads, D], dense heads. The reader turns them once, since it may change qkv.
+    Rotate once only, because it may change qkv.
     """
 
     qkv: torch.Tensor
@@ -84,7 +82,7 @@ class Unturned:
     softmax: Softmax
 
     def turned(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q [T, heads, D], k and v [T, kv_heads, D], which may be views of one tensor."""
+        """q [T, heads, D], k and v [T, kv_heads, D], perhaps views of one tensor."""
         kv_heads = self.kv_heads
         heads = self.qkv.shape[1] - 2 * kv_heads
         qk, v = torch.split(self.qkv, [heads + kv_heads, kv_heads], dim=1)
@@ -93,14 +91,14 @@ class Unturned:
 
 
 def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turn every head of `x` [T, H, D] by its token's angles; a new tensor."""
+    """Returns a new tensor; x [T, H, D]."""
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
 def head_order(rope: RopeConfig, head_dim: int) -> list[int] | None:
-    """Which dim of the checkpoint's heads each dim here is; None: they are in order.
+    """Checkpoint dim of each head dim, None if unchanged.
 
-    Pairs (i, i + head_dim / 2) come first those that are turned, then those that are not.
+    Rotary pairs (i, i + head_dim / 2) come first.
     """
     if rope.dim == head_dim and not rope.interleaved:
         return None
@@ -112,7 +110,7 @@ def head_order(rope: RopeConfig, head_dim: int) -> list[int] | None:
 
 
 def inverse_frequencies(rope: RopeConfig) -> torch.Tensor:
-    """[dim / 2] fp32: radians per token of each pair that is turned."""
+    """[dim / 2] fp32: radians per token."""
     exponents = torch.arange(0, rope.dim, 2, dtype=torch.float32) / rope.dim
     frequencies = 1.0 / (rope.theta**exponents)
     match rope.scaling:
@@ -129,14 +127,13 @@ def inverse_frequencies(rope: RopeConfig) -> torch.Tensor:
 
 
 def attention_factor(rope: RopeConfig) -> float:
-    """Return the factor of cos and sin."""
     scaling = rope.scaling
     return scaling.attention_factor if isinstance(scaling, YarnScaling | FrequencyFactors) else 1.0
 
 
 def _llama3(frequencies: torch.Tensor, scaling: Llama3Scaling) -> torch.Tensor:
     """Source: Llama 3.1's model card and transformers.modeling_rope_utils."""
-    turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)  # in the original context
+    turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)  # rotations in the original context
     span = scaling.high_freq_factor - scaling.low_freq_factor
     kept = ((turns - scaling.low_freq_factor) / span).clamp(0.0, 1.0)
     return frequencies * (kept + (1.0 - kept) / scaling.factor)

@@ -1,4 +1,4 @@
-"""RoPE of a stage whose layers turn q and k in several ways, or some of them not at all."""
+"""RoPE tables of a stage, also for layers without RoPE."""
 
 from dataclasses import replace
 
@@ -9,8 +9,6 @@ from engine.model_files.model_config import ModelConfig
 
 
 class _NoRope:
-    """RoPE by no angle (NoPE)."""
-
     def __init__(self, dim: int, *, dtype: torch.dtype, device: torch.device) -> None:
         self._one = torch.ones((1, 1, dim), dtype=dtype, device=device)
         self._zero = torch.zeros_like(self._one)
@@ -24,7 +22,7 @@ class _NoRope:
 
 
 class LayerTurns:
-    """`layers`: of the stage. Each way has one table. `way_of[n]`: that of the stage's layer n."""
+    """One table per kind of RoPE; `way_of[n]`: the kind of the stage's layer n."""
 
     def __init__(self, config: ModelConfig, layers: range, *, dtype: torch.dtype, device: torch.device) -> None:
         ropes = [config.rope_of(layer) for layer in layers]
@@ -39,17 +37,13 @@ class LayerTurns:
         self._dimensions = _dimensions(config).to(device)
 
     def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """(cos, signed sin) of each way, one after the other, as `Rope.at` of `positions` [T] i64.
-
-        Or of [3, T], by time, row and column; by time alone where the model has no M-RoPE.
-        """
+        """(cos, signed sin) of each kind for `positions` [T] i64, or [3, T] (M-RoPE)."""
         if positions.dim() == 2:
             return tuple(x for way in self._ways for x in way.of_dimensions(positions, self._dimensions))
         return tuple(x for way in self._ways for x in way.at(positions))
 
 
 def _dimensions(config: ModelConfig) -> torch.Tensor:
-    """[head_dim] i64: 0, 1, 2 where a dim of a head, in the order of `head_order`, turns by time, row, column."""
     half = torch.zeros(config.head_dim // 2, dtype=torch.int64)
     if config.vision is not None and config.vision.mrope is not None:
         pairs = torch.tensor(config.vision.mrope.dimensions())
