@@ -1,1 +1,1 @@
-"""LoRA adapters: reading PEFT directories, holding their weights, and adding what they change to the layers' results."""
+"""LoRA adapters: PEFT files, weights and deltas."""

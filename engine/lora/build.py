@@ -1,4 +1,4 @@
-"""Chooses how adapters are computed."""
+"""Chooses the LoRA implementation."""
 
 from collections.abc import Sequence
 
@@ -17,7 +17,10 @@ def make_bank(
     dtype: torch.dtype,
     device: torch.device,
 ) -> AdapterBank:
-    """`grouped`: by Triton, in recorded steps too; needs a `max_rank`. `places`: most adapters in a step."""
+    """The adapters on the device.
+
+    `grouped`: Triton, also in recorded steps; needs `max_rank`. `places`: adapters per step.
+    """
     if not grouped:
         return AdapterBank(SlicedAdapters())
     from engine.lora.grouped import GroupedAdapters  # triton may be missing

@@ -1,10 +1,9 @@
-"""Adapters of a step by grouped kernels (engine/kernels/triton_lora.py): two launches a site for all adapters.
+"""LoRA by grouped Triton kernels (engine/kernels/triton_lora.py): two launches per site.
 
-    table  [places, sites, PARTS, FIELDS] int64: where the matrices of the adapter in each place lie; a place for each adapter
-           that a step may hold. An adapter takes the place of the one used longest ago
-    tiles  which rows compute with which place (row_tiles.py), new in each step
+table  [places, sites, PARTS, FIELDS] int64: pointers to matrices of adapters, evicted LRU
+tiles  rows and their places (row_tiles.py), new in each step
 
-A recorded step reads both from the same memory every time, so it stays valid when adapters or rows change.
+Recorded steps read both from fixed memory, so they stay valid when adapters or rows change.
 """
 
 from collections import OrderedDict
@@ -33,7 +32,7 @@ from engine.lora.weights import AdapterWeights
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """`rows` [n] int32, `tiles` [tiles, TILE_FIELDS] int32, as the kernels take them."""
+    """Kernel inputs: `rows` [n] i32, `tiles` [tiles, TILE_FIELDS] i32."""
 
     rows: Tensor
     tiles: Tensor
@@ -41,7 +40,7 @@ class _Step:
 
 
 class GroupedAdapters:
-    """`places`: adapters in one step, at most."""
+    """Adapters through grouped Triton kernels. `places`: max adapters in one step."""
 
     records = True
 
@@ -64,14 +63,13 @@ class GroupedAdapters:
         self._table = torch.zeros((places, len(sites), PARTS, FIELDS), dtype=torch.int64, device=device)
         self._dtype = dtype
         self._entries: dict[int, Tensor] = {}  # adapter -> its row of the table
-        self._places: OrderedDict[int, int] = OrderedDict()  # adapter -> place, used longest ago first
+        self._places: OrderedDict[int, int] = OrderedDict()  # adapter -> place, LRU first
         self._free = list(range(places))
         self._most_recorded = 0  # rows
-        self._recorded = torch.empty(0, dtype=torch.int32, device=device)  # what recorded steps read: rows, then tiles
+        self._recorded = torch.empty(0, dtype=torch.int32, device=device)  # inputs of recorded steps: rows, then tiles
         self._step: _Step | None = None
 
     def compile(self) -> None:
-        """Launch every kernel that a step may launch, without a tile."""
         device = self._table.device
         for index, site in enumerate(self._sites):
             x = torch.zeros((1, site.width), dtype=self._dtype, device=device)
@@ -111,12 +109,12 @@ class GroupedAdapters:
         self._step = self._upload(row_tiles(placed, tile_rows=shape.rows), shape)
 
     def begin_recording(self, rows: int) -> None:
-        """The largest step comes first: the others read the same memory."""
+        """Call for the largest step first: others read the same memory."""
         if self._most_recorded == 0:
-            self._most_recorded = -(-rows // 4) * 4  # the tiles behind them begin at a multiple of 16 bytes
+            self._most_recorded = -(-rows // 4) * 4  # aligns the tiles after them to 16 bytes
             self._recorded = self._recorded.new_empty(self._most_recorded + TILE_FIELDS * self._most_tiles(rows))
         assert rows <= self._most_recorded, (rows, self._most_recorded)
-        self._recorded.zero_()  # recording computes, too: with no tile
+        self._recorded.zero_()  # recording computes, too: without tiles
         self._step = self._recorded_step(rows)
 
     def _recorded_step(self, rows: int) -> _Step:
@@ -133,7 +131,7 @@ class GroupedAdapters:
             if y.dtype == x.dtype:
                 self._add(index, x, y, self._step)
                 return
-            part = torch.zeros_like(y, dtype=x.dtype)  # y is unrounded sums; the kernels compute in one type
+            part = torch.zeros_like(y, dtype=x.dtype)  # y is unrounded sums; the kernels need one dtype
             self._add(index, x, part, self._step)
             y += part
 
@@ -152,7 +150,7 @@ class GroupedAdapters:
         )
 
     def _find_places(self, numbers: list[int]) -> None:
-        """Give each adapter a place, in stream order: steps before this one still compute with what was there."""
+        """Assign in stream order: earlier steps still read them."""
         assert len(numbers) <= len(self._table), "more adapters in a step than places"
         for number in numbers:
             if number in self._places:

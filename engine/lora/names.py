@@ -1,4 +1,4 @@
-"""The flags of adapters: which are loaded at start, and whether there may be any. Never torch."""
+"""Flags of adapters. Never torch."""
 
 from collections.abc import Sequence
 
@@ -8,12 +8,11 @@ MAX_NAME_CHARS = 256
 
 
 def lora_enabled(enable: bool, paths: Sequence[str]) -> bool:
-    """Whether requests may name adapters: --enable-lora or --lora-paths."""
     return enable or bool(paths)
 
 
 def named_paths(paths: Sequence[str]) -> dict[str, str]:
-    """Return name -> directory of `--lora-paths`: "name=path", or a path that is its own name. Raises ConfigError."""
+    """Map names to directories of `--lora-paths`. Raises ConfigError."""
     named: dict[str, str] = {}
     for entry in paths:
         name, equals, path = entry.partition("=")
@@ -29,7 +28,6 @@ def named_paths(paths: Sequence[str]) -> dict[str, str]:
 
 
 def name_problem(name: str) -> str | None:
-    """Return what is wrong with an adapter's name, or None."""
     if not 0 < len(name) <= MAX_NAME_CHARS:
         return f"must have 1 to {MAX_NAME_CHARS} characters"
     if not name.isprintable() or name != name.strip():

@@ -1,6 +1,6 @@
-"""Reads adapter_config.json of a PEFT directory: rank and scale of each matrix. Never torch.
+"""Reads adapter_config.json of a PEFT directory. Never torch.
 
-An unsupported field that would change answers is refused; fields for training are ignored. Names: peft.LoraConfig.
+Rejects unsupported fields that change answers. Names: peft.LoraConfig.
 """
 
 import json
@@ -15,13 +15,13 @@ from service.flags import ConfigError
 V = TypeVar("V")
 
 CONFIG_FILE = "adapter_config.json"
-_LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa")  # of latent attention
+_LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa")  # MLA
 _PHI = ("dense", "fc1", "fc2")
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", *_LATENT, *_PHI)
 MAX_CONFIG_BYTES = 1 << 20
-MAX_NUMBER = 1e30  # far above any that trains
+MAX_NUMBER = 1e30  # above any trained value
 
-# field -> values that mean "no"; anything else needs what we do not have
+# field -> supported values
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "use_dora": (None, False),
     "bias": (None, "none"),
@@ -34,13 +34,16 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "use_qalora": (None, False),
     "alora_invocation_tokens": (None, []),
 }
-# initialisations that change the base model's weights too: such an adapter fits another model
+# initializations that change base weights: such adapters fit another model
 _OTHER_BASE = ("pissa", "olora", "corda", "loftq")
 
 
 @dataclass(frozen=True, slots=True)
 class PeftConfig:
-    """`ranks`, `alphas`: rank_pattern and alpha_pattern, by the end of a matrix' name."""
+    """An adapter's config.
+
+    `ranks`, `alphas`: rank_pattern and alpha_pattern, by suffix of a matrix name.
+    """
 
     rank: int
     alpha: float
@@ -49,11 +52,11 @@ class PeftConfig:
     alphas: dict[str, float]
 
     def rank_of(self, matrix: str) -> int:
-        """`matrix`: its name in the checkpoint, e.g. "model.layers.0.self_attn.q_proj"."""
+        """`matrix`: such as "model.layers.0.self_attn.q_proj"."""
         return _by_end(self.ranks, matrix, self.rank)
 
     def scale_of(self, matrix: str) -> float:
-        """Return the factor of B A: alpha / r, or alpha / sqrt(r) (rsLoRA, arXiv:2312.03732)."""
+        """Factor of B A: alpha / r, or alpha / sqrt(r) (rsLoRA, arXiv:2312.03732)."""
         rank = self.rank_of(matrix)
         return _by_end(self.alphas, matrix, self.alpha) / (math.sqrt(rank) if self.rslora else rank)
 
@@ -85,7 +88,7 @@ def read_peft_config(folder: Path) -> PeftConfig:
 def _read(file: Path) -> dict[str, Any]:
     if not file.parent.is_dir():
         raise ConfigError(f"{file.parent}: no such directory; give the local directory of a PEFT adapter")
-    if file.exists() and not file.is_file():  # a pipe or a device has no end
+    if file.exists() and not file.is_file():  # a pipe or device has no end
         raise ConfigError(f"{file}: is no file; export the adapter again")
     try:
         if file.stat().st_size > MAX_CONFIG_BYTES:
@@ -105,7 +108,6 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _check_targets(file: Path, targets: object) -> None:
-    """Check a list of names; a pattern needs no check, as each tensor's name is checked."""
     if targets is None or isinstance(targets, str):
         return
     if not isinstance(targets, list) or not all(isinstance(t, str) for t in targets):
@@ -126,7 +128,6 @@ def _pattern(file: Path, field: str, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _by_end(values: dict[str, V], matrix: str, default: V) -> V:
-    """Return the first value whose key `matrix` ends with, at a dot."""
     return next((v for end, v in values.items() if f".{matrix}".endswith(f".{end}")), default)
 
 

@@ -1,4 +1,4 @@
-"""Which rows of a step go through which adapter, as tiles for grouped kernels. Pure."""
+"""Rows of a step by adapter, as tiles for grouped kernels. Pure."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -7,14 +7,14 @@ NO_TILE = (0, 0, 0, 0)
 
 
 class Run(NamedTuple):
-    """Successive tokens `rows` of a step that compute with `adapter`."""
+    """Consecutive `rows` of a step with `adapter`."""
 
     adapter: int
     rows: slice
 
 
 def adapter_runs(items: Iterable[tuple[int, int]]) -> list[Run]:
-    """Join the neighbours of one adapter among `items`, (adapter, tokens) each; adapter 0 has no run."""
+    """Merge neighbouring (adapter, tokens); skip adapter 0."""
     runs: list[Run] = []
     at = 0
     for adapter, count in items:
@@ -27,14 +27,14 @@ def adapter_runs(items: Iterable[tuple[int, int]]) -> list[Run]:
 
 
 class RowTiles(NamedTuple):
-    """`rows`: rows that compute with adapters, adapter after adapter. `tiles`: (place, first of `rows`, how many, 0) each."""
+    """Rows, by adapter, in `tiles`: (place, first index in `rows`, count, 0) each."""
 
     rows: list[int]
     tiles: list[tuple[int, int, int, int]]
 
 
 def row_tiles(runs: Iterable[tuple[int, slice]], *, tile_rows: int) -> RowTiles:
-    """Group `runs`, (place of an adapter, rows of the step) each, into tiles of at most `tile_rows` rows of one place."""
+    """Group (place, rows of the step) into tiles of at most `tile_rows` of one place."""
     by_place: dict[int, list[int]] = {}
     for place, rows in runs:
         by_place.setdefault(place, []).extend(range(rows.start, rows.stop))
@@ -47,5 +47,5 @@ def row_tiles(runs: Iterable[tuple[int, slice]], *, tile_rows: int) -> RowTiles:
 
 
 def most_tiles(num_rows: int, *, places: int, tile_rows: int) -> int:
-    """Return how many tiles `num_rows` rows of up to `places` adapters may need."""
+    """Maximum for `num_rows` rows of up to `places` adapters."""
     return num_rows // tile_rows + min(places, num_rows)

@@ -1,6 +1,6 @@
-"""Adapters of a running engine: read beside the loop, installed and removed in stream order.
+"""Adapters of a running engine: read in threads, installed and removed in stream order.
 
-An adapter that does not fit changes nothing. engine/core/adapters.py knows which requests use which adapter.
+engine/core/adapters.py tracks their requests.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,8 +16,10 @@ from service.flags import ConfigError
 
 
 class LoraStore:
-    """`in_order` runs work in stream order and waits for it (`Executor.call`). `max_rank`: None is any. `elsewhere`: sites of other
-    stages, which adapters may change too."""
+    """Loads and unloads adapters.
+
+    `in_order` runs work in stream order and waits. `elsewhere`: sites of other stages.
+    """
 
     def __init__(
         self,
@@ -39,7 +41,7 @@ class LoraStore:
         self._in_order = in_order
 
     def start_reading(self, path: str, *, when_done: Callable[[], None]) -> Future[AdapterWeights]:
-        """Start to read an adapter. The future raises ConfigError if it does not fit; its thread calls `when_done`."""
+        """The thread calls `when_done`. The future may raise ConfigError."""
         return start_in_thread(lambda: self.read(path), name="lora", when_done=when_done)
 
     def read(self, path: str) -> AdapterWeights:
@@ -56,13 +58,12 @@ class LoraStore:
         except torch.OutOfMemoryError as error:
             raise ConfigError(f"{path}: no memory for another adapter ({error}); unload one") from error
         if self._device.type == "cuda":
-            torch.cuda.synchronize()  # the copies were enqueued on this thread's stream
+            torch.cuda.synchronize()  # this thread's stream copies them
         return weights
 
     def install(self, number: int, weights: AdapterWeights) -> None:
-        """Let every step launched from now on use it."""
         self._in_order(lambda: self._bank.add(number, weights))
 
     def remove(self, number: int) -> None:
-        """Remove it from all steps launched from now on; its memory is free once the earlier ones have run."""
+        """Memory is freed after earlier steps."""
         self._in_order(lambda: self._bank.remove(number))

@@ -1,7 +1,7 @@
-"""Weights of one adapter, read from adapter_model.safetensors and checked against the model. Never unpickles anything.
+"""Reads adapter_model.safetensors, checked against the model. Never unpickles.
 
-A rank takes of A and B what it has of their matrix: columns of A where it has columns, rows of B where it has rows. So the ranks'
-sums contain the adapter's once.
+A rank takes columns of A where its matrix is cut by columns, rows of B where by rows, so
+all-reduces add the adapter once.
 """
 
 import re
@@ -28,9 +28,9 @@ _TENSOR = re.compile(r"base_model\.model\.(?P<matrix>.+)\.lora_(?P<side>[AB])\.w
 
 @dataclass(frozen=True, slots=True)
 class SiteWeights:
-    """An adapter's part of one site: y[:, columns] += (x A^T)[:, ranks] B^T for each of `parts`.
+    """y[:, columns] += (x A^T)[:, ranks] B^T for each of `parts` of a site.
 
-    `a`: [sum of ranks, in], the parts' A. `parts`: (columns of y, ranks of x A^T, scaled B^T [rank, columns]).
+    `a`: [sum of ranks, in]. `parts`: (columns of y, ranks of x A^T, scaled B^T [rank, columns]).
     """
 
     a: Tensor
@@ -39,7 +39,7 @@ class SiteWeights:
 
 @dataclass(frozen=True, slots=True)
 class AdapterWeights:
-    """`sites`: parallel to the model's; None: unchanged."""
+    """Weights of an adapter. `sites`: parallel to the model's; None if unchanged."""
 
     sites: tuple[SiteWeights | None, ...]
     max_rank: int
@@ -59,9 +59,9 @@ def read_adapter(
     max_rank: int | None = None,
     elsewhere: Sequence[SiteShape] = (),
 ) -> AdapterWeights:
-    """Read the adapter of PEFT directory `path` for a model with `sites`. Raises ConfigError, one line.
+    """Read PEFT directory `path` for a model with `sites`. Raises ConfigError of one line.
 
-    `elsewhere`: sites of other stages. Their part is checked too, so that all ranks refuse the same adapters.
+    `elsewhere`: sites of other stages, so that all ranks reject the same adapters.
     """
     folder = Path(path)
     config = read_peft_config(folder)
@@ -82,7 +82,7 @@ def read_adapter(
 
 @dataclass(frozen=True, slots=True)
 class _Pair:
-    """A [rank, in] and B [rows, rank] of a matrix; `scale`: of B A."""
+    """A [rank, in] and B [rows, rank]; `scale`: of B A."""
 
     a: Tensor
     b: Tensor
@@ -90,7 +90,7 @@ class _Pair:
 
 
 def _read_pairs(file: Path, known: Mapping[str, tuple[int, int]], config: PeftConfig) -> dict[str, _Pair]:
-    """Return the pair of each matrix by our name. Patterns of the config go by names in the file."""
+    """Config patterns match names in the file."""
     halves: dict[str, dict[str, Tensor]] = {}
     with _open(file) as tensors:
         for name in sorted(tensors.keys()):
@@ -109,7 +109,7 @@ def _read_pairs(file: Path, known: Mapping[str, tuple[int, int]], config: PeftCo
 
 
 def _matrix_of(file: Path, name: str, known: Mapping[str, tuple[int, int]]) -> tuple[str, str]:
-    """Return (name of the matrix in the file, "A" or "B") of tensor `name`. Raises ConfigError for a matrix that adapters may not change."""
+    """Return (matrix name, "A" or "B"). Raises ConfigError if unsupported."""
     match = _TENSOR.fullmatch(name)
     if match is not None and is_seeing(match["matrix"]):
         raise ConfigError(
