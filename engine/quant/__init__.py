@@ -1,1 +1,1 @@
-"""Quantized weights: what formats store, as tensors. Knows no models and no files."""
+"""Quantized weights as tensors."""

@@ -1,4 +1,4 @@
-"""Blocks of ggml's tensor types as integers, in groups of 32. Types of other groups (Q6_K has 16) are not among them.
+"""ggml blocks as integers in groups of 32 (not Q6_K, which has 16).
 
 Source: ggml-common.h and ggml-quants.c of llama.cpp.
 """
@@ -12,21 +12,21 @@ from torch import Tensor
 from engine.quant.integers import Integers, stacked
 
 GROUP = 32
-ROWS_AT_ONCE = 4096  # that lie unpacked beside the matrix
+ROWS_AT_ONCE = 4096  # unpacked at once
 
 Parts = tuple[Tensor, Tensor, Tensor | None]  # values [rows, inputs], scales and offsets [rows, groups]
 
 
 @dataclass(frozen=True, slots=True)
 class BlockType:
-    """`bits`: of the integers in memory. `read`: from blocks [rows, n, bytes] uint8."""
+    """A type of GGUF. `bits`: in memory. `read`: from blocks [rows, n, bytes] uint8."""
 
     bits: int
     read: Callable[[Tensor], Parts]
 
 
 def integers_of(kind: BlockType, blocks: Tensor, dtype: torch.dtype) -> Integers:
-    """The values of whole rows of `blocks` [rows, n, bytes] uint8: in fp32 those that ggml computes."""
+    """Values of `blocks` [rows, n, bytes] uint8, equal to ggml's in fp32."""
     return stacked([_integers(kind, some, dtype) for some in torch.split(blocks, ROWS_AT_ONCE)])
 
 
@@ -61,22 +61,20 @@ def _q5_k(blocks: Tensor) -> Parts:
 
 
 def _halves(blocks: Tensor, index: int) -> Tensor:
-    """[rows, n] fp32: number `index` of the fp16 at the start of each block."""
     return blocks[..., 2 * index : 2 * index + 2].contiguous().view(torch.float16)[..., 0].float()
 
 
 def _runs(data: Tensor) -> Tensor:
-    """[rows, n, runs, 32] of `data` [rows, n, bytes]."""
     return data.reshape(*data.shape[:2], -1, GROUP)
 
 
 def _nibbles(runs: Tensor) -> Tensor:
-    """[rows, ...] int8 of 0 to 15: of each run of bytes (the last axis) the low halves, then the high ones."""
+    """[rows, ...] int8, 0 to 15: low nibbles of each segment of bytes, then high ones."""
     return torch.stack([runs & 15, runs >> 4], dim=-2).view(torch.int8).flatten(1)
 
 
 def _k_factors(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales and least values, [rows, groups]: two of 6 bits for each of the 8 groups of a block, times the block's two."""
+    """Scales and minima [rows, groups]: 6 bits each for 8 groups, times two fp16 per block."""
     packed = blocks[..., 4:16]
     first, second, third = packed[..., :4], packed[..., 4:8], packed[..., 8:]
     scales = torch.cat([first & 63, third & 15 | (first >> 6) << 4], dim=2)

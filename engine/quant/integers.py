@@ -1,4 +1,4 @@
-"""Matrices of small integers: groups of neighbouring inputs share a scale, and may share an offset, for each output."""
+"""Integer matrices with scales, maybe offsets, per group of inputs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -9,15 +9,15 @@ from torch import Tensor
 from engine.model_files.stored_weights import Packing
 
 _HALF = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-E2M1 = (*_HALF, *(-value for value in _HALF))  # by 4 bits: a sign, 2 of the exponent, 1 of the mantissa
+E2M1 = (*_HALF, *(-value for value in _HALF))  # by 4 bits: sign, 2 exponent, 1 mantissa
 
 
 @dataclass(frozen=True, slots=True)
 class Integers:
     """A matrix [out, in]: scales * values + offsets.
 
-    `values` [out, in] int8, of 4 `bits` (-8 to 7) or of 8. `scales`, and `offsets` or None: fp32 [out, ceil(in / group)], where
-    `group` counts inputs. `dtype`: of the products. `e2m1`: a value plus 8 stands for a float of 4 bits, one of E2M1.
+    `values` [out, in] int8, of 4 `bits` (-8 to 7) or 8. `scales`, `offsets`: fp32 [out, ceil(in /
+    group)]. `dtype`: of products. `e2m1`: value + 8 indexes E2M1.
     """
 
     values: Tensor
@@ -40,11 +40,11 @@ class Integers:
 
     @property
     def kind(self) -> tuple[int, int, bool]:
-        """Equal for matrices that lie side by side."""
+        """Equal for matrices that can be concatenated."""
         return self.bits, self.group, self.e2m1
 
     def stacks_with(self, other: "Integers") -> bool:
-        """Whether one matrix can hold both: integers of 4 bits then take 8, if the other's do."""
+        """True if one matrix can hold both; 4 bits may become 8."""
         return self.kind == other.kind or (self.group == other.group and not self.e2m1 and not other.e2m1)
 
     @property
@@ -57,11 +57,9 @@ class Integers:
 
     @property
     def size_bytes(self) -> int:
-        """Of the packed matrix."""
         return Packing(self.bits, self.group, self.offsets is not None).size_bytes(*self.shape)
 
     def times(self, factor: float) -> "Integers":
-        """Each value times `factor`."""
         offsets = None if self.offsets is None else self.offsets * factor
         return replace(self, scales=self.scales * factor, offsets=offsets)
 
@@ -87,7 +85,6 @@ def dense_of(weight: Weight) -> Tensor:
 
 
 def rows_of(weight: Weight, order: Sequence[int]) -> Weight:
-    """The outputs `order`."""
     index = list(order)
     if isinstance(weight, Tensor):
         return weight[index]
@@ -96,7 +93,6 @@ def rows_of(weight: Weight, order: Sequence[int]) -> Weight:
 
 
 def stacked(parts: Sequence[Integers]) -> Integers:
-    """One above the other."""
     first = parts[0]
     fit = [part.stacks_with(first) for part in parts]
     assert all(fit), parts
@@ -113,7 +109,7 @@ def stacked(parts: Sequence[Integers]) -> Integers:
 
 
 def columns_of(weight: Weight, columns: slice) -> Weight:
-    """The inputs `columns`, which begin and end with a group."""
+    """The inputs `columns`, at group boundaries."""
     if isinstance(weight, Tensor):
         return weight[:, columns]
     values, group = weight.values[:, columns], min(weight.group, columns.stop - columns.start)

@@ -1,6 +1,6 @@
-"""MXFP4, the microscaling format of gpt-oss: blocks of 32 values of 4 bits share a scale, a power of two.
+"""MXFP4 of gpt-oss: blocks of 32 4-bit values with a power of two as scale.
 
-Source: Open Compute Project, "Microscaling Formats (MX) Specification" 1.0: elements E2M1, scales E8M0.
+Source: Open Compute Project, "Microscaling Formats (MX) Specification" 1.0.
 """
 
 import torch
@@ -13,8 +13,9 @@ NAN_SCALE = 255
 
 
 def mxfp4_values(blocks: torch.Tensor, scales: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
-    """[..., n * 32] in `dtype`: the values of `blocks` [..., n, 16] uint8, two in a byte, the low nibble first, times two to the
-    power of `scales` [..., n] uint8 minus 127 (255: NaN).
+    """[..., n * 32] in `dtype` from `blocks` [..., n, 16] uint8, low nibble first.
+
+    `scales` [..., n] uint8 are exponents plus 127 (255: NaN).
     """
     assert blocks.dtype == scales.dtype == torch.uint8, (blocks.dtype, scales.dtype)
     assert blocks.shape == (*scales.shape, BLOCK // 2), (blocks.shape, scales.shape)
@@ -24,7 +25,7 @@ def mxfp4_values(blocks: torch.Tensor, scales: torch.Tensor, *, dtype: torch.dty
 
 
 def mxfp4_codes(blocks: torch.Tensor, scales: torch.Tensor, *, dtype: torch.dtype) -> Integers:
-    """The same values of a matrix, `blocks` [rows, n, 16] and `scales` [rows, n], as they are stored. `dtype`: of products."""
+    """A matrix of `blocks` [rows, n, 16], `scales` [rows, n], still packed."""
     codes = torch.stack([blocks & 15, blocks >> 4], dim=-1).view(torch.int8) - 8
     return Integers(codes.flatten(1), _powers(scales), None, 4, BLOCK, dtype, e2m1=True)
 

@@ -1,4 +1,4 @@
-"""Quantizes float weights while they are loaded (`--quantization`). Values are named as torchao names them (`int4wo-128`)."""
+"""Quantizes float weights at load (`--quantization`), named as in torchao."""
 
 from dataclasses import dataclass
 
@@ -7,12 +7,15 @@ from torch import Tensor
 
 from engine.quant.integers import Integers
 
-ROWS_AT_ONCE = 4096  # whose fp32 copy is in memory
+ROWS_AT_ONCE = 4096  # in fp32 at once
 
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """`bits` of layers and of the head; `group`: inputs that share a scale and an offset, 0: a row has one scale and no offset."""
+    """How numbers are packed.
+
+    `group`: inputs per scale and offset; 0 for one scale per row, no offset.
+    """
 
     bits: int
     group: int
@@ -24,11 +27,11 @@ SCHEMES = {
     "int4wo-64": Scheme(4, 64),
     "int4wo-128": Scheme(4, 128),
 }
-HEAD = SCHEMES["int8wo"]  # of every scheme: each token is drawn from its sums
+HEAD = SCHEMES["int8wo"]  # of every scheme, because sampling reads its output
 
 
 def quantized(weight: Tensor, scheme: Scheme) -> Integers:
-    """`weight` [out, in], rounded to the nearest. A last group may be shorter."""
+    """Round `weight` [out, in] to nearest; the last group may be shorter."""
     parts = [_rounded(part.float(), scheme) for part in torch.split(weight, ROWS_AT_ONCE)]
     values, scales, offsets = zip(*parts, strict=True)
     return Integers(
@@ -42,12 +45,11 @@ def quantized(weight: Tensor, scheme: Scheme) -> Integers:
 
 
 def _rounded(weight: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor, Tensor]:
-    """Integers, and each group's scale and offset."""
     if not scheme.group:
         scales = _no_zeros(weight.abs().amax(dim=1, keepdim=True) / 127)
         return (weight / scales).round_().to(torch.int8), scales, scales
     rows, inputs = weight.shape
-    short = -inputs % scheme.group  # the last value again: it changes neither least nor most
+    short = -inputs % scheme.group  # repeat the last value, which keeps min and max
     filled = torch.cat((weight, weight[:, -1:].expand(-1, short)), dim=1).view(rows, -1, scheme.group)
     least, most = filled.aminmax(dim=2)
     scales = _no_zeros((most - least) / 15)

@@ -1,4 +1,4 @@
-"""Integers of 4 or 8 bits packed into words of 32."""
+"""Integers of 4 or 8 bits packed into 32-bit words."""
 
 import torch
 from torch import Tensor
@@ -7,9 +7,9 @@ IN_ORDER = {4: (0, 1, 2, 3, 4, 5, 6, 7), 8: (0, 1, 2, 3)}
 
 
 def unpacked(words: Tensor, order: tuple[int, ...], taken: range) -> Tensor:
-    """Unsigned integers [rows, len(taken)] int16, those that are number `taken` of rows of `words` [rows, n] int32.
+    """Unsigned [rows, len(taken)] int16 from `words` [rows, n] i32.
 
-    The lowest bits of a word are its integer number order[0].
+    A word's lowest bits are its integer order[0].
     """
     each = len(order)
     first, end = taken.start // each, -(-taken.stop // each)

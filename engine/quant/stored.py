@@ -1,11 +1,12 @@
-"""Quantized weights as checkpoints store them, a layout each: what a module has in place of `weight`, and what that stands for.
+"""Quantized weights in checkpoint layouts.
 
-    fp8         weight e4m3 [out, in]; weight_scale_inv of blocks, or weight_scale of outputs or of all
-    awq         qweight [in, out / 8], qzeros, scales [groups, out]
-    gptq        qweight [in / 8, out], qzeros, scales [groups, out], g_idx [in]
-    compressed  weight int8 or e4m3, or weight_packed [out, in / 8]; weight_scale, weight_zero_point, weight_g_idx
+fp8         weight e4m3 [out, in]; weight_scale_inv of blocks, or weight_scale of outputs or of all
+awq         qweight [in, out / 8], qzeros, scales [groups, out]
+gptq        qweight [in / 8, out], qzeros, scales [groups, out], g_idx [in]
+compressed  weight int8 or e4m3, or weight_packed [out, in / 8]; weight_scale, weight_zero_point,
+            weight_g_idx
 
-Sources: the checkpoints' own tools (AutoAWQ, AutoGPTQ, compressed-tensors), DeepSeek-V3's `weight_dequant`.
+Sources: AutoAWQ, AutoGPTQ, compressed-tensors, DeepSeek-V3's `weight_dequant`.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,21 +20,21 @@ from engine.quant.integers import Integers, Weight
 from engine.quant.packed_words import IN_ORDER, unpacked
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-MAIN = ("qweight", "weight_packed", "weight_scale", "weight_scale_inv")  # one of them: the module is quantized
+MAIN = ("qweight", "weight_packed", "weight_scale", "weight_scale_inv")  # any of these: the module is quantized
 OTHERS = (
     *("qzeros", "scales", "g_idx", "weight_zero_point", "weight_g_idx", "weight_shape", "weight_global_scale"),
     *("input_scale", "input_zero_point", "output_scale", "input_scale_ub", "activation_scale"),
 )
-KV_SCALES = ("k_scale", "v_scale", "q_scale")  # of caches that are quantized
+KV_SCALES = ("k_scale", "v_scale", "q_scale")  # of quantized caches
 
 
 class ShapeError(Exception):
-    """A tensor does not fit the weight that it stands for; the message says which, and how."""
+    """A tensor does not fit its weight."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """`get(suffix)`: a tensor of the module, or None. `shape`: of its weight. `rows`, `columns`: what is taken. `dtype`: of products."""
+    """A module: `get(suffix)` reads a tensor, `rows` and `columns` are this rank's."""
 
     get: Callable[[str], Tensor | None]
     shape: tuple[int, int]
@@ -42,7 +43,7 @@ class Source:
     dtype: torch.dtype
 
     def want(self, suffix: str, shape: Sequence[int | None]) -> Tensor:
-        """Raises ShapeError if it is not there or has not this shape (None: any size)."""
+        """Raises ShapeError if absent or of another shape (None: any size)."""
         tensor = self.get(suffix)
         if tensor is None:
             raise ShapeError(f"{suffix} is missing")
@@ -54,7 +55,7 @@ class Source:
 
 
 def read(stored: StoredWeights, source: Source) -> Weight:
-    """The taken part of a module's weight: integers, or floats in fp32. Raises ShapeError."""
+    """Read this rank's part as integers or fp32 floats. Raises ShapeError."""
     if stored.layout == "awq":
         return _awq(source)
     if stored.layout == "gptq":
@@ -108,7 +109,7 @@ def _packed(source: Source) -> Weight:
 
 
 def _by_order(source: Source, name: str, values: Tensor, scales: Tensor, zeros: Tensor | None, bits: int) -> Weight:
-    """Integers; or floats, where inputs of a group do not lie side by side (`desc_act`). `zeros`: of the taken rows, all groups."""
+    """Integers, or floats if groups are scattered (`desc_act`). `zeros`: own rows, all groups."""
     group, index = _group_of(source, scales.shape[1]), source.get(name)
     if index is not None and not torch.equal(index.long(), torch.arange(source.shape[1]) // group):
         own = source.want(name, (source.shape[1],)).long()[source.columns.start : source.columns.stop]
@@ -121,7 +122,7 @@ def _by_order(source: Source, name: str, values: Tensor, scales: Tensor, zeros: 
 
 
 def _with_scales(source: Source) -> Weight:
-    """A weight of bytes with scales of blocks, of groups, of outputs, or one."""
+    """A byte weight with scales per block, group, output, or one."""
     outputs, inputs = source.shape
     weight = source.want("weight", (outputs, inputs))[
         source.rows.start : source.rows.stop, source.columns.start : source.columns.stop
@@ -152,7 +153,6 @@ def _bytes(source: Source, weight: Tensor, scales: Tensor) -> Weight:
 
 
 def _spread(scales: Tensor, source: Source) -> Tensor:
-    """[rows taken, columns taken] of `scales` of blocks, whose sizes are powers of two or the whole."""
     rows, columns = (
         torch.arange(taken.start, taken.stop) // _block(size, count)
         for taken, size, count in zip((source.rows, source.columns), source.shape, scales.shape, strict=True)
@@ -161,7 +161,7 @@ def _spread(scales: Tensor, source: Source) -> Tensor:
 
 
 def _block(size: int, count: int) -> int:
-    """128 where that gives `count` blocks; else what divides the size."""
+    """128 if that gives `count` blocks, else a divisor of the size."""
     if -(-size // 128) == count and count > 1:
         return 128
     if size % count:
@@ -177,7 +177,7 @@ def _group_of(source: Source, groups: int) -> int:
 
 
 def _groups(source: Source, group: int) -> slice:
-    """Those of the taken columns. Raises ShapeError where a cut would split one."""
+    """Raises ShapeError if a cut splits a group."""
     columns, inputs = source.columns, source.shape[1]
     if group < inputs and (columns.start % group or columns.stop % group):
         raise ShapeError(
@@ -191,7 +191,6 @@ def _own_scales(scales: Tensor, source: Source, groups: slice) -> Tensor:
 
 
 def _integers(source: Source, values: Tensor, scales: Tensor, zeros: Tensor | None, bits: int, group: int) -> Integers:
-    """`zeros`: to be taken from the values."""
     offsets = None if zeros is None or not zeros.any() else -zeros.float() * scales
     return Integers(
         values.to(torch.int8).contiguous(),
