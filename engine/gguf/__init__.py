@@ -1,1 +1,1 @@
-"""GGUF files: header, model configuration, tokenizer and tensors. The format is llama.cpp's (ggml/docs/gguf.md)."""
+"""GGUF files: header, configuration, tokenizer, tensors (llama.cpp's ggml/docs/gguf.md)."""

@@ -1,4 +1,4 @@
-"""The metadata of a GGUF file as fields of a Hugging Face config.json; model_config.py checks the values."""
+"""GGUF metadata as config.json fields."""
 
 import struct
 from typing import Any
@@ -6,15 +6,16 @@ from typing import Any
 from engine.gguf.ends import end_ids
 from engine.gguf.file import GGUFFile
 
-# general.architecture -> the class of engine.model_files.families.FAMILIES. Converters write Mistral's models as "llama".
+# general.architecture -> class in engine.model_files.families.FAMILIES. Mistral models are "llama",
+# too.
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
-ROPE_FACTORS = "rope_freqs.weight"  # Llama 3.1: one divisor for each pair of a head
+ROPE_FACTORS = "rope_freqs.weight"  # Llama 3.1: a divisor per pair of a head
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 
 
 def config_fields(file: GGUFFile) -> dict[str, Any]:
-    """The fields of config.json. Raises `ConfigError`."""
+    """Raises ConfigError."""
     name = file.value("general.architecture", str, "")
     if name not in ARCHITECTURES:
         raise file.error(
@@ -52,7 +53,7 @@ def config_fields(file: GGUFFile) -> dict[str, Any]:
 
 
 def stored_dtype(file: GGUFFile) -> str:
-    """The type of the matrices; quantized ones count as bfloat16."""
+    """The matrices' dtype; quantized ones count as bfloat16."""
     kinds = {tensor.storage.name for tensor in file.tensors.values() if len(tensor.shape) > 1}
     return {frozenset({"F32"}): "float32", frozenset({"F16"}): "float16"}.get(frozenset(kinds), "bfloat16")
 
@@ -81,23 +82,22 @@ def _rope_factors(file: GGUFFile) -> dict[str, Any]:
 
 
 def _rotary_share(keys: "_Keys", *, heads: Any, hidden: Any) -> float:
-    """The share of a head that RoPE turns, by default 1.0."""
     turned = keys.get("rope.dimension_count")
     if not all(isinstance(value, int) and value > 0 for value in (turned, heads, hidden)):
         return 1.0
     dim = keys.get("attention.key_length", hidden // heads)
-    return float(turned / dim) if isinstance(dim, int) and dim > 0 else 1.0  # the fields are checked by their reader
+    return float(turned / dim) if isinstance(dim, int) and dim > 0 else 1.0  # their reader checks the fields
 
 
 class _Keys:
-    """The metadata of one architecture: `need("block_count")` reads "llama.block_count"."""
+    """Metadata of one architecture: `need("block_count")` reads "llama.block_count"."""
 
     def __init__(self, file: GGUFFile, architecture: str) -> None:
         self._file = file
         self._prefix = architecture
 
     def get(self, name: str, default: Any = None) -> Any:
-        """A list with one value for each layer counts as that value where all are equal."""
+        """Get a value, or the equal value of all layers."""
         value = self._file.metadata.get(f"{self._prefix}.{name}", default)
         return value[0] if isinstance(value, tuple) and len(set(value)) == 1 else value
 

@@ -1,23 +1,23 @@
-"""The tokens of a GGUF file that end an answer, by llama.cpp's rule for its end-of-generation tokens (llama-vocab.cpp)."""
+"""EOS tokens of a GGUF file by llama.cpp's rule (llama-vocab.cpp)."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from engine.gguf.file import GGUFFile
 
-# Texts of ends in some family, whatever the metadata says of them.
+# EOS texts in any family.
 TEXTS = frozenset(
     {"<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|im_end|>", "<|endoftext|>", "<|end|>", "<end_of_turn>", "</s>"}
     | {"<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<eos>", "<turn|>", "<|tool_response>", "<end_of_utterance>"}
     | {"<|return|>", "<|call|>", "<|calls|>", "<|flush|>"}
 )
-# Ends of files that a model fills in: the metadata names one of each kind, or the first text that is there counts.
+# EOS of fill-in-the-middle: the metadata's, or the first known text.
 _OF_FILES = {
     "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
     "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
     "fim_sep": ("<|file_sep|>",),
 }
-# Where all of the first are there, the second ends a part of an answer, or nothing.
+# If all of the first exist, the second is no EOS.
 _NO_ENDS = (
     (("<|return|>", "<|call|>"), "<|end|>"),
     (("<|flush|>", "<|calls|>"), "<|end|>"),
@@ -26,7 +26,7 @@ _NO_ENDS = (
 
 
 def end_ids(file: GGUFFile) -> list[Any]:
-    """The ids, unchecked where the metadata has them."""
+    """The ids; those from metadata are unchecked."""
     ids = {token: index for index, token in enumerate(file.values("tokenizer.ggml.tokens", str))}
     named = [_named(file, kind) for kind in ("eos", "eot", "eom")]
     named += [_of_files(file, kind, ids) for kind in _OF_FILES]

@@ -1,6 +1,6 @@
-"""The header of a GGUF file: its metadata and where its tensors lie. Never torch.
+"""GGUF headers: metadata and tensor locations. Never torch.
 
-`gguf.GGUFReader` is slow (2 s for 49,000 tokens) and walks past the end of a file that is cut off.
+`gguf.GGUFReader` is slow (2 s for 49,000 tokens) and reads past the end of a truncated file.
 """
 
 import math
@@ -22,21 +22,21 @@ VERSIONS = (2, 3)
 MAX_DIMENSIONS = 4
 SPLIT_NAME = re.compile(r".*-(\d{5})-of-(\d{5})\.gguf$")
 
-# Metadata value types: struct codes, and the two that are not of a fixed size.
+# Metadata value types: struct codes, and two of variable size.
 _CODES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """The storage of a tensor type in the file: `elements` of a row take `size_bytes`."""
+    """A tensor type: `elements` of a row take `size_bytes`."""
 
     name: str
     elements: int
     size_bytes: int
 
 
-# The types that can be served, by their number in the file.
+# Supported types, by number in the file.
 STORAGES = {
     0: Storage("F32", 1, 4),
     1: Storage("F16", 1, 2),
@@ -52,7 +52,7 @@ STORAGES = {
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """`shape`: row-major, as in torch. `start`: byte in the file."""
+    """A tensor of a GGUF file. `shape`: row-major. `start`: byte in the file."""
 
     name: str
     shape: tuple[int, ...]
@@ -63,7 +63,7 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class GGUFFile:
-    """A checked header: every tensor has a supported type and lies inside the file."""
+    """A checked header: tensors have supported types and lie inside the file."""
 
     path: Path
     metadata: Mapping[str, Any]
@@ -73,7 +73,7 @@ class GGUFFile:
         return ConfigError(f"{self.path}: {message}")
 
     def value(self, key: str, kind: type[Value], default: Value) -> Value:
-        """One value of the metadata. Raises `ConfigError` for one of another type."""
+        """A metadata value. Raises ConfigError for another type."""
         value = self.metadata.get(key, default)
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
             raise self.error(
@@ -82,7 +82,7 @@ class GGUFFile:
         return value
 
     def values(self, key: str, kind: type[Value]) -> tuple[Value, ...]:
-        """An array of the metadata, () if there is none. Raises `ConfigError` for one of another type."""
+        """A metadata array, perhaps empty. Raises ConfigError for another type."""
         values = self.value(key, tuple, ())
         if not all(isinstance(value, kind) for value in values):
             raise self.error(f"metadata {key} must be an array of type {kind.__name__}; convert the model again")
@@ -90,7 +90,7 @@ class GGUFFile:
 
 
 def open_gguf(path: str | Path) -> GGUFFile:
-    """The header of the file at `path`, read once while it does not change. Raises `ConfigError`, one line."""
+    """The header of `path`, cached while unchanged. Raises ConfigError of one line."""
     path = Path(path)
     if split := SPLIT_NAME.match(path.name):
         raise ConfigError(
@@ -113,8 +113,6 @@ def _open(path: Path, size_bytes: int, _mtime_ns: int) -> GGUFFile:
 
 
 class _Header:
-    """A cursor over the header's bytes."""
-
     def __init__(self, path: Path, data: mmap) -> None:
         self._path = path
         self._data = data
@@ -161,7 +159,6 @@ class _Header:
         return TensorInfo(name, shape, storage, start, size_bytes)
 
     def _entry(self) -> tuple[str, tuple[int, ...], int, int]:
-        """(name, shape, type, offset in the data)."""
         name = self._text("a tensor name")
         dimensions = self._number("I")
         if not 1 <= dimensions <= MAX_DIMENSIONS:

@@ -1,6 +1,6 @@
-"""The tensors of a GGUF file under their Hugging Face names: as they are stored, or dequantized by the `gguf` package.
+"""GGUF tensors under Hugging Face names, stored or dequantized by `gguf`.
 
-It dequantizes a few rows at a time into the final tensor, so the model exists in memory once.
+Dequantizes a few rows at a time, so memory holds the model once.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,14 +32,14 @@ _WHOLE = {EMBEDDING: "model.embed_tokens.weight", "output_norm.weight": "model.n
 
 
 class GGUFTensors:
-    """The tensors of `file`. A name without a counterpart stays, so that loading reports it as unused."""
+    """The tensors of `file`. Loading reports unknown names."""
 
     described_by = "the metadata"
 
     def __init__(self, file: GGUFFile) -> None:
         self._file = file
         self._tensors = {hugging_face_name(name): tensor for name, tensor in file.tensors.items()}
-        self._tensors.pop(ROPE_FACTORS, None)  # part of the config
+        self._tensors.pop(ROPE_FACTORS, None)  # part of the configuration
         self._permuted_heads = _permuted_heads(file)
         self._data = np.memmap(file.path, mode="r", dtype=np.uint8)
 
@@ -50,16 +50,16 @@ class GGUFTensors:
         return str(self._file.path)
 
     def open(self, name: str, shape: Sequence[int], taken: Sequence[range]) -> Callable[[torch.Tensor], object]:
-        """Return the function that fills a tensor with the `taken` part; of rows that RoPE turns in pairs, whole heads."""
+        """Return a function that fills in the `taken` part; permuted rows need whole heads."""
         tensor = self._tensor(name, shape)
         return lambda out: self._fill(tensor, out, taken)
 
     def type_of(self, name: str) -> str:
-        """Such as "Q4_K"; "" where there is no such tensor."""
+        """The type, such as "Q4_K"; empty if absent."""
         return self._tensors[name].storage.name if name in self._tensors else ""
 
     def blocks(self, name: str, shape: Sequence[int], taken: Sequence[range]) -> tuple[torch.Tensor, slice]:
-        """The blocks [rows, n, bytes] uint8 that hold the `taken` part of a matrix, and where its columns lie in their values."""
+        """Blocks [rows, n, bytes] uint8 with the `taken` part, and its columns in them."""
         tensor = self._tensor(name, shape)
         of_row, columns = _column_blocks(tensor, taken[1])
         stored = self._data[tensor.start : tensor.start + tensor.size_bytes].reshape(tensor.shape[0], -1)
@@ -73,7 +73,7 @@ class GGUFTensors:
         del self._data
 
     def _tensor(self, name: str, shape: Sequence[int]) -> TensorInfo:
-        """Raises `ConfigError` if it is missing or has another shape."""
+        """Raises ConfigError if missing or of another shape."""
         tensor = self._tensors.get(name)
         if tensor is None:
             raise self._file.error(f"tensor {name} is missing; download the file again")
@@ -99,10 +99,10 @@ class GGUFTensors:
             _put(out, rows if place is None else place[rows], _dequantized(stored[rows], tensor)[:, columns])
 
     def _place_of_rows(self, tensor: TensorInfo, taken: range) -> torch.Tensor | None:
-        """The row of the Hugging Face tensor's `taken` part for each row of the file's; None: the same.
+        """Hugging Face row of each taken row, None if equal.
 
-        RoPE turns neighbours (2j, 2j + 1) in ggml's Llama and halves (j, j + D/2) here, so converters permute the rows of
-        q and k in each head (convert_hf_to_gguf.py: LlamaModel.permute).
+        ggml's Llama rotates neighbours (2j, 2j + 1), we rotate (j, j + D/2), so converters permute
+        q and k (convert_hf_to_gguf.py: LlamaModel.permute).
         """
         parts = tensor.name.split(".")
         heads = self._permuted_heads.get(parts[2]) if len(parts) == 4 else None
@@ -121,7 +121,6 @@ def _permuted_heads(file: GGUFFile) -> dict[str, int]:
 
 
 def _column_blocks(tensor: TensorInfo, taken: range) -> tuple[slice, slice]:
-    """The bytes of a row whose blocks hold the columns `taken`, and where these lie in the blocks' values."""
     elements, size_bytes = tensor.storage.elements, tensor.storage.size_bytes
     first, end = taken.start // elements, -(-taken.stop // elements)
     begin = first * elements
@@ -129,7 +128,6 @@ def _column_blocks(tensor: TensorInfo, taken: range) -> tuple[slice, slice]:
 
 
 def _dequantized(stored: np.ndarray[Any, np.dtype[np.uint8]], tensor: TensorInfo) -> torch.Tensor:
-    """fp32 values of whole blocks."""
     kind = gguf.GGMLQuantizationType[tensor.storage.name]
     values = gguf.quants.dequantize(np.ascontiguousarray(stored), kind)
     return torch.from_numpy(np.array(values, dtype=np.float32, copy=None if values.flags.writeable else True))
@@ -140,7 +138,7 @@ def _put(out: torch.Tensor, rows: slice | torch.Tensor, values: torch.Tensor) ->
 
 
 def hugging_face_name(name: str) -> str:
-    """ "blk.3.attn_q.weight" -> "model.layers.3.self_attn.q_proj.weight"."""
+    """Such as "blk.3.attn_q.weight" -> "model.layers.3.self_attn.q_proj.weight"."""
     prefix, _, rest = name.partition(".")
     index, _, rest = rest.partition(".")
     part, _, end = rest.rpartition(".")

@@ -1,7 +1,7 @@
-"""The tokenizer of a GGUF file for the `tokenizers` library, and the equivalent of its tokenizer_config.json.
+"""GGUF tokenizers for the `tokenizers` library, and their tokenizer_config.json.
 
-Two kinds: "gpt2" (byte-level BPE; `pre` names how to cut text) and "llama" (SentencePiece's BPE with bytes as a fallback).
-The ids are those of llama.cpp, and of transformers for the checkpoint that the file was made from.
+"gpt2" is byte-level BPE (`pre`: pre-tokenizer), "llama" is SentencePiece BPE with byte fallback.
+Ids equal those of llama.cpp and transformers.
 """
 
 from typing import Any
@@ -22,7 +22,7 @@ _LLAMA3 = (
 )
 _QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 
-# tokenizer.ggml.pre -> how its model's tokenizer.json cuts text.
+# tokenizer.ggml.pre -> pre-tokenizer of its tokenizer.json.
 _GPT2_NAMES = ("default", "gpt-2")
 _SMOLLM_NAMES = ("smollm",)
 _LLAMA3_NAMES = ("llama-bpe", "llama3", "llama-v3")
@@ -32,7 +32,7 @@ PRE_TOKENIZERS = (*_GPT2_NAMES, *_SMOLLM_NAMES, *_LLAMA3_NAMES, *_QWEN2_NAMES)
 
 
 def gguf_tokenizer(file: GGUFFile) -> Tokenizer:
-    """The tokenizer of `file`. Raises `ConfigError`."""
+    """Raises ConfigError."""
     kind = file.value("tokenizer.ggml.model", str, "")
     tokens = file.values("tokenizer.ggml.tokens", str)
     if not kind or not tokens:
@@ -43,7 +43,7 @@ def gguf_tokenizer(file: GGUFFile) -> Tokenizer:
         backend = _byte_level(file, tokens) if kind == "gpt2" else _sentencepiece(file, tokens)
     except ConfigError:
         raise
-    except Exception as error:  # tokenizers raises bare Exception for merges that do not fit the vocabulary
+    except Exception as error:  # tokenizers raises Exception for inconsistent merges
         reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
         raise file.error(f"its tokenizer cannot be used ({reason}); convert the model again") from None
     _add_tokens(backend, file, tokens)
@@ -83,7 +83,8 @@ def _sentencepiece(file: GGUFFile, tokens: tuple[str, ...]) -> Tokenizer:
     backend = Tokenizer(model)
     prefix = file.value("tokenizer.ggml.add_space_prefix", bool, True)
     spaces = normalizers.Replace(" ", "▁")
-    # Each text between special tokens begins with a space, also one that has its own (as in llama.cpp, and in Llama 2's tokenizer.json).
+    # Each text between special tokens gets a space, even a second one (as in llama.cpp and Llama
+    # 2).
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), spaces]) if prefix else spaces
     parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     backend.decoder = decoders.Sequence([*parts, decoders.Strip(content=" ", left=1)] if prefix else parts)
@@ -91,7 +92,6 @@ def _sentencepiece(file: GGUFFile, tokens: tuple[str, ...]) -> Tokenizer:
 
 
 def _vocabulary(file: GGUFFile, tokens: tuple[str, ...]) -> dict[str, int]:
-    """Token -> id, without the unused tokens that pad the matrix."""
     kinds = file.values("tokenizer.ggml.token_type", int)
     unused = {index for index, kind in enumerate(kinds) if kind == _UNUSED}
     return {token: index for index, token in enumerate(tokens) if index not in unused}
@@ -106,7 +106,7 @@ def _merges(file: GGUFFile) -> list[tuple[str, str]]:
 
 
 def _merges_by_score(file: GGUFFile, tokens: tuple[str, ...], vocabulary: dict[str, int]) -> list[tuple[str, str]]:
-    """SentencePiece has scores instead of merges: all ways to merge two tokens into one, the best result first."""
+    """All pairs that form a token, best first."""
     scores = file.values("tokenizer.ggml.scores", float)
     if len(scores) != len(tokens):
         raise file.error("metadata tokenizer.ggml.scores must have a score for each token; convert the model again")
@@ -121,7 +121,7 @@ def _merges_by_score(file: GGUFFile, tokens: tuple[str, ...], vocabulary: dict[s
 
 
 def _add_tokens(backend: Tokenizer, file: GGUFFile, tokens: tuple[str, ...]) -> None:
-    """Control tokens, the unknown one and ends are special; user-defined ones only stay whole in any text."""
+    """Control, unknown and EOS tokens are special; user-defined ones only stay whole."""
     kinds = dict(zip(tokens, file.values("tokenizer.ggml.token_type", int), strict=False))
     special = [token for token, kind in kinds.items() if token and (kind in (_CONTROL, _UNKNOWN) or token in TEXTS)]
     whole = [token for token, kind in kinds.items() if token and kind == _USER_DEFINED and token not in TEXTS]
@@ -130,7 +130,7 @@ def _add_tokens(backend: Tokenizer, file: GGUFFile, tokens: tuple[str, ...]) -> 
 
 
 def gguf_tokenizer_config(file: GGUFFile) -> dict[str, Any]:
-    """The equivalent of its tokenizer_config.json: special tokens, `add_bos_token`, `add_eos_token` and `chat_template`."""
+    """The equivalent of tokenizer_config.json, with `chat_template`."""
     adds_bos = file.value("tokenizer.ggml.model", str, "") == "llama"
     adds_bos = adds_bos or file.value("tokenizer.ggml.pre", str, "") in _LLAMA3_NAMES
     config: dict[str, Any] = {
@@ -148,7 +148,6 @@ def gguf_tokenizer_config(file: GGUFFile) -> dict[str, Any]:
 
 
 def _templates(file: GGUFFile) -> str | list[dict[str, str]]:
-    """The chat template, or all as named ones where there are several; "": none."""
     default = file.value(_TEMPLATE, str, "")
     keys = [key for key in file.metadata if key.startswith(f"{_TEMPLATE}.")]
     named = [
