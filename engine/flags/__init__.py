@@ -1,1 +1,1 @@
-"""What follows from the flags, and which of them contradict: pure, once, before anything is built. Never torch."""
+"""Flags to decisions, and their contradictions, before anything is built. Without torch."""

@@ -1,4 +1,4 @@
-"""The flags of an encoder worker: those of the text model say nothing here. Pure."""
+"""Flags of encoder workers. Pure."""
 
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ STEP_TOKENS = {"cpu": 2048, "cuda": 16384}
 
 
 def vision_of(model: ModelConfig, model_path: str) -> VisionConfig:
-    """Raises ConfigError for a model that sees no images."""
+    """Raises ConfigError for a text model."""
     if model.vision is None:
         raise ConfigError(
             f"--disaggregation-mode encode: the model of {model_path} sees no images; leave encode workers out"
@@ -32,7 +32,7 @@ def check_one_process(config: EngineConfig) -> None:
 
 
 def encoder_config(config: EngineConfig, model: ModelConfig, *, page_size: int, cuda: bool) -> EngineConfig:
-    """Return `config` resolved, with what the text model alone needs at its default. Raises ConfigError."""
+    """Return the resolved `config`, text model's flags at defaults. Raises ConfigError."""
     check_one_process(config)
     plain = EngineConfig()
     resolved = resolve(
@@ -63,6 +63,6 @@ def encoder_config(config: EngineConfig, model: ModelConfig, *, page_size: int, 
 
 
 def step_images_tokens(config: EngineConfig, vision: VisionConfig) -> int:
-    """Return the most tokens of images that a step encodes: half of its budget, or the largest image. `config` is resolved."""
+    """Max image tokens of a step: half of its budget, or the largest image."""
     assert config.max_prefill_tokens is not None, "resolved"
     return max(config.max_prefill_tokens // 2, most_image_tokens(vision))

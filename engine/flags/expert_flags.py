@@ -1,4 +1,4 @@
-"""What flags say of the places of experts: redundant ones, a file of places or loads, and how often they move. Never torch."""
+"""Flags of expert placement and EPLB."""
 
 import json
 from pathlib import Path
@@ -38,7 +38,7 @@ def check_experts(config: EngineConfig, model: ModelConfig) -> None:
 
 
 def expert_plan(config: EngineConfig, model: ModelConfig) -> ExpertPlan:
-    """`check_experts` has accepted them. Raises ConfigError for a file that does not fit."""
+    """Raises ConfigError for a file that does not fit."""
     if config.ep_size == 1:
         return ExpertPlan()
     assert model.experts is not None
@@ -85,7 +85,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _table(given: str, name: str, rows: Any, shape: tuple[int, int]) -> list[list[int]]:
-    """`rows` of whole numbers from 0. Raises ConfigError."""
+    """Check integers >= 0. Raises ConfigError."""
     layers, width = shape
     fits = isinstance(rows, list) and len(rows) == layers
     if not fits or not all(isinstance(row, list) and len(row) == width for row in rows):

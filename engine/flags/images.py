@@ -1,4 +1,4 @@
-"""Memory for the features of images, by --vlm-cache-size-mb or by what one prompt may need. Pure."""
+"""Memory for image features: --vlm-cache-size-mb. Pure."""
 
 from math import isqrt
 
@@ -16,7 +16,10 @@ DEFAULT_MB = 100  # SGLang's SGLANG_VLM_CACHE_SIZE_MB
 
 
 def vlm_cache_size_mb(config: EngineConfig, model: ModelConfig, *, dtype: str, context: int) -> int | None:
-    """Return --vlm-cache-size-mb, or what it is by default: SGLang's, more where an image may need more. Raises ConfigError."""
+    """By default SGLang's, or more if an image needs it; None for a text model.
+
+    Raises ConfigError.
+    """
     given = config.vlm_cache_size_mb
     if model.vision is None:
         if given is not None:
@@ -29,41 +32,38 @@ def vlm_cache_size_mb(config: EngineConfig, model: ModelConfig, *, dtype: str, c
 
 
 def check_encoder(config: EngineConfig, model: ModelConfig) -> None:
-    """Raises ConfigError for ranks that are to divide images of a model that sees none."""
+    """Raises ConfigError for --mm-enable-dp-encoder with a text model."""
     if config.mm_enable_dp_encoder and model.vision is None:
         raise ConfigError("--mm-enable-dp-encoder: the model sees no images; leave the flag out")
 
 
 def image_cache(config: EngineConfig, model: ModelConfig) -> ImageCache | None:
-    """None: the model sees no images. `config` is resolved."""
     if model.vision is None:
         return None
     return ImageCache(max_bytes=cache_bytes(config), token_bytes=_feature_bytes(model, model.vision, config.dtype))
 
 
 def cache_bytes(config: EngineConfig) -> int:
-    """Return the bytes that a rank of the first stage keeps free for features; 0: the model sees no images. `config` is resolved."""
+    """Bytes reserved for features on a rank of the first stage."""
     return (config.vlm_cache_size_mb or 0) * MEGABYTE
 
 
 def most_image_tokens(vision: VisionConfig) -> int:
-    """Count the tokens of the largest image, or video of one piece, that the processor makes."""
     tower, size = vision.tower, vision.processing.size
     if isinstance(tower, ClipTower) or not isinstance(size, PixelRange):
         return vision.num_tokens((1, 1, 1))
     video, pixels = vision.processing.video, size.most
-    if vision.tokens_per_second and video is not None and video.over_frames:  # it is one image of many frames
+    if vision.tokens_per_second and video is not None and video.over_frames:  # a video is one image of many frames
         pixels = max(pixels, video.most // tower.temporal_patch)
     return pixels // (tower.patch * tower.merge) ** 2
 
 
 def _feature_bytes(model: ModelConfig, vision: VisionConfig, dtype: str) -> int:
-    """Return the bytes of a token's features."""
     return model.hidden_size * (1 + vision.deepstack_levels) * ELEMENT_BYTES[dtype]
 
 
 def blank_image(vision: VisionConfig, most_tokens: int) -> ImageInput:
-    """Return a black square of at most `most_tokens`, or of the one size that the tower takes: for steps without requests."""
+    """A black image of at most `most_tokens`, or of the tower's size, for warm-up."""
     tower = vision.tower
     if isinstance(tower, ClipTower):
         grid, merge, edge = (tower.num_tokens, 1, 1), 1, tower.side * tower.patch
@@ -75,7 +75,6 @@ def blank_image(vision: VisionConfig, most_tokens: int) -> ImageInput:
 
 
 def token_flops(vision: VisionConfig) -> int:
-    """Count about the operations that the tower's matrices take for a token."""
     tower = vision.tower
     layer = 4 * tower.hidden_size**2 + 3 * tower.hidden_size * tower.intermediate_size
     return 2 * tower.depth * layer * tower.merge**2

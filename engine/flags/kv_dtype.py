@@ -1,15 +1,15 @@
-"""The data type of the KV cache (--kv-cache-dtype): what may be asked for, and what layers keep then."""
+"""Data type of the KV cache (--kv-cache-dtype)."""
 
 from engine.config import FP8, EngineConfig
 from engine.model_files.model_config import ModelConfig
 from service.flags import ConfigError
 
 NAMES = {"bf16": "bfloat16", "bfloat16": "bfloat16", "float32": "float32", FP8: FP8}
-WHOLE_WORDS = 4  # tokens of a page, so that a layer's 8-bit rows fill the words of a checksum
+WHOLE_WORDS = 4  # tokens of a page, so that 8-bit rows fill the words of a checksum
 
 
 def kv_dtype(config: EngineConfig, model: ModelConfig, *, device: str, dtype: str) -> str:
-    """Return what layers keep: "bfloat16", "float32", "fp8_e4m3". `device`, `dtype`: resolved. Raises ConfigError."""
+    """Return "bfloat16", "float32" or "fp8_e4m3". Raises ConfigError."""
     wanted = NAMES.get(config.kv_cache_dtype, dtype)
     if wanted == dtype:
         return dtype

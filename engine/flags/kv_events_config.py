@@ -11,10 +11,10 @@ FREE_PORTS = ("*", "0")  # any port that is free
 
 
 class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """endpoint: tcp://HOST:PORT to bind; HOST * is every address, PORT * or 0 a free one (shown by /server_info).
+    """endpoint: tcp://HOST:PORT to bind; HOST * for all addresses, PORT * or 0 for a free one.
 
-    replay_endpoint: for batches that subscribers missed. buffer_steps: batches kept for that.
-    max_queue_size: batches that may wait to be sent; more are dropped. hwm: messages held for one slow subscriber.
+    replay_endpoint: for missed batches; buffer_steps: batches kept for it. max_queue_size: unsent
+    batches, then drops. hwm: messages queued per slow subscriber.
     """
 
     publisher: str = "zmq"
@@ -27,7 +27,7 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     enable_kv_cache_events: bool = True
 
     def of_rank(self, dp_rank: int) -> "KVEventsConfig":
-        """Each DP rank has ports of its own, counted from those given, as in vLLM and SGLang."""
+        """Ports of a DP rank, counted from the given ones, as in vLLM and SGLang."""
         replay = None if self.replay_endpoint is None else _shifted(self.replay_endpoint, dp_rank)
         return msgspec.structs.replace(self, endpoint=_shifted(self.endpoint, dp_rank), replay_endpoint=replay)
 
@@ -37,7 +37,7 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 def parse_kv_events_config(text: str | None) -> KVEventsConfig | None:
-    """Return None where no events are published. Raises ConfigError."""
+    """Return None if events are off. Raises ConfigError."""
     if text is None:
         return None
     try:
@@ -53,7 +53,7 @@ def parse_kv_events_config(text: str | None) -> KVEventsConfig | None:
 
 
 def check_ports(text: str | None, *, dp_size: int) -> None:
-    """Raise ConfigError where the addresses of one DP rank are another's."""
+    """Raise ConfigError if ports of DP ranks collide."""
     config = parse_kv_events_config(text)
     if config is None or config.replay_endpoint is None or dp_size == 1:
         return
@@ -69,13 +69,12 @@ def check_ports(text: str | None, *, dp_size: int) -> None:
 
 
 def _shifted(endpoint: str, by: int) -> str:
-    """A free port stays a free one."""
     address, _, port = endpoint.rpartition(":")
     return endpoint if port in FREE_PORTS else f"{address}:{int(port) + by}"
 
 
 def _host(endpoint: str) -> str:
-    """Return the host of tcp://HOST:PORT; the port is a number or *. Raises ConfigError."""
+    """Return the host of tcp://HOST:PORT. Raises ConfigError."""
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     is_port = port == "*" or (port.isdecimal() and int(port) < 65536)
     if not endpoint.startswith("tcp://") or not host or not is_port:

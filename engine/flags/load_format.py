@@ -1,4 +1,4 @@
-"""What --load-format means: which paths have made-up weights. Never torch."""
+"""--load-format: dummy weights."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from service.flags import ConfigError
 
 
 def check_load_format(config: EngineConfig) -> None:
-    """`config` has local paths. Raises ConfigError."""
+    """Raises ConfigError for a file with weights."""
     if config.load_format != DUMMY:
         return
     for path in dummy_paths(config):
@@ -18,7 +18,6 @@ def check_load_format(config: EngineConfig) -> None:
 
 
 def dummy_paths(config: EngineConfig) -> frozenset[str]:
-    """Return the checkpoints whose weights are made up: the model's, and that of what drafts for it."""
     if config.load_format != DUMMY:
         return frozenset()
     drafter = config.speculative_draft_model_path

@@ -1,6 +1,6 @@
-"""Defaults that a worker takes from its machine: --num-threads and --random-seed.
+"""Machine-dependent defaults: --num-threads and --random-seed.
 
-Never torch: OpenMP reads the environment once, when torch is imported, and threads are counted before that.
+Never torch, which reads OpenMP's environment on import.
 """
 
 import math
@@ -15,13 +15,12 @@ from engine.gguf.file import open_gguf
 from engine.model_files.model_config import load_model_config
 from service.flags import ConfigError
 
-# A thread needs a few ms of weights to read between two of its hundreds of barriers a step.
+# A thread needs a few ms of weights to read between two of a step's hundreds of barriers.
 BYTES_A_THREAD = 64 << 20
 SEED_BITS = 31
 
 
 def with_threads(config: EngineConfig) -> EngineConfig:
-    """Fill in `num_threads`. `config` has its model path."""
     if config.num_threads is not None:
         return config
     cores = max(1, usable_cores() // (config.dp_size * config.ranks_here))
@@ -29,19 +28,18 @@ def with_threads(config: EngineConfig) -> EngineConfig:
 
 
 def shares_cores(config: EngineConfig) -> bool:
-    """Whether the processes that compute have more threads than there are cores."""
     assert config.num_threads is not None, "prepared"
     ranks = config.dp_size * config.ranks_here
     return ranks > 1 and ranks * config.num_threads > usable_cores()
 
 
 def default_threads(model_path: str, *, cores: int) -> int:
-    """Return one per core, but no more than the checkpoint's weights are worth; at least 1."""
+    """One per core, limited by the weights to read; at least 1."""
     return max(1, min(cores, _weight_bytes(Path(model_path)) // BYTES_A_THREAD))
 
 
 def _weight_bytes(model: Path) -> int:
-    """Count the bytes of weights that a step reads; each weight of a GGUF file is held as two bytes."""
+    """Bytes that a step reads; GGUF weights count two bytes each."""
     if model.is_file():
         return sum(2 * math.prod(tensor.shape) for tensor in open_gguf(model).tensors.values())
     files = list(model.glob("*.safetensors"))
@@ -49,7 +47,7 @@ def _weight_bytes(model: Path) -> int:
 
 
 def _described_bytes(model: Path) -> int:
-    """Estimate the bytes of the matrices in config.json at two bytes a weight (--load-format dummy); 0: the load will report the error."""
+    """Estimate from config.json (dummy weights); 0 if loading will fail."""
     try:
         config = load_model_config(str(model))
     except ConfigError:
@@ -60,8 +58,8 @@ def _described_bytes(model: Path) -> int:
 
 
 def with_random_seed(config: EngineConfig, bits: Callable[[int], int] = secrets.randbits) -> EngineConfig:
-    """Fill in `random_seed`. `bits(k)`: k random bits.
+    """Fill in `random_seed`; `bits(k)` returns k random bits.
 
-    With one number for all, replicas would give a request the same "random" answer, and again after each restart.
+    A constant would repeat "random" answers over replicas and restarts.
     """
     return config if config.random_seed is not None else replace(config, random_seed=bits(SEED_BITS))

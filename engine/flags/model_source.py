@@ -1,5 +1,4 @@
-"""The local files behind --model-path: a directory, a GGUF file, "smollm2" (a file in an installed package), "recall-wide" (it
-ships), or a model of the Hugging Face hub (ORGANIZATION/NAME), which is downloaded."""
+"""Local files for --model-path: a directory, GGUF file, known name or hub model."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -13,9 +12,9 @@ from service.flags import ConfigError
 
 
 def with_local_model(config: EngineConfig) -> EngineConfig:
-    """`config` with the path of local files, and the given name as the served one. Raises `ConfigError`.
+    """Replace the model path by local files, downloading them; keep the served name.
 
-    An existing path has precedence over a model with that name.
+    Existing paths have precedence. Raises ConfigError.
     """
     weights = config.load_format != DUMMY
     if config.speculative_draft_model_path is not None:

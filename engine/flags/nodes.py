@@ -1,6 +1,6 @@
-"""Which ranks a machine holds where --nnodes has them share a model, and which pairs of ranks on two machines are connected. Never torch.
+"""Ranks per machine (--nnodes) and connections between machines.
 
-Ranks are numbered stage by stage. Node 0 has the leader's block of them, so that it serves in every split.
+Ranks are numbered by stage. Node 0 has the leader's block, so that it always serves.
 """
 
 from typing import NamedTuple
@@ -15,8 +15,8 @@ SUM = "sum"
 class Wire(NamedTuple):
     """A connection of two ranks on different machines.
 
-    `kind`: plan (leader and follower), engine (the same, to the follower's transfer engine), states (from one stage to the
-    next), or "sum 0", "sum 1" and so on (of a round of a sum).
+    `kind`: plan (leader to follower), engine (to its transfer engine), states (to the next stage),
+    or "sum 0", "sum 1", ... (rounds of an all-reduce).
     """
 
     kind: str
@@ -32,14 +32,14 @@ class Wire(NamedTuple):
         return self.kind in (PLAN, ENGINE)
 
     def end_of(self, rank: int) -> str:
-        """What `rank` calls its end: before and after are the stages that states come from and go to."""
+        """The name of `rank`'s end: states go "after" and come from "before"."""
         if self.kind != STATES:
             return self.kind
         return "after" if rank == self.first else "before"
 
 
 def leader_of(config: EngineConfig) -> int:
-    """The rank whose process schedules: the first of the last stage, which has the logits."""
+    """The first rank of the last stage, which has the logits."""
     return config.tp_size * (config.pp_size - 1)
 
 
@@ -53,7 +53,7 @@ def node_of(rank: int, config: EngineConfig) -> int:
 
 
 def wires(config: EngineConfig, *, transfers: bool) -> list[Wire]:
-    """All of the group. `transfers`: its worker exchanges KV, so every rank has a transfer engine."""
+    """`transfers`: every rank has a transfer engine."""
     leader, far = leader_of(config), [rank for node in range(1, config.nnodes) for rank in ranks_of(node, config)]
     found = [Wire(kind, leader, rank) for kind in (PLAN, ENGINE)[: 1 + transfers] for rank in far]
     if config.sums_span_nodes:
@@ -63,7 +63,7 @@ def wires(config: EngineConfig, *, transfers: bool) -> list[Wire]:
 
 
 def _of_sums(config: EngineConfig) -> list[Wire]:
-    """Round n joins machines whose numbers differ in bit n: what a rank has then is the sum over a subtree of 2 ** (n + 1) machines."""
+    """Round n of an all-reduce joins machines whose numbers differ in bit n."""
     found = []
     for number in range(config.nnodes.bit_length() - 1):
         apart = config.ranks_here << number
@@ -73,7 +73,6 @@ def _of_sums(config: EngineConfig) -> list[Wire]:
 
 
 def wires_at(node: int, config: EngineConfig, *, transfers: bool) -> dict[Wire, int]:
-    """Those with an end there, and the machine of the other end."""
     found = {}
     for wire in wires(config, transfers=transfers):
         ends = node_of(wire.first, config), node_of(wire.second, config)
@@ -83,7 +82,7 @@ def wires_at(node: int, config: EngineConfig, *, transfers: bool) -> dict[Wire, 
 
 
 def address_of(config: EngineConfig) -> tuple[str, int]:
-    """Return the address at which the machines meet. Raises ConfigError."""
+    """Return the rendezvous address. Raises ConfigError."""
     host, _, port = (config.dist_init_addr or "").rpartition(":")
     if not (host and port.isascii() and port.isdigit() and 0 < int(port) < 65536):
         raise ConfigError(
@@ -94,7 +93,7 @@ def address_of(config: EngineConfig) -> tuple[str, int]:
 
 
 def check_nodes(config: EngineConfig) -> None:
-    """Raises ConfigError for ranks that the machines cannot divide, and for what needs one machine."""
+    """Raises ConfigError for indivisible ranks and for flags of single nodes."""
     nodes = config.nnodes
     if config.node_rank >= nodes:
         raise ConfigError(f"--node-rank {config.node_rank}: --nnodes {nodes} has nodes 0 to {nodes - 1}")

@@ -1,4 +1,4 @@
-"""What --enable-pdmux does not work with. Never torch."""
+"""Flags incompatible with --enable-pdmux."""
 
 from engine.config import EngineConfig
 from engine.core.lane_share import LaneShare
@@ -10,7 +10,7 @@ ITL_FLAG = "--pdmux-itl"
 
 
 def check_pdmux(config: EngineConfig, model: ModelConfig) -> None:
-    """Raises ConfigError for what prompts and decodes of two lanes cannot share yet."""
+    """Raises ConfigError for what two streams cannot share yet."""
     if not config.enable_pdmux:
         if config.pdmux_itl_s is not None:
             raise ConfigError(f"{ITL_FLAG}: is the objective of {FLAG}; give both")
@@ -40,7 +40,7 @@ def check_pdmux(config: EngineConfig, model: ModelConfig) -> None:
 
 
 def check_pdmux_role(config: EngineConfig, mode: str) -> None:
-    """Raises ConfigError. `mode`: --disaggregation-mode."""
+    """Raises ConfigError for a prefill or decode worker."""
     if config.enable_pdmux and mode != "null":
         raise ConfigError(
             f"{FLAG}: not with --disaggregation-mode {mode}, whose workers decode or compute prompts, not both; leave one of them out"
@@ -48,5 +48,5 @@ def check_pdmux_role(config: EngineConfig, mode: str) -> None:
 
 
 def lane_share(config: EngineConfig, *, parts: int) -> LaneShare:
-    """Return the share of decodes. `parts`: of the device. `config` is resolved."""
+    """Share of decode; `parts`: of the device."""
     return LaneShare(parts=parts, itl_s=config.pdmux_itl_s, waits=config.device == "cpu")

@@ -1,21 +1,10 @@
-"""Which sizes and features a group of ranks may have: what does not work is refused at start, by name. Never torch.
+"""Supported sizes and features of rank groups; others are rejected at start.
 
-works with --tp-size and --pp-size                              shown by
-LoRA, grammars, logprobs, hidden states, embeddings, penalties  tests/engine/test_rank_features.py
-other weights, pauses, aborts, priorities, mixed chunks         the same
-prefix cache, its KV events, the host tier, loads ahead         the same
-files of the hierarchical cache                                 tests/engine/test_rank_files.py
-experts cut, or whole on each rank (--ep-size)                  tests/engine/test_expert_parallel.py
-retraction: computed again; from the host, through prefill      tests/engine/test_ranks.py; tests/e2e/test_rank_pairs.py
-layer-wise transfer, checksums                                  tests/e2e/test_rank_pairs.py
-speculation (--tp-size): n-grams; drafters, through a pair      tests/engine/test_speculation.py, test_eagle.py; tests/e2e/test_drafters.py
-profiles (a file for each rank), role switches                  tests/e2e/test_rank_cluster.py
-images, divided or not (--mm-enable-dp-encoder)                 tests/e2e/test_images.py
-
-refused                                                         shown by
-sizes that do not divide the model; --stream inline and stages  tests/engine/test_rank_rules.py
-files of the hierarchical cache with --nnodes                   the same
-ports of KV events that DP ranks would share                    the same
+Tested with --tp-size and --pp-size: tests/engine/test_rank_features.py, test_rank_files.py,
+test_expert_parallel.py, test_ranks.py, test_speculation.py, test_eagle.py;
+tests/e2e/test_rank_pairs.py, test_rank_cluster.py, test_drafters.py, test_images.py. Rejected:
+sizes that do not divide the model, --stream inline with stages, files of the hierarchical cache
+with --nnodes, shared ports of KV events (tests/engine/test_rank_rules.py).
 """
 
 import logging
@@ -47,7 +36,7 @@ def check_sizes(config: EngineConfig, model: ModelConfig) -> None:
 
 
 def check_ranks(config: EngineConfig, model: ModelConfig) -> None:
-    """Raises ConfigError. Warns where ranks share cores."""
+    """Raises ConfigError; warns if ranks share cores."""
     check_dp_attention(config)
     check_nodes(config)
     check_sizes(config, model)
@@ -81,7 +70,7 @@ def check_ranks(config: EngineConfig, model: ModelConfig) -> None:
 
 
 def check_dp_attention(config: EngineConfig) -> None:
-    """Raises ConfigError for what does not go with --enable-dp-attention, and for what needs it."""
+    """Raises ConfigError for flags that require or exclude --enable-dp-attention."""
     on = config.enable_dp_attention
     for name, given in (
         ("--enable-prefill-delayer", config.enable_prefill_delayer),
@@ -119,7 +108,7 @@ def check_dp_attention(config: EngineConfig) -> None:
 
 
 def check_device(config: EngineConfig) -> None:
-    """`config` is resolved. Raises ConfigError."""
+    """Raises ConfigError, once the device is known."""
     check_nodes(config)  # again: the device is known now
     if config.enable_dp_attention and config.device == "cuda":
         raise ConfigError("--enable-dp-attention: is for CPUs yet; give --device cpu, or leave it out")

@@ -1,4 +1,4 @@
-"""From flags to decisions, once and purely: an unset value is filled in, an impossible one is an error naming the flag."""
+"""Fills in flag defaults; an error names the flag. Pure."""
 
 from dataclasses import replace
 
@@ -22,18 +22,18 @@ from engine.model_files.model_config import ModelConfig
 from engine.parallel.layout import model_units
 from service.flags import ConfigError
 
-MAX_STEP_TIME_S = {"cpu": 1.0, "cuda": 0.5}  # below the time after which a router calls a worker silent (1.5 s)
-FIRST_FLOPS = {"cpu": 50e9, "cuda": 50e12}  # per second of a thread or GPU: a cautious guess, for the first step only
-PROFILE_S = 1.0  # a start should not wait for more
-LORA_DRAIN_WAIT_S = 10.0  # SGLang's default: answers of the adapter that makes room take about that long
-GPU_LORA_RANK = 64  # grouped kernels start programs for this rank, and leave those that an adapter lacks
+MAX_STEP_TIME_S = {"cpu": 1.0, "cuda": 0.5}  # below the router's timeout (1.5 s)
+FIRST_FLOPS = {"cpu": 50e9, "cuda": 50e12}  # per second of a thread or GPU: a cautious estimate for the first step
+PROFILE_S = 1.0  # limit for a start
+LORA_DRAIN_WAIT_S = 10.0  # SGLang's default: typical answers with the evicted adapter finish
+GPU_LORA_RANK = 64  # grouped kernels launch for this rank and skip what an adapter lacks
 BACKUP_SHARE = 0.5
-LOAD_AHEAD_MB = {"cpu": 0, "cuda": 64}  # 1.3 ms of a PCIe 5 bus: a step ends with its copies, and takes longer
-CHUNK_OF = {"cpu": 1024, "cuda": 8192}  # on a CPU more is no faster, and later requests wait longer
+LOAD_AHEAD_MB = {"cpu": 0, "cuda": 64}  # 1.3 ms of a PCIe 5 bus: a step waits for its copies
+CHUNK_OF = {"cpu": 1024, "cuda": 8192}  # larger is no faster on a CPU, and delays later requests
 
 
 def resolve(config: EngineConfig, model: ModelConfig, *, cuda: bool) -> EngineConfig:
-    """Decide every "auto" and None, except the KV capacity, which needs the page's size in bytes (`num_pages`)."""
+    """Decide every "auto" and None, except the KV capacity (`num_pages`)."""
     device = config.device if config.device != "auto" else ("cuda" if cuda else "cpu")
     if device == "cuda" and not cuda:
         raise ConfigError("--device cuda: torch finds no CUDA device here; use --device cpu")
@@ -79,7 +79,7 @@ def resolve(config: EngineConfig, model: ModelConfig, *, cuda: bool) -> EngineCo
         chunked_prefill_size=_chunk(config.chunked_prefill_size, config.page_size, device),
         max_prefill_tokens=config.max_prefill_tokens or MAX_PREFILL_TOKENS,
         max_step_time_s=_max_step_time_s(config.max_step_time_s, device, chunked=config.chunked_prefill_size != -1),
-        num_threads=config.num_threads or 1,  # a worker has counted its cores by now (engine/flags/local_defaults.py)
+        num_threads=config.num_threads or 1,  # engine/flags/local_defaults.py has counted cores in a worker
         hicache_load_ahead_mb=_load_ahead_mb(config.hicache_load_ahead_mb, device),
         enable_mixed_chunk=_mixed_chunk(config, device),
     )
@@ -92,12 +92,12 @@ def _mixed_chunk(config: EngineConfig, device: str) -> bool:
 
 
 def _load_ahead_mb(wanted: int | None, device: str) -> int:
-    """On a CPU a load runs in the step itself: an earlier one ends nothing sooner."""
+    """On a CPU a load runs in the step: starting early gains nothing."""
     return LOAD_AHEAD_MB[device] if wanted is None else wanted
 
 
 def depth(config: EngineConfig) -> int:
-    """Return the steps in flight. An inline stream has run a step when launch returns: nothing overlaps."""
+    """Steps in flight; an inline stream overlaps none."""
     overlap = not (config.disable_overlap_schedule or config.stream == "inline")
     return limits(config).micro_batches + overlap
 
@@ -126,7 +126,7 @@ def limits(config: EngineConfig) -> Limits:
 
 
 def agreement_of(config: EngineConfig, board: Board, dp_rank: int, *, decodes_only: bool) -> Agreement:
-    """A DP rank's side of DP attention. A worker that `decodes_only` has no prompts that could wait."""
+    """A DP rank's side of DP attention. `decodes_only`: no prompts to delay."""
     policies: list[PrefillPolicy] = []
     if config.enable_prefill_delayer and not decodes_only:
         policies.append(PrefillDelayer())
@@ -141,7 +141,7 @@ def ratio_rule(config: EngineConfig) -> RatioRule:
 
 
 def step_budget(config: EngineConfig, model: ModelConfig, *, part_tokens: int) -> StepBudget | None:
-    """Return None where steps have no limit in time. `part_tokens`: as in Limits."""
+    """The time limit of steps, if any. `part_tokens`: as in Limits."""
     assert config.max_step_time_s is not None and config.num_threads is not None
     if config.max_step_time_s == 0:
         return None
@@ -165,7 +165,7 @@ def _token_flops(model: ModelConfig) -> float:
 
 
 def profiled_tokens(config: EngineConfig, model: ModelConfig) -> int:
-    """Return the tokens of the prompt step that a CPU measures: the most, or what PROFILE_S surely computes."""
+    """Prompt tokens to measure on a CPU: the maximum, or what PROFILE_S can compute."""
     assert config.num_threads is not None, "resolved"
     tokens = int(PROFILE_S * FIRST_FLOPS["cpu"] * config.num_threads / _token_flops(model))
     return min(largest_prompt_step(config), max(config.page_size, tokens))
@@ -182,7 +182,7 @@ def priorities(config: EngineConfig) -> Priorities:
 
 
 def num_pages(config: EngineConfig, *, page_bytes: int, kv_bytes: int) -> int:
-    """Return the KV pages: --max-total-tokens, or what `kv_bytes` hold, but no more than can be used at once."""
+    """KV pages: --max-total-tokens, or what `kv_bytes` hold and requests can use."""
     assert config.context_length is not None and config.max_running_requests is not None, "resolved"
     if config.max_total_tokens is not None:
         return config.max_total_tokens // config.page_size
@@ -197,13 +197,13 @@ def num_pages(config: EngineConfig, *, page_bytes: int, kv_bytes: int) -> int:
 
 
 def state_slots(config: EngineConfig) -> int:
-    """Return the slots of a model with recurrent states: of running requests, and as many that are cached or on their way."""
+    """Slots of running requests, and as many cached or in transfer."""
     assert config.max_running_requests is not None, "resolved"
     return config.max_mamba_cache_size or 2 * config.max_running_requests
 
 
 def largest_prompt_step(config: EngineConfig) -> int:
-    """Return the most prompt tokens of a step. The first prompt of a step without chunks goes whole, however long (as in SGLang)."""
+    """Max prompt tokens of a step. Without chunks the first prompt runs whole (as in SGLang)."""
     assert config.chunked_prefill_size is not None and config.max_prefill_tokens is not None, "resolved"
     if config.chunked_prefill_size == -1:
         return max(config.max_prefill_tokens, longest_prompt(config))
@@ -216,7 +216,7 @@ def longest_prompt(config: EngineConfig) -> int:
 
 
 def host_pages(config: EngineConfig, *, num_pages: int, page_bytes: int, free_bytes: int) -> int:
-    """Return the pages of the host tier for a device pool of `num_pages`. `free_bytes`: of host memory."""
+    """Pages of the host tier. `free_bytes`: of host memory."""
     name, value = "--hicache-ratio", config.hicache_ratio
     pages = int(num_pages * value)
     if config.hicache_size > 0:
@@ -232,16 +232,15 @@ def host_pages(config: EngineConfig, *, num_pages: int, page_bytes: int, free_by
 
 
 def ahead_pages(config: EngineConfig, *, page_bytes: int) -> int:
-    """Return the pages that a step may load from the host for requests that wait."""
     assert config.hicache_load_ahead_mb is not None, "resolved"
     size_bytes = config.hicache_load_ahead_mb * 10**6
     return max(1, size_bytes // page_bytes) if size_bytes else 0
 
 
 def backup_pages(config: EngineConfig, *, num_pages: int, page_bytes: int, free_bytes: int) -> int:
-    """Return the host pages for copies of retracted requests: the pool once more.
+    """Host pages for retracted requests: as many as the pool.
 
-    On a GPU they are pinned at start, and take at most BACKUP_SHARE of the free host memory.
+    On a GPU they are pinned, at most BACKUP_SHARE of free host memory.
     """
     return num_pages if config.device == "cpu" else min(num_pages, int(free_bytes * BACKUP_SHARE) // page_bytes)
 
@@ -285,7 +284,7 @@ def _dtype(given: str, stored: str) -> str:
 
 
 def _stream(config: EngineConfig, device: str) -> str:
-    """On a CPU threaded where the loop plans while the leader's own stage or another lane computes, or agrees with other ranks on the next step."""
+    """CPU default: threaded if the loop plans during a step, else inline."""
     given = config.stream
     if given == "auto":
         return "cuda" if device == "cuda" else "threaded" if config.watches_steps or config.enable_pdmux else "inline"
@@ -311,7 +310,7 @@ def _max_step_time_s(given: float | None, device: str, *, chunked: bool) -> floa
 
 
 def _chunk(given: int | None, page_size: int, device: str) -> int:
-    """Round down to whole pages, so that a chunk's pages are whole when they are handed over."""
+    """Round down, so that chunks hand over whole pages."""
     if given is None:
         given = max(CHUNK_OF[device], page_size)
     if given == -1:

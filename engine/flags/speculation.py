@@ -1,4 +1,4 @@
-"""What the --speculative flags mean, and what speculation does not work with."""
+"""The --speculative flags, and what excludes speculation."""
 
 from dataclasses import replace
 
@@ -23,12 +23,12 @@ from service.flags import ConfigError
 
 FLAG = "--speculative-algorithm"
 NGRAM = "NGRAM"
-FORCED_ROWS = 8  # of a request whose grammar forces tokens, without the flag
-FORCED_REQUESTS = 8  # with such rows in a step, whose states then take memory twice
+FORCED_ROWS = 8  # forced by the grammar of a request, without the flag
+FORCED_REQUESTS = 8  # with forced rows in a step; their states take memory twice
 NGRAM_ROWS = 32
 NEEDED = {STANDALONE: "a small model of the same tokenizer", EAGLE3: "a checkpoint that is trained for the model"}
-TREE_ROWS = 16  # of a request whose drafts are a tree: a pass guesses topk tokens for each of topk places, most of them unlikely
-MODEL_STEPS = 4  # tokens that a model drafts: the first ones are right most often, and each costs a pass
+TREE_ROWS = 16  # of a request with a draft tree: topk ** 2 tokens per step, mostly unlikely
+MODEL_STEPS = 4  # tokens drafted: early ones are mostly accepted, and each costs a pass
 
 
 def check_speculation(config: EngineConfig, model: ModelConfig) -> None:
@@ -71,7 +71,7 @@ def _check_model_flags(config: EngineConfig) -> None:
 
 
 def _why_not(config: EngineConfig) -> str:
-    """Return why a decode step has one token of each request, and the remedy; "": it may have more."""
+    """Return why decode steps have one token per request, empty if not."""
     if config.pp_size > 1:
         return f"--pp-size {config.pp_size} has other tokens in flight; leave it out, or give --tp-size"
     if config.enable_dp_attention:
@@ -80,7 +80,7 @@ def _why_not(config: EngineConfig) -> str:
 
 
 def _why_no_trees(model: ModelConfig) -> str:
-    """Return why drafts are chains; "": they may be trees."""
+    """Return why drafts must be chains, empty if trees are possible."""
     if model.recurrent is not None:
         return "a recurrent state follows one path of drafts"
     if model.latent is not None and model.latent.index is not None:
@@ -93,7 +93,7 @@ def drafts_by_model(config: EngineConfig) -> bool:
 
 
 def with_drafter(config: EngineConfig, model: ModelConfig) -> ModelConfig:
-    """`model` with what drafts for it. `config` is resolved. Raises ConfigError for a drafter that does not fit."""
+    """Add the draft model, if any. Raises ConfigError if it does not fit."""
     if not drafts_by_model(config):
         return model
     drafter = _drafter(config, model)
@@ -103,7 +103,7 @@ def with_drafter(config: EngineConfig, model: ModelConfig) -> ModelConfig:
 
 def _drafter(config: EngineConfig, model: ModelConfig) -> DrafterConfig:
     algorithm, path = config.speculative_algorithm, config.speculative_draft_model_path
-    if algorithm == NEXTN or (algorithm == EAGLE and path is None):  # SGLang calls both so
+    if algorithm == NEXTN or (algorithm == EAGLE and path is None):  # both are SGLang's names
         return nextn_of(model, flag=f"{FLAG} {algorithm}")
     assert algorithm is not None and path is not None, "resolved"
     return load_standalone(path, model) if algorithm == STANDALONE else load_eagle(path, model, kind=algorithm)
@@ -133,7 +133,6 @@ def _check_size(config: EngineConfig, drafter: DrafterConfig) -> None:
 
 
 def rows_of_request(config: EngineConfig) -> int:
-    """Return the most rows that a request has in a decode step."""
     if config.speculative_algorithm is None:
         return FORCED_ROWS
     if config.speculative_algorithm == NGRAM:
@@ -144,25 +143,23 @@ def rows_of_request(config: EngineConfig) -> int:
 
 
 def topk_of(config: EngineConfig) -> int:
-    """Return how many tokens a model drafts for each place."""
     return config.speculative_eagle_topk or 1
 
 
 def passes_of(config: EngineConfig) -> int:
-    """Return the most passes of a model that drafts."""
     rows = config.speculative_num_draft_tokens
     by_rows = rows - 1 if rows is not None and topk_of(config) == 1 else MODEL_STEPS
     return config.speculative_num_steps or by_rows
 
 
 def may_draft(config: EngineConfig, *, decodes: bool) -> bool:
-    """Whether steps may have drafts. Without --speculative-algorithm they are what grammars force. `decodes`: of the worker's role."""
+    """True if steps may have drafts: by the flag, or forced by grammars."""
     by_grammar = config.grammar_backend == "llguidance" and not _why_not(config)
     return decodes and (config.speculative_algorithm is not None or by_grammar)
 
 
 def most_drafted(config: EngineConfig, *, decodes: bool) -> int:
-    """Return of how many requests of a recurrent model a step should be able to verify drafts."""
+    """Requests of a recurrent model whose drafts a step can verify."""
     assert config.max_running_requests is not None, "resolved"
     if not may_draft(config, decodes=decodes):
         return 0
@@ -171,7 +168,7 @@ def most_drafted(config: EngineConfig, *, decodes: bool) -> int:
 
 
 def drafting_of(config: EngineConfig, *, decodes: bool) -> Drafting | None:
-    """Return None where nothing is drafted."""
+    """Return None without drafts."""
     algorithm = config.speculative_algorithm
     if not may_draft(config, decodes=decodes):
         return None

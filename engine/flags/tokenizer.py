@@ -1,4 +1,4 @@
-"""What --skip-tokenizer-init means for other flags."""
+"""--skip-tokenizer-init and other flags."""
 
 from engine.config import EngineConfig
 from service.flags import ConfigError
@@ -7,7 +7,7 @@ FLAG = "--skip-tokenizer-init"
 
 
 def check_tokenizer_flags(config: EngineConfig) -> None:
-    """Raises ConfigError for a flag that needs the tokenizer which the worker does not load."""
+    """Raises ConfigError for flags that need the tokenizer."""
     if not config.skip_tokenizer_init:
         return
     for name, value in _needing_text(config).items():
@@ -17,7 +17,7 @@ def check_tokenizer_flags(config: EngineConfig) -> None:
 
 
 def grammar_backend(config: EngineConfig) -> str:
-    """Return the backend; unset: the default, which needs a tokenizer."""
+    """The default needs a tokenizer."""
     return config.grammar_backend or ("none" if config.skip_tokenizer_init else "llguidance")
 
 
