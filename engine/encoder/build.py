@@ -1,4 +1,4 @@
-"""Puts the engine of an encoder worker together: a tower, a pool of features, and the scheduler over them."""
+"""Builds the engine of an encoder worker."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class EncoderParts:
-    """A ready engine of an encoder worker. `config` is resolved. `pool`: of features. `memory`: bytes by what takes them."""
+    """A ready engine. `config` is resolved; `memory`: bytes by use."""
 
     config: EngineConfig
     model: ModelConfig
@@ -52,7 +52,7 @@ class EncoderParts:
 def build_encoder(
     given: EngineConfig, model: ModelConfig, *, use: EngineUse = UNIFIED, progress: bool = False
 ) -> EncoderParts:
-    """Load the tower and allocate the pool. `use`: what its role needs of the pool's memory. Raises ConfigError."""
+    """`use`: of the pool's memory. Raises ConfigError."""
     vision = vision_of(model, given.model_path)
     config = encoder_config(given, model, page_size=PAGE_TOKENS, cuda=torch.cuda.is_available())
     assert config.num_threads is not None and config.max_running_requests is not None, "resolved"

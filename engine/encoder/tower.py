@@ -1,4 +1,4 @@
-"""A model of which the vision tower alone is in memory."""
+"""A model with only its vision tower loaded."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ from service.flags import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class TowerModel:
-    """As the image pass sees a model: `vision`, and no other ranks."""
+    """The model as the image pass needs it."""
 
     vision: VisionTower
     collectives: None = None
@@ -26,10 +26,7 @@ class TowerModel:
 def load_tower_alone(
     model_path: str, config: ModelConfig, *, dtype: str, device: str, progress: bool, dummies: Collection[str] = ()
 ) -> TowerModel:
-    """Read the tensors of the tower from the checkpoint, and no others. Raises `ConfigError` for files that do not fit `config`.
-
-    `dummies`: models whose weights are made up.
-    """
+    """Raises ConfigError for files that do not fit. `dummies`: models with dummy weights."""
     given: dict[str, Any] = {"dtype": dtype, "device": device, "stored": config.stored, "dummy": model_path in dummies}
     with (
         torch.inference_mode(),
