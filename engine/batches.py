@@ -1,4 +1,4 @@
-"""The samples of one HTTP request on their way to the scheduler: pixels that several of them show cross once. Pure, never torch."""
+"""Samples of one HTTP request as one message. Pure, never torch."""
 
 from collections.abc import Sequence
 
@@ -9,13 +9,13 @@ from engine.messages import GenerateBatch, GenerateRequest
 
 
 def batch_of(requests: Sequence[GenerateRequest]) -> GenerateBatch:
-    """Return the message that sends `requests`: an image has its pixels where it comes first. Equal keys are equal pixels."""
+    """Keep each image's pixels only at its first use, by key."""
     sent = set[bytes]()
     return GenerateBatch([_without(r, sent) if r.images else r for r in requests])
 
 
 def requests_of(batch: GenerateBatch) -> list[GenerateRequest]:
-    """Return the requests of such a message as they were. Images without pixels anywhere, which other workers encode, stay so."""
+    """Restore the requests; images encoded elsewhere have no pixels."""
     pixels = {image.key: image.pixels for r in batch.requests for image in r.images if image.pixels}
     return [_with(r, pixels) if r.images else r for r in batch.requests]
 

@@ -1,6 +1,6 @@
-"""The engine's flags. Frozen; every field is one `--flag` (deploy/flags.py derives them), named as SGLang names it.
+"""The engine's flags, named as in SGLang; deploy/flags.py derives `--flag`s.
 
-`None` means "unset: resolve() fills it in"; an explicit value that cannot be honoured is an error naming the flag.
+resolve() fills in None; an impossible value is an error that names the flag.
 """
 
 import math
@@ -23,22 +23,20 @@ LOAD_BALANCE_METHODS = (
 )
 SPECULATIVE_ALGORITHMS = ("NGRAM", "STANDALONE", "NEXTN", "EAGLE", "EAGLE3")
 MAX_DRAFT_TOKENS = 64
-MAX_TOPK = 16  # rows of each request in a pass
+MAX_TOPK = 16  # rows of each request in a draft step
 MAX_PAGE_SIZE = 1024
 MAX_PORT = 65535
 MAX_NODES = 64
 MAX_IMAGE_PIXELS = 178_956_970  # Pillow opens no larger file
 FP8 = "fp8_e4m3"  # of --kv-cache-dtype
 DUMMY = "dummy"  # of --load-format
-MEM_FRACTION_OF = {"cpu": 0.2, "cuda": 0.9}  # of what weights and steps leave, of the GPU's memory
+MEM_FRACTION_OF = {"cpu": 0.2, "cuda": 0.9}  # of memory without weights and steps; of the GPU's memory
 MAX_PREFILL_TOKENS = 16384  # SGLang's default
-MAX_RUNNING_OF = {"cpu": 64, "cuda": 256}  # a GPU's products are bound by memory below some 200 rows
+MAX_RUNNING_OF = {"cpu": 64, "cuda": 256}  # below some 200 rows a GPU is memory-bound
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig(FlagSet):
-    """Model, memory and scheduling of one engine."""
-
     model_path: str = flag(
         "",
         "a checkpoint directory (config.json, *.safetensors, tokenizer.json), a .gguf file, a model of the Hugging Face "
@@ -445,33 +443,33 @@ class EngineConfig(FlagSet):
 
     @property
     def attention_tp_size(self) -> int:
-        """Count the ranks that share the attention of a stage: with DP attention those of one DP rank."""
+        """Ranks per stage that share attention: with DP attention those of one DP rank."""
         return self.tp_size // self.dp_size if self.enable_dp_attention else self.tp_size
 
     @property
     def num_ranks(self) -> int:
-        """Count the ranks of one scheduler: they hold the model together, but for the MLPs with DP attention."""
+        """Ranks of one scheduler; with DP attention MLPs span more."""
         return self.attention_tp_size * self.pp_size
 
     @property
     def watches_steps(self) -> bool:
-        """Whether the loop waits for no step: it plans for other stages meanwhile, or agrees with other DP ranks."""
+        """True if the loop does not block on steps: pipeline stages, DP attention."""
         return self.pp_size > 1 or self.enable_dp_attention
 
     @property
     def ranks_here(self) -> int:
-        """Count those of them on this machine; every machine has as many."""
+        """Ranks per machine, equal on all."""
         return max(1, self.num_ranks // self.nnodes)
 
     @property
     def sums_span_nodes(self) -> bool:
-        """Whether a stage has ranks on several machines."""
+        """True if a stage spans machines."""
         return self.ranks_here < self.attention_tp_size
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig(ImageFlags):
-    """The HTTP side of one worker."""
+    """Flags of the HTTP server."""
 
     host: str = flag("127.0.0.1", "address to listen on")
     port: int = flag(30000, "port to listen on", least=0, most=MAX_PORT, special={0: "a free one"})

@@ -1,8 +1,8 @@
-"""Images of a prompt, as the processes of a worker exchange them: pixels, and the tokens that stand for them. Pure, never torch.
+"""Images of a prompt between processes of a worker. Pure, never torch.
 
-Three things follow from an image and its place. Its *key ids* stand for its tokens wherever prefixes are compared, so that equal images
-share KV and others never do. Its *RoPE positions* have three dimensions (M-RoPE, Qwen2-VL, arXiv:2409.12191). Its *features* replace the
-embeddings of its tokens; a vision tower computes them from the pixels.
+*Key ids* replace an image's tokens in prefix comparison, so that only equal images share KV. *RoPE
+positions* have three dimensions (M-RoPE, Qwen2-VL, arXiv:2409.12191). *Features* from a vision
+tower replace the embeddings of its tokens.
 """
 
 import hashlib
@@ -11,20 +11,20 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 KEY_BYTES = 32
-FIRST_KEY_ID = 1 << 8 * KEY_BYTES - 1  # key ids are at least this, token ids far below
+FIRST_KEY_ID = 1 << 8 * KEY_BYTES - 1  # minimum key id, far above token ids
 
 RopePositions = tuple[list[int], list[int], list[int]]  # time, row and column of each token
 
 
 class ImageInput(msgspec.Struct, frozen=True, array_like=True):
-    """An image of a prompt, or some frames of a video. Its tokens are input_ids[start : start + num_tokens].
+    """An image, or frames of a video, at input_ids[start : start + num_tokens].
 
-    key:    SHA-256 of its source and of everything else that decides its features (`KEY_BYTES`)
-    grid:   (time, rows, columns) of its patches, before the tower merges them
-    merge:  patches that a token stands for, in rows and in columns
+    key:    SHA-256 of everything that determines its features (`KEY_BYTES`)
+    grid:   (time, rows, columns) of its patches
+    merge:  patches per token, in rows and in columns
     size:   (frames, height, width) of `pixels`
-    pixels: uint8 [frames, height, width, 3], resized as the model wants them; b"" where another process computes the features
-    time_step: RoPE positions in time from one step of `grid`'s time to the next
+    pixels: resized uint8 [frames, height, width, 3]; empty if another process encodes
+    time_step: RoPE positions per step of `grid`'s time
     """
 
     start: int
@@ -42,7 +42,6 @@ class ImageInput(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def span(self) -> int:
-        """Count the RoPE positions that it takes."""
         time, rows, columns = self._merged
         return max((time - 1) * self.time_step + 1, rows, columns)
 
@@ -52,7 +51,7 @@ class ImageInput(msgspec.Struct, frozen=True, array_like=True):
         return time, rows // self.merge, columns // self.merge
 
     def rope_positions(self, base: int) -> Iterator[tuple[int, int, int]]:
-        """Yield the RoPE positions of its tokens in order, from `base` on."""
+        """RoPE positions of its tokens, from `base` on."""
         time, rows, columns = self._merged
         for t in range(time):
             for row in range(rows):
@@ -61,7 +60,7 @@ class ImageInput(msgspec.Struct, frozen=True, array_like=True):
 
 
 def key_ids(images: Sequence[ImageInput], tokens: list[int], start: int) -> list[int]:
-    """Return `tokens`, which begin at position `start`, with 256 bits in place of each that stands for a part of an image."""
+    """`tokens` from position `start`, with key ids for images."""
     found, end = list(tokens), start + len(tokens)
     for image in images:
         first, last = max(start, image.start), min(end, image.end)
@@ -71,20 +70,20 @@ def key_ids(images: Sequence[ImageInput], tokens: list[int], start: int) -> list
 
 
 def rope_delta(images: Sequence[ImageInput]) -> int:
-    """Return RoPE position minus position of the tokens behind all `images`: a constant of the request.
+    """RoPE position minus position after all `images`.
 
-    Below 0, but for videos with more time than tokens.
+    Negative, except for videos with more time than tokens.
     """
     return sum(image.span - image.num_tokens for image in images)
 
 
 def positions_taken(num_tokens: int, images: Sequence[ImageInput]) -> int:
-    """Count the positions of a context that a prompt takes: RoPE's, where these are more than its tokens."""
+    """Context positions of a prompt: RoPE's, if more than its tokens."""
     return num_tokens + max(0, rope_delta(images))
 
 
 def rope_positions(images: Sequence[ImageInput], start: int, end: int) -> RopePositions:
-    """Return the RoPE positions of tokens `start`..`end` - 1. `images`: of the whole prompt, in order."""
+    """RoPE positions of tokens `start`..`end` - 1; `images`: of the whole prompt."""
     found: list[tuple[int, int, int]] = []
     at = delta = 0
     for image in images:
@@ -102,7 +101,6 @@ def _plain(start: int, end: int, delta: int) -> list[tuple[int, int, int]]:
 
 
 def _ids_of(image: ImageInput) -> list[int]:
-    """A number of 256 bits for each token, which no token id is."""
     stream = hashlib.shake_256(image.key).digest(KEY_BYTES * image.num_tokens)
     return [
         int.from_bytes(stream[at : at + KEY_BYTES], "little") | FIRST_KEY_ID for at in range(0, len(stream), KEY_BYTES)

@@ -1,5 +1,6 @@
-"""Where the processes of one worker meet: Unix sockets in a private directory, each with one receiver (engine/pull_socket.py) and
-any senders (engine/push_socket.py); and whose a request is.
+"""Unix sockets between processes of a worker, and requests' wire names.
+
+Each socket has one receiver (engine/pull_socket.py), any senders (engine/push_socket.py).
 """
 
 import os
@@ -11,32 +12,32 @@ from pathlib import Path
 from service.process.socket_folder import socket_folder
 
 IPC_PREFIX = "tandem-ipc-"
-MAIN_FRONTEND = 0  # row of the frontend that every worker has
+MAIN_FRONTEND = 0  # row of the main frontend
 
 
 def addressed(rid: str, row: int) -> str:
-    """A request's name on the wire ("NAME:NUMBER"), marked with the frontend that answers go to. The main one needs no mark."""
+    """Wire name ("NAME:NUMBER"), marked with its frontend unless main."""
     return f"{rid}@{row}" if row else rid
 
 
 def row_of(rid: str) -> int:
-    """The frontend that sent the request of this name on the wire."""
     mark = rid.rpartition(":")[2].partition("@")[2]
     return int(mark) if mark else MAIN_FRONTEND
 
 
 @dataclass(frozen=True)
 class IpcPaths:
-    """Endpoints of one worker, as the scheduler of one of its DP ranks has them. `dir` is 0700: the file system is the
-    access control.
-    """
+    """Endpoints of one DP rank's scheduler. `dir` has mode 0700 for access control."""
 
     dir: str
     dp_rank: int = 0
 
     @classmethod
     def create(cls, parent: str | None = None) -> "IpcPaths":
-        """Make a private directory; remove those of dead owners. Raises ConfigError where sockets cannot have a path."""
+        """Make a private directory; remove dead owners'.
+
+        Raises ConfigError if the path is too long.
+        """
         folder = Path(parent or socket_folder())
         for left in folder.glob(f"{IPC_PREFIX}*"):
             if _is_orphan(left):
@@ -65,7 +66,6 @@ class IpcPaths:
         return f"{self.dir}/{name}{f'.{self.dp_rank}' if self.dp_rank else ''}"
 
     def http_socket(self, row: int) -> Path:
-        """Return the socket at which a frontend answers the other frontends of its worker."""
         return Path(self.dir, f"http{row}")
 
     @property

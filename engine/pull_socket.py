@@ -1,6 +1,6 @@
-"""The receiver of messages from other processes of one worker, on a Unix socket. One msgspec struct is one message.
+"""Message receiver on a Unix socket within a worker; one msgspec struct per message.
 
-It owns no thread: a message wakes the thread that handles it, and is one system call.
+Without a thread: a message wakes its handler's thread and takes one system call.
 """
 
 import asyncio
@@ -22,12 +22,12 @@ M = TypeVar("M")
 log = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 1 << 30
-READ_BYTES = 64 << 10  # at a time; then an event loop serves something else
+READ_BYTES = 64 << 10  # per turn of an event loop
 BACKLOG = 128
 
 
 class PullSocket(Generic[M]):
-    """Receives `union` from all that connect. What does not decode is logged, counted in `rejected` and dropped."""
+    """Receives `union` from all senders. Undecodable messages are logged and counted."""
 
     def __init__(self, endpoint: str, union: Any) -> None:
         Path(endpoint).unlink(missing_ok=True)  # of an ended process
@@ -45,15 +45,14 @@ class PullSocket(Generic[M]):
 
     @property
     def fd(self) -> int:
-        """Readable while something has arrived."""
+        """Readable once something has arrived."""
         return self._poll.fileno()
 
     def recv_all_nowait(self) -> list[M]:
-        """Take all messages that have arrived."""
         return self._take(timeout_s=0.0, reads_all=True)
 
     def recv(self, timeout_s: float) -> list[M]:
-        """Wait up to `timeout_s` for a message, then take all that have arrived."""
+        """Wait up to `timeout_s`, then take all messages."""
         until_s = time.monotonic() + timeout_s
         while True:
             left_s = until_s - time.monotonic()
@@ -62,7 +61,6 @@ class PullSocket(Generic[M]):
                 return messages
 
     def attach(self, loop: asyncio.AbstractEventLoop, handler: Callable[[M], None]) -> None:
-        """Call `handler` in `loop` for each message, in order."""
         self._loop, self._handler = loop, handler
         loop.add_reader(self.fd, self._drain)
 
@@ -84,7 +82,7 @@ class PullSocket(Generic[M]):
         return messages
 
     def _accept(self) -> "_Sender | None":
-        with suppress(OSError):  # it has gone already
+        with suppress(OSError):  # it may be gone
             connection, _ = self._listener.accept()
             connection.setblocking(False)
             self._poll.register(connection, select.EPOLLIN)
@@ -129,14 +127,14 @@ class PullSocket(Generic[M]):
 
 
 class _Sender:
-    """The receiver's end of one sender: messages as MessageStream writes them, read ahead."""
+    """A sender's connection: MessageStream frames, read ahead."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
-        self._begun = bytearray()  # a message of which not all has come
+        self._begun = bytearray()  # an incomplete message
 
     def read(self) -> tuple[list[bytes], bool]:
-        """Read once. Return the messages that are whole now, and whether more may be there. Raises ChannelClosed."""
+        """Return complete messages and whether more may follow. Raises ChannelClosed."""
         try:
             came = self.connection.recv(READ_BYTES)
         except BlockingIOError:

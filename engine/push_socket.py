@@ -1,6 +1,6 @@
-"""The sender of messages to another process of the worker (engine/pull_socket.py). One msgspec struct is one message.
+"""Message sender within a worker (engine/pull_socket.py).
 
-What the receiver does not take at once waits here; a thread that lives as long as something waits sends it.
+A temporary thread sends what must wait.
 """
 
 import os
@@ -13,30 +13,30 @@ import msgspec
 
 from service.process.message_stream import ChannelClosed, ChannelFull, MessageStream
 
-MAX_QUEUED_BYTES = 256 << 20  # a receiver this far behind is stuck
-LINGER_S = 0.5  # that a closing sender waits for its receiver
-FIRST_RETRY_S, LONGEST_RETRY_S = 0.01, 0.2  # while no receiver is there
+MAX_QUEUED_BYTES = 256 << 20  # beyond it the receiver is stuck
+LINGER_S = 0.5  # for the receiver, on close
+FIRST_RETRY_S, LONGEST_RETRY_S = 0.01, 0.2  # without receiver
 
 
 class PeerStalled(RuntimeError):
-    """The receiver is dead or far behind: too much waits for it."""
+    """The receiver is dead or stuck."""
 
 
 class PushSocket:
-    """Sends to the process that binds `endpoint`, now or later: it connects with the first message. One thread sends."""
+    """Sends to `endpoint`, connecting with the first message. Single-threaded."""
 
     def __init__(self, endpoint: str) -> None:
         self._endpoint = endpoint
         self._encode = msgspec.msgpack.Encoder().encode
         self._lock = threading.Lock()
         self._stream: MessageStream | None = None
-        self._early: deque[bytes] = deque()  # while no receiver is there
+        self._early: deque[bytes] = deque()  # while there is no receiver
         self._num_early_bytes = 0
         self._retry: threading.Thread | None = None
         self._closed = threading.Event()
 
     def send(self, message: msgspec.Struct) -> None:
-        """Send one message, now or soon. Raises `PeerStalled`."""
+        """Send or queue a message. Raises PeerStalled."""
         data = self._encode(message)
         try:
             with self._lock:
@@ -46,7 +46,7 @@ class PushSocket:
             raise PeerStalled(f"{os.path.basename(self._endpoint)} takes no messages") from None
 
     def close(self) -> None:
-        """Wait LINGER_S at most until the receiver has all."""
+        """Wait at most LINGER_S for the receiver."""
         until_s = time.monotonic() + LINGER_S
         if (retry := self._retry) is not None:
             retry.join(LINGER_S)
@@ -57,7 +57,7 @@ class PushSocket:
             self._stream.close()
 
     def _put(self, data: bytes) -> bool:
-        """Whether a receiver is there."""
+        """Return whether there is a receiver."""
         try:
             if self._stream is None:
                 self._stream = _connected(self._endpoint)
@@ -91,7 +91,7 @@ class PushSocket:
 
 
 def _connected(endpoint: str) -> MessageStream:
-    """Raises ChannelClosed: no process receives there."""
+    """Raises ChannelClosed without receiver."""
     connection = socket.socket(socket.AF_UNIX)
     connection.setblocking(False)
     try:

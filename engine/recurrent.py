@@ -1,4 +1,4 @@
-"""What an engine does otherwise for a model with recurrent states, and what it refuses."""
+"""Settings for models with recurrent states."""
 
 from dataclasses import replace
 
@@ -12,7 +12,7 @@ NEEDS = "a model with recurrent states cannot go on from pages alone"
 
 
 def check_recurrent(config: EngineConfig) -> None:
-    """Raise ConfigError for what would keep pages without the state behind them."""
+    """Raise ConfigError for features that keep pages without states."""
     if config.enable_hierarchical_cache:
         raise ConfigError(f"--enable-hierarchical-cache: keeps pages of KV, and {NEEDS}; leave it out")
     assert config.chunked_prefill_size is not None, "resolved"
@@ -25,7 +25,7 @@ def check_recurrent(config: EngineConfig) -> None:
 
 
 def make_state_slots(config: EngineConfig, *, peers_write: bool, num_shadows: int) -> StateSlots:
-    """`peers_write`: outside the stream's order; or copies from the host do, ahead of a step's own. `num_shadows`: as of StateSlots."""
+    """`peers_write`: peers or host copies write outside stream order."""
     return StateSlots(
         num_slots=state_slots(config),
         grid=grid_of(config.page_size),
@@ -36,6 +36,5 @@ def make_state_slots(config: EngineConfig, *, peers_write: bool, num_shadows: in
 
 
 def cut_on_grid(limits: Limits, grid: int) -> Limits:
-    """Let chunks end at multiples of `grid`."""
     chunk = limits.chunked_prefill_size
     return replace(limits, grid=grid, chunked_prefill_size=None if chunk is None else chunk // grid * grid)

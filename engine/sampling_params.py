@@ -1,4 +1,4 @@
-"""Sampling parameters of one request, with SGLang's field names, ranges and defaults."""
+"""Sampling parameters with SGLang's names, ranges and defaults."""
 
 import math
 
@@ -13,7 +13,7 @@ MAX_STOP_REGEX_CHARS = 1024
 GREEDY_BELOW_TEMPERATURE = 1e-6
 GRAMMAR_KINDS = ("json_schema", "regex", "ebnf", "structural_tag")
 MAX_GRAMMAR_CHARS = 256 << 10
-MAX_BAD_WORDS = 2048  # token sequences: most words have two
+MAX_BAD_WORDS = 2048  # token sequences; most words have two
 
 
 class InvalidParam(ValueError):
@@ -25,20 +25,23 @@ class InvalidParam(ValueError):
 
 
 class GrammarInvalid(ValueError):
-    """The grammar does not compile; the one-line message says why."""
+    """The grammar does not compile; one-line message."""
 
 
 class GrammarSpec(msgspec.Struct, frozen=True):
-    """`kind`: one of GRAMMAR_KINDS; `source`: the schema, pattern or grammar as text."""
+    """A constraint to compile.
+
+    `kind`: one of GRAMMAR_KINDS; `source`: schema, pattern or grammar.
+    """
 
     kind: str
     source: str
 
 
 class ReasoningGate(msgspec.Struct, frozen=True, kw_only=True):
-    """Reasoning before the answer: a grammar begins behind `end`. `opening`: engine/text/reasoning.py's Opening.
+    """Reasoning before the answer; a grammar starts after `end`.
 
-    `budget`: tokens of reasoning after which the text `forced` follows, which ends it; None: no limit.
+    `opening`: see engine/text/reasoning.py. After `budget` tokens, the text `forced` ends it.
     """
 
     start: str
@@ -49,12 +52,12 @@ class ReasoningGate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """`seed`: a sample depends on (seed, position, logits) alone; None: the frontend chooses one.
+    """A sample depends only on (`seed`, position, logits); the frontend sets a missing seed.
 
-    `stop` strings and matches of `stop_regex` are cut from the answer, unless `no_stop_trim`. `max_new_tokens=None`: up to
-    the context. At most one of `json_schema`, `regex`, `ebnf` (GBNF or Lark), `structural_tag` constrains the answer,
-    behind the `reasoning` if that is given. `allowed_token_ids`: none: all are; `bad_token_ids`: sequences that the answer
-    must not hold (`bad_words` of requests).
+    `stop` and `stop_regex` matches are cut off, unless `no_stop_trim`. `max_new_tokens`: default up
+    to the context. At most one of `json_schema`, `regex`, `ebnf` (GBNF or Lark), `structural_tag`
+    constrains the answer, after `reasoning`. `allowed_token_ids`: empty for all; `bad_token_ids`:
+    banned sequences.
     """
 
     max_new_tokens: int | None = None
@@ -101,7 +104,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 def check_sampling_params(p: SamplingParams, *, vocab_size: int) -> None:
-    """Raise `InvalidParam` for the first value outside its range."""
+    """Raise InvalidParam for the first value outside its range."""
     if p.max_new_tokens is not None:
         _require(p.max_new_tokens >= 0, "max_new_tokens", f"must be at least 0, got {p.max_new_tokens}")
     _require(p.min_new_tokens >= 0, "min_new_tokens", f"must be at least 0, got {p.min_new_tokens}")

@@ -1,7 +1,7 @@
-"""References (`$ref`) of a JSON schema: where they lead, and how a schema moves together with them. Pure.
+"""References (`$ref`) of a JSON schema, made local or moved with it. Pure.
 
-llguidance follows no reference with letters that a URI must encode. Here all become "#" or "#/$defs/NAME" with a plain
-name. Source: JSON Schema 2020-12, core, 8.2.
+llguidance cannot follow references with encoded letters; here all become "#" or "#/$defs/NAME" with
+a plain name. Source: JSON Schema 2020-12, core, 8.2.
 """
 
 import re
@@ -12,7 +12,7 @@ from urllib.parse import unquote, urljoin
 
 import msgspec
 
-Path = tuple[str, ...]  # keys and indexes from the schema's root
+Path = tuple[str, ...]  # keys and indexes from the root
 SCHEMAS = ("items", "additionalItems", "unevaluatedItems", "contains", "additionalProperties", "unevaluatedProperties")
 CONDITIONS = ("if", "then", "else", "not")  # schemas for the same value
 PARTS = ("allOf", "anyOf", "oneOf")  # lists of schemas for the same value
@@ -22,19 +22,19 @@ _LISTS = (*PARTS, "items", "prefixItems")
 _DEFINITIONS = ("$defs", "definitions")
 _NAMED = (*NAMED_CONDITIONS, *_DEFINITIONS, "properties", "patternProperties")
 _ANCHORS = ("$anchor", "$dynamicAnchor")
-_PLACES = ("$id", *_ANCHORS, *_DEFINITIONS)  # what only references need
+_PLACES = ("$id", *_ANCHORS, *_DEFINITIONS)  # needed only by references
 _DYNAMIC = ("$dynamicRef", "$recursiveRef")
-_MARKS = re.compile(rb'"\$(?:ref|dynamicRef|recursiveRef|id)"')  # in the text of a schema that may hold references
+_MARKS = re.compile(rb'"\$(?:ref|dynamicRef|recursiveRef|id)"')  # marks of possible references
 _NOT_PLAIN = re.compile(r"[^\w.-]", re.ASCII)
 MAX_SHOWN_CHARS = 80
 
 
 class BadReference(ValueError):
-    """A reference that leads nowhere, or out of its schema; the one-line message names it."""
+    """An unresolvable or external reference; one-line message."""
 
 
 def local(schema: Any) -> Any:
-    """The same schema with references to "#" or "#/$defs/NAME" alone. Raises BadReference, RecursionError for one too deep."""
+    """The schema with local references. Raises BadReference; RecursionError if too deep."""
     references = _References(schema) if _may_refer(schema) else None
     if references is None or not references.names:
         return schema
@@ -44,9 +44,9 @@ def local(schema: Any) -> Any:
 
 
 def moved(schema: Any, *, namespace: str) -> tuple[Any, dict[str, Any]]:
-    """The schema for a place below another root, and the `$defs` which that root must hold: all names begin with `namespace`.
+    """The schema for use below another root, and the `$defs` to add there.
 
-    Raises BadReference, RecursionError for one too deep.
+    All names start with `namespace`. Raises BadReference; RecursionError if too deep.
     """
     if not _may_refer(schema):
         return schema, {}
@@ -56,12 +56,12 @@ def moved(schema: Any, *, namespace: str) -> tuple[Any, dict[str, Any]]:
 
 
 def _may_refer(schema: Any) -> bool:
-    """A cheap look, for most schemas hold no reference."""
+    """A fast check: most schemas have no references."""
     return _MARKS.search(msgspec.json.encode(schema)) is not None
 
 
 def mapped(schema: dict[str, Any], change: Callable[[Any, Path], Any]) -> dict[str, Any]:
-    """A copy whose direct subschemas are changed; `change` receives each with its path from here."""
+    """A copy with direct subschemas changed; `change` gets relative paths, too."""
     result = dict(schema)
     for key, value in schema.items():
         if key in _NAMED and isinstance(value, dict):
@@ -80,21 +80,18 @@ def _subschemas(schema: dict[str, Any]) -> list[tuple[Path, Any]]:
 
 
 class _References:
-    """`names`: of the places that references lead to, as they are reached from the root."""
-
     def __init__(self, root: Any, namespace: str = "") -> None:
         self.names: dict[Path, str] = {}
         self._root = root
         self._namespace = namespace
         self._resources: dict[str, Path] = {"": ()}  # by `$id`
-        self._bases: dict[Path, str] = {(): ""}  # the resource that begins at a path
+        self._bases: dict[Path, str] = {(): ""}  # the resource that starts at a path
         self._anchors: dict[tuple[str, str], Path] = {}
         self._num_alike: Counter[str] = Counter()
         self._note(root, (), "")
         self._follow()
 
     def body(self, path: Path) -> Any:
-        """The schema at `path`, with its references as they are named now."""
         schema = self._at(path)
         if not isinstance(schema, dict):
             return schema
@@ -105,7 +102,7 @@ class _References:
         return result
 
     def placed(self, path: Path, schema: Any) -> Any:
-        """What stands at `path`: the schema, or a reference to it where it has a name."""
+        """The schema at `path`, or a reference if named."""
         return {"$ref": self._pointer(path)} if path in self.names else self.body(path)
 
     def _pointer(self, path: Path) -> str:
@@ -113,7 +110,6 @@ class _References:
         return f"#/$defs/{name}" if name else "#"
 
     def _note(self, schema: Any, path: Path, base: str) -> None:
-        """Note each `$id` and anchor."""
         if not isinstance(schema, dict):
             return
         id = schema.get("$id")
@@ -123,13 +119,12 @@ class _References:
             self._resources.setdefault(base, path)
             self._bases[path] = base
         elif isinstance(id, str):
-            anchors.append(id[1:])  # as drafts 6 and 7 write an anchor
+            anchors.append(id[1:])  # an anchor in drafts 6 and 7
         self._anchors |= {(base, anchor): path for anchor in anchors if isinstance(anchor, str)}
         for below, inner in _subschemas(schema):
             self._note(inner, (*path, *below), base)
 
     def _follow(self) -> None:
-        """Name each place that a reference leads to, from the root on."""
         seen: set[Path] = set()
         waiting: list[Path] = [()]
         while waiting:
@@ -157,7 +152,6 @@ class _References:
         self.names[path] = f"{prefix}{plain}" + (f":{alike}" if alike else "")
 
     def _target(self, reference: str, path: Path) -> Path:
-        """The place that a reference at `path` leads to."""
         uri, _, fragment = reference.partition("#")
         base = next(self._bases[path[:n]] for n in range(len(path), -1, -1) if path[:n] in self._bases)
         uri = _joined(base, uri, "$ref") if uri else base
@@ -170,7 +164,7 @@ class _References:
         raise BadReference(f"{_shown(reference)}: no schema stands there")
 
     def _place(self, path: Path, pointer: str) -> Path | None:
-        """The path of a JSON pointer from the schema at `path`."""
+        """Resolve a JSON pointer from `path`."""
         keys = (key.replace("~1", "/").replace("~0", "~") for key in pointer.split("/")[1:])
         found = (*path, *keys)
         try:

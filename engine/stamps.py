@@ -1,8 +1,7 @@
-"""Signs of life of a worker's processes: each stamps the time into memory that its main frontend reads without a message.
+"""Liveness timestamps in shared memory, which the main frontend reads without messages.
 
-A process that serves requests of the worker on this machine has a file in the worker's private directory: scheduler, follower, frontend
-beside the main one. Numbers of 8 bytes, with one writer: when it was stamped (ns of the monotonic clock, which all processes share), since
-when its present turn lasts (0: it rests), turns with a step so far.
+Each other serving process (scheduler, follower, frontend) has a file of 8-byte numbers: last stamp
+(ns, monotonic), start of the current iteration (0: idle), iterations with a step.
 """
 
 import threading
@@ -22,7 +21,7 @@ _NS = 1e9
 
 @dataclass(frozen=True, slots=True)
 class Stamped:
-    """The latest stamp of a process. `busy_since_s`: None: it rests. Times: of `time.monotonic`."""
+    """A process's latest stamp, in `time.monotonic` seconds; `busy_since_s` is None if idle."""
 
     name: str
     at_s: float
@@ -31,7 +30,7 @@ class Stamped:
 
 
 class Stamp:
-    """The writer. `name`: of the process, for messages."""
+    """The writer. `name`: of the process."""
 
     def __init__(self, folder: str, name: str) -> None:
         self._words = mapped(Path(folder, _PREFIX + name), 8 * _WORDS)
@@ -43,28 +42,27 @@ class Stamp:
 
 
 class Stamps:
-    """The reader of all. A file that comes later is not seen: read first when the worker is ready."""
+    """The reader. Files created after the first read are ignored."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
         self._words: dict[str, memoryview] = {}
 
     def read(self) -> list[Stamped]:
-        """Return the last stamp of every process; of none before the first has stamped."""
         if not self._words:
             paths = sorted(Path(self._folder).glob(f"{_PREFIX}*"))
             self._words = {path.name.removeprefix(_PREFIX): mapped(path) for path in paths}
         return [_stamped(name, words) for name, words in self._words.items()]
 
     def frozen(self, now_s: float, *, after_s: float) -> Stamped | None:
-        """Return the stamp that is oldest, if it is older than `after_s`."""
+        """Return the oldest stamp, if older than `after_s`."""
         oldest = min(self.read(), key=lambda stamped: stamped.at_s, default=None)
         return None if oldest is None or now_s - oldest.at_s <= after_s else oldest
 
 
 @contextmanager
 def stamping(folder: str, name: str) -> Iterator[None]:
-    """Stamp from a thread of its own until the block ends."""
+    """Stamp in a thread within the block."""
     stamp, ended = Stamp(folder, name), threading.Event()
 
     def run() -> None:

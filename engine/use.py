@@ -1,4 +1,4 @@
-"""What a worker's role needs of its engine."""
+"""Engine requirements of worker roles."""
 
 from dataclasses import dataclass
 
@@ -7,12 +7,12 @@ from engine.kv.kv_pool import AllocateBytes, zeroed_bytes
 
 @dataclass(frozen=True, slots=True)
 class EngineUse:
-    """The defaults are those of a unified worker.
+    """The defaults fit a unified worker.
 
-    `decodes`, `prefills`: whether such steps are recorded. `peers_write_pages`: there is no host tier, which needs writes in stream
-    order. `kv_stays`: why KV memory cannot be released. `retracted_kv`: as --disaggregation-decode-retraction-backup.
-    `reserve_floor`: as in Limits. `allocate_kv`: memory for the KV pool, as `zeroed_bytes`. `receives_features`: of images, which encode workers
-    send: there is a pool for them.
+    `decodes`, `prefills`: record such steps. `peers_write_pages`: no host tier, which needs stream
+    order. `kv_stays`: why KV memory cannot be released. `retracted_kv`: as
+    --disaggregation-decode-retraction-backup. `reserve_floor`: as in Limits. `receives_features`:
+    from encoder workers.
     """
 
     decodes: bool = True
