@@ -58,12 +58,13 @@ class FeatureFetches:
         checksum: Checksum | None = None,
     ) -> None:
         """`allocator`: of the pool in which features arrive. `rooms`: numbers that no other worker has. `timeout_s`: of a prompt's wait."""
-        assert memory.images is not None, "the model sees images"
+        images = memory.part(ImageCache)
+        assert images is not None, "the model sees images"
         late = f"they did not come within {timeout_s:g} s"
         self.incoming = Incoming[FeatureFetch](metadata, self, checksum=checksum, late=late)
         self._manager = manager
         self._memory = memory
-        self._images: ImageCache = memory.images
+        self._images = images
         self._metadata = metadata
         self._allocator = allocator
         self._rooms = rooms

@@ -352,8 +352,8 @@ class RequestTarget(ABC, Generic[AnyRequestTransfer]):
 
 def check_quarantine(memory: Memory, quarantined: Iterable[IncomingTransfer]) -> None:
     """Raise AssertionError unless the memory in quarantine is that of these transfers."""
-    allocators = (memory.allocator, *(side and side.allocator for side in (memory.states, memory.windows)))
-    counted = tuple(allocator.counts()["quarantined"] if allocator else 0 for allocator in allocators)
+    counted = [allocator.counts()["quarantined"] for allocator in memory.allocators]
     all_detached = [transfer.detached for transfer in quarantined]
-    owned = tuple(sum(len(getattr(one, kind)) for one in all_detached) for kind in ("pages", "states", "windows"))
-    assert owned == counted, f"{owned} pages, states and pages of windows in quarantine, the allocators count {counted}"
+    pieces = [piece for one in all_detached for piece in [(memory.allocator, one.pages), *one.beside]]
+    owned = [sum(len(numbers) for owner, numbers in pieces if owner is allocator) for allocator in memory.allocators]
+    assert owned == counted, f"{owned} pages and numbers of parts in quarantine, the allocators count {counted}"

@@ -83,7 +83,7 @@ class PrefillRole(Peered):
             self._directory.add_room(room)
         request.times.bootstraps = True
         self._outgoing.open(PrefillHandover(request, room, moves_bytes=not fake, sender=sender))
-        self._scheduler.memory.prefetch(request)
+        self._scheduler.prefetch(request)
         if self._prefixes is not None and not fake:
             self._prefixes.begin(request, now_s)
         self._begin_features(request, now_s)

@@ -163,13 +163,13 @@ class PrefixFetches(RequestTarget[PrefixFetch]):
 
     def _reserve(self, fetch: PrefixFetch) -> None:
         """Reserve memory, and send it to the source once no copy of its last owner is under way."""
-        carrier, memory, held = fetch.request, self._scheduler.memory, self._scheduler.held
+        carrier, held = fetch.request, self._scheduler.held
         if fetch.stage is TransferStage.WAITING and not self.incoming.reserve(fetch, lambda: held.reserve(carrier)):
             return self.incoming.cancel(fetch, "there is no memory for it")
         own = carrier.pages[carrier.shared_pages :]
         if not own:
             return self.incoming.cancel(fetch, "it was computed here meanwhile")
-        if memory.is_settled(own):
+        if self._scheduler.lower_tier.is_settled(own):
             fetch.given_s = self.incoming.now_s
             work = Work(tokens=carrier.input_ids, namespace=carrier.namespace, cached=True)
             self.incoming.provide(fetch, own, skip_pages=carrier.shared_pages, work=work)

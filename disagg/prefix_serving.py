@@ -63,7 +63,7 @@ class PrefixServer:
     def _send_settled(self) -> None:
         """Pages that a planned step still fills from the host hold nothing yet."""
         for handover in list(self._unsettled):
-            if self._scheduler.memory.is_settled(handover.request.pages):
+            if self._scheduler.lower_tier.is_settled(handover.request.pages):
                 self._unsettled.remove(handover)
                 self._pages.add_computed(handover, output_of(handover.request, []), ItemResult(token=None))
 

@@ -8,10 +8,13 @@ from engine.core.backups import CopySize
 from engine.core.growth import MeasuredGrowth
 from engine.core.host_cache import HostCache
 from engine.core.image_cache import ImageCache
+from engine.core.match_rules import ByState, ByWindow
 from engine.core.memory import Memory
+from engine.core.memory_part import MemoryPart
 from engine.core.new_token_ratio import NewTokenRatio
 from engine.core.page_allocator import PageAllocator
-from engine.core.radix_cache import RadixCache
+from engine.core.radix_cache import MatchRule, RadixCache, by_pages
+from engine.core.radix_node import TreePart
 from engine.core.scheduler import Scheduler
 from engine.core.state import SchedulerState
 from engine.core.state_slots import StateSlots
@@ -38,20 +41,36 @@ def build_memory(
     published = parse_kv_events_config(config.kv_events_config) is not None and not config.disable_radix_cache
     events = events_of_tree(config.page_size, states=states, windows=windows) if published else None
     allocator = PageAllocator(num_pages=num_pages, page_size=config.page_size)
-    cache = RadixCache(
+    tree = RadixCache(
         allocator,
         enabled=not config.disable_radix_cache,
         policy=config.radix_eviction_policy,
-        below=host,
-        listener=events,
-        states=states,
-        windows=windows,
+        parts=tree_parts(host, states, windows, events),
+        rule=match_rule(states, windows),
     )
-    rank = priorities(config).rank
-    memory = Memory(
-        allocator=allocator, cache=cache, host=host, states=states, windows=windows, images=images, rank=rank
-    )
+    memory = Memory(allocator, tree, memory_parts(host, states, windows, images), rank=priorities(config).rank)
     return memory, events
+
+
+def memory_parts(
+    host: HostCache | None, states: StateSlots | None, windows: WindowPages | None, images: ImageCache | None
+) -> tuple[MemoryPart, ...]:
+    """Return the parts that are there, in the order of engine/core/memory_part.py."""
+    return tuple(part for part in (host, states, windows, images) if part is not None)
+
+
+def tree_parts(
+    host: HostCache | None, states: StateSlots | None, windows: WindowPages | None, events: PrefixEvents | None
+) -> tuple[TreePart, ...]:
+    """Return what follows the nodes of the prefix tree; events come last: they say what has become of a node."""
+    return tuple(part for part in (host, states, windows, events) if part is not None)
+
+
+def match_rule(states: StateSlots | None, windows: WindowPages | None) -> MatchRule:
+    """Return which prefixes of the tree a request can begin from."""
+    if states is not None:
+        return ByState(states) if windows is None else ByState(states, whole=windows.is_whole)
+    return by_pages if windows is None else ByWindow(windows)
 
 
 def build_scheduler(
@@ -63,7 +82,8 @@ def build_scheduler(
     backup_room: CopySize,
 ) -> Scheduler:
     """`backup_room`: for copies of retracted requests."""
-    own_limits = limits(config) if memory.states is None else cut_on_grid(limits(config), memory.states.grid)
+    states = memory.part(StateSlots)
+    own_limits = limits(config) if states is None else cut_on_grid(limits(config), states.grid)
     state = SchedulerState(
         limits=replace(
             own_limits,

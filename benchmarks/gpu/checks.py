@@ -24,6 +24,7 @@ from benchmarks.gpu.target import Shape, Target
 from benchmarks.random_model import write_model
 from engine.build import EngineParts, build_engine
 from engine.config import EngineConfig
+from engine.core.host_cache import HostCache
 from engine.core.plan import PageCopy, Plan, PlanItem, SlotOpen
 from engine.kv.cache_spec import CacheSpec
 from engine.kv.host_pool import HostPool
@@ -180,8 +181,8 @@ def _host_tokens(target: Target) -> dict[str, Any]:
     tokens, counters = {}, {}
     for way, more in ways.items():
         tokens[way], parts = tokens_of(DEFAULT_MODEL_PATH, prompts, new_tokens, **flags, **more)
-        host = parts.scheduler.memory.host
-        counters[way] = {} if host is None else dict(host.counters)
+        host = parts.scheduler.memory.part(HostCache)
+        counters[way] = {} if host is None else dict(host.counted)
     different = [way for way in ways if tokens[way] != tokens["no cache"]]
     assert not different, f"other tokens than without a cache: {', '.join(different)}"
     loaded = counters["at admission"]["hicache_loaded_pages"], counters["ahead"]["hicache_loaded_ahead_pages"]

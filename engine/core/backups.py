@@ -11,9 +11,9 @@ needs of other memory: the pages of the last window, and the recurrent state.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from engine.core.memory_part import Windows
 from engine.core.plan import PageLoad, PageSave, Plan
 from engine.core.request import Request
-from engine.core.window_pages import WindowPages
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ NOTHING = CopySize()
 class Backups:
     """`room`: of all copies together; KV that does not fit is computed again. `windows`: of layers that have their own pool."""
 
-    def __init__(self, *, room: CopySize, page_size: int, windows: WindowPages | None = None) -> None:
+    def __init__(self, *, room: CopySize, page_size: int, windows: Windows) -> None:
         self._room = room
         self._page_size = page_size
         self._windows = windows
@@ -54,7 +54,7 @@ class Backups:
         count = -(-request.computed_len // self._page_size)
         if request.serial in self._copies or count == 0:
             return False
-        window = self._window_of(request, request.computed_len)
+        window = self._windows.window_of(request, request.computed_len)
         copy = CopySize(count, len(window), int(request.state > 0))
         if not (self._held + copy).fits(self._room):
             return False
@@ -70,7 +70,7 @@ class Backups:
         """Fill the memory of a readmitted request, except pages that it found in the cache."""
         assert request.saved_len == request.num_tokens - 1, "all but the token sampled last is in the copy"
         start = request.launched_len // self._page_size
-        count, window = self._copies.pop(request.serial).pages, self._window_of(request, request.saved_len)
+        count, window = self._copies.pop(request.serial).pages, self._windows.window_of(request, request.saved_len)
         self._loads.append(PageLoad(request.serial, start, request.pages[start:count], window, request.state))
         request.launched_len = request.computed_len = request.saved_len
         request.saved_len = 0
@@ -117,9 +117,6 @@ class Backups:
     @property
     def _held(self) -> CopySize:
         return sum(self._copies.values(), NOTHING)
-
-    def _window_of(self, request: Request, num_tokens: int) -> list[int]:
-        return [] if self._windows is None else self._windows.tail(request, num_tokens)
 
     def check(self, live: list[Request]) -> None:
         assert set(self._copies) <= {r.serial for r in live}, "a copy of an ended request is kept"

@@ -8,7 +8,7 @@ text before the first image, and the ids of a request match nothing behind it.
 
 from collections.abc import Iterator, Sequence
 
-from engine.core.radix_node import TRUNK, Branch, Node
+from engine.core.radix_node import TRUNK, Branch, Node, TreePart
 from engine.images import FIRST_KEY_ID
 from service.kv_events import MEDIUM, AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, KVEvent
 from service.prefix_chain import BLOCK_TOKENS, open_chain, page_names, pages_make_blocks, token_seed
@@ -16,7 +16,7 @@ from service.prefix_chain import BLOCK_TOKENS, open_chain, page_names, pages_mak
 SEEN = 1 << 31  # in ids of tokens of images; ids have 32 bits in names
 
 
-class CacheEvents:
+class CacheEvents(TreePart):
     """Call `take` once a turn of the loop, or it grows."""
 
     def __init__(self, *, page_size: int) -> None:
@@ -34,17 +34,13 @@ class CacheEvents:
     # ---- the tree of a model to which pages are all: what is in the tree can be used
 
     def on_stored(self, node: Node) -> None:
-        """Note a new leaf."""
         self.enter(node)
         self.announce(node, 0, len(node.pages))
 
-    def on_split(self, upper: Node, lower: Node) -> None:
-        """`upper` has got the first pages of `lower`."""
-
-    def on_removed(self, node: Node) -> None:
-        """Note that a leaf goes."""
-        self.retract(node, 0, len(node.pages))
-        self.leave(node)
+    def on_removed(self, node: Node, *, alone: bool) -> None:
+        if alone:
+            self.retract(node, 0, len(node.pages))
+            self.leave(node)
 
     # ---- names and events
 

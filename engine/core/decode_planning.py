@@ -24,6 +24,7 @@ class DecodePlanner:
         self._drafting = drafting
         self._state = state
         self._memory = state.memory
+        self._step_ends = state.step_ends
         self._stages = state.stages
         self._table = state.table
         self._micro_batches = state.micro_batches
@@ -47,7 +48,7 @@ class DecodePlanner:
         self._awaits_tokens = bool(ask.passes) and in_flight
         if not ask.passes or in_flight:
             return [], []
-        asked = [r for r in ready if r.rid in ask.passes][: self._memory.most_drafted]
+        asked = [r for r in ready if r.rid in ask.passes][: self._step_ends.most_drafted]
         for request in asked:
             if self._memory.needs_page(request) and self._memory.available > len(ready):
                 self._memory.grow(request)  # the decode step would
@@ -79,9 +80,9 @@ class DecodePlanner:
                 return [], []
             in_flight = any(r.pending for r in ready)
             drafts = self._drafting.choose(able, rows=len(ready), overlaps=in_flight)
-            if drafts and (in_flight or self._is_verifying()):
+            if drafts and (in_flight or (self._step_ends.verifies_alone and self._is_verifying())):
                 return [], []
-            drafts = dict(islice(drafts.items(), self._memory.most_drafted))
+            drafts = dict(islice(drafts.items(), self._step_ends.most_drafted))
             for request in able:
                 request.drafts.is_able = True
         ready = self._with_rows(ready, now_s)
@@ -95,20 +96,18 @@ class DecodePlanner:
         for request in ready:
             end = request.launched_len + 1
             if draft := drafts.get(request.rid):
-                most = self._memory.end_of_drafts(request, request.launched_len, end + len(draft)) - end
+                most = self._step_ends.cut_answer(request, request.launched_len, end + len(draft)) - end
                 room = self._memory.make_room(request, most, left_free=len(ready))
                 drafts[request.rid] = draft.first(room)
                 end += room
-            self._memory.extend(request, end)
-            self._memory.snapshot_answer(request, end)
+            self._memory.extend(request, end, answer=True)
         if drafts:
             return self._rows(ready, drafts), opens
         return [_row(r) for r in ready], opens
 
     def _is_verifying(self) -> bool:
-        """Whether a recurrent state stands behind drafts that are not judged yet: what takes it back knows one such step."""
-        stages, has_states = self._stages, self._memory.states is not None
-        return has_states and any(r.drafts.rows for r in chain(stages.running, stages.draining))
+        """Whether a step with drafts is not judged yet."""
+        return any(r.drafts.rows for r in chain(self._stages.running, self._stages.draining))
 
     def _rows(self, ready: list[Request], drafts: dict[str, Draft]) -> list[PlanItem]:
         return [item for r in ready for item in (_row(r), *draft_items(r, drafts.get(r.rid, NO_DRAFT)))]

@@ -1,8 +1,8 @@
 """KV prefixes below the device: pages in host memory, and files behind them (DiskTier). Which are copied where, and when.
 
         device page                    host page                     file
-    on_cached, on_read, on_evict --> copied out (plan.to_host) --> written
-    admission, load_ahead <------ copied back (plan.from_host) <-- read while the request waits
+    share, on_read, on_removed --> copied out (plan.to_host) --> written
+    admission, load_ahead <----- copied back (plan.from_host) <-- read while the request waits
 
 Pages are found by their chained keys (engine/core/page_keys.py). Copies run in the stream in the order of plans, so a device
 page may have a new owner as soon as its copy is planned: every owner writes pages through the same stream. (On decode workers
@@ -19,9 +19,13 @@ from itertools import chain
 from engine.core.disk_index import DiskIndex
 from engine.core.disk_tier import DiskTier
 from engine.core.host_pages import HostPages
+from engine.core.lanes import Lane
+from engine.core.memory import Memory, match_limit
+from engine.core.memory_part import LowerTier, MemoryPart
 from engine.core.page_keys import KVIdentity, RequestKeys
 from engine.core.plan import PageCopy, Plan
-from engine.core.radix_node import Node
+from engine.core.radix_cache import Inserted, Match
+from engine.core.radix_node import Node, TreePart
 from engine.core.request import LoadedAhead, Request
 
 WRITE_POLICIES = ("write_through", "write_through_selective", "write_back")
@@ -30,8 +34,10 @@ USES_TO_WRITE = {"write_through": 1, "write_through_selective": 2}  # requests t
 TIERS = ("device", "host", "disk")
 
 
-class HostCache:
+class HostCache(MemoryPart, TreePart, LowerTier):
     """Policies as the flags of these names. `run_id`: of RequestKeys. `ahead_pages`: that a step loads for requests that wait."""
+
+    name = "host cache"
 
     def __init__(
         self,
@@ -47,12 +53,13 @@ class HostCache:
     ) -> None:
         assert write_policy in WRITE_POLICIES and prefetch_policy in PREFETCH_POLICIES
         self.pages = HostPages(num_pages)
-        self.counters: Counter[str] = Counter()
+        self.counted: Counter[str] = Counter()
         self.keys = RequestKeys(identity, run_id=run_id)
         self._writes_back = write_policy == "write_back"
         self._uses_to_write = USES_TO_WRITE.get(write_policy)
         self._out: list[PageCopy] = []  # requested since the last plan
         self._in: list[PageCopy] = []
+        self._found: list[int] = []  # by `open`, for `start`
         self._under_way: dict[int, list[PageCopy]] = {}  # of the plans that are not collected, by their number
         self._ahead_pages = self.pages_ahead_left = ahead_pages
         self.disk: DiskTier | None = None
@@ -63,7 +70,7 @@ class HostCache:
                 keys=self.keys,
                 prefetch_policy=prefetch_policy,
                 prefetch_timeout_s=prefetch_timeout_s,
-                counters=self.counters,
+                counters=self.counted,
             )
 
     def use_identity(self, identity: KVIdentity) -> None:
@@ -73,7 +80,13 @@ class HostCache:
 
     # ---- events of the tree
 
-    def on_cached(self, node: Node) -> None:
+    def share(self, request: Request, inserted: Inserted, *, start: int, end: int) -> None:
+        if inserted.existing < end:
+            self._on_cached(inserted.node, self.keys.of(request, end)[inserted.existing :])
+
+    def _on_cached(self, node: Node, keys: list[bytes]) -> None:
+        """Take note of a new node of the tree, and of the keys of its pages."""
+        node.keys = keys
         self._write_when_used(node)
 
     def on_read(self, node: Node) -> None:
@@ -87,9 +100,13 @@ class HostCache:
             self._write_when_used(above)
         self._touch([key for above in reversed(path) for key in above.keys])
 
-    def on_evict(self, node: Node) -> None:
+    def on_split(self, upper: Node, lower: Node) -> None:
+        cut = len(upper.pages)
+        upper.keys, lower.keys = lower.keys[:cut], lower.keys[cut:]
+
+    def on_removed(self, node: Node, *, alone: bool) -> None:
         """Request copies of its pages, which the next planned step may write behind these copies."""
-        if self._writes_back:
+        if self._writes_back and alone:
             self._copy_out(node)
 
     def _write_when_used(self, node: Node) -> None:
@@ -103,13 +120,13 @@ class HostCache:
                 continue
             host_page = self.pages.take()
             if host_page is None:
-                self.counters["hicache_skipped_pages"] += 1
+                self.counted["hicache_skipped_pages"] += 1
                 return
             if self.disk is not None:
                 self.disk.on_reuse(host_page)
             self.pages.name(host_page, key)
             self._out.append(PageCopy(page=page, host_page=host_page))
-            self.counters["hicache_saved_pages"] += 1
+            self.counted["hicache_saved_pages"] += 1
 
     def _touch(self, chain: list[bytes]) -> None:
         self.pages.touch(reversed(chain))
@@ -118,12 +135,32 @@ class HostCache:
 
     # ---- admission
 
-    def prefetch(self, request: Request, *, start: int, end: int) -> None:
-        """Start to read pages `start`..`end` of the request's tokens from files, up to the first gap."""
+    def prefetch(self, request: Request, memory: Memory) -> None:
+        """Start to read what continues the cached prefix from files, up to the first gap."""
         if self.disk is not None:
-            keys = self.keys.of(request, end)
+            start = len(memory.match_prefix(request).pages)
+            keys = self.keys.of(request, self._end_of(request))
             self._touch(keys)  # or its own front would go for its end
             self.disk.prefetch(request, keys[start:])
+
+    def awaits(self, request: Request, now_s: float) -> bool:
+        return self.disk is not None and self.disk.awaits(request, now_s)
+
+    def _end_of(self, request: Request) -> int:
+        """Return how many pages of the request may come from caches."""
+        return match_limit(request) // self.keys.identity.page_size
+
+    def open(self, request: Request, match: Match, *, lands: bool) -> None:
+        """Pin what continues the match before anything is evicted for the request."""
+        self._found = self.find(request, start=len(match.pages), end=self._end_of(request))
+        self.on_read(match.node)
+
+    def start(self, request: Request, match: Match, *, lands: bool) -> None:
+        """Copy what continues the match in this step, before any read."""
+        found, self._found = self._found, []
+        self.load(request, found, start=len(match.pages))
+        request.launched_len += len(found) * self.keys.identity.page_size
+        request.computed_len = request.launched_len
 
     def find(self, request: Request, *, start: int, end: int) -> list[int]:
         """Return the host pages of pages `start`.. of the request, up to the first gap.
@@ -150,17 +187,51 @@ class HostCache:
             split = (start - num_ahead, len(host_pages) + num_ahead - num_read, num_read)
             request.cached_by_tier = [pages * size for pages in split]
             for tier, tokens in zip(TIERS, request.cached_by_tier, strict=True):
-                self.counters[f"hicache_{tier}_hit_tokens"] += tokens
+                self.counted[f"hicache_{tier}_hit_tokens"] += tokens
+
+    # ---- requests that wait
+
+    @property
+    def files_come(self) -> bool:
+        return self.disk is not None and self.disk.busy
+
+    def load_ahead(self, request: Request, memory: Memory, *, earlier: Sequence[Request], most: int) -> None:
+        """Whatever is evicted for the pages, it is nothing that `earlier` requests would find.
+
+        What was loaded ahead before and is gone already stays so.
+        """
+        match = memory.match_prefix(request)
+        start, end = len(match.pages), self._end_of(request)
+        loads = request.keep_kv and request.lower_tiers.ahead.end <= start < end and self.holds(request, start)
+        if most < 1 or not loads:
+            return
+        available, cache = memory.available, memory.cache
+        kept = [match.node, *(memory.match_prefix(other).node for other in earlier)]
+        for node in kept:
+            cache.lock(node)
+        below = self.find(request, start=start, end=min(end, start + min(most, memory.available)))
+        if below:
+            self._insert_ahead(request, memory, match.pages, below)
+        for node in kept:
+            cache.unlock(node)
+        assert memory.available == available, "a load ahead takes nothing from admission and growth"
+
+    def _insert_ahead(self, request: Request, memory: Memory, cached: list[int], host_pages: list[int]) -> None:
+        pages, num_pages = memory.take(len(host_pages)), len(cached) + len(host_pages)
+        self._copy_ahead(request, pages, host_pages, start=len(cached))
+        tokens = request.key_tokens(0, num_pages * memory.allocator.page_size)
+        inserted = memory.cache.insert(tokens, cached + pages, branch=request.branch, priority=memory.rank(request))
+        self.share(request, inserted, start=len(cached), end=num_pages)
 
     def holds(self, request: Request, index: int) -> bool:
         """Whether page `index` of the request is on the host."""
         return self.pages.get(self.keys.of(request, index + 1)[index]) is not None
 
-    def load_ahead(self, request: Request, pages: list[int], host_pages: list[int], *, start: int) -> None:
+    def _copy_ahead(self, request: Request, pages: list[int], host_pages: list[int], *, start: int) -> None:
         """Copy what `find` returned into `pages`, which are pages `start`.. of a request that waits."""
         num_read = self._load(request, pages, host_pages, start=start)
         self.pages_ahead_left -= len(pages)
-        self.counters["hicache_loaded_ahead_pages"] += len(pages)
+        self.counted["hicache_loaded_ahead_pages"] += len(pages)
         ahead, end = request.lower_tiers.ahead, start + len(pages)
         begin = ahead.begin if ahead.end == start else start
         request.lower_tiers.ahead = LoadedAhead(begin, end, ahead.num_read + num_read)
@@ -169,13 +240,12 @@ class HostCache:
         """Request the copies; return how many of the pages were read from files and not used since."""
         self._in += [PageCopy(page, host_page) for page, host_page in zip(pages, host_pages, strict=True)]
         self._touch(self.keys.of(request, start + len(host_pages)))
-        self.counters["hicache_loaded_pages"] += len(host_pages)
+        self.counted["hicache_loaded_pages"] += len(host_pages)
         return 0 if self.disk is None else self.disk.take_read(host_pages)
 
     # ---- steps
 
-    @property
-    def asks_for_a_step(self) -> bool:
+    def asks_for_a_step(self, lane: Lane | None) -> bool:
         return bool(self._out or self._in)
 
     def attach(self, plan: Plan) -> None:
@@ -186,7 +256,7 @@ class HostCache:
             self._under_way[plan.seq] = [*plan.to_host, *plan.from_host]
         self.pages_ahead_left = self._ahead_pages
 
-    def on_collected(self, plan: Plan) -> None:
+    def on_collected(self, plan: Plan, *, failed: bool) -> None:
         """Unpin the copies of a collected step, and write the pages that have reached the host to disk."""
         self._under_way.pop(plan.seq, None)
         for copy in reversed(plan.from_host):
@@ -205,13 +275,15 @@ class HostCache:
     # ---- all of it
 
     def forget(self, *, files: bool) -> None:
-        """Forget every page; `files`: delete the folder's files, too. No step may be in flight."""
         for copy in [*self._out, *self._in]:
             self.pages.unpin(copy.host_page)
         self._out, self._in = [], []
         self.pages.forget_all()
         if self.disk is not None:
             self.disk.forget(files=files)
+
+    def counters(self) -> dict[str, float]:
+        return {name: float(count) for name, count in self.counted.items()}
 
     def gauges(self) -> dict[str, float]:
         size = self.keys.identity.page_size
@@ -221,7 +293,7 @@ class HostCache:
         }
         return host if self.disk is None else host | self.disk.gauges()
 
-    def check(self) -> None:
+    def check(self, requests: Sequence[Request]) -> None:
         self.pages.check()
         copied = {copy.host_page for copy in [*self._out, *self._in]}
         assert all(self.pages.is_pinned(page) for page in copied), "a host page that is being copied is not pinned"

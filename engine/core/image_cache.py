@@ -17,9 +17,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
+from engine.core.lanes import Lane
+from engine.core.memory_part import Features, MemoryPart
+from engine.core.outputs import refusal
 from engine.core.plan import FeatureLand, Plan
 from engine.core.request import Request
 from engine.images import ImageInput
+from engine.messages import FinishReason
 
 MEGABYTE = 1 << 20
 
@@ -34,8 +38,10 @@ class _Features:
     uses: set[Use] = field(default_factory=set)
 
 
-class ImageCache:
+class ImageCache(MemoryPart, Features):
     """`max_bytes`: of all features. `token_bytes`: of a token's features."""
+
+    name = "image cache"
 
     def __init__(self, *, max_bytes: int, token_bytes: int) -> None:
         assert max_bytes > 0 and token_bytes > 0
@@ -57,20 +63,25 @@ class ImageCache:
         images = request.images
         return max((self._bytes_of(_from(images, first, image.end - 1 + part)) for first, image in enumerate(images)))
 
+    def refusal(self, request: Request, *, part_tokens: int) -> FinishReason | None:
+        most = self.most_at_once(request, part_tokens) if request.images else 0
+        if most <= self.max_bytes:
+            return None
+        return refusal(
+            f"images: {part_tokens} tokens of the prompt need features of {_megabytes(most)} at once, and there is room "
+            f"for {_megabytes(self.max_bytes)} (--vlm-cache-size-mb of the worker); send smaller images",
+            status=400,
+        )
+
     def has_room(self, request: Request, part: int) -> bool:
-        """Whether any `part` tokens of the prompt have room beside features in use."""
         return self.most_at_once(request, part) <= self.max_bytes - self._used_bytes
 
     def may_go_on(self, request: Request, part: int) -> bool:
-        """Whether the next `part` tokens have room."""
         start = request.launched_len
         return self._bytes_of(self._unused(_touched(request, start, start + part))) <= self._room
 
     def reach(self, request: Request, start: int, *, part: int, budget: float) -> tuple[int, float]:
-        """Return how far a step may compute from `start`, and the rest of its `budget` of tokens.
-
-        Encoding an image costs its tokens. The images of the first `part` tokens are encoded at any cost.
-        """
+        """Encoding an image costs its tokens. The images of the first `part` tokens are encoded at any cost."""
         room, seen = self._room, set[bytes]()
         for image in _touched(request, start, request.num_tokens):
             if image.key in seen:
@@ -100,7 +111,6 @@ class ImageCache:
     # ---- uses
 
     def use(self, request: Request, start: int, end: int) -> int:
-        """Provide the features of tokens `start`..`end` - 1 for a step; return how many tokens it encodes for that."""
         before = self.num_encoded_tokens
         for number, image in enumerate(request.images):
             if image.end > start and image.start < end:
@@ -132,15 +142,17 @@ class ImageCache:
             self._forget(key)
             self.num_evicted += 1
 
-    def release(self, request: Request) -> None:
-        """End its uses of images all of whose tokens have been computed."""
+    def retire(self, request: Request) -> None:
+        """End its uses of images all of whose tokens have been computed; what is aborted keeps them to its end."""
+        if request.finish is not None and request.finish.kind == "abort":
+            return
         for image in islice(request.images, request.num_seen_images, None):
             if image.end > request.computed_len:
                 return
             self._end_use(request, request.num_seen_images)
             request.num_seen_images += 1
 
-    def leave(self, request: Request) -> None:
+    def free(self, request: Request) -> None:
         """End all its uses. No step of it may be in flight."""
         for number in range(request.num_seen_images, len(request.images)):
             self._end_use(request, number)
@@ -187,7 +199,7 @@ class ImageCache:
         copied, self._copied = self._copied, []
         return copied
 
-    def forget_all(self) -> None:
+    def forget(self, *, files: bool) -> None:
         """Forget the features of all images, as they are of other weights. None may be in use."""
         for key in list(self._features):
             assert not self._features[key].uses, "features are forgotten that a request has still to read"
@@ -195,21 +207,22 @@ class ImageCache:
 
     # ---- steps
 
-    @property
-    def asks_for_a_step(self) -> bool:
-        return bool(self._forgets or self._lands)
+    def asks_for_a_step(self, lane: Lane | None) -> bool:
+        return lane is not Lane.DECODE and bool(self._forgets or self._lands)
 
     def attach(self, plan: Plan) -> None:
-        """Put what steps encode, forget and copy since the last plan into this one."""
+        """Put what steps encode, forget and copy since the last plan into this one, unless it only decodes."""
+        if plan.lane is Lane.DECODE:
+            return
         plan.encodes, self._encodes = self._encodes, []
         plan.forgets, self._forgets = self._forgets, []
         plan.lands, self._lands = self._lands, []
 
-    def on_collected(self, plan: Plan) -> None:
+    def on_collected(self, plan: Plan, *, failed: bool) -> None:
+        """Note which pages have been copied; forget the features of a step that failed: it may not have encoded them."""
         self._copied += [land.pages for land in plan.lands]
-
-    def on_failed(self, plan: Plan) -> None:
-        """Forget the features of a step that found no memory: it may not have encoded them."""
+        if not failed:
+            return
         for key in (*(image.key for image in plan.encodes), *(land.key for land in plan.lands)):
             if key in self._features:
                 self._forget(key)
@@ -232,18 +245,20 @@ class ImageCache:
             "mm_cache_hit_rate": self.num_hits / self.num_needed if self.num_needed else 0.0,
         }
 
-    def check(self, requests: Sequence[Request] | None = None) -> None:
-        """`requests`: the live ones, whose uses are all that there are; None: not compared."""
+    def check(self, requests: Sequence[Request]) -> None:
         sizes = [features.size_bytes for features in self._features.values()]
         used = [features.size_bytes for features in self._features.values() if features.uses]
         assert (sum(sizes), sum(used)) == (self._num_bytes, self._used_bytes), "bytes of features are miscounted"
         assert self._num_bytes <= self.max_bytes, f"{self._num_bytes} bytes of features, room for {self.max_bytes}"
         assert not self._encodes, "an image to encode without a plan"
         assert all(land.key in self._features for land in self._lands), "features land that are forgotten"
-        if requests is not None:
-            serials = {request.serial for request in requests}
-            left = [use for features in self._features.values() for use in features.uses if use[0] not in serials]
-            assert not left, f"features are used by requests that have ended: {left}"
+        serials = {request.serial for request in requests}
+        left = [use for features in self._features.values() for use in features.uses if use[0] not in serials]
+        assert not left, f"features are used by requests that have ended: {left}"
+
+
+def _megabytes(num_bytes: int) -> str:
+    return f"{num_bytes / MEGABYTE:.1f} MB"
 
 
 def _touched(request: Request, start: int, end: int) -> Iterator[ImageInput]:

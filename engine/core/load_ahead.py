@@ -10,6 +10,7 @@ A page is loaded ahead once for a request. If it is gone when its turn comes, ad
 from collections.abc import Callable
 
 from engine.core.memory import Memory
+from engine.core.memory_part import LowerTier
 from engine.core.request import Request
 from engine.core.state import SchedulerState
 
@@ -22,6 +23,7 @@ InOrder = Callable[[float], list[Request]]  # (time) -> those that wait, in the 
 class LoadAhead:
     def __init__(self, state: SchedulerState, *, in_order: InOrder) -> None:
         self._memory: Memory = state.memory
+        self._tier = state.memory.of(LowerTier)
         self._stages = state.stages
         self._counters = state.counters
         self._in_order = in_order
@@ -29,17 +31,16 @@ class LoadAhead:
 
     def plan(self, now_s: float) -> None:
         """Request loads for the next step, as many as one may carry."""
-        host = self._memory.host
-        if host is None or not host.pages_ahead_left or not self._stages.waiting:
+        tier = self._tier
+        if not tier.pages_ahead_left or not self._stages.waiting:
             return
-        files_come = host.disk is not None and host.disk.busy
-        now = (self._counters.requests, len(self._stages.waiting), files_come)
+        now = (self._counters.requests, len(self._stages.waiting), tier.files_come)
         if now == self._done:
             return
         queue = self._in_order(now_s)[:MOST_REQUESTS]
         for i, request in enumerate(queue):
             room = self._memory.available // SHARE - sum(r.lower_tiers.ahead.num_pages for r in queue)
-            self._memory.load_ahead(request, earlier=queue[:i], most=min(room, host.pages_ahead_left))
-            if not host.pages_ahead_left:
+            tier.load_ahead(request, self._memory, earlier=queue[:i], most=min(room, tier.pages_ahead_left))
+            if not tier.pages_ahead_left:
                 return  # the next step goes on
         self._done = now

@@ -12,10 +12,10 @@ import math
 from collections.abc import Iterable, Sequence
 from enum import Enum
 
-from engine.core.limits import TAIL_SHARE, Limits
-from engine.core.memory import Memory, growth_pages
-from engine.core.new_token_ratio import NewTokenRatio
+from engine.core.limits import TAIL_SHARE
+from engine.core.memory import growth_pages
 from engine.core.request import Request
+from engine.core.state import SchedulerState
 from engine.core.step_budget import StepBudget
 
 
@@ -32,17 +32,17 @@ class PrefillAdder:
 
     def __init__(
         self,
+        state: SchedulerState,
         *,
-        limits: Limits,
-        memory: Memory,
-        ratio: NewTokenRatio,
         growing: Iterable[Request],
         decode_tokens: int = 0,
         budget: StepBudget | None = None,
     ) -> None:
-        self._limits = limits
-        self._memory = memory
-        self._ratio = ratio
+        self._limits = limits = state.limits
+        self._memory = state.memory
+        self._step_ends = state.step_ends
+        self._features = state.features
+        self._ratio = ratio = state.ratio
         self._input_left = limits.max_prefill_tokens - decode_tokens
         chunk = limits.chunked_prefill_size
         self._chunk_left = math.inf if chunk is None else self._beside(decode_tokens, chunk)
@@ -70,8 +70,7 @@ class PrefillAdder:
 
     def _images_wait(self, request: Request) -> bool:
         """Whether features of steps in flight leave no room for the images of `request`."""
-        images = self._memory.images
-        return images is not None and not images.has_room(request, self._limits.part_tokens)
+        return not self._features.has_room(request, self._limits.part_tokens)
 
     def reserve_for(self, request: Request, *, without: Sequence[Request]) -> int:
         """Return the pages that `add` needs beside the known tokens of `request`, once `without` have left."""
@@ -106,10 +105,13 @@ class PrefillAdder:
         end = total if total - start <= left + tail else self._whole(start + int(left))
         if end > most:
             end = self._whole(most)
-        end = self._memory.end_of_step(request, start, end)
+        end = self._step_ends.cut(request, start, end)
         assert end > start
         if request.images:
-            self._encode(request, start, end)
+            tokens = self._features.use(request, start, end)
+            self._input_left -= tokens
+            self._chunk_left -= tokens
+            self._work_left -= tokens
         if self._budget is not None:
             self._work_left -= self._budget.work_of(start, end - start)
         self._input_left -= end - start
@@ -119,18 +121,10 @@ class PrefillAdder:
 
     def _before_images(self, request: Request, start: int, left: float) -> tuple[int, float]:
         """Return how far images let the step compute, and what encoding them leaves of `left`: a part at least."""
-        assert self._memory.images is not None, f"{request.rid}: images, and a model without a tower"
         part = self._limits.part_tokens
         budget = min(left, max(self._input_left, part))
-        most, rest = self._memory.images.reach(request, start, part=part, budget=budget)
+        most, rest = self._features.reach(request, start, part=part, budget=budget)
         return most, max(left - (budget - rest), part)
-
-    def _encode(self, request: Request, start: int, end: int) -> None:
-        assert self._memory.images is not None
-        tokens = self._memory.images.use(request, start, end)
-        self._input_left -= tokens
-        self._chunk_left -= tokens
-        self._work_left -= tokens
 
     def _room(self, start: int) -> tuple[float, int]:
         """Return (tokens, a part at least, that fit from `start`; tokens by which a prompt's end may exceed them)."""

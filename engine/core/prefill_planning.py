@@ -53,7 +53,7 @@ class PrefillPlanner:
         shared = SharedWork(self._memory, computing, min_tokens=self._limits.min_shared_tokens)
         if stages.chunked is not None:
             chunked = stages.chunked
-            if chunked.images and self._awaits_room(chunked):
+            if chunked.images and not self._state.features.may_go_on(chunked, self._limits.part_tokens):
                 return items, opens
             items.append(self._extend(chunked, adder))
             shared.add(chunked)
@@ -61,7 +61,7 @@ class PrefillPlanner:
             if stages.chunked is not None or not admits or adder.exhausted or shared.exhausted:
                 break
             arriving = request.arriving or request.features_arriving > 0
-            waits = arriving or self._memory.awaits(request, now_s) or not adapters.has_place(request)
+            waits = arriving or self._state.lower_tier.awaits(request, now_s) or not adapters.has_place(request)
             if waits or shared.passes_over(request):
                 continue
             result = self._admit(request, adder, now_s)
@@ -77,11 +77,6 @@ class PrefillPlanner:
             shared.add(request)
         return items, opens
 
-    def _awaits_room(self, request: Request) -> bool:
-        """Whether features of steps in flight leave no room for the images of its next part."""
-        images = self._memory.images
-        return images is not None and not images.may_go_on(request, self._limits.part_tokens)
-
     def in_order(self, now_s: float) -> list[Request]:
         """Return the waiting requests in the order in which the next step would consider them."""
         return list(self._in_order(self._stages.adapter_budget(self._limits, now_s=now_s), now_s))
@@ -89,9 +84,7 @@ class PrefillPlanner:
     def _adder(self) -> PrefillAdder:
         riders = self._num_riders() if self._limits.mixed_chunk else 0
         return PrefillAdder(
-            limits=self._limits,
-            memory=self._memory,
-            ratio=self._state.ratio,
+            self._state,
             growing=self._stages.growing(),
             decode_tokens=riders,
             budget=self._budget,
@@ -156,8 +149,7 @@ class PrefillPlanner:
         """Plan as much of `request`'s known tokens as the step allows; it stays `chunked` while some are left."""
         start, total = request.launched_len, request.num_tokens
         end = adder.take(request)
-        self._memory.snapshot(request, end)
-        self._memory.extend(request, end)
+        self._memory.extend(request, end, answer=False)
         self._stages.chunked = request if end < total else None
         if end == total:
             (self._stages.held if request.prefill_only else self._stages.running).append(request)

@@ -9,29 +9,25 @@ engine/core/adapters.py) in each namespace has a *branch* under the root, whose 
 After SGLang's RadixAttention (arXiv:2312.07104).
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from engine.core.eviction import EvictionOrder
-from engine.core.host_cache import HostCache
 from engine.core.page_allocator import PageAllocator
-from engine.core.radix_node import TRUNK, Branch, Node
-from engine.core.state_slots import StateSlots
-from engine.core.usable_prefixes import PrefixEvents
-from engine.core.window_pages import WindowPages
+from engine.core.radix_node import TRUNK, Branch, Node, TreePart
 
 
 @dataclass(slots=True, frozen=True)
 class Match:
     """The longest usable prefix. `node` is where it ends: lock it before anything else may evict.
 
-    `window`: beside `pages`, 0 where a page is gone. `state`: slot of the recurrent state there; 0: none. `num_cached`: pages of the longest prefix that has pages; None: it is this one.
+    `window`: beside `pages`, 0 where a page is gone. `state`: slot of the recurrent state there; 0: none. `num_cached`: tokens of the longest prefix that has pages.
     """
 
     pages: list[int]
     node: Node
     state: int = 0
-    num_cached: int | None = None
+    num_cached: int = 0
     window: tuple[int, ...] = ()
 
 
@@ -43,10 +39,17 @@ class Inserted:
     node: Node
 
 
+# (tree, tokens, branch) -> the longest prefix that a request can begin from, marked as used
+MatchRule = Callable[["RadixCache", Sequence[int], Branch], Match]
+
+
+def by_pages(cache: "RadixCache", tokens: Sequence[int], branch: Branch) -> Match:
+    """The rule of a model to which pages are all."""
+    return cache.match(tokens, branch=branch)
+
+
 class RadixCache:
-    """The prefix tree; with `enabled=False` it stays empty. `below`: the tier that keeps what the tree forgets. `states`: of a recurrent model. `windows`:
-    of layers with a window.
-    """
+    """The prefix tree; with `enabled=False` it stays empty. `parts`: are called in this order. `rule`: of `match_usable`."""
 
     def __init__(
         self,
@@ -54,18 +57,14 @@ class RadixCache:
         *,
         enabled: bool = True,
         policy: str = "lru",
-        below: HostCache | None = None,
-        listener: PrefixEvents | None = None,
-        states: StateSlots | None = None,
-        windows: WindowPages | None = None,
+        parts: Sequence[TreePart] = (),
+        rule: MatchRule = by_pages,
     ) -> None:
         self.enabled = enabled
-        self._states = states
-        self._windows = windows
-        self._below = below
-        self._listener = listener
+        self._parts = tuple(parts)
+        self._rule = rule
         self._allocator = allocator
-        self._page_size = allocator.page_size
+        self.page_size = allocator.page_size
         self._serial = 0
         self._clock = 0
         self.root = Node(key=(), pages=[], parent=None, serial=0)
@@ -77,8 +76,7 @@ class RadixCache:
 
     def num_cached(self, tokens: Sequence[int], *, branch: Branch = TRUNK) -> int:
         """Count the pages that `match` would find; changes nothing."""
-        node = self._top(branch) if self.enabled else None
-        return 0 if node is None else sum(shared for _, shared in self._walk(tokens, node))
+        return sum(shared for _, shared in self.path(tokens, branch=branch))
 
     def match(self, tokens: Sequence[int], *, branch: Branch = TRUNK) -> Match:
         """Find the longest page-aligned prefix of `tokens`, mark it as used, and split the node in which it ends."""
@@ -94,45 +92,21 @@ class RadixCache:
         self._note_leaf(node)
         return Match(pages, node)
 
-    def match_window(self, tokens: Sequence[int], *, branch: Branch = TRUNK) -> Match:
-        """Find the longest prefix of `tokens` of which the last window is there, mark it as used, and split where it ends."""
-        assert self._windows is not None
-        top = self._top(branch) if self.enabled else None
-        found = (
-            [] if top is None else [page for node, shared in self._walk(tokens, top) for page in node.window[:shared]]
-        )
-        usable = self._windows.usable(found)
-        match = self.match(tokens[: usable * self._page_size], branch=branch)
-        return Match(match.pages, match.node, window=tuple(found[:usable]))
+    def match_usable(self, tokens: Sequence[int], *, branch: Branch = TRUNK) -> Match:
+        """Find the longest prefix of `tokens` that a request can begin from, by the rule, and mark it as used."""
+        return self._rule(self, tokens, branch)
 
-    def match_state(self, tokens: Sequence[int], *, branch: Branch = TRUNK) -> Match:
-        """Find the longest prefix of `tokens` that ends where a recurrent state is kept, and mark it as used.
-
-        Where layers have a window, too, its last window is there.
-        """
-        assert self._states is not None
+    def path(self, tokens: Sequence[int], *, branch: Branch = TRUNK) -> list[tuple[Node, int]]:
+        """Return the nodes on the path of `tokens`, each with how many of its pages agree; changes nothing."""
         top = self._top(branch) if self.enabled else None
-        if top is None:
-            return Match([], self.root)
+        return [] if top is None else list(self._walk(tokens, top))
+
+    def touch(self, nodes: Sequence[Node]) -> None:
+        """Mark `nodes`, which lie on one path, as used."""
         self._clock += 1
-        path, num_cached, usable = list[Node](), 0, 0
-        window, usable_window = list[int](), 0
-        for child, shared in self._walk(tokens, top):
-            num_cached += shared
-            path.append(child)
-            window += child.window[:shared]
-            whole = self._windows is None or self._windows.is_whole(window)
-            if child.state and shared == len(child.pages) and whole:
-                usable, usable_window = len(path), len(window)
-        for node in path:
+        for node in nodes:
             node.last_used = self._clock
             self._note_leaf(node)
-        if not usable:
-            return Match([], self.root, num_cached=num_cached)
-        node = path[usable - 1]
-        self._states.touch(node)
-        pages = [page for above in path[:usable] for page in above.pages]
-        return Match(pages, node, state=node.state, num_cached=num_cached, window=tuple(window[:usable_window]))
 
     def use(self, node: Node, *, priority: int = 0) -> None:
         """Count an admitted request that reads the path to `node`, which it has locked."""
@@ -146,13 +120,12 @@ class RadixCache:
         self,
         tokens: Sequence[int],
         pages: Sequence[int],
-        keys: Sequence[bytes] = (),
         *,
         branch: Branch = TRUNK,
         priority: int = 0,
     ) -> Inserted:
-        """Cache `tokens` in `pages`, which the caller holds. `keys`: of these pages in the tier below."""
-        assert len(tokens) == len(pages) * self._page_size
+        """Cache `tokens` in `pages`, which the caller holds."""
+        assert len(tokens) == len(pages) * self.page_size
         if not self.enabled:
             return Inserted(existing=len(pages), node=self.root)
         if self._top(branch) is None:
@@ -162,18 +135,15 @@ class RadixCache:
         if existing == len(pages):
             return Inserted(existing=existing, node=match.node)
         self._allocator.to_cache(pages[existing:])
-        key = tuple(tokens[existing * self._page_size :])
+        key = tuple(tokens[existing * self.page_size :])
         leaf = self._new_node(key, list(pages[existing:]), match.node)
         leaf.created = leaf.last_used = self._clock
         leaf.priority = priority
         self.num_pages += len(leaf.pages)
         self.num_evictable += len(leaf.pages)
         self._note_leaf(leaf)
-        if self._below is not None:
-            leaf.keys = list(keys[existing:])
-            self._below.on_cached(leaf)
-        if self._listener is not None:
-            self._listener.on_stored(leaf)
+        for part in self._parts:
+            part.on_stored(leaf)
         return Inserted(existing=existing, node=leaf)
 
     def lock(self, node: Node) -> None:
@@ -210,14 +180,12 @@ class RadixCache:
     def flush(self) -> None:
         """Drop everything. Nothing may be locked."""
         assert self.num_evictable == self.num_pages, "flush with locked nodes"
-        below, self._below = self._below, None
-        listener, self._listener = self._listener, None
-        self.evict(self.num_pages)
+        while (leaf := self._eviction_order.pop()) is not None:
+            self._remove(leaf, alone=False)
         for top in list(self._tops.values()):
-            self._remove(top)  # empty now
-        self._below, self._listener = below, listener
-        if listener is not None:
-            listener.on_cleared()
+            self._remove(top, alone=False)  # empty now
+        for part in self._parts:
+            part.on_cleared()
 
     def _top(self, branch: Branch) -> Node | None:
         """Return the node under which the prefixes of `branch` begin."""
@@ -229,7 +197,7 @@ class RadixCache:
 
     def _walk(self, tokens: Sequence[int], node: Node) -> Iterator[tuple[Node, int]]:
         """Yield (child, pages of its key that agree) along the path from `node`, up to the first partial one."""
-        size, at = self._page_size, 0
+        size, at = self.page_size, 0
         while child := node.children.get(tuple(tokens[at : at + size])):
             shared, whole, end = self._shared_pages(child.key, tokens, at), len(child.pages), at + len(child.key)
             yield child, shared  # the caller may split `child`
@@ -241,11 +209,11 @@ class RadixCache:
         """Count the leading pages of `key` that equal tokens[at:]. Slices compare in C; halving finds the difference."""
         part = tuple(tokens[at : at + len(key)])
         if part == key:
-            return len(key) // self._page_size
-        low, high = 0, len(part) // self._page_size  # pages [0, low) agree; the answer is in [low, high]
+            return len(key) // self.page_size
+        low, high = 0, len(part) // self.page_size  # pages [0, low) agree; the answer is in [low, high]
         while low < high:
             middle = (low + high + 1) // 2
-            cut = slice(low * self._page_size, middle * self._page_size)
+            cut = slice(low * self.page_size, middle * self.page_size)
             if part[cut] == key[cut]:
                 low = middle
             else:
@@ -255,41 +223,31 @@ class RadixCache:
     def _split(self, node: Node, num_pages: int) -> Node:
         """Cut `node` after `num_pages` pages and return the new upper part."""
         assert 0 < num_pages < len(node.pages) and node.parent is not None
-        cut, parent = num_pages * self._page_size, node.parent
+        cut, parent = num_pages * self.page_size, node.parent
         upper = self._new_node(node.key[:cut], node.pages[:num_pages], parent)
         upper.locks, upper.created, upper.last_used = node.locks, node.created, node.last_used
         upper.uses, upper.priority = node.uses, node.priority
-        upper.keys, node.keys = node.keys[:num_pages], node.keys[num_pages:]
         node.key, node.pages, node.parent = node.key[cut:], node.pages[num_pages:], upper
-        upper.children[node.key[: self._page_size]] = node
-        if self._windows is not None:
-            self._windows.on_split(upper, node)
-        if self._listener is not None:
-            self._listener.on_split(upper, node)
+        upper.children[node.key[: self.page_size]] = node
+        for part in self._parts:
+            part.on_split(upper, node)
         return upper
 
     def _new_node(self, key: tuple[int, ...], pages: list[int], parent: Node) -> Node:
         self._serial += 1
         node = Node(key=key, pages=pages, parent=parent, serial=self._serial)
-        parent.children[key[: self._page_size]] = node
-        if self._windows is not None:
-            node.window = [0] * len(pages)
+        parent.children[key[: self.page_size]] = node
         return node
 
-    def _remove(self, node: Node) -> int:
+    def _remove(self, node: Node, *, alone: bool = True) -> int:
+        """Take a leaf out of the tree, and return how many pages that frees. `alone`: False: all nodes go."""
         assert node.parent is not None
         if node.branch is None:
-            del node.parent.children[node.key[: self._page_size]]
+            del node.parent.children[node.key[: self.page_size]]
         else:
             del self._tops[node.branch]
-        if self._below is not None:
-            self._below.on_evict(node)
-        if self._states is not None:
-            self._states.on_removed(node)
-        if self._windows is not None:
-            self._windows.on_removed(node)
-        if self._listener is not None:
-            self._listener.on_removed(node)
+        for part in self._parts:
+            part.on_removed(node, alone=alone)
         self._allocator.evict(node.pages)
         self.num_pages -= len(node.pages)
         self.num_evictable -= len(node.pages)
@@ -312,13 +270,14 @@ class RadixCache:
         """Check counters, locks, keys and page states, and that eviction finds every evictable leaf."""
         noted = self._eviction_order.serials()
         pages: list[int] = []
-        evictable = 0
-        for node in self._nodes([*self.root.children.values(), *self._tops.values()]):
-            assert len(node.keys) == (0 if self._below is None else len(node.pages))
-            assert len(node.key) == len(node.pages) * self._page_size
+        nodes = list(self._nodes([*self.root.children.values(), *self._tops.values()]))
+        evictable, keyed = 0, any(node.keys for node in nodes)
+        for node in nodes:
+            assert len(node.keys) == (len(node.pages) if keyed else 0), "keys of some nodes, and not of others"
+            assert len(node.key) == len(node.pages) * self.page_size
             if node.branch is None:
                 assert node.pages and node.parent is not None, "an empty node"
-                assert node.parent.children[node.key[: self._page_size]] is node
+                assert node.parent.children[node.key[: self.page_size]] is node
             else:
                 assert not node.pages and node.parent is self.root and self._tops[node.branch] is node
             assert node.locks >= 0

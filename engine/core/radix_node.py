@@ -66,3 +66,19 @@ class Node:
     def is_evictable(self) -> bool:
         """An unlocked leaf, still in the tree."""
         return self.locks == 0 and not self.children and self.parent is not None
+
+
+class TreePart:
+    """The base of what follows the nodes of a tree; a hook that a part does not have does nothing."""
+
+    def on_stored(self, node: Node) -> None:
+        """Note a new leaf."""
+
+    def on_split(self, upper: Node, lower: Node) -> None:
+        """`upper` has got the first pages of `lower`."""
+
+    def on_removed(self, node: Node, *, alone: bool) -> None:
+        """Note that a leaf goes. `alone`: False: with all other nodes."""
+
+    def on_cleared(self) -> None:
+        """Note that all nodes have gone, each as a leaf that was not alone."""

@@ -24,22 +24,11 @@ class Results:
     def collect(self, plan: Plan, result: StepResult) -> StepEffects:
         """Take the results of the oldest launched step."""
         assert result.seq == plan.seq and len(result.items) == len(plan.items)
-        effects, live, host = (
-            StepEffects(failure=result.failure, lane=plan.lane),
-            self._state.stages.live,
-            self._state.memory.host,
-        )
-        memory = self._state.memory
+        effects, live = StepEffects(failure=result.failure, lane=plan.lane), self._state.stages.live
+        memory, step_ends = self._state.memory, self._state.step_ends
         self._state.micro_batches.on_collected(plan)
         self._state.backups.on_collected(plan)
-        if host is not None:
-            host.on_collected(plan)
-        if memory.states is not None:
-            memory.states.on_collected(plan)
-        if memory.images is not None:
-            memory.images.on_collected(plan)
-            if result.failure:
-                memory.images.on_failed(plan)
+        memory.on_collected(plan, failed=bool(result.failure))
         for i, (item, item_result) in enumerate(zip(plan.items, result.items, strict=True)):
             request = live[item.rid]
             request.inflight -= 1
@@ -50,14 +39,14 @@ class Results:
                 continue
             if result.failure:
                 self._lose(request, effects)
-                memory.keep_snapshot(request, item.kv_len)
+                step_ends.keep(request, item.kv_len, memory)
                 continue
             if item.draft:
                 self._state.counters.drafts += 1
                 if not _was_right(request, item, i):
                     self._state.counters.wrong_drafts += request.finish is None and request.num_tokens == item.kv_len
                     _take_back(request)
-                    memory.reject(request, item.kv_len)
+                    step_ends.reject(request, item.kv_len)
                     continue
                 request.drafts.accepted += 1
                 self._state.counters.accepted_drafts += 1
@@ -66,7 +55,7 @@ class Results:
                 request.computed_len = kv_len
             if item.draft:
                 _take_back(request)
-            memory.keep_snapshot(request, kv_len)
+            step_ends.keep(request, kv_len, memory)
             if request.finish is None:
                 self._apply(request, item, item_result, effects)
             else:
@@ -92,8 +81,6 @@ class Results:
             take_hidden(request, item, result.hidden)
         if item.extend:
             self._state.memory.share(request)
-            if request.images:
-                self._release_images(request)
             effects.progressed.append(request)
         if not item.sample:
             return
@@ -107,10 +94,6 @@ class Results:
             effects.outputs[-1] = joined(effects.outputs[-1], output)
         else:
             effects.outputs.append(output)
-
-    def _release_images(self, request: Request) -> None:
-        assert self._state.memory.images is not None
-        self._state.memory.images.release(request)
 
     def commit_sample(self, request: Request, result: ItemResult) -> TokenOutput:
         """Append the sampled token and run the finish checks; return what is new."""

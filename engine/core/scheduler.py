@@ -56,6 +56,7 @@ class Scheduler:
         self.stages = state.stages
         self.table = state.table
         self.backups = state.backups
+        self.lower_tier = state.lower_tier
         self.counters = state.counters
         self.ratio = state.ratio
         self.step_budget = step_budget
@@ -79,14 +80,13 @@ class Scheduler:
         `lane`: with PD multiplexing, whose step it is.
         """
         assert (lane is not None) == self.limits.multiplexed, "with PD multiplexing each plan has a lane"
-        counters, backups, host = self.counters, self.backups, self.memory.host
-        images = None if lane is Lane.DECODE else self.memory.images
+        counters, backups = self.counters, self.backups
         retractions = counters.retractions
         items, opens = self._draft(now_s, admits=admits, lane=lane)
         if not items and counters.retractions > retractions:  # their memory is free now
             items, opens = self._draft(now_s, admits=admits, lane=lane)
         self._ahead.plan(now_s)
-        if not items and not any(owner is not None and owner.asks_for_a_step for owner in (backups, host, images)):
+        if not items and not backups.asks_for_a_step and not self.memory.asks_for_a_step(lane):
             return None
         extend = any(item.extend for item in items)
         wait = extend and self._last_was_extend and self.limits.wait_between_prefills
@@ -116,12 +116,7 @@ class Scheduler:
             self._enter(lane, plan)
         self._state.micro_batches.on_planned(plan)
         backups.attach(plan)
-        if host is not None:
-            host.attach(plan)
-        if self.memory.states is not None:
-            self.memory.states.attach(plan)
-        if images is not None:
-            images.attach(plan)
+        self.memory.attach(plan)
         return plan
 
     def join(self) -> Plan:
@@ -187,11 +182,15 @@ class Scheduler:
         if error := self.refusal(request):
             return [refused(request, error)]
         self._state.register(request)
-        self.memory.prefetch(request)
+        self.prefetch(request)
         self.stages.waiting[request.rid] = request
         if self.limits.priorities.enabled:
             self.stages.batch_is_full = False  # it may preempt
         return []
+
+    def prefetch(self, request: Request) -> None:
+        """Start to read what lies on disk alone of its prefix."""
+        self.lower_tier.prefetch(request, self.memory)
 
     def abort(self, rid: str, reason: FinishReason = ABORTED) -> list[TokenOutput]:
         """End a request in any stage. A held one is marked, and its role ends it (`held.end`, `held.release`)."""
@@ -265,7 +264,7 @@ class Scheduler:
     def checks(self) -> dict[str, Callable[[], None]]:
         """Return the parts of `check` by the name of the owner."""
         return {
-            **self.memory.checks(),
+            **self.memory.checks(self.stages.all),
             "request table": self._state.table.check,
             "backups": lambda: self.backups.check(list(self.stages.live.values())),
             "stages": self.stages.check,

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 from engine.core.backups import NOTHING, Backups, CopySize
 from engine.core.growth import MeasuredGrowth
-from engine.core.image_cache import MEGABYTE
 from engine.core.limits import Limits
 from engine.core.memory import Memory
+from engine.core.memory_part import Features, LowerTier, StepEnds, Windows
 from engine.core.micro_batches import MicroBatches
 from engine.core.new_token_ratio import NewTokenRatio
 from engine.core.outputs import refusal
@@ -67,7 +67,10 @@ class SchedulerState:
         self.stages = Stages()
         self.micro_batches = MicroBatches(limits.micro_batches)
         self.table = RequestTable(limits.max_running_requests)
-        self.backups = Backups(room=backup_room, page_size=limits.page_size, windows=memory.windows)
+        self.backups = Backups(room=backup_room, page_size=limits.page_size, windows=memory.of(Windows))
+        self.step_ends = memory.of(StepEnds)
+        self.features = memory.of(Features)
+        self.lower_tier = memory.of(LowerTier)
         self.counters = Counters()
 
     def register(self, request: Request) -> None:
@@ -93,49 +96,17 @@ class SchedulerState:
                 f"({request.max_new_tokens}) exceeds the KV capacity of {allocator.num_pages * allocator.page_size}",
                 status=400,
             )
-        windows = self.memory.windows
-        if windows is not None and windows.refuses(request):
-            return refusal(
-                f"input_ids: prompt ({len(request.input_ids)} tokens) plus max_new_tokens ({request.max_new_tokens}) exceed the "
-                f"{windows.allocator.num_pages * allocator.page_size} tokens that layers with a window have room for",
-                status=400,
-            )
-        return self._refusal_of_images(request) if request.images else None
-
-    def _refusal_of_images(self, request: Request) -> FinishReason | None:
-        images = self.memory.images
-        if images is None:
-            return refusal("images: the model of this worker sees none; send text alone", status=400)
-        most = images.most_at_once(request, self.limits.part_tokens)
-        if most > images.max_bytes:
-            return refusal(
-                f"images: {self.limits.part_tokens} tokens of the prompt need features of {_megabytes(most)} at once, and there is room "
-                f"for {_megabytes(images.max_bytes)} (--vlm-cache-size-mb of the worker); send smaller images",
-                status=400,
-            )
-        return None
+        if reason := self.memory.refusal(request, part_tokens=limits.part_tokens):
+            return reason
+        return self.features.refusal(request, part_tokens=limits.part_tokens) if request.images else None
 
     def check(self) -> None:
         """Check that every held page has one owner, and that no more adapters run than a batch may hold."""
         allocator, requests = self.memory.allocator, self.stages.all()
         held = [p for r in requests for p in r.own_pages()]
         assert len(held) == len(set(held)) == allocator.counts()["held"], "held pages and owners differ"
-        if (states := self.memory.states) is not None:
-            slots = [slot for r in requests for slot in (r.state, *r.snapshots.values()) if slot]
-            assert len(slots) == len(set(slots)) == states.allocator.counts()["held"], "held states and owners differ"
-            assert all((r.state > 0) == (len(r.pages) > 0) for r in requests), (
-                "pages without a state, or a state without"
-            )
-        if self.memory.windows is not None:
-            self.memory.windows.check(requests)
-        if self.memory.images is not None:
-            self.memory.images.check(requests)
         self.micro_batches.check(idle=not self.stages.live)
         adapters = {r.adapter for r in self.stages.growing()} - {0}
         assert len(adapters) <= self.limits.max_loras_per_batch, "more adapters run than a batch may hold"
         for r in requests:
             assert r.launched_len <= len(r.pages) * allocator.page_size, f"{r.rid} has fewer pages than tokens in them"
-
-
-def _megabytes(num_bytes: int) -> str:
-    return f"{num_bytes / MEGABYTE:.1f} MB"

@@ -19,23 +19,29 @@ After SGLang's MambaRadixCache; snapshots where prompts part are Marconi's (arXi
 """
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import lcm
 
+from engine.core.memory import Memory
+from engine.core.memory_part import MemoryPart, StepEnds
 from engine.core.page_allocator import PageAllocator
 from engine.core.plan import Plan, StateCopy, StateRewind
-from engine.core.radix_node import Node
+from engine.core.radix_cache import Match
+from engine.core.radix_node import Node, TreePart
 from engine.core.request import Request
 
 CHUNK = 64  # tokens that recurrent layers compute in one piece: other cuts round otherwise
 EVERY = 256  # tokens of an answer between two snapshots
 
 
-class StateSlots:
+class StateSlots(MemoryPart, TreePart, StepEnds):
     """`grid`: tokens, a multiple of the page. `keeps_snapshots`: False: no prefix is found again.
 
     `num_shadows`: of how many requests a step may verify drafts: the executor keeps their states as they were before.
     """
+
+    name = "state slots"
+    verifies_alone = True  # what takes a state back knows one step with drafts that are not judged yet
 
     def __init__(
         self,
@@ -52,7 +58,7 @@ class StateSlots:
         self.keeps_snapshots = keeps_snapshots
         self._every = lcm(EVERY, grid) if every is None else every
         self._peers_write = peers_write
-        self.num_shadows = num_shadows
+        self._num_shadows = num_shadows
         self.num_snapshots = 0  # kept since start
         self.on_change: Callable[[Node], None] = lambda node: None  # a snapshot has come to a node, or gone
         self._nodes: OrderedDict[int, Node] = OrderedDict()  # slot of a snapshot -> node, least recently used first
@@ -62,12 +68,29 @@ class StateSlots:
         self._rewinding: dict[int, list[Request]] = {}  # by the plan in flight that does it
 
     @property
+    def allocators(self) -> tuple[PageAllocator, ...]:
+        return (self.allocator,)
+
+    @property
     def num_available(self) -> int:
         return self.allocator.num_free + sum(map(self._may_go, self._nodes.values()))
 
     # ---- requests
 
-    def open(self, request: Request, *, source: int) -> None:
+    def fits(self, request: Request, *, without: Sequence[Request] = ()) -> bool:
+        return self.num_available > 0 or any(r.state for r in without)
+
+    def open(self, request: Request, match: Match, *, lands: bool) -> None:
+        if lands:
+            self.adopt(request)
+        else:
+            self.begin(request, source=match.state)
+
+    def start(self, request: Request, match: Match, *, lands: bool) -> None:
+        if not lands and self._keeps(request):
+            self.aim(request, start=request.launched_len, cached=match.num_cached)
+
+    def begin(self, request: Request, *, source: int) -> None:
         """Give `request` a slot that begins as a copy of snapshot `source`; 0: as the state before the first token."""
         slot = self._take()
         if slot != source:  # else the snapshot itself went for it
@@ -85,6 +108,9 @@ class StateSlots:
             self.allocator.free([request.state])
         request.state = 0
 
+    def detach(self, request: Request) -> Sequence[tuple[PageAllocator, list[int]]]:
+        return [(self.allocator, self.quarantine(request))]
+
     def quarantine(self, request: Request) -> list[int]:
         """Detach the slot of `request`, which a transfer peer may still write."""
         slots = [request.state] if request.state else []
@@ -101,9 +127,25 @@ class StateSlots:
         parting = min(cached // self.grid * self.grid, last)
         request.snapshots_at = tuple(sorted({at for at in (parting, last) if at > start}))
 
+    def tail(self, request: Request, num_tokens: int) -> tuple[list[int], ...]:
+        return ([request.state],)
+
+    # ---- ends of steps
+
+    @property
+    def most_drafted(self) -> int | None:
+        return self._num_shadows
+
     def cut(self, request: Request, start: int, end: int) -> int:
-        """Return how far a step may compute that is to compute `start`..`end`: a snapshot is taken at a step's end."""
+        """A snapshot is taken at a step's end."""
         return next((at for at in request.snapshots_at if start < at < end), end)
+
+    def extend(self, request: Request, end: int, *, answer: bool) -> None:
+        """Keep the state that the planned step leaves, if later requests may begin from it."""
+        if answer:
+            self.snapshot_answer(request, end)
+        else:
+            self.snapshot(request, end)
 
     def snapshot(self, request: Request, at: int) -> None:
         """Copy the state of `request` when the step that is being planned has computed its first `at` tokens, if there is room."""
@@ -112,15 +154,35 @@ class StateSlots:
 
     def snapshot_answer(self, request: Request, at: int) -> None:
         """The same of a step that computes tokens of its answer up to there."""
-        if at % self._every == 0 and self._keeps_answer(request) and self.num_available:
+        if at % self._every == 0 and self._keeps(request) and self.num_available:
             self._copy(request, at)
 
     def cut_answer(self, request: Request, start: int, end: int) -> int:
-        """Return how far a step may verify drafts that is to compute `start`..`end`: a snapshot is taken at its end."""
-        return min(end, (start // self._every + 1) * self._every) if self._keeps_answer(request) else end
+        """A snapshot is taken at the end of all rows of a request."""
+        return min(end, (start // self._every + 1) * self._every) if self._keeps(request) else end
 
-    def _keeps_answer(self, request: Request) -> bool:
+    def _keeps(self, request: Request) -> bool:
         return self.keeps_snapshots and request.keep_kv
+
+    def keep(self, request: Request, at: int, memory: Memory) -> None:
+        """Give the snapshot after `at` tokens, if one was taken, to the tree, where `request` is shared so far."""
+        if (slot := request.snapshots.pop(at, 0)) == 0:
+            return
+        above = request.answer_snapshot if at > len(request.input_ids) else None
+        memory.share(request)
+        shared = request.shared_pages * memory.allocator.page_size == at == request.computed_len
+        if shared and request.keep_kv and request.finish is None and request.lock is not None:
+            self.keep_at(slot, request.lock, above=above)
+            request.answer_snapshot = request.lock if at > len(request.input_ids) else None
+        else:
+            self.drop(slot)
+
+    def reject(self, request: Request, at: int) -> None:
+        """Take back what a step has made of a state that passed a rejected draft, and forget the snapshot after `at` tokens."""
+        if slot := request.snapshots.pop(at, 0):
+            self.drop(slot)
+        if request.finish is None:
+            self.rewind(request)
 
     def rewind(self, request: Request) -> None:
         """Take its state back behind the tokens computed so far, in the next plan: it is behind rejected drafts."""
@@ -134,7 +196,7 @@ class StateSlots:
 
     # ---- the tree
 
-    def keep(self, slot: int, node: Node, *, above: Node | None = None) -> None:
+    def keep_at(self, slot: int, node: Node, *, above: Node | None = None) -> None:
         """Keep a snapshot, which has been made, at the end of `node`. `above`: of the same answer: it goes, if no other request reads it."""
         if above is not None and above.state and above.locks == 1:
             self._evict(above)
@@ -152,9 +214,10 @@ class StateSlots:
         self.allocator.free([slot])
 
     def touch(self, node: Node) -> None:
+        """Mark the snapshot at the end of `node` as used."""
         self._nodes.move_to_end(node.state)
 
-    def on_removed(self, node: Node) -> None:
+    def on_removed(self, node: Node, *, alone: bool) -> None:
         if node.state:
             self._evict(node)
 
@@ -189,7 +252,7 @@ class StateSlots:
             request.inflight += 1
         self._rewinding[plan.seq] = requests
 
-    def on_collected(self, plan: Plan) -> None:
+    def on_collected(self, plan: Plan, *, failed: bool) -> None:
         for request in self._rewinding.pop(plan.seq, ()):
             request.inflight -= 1
 
@@ -198,8 +261,11 @@ class StateSlots:
         used = counts["held"] + counts["quarantined"]
         return {"mamba_usage": used / self.allocator.num_pages, "mamba_cached_slots": float(counts["cached"])}
 
-    def check(self) -> None:
+    def check(self, requests: Sequence[Request]) -> None:
         self.allocator.check()
+        slots = [slot for r in requests for slot in (r.state, *r.snapshots.values()) if slot]
+        assert len(slots) == len(set(slots)) == self.allocator.counts()["held"], "held states and owners differ"
+        assert all((r.state > 0) == (len(r.pages) > 0) for r in requests), "pages without a state, or a state without"
         assert not self._begins and not self._snapshots, "copies of states without a plan"
         assert all(request.state == slot for slot, request in self._rewinds.items()), "a state to take back has gone"
         assert all(node.state == slot and node.parent is not None for slot, node in self._nodes.items())

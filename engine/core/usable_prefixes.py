@@ -13,13 +13,13 @@ Changes are settled when the events are taken: between two of them a window come
 from collections import Counter
 
 from engine.core.cache_events import CacheEvents
-from engine.core.radix_node import Node
+from engine.core.radix_node import Node, TreePart
 from engine.core.state_slots import StateSlots
 from engine.core.window_pages import WindowPages
 from service.kv_events import KVEvent
 
 
-class UsablePrefixes:
+class UsablePrefixes(TreePart):
     """Between the tree and its `events`. `states`, `windows`: as of the tree, one of them is there."""
 
     def __init__(self, events: CacheEvents, *, states: StateSlots | None, windows: WindowPages | None) -> None:
@@ -42,12 +42,10 @@ class UsablePrefixes:
     # ---- the tree
 
     def on_stored(self, node: Node) -> None:
-        """Note a new leaf."""
         self._events.enter(node)
         self._changed.setdefault(node, False)
 
     def on_split(self, upper: Node, lower: Node) -> None:
-        """`upper` has got the first pages of `lower`."""
         announced, cut = self._announced.pop(lower, 0), len(upper.pages)
         if announced:
             self._announced[upper] = min(announced, cut)
@@ -57,8 +55,10 @@ class UsablePrefixes:
         if lower in self._changed:
             self._changed[upper] = self._changed[lower]
 
-    def on_removed(self, node: Node) -> None:
+    def on_removed(self, node: Node, *, alone: bool) -> None:
         """Note that a leaf goes, whose window and state have gone."""
+        if not alone:
+            return
         self._changed.pop(node, None)
         self._below.pop(node, None)
         if announced := self._announced.pop(node, 0):

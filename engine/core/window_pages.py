@@ -17,15 +17,21 @@ After SGLang's SWARadixCache; counts of readers as vLLM has them.
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 
+from engine.core.memory_part import MemoryPart, Windows
+from engine.core.outputs import refusal
 from engine.core.page_allocator import PageAllocator
-from engine.core.radix_node import Node
+from engine.core.radix_cache import Inserted, Match
+from engine.core.radix_node import Node, TreePart
 from engine.core.request import Request
+from engine.messages import FinishReason
 
 
-class WindowPages:
+class WindowPages(MemoryPart, TreePart, Windows):
     """`window`: tokens that a query sees, its own included. `steps`: in flight at most. `step_tokens`: prompt tokens of a step; None: a
     prompt goes whole. `rows`: tokens of an answer in one step.
     """
+
+    name = "window pages"
 
     def __init__(
         self,
@@ -50,6 +56,10 @@ class WindowPages:
         self._idle: OrderedDict[int, None] = OrderedDict()  # cached pages that nothing reads, least recently used first
 
     @property
+    def allocators(self) -> tuple[PageAllocator, ...]:
+        return (self.allocator,)
+
+    @property
     def num_available(self) -> int:
         return self.allocator.num_free + len(self._idle)
 
@@ -58,6 +68,15 @@ class WindowPages:
         return max(0, num_tokens - self.window + 1) // self.allocator.page_size
 
     # ---- admission
+
+    def refusal(self, request: Request, *, part_tokens: int) -> FinishReason | None:
+        if self._most([self._bound(request)]) <= self.allocator.num_pages:
+            return None
+        return refusal(
+            f"input_ids: prompt ({len(request.input_ids)} tokens) plus max_new_tokens ({request.max_new_tokens}) exceed the "
+            f"{self.allocator.num_pages * self.allocator.page_size} tokens that layers with a window have room for",
+            status=400,
+        )
 
     def fits(self, request: Request, *, without: Sequence[Request] = ()) -> bool:
         """Whether the bounds of all that have memory leave room for `request`, once `without` have left."""
@@ -80,7 +99,13 @@ class WindowPages:
 
     # ---- requests
 
-    def open(self, request: Request, cached: Sequence[int]) -> None:
+    def open(self, request: Request, match: Match, *, lands: bool) -> None:
+        if lands:
+            self.adopt(request)
+        else:
+            self.begin(request, match.window)
+
+    def begin(self, request: Request, cached: Sequence[int]) -> None:
         """Begin with `cached` pages of the tree and lock the pages of the last window, all of which are there."""
         self._bounds[request.serial] = self._bound(request)
         first = self.first_page(len(cached) * self.allocator.page_size)
@@ -97,9 +122,14 @@ class WindowPages:
         request.window = [0] * first + self._take(self.allocator.pages_for(request.num_tokens) - first)
         request.window_first = first
 
-    def tail(self, request: Request, num_tokens: int) -> list[int]:
-        """Return the pages that the query behind `num_tokens` tokens reads; a hand-over brings them along."""
+    def tail(self, request: Request, num_tokens: int) -> tuple[list[int], ...]:
+        return (self.window_of(request, num_tokens),)
+
+    def window_of(self, request: Request, num_tokens: int) -> list[int]:
         return request.window[self.first_page(num_tokens) : self.allocator.pages_for(num_tokens)]
+
+    def detach(self, request: Request) -> Sequence[tuple[PageAllocator, list[int]]]:
+        return [(self.allocator, self.quarantine(request))] if request.pages else []
 
     def quarantine(self, request: Request) -> list[int]:
         """Detach the pages of an adopted request, which a transfer peer may still write."""
@@ -109,8 +139,7 @@ class WindowPages:
         del self._bounds[request.serial]
         return pages
 
-    def extend(self, request: Request, end: int) -> None:
-        """Take pages for the tokens before `end`, which a step is about to compute."""
+    def extend(self, request: Request, end: int, *, answer: bool) -> None:
         missing = self.allocator.pages_for(end) - len(request.window)
         if missing > 0:
             request.window += self._take(missing)
@@ -184,9 +213,11 @@ class WindowPages:
             at = at.parent
         return alive
 
-    def share(self, request: Request, node: Node, *, start: int, end: int) -> None:
-        """Put its pages `start`..`end` - 1, which are computed, into the path to `node`, which ends there."""
-        at: Node | None = node
+    def on_stored(self, node: Node) -> None:
+        node.window = [0] * len(node.pages)
+
+    def share(self, request: Request, inserted: Inserted, *, start: int, end: int) -> None:
+        at: Node | None = inserted.node
         while at is not None and at.parent is not None and end > start:
             begin = end - len(at.pages)
             for i in range(max(begin, start, request.window_first), end):
@@ -199,12 +230,11 @@ class WindowPages:
             at, end = at.parent, begin
 
     def on_split(self, upper: Node, lower: Node) -> None:
-        """`upper` has got the first pages of `lower`."""
         cut = len(upper.pages)
         upper.window, lower.window = lower.window[:cut], lower.window[cut:]
         self._homes.update((page, upper) for page in upper.window if page)
 
-    def on_removed(self, node: Node) -> None:
+    def on_removed(self, node: Node, *, alone: bool) -> None:
         for page in [page for page in node.window if page]:
             self._evict(page)
 
@@ -221,10 +251,6 @@ class WindowPages:
 
     def gauges(self) -> dict[str, float]:
         return {"swa_token_usage": 1 - self.num_available / self.allocator.num_pages}
-
-    def refuses(self, request: Request) -> bool:
-        """Whether `request` would not fit alone."""
-        return self._most([self._bound(request)]) > self.allocator.num_pages
 
     def check(self, requests: Sequence[Request]) -> None:
         self.allocator.check()

@@ -53,9 +53,6 @@ class Reporter:
         if check:
             self._problems = self._find_problems()
         scheduler, allocator = self._scheduler, self._scheduler.memory.allocator
-        windows = scheduler.memory.windows
-        counts, host, states = allocator.counts(), scheduler.memory.host, scheduler.memory.states
-        images = scheduler.memory.images
         peered = self._peered
         unanswered_or_with_memory = self._requests.rids() | scheduler.stages.live.keys()
         return StateReply(
@@ -69,14 +66,13 @@ class Reporter:
             },
             num_pages=allocator.num_pages,
             page_size=allocator.page_size,
-            pages=counts,
+            pages=allocator.counts(),
             counters={
                 **{k: float(v) for k, v in asdict(scheduler.counters).items()},
                 **self._intervals.counters(),
                 "late_compiles": float(self._late_compiles()),
                 **self._grammars.counters(),
-                **({} if host is None else {k: float(v) for k, v in host.counters.items()}),
-                **({} if images is None else images.counters()),
+                **scheduler.memory.counters(),
                 **({} if peered is None else peered.counters()),
             },
             gauges={
@@ -91,10 +87,7 @@ class Reporter:
                 **self._experts(),
                 **self._share(),
                 **self._intervals.gauges(),
-                **({} if host is None else host.gauges()),
-                **({} if states is None else states.gauges()),
-                **({} if windows is None else windows.gauges()),
-                **({} if images is None else images.gauges()),
+                **scheduler.memory.gauges(),
                 **({} if peered is None else peered.gauges()),
             },
             problems=self._problems,

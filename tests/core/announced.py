@@ -4,6 +4,8 @@ from collections.abc import Sequence
 
 from engine.core.memory import Memory
 from engine.core.radix_node import TRUNK, Branch, Node
+from engine.core.state_slots import StateSlots
+from engine.core.window_pages import WindowPages
 from engine.images import FIRST_KEY_ID
 from service.kv_events import AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, KVEvent
 
@@ -73,15 +75,15 @@ def _paths(top: Node) -> list[list[Node]]:
 def _ends(memory: Memory, path: list[Node]) -> list[int]:
     """Lengths in pages inside the last node of `path` from which the state of a request could begin."""
     total, last = sum(len(node.pages) for node in path), path[-1]
-    if memory.states is not None:
+    if memory.part(StateSlots) is not None:
         return [total] if last.state else []
     return list(range(total - len(last.pages) + 1, total + 1))
 
 
 def _window_is_there(memory: Memory, window: list[int], end: int) -> bool:
     """Whether the query behind `end` pages finds all keys that it sees."""
-    if memory.windows is None:
+    if (windows := memory.part(WindowPages)) is None:
         return True
     position, size = end * memory.allocator.page_size, memory.allocator.page_size
-    seen = range(max(0, position - memory.windows.window + 1), position)
+    seen = range(max(0, position - windows.window + 1), position)
     return all(window[token // size] for token in seen)

@@ -22,6 +22,7 @@ from engine.core.state_slots import StateSlots
 from engine.core.step_budget import StepBudget
 from engine.core.usable_prefixes import events_of_tree
 from engine.core.window_pages import WindowPages
+from engine.core_parts import match_rule, memory_parts, tree_parts
 from engine.images import ImageInput
 from engine.messages import FinishReason, TokenOutput
 from engine.sampling_params import SamplingParams
@@ -116,7 +117,7 @@ class EngineInATest:
                 num_slots=state_slots,
                 grid=grid,
                 every=grid,
-                keeps_snapshots=snapshots,
+                keeps_snapshots=snapshots and radix,
                 peers_write=peers_write or backup_pages > 0,
                 num_shadows=self.model.shadows,
             )
@@ -146,9 +147,10 @@ class EngineInATest:
             **{"max_prefill_tokens": 64, **limits},  # type: ignore[arg-type]
         )
         self.events = events_of_tree(page_size, states=states, windows=windows)
-        cache = RadixCache(allocator, enabled=radix, below=host, listener=self.events, states=states, windows=windows)
+        following = tree_parts(host, states, windows, self.events)
+        cache = RadixCache(allocator, enabled=radix, parts=following, rule=match_rule(states, windows))
         images = ImageCache(max_bytes=image_room, token_bytes=1) if image_room else None
-        memory = Memory(allocator=allocator, cache=cache, host=host, states=states, windows=windows, images=images)
+        memory = Memory(allocator, cache, memory_parts(host, states, windows, images))
         self.scheduler = Scheduler(
             SchedulerState(
                 limits=bounds,
@@ -271,7 +273,7 @@ class EngineInATest:
 
     def _owners(self) -> object:
         memory, stages = self.scheduler.memory, self.scheduler.stages
-        groups = [group.allocator.counts() for group in (memory, memory.states, memory.windows) if group is not None]
+        groups = [allocator.counts() for allocator in memory.allocators]
         requests = [(r.rid, len(r.pages), r.launched_len, r.computed_len, r.state, r.pending) for r in stages.all()]
         return groups, requests, memory.cache.num_pages, memory.cache.num_evictable, sorted(stages.live)
 

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from engine.core.plan import Plan
+from engine.core.state_slots import StateSlots
 from tests.core.engine_in_a_test import EngineInATest
 from tests.core.guesses import KINDS, Guesses
 from tests.core.hash_model import expected_tokens
@@ -33,7 +34,7 @@ def drafted(plan: Plan) -> dict[str, int]:
 
 
 def turn_until_rejected(engine: EngineInATest) -> None:
-    states = engine.scheduler.memory.states
+    states = engine.scheduler.memory.part(StateSlots)
     assert states is not None
     for _ in range(20):
         engine.turn()
@@ -81,7 +82,7 @@ def test_a_request_that_ends_first_is_not_taken_back() -> None:
 def test_a_slot_stays_with_its_request_until_it_has_been_taken_back() -> None:
     """Also where the step that does it has nothing else of the request."""
     engine = engine_of("wrong", depth=2, lag=True)
-    states = engine.scheduler.memory.states
+    states = engine.scheduler.memory.part(StateSlots)
     assert states is not None
     request = engine.add("r", PROMPT, max_new_tokens=20)
     turn_until_rejected(engine)
@@ -164,5 +165,5 @@ def test_any_step_may_fail_or_retract(depth: int, backup_pages: int) -> None:
         for rid, prompt in prompts.items():
             tokens, right = engine.tokens[rid], expected_tokens(prompt, 20)
             assert tokens == right if engine.finish[rid].kind == "length" else tokens == right[: len(tokens)]
-        states = engine.scheduler.memory.states
+        states = engine.scheduler.memory.part(StateSlots)
         assert states is not None and states.allocator.counts()["held"] == 0

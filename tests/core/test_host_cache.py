@@ -19,7 +19,7 @@ def common(a: list[int], b: list[int]) -> int:
 
 
 def copied(engine: TieredEngine) -> int:
-    return engine.host.counters["hicache_saved_pages"]
+    return engine.host.counted["hicache_saved_pages"]
 
 
 def pinned(engine: TieredEngine) -> list[int]:
@@ -60,7 +60,7 @@ def test_an_evicted_prefix_comes_back_instead_of_being_computed(policy: str) -> 
     plan = engine.plans[before]
     assert len(plan.from_host) == 3 and [(i.start, i.q_len) for i in plan.items] == [(12, 1)]
     assert engine.outputs["b"][0].cached_tokens == 12
-    assert {k: v for k, v in engine.host.counters.items() if k.endswith("hit_tokens") and v} == {
+    assert {k: v for k, v in engine.host.counted.items() if k.endswith("hit_tokens") and v} == {
         "hicache_host_hit_tokens": 12
     }
 
@@ -211,7 +211,7 @@ def test_best_effort_uses_what_has_been_read_when_the_request_is_judged() -> Non
     engine.disk_turn(2)
     engine.run()
     assert engine.outputs["b"][0].cached_tokens == 8 and engine.tokens["b"] == expected_tokens(PROMPT, 2)
-    assert engine.host.counters["hicache_disk_hit_tokens"] == 8
+    assert engine.host.counted["hicache_disk_hit_tokens"] == 8
     engine.disk_turn()  # the third page has been computed meanwhile: what was read is not needed
 
 

@@ -141,7 +141,7 @@ def test_features_are_kept_for_later_prompts_until_others_need_the_room() -> Non
         engine.run()
     seen = [(encoded(plan), [key[0] for key in plan.forgets]) for plan in engine.plans if plan.encodes or plan.forgets]
     assert seen == [([1], []), ([2], []), ([3], [2]), ([2], [3])]  # 1 was needed last, both times
-    images = engine.scheduler.memory.images
+    images = engine.scheduler.memory.part(ImageCache)
     assert images is not None
     assert (images.counters()["mm_cache_hits"], images.counters()["mm_cache_queries"]) == (2, 6)
     assert images.gauges() == {"mm_cache_used_bytes": 12.0, "mm_cache_total_bytes": 12.0, "mm_cache_hit_rate": 2 / 6}
@@ -153,7 +153,7 @@ def test_features_are_in_use_until_the_last_token_of_their_image_is_computed() -
     cache.use(request, 0, 8)
     for computed, has_room in ((8, False), (9, False), (10, True)):
         request.computed_len = computed
-        cache.release(request)
+        cache.retire(request)
         assert cache.has_room(request, part=1) is has_room
 
 

@@ -23,7 +23,7 @@ def waiting(prompt: list[int] = PROMPT, *, num_pages: int = 16, **flags: object)
 
 
 def loaded_ahead(engine: TieredEngine) -> int:
-    return engine.host.counters["hicache_loaded_ahead_pages"]
+    return engine.host.counted["hicache_loaded_ahead_pages"]
 
 
 def num_loads(engine: TieredEngine, since: int) -> list[int]:
@@ -38,7 +38,7 @@ def test_a_prefix_is_on_the_device_when_its_turn_comes() -> None:
     engine.run()
     assert sum(num_loads(engine, before)) == 3, "once"
     assert engine.tokens["b"] == expected_tokens(PROMPT, 2)
-    hits = {k: v for k, v in engine.host.counters.items() if k.endswith("hit_tokens") and v}
+    hits = {k: v for k, v in engine.host.counted.items() if k.endswith("hit_tokens") and v}
     assert engine.outputs["b"][0].cached_tokens == 12 and hits == {"hicache_host_hit_tokens": 12}
 
 
@@ -54,7 +54,7 @@ def test_what_came_from_files_still_counts_as_such() -> None:
     again.turn()
     again.disk_turn()
     again.run()
-    assert loaded_ahead(again) == 3 and again.host.counters["hicache_disk_hit_tokens"] == 12
+    assert loaded_ahead(again) == 3 and again.host.counted["hicache_disk_hit_tokens"] == 12
     assert again.tokens["b"] == expected_tokens(PROMPT, 2)
 
 
@@ -150,7 +150,7 @@ def test_what_is_gone_again_comes_with_the_admission() -> None:
     engine.scheduler.memory.cache.evict(100)
     engine.add("c", [45, 46], max_new_tokens=1)  # the queue is looked through again
     engine.run()
-    assert loaded_ahead(engine) == 3 and engine.host.counters["hicache_loaded_pages"] == 6
+    assert loaded_ahead(engine) == 3 and engine.host.counted["hicache_loaded_pages"] == 6
     assert engine.tokens["b"] == expected_tokens(PROMPT, 2) and engine.outputs["b"][0].cached_tokens == 12
 
 

@@ -3,6 +3,7 @@
 import pytest
 
 from engine.config import EngineConfig
+from engine.core.state_slots import StateSlots
 from engine.flags.resolve import limits
 from engine.recurrent import check_recurrent, cut_on_grid
 from service.flags import ConfigError
@@ -76,7 +77,7 @@ def test_more_requests_than_slots_wait() -> None:
 def test_a_full_page_takes_its_state_along() -> None:
     engine = engine_of(num_pages=12, page_size=4)
     answer(engine, "a", PROMPT)
-    states = engine.scheduler.memory.states
+    states = engine.scheduler.memory.part(StateSlots)
     assert states is not None and states.allocator.counts()["cached"] == 1
     answer(engine, "b", list(range(100, 140)))
     engine.scheduler.check()
@@ -113,7 +114,7 @@ def test_the_next_turn_of_a_chat_begins_in_the_answer() -> None:
     engine.add("turn", PROMPT, max_new_tokens=12)
     while engine.turn():
         pass
-    states = engine.scheduler.memory.states
+    states = engine.scheduler.memory.part(StateSlots)
     assert states is not None and states.allocator.counts()["cached"] == 2, "at 16 and at 32"
     assert answer(engine, "next", [*PROMPT, *engine.tokens["turn"], 50]) == 32
     branch = [*PROMPT, *engine.tokens["turn"][:8], 60, 61]
@@ -137,7 +138,7 @@ def test_what_another_request_reads_stays_where_peers_write() -> None:
     """The copy from the snapshot is in flight: the slot must not go to one that a peer writes at once."""
     engine = engine_of(state_slots=3, peers_write=True, depth=2)
     answer(engine, "first", PROMPT)
-    states = engine.scheduler.memory.states
+    states = engine.scheduler.memory.part(StateSlots)
     assert states is not None and states.num_available == 3
     request = engine.add("again", [*PROMPT, 40], max_new_tokens=30)
     engine.turn()

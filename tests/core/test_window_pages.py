@@ -1,5 +1,6 @@
 """Pages of a window: how many a request holds, which prefixes can be used, and which requests wait."""
 
+from engine.core.window_pages import WindowPages
 from tests.core.engine_in_a_test import EngineInATest
 from tests.core.hash_model import expected_tokens
 
@@ -27,7 +28,7 @@ def test_a_running_request_holds_one_window() -> None:
         live = [page for page in request.window if page]
         assert len(live) <= 3, "6 tokens lie in at most 3 pages of 4"
     assert engine.tokens["long"] == expected_tokens(PROMPT[:5], 100)
-    windows = engine.scheduler.memory.windows
+    windows = engine.scheduler.memory.part(WindowPages)
     assert (
         windows is not None and windows.num_retired >= 24 and windows.allocator.num_free == windows.allocator.num_pages
     )
@@ -35,7 +36,7 @@ def test_a_running_request_holds_one_window() -> None:
 
 def test_a_prefix_is_used_as_far_as_its_window_reaches() -> None:
     engine = engine_of()
-    windows = engine.scheduler.memory.windows
+    windows = engine.scheduler.memory.part(WindowPages)
     assert windows is not None and answer(engine, "first", PROMPT) == 0 and answer(engine, "again", PROMPT) == 40
     node = engine.scheduler.memory.cache.match(PROMPT[:40]).node
     windows._evict(node.window[-1])  # pages 9 and 8 hold the window behind 40 tokens
@@ -45,7 +46,7 @@ def test_a_prefix_is_used_as_far_as_its_window_reaches() -> None:
 
 def test_a_hole_far_behind_the_window_is_none() -> None:
     engine = engine_of()
-    windows = engine.scheduler.memory.windows
+    windows = engine.scheduler.memory.part(WindowPages)
     assert windows is not None and answer(engine, "first", PROMPT) == 0
     path = engine.scheduler.memory.cache.match(PROMPT[:12]).node
     for page in list(path.window):
@@ -66,7 +67,7 @@ def test_requests_wait_for_room_in_the_pool_of_windows() -> None:
 
 def test_what_can_never_fit_is_refused() -> None:
     engine = engine_of(chunk=None, num_pages=30, max_prefill_tokens=400)
-    windows = engine.scheduler.memory.windows
+    windows = engine.scheduler.memory.part(WindowPages)
     assert windows is not None
     windows.allocator.num_pages = 20
     engine.add("large", list(range(90)), max_new_tokens=4)
@@ -76,7 +77,7 @@ def test_what_can_never_fit_is_refused() -> None:
 def test_a_state_is_used_where_its_last_window_is_there() -> None:
     """Of a model that has both: a state outlives the pages of the window before it."""
     engine = engine_of(state_slots=8, grid=8)
-    windows = engine.scheduler.memory.windows
+    windows = engine.scheduler.memory.part(WindowPages)
     assert windows is not None and answer(engine, "first", PROMPT) == 0 and answer(engine, "again", PROMPT) == 40
     node = engine.scheduler.memory.cache.match(PROMPT[:40]).node
     windows._evict(node.window[-1])

@@ -12,6 +12,7 @@ from disagg.fetching_role import FetchingRole
 from disagg.metadata import MetadataBuffers
 from disagg.page_sender import PageSender
 from disagg.recompute import Bounds
+from engine.core.image_cache import ImageCache
 from engine.core.page_allocator import PageAllocator
 from engine.core.plan import ItemResult, Plan, StepResult
 from engine.images import ImageInput
@@ -166,6 +167,6 @@ class EncodeCluster:
 
     def encoded(self) -> tuple[int, int]:
         """Images that the encoder encoded, and the engine itself."""
-        images = [engine.scheduler.memory.images for engine in (self.encoder, self.engine)]
+        images = [engine.scheduler.memory.part(ImageCache) for engine in (self.encoder, self.engine)]
         assert images[0] is not None and images[1] is not None
         return images[0].num_encoded, images[1].num_encoded

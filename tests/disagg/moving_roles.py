@@ -257,9 +257,9 @@ class Trio:
     def assert_all_back(self) -> None:
         for engine in self.engines.values():
             memory = engine.scheduler.memory
-            for group in (memory, memory.states, memory.windows):
-                counts = {} if group is None else group.allocator.counts()
-                assert not any(counts.get(kind) for kind in ("held", "quarantined")), f"{group} is left with {counts}"
+            for allocator in memory.allocators:
+                counts = allocator.counts()
+                assert not counts["held"] and not counts["quarantined"], f"{allocator} is left with {counts}"
             engine.role.check()
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from disagg.config import DisaggConfig, SchedulerSpec
 from disagg.feature_transfers import encode_role
 from engine.config import EngineConfig
+from engine.core.image_cache import ImageCache
 from engine.core.outputs import StepEffects
 from engine.encoder.build import build_encoder
 from engine.loop.pipeline import Pipeline
@@ -39,7 +40,7 @@ class EncoderInProcess:
 
     @property
     def counters(self) -> dict[str, float]:
-        images = self.parts.scheduler.memory.images
+        images = self.parts.scheduler.memory.part(ImageCache)
         assert images is not None
         return {**images.counters(), **self.role.counters()}
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from engine.core.image_cache import ImageCache
 from engine.encoder.tower import load_tower_alone
 from engine.images import ImageInput
 from engine.messages import FeatureSource
@@ -241,7 +242,7 @@ def test_features_land_at_each_dp_rank_for_itself(served: Served) -> None:
         for engine in dp.engines:
             put_in_arrivals(engine, asked, own)
             dp.run()
-            assert len(engine.parts.scheduler.memory.images.take_copied()) == 3  # type: ignore[union-attr]
+            assert len(engine.parts.scheduler.memory.part(ImageCache).take_copied()) == 3  # type: ignore[union-attr]
         for engine in dp.engines:
             for rid, (prompt, images) in asked.items():
                 engine.add(rid, prompt, max_new_tokens=NEW, wanted={"images": images})
@@ -252,7 +253,7 @@ def test_features_land_at_each_dp_rank_for_itself(served: Served) -> None:
 
 def put_in_arrivals(engine: EngineInProcess, asked: Asked, own: dict[bytes, torch.Tensor]) -> None:
     """As an encoder writes them, one image behind the other."""
-    pool, images, first = engine.parts.arrivals, engine.parts.scheduler.memory.images, 1
+    pool, images, first = engine.parts.arrivals, engine.parts.scheduler.memory.part(ImageCache), 1
     assert pool is not None and images is not None
     for image in {image.key: image for _, shown in asked.values() for image in shown}.values():
         pages = list(range(first, first + -(-image.num_tokens // pool.page_size)))

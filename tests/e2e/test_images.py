@@ -11,6 +11,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
+from engine.core.image_cache import ImageCache
 from engine.images import ImageInput
 from engine.models.vision.clip import ProjectedClip
 from engine.models.vision.learned import DeepstackTower
@@ -84,7 +85,7 @@ def ask_pair(pair: Pair, asked: Asked) -> Tokens:
 
 
 def counters(engine: EngineInProcess) -> dict[str, float]:
-    images = engine.parts.scheduler.memory.images
+    images = engine.parts.scheduler.memory.part(ImageCache)
     assert images is not None
     return images.counters()
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from engine.core.state_slots import StateSlots
 from tests.e2e.two_engines import disaggregated, run
 from tests.engine.drafters import draft_from
 from tests.engine.engine_in_process import EngineInProcess, prompt_of
@@ -60,12 +61,15 @@ def test_two_workers_give_the_tokens_of_one(way: str, checkpoint: str, right: di
         answers = run(pair, again, turns_between=6)
         assert [answers[rid] for rid, _, _ in again] == [right[rid] for rid, _, _ in ASKED]
         prefill, last = (worker.parts.scheduler for worker in pair.workers)
-        assert prefill.memory.states is not None and prefill.memory.states.num_snapshots > 0
+        assert prefill.memory.part(StateSlots) is not None and prefill.memory.part(StateSlots).num_snapshots > 0
         assert prefill.counters.cached_tokens >= 128 * len(PROMPTS[:5])
         assert (last.counters.retractions > 0) == bool(decode)
         for scheduler in (prefill, last):
             scheduler.check()
-            assert scheduler.memory.states is not None and scheduler.memory.states.allocator.counts()["held"] == 0
+            assert (
+                scheduler.memory.part(StateSlots) is not None
+                and scheduler.memory.part(StateSlots).allocator.counts()["held"] == 0
+            )
 
 
 @pytest.mark.parametrize("backup", ["host", "recompute"])
@@ -82,7 +86,10 @@ def test_states_that_landed_go_back_behind_wrong_drafts(
         counters = scheduler.counters
         assert counters.retractions > 0 and 0 < counters.accepted_drafts < counters.drafts
         scheduler.check()
-        assert scheduler.memory.states is not None and scheduler.memory.states.allocator.counts()["held"] == 0
+        assert (
+            scheduler.memory.part(StateSlots) is not None
+            and scheduler.memory.part(StateSlots).allocator.counts()["held"] == 0
+        )
 
 
 def test_a_chat_goes_on_from_what_decode_has_kept(checkpoint: str) -> None:
@@ -92,7 +99,7 @@ def test_a_chat_goes_on_from_what_decode_has_kept(checkpoint: str) -> None:
     with disaggregated(checkpoint, decode={}, disagg={}, **flags) as pair:
         chat = [*first, *run(pair, [("turn", first, 80)], turns_between=1)["turn"], *prompt_of(20, 31)]
         decode = pair.workers[1].parts.scheduler
-        assert decode.memory.states is not None and decode.memory.states.num_snapshots == 1
+        assert decode.memory.part(StateSlots) is not None and decode.memory.part(StateSlots).num_snapshots == 1
         found = run(pair, [("next", chat, 16)], turns_between=1)
         sent = pair.workers[0].peered
         assert sent is not None

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from engine.core.state_slots import StateSlots
 from engine.kernels.linear import linear_kernel
 from tests.e2e.group_models import DELTA_RULE, DELTA_RULE_INTERLEAVED, MAMBA2, MAMBA2_SHARED
 from tests.e2e.test_rank_pairs import both_ways, pair_of
@@ -61,7 +62,10 @@ def test_states_cross_between_all_ranks(
         for worker in pair.workers:
             scheduler = worker.parts.scheduler
             scheduler.check()
-            assert scheduler.memory.states is not None and scheduler.memory.states.allocator.counts()["held"] == 0
+            assert (
+                scheduler.memory.part(StateSlots) is not None
+                and scheduler.memory.part(StateSlots).allocator.counts()["held"] == 0
+            )
         assert (pair.workers[1].parts.scheduler.counters.retractions > 0) != exact
         sent, received = (worker.peered.counters() for worker in pair.workers)
         assert received["kv_checksum_verified"] == sent["kv_transfers"] >= len(ASKED)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from engine.core.scheduler import Scheduler
+from engine.core.window_pages import WindowPages
 from tests.e2e.group_models import ALL_WINDOWS, SOME_WINDOWS
 from tests.e2e.test_rank_pairs import both_ways, pair_of
 from tests.e2e.two_engines import run
@@ -46,7 +47,7 @@ def asked_of(engine: EngineInProcess) -> dict[str, list[int]]:
 
 
 def check_all_is_back(scheduler: Scheduler) -> None:
-    windows = scheduler.memory.windows
+    windows = scheduler.memory.part(WindowPages)
     assert windows is not None and windows.num_retired > 0
     assert windows.num_available == windows.allocator.num_pages
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from engine.core.window_pages import WindowPages
 from tests.e2e.group_models import ALL_WINDOWS, SOME_WINDOWS
 from tests.e2e.two_engines import disaggregated, run
 from tests.engine.engine_in_process import EngineInProcess, prompt_of
@@ -42,7 +43,7 @@ def test_two_workers_give_the_tokens_of_one(way: str, tmp_path: Any) -> None:
         for rid, prompt, new in ASKED:
             engine.add(rid, prompt, max_new_tokens=new)
         engine.run()
-        assert engine.parts.scheduler.memory.windows is None
+        assert engine.parts.scheduler.memory.part(WindowPages) is None
         right = engine.tokens
     with disaggregated(checkpoint, decode=decode, disagg=transfer, max_total_tokens=4096, **FLAGS) as pair:
         assert run(pair, ASKED, turns_between=6) == right
@@ -54,6 +55,6 @@ def test_two_workers_give_the_tokens_of_one(way: str, tmp_path: Any) -> None:
         assert prefill.counters.cached_tokens >= 80 * 4 and (last.counters.retractions > 0) == bool(decode)
         for scheduler in (prefill, last):
             scheduler.check()
-            windows = scheduler.memory.windows
+            windows = scheduler.memory.part(WindowPages)
             assert windows is not None and windows.num_retired > 0
             assert windows.num_available == windows.allocator.num_pages

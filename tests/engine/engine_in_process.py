@@ -12,6 +12,7 @@ from engine.config import EngineConfig
 from engine.core.hooks import Grammar
 from engine.core.outputs import StepEffects
 from engine.core.request import Request
+from engine.core.window_pages import WindowPages
 from engine.device.gpu_memory import MemoryGauge
 from engine.executor.decode_graphs import Capture
 from engine.executor.lane_executor import LaneExecutor
@@ -116,7 +117,7 @@ class EngineInProcess:
         while self.turn():
             pass
         self.parts.scheduler.check()
-        windows = self.parts.scheduler.memory.windows
+        windows = self.parts.scheduler.memory.part(WindowPages)
         assert windows is None or windows.num_available == windows.allocator.num_pages, "window pages are left"
         counts = self.parts.scheduler.memory.allocator.counts()
         assert counts["held"] == counts["quarantined"] == 0

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from engine.config import EngineConfig
+from engine.core.state_slots import StateSlots
 from engine.device.measure import measure_on_cpu
 from engine.device.memory_plan import (
     MeasuredMemory,
@@ -142,7 +143,7 @@ def test_an_engine_runs_with_the_states_that_fit(
 
 
 def run(engine: EngineInProcess) -> None:
-    states = engine.parts.scheduler.memory.states
+    states = engine.parts.scheduler.memory.part(StateSlots)
     assert states is not None and 2 <= states.allocator.num_pages < 32
     for i in range(32):
         engine.add(str(i), list(range(16, 100 + i)), max_new_tokens=3)

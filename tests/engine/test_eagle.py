@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from engine.core.host_cache import HostCache
 from engine.model_files.model_config import WIDE_MODEL_PATH
 from engine.use import EngineUse
 from tests.e2e.workload import recall_prompt
@@ -85,8 +86,8 @@ def test_prefixes_bring_their_tails(right: dict[str, str]) -> None:
                 engine.add(f"{turn}-{i}", prompt, max_new_tokens=new)
                 engine.run()
                 assert engine.tokens[f"{turn}-{i}"] == continuation(prompt, new, ignore_eos=True)
-        host = engine.parts.scheduler.memory.host
-        assert host is not None and host.counters["hicache_loaded_pages"] > 0 and engine.cached["2-3"] > 0
+        host = engine.parts.scheduler.memory.part(HostCache)
+        assert host is not None and host.counted["hicache_loaded_pages"] > 0 and engine.cached["2-3"] > 0
         how = fared(engine)
     assert how.accepted == how.drafts > 70  # nothing is evicted for a draft, so some steps have fewer
 

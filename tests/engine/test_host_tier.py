@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from engine.config import EngineConfig
+from engine.core.host_cache import HostCache
 from engine.flags.resolve import ahead_pages, backup_pages, host_pages, resolve
 from engine.kv.identity import fingerprint, weights_number
 from engine.model_files.model_config import load_model_config
@@ -55,14 +56,14 @@ def answers(engine: EngineInProcess) -> list[list[int]]:
 
 
 def counters(engine: EngineInProcess) -> dict[str, int]:
-    host = engine.parts.scheduler.memory.host
+    host = engine.parts.scheduler.memory.part(HostCache)
     assert host is not None
-    return host.counters
+    return host.counted
 
 
 def settle(engine: EngineInProcess) -> None:
     """Until the disk threads have done what they were given."""
-    host = engine.parts.scheduler.memory.host
+    host = engine.parts.scheduler.memory.part(HostCache)
     assert host is not None
     deadline_s = time.monotonic() + DEADLINE_S
     while engine.turn() or any(map(host.pages.is_pinned, range(host.pages.num_pages))):

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from engine.config import EngineConfig
+from engine.core.host_cache import HostCache
 from engine.flags.kv_dtype import kv_dtype
 from engine.flags.resolve import resolve
 from engine.kernels.linear import linear_kernel
@@ -101,7 +102,7 @@ def test_prefixes_come_back_from_the_host_and_from_files_of_8_bits_alone(path: s
     seen = []
     for dtype in ("fp8_e4m3", "fp8_e4m3", "bf16"):
         with EngineInProcess(path, **flags, **files, kv_cache_dtype=dtype) as engine:
-            host = engine.parts.scheduler.memory.host
+            host = engine.parts.scheduler.memory.part(HostCache)
             assert host is not None
             tokens = []
             for name in ("a", "c", "a again", "c again"):
@@ -109,7 +110,7 @@ def test_prefixes_come_back_from_the_host_and_from_files_of_8_bits_alone(path: s
                 settle(engine)
                 tokens.append(engine.tokens[name])
             assert tokens[:2] == tokens[2:]
-            seen.append((tokens, host.counters["hicache_host_hit_tokens"], host.counters["hicache_disk_hit_tokens"]))
+            seen.append((tokens, host.counted["hicache_host_hit_tokens"], host.counted["hicache_disk_hit_tokens"]))
     assert seen[0][0] == seen[1][0] != seen[2][0]
     assert seen[0][1] > 0 and [disk > 0 for _, _, disk in seen] == [False, True, False]
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.core.host_cache import HostCache
 from engine.core.plan import Plan
 from engine.executor.layer_marks import LayerMarks
 from engine.kernels.tape import Tape
@@ -196,6 +197,6 @@ def test_a_prefix_that_was_loaded_ahead_gives_the_same_tokens(checkpoint: str, s
 
 
 def host_counters(engine: EngineInProcess) -> dict[str, int]:
-    host = engine.parts.scheduler.memory.host
+    host = engine.parts.scheduler.memory.part(HostCache)
     assert host is not None
-    return host.counters
+    return host.counted

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from engine.core.host_cache import HostCache
 from engine.kernels.linear import linear_kernel
 from engine.kv.kv_pool import KVPool
 from engine.messages import FinishReason, LogprobOptions
@@ -267,8 +268,8 @@ def host_cache(engine: EngineInProcess, paths: Paths) -> Answers:
         for turn in range(2)
     ]
     assert values[0] == values[1]
-    assert engine.parts.scheduler.memory.host is not None
-    counters = engine.parts.scheduler.memory.host.counters
+    assert engine.parts.scheduler.memory.part(HostCache) is not None
+    counters = engine.parts.scheduler.memory.part(HostCache).counted
     return Answers(values, {"from the host": counters["hicache_host_hit_tokens"]})
 
 
@@ -278,8 +279,8 @@ def host_ahead(engine: EngineInProcess, paths: Paths) -> Answers:
     for name, prompt in prompts.items():
         run(engine, "-first", prompts={name: prompt}, max_new_tokens=4, logprobs=None)
     again = run(engine, "-again", prompts=prompts, max_new_tokens=4, logprobs=None)
-    assert engine.parts.scheduler.memory.host is not None
-    counters = engine.parts.scheduler.memory.host.counters
+    assert engine.parts.scheduler.memory.part(HostCache) is not None
+    counters = engine.parts.scheduler.memory.part(HostCache).counted
     return Answers(again.values, {"ahead": counters["hicache_loaded_ahead_pages"]})
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from engine.core.radix_node import Node
+from engine.core.state_slots import StateSlots
 from engine.kernels.delta import delta_kernel
 from engine.messages import LogprobOptions
 from engine.use import EngineUse
@@ -98,7 +99,7 @@ def test_the_next_turn_of_a_chat_goes_on_from_the_answer(checkpoint: str) -> Non
 
 def states_at(engine: EngineInProcess, num_tokens: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Copies of both states of each recurrent layer in the snapshot after so many tokens."""
-    states, pool = engine.parts.scheduler.memory.states, engine.parts.device.states
+    states, pool = engine.parts.scheduler.memory.part(StateSlots), engine.parts.device.states
     assert states is not None and pool is not None
     [slot] = [slot for slot, node in states._nodes.items() if _length(node) == num_tokens]
     return [(pool.conv(i)[slot].clone(), pool.recurrent(i)[slot].clone()) for i in range(len(pool.specs))]

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from engine.core.host_cache import HostCache
 from engine.kernels.linear import linear_kernel
 from engine.messages import LogprobOptions
 from engine.use import EngineUse
@@ -100,8 +101,8 @@ def test_a_cached_prefix_and_one_from_the_host_have_the_drafters_kv(checkpoint: 
                 engine.run()
         how = fared(engine)
         assert how.accepted == how.drafts > 0
-        host = engine.parts.scheduler.memory.host
-        assert host is not None and host.counters["hicache_loaded_pages"] > 0
+        host = engine.parts.scheduler.memory.part(HostCache)
+        assert host is not None and host.counted["hicache_loaded_pages"] > 0
         assert engine.cached["1-3"] > 0
         assert all(engine.tokens[f"0-{i}"] == engine.tokens[f"1-{i}"] for i in range(len(prompts)))
 

@@ -33,7 +33,7 @@ FLAGS: dict[str, Any] = {
 class WithWindows(EngineInProcess):
     @property
     def windows(self) -> WindowPages:
-        windows = self.parts.scheduler.memory.windows
+        windows = self.parts.scheduler.memory.part(WindowPages)
         assert windows is not None, "the engine keeps no pool of windows"
         return windows
 
@@ -73,7 +73,7 @@ def all_kept(family: str, folder: Any, dtype: str) -> dict[str, list[int]]:
     with EngineInProcess(
         path, **{**FLAGS, "dtype": dtype, "enable_hierarchical_cache": True, "hicache_ratio": 1.0}
     ) as engine:
-        assert engine.parts.scheduler.memory.windows is None
+        assert engine.parts.scheduler.memory.part(WindowPages) is None
         return answers(engine)
 
 
@@ -135,11 +135,11 @@ def test_a_window_copied_to_the_host_comes_back_in_every_bit(tp_size: int, tmp_p
     flags = {**FLAGS, "dtype": "bfloat16", "tp_size": tp_size}
     with ranks(path, **{**flags, "disable_hybrid_swa_memory": True}) as kept:
         right = logprobs_of(kept.engine)
-        assert kept.engine.parts.scheduler.memory.windows is None
+        assert kept.engine.parts.scheduler.memory.part(WindowPages) is None
     with ranks(path, use=EngineUse(retracted_kv="host"), **{**flags, "test_retract": 5}) as group:
         assert logprobs_of(group.engine) == right
         scheduler = group.engine.parts.scheduler
-        assert scheduler.memory.windows is not None and scheduler.counters.resumed_restored > 5
+        assert scheduler.memory.part(WindowPages) is not None and scheduler.counters.resumed_restored > 5
         assert scheduler.counters.resumed_computed == 0
 
 
@@ -166,5 +166,5 @@ def test_the_start_tells_whether_kv_behind_windows_is_freed(
     name, fields = FAMILIES.get(family, ("qwen2", {}))
     with EngineInProcess(make_tiny_checkpoint(tmp_path, name, **fields), **{**FLAGS, **flags}) as engine:
         assert engine.parts.behind_windows == told
-        assert (engine.parts.scheduler.memory.windows is not None) == (told == "freed")
+        assert (engine.parts.scheduler.memory.part(WindowPages) is not None) == (told == "freed")
     assert caplog.text.count("KV behind the windows") == (told is not None) and (told or "") in caplog.text

@@ -275,7 +275,7 @@ def test_the_index_agrees_with_the_engines_tree_after_any_story(seed: int, page_
     rng = random.Random(seed)
     allocator = PageAllocator(num_pages=60 * 16 // page_size, page_size=page_size)
     events = CacheEvents(page_size=page_size)
-    cache = RadixCache(allocator, listener=events)
+    cache = RadixCache(allocator, parts=[events])
     views = [view(10_000), view(10_000, named=True)]
     prompts: list[list[int]] = []
     for seq in range(12):
@@ -367,7 +367,7 @@ async def test_a_late_subscriber_learns_all_and_a_second_life_is_noticed(secret:
 async def test_a_worker_says_whether_the_router_knows_its_names(page_size: int, blocks: type) -> None:
     told = CacheEvents(page_size=page_size)
     allocator = PageAllocator(num_pages=64, page_size=page_size)
-    cache = RadixCache(allocator, listener=told)
+    cache = RadixCache(allocator, parts=[told])
     cache.insert(PROMPT[: 3 * BLOCK_TOKENS], allocator.allocate(3 * BLOCK_TOKENS // page_size))
     with closing(publisher(events=told)) as source:
         source.turn()
@@ -477,7 +477,7 @@ def test_a_router_finds_text_before_the_first_image_and_counts_what_follows(name
     """No request brings ids of an image, so none is found behind its first token, and none by its placeholders."""
     allocator = PageAllocator(num_pages=80, page_size=16)
     events = CacheEvents(page_size=16)
-    cache = RadixCache(allocator, listener=events)
+    cache = RadixCache(allocator, parts=[events])
     text = PROMPT[: 2 * BLOCK_TOKENS]
     tokens = [*text, *[5] * BLOCK_TOKENS, *range(BLOCK_TOKENS)]
     for number in (1, 2):
@@ -495,7 +495,7 @@ def test_a_router_finds_text_before_the_first_image_and_counts_what_follows(name
 def test_a_prompt_that_begins_with_an_image_is_found_by_no_ids() -> None:
     events = CacheEvents(page_size=16)
     allocator = PageAllocator(num_pages=40, page_size=16)
-    cache = RadixCache(allocator, listener=events)
+    cache = RadixCache(allocator, parts=[events])
     shown = image(1, at=0, rows=8, columns=16)
     tokens = [5] * shown.num_tokens
     cache.insert(key_ids([shown], tokens, 0), allocator.allocate(len(tokens) // 16))

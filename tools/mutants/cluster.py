@@ -231,7 +231,7 @@ def _(original, room):
     "clear a state that has landed", StateSlots.adopt, "The slot of a handed-over request is zeroed as a new one."
 )
 def _(original, states, request):
-    states.open(request, source=0)
+    states.begin(request, source=0)
 
 
 @CLUSTER.bug("free window pages in quarantine at once", WindowPages.quarantine, "A peer writes into another's window.")

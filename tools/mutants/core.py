@@ -17,6 +17,7 @@ from engine.core.dp_agreement import Agreement
 from engine.core.dp_step import Row, agree
 from engine.core.dp_update import UpdateAgreement
 from engine.core.held import HeldRequests
+from engine.core.match_rules import ByState
 from engine.core.memory import Memory, growth_pages, match_limit
 from engine.core.micro_batches import MicroBatches
 from engine.core.page_allocator import PageAllocator
@@ -401,7 +402,9 @@ def _(original, held, request, *, may_preempt=False):
 # ---- recurrent states
 
 
-@CORE.bug("a new request finds the state of another one", StateSlots.open, "A slot is not zeroed for its next request.")
+@CORE.bug(
+    "a new request finds the state of another one", StateSlots.begin, "A slot is not zeroed for its next request."
+)
 def _(original, states, request, *, source):
     original(states, request, source=source)
     states._begins = [copy for copy in states._begins if copy.src is not None]
@@ -411,7 +414,7 @@ def _(original, states, request, *, source):
     "a state that has landed is cleared", StateSlots.adopt, "The slot of a handed-over request is zeroed as a new one."
 )
 def _(original, states, request):
-    states.open(request, source=0)
+    states.begin(request, source=0)
 
 
 @CORE.bug(
@@ -423,14 +426,15 @@ def _(original, cache, node, num_pages):
     upper = original(cache, node, num_pages)
     if node.state:
         upper.state, node.state = node.state, 0
-        cache._states._nodes[upper.state] = upper
+        states = next(part for part in cache._parts if isinstance(part, StateSlots))
+        states._nodes[upper.state] = upper
     return upper
 
 
-@CORE.bug("a hit goes by pages alone", RadixCache.match_state, "A prefix is used beyond the state that is kept for it.")
-def _(original, cache, tokens, **branch):
-    found = original(cache, tokens, **branch)
-    return replace(cache.match(tokens, **branch), state=found.state)
+@CORE.bug("a hit goes by pages alone", ByState.__call__, "A prefix is used beyond the state that is kept for it.")
+def _(original, rule, cache, tokens, branch):
+    found = original(rule, cache, tokens, branch)
+    return replace(cache.match(tokens, branch=branch), state=found.state)
 
 
 @CORE.bug("the live state is given out", StateSlots.snapshot, "A snapshot is the slot of the running request itself.")
@@ -459,19 +463,19 @@ def _(original, states, request):
     "a request without a slot is admitted",
     StateSlots.num_available,
     "Admission looks at pages alone.",
-    called_by=Memory.admit,
+    called_by=StateSlots.fits,
 )
 def _(original, states):
     return 1
 
 
-@CORE.bug("a snapshot is kept wherever its request is", Memory.keep_snapshot, "A state is found behind other tokens.")
-def _(original, memory, request, at):
+@CORE.bug("a snapshot is kept wherever its request is", StateSlots.keep, "A state is found behind other tokens.")
+def _(original, states, request, at, memory):
     slot = request.snapshots.pop(at, 0)
     if slot and request.lock is not None and request.lock.parent is not None:
-        memory.states.keep(slot, request.lock)
+        states.keep_at(slot, request.lock)
     elif slot:
-        memory.states.drop(slot)
+        states.drop(slot)
 
 
 @CORE.bug("an aborted hand-over leaves its state behind", StateSlots.free, "A slot of an adopted request stays taken.")
@@ -504,8 +508,8 @@ def _(original, windows, upper, lower):
 @CORE.bug(
     "a full page leaves its window page behind", WindowPages.on_removed, "A page of a node that is gone stays taken."
 )
-def _(original, windows, node):
-    original(windows, node) if not any(node.window) else None
+def _(original, windows, node, **alone):
+    original(windows, node, **alone) if not any(node.window) else None
 
 
 @CORE.bug("a window page is freed while another request reads it", WindowPages._release, "Readers are not counted.")
@@ -527,7 +531,7 @@ def _(original, windows, num_tokens):
     return -(-max(0, num_tokens - windows.window + 1) // windows.allocator.page_size)
 
 
-@CORE.bug("a hand-over leaves the oldest page of the window out", WindowPages.tail, "The tail begins a page late.")
+@CORE.bug("a hand-over leaves the oldest page of the window out", WindowPages.window_of, "The tail begins a page late.")
 def _(original, windows, request, num_tokens):
     return original(windows, request, num_tokens)[1:]
 

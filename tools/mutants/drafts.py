@@ -138,30 +138,32 @@ def _(original, states, plan):
     plan.rewinds = [replace(rewind, length=rewind.length - 1) for rewind in plan.rewinds]
 
 
-@DRAFTS.bug("a snapshot is taken within a request's rows", Memory.end_of_drafts, "Behind rows that follow it.")
-def _(original, memory, request, start, end):
-    cut, states = original(memory, request, start, end), memory.states
+@DRAFTS.bug("a snapshot is taken within a request's rows", StateSlots.cut_answer, "Behind rows that follow it.")
+def _(original, states, request, start, end):
+    cut = original(states, request, start, end)
     if cut < end and states.num_available:
         states._copy(request, cut)
     return end
 
 
-@DRAFTS.bug("a snapshot behind rejected drafts is kept", Memory.reject, "Whoever finds it goes on from other tokens.")
-def _(original, memory, request, at):
-    lock, states = request.lock, memory.states
+@DRAFTS.bug(
+    "a snapshot behind rejected drafts is kept", StateSlots.reject, "Whoever finds it goes on from other tokens."
+)
+def _(original, states, request, at):
+    lock = request.lock
     if at in request.snapshots and lock is not None and lock.parent is not None and not lock.state:
-        states.keep(request.snapshots.pop(at), lock)
-    original(memory, request, at)
+        states.keep_at(request.snapshots.pop(at), lock)
+    original(states, request, at)
 
 
-@DRAFTS.bug("a rejected request keeps its snapshot on its way", Memory.reject, "Its slot is lost.")
-def _(original, memory, request, at):
+@DRAFTS.bug("a rejected request keeps its snapshot on its way", StateSlots.reject, "Its slot is lost.")
+def _(original, states, request, at):
     slot = request.snapshots.pop(at, 0)
-    original(memory, request, at)
+    original(states, request, at)
     if slot:
         request.snapshots[at] = slot
 
 
-@DRAFTS.bug("more requests have drafts than shadows", Memory.most_drafted, "Two of them share a copy.")
-def _(original, memory):
+@DRAFTS.bug("more requests have drafts than shadows", StateSlots.most_drafted, "Two of them share a copy.")
+def _(original, states):
     return None

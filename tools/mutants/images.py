@@ -32,8 +32,8 @@ def _(original, images, plan):
 
 
 IMAGES.skip("features are kept beyond their bound", ImageCache._make_room, "Nothing makes room.")
-IMAGES.skip("a retracted request keeps its features", ImageCache.leave, "What has ended or waits uses features.")
-IMAGES.skip("features outlive their weights", ImageCache.forget_all, "Images are not encoded by other weights.")
+IMAGES.skip("a retracted request keeps its features", ImageCache.free, "What has ended or waits uses features.")
+IMAGES.skip("features outlive their weights", ImageCache.forget, "Images are not encoded by other weights.")
 
 
 @IMAGES.bug("an image is encoded for each request", ImageCache._use, "Features that are there are not found.")

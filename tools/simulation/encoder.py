@@ -83,9 +83,9 @@ class Encoder(Worker):
                 max_prefill_tokens=2 * options.encode_room,
             ),
             memory=Memory(
-                allocator=allocator,
-                cache=RadixCache(allocator, enabled=True),
-                images=ImageCache(max_bytes=options.encode_room, token_bytes=1),
+                allocator,
+                RadixCache(allocator),
+                [ImageCache(max_bytes=options.encode_room, token_bytes=1)],
             ),
             ratio=NewTokenRatio(RatioRule()),
             growth=MeasuredGrowth(),

@@ -3,6 +3,8 @@
 from collections import Counter
 from collections.abc import Mapping
 
+from engine.core.host_cache import HostCache
+from engine.core.image_cache import ImageCache
 from engine.core.radix_node import TRUNK
 from tools.simulation.encoder import Encoder
 from tools.simulation.executor import adapter_of
@@ -15,7 +17,7 @@ def leftovers(worker: Worker) -> list[str]:
     """What is not at rest; empty when everything has ended and all memory is back."""
     memory = worker.scheduler.memory
     counts = memory.allocator.counts()
-    beside = [group.allocator.counts() for group in (memory.states, memory.windows) if group is not None]
+    beside = [allocator.counts() for allocator in memory.allocators[1:]]
     open_things = {
         "held states and window pages": sum(group["held"] + group["quarantined"] for group in beside),
         "requests": len(worker.scheduler.stages.live),
@@ -47,7 +49,7 @@ def _left_of_features(worker: Worker, arrivals: Arrivals) -> dict[str, int]:
         "pages of features in quarantine": counts["quarantined"],
         "metadata rows of features": arrivals.metadata.num_used,
         "exposed pages of features": sum(sum(exposed.values()) for exposed in arrivals.exposed.values()),
-        "features that no step has copied": len(worker.scheduler.memory.images._lands),  # type: ignore[union-attr]
+        "features that no step has copied": len(worker.scheduler.memory.part(ImageCache)._lands),  # type: ignore[union-attr]
     }
 
 
@@ -59,7 +61,7 @@ def _dead_peers(worker: Worker) -> list[str]:
 
 def _strange_features(worker: Worker) -> int:
     """Count images whose features are used, or there and not known, or known and not there."""
-    images = worker.scheduler.memory.images
+    images = worker.scheduler.memory.part(ImageCache)
     if images is None:
         return 0
     used = {key for key, features in images._features.items() if features.uses}
@@ -97,8 +99,8 @@ def _counted_of_features(worker: Worker, roles: Mapping[str, float]) -> dict[str
 
 def counted(worker: Worker) -> dict[str, int]:
     """What happened in this life, beyond plain service: says whether a run tested anything."""
-    roles, host = worker.role.counters(), worker.scheduler.memory.host
-    images = worker.scheduler.memory.images
+    roles, host = worker.role.counters(), worker.scheduler.memory.part(HostCache)
+    images = worker.scheduler.memory.part(ImageCache)
     manager = sum((Counter(manager.counters) for manager in worker.managers.values()), Counter[str]())
     return {
         "slots verified": worker.model.num_checked,
@@ -113,7 +115,7 @@ def counted(worker: Worker) -> dict[str, int]:
         "recomputes that failed": int(roles.get("recompute_failed", 0)),
         "transfers failed": int(manager.get("failed", 0)),
         "late messages": int(manager.get("late_messages", 0)),
-        "pages from the host tier": host.counters["hicache_loaded_pages"] if host is not None else 0,
+        "pages from the host tier": host.counted["hicache_loaded_pages"] if host is not None else 0,
         "images encoded": 0 if images is None else images.num_encoded,
         "features found again": 0 if images is None else images.num_hits,
         "features evicted": 0 if images is None else images.num_evicted,

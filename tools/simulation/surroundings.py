@@ -23,6 +23,7 @@ from engine.core.scheduler import Scheduler
 from engine.core.state import SchedulerState
 from engine.core.state_slots import StateSlots
 from engine.core.window_pages import WindowPages
+from engine.core_parts import match_rule, memory_parts, tree_parts
 from engine.messages import KVSource
 from tools.simulation.bootstrap import SimBootstrap
 from tools.simulation.network import Network
@@ -155,6 +156,7 @@ def make_scheduler(
 ) -> Scheduler:
     allocator = PageAllocator(num_pages=num_pages, page_size=options.page_size)
     host = None if decodes or not options.host_pages else _host_tier(options)
+    images = ImageCache(max_bytes=options.image_room, token_bytes=1) if options.image_room else None
     room = options.backup_pages if decodes and options.resume == "host" else 0
     state = SchedulerState(
         limits=Limits(
@@ -169,12 +171,9 @@ def make_scheduler(
             grid=None if states is None else GRID,
         ),
         memory=Memory(
-            allocator=allocator,
-            cache=RadixCache(allocator, enabled=True, below=host, states=states, windows=windows),
-            host=host,
-            states=states,
-            windows=windows,
-            images=ImageCache(max_bytes=options.image_room, token_bytes=1) if options.image_room else None,
+            allocator,
+            RadixCache(allocator, parts=tree_parts(host, states, windows, None), rule=match_rule(states, windows)),
+            memory_parts(host, states, windows, images),
         ),
         ratio=NewTokenRatio(RatioRule(conservativeness=draw.choice([0.0, 0.0, 0.3, 1.0]))),
         growth=MeasuredGrowth(),

@@ -33,6 +33,8 @@ from disagg.prefix_fetching import PrefixFetches
 from disagg.prefix_serving import PrefixServer
 from disagg.recompute import Bounds
 from engine.core.plan import Plan
+from engine.core.state_slots import StateSlots
+from engine.core.window_pages import WindowPages
 from engine.loop.loop import EngineLoop, LoopServices, LoopSettings
 from engine.loop.turn_clock import TurnClock
 from engine.messages import (
@@ -643,8 +645,8 @@ class Worker:
     def read_allowed(self, kind: str, idx: int) -> bool:
         if kind == "aux":
             return idx not in self.metadata._free
-        memory: Any = self.scheduler.memory
-        group = {"kv": memory, "state": memory.states, "window": memory.windows}[kind]
+        memory = self.scheduler.memory
+        group: Any = {"kv": memory, "state": memory.part(StateSlots), "window": memory.part(WindowPages)}[kind]
         return group.allocator.state_of(idx) in ("held", "cached")
 
     def copy_row(self, other: Any, src: int, dst: int) -> None:

@@ -7,6 +7,7 @@ says, once, and all memory is back.
 from collections import Counter
 from dataclasses import dataclass, field
 
+from engine.core.image_cache import ImageCache
 from engine.core.lanes import Lane
 from engine.core.memory import Detached
 from engine.core.outputs import StepEffects, output_of
@@ -14,6 +15,8 @@ from engine.core.plan import FeatureRows, ItemImages, ItemResult, Plan
 from engine.core.radix_node import TRUNK, Branch, Node
 from engine.core.request import Request
 from engine.core.scheduler import ABORTED
+from engine.core.state_slots import StateSlots
+from engine.core.window_pages import WindowPages
 from engine.messages import LogprobOptions, TokenLogprob, TokenOutput
 from engine.sampling_params import SamplingParams
 from tests.core.announced import Announced
@@ -29,6 +32,15 @@ MAX_TURNS_TO_REST = 3000
 OF_THE_STORY = ("role", "capacity", "chunk_pages", "gives_nan")  # the rest of a setup is the engine's
 
 
+@dataclass
+class Exposed:
+    """Memory that a peer may write: pages, states, pages of windows."""
+
+    pages: list[int] = field(default_factory=list)
+    states: list[int] = field(default_factory=list)
+    windows: list[int] = field(default_factory=list)
+
+
 @dataclass(eq=False)
 class Life:
     """One request. `stage`: what the role outside waits for ("": nothing). `exposed`: what a peer knew and may write, whatever the core
@@ -40,7 +52,7 @@ class Life:
     request: Request
     stage: str = ""
     answer: TokenOutput | None = None
-    exposed: Detached = field(default_factory=Detached)
+    exposed: Exposed = field(default_factory=Exposed)
     quarantined: Detached = field(default_factory=Detached)
     since: list[int] = field(default_factory=lambda: [0])
     weights: list[int] = field(default_factory=list)
@@ -197,7 +209,7 @@ class Driver(EngineInATest):
                 self.scheduler.held.release(request)
             else:
                 states = [request.state] if request.state else []
-                life.exposed = Detached(request.own_pages(), states, [page for page in request.window if page])
+                life.exposed = Exposed(request.own_pages(), states, [page for page in request.window if page])
                 life.quarantined = self.scheduler.held.quarantine(request)
                 self.scheduler.held.release(request)
             life.stage = "" if life.stage == "prealloc" else "quarantined"
@@ -245,15 +257,16 @@ class Driver(EngineInATest):
             self.scheduler.held.release(request)
             life.stage = ""
 
-    def _write_late(self, exposed: Detached) -> None:
+    def _write_late(self, exposed: Exposed) -> None:
         """A peer writes what it was given, which therefore no other request can get."""
         memory, offsets = self.scheduler.memory, range(self.setup.page_size)
         self.model.kv.update({(page, offset): Slot(7, 7) for page in exposed.pages for offset in offsets})
         self.model.window_kv.update({(page, offset): Slot(7, 7) for page in exposed.windows for offset in offsets})
         self.model.states.update({slot: State(7, 7) for slot in exposed.states})
         lists = [(memory.allocator, exposed.pages)]
-        lists += [] if memory.states is None else [(memory.states.allocator, exposed.states)]
-        lists += [] if memory.windows is None else [(memory.windows.allocator, exposed.windows)]
+        states, windows = memory.part(StateSlots), memory.part(WindowPages)
+        lists += [] if states is None else [(states.allocator, exposed.states)]
+        lists += [] if windows is None else [(windows.allocator, exposed.windows)]
         for allocator, numbers in lists:
             free = [number for number in numbers if allocator.state_of(number) != "quarantined"]
             assert not free, f"a peer may still write {free}, which others can get"
@@ -264,7 +277,8 @@ class Driver(EngineInATest):
             return
         memory = self.scheduler.memory
         pools = [(memory.allocator, self.model.kv)]
-        pools += [] if memory.windows is None else [(memory.windows.allocator, self.model.window_kv)]
+        windows = memory.part(WindowPages)
+        pools += [] if windows is None else [(windows.allocator, self.model.window_kv)]
         for allocator, kv in pools:
             free = [page for page in range(1, allocator.num_pages + 1) if allocator.state_of(page) == "free"]
             kv.update({(page, offset): Slot(7, 7) for page in free for offset in range(self.setup.page_size)})
@@ -467,6 +481,7 @@ class Driver(EngineInATest):
     def tally(self) -> Counter[str]:
         """What has happened, for those who count."""
         counters, plans = self.scheduler.counters, self.plans
+        windows, images = self.scheduler.memory.part(WindowPages), self.scheduler.memory.part(ImageCache)
         kinds = Counter(f"end:{finish.kind}-{finish.status}" for finish in self.finish.values())
         return kinds + Counter(
             {f"role:{self.setup.role}": 1},
@@ -492,15 +507,13 @@ class Driver(EngineInATest):
             piped=self.piped,
             beside=self.beside,
             masks=sum(len(plan.masks) for plan in plans),
-            window_pages_retired=0
-            if self.scheduler.memory.windows is None
-            else self.scheduler.memory.windows.num_retired,
+            window_pages_retired=0 if windows is None else windows.num_retired,
             snapshots=sum(len(plan.snapshots) for plan in plans),
             begun_from_snapshots=sum(copy.src is not None for plan in plans for copy in plan.states),
             rewinds=sum(len(plan.rewinds) for plan in plans),
             encoded=self.encoded,
-            feature_hits=0 if self.scheduler.memory.images is None else self.scheduler.memory.images.num_hits,
-            feature_evictions=0 if self.scheduler.memory.images is None else self.scheduler.memory.images.num_evicted,
+            feature_hits=0 if images is None else images.num_hits,
+            feature_evictions=0 if images is None else images.num_evicted,
             cut_images=sum(
                 part.first + part.count < self._size(part)
                 for p in plans
@@ -536,12 +549,12 @@ def play(story: Story) -> Driver:
     assert (
         counts["held"] == counts["quarantined"] == 0 and driver.scheduler.memory.cache.num_evictable == counts["cached"]
     )
-    if (states := driver.scheduler.memory.states) is not None:
+    if (states := driver.scheduler.memory.part(StateSlots)) is not None:
         left = states.allocator.counts()
         assert left["held"] == left["quarantined"] == 0, f"states are left: {left}"
-    if (windows := driver.scheduler.memory.windows) is not None:
+    if (windows := driver.scheduler.memory.part(WindowPages)) is not None:
         assert windows.num_available == windows.allocator.num_pages, "window pages are left"
-    if (images := driver.scheduler.memory.images) is not None:
+    if (images := driver.scheduler.memory.part(ImageCache)) is not None:
         images.check([])
     assert driver.model.copies == {}, "a copy of an ended request is left"
     for life in driver.lives.values():

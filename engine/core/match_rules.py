@@ -1,0 +1,49 @@
+"""Where a request can begin of what the prefix tree has: the rules of models to which pages are not all.
+
+A tree has one rule, which the assembler hands to it (radix_cache.MatchRule).
+"""
+
+from collections.abc import Callable, Sequence
+
+from engine.core.radix_cache import Match, RadixCache
+from engine.core.radix_node import Branch, Node
+from engine.core.state_slots import StateSlots
+from engine.core.window_pages import WindowPages
+
+
+class ByWindow:
+    """The rule of layers with a window: the last window of a prefix is there."""
+
+    def __init__(self, windows: WindowPages) -> None:
+        self._windows = windows
+
+    def __call__(self, cache: RadixCache, tokens: Sequence[int], branch: Branch) -> Match:
+        found = [page for node, shared in cache.path(tokens, branch=branch) for page in node.window[:shared]]
+        usable = self._windows.usable(found)
+        match = cache.match(tokens[: usable * cache.page_size], branch=branch)
+        return Match(match.pages, match.node, window=tuple(found[:usable]))
+
+
+class ByState:
+    """The rule of recurrent layers: a prefix ends where a state is kept. `whole`: whether layers with a window can use it, too."""
+
+    def __init__(self, states: StateSlots, *, whole: Callable[[Sequence[int]], bool] = lambda window: True) -> None:
+        self._states = states
+        self._whole = whole
+
+    def __call__(self, cache: RadixCache, tokens: Sequence[int], branch: Branch) -> Match:
+        path, num_cached, usable = list[Node](), 0, 0
+        window, usable_window = list[int](), 0
+        for node, shared in cache.path(tokens, branch=branch):
+            num_cached += shared * cache.page_size
+            path.append(node)
+            window += node.window[:shared]
+            if node.state and shared == len(node.pages) and self._whole(window):
+                usable, usable_window = len(path), len(window)
+        cache.touch(path)
+        if not usable:
+            return Match([], cache.root, num_cached=num_cached)
+        node = path[usable - 1]
+        self._states.touch(node)
+        pages = [page for above in path[:usable] for page in above.pages]
+        return Match(pages, node, state=node.state, num_cached=num_cached, window=tuple(window[:usable_window]))
