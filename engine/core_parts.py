@@ -62,7 +62,7 @@ def memory_parts(
 def tree_parts(
     host: HostCache | None, states: StateSlots | None, windows: WindowPages | None, events: PrefixEvents | None
 ) -> tuple[TreePart, ...]:
-    """Return what follows the nodes of the prefix tree; events come last: they say what has become of a node."""
+    """Return what follows the nodes of the prefix tree; events come last."""
     return tuple(part for part in (host, states, windows, events) if part is not None)
 
 

@@ -37,8 +37,8 @@ class CacheEvents(TreePart):
         self.enter(node)
         self.announce(node, 0, len(node.pages))
 
-    def on_removed(self, node: Node, *, alone: bool) -> None:
-        if alone:
+    def on_removed(self, node: Node, *, evicted: bool) -> None:
+        if evicted:
             self.retract(node, 0, len(node.pages))
             self.leave(node)
 

@@ -80,7 +80,7 @@ class DecodePlanner:
                 return [], []
             in_flight = any(r.pending for r in ready)
             drafts = self._drafting.choose(able, rows=len(ready), overlaps=in_flight)
-            if drafts and (in_flight or (self._step_ends.verifies_alone and self._is_verifying())):
+            if drafts and (in_flight or (self._step_ends.one_verify_step and self._is_verifying())):
                 return [], []
             drafts = dict(islice(drafts.items(), self._step_ends.most_drafted))
             for request in able:

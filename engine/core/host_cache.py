@@ -104,9 +104,9 @@ class HostCache(MemoryPart, TreePart, LowerTier):
         cut = len(upper.pages)
         upper.keys, lower.keys = lower.keys[:cut], lower.keys[cut:]
 
-    def on_removed(self, node: Node, *, alone: bool) -> None:
+    def on_removed(self, node: Node, *, evicted: bool) -> None:
         """Request copies of its pages, which the next planned step may write behind these copies."""
-        if self._writes_back and alone:
+        if self._writes_back and evicted:
             self._copy_out(node)
 
     def _write_when_used(self, node: Node) -> None:

@@ -1,9 +1,9 @@
-"""Parts of a request's memory beside its pages: what Memory, the prefix tree and the scheduler ask of each.
+"""Parts of the memory of requests: the hooks that Memory and the scheduler call on each.
 
 Memory and the tree call the parts in the order in which the assembler (engine/core_parts.py) hands them in: the host tier,
 recurrent states, pages of windows, features of images. They rely on no other order, and on no part being there.
 
-What one part alone decides is no hook of all: planning asks for it by its kind (`Memory.of`), and gets the class here, which
+What a single part decides is no hook of all: planning looks it up by its kind (`Memory.of`), and gets the class here, which
 decides as a model without such a part does.
 """
 
@@ -102,16 +102,16 @@ class MemoryPart:
         """Raise AssertionError unless everything is accounted for. `requests`: all that are live."""
 
 
-# ---- what planning asks one part
+# ---- what a single part decides for planning
 
 
 class StepEnds:
     """Where steps end, and what they leave for later requests. Plain: a step may end anywhere, and leaves nothing.
 
-    `verifies_alone`: no step verifies drafts while another one does.
+    `one_verify_step`: no step verifies drafts while another one does.
     """
 
-    verifies_alone = False
+    one_verify_step = False
 
     @property
     def most_drafted(self) -> int | None:

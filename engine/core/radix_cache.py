@@ -181,9 +181,9 @@ class RadixCache:
         """Drop everything. Nothing may be locked."""
         assert self.num_evictable == self.num_pages, "flush with locked nodes"
         while (leaf := self._eviction_order.pop()) is not None:
-            self._remove(leaf, alone=False)
+            self._remove(leaf, evicted=False)
         for top in list(self._tops.values()):
-            self._remove(top, alone=False)  # empty now
+            self._remove(top, evicted=False)  # empty now
         for part in self._parts:
             part.on_cleared()
 
@@ -239,15 +239,15 @@ class RadixCache:
         parent.children[key[: self.page_size]] = node
         return node
 
-    def _remove(self, node: Node, *, alone: bool = True) -> int:
-        """Take a leaf out of the tree, and return how many pages that frees. `alone`: False: all nodes go."""
+    def _remove(self, node: Node, *, evicted: bool = True) -> int:
+        """Take a leaf out of the tree, and return how many pages that frees. `evicted`: False: all nodes go."""
         assert node.parent is not None
         if node.branch is None:
             del node.parent.children[node.key[: self.page_size]]
         else:
             del self._tops[node.branch]
         for part in self._parts:
-            part.on_removed(node, alone=alone)
+            part.on_removed(node, evicted=evicted)
         self._allocator.evict(node.pages)
         self.num_pages -= len(node.pages)
         self.num_evictable -= len(node.pages)

@@ -77,8 +77,8 @@ class TreePart:
     def on_split(self, upper: Node, lower: Node) -> None:
         """`upper` has got the first pages of `lower`."""
 
-    def on_removed(self, node: Node, *, alone: bool) -> None:
-        """Note that a leaf goes. `alone`: False: with all other nodes."""
+    def on_removed(self, node: Node, *, evicted: bool) -> None:
+        """Note that a leaf goes. `evicted`: False: with all other nodes."""
 
     def on_cleared(self) -> None:
-        """Note that all nodes have gone, each as a leaf that was not alone."""
+        """Note that all nodes have gone, each as a leaf that was not evicted."""

@@ -41,7 +41,7 @@ class StateSlots(MemoryPart, TreePart, StepEnds):
     """
 
     name = "state slots"
-    verifies_alone = True  # what takes a state back knows one step with drafts that are not judged yet
+    one_verify_step = True  # what takes a state back knows one step with drafts that are not judged yet
 
     def __init__(
         self,
@@ -217,7 +217,7 @@ class StateSlots(MemoryPart, TreePart, StepEnds):
         """Mark the snapshot at the end of `node` as used."""
         self._nodes.move_to_end(node.state)
 
-    def on_removed(self, node: Node, *, alone: bool) -> None:
+    def on_removed(self, node: Node, *, evicted: bool) -> None:
         if node.state:
             self._evict(node)
 

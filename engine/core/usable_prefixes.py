@@ -55,9 +55,9 @@ class UsablePrefixes(TreePart):
         if lower in self._changed:
             self._changed[upper] = self._changed[lower]
 
-    def on_removed(self, node: Node, *, alone: bool) -> None:
+    def on_removed(self, node: Node, *, evicted: bool) -> None:
         """Note that a leaf goes, whose window and state have gone."""
-        if not alone:
+        if not evicted:
             return
         self._changed.pop(node, None)
         self._below.pop(node, None)

@@ -234,7 +234,7 @@ class WindowPages(MemoryPart, TreePart, Windows):
         upper.window, lower.window = lower.window[:cut], lower.window[cut:]
         self._homes.update((page, upper) for page in upper.window if page)
 
-    def on_removed(self, node: Node, *, alone: bool) -> None:
+    def on_removed(self, node: Node, *, evicted: bool) -> None:
         for page in [page for page in node.window if page]:
             self._evict(page)
 

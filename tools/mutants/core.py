@@ -508,8 +508,8 @@ def _(original, windows, upper, lower):
 @CORE.bug(
     "a full page leaves its window page behind", WindowPages.on_removed, "A page of a node that is gone stays taken."
 )
-def _(original, windows, node, **alone):
-    original(windows, node, **alone) if not any(node.window) else None
+def _(original, windows, node, **evicted):
+    original(windows, node, **evicted) if not any(node.window) else None
 
 
 @CORE.bug("a window page is freed while another request reads it", WindowPages._release, "Readers are not counted.")
