@@ -255,14 +255,8 @@ def build_engine(
     if recurrent:
         peers_write = use.peers_write_pages or room != NOTHING
         states = make_state_slots(config, peers_write=peers_write, num_shadows=shadows)
-    kv_memory, events = build_memory(
-        config,
-        num_pages=pool.num_pages,
-        host=tier.cache if tier else None,
-        states=states,
-        windows=pools.window_pages(),
-        images=image_cache(config, model_config),
-    )
+    own_parts = (tier.cache if tier else None, states, pools.window_pages(), image_cache(config, model_config))
+    kv_memory, events = build_memory(config, own_parts, num_pages=pool.num_pages)
     tier_bytes = tier.pool.num_pages * tier.pool.page_bytes if tier else 0
     memory = note_memory(
         config,

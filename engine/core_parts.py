@@ -1,20 +1,20 @@
 """Puts the core of an engine together: its memory's bookkeeping and the scheduler over it. Never torch."""
 
 import random
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from engine.config import EngineConfig
 from engine.core.backups import CopySize
 from engine.core.growth import MeasuredGrowth
-from engine.core.host_cache import HostCache
-from engine.core.image_cache import ImageCache
 from engine.core.match_rules import ByState, ByWindow
 from engine.core.memory import Memory
-from engine.core.memory_part import MemoryPart
+from engine.core.memory_part import MemoryPart, part_of
 from engine.core.new_token_ratio import NewTokenRatio
 from engine.core.page_allocator import PageAllocator
 from engine.core.radix_cache import MatchRule, RadixCache, by_pages
 from engine.core.radix_node import TreePart
+from engine.core.request import Request
 from engine.core.scheduler import Scheduler
 from engine.core.state import SchedulerState
 from engine.core.state_slots import StateSlots
@@ -29,44 +29,42 @@ from engine.use import EngineUse
 
 
 def build_memory(
-    config: EngineConfig,
-    *,
-    num_pages: int,
-    host: HostCache | None,
-    states: StateSlots | None,
-    windows: WindowPages | None,
-    images: ImageCache | None = None,
+    config: EngineConfig, parts: Sequence[MemoryPart | None], *, num_pages: int
 ) -> tuple[Memory, PrefixEvents | None]:
-    """Return the bookkeeping of all memory, and the events of its prefix cache if they are published. `config` is resolved."""
-    published = parse_kv_events_config(config.kv_events_config) is not None and not config.disable_radix_cache
-    events = events_of_tree(config.page_size, states=states, windows=windows) if published else None
-    allocator = PageAllocator(num_pages=num_pages, page_size=config.page_size)
-    tree = RadixCache(
-        allocator,
-        enabled=not config.disable_radix_cache,
+    """Return the bookkeeping of all memory, and the events of its prefix cache if they are published.
+
+    `config` is resolved. `parts`: in the order of engine/core/memory_part.py; None: the engine has no such part.
+    """
+    enabled = not config.disable_radix_cache
+    return memory_of(
+        PageAllocator(num_pages=num_pages, page_size=config.page_size),
+        parts,
+        enabled=enabled,
         policy=config.radix_eviction_policy,
-        parts=tree_parts(host, states, windows, events),
-        rule=match_rule(states, windows),
+        publishes=enabled and parse_kv_events_config(config.kv_events_config) is not None,
+        rank=priorities(config).rank,
     )
-    memory = Memory(allocator, tree, memory_parts(host, states, windows, images), rank=priorities(config).rank)
-    return memory, events
 
 
-def memory_parts(
-    host: HostCache | None, states: StateSlots | None, windows: WindowPages | None, images: ImageCache | None
-) -> tuple[MemoryPart, ...]:
-    """Return the parts that are there, in the order of engine/core/memory_part.py."""
-    return tuple(part for part in (host, states, windows, images) if part is not None)
+def memory_of(
+    allocator: PageAllocator,
+    parts: Sequence[MemoryPart | None],
+    *,
+    enabled: bool = True,
+    policy: str = "lru",
+    publishes: bool = False,
+    rank: Callable[[Request], int] = lambda request: 0,
+) -> tuple[Memory, PrefixEvents | None]:
+    """Return Memory over `parts`, and the events of its prefix tree (`enabled`, `policy`: as of RadixCache) if it `publishes`."""
+    present = [part for part in parts if part is not None]
+    states, windows = part_of(StateSlots, present), part_of(WindowPages, present)
+    events = events_of_tree(allocator.page_size, states=states, windows=windows) if publishes else None
+    following = [part for part in (*present, events) if isinstance(part, TreePart)]
+    tree = RadixCache(allocator, enabled=enabled, policy=policy, parts=following, rule=_match_rule(states, windows))
+    return Memory(allocator, tree, present, rank=rank), events
 
 
-def tree_parts(
-    host: HostCache | None, states: StateSlots | None, windows: WindowPages | None, events: PrefixEvents | None
-) -> tuple[TreePart, ...]:
-    """Return what follows the nodes of the prefix tree; events come last."""
-    return tuple(part for part in (host, states, windows, events) if part is not None)
-
-
-def match_rule(states: StateSlots | None, windows: WindowPages | None) -> MatchRule:
+def _match_rule(states: StateSlots | None, windows: WindowPages | None) -> MatchRule:
     """Return which prefixes of the tree a request can begin from."""
     if states is not None:
         return ByState(states) if windows is None else ByState(states, whole=windows.is_whole)

@@ -109,6 +109,9 @@ class HostCache(MemoryPart, TreePart, LowerTier):
         if self._writes_back and evicted:
             self._copy_out(node)
 
+    def check_node(self, node: Node) -> None:
+        assert len(node.keys) == len(node.pages), "a page in the tree without its key below"
+
     def _write_when_used(self, node: Node) -> None:
         if self._uses_to_write is not None and node.uses >= self._uses_to_write:
             self._copy_out(node)

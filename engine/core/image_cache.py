@@ -42,6 +42,7 @@ class ImageCache(MemoryPart, Features):
     """`max_bytes`: of all features. `token_bytes`: of a token's features."""
 
     name = "image cache"
+    sees_images = True
 
     def __init__(self, *, max_bytes: int, token_bytes: int) -> None:
         assert max_bytes > 0 and token_bytes > 0
@@ -143,9 +144,7 @@ class ImageCache(MemoryPart, Features):
             self.num_evicted += 1
 
     def retire(self, request: Request) -> None:
-        """End its uses of images all of whose tokens have been computed; what is aborted keeps them to its end."""
-        if request.finish is not None and request.finish.kind == "abort":
-            return
+        """End its uses of images all of whose tokens have been computed."""
         for image in islice(request.images, request.num_seen_images, None):
             if image.end > request.computed_len:
                 return

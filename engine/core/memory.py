@@ -6,18 +6,15 @@ besides pages is of the `parts` (memory_part.py): it gets all that it needs, or 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 from engine.core.hidden import unseen_from
 from engine.core.lanes import Lane
-from engine.core.memory_part import MemoryPart
+from engine.core.memory_part import MemoryPart, P, part_of
 from engine.core.page_allocator import PageAllocator
 from engine.core.plan import Plan
 from engine.core.radix_cache import Match, RadixCache
 from engine.core.request import Request
 from engine.messages import FinishReason
-
-P = TypeVar("P")
 
 
 @dataclass(slots=True, frozen=True)
@@ -46,7 +43,7 @@ class Memory:
 
     def part(self, kind: type[P]) -> P | None:
         """Return the part of this kind, if there is one."""
-        return next((part for part in self.parts if isinstance(part, kind)), None)
+        return part_of(kind, self.parts)
 
     def of(self, kind: type[P]) -> P:
         """Return the part that decides what `kind` describes, or else plain `kind`."""

@@ -8,10 +8,9 @@ decides as a model without such a part does.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from engine.core.lanes import Lane
-from engine.core.outputs import refusal
 from engine.core.page_allocator import PageAllocator
 from engine.core.plan import Plan
 from engine.core.radix_cache import Inserted, Match
@@ -20,6 +19,9 @@ from engine.messages import FinishReason
 
 if TYPE_CHECKING:
     from engine.core.memory import Memory
+
+
+P = TypeVar("P")
 
 
 class MemoryPart:
@@ -102,6 +104,11 @@ class MemoryPart:
         """Raise AssertionError unless everything is accounted for. `requests`: all that are live."""
 
 
+def part_of(kind: type[P], parts: Sequence[MemoryPart]) -> P | None:
+    """Return the part of this kind, if there is one."""
+    return next((part for part in parts if isinstance(part, kind)), None)
+
+
 # ---- what a single part decides for planning
 
 
@@ -142,13 +149,12 @@ class Windows:
 
 
 class Features:
-    """Room for the features of a prompt's images. Plain: the model sees no images, and refuses them.
+    """Room for the features of a prompt's images. Plain: the model sees no images.
 
     `part`: the fewest tokens of a prompt that a step computes.
     """
 
-    def refusal(self, request: Request, *, part_tokens: int) -> FinishReason | None:
-        return refusal("images: the model of this worker sees none; send text alone", status=400)
+    sees_images = False
 
     def has_room(self, request: Request, part: int) -> bool:
         """Whether any `part` tokens of the prompt have room beside features in use."""

@@ -270,10 +270,10 @@ class RadixCache:
         """Check counters, locks, keys and page states, and that eviction finds every evictable leaf."""
         noted = self._eviction_order.serials()
         pages: list[int] = []
-        nodes = list(self._nodes([*self.root.children.values(), *self._tops.values()]))
-        evictable, keyed = 0, any(node.keys for node in nodes)
-        for node in nodes:
-            assert len(node.keys) == (len(node.pages) if keyed else 0), "keys of some nodes, and not of others"
+        evictable = 0
+        for node in self._nodes([*self.root.children.values(), *self._tops.values()]):
+            for part in self._parts:
+                part.check_node(node)
             assert len(node.key) == len(node.pages) * self.page_size
             if node.branch is None:
                 assert node.pages and node.parent is not None, "an empty node"

@@ -82,3 +82,6 @@ class TreePart:
 
     def on_cleared(self) -> None:
         """Note that all nodes have gone, each as a leaf that was not evicted."""
+
+    def check_node(self, node: Node) -> None:
+        """Raise AssertionError unless `node` has what this part keeps in the nodes of the tree."""

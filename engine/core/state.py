@@ -98,7 +98,9 @@ class SchedulerState:
             )
         if reason := self.memory.refusal(request, part_tokens=limits.part_tokens):
             return reason
-        return self.features.refusal(request, part_tokens=limits.part_tokens) if request.images else None
+        if request.images and not self.features.sees_images:
+            return refusal("images: the model of this worker sees none; send text alone", status=400)
+        return None
 
     def check(self) -> None:
         """Check that every held page has one owner, and that no more adapters run than a batch may hold."""

@@ -88,7 +88,7 @@ class StateSlots(MemoryPart, TreePart, StepEnds):
 
     def start(self, request: Request, match: Match, *, lands: bool) -> None:
         if not lands and self._keeps(request):
-            self.aim(request, start=request.launched_len, cached=match.num_cached)
+            self.aim(request, start=request.computed_len, cached=match.num_cached)
 
     def begin(self, request: Request, *, source: int) -> None:
         """Give `request` a slot that begins as a copy of snapshot `source`; 0: as the state before the first token."""
@@ -220,6 +220,9 @@ class StateSlots(MemoryPart, TreePart, StepEnds):
     def on_removed(self, node: Node, *, evicted: bool) -> None:
         if node.state:
             self._evict(node)
+
+    def check_node(self, node: Node) -> None:
+        assert not node.state or self._nodes.get(node.state) is node, "a snapshot in the tree that has gone"
 
     def _take(self) -> int:
         if not self.allocator.num_free:

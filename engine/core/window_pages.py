@@ -238,6 +238,9 @@ class WindowPages(MemoryPart, TreePart, Windows):
         for page in [page for page in node.window if page]:
             self._evict(page)
 
+    def check_node(self, node: Node) -> None:
+        assert len(node.window) == len(node.pages), "a page in the tree without a place for its window page"
+
     def _evict(self, page: int) -> None:
         node = self._homes.pop(page)
         node.window[node.window.index(page)] = 0

@@ -65,7 +65,7 @@ def build_encoder(
     pool = feature_pool(config, model, vision, num_pages=num_pages, allocate=use.allocate_kv)
     token_bytes = pool.page_bytes // PAGE_TOKENS
     images = ImageCache(max_bytes=step_images_tokens(config, vision) * token_bytes, token_bytes=token_bytes)
-    memory, _ = build_memory(config, num_pages=num_pages, host=None, states=None, windows=None, images=images)
+    memory, _ = build_memory(config, [images], num_pages=num_pages)
     table = PageTable(
         num_slots=config.max_running_requests, max_pages=num_pages, page_size=PAGE_TOKENS, device=pool.device
     )

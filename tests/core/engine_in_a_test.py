@@ -9,20 +9,17 @@ from engine.core.host_cache import HostCache
 from engine.core.image_cache import ImageCache
 from engine.core.lanes import Lane
 from engine.core.limits import TAIL_SHARE, Limits
-from engine.core.memory import Memory
 from engine.core.new_token_ratio import NewTokenRatio, RatioRule
 from engine.core.outputs import StepEffects
 from engine.core.page_allocator import PageAllocator
 from engine.core.plan import ItemResult, Plan, PlanItem, StepResult
-from engine.core.radix_cache import RadixCache
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
 from engine.core.state import SchedulerState
 from engine.core.state_slots import StateSlots
 from engine.core.step_budget import StepBudget
-from engine.core.usable_prefixes import events_of_tree
 from engine.core.window_pages import WindowPages
-from engine.core_parts import match_rule, memory_parts, tree_parts
+from engine.core_parts import memory_of
 from engine.images import ImageInput
 from engine.messages import FinishReason, TokenOutput
 from engine.sampling_params import SamplingParams
@@ -146,11 +143,10 @@ class EngineInATest:
             chunked_prefill_size=chunk,
             **{"max_prefill_tokens": 64, **limits},  # type: ignore[arg-type]
         )
-        self.events = events_of_tree(page_size, states=states, windows=windows)
-        following = tree_parts(host, states, windows, self.events)
-        cache = RadixCache(allocator, enabled=radix, parts=following, rule=match_rule(states, windows))
         images = ImageCache(max_bytes=image_room, token_bytes=1) if image_room else None
-        memory = Memory(allocator, cache, memory_parts(host, states, windows, images))
+        memory, events = memory_of(allocator, [host, states, windows, images], enabled=radix, publishes=True)
+        assert events is not None
+        self.events = events
         self.scheduler = Scheduler(
             SchedulerState(
                 limits=bounds,

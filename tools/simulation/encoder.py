@@ -13,13 +13,12 @@ from engine.core.backups import NOTHING
 from engine.core.growth import MeasuredGrowth
 from engine.core.image_cache import ImageCache
 from engine.core.limits import Limits
-from engine.core.memory import Memory
 from engine.core.new_token_ratio import NewTokenRatio, RatioRule
 from engine.core.page_allocator import PageAllocator
-from engine.core.radix_cache import RadixCache
 from engine.core.radix_node import TRUNK
 from engine.core.scheduler import Scheduler
 from engine.core.state import SchedulerState
+from engine.core_parts import memory_of
 from engine.messages import KVSource
 from tests.core.hash_model import VOCAB
 from tests.core.images import SEES
@@ -74,6 +73,7 @@ class Encoder(Worker):
         """As engine/encoder/build.py."""
         options = self.around.options
         allocator = PageAllocator(num_pages=num_pages, page_size=options.feature_page)
+        memory, _ = memory_of(allocator, [ImageCache(max_bytes=options.encode_room, token_bytes=1)])
         state = SchedulerState(
             limits=Limits(
                 page_size=options.feature_page,
@@ -82,11 +82,7 @@ class Encoder(Worker):
                 chunked_prefill_size=None,
                 max_prefill_tokens=2 * options.encode_room,
             ),
-            memory=Memory(
-                allocator,
-                RadixCache(allocator),
-                [ImageCache(max_bytes=options.encode_room, token_bytes=1)],
-            ),
+            memory=memory,
             ratio=NewTokenRatio(RatioRule()),
             growth=MeasuredGrowth(),
             backup_room=NOTHING,

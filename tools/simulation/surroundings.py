@@ -13,17 +13,15 @@ from engine.core.growth import MeasuredGrowth
 from engine.core.host_cache import HostCache
 from engine.core.image_cache import ImageCache
 from engine.core.limits import TAIL_SHARE, Limits
-from engine.core.memory import Memory
 from engine.core.new_token_ratio import NewTokenRatio, RatioRule
 from engine.core.page_allocator import PageAllocator
 from engine.core.page_keys import KVIdentity
 from engine.core.policy import NO_PRIORITIES, Priorities
-from engine.core.radix_cache import RadixCache
 from engine.core.scheduler import Scheduler
 from engine.core.state import SchedulerState
 from engine.core.state_slots import StateSlots
 from engine.core.window_pages import WindowPages
-from engine.core_parts import match_rule, memory_parts, tree_parts
+from engine.core_parts import memory_of
 from engine.messages import KVSource
 from tools.simulation.bootstrap import SimBootstrap
 from tools.simulation.network import Network
@@ -157,6 +155,7 @@ def make_scheduler(
     allocator = PageAllocator(num_pages=num_pages, page_size=options.page_size)
     host = None if decodes or not options.host_pages else _host_tier(options)
     images = ImageCache(max_bytes=options.image_room, token_bytes=1) if options.image_room else None
+    memory, _ = memory_of(allocator, [host, states, windows, images])
     room = options.backup_pages if decodes and options.resume == "host" else 0
     state = SchedulerState(
         limits=Limits(
@@ -170,11 +169,7 @@ def make_scheduler(
             pp_size=stages,
             grid=None if states is None else GRID,
         ),
-        memory=Memory(
-            allocator,
-            RadixCache(allocator, parts=tree_parts(host, states, windows, None), rule=match_rule(states, windows)),
-            memory_parts(host, states, windows, images),
-        ),
+        memory=memory,
         ratio=NewTokenRatio(RatioRule(conservativeness=draw.choice([0.0, 0.0, 0.3, 1.0]))),
         growth=MeasuredGrowth(),
         backup_room=CopySize(room, room, room),
