@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from engine.config import EngineConfig
 from engine.core.backups import CopySize
-from engine.core.growth import MeasuredGrowth
 from engine.core.match_rules import ByState, ByWindow
 from engine.core.memory import Memory
 from engine.core.memory_part import MemoryPart, part_of
@@ -91,7 +90,6 @@ def build_scheduler(
         ),
         memory=memory,
         ratio=NewTokenRatio(ratio_rule(config)),
-        growth=MeasuredGrowth(),
         backup_room=backup_room,
     )
     return Scheduler(

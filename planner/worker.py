@@ -15,7 +15,6 @@ from disagg.page_sender import PageSender
 from disagg.prefill_role import PrefillRole
 from disagg.recompute import Bounds
 from engine.config import EngineConfig
-from engine.core.growth import MeasuredGrowth
 from engine.core.memory import Memory
 from engine.core.new_token_ratio import NewTokenRatio
 from engine.core.page_allocator import PageAllocator
@@ -214,7 +213,6 @@ def _scheduler(spec: WorkerSpec) -> Scheduler:
         limits=replace(limits(config), reserve_floor=DisaggConfig().num_reserved_decode_tokens),
         memory=Memory(allocator=allocator, cache=RadixCache(allocator, enabled=not config.disable_radix_cache)),
         ratio=NewTokenRatio(ratio_rule(config)),
-        growth=MeasuredGrowth(),
     )
     drafts = spec.speculation is not None and spec.role != "prefill"
     return Scheduler(

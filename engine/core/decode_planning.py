@@ -19,7 +19,7 @@ from engine.core.state import SchedulerState
 
 class DecodePlanner:
     def __init__(
-        self, state: SchedulerState, departures: Departures, preemption: Preemption, *, drafting: Drafting | None
+        self, state: SchedulerState, departures: Departures, preemption: Preemption, *, drafting: Drafting
     ) -> None:
         self._drafting = drafting
         self._state = state
@@ -38,7 +38,7 @@ class DecodePlanner:
         """Plan a step of the executor's drafter, where its drafts pay and there are none; nothing: decodes may come."""
         self._awaits_tokens = False
         drafting = self._drafting
-        if drafting is None or not drafting.passes:
+        if not drafting.passes:
             return [], []
         ready = self._micro_batches.ready(self._stages.running)
         if any(r.drafts.rows or r.drafts.is_asked for r in ready):
@@ -75,7 +75,7 @@ class DecodePlanner:
         if self._state.limits.multiplexed:
             ready = [r for r in ready if r.lane is not Lane.PREFILL or r.inflight == 0]
         drafts = dict[str, Draft]()
-        if self._drafting is not None and (able := self._drafting.able(ready)):
+        if able := self._drafting.able(ready):
             if self._awaits_tokens or any(r.drafts.rows or r.drafts.is_asked for r in able):
                 return [], []
             in_flight = any(r.pending for r in ready)

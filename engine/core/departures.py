@@ -25,9 +25,8 @@ class Departures:
         """End a request and return its last output. The role holds a prefill-only one from here on."""
         request.finish = reason
         self._state.counters.aborted += reason.kind == "abort"
-        growth = self._state.growth
-        if growth is not None and reason.kind not in ("abort", MOVED):
-            growth.note_end(len(request.output_ids))
+        if reason.kind not in ("abort", MOVED):
+            self._state.growth.note_end(len(request.output_ids))
         output = output_of(request, new_ids or [])
         if not request.prefill_only:
             self._stages.draining.append(request)

@@ -231,6 +231,16 @@ class Drafting:
         a_pass.tries += len(draft.first_path())
 
 
+class NoDrafting(Drafting):
+    """Of a scheduler that drafts nothing, not even what a grammar forces."""
+
+    def __init__(self) -> None:
+        super().__init__(None, most=0)
+
+    def able(self, requests: Sequence[Request]) -> Sequence[Request]:
+        return ()
+
+
 def fitting(grammar: Grammar, tokens: Sequence[int]) -> list[int]:
     """`tokens` before the first that may not stand, or that ends the grammar: nothing is sampled behind it."""
     fork = grammar.fork() if tokens else grammar

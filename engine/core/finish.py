@@ -4,16 +4,17 @@
 5 grammar ended   6 stop token or EOS   7 stop string or regex, also at the length's end: no client is to see one
 """
 
+from engine.core.limits import ALL_IDS
 from engine.core.request import Request
 from engine.messages import FinishReason
 
 NAN_MESSAGE = "the model returned NaN logits for this request"
 
 
-def check_finish(request: Request, *, bad: bool, vocab_size: int | None = None) -> FinishReason | None:
+def check_finish(request: Request, *, bad: bool, vocab_size: int = ALL_IDS) -> FinishReason | None:
     """Return why `request` ends after the last of its `output_ids`, or None.
 
-    `vocab_size`: ids that the model has; a sample of any other ends the request. None: all are valid.
+    `vocab_size`: ids that the model has; a sample of any other ends the request.
     """
     if request.finish is not None:
         return request.finish
@@ -28,14 +29,14 @@ def check_finish(request: Request, *, bad: bool, vocab_size: int | None = None) 
     return _stop_token(request) or _stop_text(request)
 
 
-def _no_token(request: Request, *, bad: bool, vocab_size: int | None) -> FinishReason | None:
+def _no_token(request: Request, *, bad: bool, vocab_size: int) -> FinishReason | None:
     """A prefill worker hands both on: the decode worker answers."""
     if request.prefill_only:
         return None
     if bad:
         return FinishReason(kind="abort", message=NAN_MESSAGE, status=500, own=True)
     last = request.output_ids[-1] if request.output_ids else 0
-    if last >= 0 and (vocab_size is None or last < vocab_size):
+    if 0 <= last < vocab_size:
         return None
     message = f"the model sampled token {last}, which is not in its vocabulary of {vocab_size}"
     return FinishReason(kind="abort", message=message, status=500, own=True)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from engine.core.policy import NO_PRIORITIES, Priorities
 
 TAIL_SHARE = 16
+ALL_IDS = 1 << 32  # of a vocabulary that has every id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +22,7 @@ class Limits:
     `sibling_tokens`: a cache-aware policy puts a prompt that shares this many uncached tokens with an earlier one behind it;
     `min_shared_tokens`: a prompt waits a step for another one that computes this many of its tokens.
     `reserve_floor`: tokens that decode expects each request to grow by, at least. `vocab_size`: only ids below it are
-    tokens; None: all are. `test_retract`: decode steps between two forced retractions; 0: none is forced.
+    tokens. `test_retract`: decode steps between two forced retractions; 0: none is forced.
     `grid`: of a model with recurrent states, lengths at which prompts may be cut; None: at each page.
     `pp_size`: pipeline stages, each with its own plan; `pp_async_batch_depth`: plans more than stages.
     """
@@ -43,7 +44,7 @@ class Limits:
     min_shared_tokens: int = 128  # about the cost of a step that reads the weights for a few tokens
     reserve_floor: int = 0
     resume_elsewhere: bool = False
-    vocab_size: int | None = None
+    vocab_size: int = ALL_IDS
     test_retract: int = 0
     grid: int | None = None
     pp_size: int = 1

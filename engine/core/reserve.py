@@ -17,7 +17,7 @@ class DecodeReserve:
     """`floor`: tokens for each request; `pages_for(tokens)`: as the allocator rounds."""
 
     def __init__(
-        self, *, floor: int, ratio: NewTokenRatio, growth: MeasuredGrowth | None, pages_for: Callable[[int], int]
+        self, *, floor: int, ratio: NewTokenRatio, growth: MeasuredGrowth, pages_for: Callable[[int], int]
     ) -> None:
         self._floor = floor
         self._ratio = ratio
@@ -32,6 +32,6 @@ class DecodeReserve:
         return max(min(expected, sum(to_finish)), max(to_finish))
 
     def _expected_tokens(self, coming: list[Request]) -> float:
-        if self._growth is not None and self._growth.known:
+        if self._growth.known:
             return self._growth.peak_tokens(coming, floor=self._floor)
         return sum(max(self._ratio.growth_tokens(r), min(r.tokens_left, self._floor)) for r in coming)

@@ -117,7 +117,7 @@ class Results:
         return self._departures.finish(request, reason, new_ids)
 
     def _has_meaning(self, token: int) -> bool:
-        return token >= 0 and (self._vocab_size is None or token < self._vocab_size)
+        return 0 <= token < self._vocab_size
 
 
 def _take_drafts(request: Request, item: PlanItem, result: ItemResult) -> None:

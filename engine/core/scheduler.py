@@ -19,7 +19,7 @@ from itertools import pairwise
 
 from engine.core.decode_planning import DecodePlanner
 from engine.core.departures import Departures
-from engine.core.drafting import Drafting
+from engine.core.drafting import Drafting, NoDrafting
 from engine.core.held import HeldRequests
 from engine.core.hooks import Grammar
 from engine.core.lanes import Lane
@@ -65,7 +65,7 @@ class Scheduler:
         self._departures = Departures(state)
         preemption = Preemption(state, self._departures)
         self._prefill = PrefillPlanner(state, preemption, uniform=uniform, budget=step_budget)
-        self._decode = DecodePlanner(state, self._departures, preemption, drafting=drafting)
+        self._decode = DecodePlanner(state, self._departures, preemption, drafting=drafting or NoDrafting())
         self._ahead = LoadAhead(state, in_order=self._prefill.in_order)
         self._results = Results(state, self._departures)
         self.held = HeldRequests(state, self._departures, self._results, preemption)

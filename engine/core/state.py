@@ -49,7 +49,7 @@ class Counters:
 
 
 class SchedulerState:
-    """`backup_room`: for host copies of retracted KV. `growth`: measured from answers that have ended."""
+    """`backup_room`: for host copies of retracted KV."""
 
     def __init__(
         self,
@@ -57,13 +57,12 @@ class SchedulerState:
         limits: Limits,
         memory: Memory,
         ratio: NewTokenRatio | None = None,
-        growth: MeasuredGrowth | None = None,
         backup_room: CopySize = NOTHING,
     ) -> None:
         self.limits = limits
         self.memory = memory
         self.ratio = ratio or NewTokenRatio()
-        self.growth = growth
+        self.growth = MeasuredGrowth()  # from answers that have ended
         self.stages = Stages()
         self.micro_batches = MicroBatches(limits.micro_batches)
         self.table = RequestTable(limits.max_running_requests)

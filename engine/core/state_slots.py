@@ -222,7 +222,7 @@ class StateSlots(MemoryPart, TreePart, StepEnds):
             self._evict(node)
 
     def check_node(self, node: Node) -> None:
-        assert not node.state or self._nodes.get(node.state) is node, "a snapshot in the tree that has gone"
+        assert not node.state or (node.state, node) in self._nodes.items(), "a snapshot in the tree that has gone"
 
     def _take(self) -> int:
         if not self.allocator.num_free:

@@ -4,7 +4,6 @@ import random
 from collections import deque
 
 from engine.core.backups import CopySize
-from engine.core.growth import MeasuredGrowth
 from engine.core.host_cache import HostCache
 from engine.core.image_cache import ImageCache
 from engine.core.lanes import Lane
@@ -152,7 +151,6 @@ class EngineInATest:
                 limits=bounds,
                 memory=memory,
                 ratio=NewTokenRatio(RatioRule(conservativeness=conservativeness, clip_tokens=clip)),
-                growth=MeasuredGrowth(),
                 backup_room=CopySize(backup_pages, backup_pages, backup_pages),
             ),
             uniform=random.Random(5).random,

@@ -10,7 +10,6 @@ from disagg.metadata import MetadataBuffers
 from disagg.page_sender import PageSender
 from disagg.recompute import Bounds
 from engine.core.backups import NOTHING
-from engine.core.growth import MeasuredGrowth
 from engine.core.image_cache import ImageCache
 from engine.core.limits import Limits
 from engine.core.new_token_ratio import NewTokenRatio, RatioRule
@@ -84,7 +83,6 @@ class Encoder(Worker):
             ),
             memory=memory,
             ratio=NewTokenRatio(RatioRule()),
-            growth=MeasuredGrowth(),
             backup_room=NOTHING,
         )
         return Scheduler(state, uniform=self.draw.random)

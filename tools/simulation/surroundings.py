@@ -9,7 +9,6 @@ import msgspec
 
 from disagg.metadata import ROW
 from engine.core.backups import CopySize
-from engine.core.growth import MeasuredGrowth
 from engine.core.host_cache import HostCache
 from engine.core.image_cache import ImageCache
 from engine.core.limits import TAIL_SHARE, Limits
@@ -171,7 +170,6 @@ def make_scheduler(
         ),
         memory=memory,
         ratio=NewTokenRatio(RatioRule(conservativeness=draw.choice([0.0, 0.0, 0.3, 1.0]))),
-        growth=MeasuredGrowth(),
         backup_room=CopySize(room, room, room),
     )
     return Scheduler(state, uniform=draw.random)
