@@ -144,5 +144,4 @@ def _was_right(request: Request, item: PlanItem, number: int) -> bool:
 
 def _take_back(request: Request) -> None:
     """The next step computes what is behind the newest token again, with the token that was sampled."""
-    request.launched_len = request.computed_len
-    request.hidden_launched = min(request.hidden_launched, request.launched_len)
+    request.launched_len = request.hidden_launched = request.computed_len

@@ -75,3 +75,14 @@ def test_without_drafting_no_draft_is_reported() -> None:
     engine.add("r", [1, 2, 3], max_new_tokens=9)
     engine.run()
     assert engine.outputs["r"][-1].drafts is None
+
+
+def test_a_retraction_behind_accepted_drafts_sends_no_hidden_state_twice() -> None:
+    engine = EngineInATest(drafts="right", most_drafts=3)
+    engine.add("r", [1, 2, 3], max_new_tokens=20).return_hidden_states = True
+    while engine.scheduler.counters.accepted_drafts < 2:
+        engine.turn()
+    assert engine.scheduler.retract_all() == 1
+    engine.run()
+    rows = [row for output in engine.outputs["r"] for row in output.hidden]
+    assert len(rows) == len(set(rows)) == len(engine.tokens["r"]) - 1, "of the last token there is none"
