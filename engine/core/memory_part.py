@@ -1,7 +1,8 @@
 """Parts of the memory of requests: the hooks that Memory and the scheduler call on each.
 
-Memory and the tree call the parts in the order in which the assembler (engine/core_parts.py) hands them in: the host tier,
-recurrent states, pages of windows, features of images. They rely on no other order, and on no part being there.
+Memory and the tree call the parts in the order in which the assembler (engine/build.py) lists them: the host tier, recurrent
+states, pages of windows, features of images. They rely on no other order, and on no part being there. A part that follows the
+nodes of the tree is a TreePart (radix_node.py), too.
 
 What a single part decides is no hook of all: planning looks it up by its kind (`Memory.of`), and gets the class here, which
 decides as a model without such a part does.
