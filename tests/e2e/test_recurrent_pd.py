@@ -61,15 +61,14 @@ def test_two_workers_give_the_tokens_of_one(way: str, checkpoint: str, right: di
         answers = run(pair, again, turns_between=6)
         assert [answers[rid] for rid, _, _ in again] == [right[rid] for rid, _, _ in ASKED]
         prefill, last = (worker.parts.scheduler for worker in pair.workers)
-        assert prefill.memory.part(StateSlots) is not None and prefill.memory.part(StateSlots).num_snapshots > 0
+        states = prefill.memory.part(StateSlots)
+        assert states is not None and states.num_snapshots > 0
         assert prefill.counters.cached_tokens >= 128 * len(PROMPTS[:5])
         assert (last.counters.retractions > 0) == bool(decode)
         for scheduler in (prefill, last):
             scheduler.check()
-            assert (
-                scheduler.memory.part(StateSlots) is not None
-                and scheduler.memory.part(StateSlots).allocator.counts()["held"] == 0
-            )
+            states = scheduler.memory.part(StateSlots)
+            assert states is not None and states.allocator.counts()["held"] == 0
 
 
 @pytest.mark.parametrize("backup", ["host", "recompute"])
@@ -86,10 +85,8 @@ def test_states_that_landed_go_back_behind_wrong_drafts(
         counters = scheduler.counters
         assert counters.retractions > 0 and 0 < counters.accepted_drafts < counters.drafts
         scheduler.check()
-        assert (
-            scheduler.memory.part(StateSlots) is not None
-            and scheduler.memory.part(StateSlots).allocator.counts()["held"] == 0
-        )
+        states = scheduler.memory.part(StateSlots)
+        assert states is not None and states.allocator.counts()["held"] == 0
 
 
 def test_a_chat_goes_on_from_what_decode_has_kept(checkpoint: str) -> None:
@@ -99,7 +96,8 @@ def test_a_chat_goes_on_from_what_decode_has_kept(checkpoint: str) -> None:
     with disaggregated(checkpoint, decode={}, disagg={}, **flags) as pair:
         chat = [*first, *run(pair, [("turn", first, 80)], turns_between=1)["turn"], *prompt_of(20, 31)]
         decode = pair.workers[1].parts.scheduler
-        assert decode.memory.part(StateSlots) is not None and decode.memory.part(StateSlots).num_snapshots == 1
+        states = decode.memory.part(StateSlots)
+        assert states is not None and states.num_snapshots == 1
         found = run(pair, [("next", chat, 16)], turns_between=1)
         sent = pair.workers[0].peered
         assert sent is not None

@@ -62,10 +62,8 @@ def test_states_cross_between_all_ranks(
         for worker in pair.workers:
             scheduler = worker.parts.scheduler
             scheduler.check()
-            assert (
-                scheduler.memory.part(StateSlots) is not None
-                and scheduler.memory.part(StateSlots).allocator.counts()["held"] == 0
-            )
+            states = scheduler.memory.part(StateSlots)
+            assert states is not None and states.allocator.counts()["held"] == 0
         assert (pair.workers[1].parts.scheduler.counters.retractions > 0) != exact
         sent, received = (worker.peered.counters() for worker in pair.workers)
         assert received["kv_checksum_verified"] == sent["kv_transfers"] >= len(ASKED)

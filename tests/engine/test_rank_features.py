@@ -268,8 +268,9 @@ def host_cache(engine: EngineInProcess, paths: Paths) -> Answers:
         for turn in range(2)
     ]
     assert values[0] == values[1]
-    assert engine.parts.scheduler.memory.part(HostCache) is not None
-    counters = engine.parts.scheduler.memory.part(HostCache).counted
+    host = engine.parts.scheduler.memory.part(HostCache)
+    assert host is not None
+    counters = host.counted
     return Answers(values, {"from the host": counters["hicache_host_hit_tokens"]})
 
 
@@ -279,8 +280,9 @@ def host_ahead(engine: EngineInProcess, paths: Paths) -> Answers:
     for name, prompt in prompts.items():
         run(engine, "-first", prompts={name: prompt}, max_new_tokens=4, logprobs=None)
     again = run(engine, "-again", prompts=prompts, max_new_tokens=4, logprobs=None)
-    assert engine.parts.scheduler.memory.part(HostCache) is not None
-    counters = engine.parts.scheduler.memory.part(HostCache).counted
+    host = engine.parts.scheduler.memory.part(HostCache)
+    assert host is not None
+    counters = host.counted
     return Answers(again.values, {"ahead": counters["hicache_loaded_ahead_pages"]})
 
 
