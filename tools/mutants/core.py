@@ -214,7 +214,7 @@ def _(original, cache, node, num_pages):
     "The pages behind the first one of an edge match unseen.",
 )
 def _(original, cache, key, tokens, at):
-    return len(tokens[at : at + len(key)]) // cache._page_size
+    return len(tokens[at : at + len(key)]) // cache.page_size
 
 
 @CORE.bug("all of the prompt may come from the cache", match_limit, "No token is left to compute.")
