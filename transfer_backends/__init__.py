@@ -1,1 +1,1 @@
-"""Moving KV pages from prefill to decode: the contract, the protocol both sides share, and the engines below it."""
+"""KV transfer from prefill to decode: contract, protocol of both sides, engines."""

@@ -1,4 +1,4 @@
-"""The values that roles, managers and engines exchange; the protocols are in ports.py. Addresses are plain integers."""
+"""Values that roles, managers and engines exchange; ports.py has the protocols."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
 class Region(msgspec.Struct, frozen=True, array_like=True):
-    """`num_items` rows of `item_bytes` bytes, row i at `base_ptr + i * item_bytes`. `device`: CUDA ordinal, None: host."""
+    """Array of `num_items` rows at `base_ptr + i * item_bytes`, on the host without `device`."""
 
     base_ptr: Count
     num_items: Count
@@ -30,13 +30,13 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
 
 
 MAX_POOLS = 8
-MAX_EXTENTS = 1 << 14  # of an item on one rank
+MAX_EXTENTS = 1 << 14  # per item on one rank
 
 Small = Annotated[int, msgspec.Meta(ge=0, le=2**16)]
 
 
 class Extent(msgspec.Struct, frozen=True, array_like=True):
-    """`size` bytes of an item: from byte `begin` of the model's, which a rank has from byte `at` of its own."""
+    """Bytes of an item: from `begin` in the model's item, from `at` in the rank's."""
 
     begin: Count
     at: Count
@@ -44,23 +44,21 @@ class Extent(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def end(self) -> int:
-        """Of the model's bytes."""
         return self.begin + self.size
 
 
 class SideMemory(msgspec.Struct, frozen=True, array_like=True):
-    """A rank's part of a `SidePool`: of each item its `extents`, in the order of `begin`, none over another."""
+    """One rank's part of a `SidePool`: disjoint `extents` per item, sorted by `begin`."""
 
     region: Region
     extents: Annotated[tuple[Extent, ...], msgspec.Meta(min_length=1, max_length=MAX_EXTENTS)]
 
 
 class RankMemory(msgspec.Struct, frozen=True, array_like=True):
-    """KV of one rank process: of each page `num_units` of the model's units, of each unit `num_layers` of its layers.
+    """KV memory of one rank process, by addresses there.
 
-    `kv`: one item per unit, index = page id * num_units + unit - first_unit; addresses are of that process
-    `descriptor`: of the engine there; prefill needs none
-    `pools`: its part of each of `KVArgs.pools`
+    Index of an item in `kv` = page id * num_units + unit - first_unit. `pools` are parts of
+    `KVArgs.pools`.
     """
 
     kv: Region
@@ -86,38 +84,36 @@ class RankMemory(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True)
 class LayerGroup:
-    """Layers that leave together: from the previous group up to `end_layer`, which ends at `end_byte` of a unit with all layers."""
+    """Layers sent together: up to `end_layer`, which ends at `end_byte` of a full unit."""
 
     end_layer: int
     end_byte: int
 
 
 class SidePool(msgspec.Struct, frozen=True, array_like=True):
-    """Memory beside pages of which a prompt has some items: they cross once, whole, behind its last page.
+    """Pool of extra state, which crosses whole after a prompt's last page.
 
-    `kind`: names what the bytes of an item mean. `item_bytes`: of the model's item, of which each rank has a part (`SideMemory`).
+    Each rank has a part of each item (`SideMemory`).
     """
 
     kind: Annotated[str, msgspec.Meta(max_length=256)]
     item_bytes: Count
 
 
-Tail = Sequence[Sequence[int]]  # of each pool of `KVArgs.pools`, the items of a prompt
+Tail = Sequence[Sequence[int]]  # the items of a prompt, for each pool of `KVArgs.pools`
 
 
 @dataclass(frozen=True)
 class KVArgs:
-    """One worker's memory for transfers, mapped while its manager lives. Of its pages all but `groups` and `ranks` must equal the peer's.
+    """One worker's memory for transfers, mapped while its manager lives.
 
-    A page is `kv_units` units of equal size (groups of KV heads), a unit its layers one behind the other.
+    All page fields but `groups` and `ranks` must equal the peer's. A page is `kv_units` units of
+    equal size (groups of KV heads); a unit is its layers in order, or one piece without
+    `layer_bytes`.
 
-    kv: this process's part: one item per unit (per page where there is one unit)    aux: one item per metadata row
-    signature: model and layout    kv_checksum: name of the pages' checksum, or "off"
-    groups: how a unit that leaves layer by layer is cut, from its first byte to its last
-    layer_bytes: of each of the model's layers in a unit; (): a unit is one piece
-    ranks: what each process of the worker holds, this one first; together everything, a replica all that another one has;
-    (): this process holds all
-    pools: beside pages; `ranks` say where
+    - kv: one item per unit of this process; aux: one per metadata row
+    - groups: cuts of a unit for layerwise transfer
+    - ranks: this process first; replicas hold the same; () is a single rank
     """
 
     kv: Region
@@ -145,21 +141,20 @@ class KVArgs:
         return min(rank.num_pages for rank in self.ranks)
 
     def num_items(self, pool: int) -> int:
-        """Return how many items of `pools[pool]` every rank has."""
         return min(rank.pools[pool].region.num_items for rank in self.ranks)
 
     def written(self, layers: int) -> int:
-        """Return how many of the model's layers all ranks have written once this one has written `layers` of its own.
+        """Return how many model layers all ranks have written after `layers` own ones.
 
-        A layer's output is a sum over the ranks, so a rank that writes layer l + 1 proves layer l of all, and its first layer
-        the stages before it. The end of the step proves the last one.
+        A layer's output is a sum over the ranks: a rank that writes layer l + 1 proves layer l on
+        all, and its first layer the earlier stages. The end of the step proves the last one.
         """
         if len(self.ranks) == 1:
             return layers
         return self.ranks[0].first_layer + layers - 1 if layers else 0
 
     def marks(self) -> list[int]:
-        """Return the numbers of own layers at which a group of `groups` may leave: the inverse of `written`."""
+        """Inverse of `written`: counts of own layers that release a group."""
         if len(self.ranks) == 1:
             return [group.end_layer for group in self.groups]
         own = self.ranks[0]
@@ -169,16 +164,16 @@ class KVArgs:
 
 @dataclass(frozen=True, kw_only=True)
 class TransferConfig:
-    """Timeouts (seconds) and limits of a manager. `disagg/transfer_engine.py` maps the flags."""
+    """Timeouts (seconds) and limits of a manager, from flags by `disagg/transfer_engine.py`."""
 
     bootstrap_timeout_s: float = 300.0  # prefill: sender opened -> decode's page indices
     waiting_timeout_s: float = 300.0  # decode: indices sent -> first KV
     transfer_timeout_s: float = 120.0  # both: without progress while transferring
     handshake_timeout_s: float = 10.0  # decode: look-up + registration
-    heartbeat_interval_s: float = 0.34  # a freeze is noticed 1 to 1.5 s later, and a shorter one never
+    heartbeat_interval_s: float = 0.34  # a freeze is noticed 1 to 1.5 s later, a shorter one never
     heartbeat_max_failures: int = 3
-    transfer_retries: int = 1  # prefill: further tries after a failed write, to the same live peer
-    drain_timeout_s: float = 30.0  # decode: abort -> acknowledgement; the pages count as stuck after it
+    transfer_retries: int = 1  # prefill: more tries after a failed write, to the same live peer
+    drain_timeout_s: float = 30.0  # decode: abort -> acknowledgement; later the pages count as stuck
     control_host: str = "127.0.0.1"
     control_port: int = 0  # prefill; 0: any free port
     secret: bytes | None = field(default=None, repr=False)
@@ -188,7 +183,7 @@ class TransferConfig:
 
 
 class OpState(IntEnum):
-    """DONE: all bytes have landed. FAILED: it has ended; bytes on their way may still land until a fence holds."""
+    """Engine's answer: DONE if all bytes landed; after FAILED some may land until a fence."""
 
     PENDING = 0
     DONE = 1
@@ -200,16 +195,14 @@ TCP_RESEND_S = 120.0  # Linux gives up a closed connection after 8 tries from 20
 
 @dataclass(frozen=True, kw_only=True)
 class Caps:
-    """An engine's limits.
+    """Limits of an engine.
 
-    max_inflight, max_inflight_bytes: pieces posted and not final, over all peers that answer (bounds how long an abort takes)
-    target_must_poll: decode has to call `progress()`
-    settle_s: bytes of a dead writer may still land for this long (socket buffers)
-    resend_s: the network may deliver bytes of a closed connection this long after it took none of them
-    full_window_s: least time in which the engine's threads work off a full window; polling sooner is useless
-    inside_machine: transport inside one machine if neither TCP nor RDMA carries a write; "unknown": there are several
-    longest_nap_s: between two polls while bytes are in flight and end; a window must not run dry meanwhile
-    carries_host_memory: else pages alone are registered, and metadata rows cross the control plane
+    - max_inflight, max_inflight_bytes: over all answering peers; they bound the time of an abort
+    - target_must_poll: decode has to call `progress()`
+    - settle_s: bytes of a dead writer may land for this long (socket buffers)
+    - resend_s: the network may deliver bytes of a closed connection for this long after it stalled
+    - full_window_s: shortest time for a full window; earlier polls are useless
+    - carries_host_memory: if not, metadata rows cross the control plane
     """
 
     name: str
@@ -227,14 +220,13 @@ class Caps:
     carries_host_memory: bool = True
 
     def carried(self, args: KVArgs) -> list[Region]:
-        """Return the memory that the engine has to reach."""
         beside = [pool.region for pool in args.ranks[0].pools]
         return [args.kv, args.aux, *beside] if self.carries_host_memory else [args.kv, *beside]
 
 
 @dataclass(frozen=True, kw_only=True)
 class PeerPath:
-    """The result of a trial write to a peer. `near`: on this machine (None: unknown). `transport`: its name or "unknown"."""
+    """Result of a trial write; `near`: the peer is on this machine, if known."""
 
     peer: str
     address: str
@@ -246,9 +238,9 @@ class PeerPath:
 
 @dataclass(frozen=True)
 class Pieces:
-    """n copies: `lengths[i]` bytes from local address `src[i]` to the peer's address `dst[i]`. All u64[n].
+    """Copies of `lengths[i]` bytes from address `src[i]` to the peer's `dst[i]`, all u64[n].
 
-    `src_rank`, `dst_rank`: whose addresses, by their places in `KVArgs.ranks` of both workers.
+    Ranks index `KVArgs.ranks`.
     """
 
     src: U64
@@ -272,19 +264,18 @@ class Pieces:
 
 
 class EngineError(Exception):
-    """An engine refused or lost a peer. The text goes to the user."""
+    """An engine refused or lost a peer."""
 
 
 class BackendUnavailable(Exception):
-    """The library of a backend is missing: one line that says what and how to install it."""
+    """The library of a backend is missing; the text has the install command."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """KV of `tokens` that prefill computes without sampling. `share`: with other requests of `namespace`.
+    """Prompt that prefill computes without sampling; with `share`, `namespace` may reuse the KV.
 
-    `cached`: nothing is computed. What is cached of them is sent, which may be fewer pages than were given.
-    `images`: parts of the tokens, as a frontend of the other side has made them (`ImageInput` in msgpack); b"": there are none.
+    With `cached`, prefill sends only cached KV. `images`: `ImageInput`s in msgpack.
     """
 
     tokens: Sequence[int]
@@ -297,7 +288,7 @@ class Work:
 
 @dataclass(frozen=True)
 class RecomputeRequest:
-    """`work` that a peer requested in (room, room_attempt): a decode worker, or for what is cached another prefill worker."""
+    """`work` for a decode worker, or, if cached, another prefill worker."""
 
     room: int
     room_attempt: int
@@ -305,7 +296,7 @@ class RecomputeRequest:
 
 
 class Progress(NamedTuple):
-    """Every step before `step`, and the first `layers` layers of it, have written their KV."""
+    """KV written so far: steps before `step`, and `layers` layers of it."""
 
     step: int
     layers: int
@@ -316,19 +307,20 @@ NOTHING_YET = Progress(-1, 0)
 
 @dataclass(frozen=True)
 class Gate:
-    """`by_layer`: step `step` writes the pages, and each group of layers may leave once written. Else they leave when it begins."""
+    """Condition for sending pages: step `step` has written their layers, or begins."""
 
     step: int
     by_layer: bool
 
 
-ABORTED_BY_DECODE = "aborted by decode"  # prefix of a sender's failure that is not prefill's fault
+ABORTED_BY_DECODE = "aborted by decode"  # prefix of a sender's failure that prefill did not cause
 
 
 @dataclass(frozen=True)
 class Route:
-    """Answer to a bootstrap look-up. `control`: "host:port" of prefill's control plane. `shared`: valid for this room only; else for
-    all rooms of its DP rank, which are `dp_rank` mod `dp_size`.
+    """Answer to a bootstrap look-up; `control` is "host:port".
+
+    If not `shared`, it holds for every room whose number mod `dp_size` is `dp_rank`.
     """
 
     control: str
@@ -338,12 +330,11 @@ class Route:
     dp_rank: int = 0
 
     def has(self, number: int) -> bool:
-        """Whether the room of this bootstrap_room is the rank's."""
         return number % self.dp_size == self.dp_rank
 
 
 class LookupFailed(Exception):
-    """Retried until the handshake times out, unless it is `permanent`. `of_room`: the server does not know this room."""
+    """Look-up error, retried unless `permanent`; `of_room`: the room is unknown."""
 
     def __init__(self, message: str, *, permanent: bool = False, of_room: bool = False) -> None:
         super().__init__(message)

@@ -1,6 +1,6 @@
-"""Sockets of the control plane, ZMQ over TCP: prefill listens (`ListenPort`), decode connects (`ConnectPort`).
+"""ZMQ sockets of the control plane: prefill listens, decode connects.
 
-One thread uses a port; any may call `wake`. Only `poll` blocks. With a secret every connection is CURVE (`curve.py`).
+One thread uses a port; any may call `wake`. A secret turns CURVE on.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from zmq.utils.monitor import parse_monitor_message
 from service.security.curve import ZapAuthenticator, guard_connector, guard_listener
 from transfer_backends.wire import MAX_FRAME_BYTES
 
-HIGH_WATER = 16384  # frames queued for a peer that does not read; one more and its link counts as lost
+HIGH_WATER = 16384  # frames queued for a peer that does not read; above it the link counts as lost
 LINGER_MS = 500
 CONNECT_TIMEOUT_MS = 5000
 MAX_FRAMES_A_POLL = 256  # so that timers run under a flood
@@ -34,7 +34,7 @@ class Frame:
 
 @dataclass(frozen=True)
 class LinkClosed:
-    """`refused`: the handshake failed, mostly because the cluster secrets differ or one side has none."""
+    """End of a link, `refused` if the handshake failed: secrets differ or are missing."""
 
     link: Any
     refused: bool = False
@@ -42,13 +42,11 @@ class LinkClosed:
 
 @dataclass(frozen=True)
 class SomeLinkClosed:
-    """One link has closed; `send` returns False for it."""
+    """An unidentified link closed; `send` returns False for it."""
 
 
 @dataclass(frozen=True)
 class PeersRefused:
-    """`count` connections were refused: they lack the cluster secret or do not speak ZMQ."""
-
     count: int
 
 
@@ -56,7 +54,7 @@ Event = Frame | LinkClosed | SomeLinkClosed | PeersRefused
 
 
 class Port(Protocol):
-    """A `ListenPort` or a `ConnectPort`; the simulation has its own."""
+    """Interface of `ListenPort` and `ConnectPort`."""
 
     @property
     def wake(self) -> Callable[[], None]: ...
@@ -66,7 +64,7 @@ class Port(Protocol):
 
 
 def advertised_host(host: str) -> str:
-    """Return the address that peers use for a socket bound to `host`: itself, or this machine's own for a wildcard."""
+    """Return the address that peers use for a socket bound to `host`."""
     if host not in ("0.0.0.0", "::", "*", ""):
         return host
     family, far = (socket.AF_INET6, "2001:db8::1") if host == "::" else (socket.AF_INET, "192.0.2.1")
@@ -79,8 +77,6 @@ def advertised_host(host: str) -> str:
 
 
 class Waker:
-    """Lets another thread end a `poll` early."""
-
     def __init__(self) -> None:
         self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
@@ -101,7 +97,7 @@ class Waker:
 
 
 class ListenPort:
-    """A ROUTER socket that peers connect to. Links are the routing ids that it mints."""
+    """ROUTER socket for peers. Links are its routing ids."""
 
     def __init__(self, host: str, port: int, *, secret: bytes | None = None) -> None:
         self._context = zmq.Context(1)
@@ -162,7 +158,7 @@ class ListenPort:
 
 
 class ConnectPort:
-    """One DEALER socket a link; the caller numbers the links. A link never reconnects by itself."""
+    """DEALER sockets, one per link, numbered by the caller. Links never reconnect."""
 
     def __init__(self, *, secret: bytes | None = None) -> None:
         self._secret = secret
@@ -224,8 +220,6 @@ class ConnectPort:
 
 @dataclass(slots=True)
 class _Link:
-    """`made`: the events of `_MADE` that have happened."""
-
     dealer: Any
     monitor: Any
     made: int = 0
@@ -250,14 +244,12 @@ def _link_events(number: int, link: _Link, ready: dict[Any, int]) -> Iterator[Ev
 
 
 def _received(source: Any) -> Iterator[list[bytes]]:
-    """Yield the messages that wait."""
     with contextlib.suppress(zmq.Again):
         while True:
             yield source.recv_multipart(zmq.DONTWAIT)
 
 
 def _monitored(monitor: Any) -> list[int]:
-    """Return the kinds of the events that waited."""
     return [int(parse_monitor_message(parts)["event"]) for parts in _received(monitor)]
 
 

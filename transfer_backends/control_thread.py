@@ -1,4 +1,4 @@
-"""The thread that runs one side's control plane, and the lock around that side's core."""
+"""Thread of one side's control plane, and the lock around its core."""
 
 import contextlib
 import logging
@@ -18,13 +18,13 @@ from transfer_backends.wire import MalformedFrame, Message, decode, encode
 TICK_S = 0.02
 REST_S = 5.0  # longest pause while nothing but heartbeats is due
 LOG_EVERY_S = 5.0
-CLOSE_S = 5.0  # for each part of an end
+CLOSE_S = 5.0  # for each part of the shutdown
 
 log = logging.getLogger(__name__)
 
 
 class Core(Protocol):
-    """One side of all transfers: a `PrefillCore` or a `DecodeCore`."""
+    """One side of all transfers."""
 
     @property
     def rooms(self) -> RoomTable[Any]: ...
@@ -47,7 +47,7 @@ class Core(Protocol):
 
 
 class ControlThread:
-    """Reads messages, passes them to a core, ticks it and sends its effects. The sockets belong to this thread alone."""
+    """Loop that feeds messages to a core, ticks it and sends its effects."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class ControlThread:
         on_turn: Callable[[], None] = lambda: None,
         pause_s: Callable[[], float] = lambda: TICK_S,
     ) -> None:
-        """`execute` runs a command of the core's effects and returns its link if that is lost. `pause_s`: longest wait for an event."""
+        """`execute` runs a core's command and returns its link if lost. `pause_s`: maximum wait."""
         self.port = port
         self.wakeup: Callable[[], None] = lambda: None  # called when a state has changed; from any thread
         self.faults: Counter[str] = Counter()
@@ -84,7 +84,7 @@ class ControlThread:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[float]:
-        """Lock the core; yield the time. Then wake this thread and the role if something changed for them."""
+        """Lock the core and yield the time; then wake this thread and the role if needed."""
         rooms = self._core.rooms
         with self.lock:
             before = rooms.num_moves
@@ -104,7 +104,6 @@ class ControlThread:
         return bool(self._core.effects.queue)
 
     def turn(self, timeout_s: float) -> None:
-        """Wait for events, handle them, tick when due, send the effects."""
         events = self.port.poll(timeout_s)
         with self.locked() as now_s:
             for event in events:
@@ -134,7 +133,6 @@ class ControlThread:
         return first
 
     def abort_all(self) -> None:
-        """Fail every live transfer and notify the peers."""
         with self.locked() as now_s:
             self._core.abort_all(f"the {self._name} worker is shutting down", now_s)
 
@@ -144,14 +142,14 @@ class ControlThread:
             return self._core.is_quiet
 
     def drain(self) -> bool:
-        """Wait some seconds for the writes of what was open to end; return True if they have."""
+        """Return True if writes end within `CLOSE_S`."""
         deadline_s = time.monotonic() + CLOSE_S
         while not self.is_quiet and time.monotonic() < deadline_s:
             time.sleep(0.001)
         return self.is_quiet
 
     def send_bye(self) -> None:
-        """`Bye` promises that no write is in flight; peers without it fall back to proof of death."""
+        """Send `Bye`: no write is in flight. Without it peers need proof of death."""
         with self.locked():
             self._core.send_bye()
 
@@ -167,7 +165,7 @@ class ControlThread:
         while not self._stop.is_set():
             try:
                 self.turn(self._wait_s())
-            except Exception:  # a bug of ours must not end the control plane of all other rooms
+            except Exception:  # our own bug must not end the control plane of all other rooms
                 self._fault("control_errors", "control thread: an error was survived", exc_info=True)
         with contextlib.suppress(Exception):
             self._flush()
@@ -178,7 +176,7 @@ class ControlThread:
         return pause_s if pause_s < TICK_S else max(pause_s, self._rest_s())
 
     def _rest_s(self) -> float:
-        """Return the time until something is due; 0: it may be at any time. `locked` ends that pause."""
+        """Time until something is due, or 0; `locked` ends the pause."""
         with self.lock:
             self._rests = self._core.rests and not self.has_effects
             due_s = self._core.peers.next_ping_s - self._clock()
@@ -196,7 +194,6 @@ class ControlThread:
             self._core.peers.on_some_link_closed()
 
     def _read(self, frame: Frame, now_s: float) -> None:
-        """Decode a frame and pass it on; count and drop junk and protocol errors."""
         try:
             self._core.on_message(frame.link, decode(frame.data), now_s)
         except MalformedFrame as error:
@@ -219,7 +216,6 @@ class ControlThread:
         return taken
 
     def _do(self, effect: Any) -> Link | None:
-        """Return the link if it is lost."""
         if not isinstance(effect, Send):
             return self._execute(effect)
         return None if self.port.send(effect.link, encode(effect.message)) else effect.link

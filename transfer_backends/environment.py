@@ -1,4 +1,4 @@
-"""What a manager takes from its machine: names, sockets, thread pools, memory, proof of death. The simulation replaces them."""
+"""Manager's view of its machine: sockets, pools, memory, proof of death."""
 
 import uuid
 from collections.abc import Callable
@@ -13,20 +13,20 @@ from transfer_backends.liveness import Liveness, ProcessMark, liveness, own_mark
 
 
 class Listening(Port, Protocol):
-    """A `ListenPort`, which mints the links."""
+    """Interface of `ListenPort`."""
 
     address: str
 
 
 class Connecting(Port, Protocol):
-    """A `ConnectPort`, whose caller numbers the links."""
+    """Interface of `ConnectPort`."""
 
     def connect(self, link: Any, address: str) -> bool: ...
     def disconnect(self, link: Any) -> None: ...
 
 
 class Pool(Protocol):
-    """A `ThreadPoolExecutor`."""
+    """Interface of `ThreadPoolExecutor`."""
 
     def submit(self, work: Callable[[Any], None], item: Any, /) -> object: ...
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None: ...
@@ -34,8 +34,6 @@ class Pool(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """`pool(num_threads, name)`; `listen(host, port, secret=)`, port 0: any free port; `connect(secret=)`."""
-
     incarnation: Callable[[], str] = lambda: uuid.uuid4().hex
     mark: Callable[[], ProcessMark] = own_mark
     listen: Callable[..., Listening] = ListenPort

@@ -1,4 +1,4 @@
-"""Either end of a transfer that succeeds without a peer: SGLang's `bootstrap_host 2.2.2.2`, for warm-up and health checks."""
+"""Transfer that succeeds without a peer (SGLang's `bootstrap_host 2.2.2.2`), for health checks."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ from transfer_backends.kvpoll import FINAL, IllegalTransition, KVPoll
 
 
 class FakeTransfer:
-    """A `KVSender` and a `KVReceiver`."""
+    """`KVSender` and `KVReceiver` in one."""
 
     num_pages: int | None = None
     skip_pages = 0

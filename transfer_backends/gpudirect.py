@@ -1,18 +1,16 @@
-"""Whether a network card can reach a GPU's memory, by what Linux says of itself. The decisions are pure. Never run beside RDMA."""
+"""Detection of GPUDirect RDMA from Linux. Decisions are pure. Never run with RDMA."""
 
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 PEER_MEMORY = {"nvidia_peermem", "nv_peer_mem"}
-DMABUF_SINCE = (5, 12)  # of Linux: the InfiniBand drivers register dma-buf regions
+DMABUF_SINCE = (5, 12)  # Linux version whose InfiniBand drivers register dma-buf regions
 REMEDY = "load it (modprobe nvidia-peermem), or use NVIDIA's open kernel modules with Linux 5.12 or newer (dmabuf)"
 
 
 @dataclass(frozen=True)
 class RdmaFacts:
-    """`modules`: of /proc/modules. `kernel`: its release. `driver`: NVIDIA's, of /proc/driver/nvidia/version."""
-
     has_rdma: bool
     modules: str = ""
     kernel: str = ""
@@ -20,12 +18,12 @@ class RdmaFacts:
 
     @property
     def reaches_gpu(self) -> bool:
-        """RDMA devices are here, and one of the two ways into a GPU's memory."""
+        """RDMA is present, with peer memory or dma-buf."""
         return self.has_rdma and (self._has_peer_memory or self._has_dmabuf)
 
     @property
     def shortfall(self) -> str | None:
-        """Return one line with the remedy where RDMA devices cannot reach a GPU's memory; None where there are none, too."""
+        """Return a warning if RDMA devices cannot reach GPU memory."""
         if not self.has_rdma or self.reaches_gpu:
             return None
         return (
@@ -45,7 +43,6 @@ class RdmaFacts:
 
 
 def rdma_facts() -> RdmaFacts:
-    """Read this machine's. What cannot be read counts as not there."""
     return RdmaFacts(
         has_rdma=any(Path("/sys/class/infiniband").glob("*")),
         modules=_text("/proc/modules"),

@@ -1,4 +1,4 @@
-"""Metadata rows in this process's own memory, for engines that carry none: their bytes cross the control plane instead."""
+"""Metadata rows in host memory, for engines whose rows cross the control plane."""
 
 import ctypes
 

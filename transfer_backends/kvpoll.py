@@ -1,6 +1,6 @@
-"""The state of a transfer: KVPoll values and the table of legal moves. Rooms (rooms.py) move by it. Pure.
+"""State of a transfer: KVPoll and its transitions. Pure.
 
-Names and values are SGLang's (`disaggregation/base/conn.py`). They are ordered, so that several ranks can agree by MIN.
+Names and values are SGLang's (`disaggregation/base/conn.py`); ranks agree on the minimum.
 
     Bootstrapping --> WaitingForInput --> Transferring --> Success
           |                 |                  |
@@ -32,12 +32,12 @@ TRANSITIONS: dict[KVPoll, frozenset[KVPoll]] = {
 
 
 class IllegalTransition(Exception):
-    """Our own code made a move that the table does not have. Nothing changed."""
+    """A move that is not in the table. Nothing changed."""
 
 
 class PeerProtocolError(Exception):
-    """A peer sent what it may not send now. Counted and dropped; nothing changed."""
+    """A peer sent a message that is not allowed now. Counted and dropped."""
 
 
 class RoomInUse(ValueError):
-    """The room is live on this side. A room serves one transfer at a time."""
+    """The room serves another transfer."""

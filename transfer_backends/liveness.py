@@ -1,8 +1,9 @@
-"""Proof that a peer process is dead, so that memory it could write to may be used again.
+"""Proof that a peer process is dead, before memory it could write is reused.
 
-A closed connection proves nothing: the process may live behind a broken network. Two proofs count:
-- same machine and pid namespace: /proc does not list the process (by pid and start time), or it is a zombie;
-- elsewhere: its port, which is bound while its manager or its process lives, refuses connections.
+A closed connection proves nothing: the network may be broken. Two proofs count:
+
+- same machine and pid namespace: /proc lacks the process (pid and start time), or has a zombie;
+- elsewhere: a port that is bound while the process lives refuses connections.
 """
 
 import os
@@ -24,9 +25,9 @@ class Liveness(Enum):
 
 
 class ProcessMark(msgspec.Struct, frozen=True, array_like=True):
-    """Names one process, now and later. `host`: boot id and pid namespace, equal where pids mean the same.
+    """Identity of a process; `host`: boot id and pid namespace.
 
-    `port`: bound for as long as the process can write; 0: the control port. `address`: where; "": the control plane's host.
+    `port` stays bound while the process can write (0: control port).
     """
 
     host: str
@@ -36,12 +37,12 @@ class ProcessMark(msgspec.Struct, frozen=True, array_like=True):
     address: Annotated[str, msgspec.Meta(max_length=255)] = ""
 
 
-UNMARKED = ProcessMark(host="", pid=0, start_ticks=0)  # a process whose mark is unknown: only its port can be probed
-GONE = ProcessMark(host="", pid=-1, start_ticks=0)  # a process that is proved dead
+UNMARKED = ProcessMark(host="", pid=0, start_ticks=0)  # mark unknown: only its port can be probed
+GONE = ProcessMark(host="", pid=-1, start_ticks=0)  # proved dead
 
 
 def bound(host: str) -> socket.socket:
-    """A port there that is bound until it is closed. Raises OSError."""
+    """Return a socket that keeps a free port bound. Raises OSError."""
     return socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
 
 
@@ -71,13 +72,13 @@ def liveness(mark: ProcessMark, control: str, *, timeout_s: float = 1.0) -> Live
 
 
 def are_apart(marks: Sequence[ProcessMark], control: str) -> bool:
-    """Whether a worker's processes have several addresses: then one path says nothing of another."""
+    """A worker's processes have several addresses."""
     host = control.rpartition(":")[0].strip("[]")
     return any(mark.address.strip("[]") not in ("", host) for mark in marks)
 
 
 def of_worker(ranks: Sequence[Liveness]) -> Liveness:
-    """Return DEAD once every process of a worker is; ALIVE while its first, which answers, is; else it may still write."""
+    """DEAD if all processes are, ALIVE if the first is; else UNKNOWN, since it may write."""
     if ranks[0] is Liveness.ALIVE:
         return Liveness.ALIVE
     return Liveness.DEAD if all(rank is Liveness.DEAD for rank in ranks) else Liveness.UNKNOWN

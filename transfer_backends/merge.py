@@ -1,4 +1,4 @@
-"""From page ids to pieces: runs that are contiguous on both sides are merged, since engines pay per piece. Pure."""
+"""Pieces for page ids; runs contiguous on both sides merge, since engines pay per piece. Pure."""
 
 from collections.abc import Iterator
 
@@ -11,7 +11,7 @@ I64 = npt.NDArray[np.int64]
 
 
 def merge_runs(src: I64, dst: I64) -> tuple[I64, I64, I64]:
-    """Merge item ids i64[n] of both sides into run starts (src, dst) and run lengths in items, each i64[runs], in order."""
+    """Merge ids i64[n] into run starts (src, dst) and lengths in items, each i64[runs]."""
     if len(src) == 0:
         return src, dst, src
     breaks = np.flatnonzero((np.diff(src) != 1) | (np.diff(dst) != 1)) + 1
@@ -21,16 +21,14 @@ def merge_runs(src: I64, dst: I64) -> tuple[I64, I64, I64]:
 
 
 def split_runs(src: I64, dst: I64, lengths: I64, *, max_items: int) -> tuple[I64, I64, I64]:
-    """Cut runs into pieces of at most `max_items` items (at least 1)."""
     counts = -(-lengths // max_items)
-    first = np.repeat(np.cumsum(counts) - counts, counts)  # index of the first piece of each piece's run
+    first = np.repeat(np.cumsum(counts) - counts, counts)  # first piece of each piece's run
     skip = (np.arange(int(counts.sum())) - first) * max_items
     rest = np.repeat(lengths, counts) - skip
     return np.repeat(src, counts) + skip, np.repeat(dst, counts) + skip, np.minimum(rest, max_items)
 
 
 def plan_pieces(src_ids: I64, dst_ids: I64, *, src: Region, dst: Region, max_piece_bytes: int) -> Pieces:
-    """Plan pieces that copy item src_ids[i] of `src` to item dst_ids[i] of `dst` (equal item sizes)."""
     runs = merge_runs(src_ids, dst_ids)
     s, d, n = split_runs(*runs, max_items=max(1, max_piece_bytes // src.item_bytes))
     return _pieces(s, d, n.astype(np.uint64) * np.uint64(src.item_bytes), src=src, dst=dst)
@@ -39,13 +37,13 @@ def plan_pieces(src_ids: I64, dst_ids: I64, *, src: Region, dst: Region, max_pie
 def plan_strips(
     src_ids: I64, dst_ids: I64, *, src: Region, dst: Region, begin: tuple[int, int], size_bytes: int
 ) -> Pieces:
-    """Plan pieces of `size_bytes` from byte `begin` (src, dst) of each item. They do not adjoin, so none is merged or split."""
+    """Plan `size_bytes` from byte `begin` (src, dst) of each item: never contiguous."""
     lengths = np.full(len(src_ids), size_bytes, np.uint64)
     return _pieces(src_ids, dst_ids, lengths, src=src, dst=dst, begin=begin)
 
 
 def plan_items(src_ids: I64, dst_ids: I64, *, src: Region, dst: Region, max_piece_bytes: int) -> Pieces:
-    """As `plan_pieces`, of items that may be larger than a piece."""
+    """Plan whole items, which may exceed a piece."""
     size, most = src.item_bytes, max_piece_bytes
     if size <= most:
         return plan_pieces(src_ids, dst_ids, src=src, dst=dst, max_piece_bytes=most)
@@ -63,7 +61,6 @@ def plan_items(src_ids: I64, dst_ids: I64, *, src: Region, dst: Region, max_piec
 
 
 def _pieces(s: I64, d: I64, lengths: U64, *, src: Region, dst: Region, begin: tuple[int, int] = (0, 0)) -> Pieces:
-    """Copy `lengths` bytes from byte `begin` of items `s` to byte `begin` of items `d`."""
     return Pieces(
         src=np.uint64(src.base_ptr + begin[0]) + s.astype(np.uint64) * np.uint64(src.item_bytes),
         dst=np.uint64(dst.base_ptr + begin[1]) + d.astype(np.uint64) * np.uint64(dst.item_bytes),
@@ -74,7 +71,7 @@ def _pieces(s: I64, d: I64, lengths: U64, *, src: Region, dst: Region, begin: tu
 
 
 def batches(pieces: Pieces, *, max_pieces: int, max_bytes: int) -> Iterator[Pieces]:
-    """Cut pieces into posts of at most `max_pieces` pieces and about `max_bytes` bytes (one piece at least), in order."""
+    """Cut pieces into posts within both limits, one piece at least."""
     total = np.cumsum(pieces.lengths.astype(np.int64))
     begin = 0
     while begin < len(pieces):

@@ -1,10 +1,8 @@
-"""The workers of the other side: their names, their connections, and whether they answer. Pure, the same on both sides.
+"""Workers of the other side: names, connections, heartbeats. Pure.
 
-A peer is one incarnation of a process; its link is the connection that its messages use now.
+A peer is one incarnation of a process; its link is its current connection.
 
     CONNECTING --registered--> LIVE --link closed--> LOST --new link--> CONNECTING or LIVE
-
-Each side has a subclass: `DecodePeer` (prefill/paths.py), `PrefillPeer` (decode/connections.py).
 """
 
 import math
@@ -18,7 +16,7 @@ from transfer_backends.timers import Heartbeat
 from transfer_backends.wire import Message, Ping, Pong
 
 Link = Hashable
-NUM_LINK_CHECKS = 3  # pings on every link after one of them closed: a send to the closed one fails
+NUM_LINK_CHECKS = 3  # pings on every link after one closed: a send to the closed one fails
 
 
 class Send(NamedTuple):
@@ -28,15 +26,13 @@ class Send(NamedTuple):
 
 @dataclass
 class Effects:
-    """Work of the control thread, in order (`Send`, or a command of its side), and counters."""
-
     queue: deque[Any] = field(default_factory=deque)
     counters: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass(eq=False)
 class Peer:
-    """`registered`: the registration was answered; `deadline_s`: for that."""
+    """Peer of either side, to register by `deadline_s`."""
 
     incarnation: str
     heartbeat: Heartbeat
@@ -85,7 +81,7 @@ class PeerTable(Generic[P]):
         return self._by_link.get(link)
 
     def linked(self) -> list[P]:
-        """The peers that are not lost, in the order of their links."""
+        """Peers that are not lost, in the order of their links."""
         return list(self._by_link.values())
 
     @property
@@ -116,7 +112,6 @@ class PeerTable(Generic[P]):
         del self._peers[peer.incarnation]
 
     def send(self, peer: P, message: Message) -> None:
-        """Send unless the peer is lost."""
         if peer.link is not None:
             self.effects.queue.append(Send(peer.link, message))
 
@@ -124,11 +119,10 @@ class PeerTable(Generic[P]):
         self.send(peer, Pong(*self.address(peer), message.seq))
 
     def address(self, peer: P) -> tuple[str, str]:
-        """`src` and `dst` of a message to the peer."""
         return self.incarnation, peer.incarnation
 
     def beat(self, now_s: float) -> list[P]:
-        """Ping the live peers that are due; return those that are silent."""
+        """Ping the peers that are due; return the silent ones."""
         silent = []
         for peer in self:
             if peer.live and peer.heartbeat.due(now_s):
@@ -139,16 +133,15 @@ class PeerTable(Generic[P]):
 
     @property
     def next_ping_s(self) -> float:
-        """Return when `beat` is due next; inf: no peer is live."""
         return min((peer.heartbeat.next_s for peer in self._peers.values() if peer.live), default=math.inf)
 
     @property
     def rests(self) -> bool:
-        """Whether pings are all that is due: every peer is live, and no link is in doubt."""
+        """Only pings are due."""
         return not self._link_checks and all(peer.live for peer in self._peers.values())
 
     def on_some_link_closed(self) -> None:
-        """One link is gone, not known which: find it by a ping on each."""
+        """Ping every link, since the closed one is unknown."""
         self._link_checks = NUM_LINK_CHECKS
 
     def check_links(self) -> None:

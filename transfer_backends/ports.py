@@ -1,6 +1,7 @@
-"""The protocols between roles, managers and engines; their values are in contract.py.
+"""Protocols between roles, managers and engines; contract.py has their values.
 
-role (disagg/)  --KVSender/KVReceiver-->  manager (prefill/, decode/)  --Engine-->  nixl | mooncake | fake
+role (disagg/)  --KVSender/KVReceiver-->  manager (prefill/, decode/)
+    --Engine-->  nixl | mooncake | fake
 """
 
 from collections.abc import Callable, Sequence
@@ -11,65 +12,65 @@ from transfer_backends.kvpoll import KVPoll
 
 
 class Engine(Protocol):
-    """Moves bytes. Prefill calls it from its sender thread. Decode calls all but `progress` before it starts.
+    """Mover of bytes, called by prefill's sender thread; decode only polls `progress`.
 
-    No call may block for longer than a copy of `caps.max_post_bytes` takes.
+    No call may block longer than a copy of `caps.max_post_bytes`.
     """
 
     @property
     def caps(self) -> Caps: ...
 
     def register(self, regions: Sequence[Region]) -> None:
-        """Register whole pools: once, before `descriptor`."""
+        """Register whole pools, once."""
 
     def descriptor(self) -> bytes:
-        """Return the opaque bytes that a peer's `connect` needs."""
+        """Opaque bytes for a peer's `connect`."""
 
     def connect(self, incarnation: str, descriptor: bytes) -> Any:
-        """Return a handle of the peer. Raises `EngineError` for a descriptor that cannot be used."""
+        """Raises `EngineError` for a bad descriptor."""
 
     def disconnect(self, peer: Any) -> None:
-        """Forget the peer. None of its operations may be pending."""
+        """Forget a peer without pending operations."""
 
     def post(self, peer: Any, pieces: Pieces) -> Any:
-        """Start to write; return the operation. Raises `EngineError` only if nothing was started."""
+        """Return the operation. Raises `EngineError` only if nothing started."""
 
     def probe(self, peer: Any) -> Any:
-        """Return an operation that is DONE once a write has reached the peer."""
+        """Return an operation that is DONE after a write reached the peer."""
 
     def trial(self, peer: Any) -> tuple[Any, int] | None:
-        """Write scratch memory of the pool's own kind; return the operation and its bytes. None: this engine moves none."""
+        """Write scratch memory of the pool's kind; return operation and bytes, if any move."""
 
     def fence(self, peer: Any) -> Any:
-        """Return an operation that is DONE once no earlier operation to the peer, failed or not, can still write."""
+        """Return an operation that is DONE once no earlier one to the peer can write."""
 
     def poll(self, op: Any) -> OpState:
-        """Return the state. Never called again after DONE or FAILED."""
+        """Never called after DONE or FAILED."""
 
     def progress(self, *, eager: bool = False) -> None:
-        """Drive an engine that does not drive itself (`caps.target_must_poll`). `eager`: a peer waits for that; the next call is near."""
+        """Drive an engine with `caps.target_must_poll`; `eager`: a peer waits."""
 
     def close(self) -> None: ...
 
 
 class LayerClock(Protocol):
-    """The progress of the engine's stream. Read by one thread at a time."""
+    """Progress of the engine's stream, read by one thread."""
 
     def progress(self) -> Progress:
         """Never decreases."""
 
     @property
     def ticking(self) -> bool:
-        """True while progress comes without a wake-up: poll again soon."""
+        """Progress comes without wake-ups: poll again soon."""
 
 
 class KVTransfer(Protocol):
-    """One side's handle of a transfer. No call blocks; `poll` only reads."""
+    """One side's transfer. No call blocks; `poll` only reads."""
 
     def poll(self) -> KVPoll: ...
 
     def abort(self, reason: str) -> None:
-        """Fail the transfer and notify the peer. A no-op when final."""
+        """Fail the transfer and notify the peer; a no-op when final."""
 
     def failure(self) -> str | None: ...
 
@@ -82,11 +83,11 @@ class KVSender(KVTransfer, Protocol):
 
     @property
     def num_pages(self) -> int | None:
-        """Pages that decode gave; None before `WaitingForInput`, and for a fake sender."""
+        """Pages that decode gave, None before `WaitingForInput`."""
 
     @property
     def skip_pages(self) -> int:
-        """Pages at the front that decode has already; 0 before `WaitingForInput`."""
+        """Leading pages that decode already has."""
 
     def send(
         self,
@@ -97,15 +98,14 @@ class KVSender(KVTransfer, Protocol):
         gate: Gate | None = None,
         tail: Tail = (),
     ) -> None:
-        """Queue pages: `src_pages[i]` is page `start + i` of the prompt. Chunks come in order, from page 0, without gaps.
+        """Queue pages from `start` of the prompt, in order without gaps, after `WaitingForInput`.
 
-        Not before `WaitingForInput`; a no-op after a failure. `metadata_row`: of decode's, sent last; it ends the transfer.
-        `gate`: opens when the pages are complete; gates come in the order of steps, never with the row.
-        `tail`: with the row; it leaves behind the pages.
+        A no-op after a failure. `metadata_row` and `tail` come last, without a gate, and end the
+        transfer. Gates come in the order of steps.
         """
 
     def released(self) -> bool:
-        """True once the state is final and no operation reads the source pages, which may then be reused."""
+        """The state is final and no operation reads the pages."""
 
 
 class KVReceiver(KVTransfer, Protocol):
@@ -120,21 +120,21 @@ class KVReceiver(KVTransfer, Protocol):
         work: Work | None = None,
         tail: Tail = (),
     ) -> None:
-        """Send prefill the pages of the prompt after its first `skip_pages`: once, in `WaitingForInput`. A no-op after a failure.
+        """Send prefill the destination pages after `skip_pages`, once, in `WaitingForInput`.
 
-        `work`: what prefill has to compute for a room attempt above 0; attempt 0 has a request there.
-        `tail`: as many items of each pool as prefill sends; none is left out by `skip_pages`.
+        A no-op after a failure. Room attempts above 0 bring `work`. `tail` has all items of each
+        pool.
         """
 
     def retries(self) -> int:
-        """Times that prefill started over after a failed write."""
+        """Number of prefill's restarts."""
 
     def written_pages(self) -> int:
-        """Return how many of the given pages have landed, from the first; known in `Success`. Only cached work may fill fewer."""
+        """Pages landed, once in `Success`: fewer only for cached work."""
 
     def drained(self) -> bool:
-        """True once the state is final and no write to the given pages is in flight or can start."""
+        """The state is final and no write to the pages can happen."""
 
 
-# (bootstrap "host:port", room, any_but: LookUp's); blocks; raises LookupFailed; runs off-thread
+# (bootstrap "host:port", room, any_but); blocks, off-thread; raises LookupFailed
 Lookup = Callable[[str, int, Sequence[str] | None], Route]

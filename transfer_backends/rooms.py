@@ -1,7 +1,4 @@
-"""The rooms of one side and their states, the same on both sides. Pure.
-
-Each side has a subclass: `PrefillRooms` (prefill/rooms.py), `DecodeRooms` (decode/rooms.py).
-"""
+"""Rooms of one side and their states. Pure."""
 
 from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass
@@ -12,7 +9,7 @@ from transfer_backends.kvpoll import FINAL, TRANSITIONS, IllegalTransition, KVPo
 
 @dataclass(eq=False)
 class Room:
-    """`state`: its table moves it. `reason`: why the transfer failed."""
+    """Transfer of either side; `reason` of its failure."""
 
     key: RoomKey
     _: KW_ONLY
@@ -30,7 +27,7 @@ R = TypeVar("R", bound=Room)
 
 class RoomTable(Generic[R]):
     def __init__(self) -> None:
-        self.num_moves = 0  # only grows; shows that a visible state has changed
+        self.num_moves = 0  # only grows; shows that a visible state changed
         self._rooms: dict[RoomKey, R] = {}
 
     def __len__(self) -> int:
@@ -46,7 +43,7 @@ class RoomTable(Generic[R]):
         return self._rooms.get(key)
 
     def add(self, room: R) -> None:
-        """Raises `RoomInUse` for a live room and ValueError for an invalid number."""
+        """Raises `RoomInUse`, and ValueError for an invalid number."""
         number, attempt = room.key
         if not 0 < number < 2**63 or attempt < 0:
             raise ValueError(f"bootstrap_room must be between 1 and 2**63-1 and attempt at least 0, got {room.key}")
@@ -56,14 +53,14 @@ class RoomTable(Generic[R]):
         self.touch()
 
     def move(self, room: R, to: KVPoll) -> None:
-        """Raises `IllegalTransition` for a move that `TRANSITIONS` does not have."""
+        """Raises `IllegalTransition`."""
         if to not in TRANSITIONS[room.state]:
             raise IllegalTransition(f"room {room.key}: {room.state.name} -> {to.name}")
         room.state = to
         self.touch()
 
     def touch(self) -> None:
-        """Count a change that callers can see: a move, or that a room has settled."""
+        """Count a visible change."""
         self.num_moves += 1
 
     def forget(self, room: R) -> None:

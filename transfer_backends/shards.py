@@ -1,17 +1,16 @@
-"""Which rank of a prefill worker writes which bytes of which page to which rank of a decode worker. Pure.
+"""Plan of bytes between ranks of prefill and decode workers with different TP. Pure.
 
     prefill, 2 ranks                 decode, 4 ranks
     rank 0: units 0 1   -- unit 0 -->  rank 0: unit 0
                         -- unit 1 -->  rank 1: unit 1
     rank 1: units 2 3   -- unit 2 -->  rank 2: unit 2     ...
 
-A pair of ranks exchanges the units and the layers that both hold: neighbours in a page on both sides, so one piece per page, and
-where both hold the same, one per run of pages.
+A pair of ranks exchanges the units and layers that both hold: contiguous on both sides, so one
+piece per page, or per run of pages for equal shards.
 
-Replicas (more ranks than KV heads, a latent that all ranks hold): each decode rank has one source for a unit, so nothing is
-written twice. Sources are shared out by destination, not by page: runs of pages stay whole, there are fewer connections, and a
-second source is of no use to one destination, whose own link is the bound. `turn` differs between decode workers, so that one with
-fewer ranks than there are replicas does not always read from the first.
+Replicas (more ranks than KV heads, or a latent): each decode rank reads a unit from one source.
+Sources are shared out by destination, not by page: runs stay whole, and a destination's own link is
+the bound. `turn` differs between decode workers, so that not all read the first replica.
 """
 
 from collections.abc import Iterable, Sequence
@@ -26,14 +25,12 @@ import numpy as np
 from transfer_backends.contract import KVArgs, Pieces, RankMemory, Region
 from transfer_backends.merge import I64, plan_pieces, plan_strips
 
-Pair = tuple[int, int]  # (prefill rank, decode rank), by their places in KVArgs.ranks
-LEADERS: Pair = (0, 0)  # the metadata row's
+Pair = tuple[int, int]  # (prefill rank, decode rank), indices into KVArgs.ranks
+LEADERS: Pair = (0, 0)  # pair that carries the metadata row
 
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """Of one side of a pair: its memory, its units in a page, the first of them that the pair exchanges, the byte where that begins."""
-
     kv: Region
     num_units: int
     first: int
@@ -42,7 +39,7 @@ class Held:
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """The part of each page that one pair exchanges: `num_units` units, of each the bytes begin..end of a unit with all layers."""
+    """Part of each page that a pair exchanges: of `num_units` units the bytes begin..end."""
 
     pair: Pair
     src: Held
@@ -57,11 +54,11 @@ class Shard:
 
     @cached_property
     def whole(self) -> bool:
-        """Units leave from their first byte to their last, padding included, so that neighbours make one piece."""
+        """Units cross with padding, so that neighbours make one piece."""
         return self.end - self.begin == self.src.kv.item_bytes == self.dst.kv.item_bytes
 
     def plan(self, src: I64, dst: I64, *, begin: int, end: int, max_piece_bytes: int) -> Pieces | None:
-        """Plan the copies of bytes `begin`..`end` of pages i64[n] to pages i64[n]; None: the pair has none of these bytes."""
+        """Plan bytes `begin`..`end` of pages i64[n] to pages i64[n], if the pair has any."""
         begin, end = max(begin, self.begin), min(end, self.end)
         if begin >= end:
             return None
@@ -74,7 +71,6 @@ class Shard:
         return pieces if self.pair == LEADERS else replace(pieces, src_rank=self.pair[0], dst_rank=self.pair[1])
 
     def _units(self, pages: I64, held: Held) -> I64:
-        """Return the items of the pair's units of `pages`, page by page."""
         if held.num_units == 1:
             return pages
         units = held.first + np.arange(self.num_units)
@@ -82,7 +78,7 @@ class Shard:
 
 
 def plan_shards(mine: KVArgs, theirs: Sequence[RankMemory], *, turn: int = 0) -> tuple[Shard, ...]:
-    """Return what each pair exchanges, in the order of decode's ranks. Each of them gets every byte of its pages once."""
+    """Return the shards by decode rank, each with every byte of its pages once."""
     ends = [0, *accumulate(mine.layer_bytes)]
     shards, num_served = [], dict.fromkeys(map(_part, mine.ranks), turn)
     for number, theirs_one in enumerate(theirs):
@@ -102,7 +98,7 @@ class OfPair(Protocol):
 
 
 def pairs_of(shards: Iterable[OfPair]) -> list[Pair]:
-    """Return the pairs of ranks that need a connection: of each shard, and of the leaders."""
+    """Pairs that need a connection, with the leaders."""
     return sorted({LEADERS, *(shard.pair for shard in shards)})
 
 
@@ -116,7 +112,6 @@ _CONNECTIONS = msgspec.msgpack.Decoder(tuple[Connection, ...])
 
 
 def pack_descriptors(pairs: Sequence[Pair], theirs: Sequence[RankMemory]) -> bytes:
-    """Return the descriptor with which `RankEngines` connects `pairs`."""
     return msgspec.msgpack.encode([Connection(src, dst, theirs[dst].descriptor) for src, dst in pairs])
 
 
@@ -125,7 +120,7 @@ def unpack_descriptors(descriptor: bytes) -> tuple[Connection, ...]:
 
 
 def misfit(mine: KVArgs, theirs: Sequence[RankMemory]) -> str | None:
-    """Return what is wrong with the ranks that a decode worker of the same layout names, or None."""
+    """Return an error in the ranks of a decode worker, if any."""
     num_units, num_layers = mine.kv_units, len(mine.layer_bytes)
     ends = [0, *accumulate(mine.layer_bytes)]
     held = np.zeros((num_units, num_layers), bool)

@@ -1,13 +1,13 @@
-"""Which rank of a prefill worker writes which bytes of an item beside pages to which rank of a decode worker. Pure.
+"""Plan of extra-state bytes between ranks with different TP. Pure.
 
-An item of the model (the state of a request, say) is cut otherwise at another number of ranks, and each rank has its parts of it
-close together:
+An item of the model (a request's state, say) is cut differently per TP size, and a rank stores its
+parts contiguously:
 
-    model      | layer 0: q | k | v | heads | layer 1: q | k | v | heads |
-    rank 0     | q0 | k0 | v0 | heads 0 | q0 | k0 ...        its extents: [q0], [k0], [v0 and, behind it, heads 0], ...
+  model      | layer 0: q | k | v | heads | layer 1: q | k | v | heads |
+  rank 0     | q0 | k0 | v0 | heads 0 | q0 | k0 ...   extents: [q0], [k0], [v0 with heads 0], ...
 
-A pair of ranks exchanges the bytes that both have, in as few strips as can be; where both cut alike, the whole item. Of several ranks
-that have a byte the one serves that has most in common with the target, so few connections carry all.
+A pair exchanges the common bytes in few strips. The source with most in common serves, so
+connections stay few.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,8 +22,6 @@ from transfer_backends.shards import LEADERS, Pair
 
 
 class Strip(NamedTuple):
-    """`size` bytes of each item, from byte `src` of the one to byte `dst` of the other."""
-
     src: int
     dst: int
     size: int
@@ -31,7 +29,7 @@ class Strip(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SideShard:
-    """The part of each item of pool `pool` that one pair exchanges. `whole`: all of it, with the padding, so that neighbours make one piece."""
+    """Part of each item that a pair exchanges; `whole` includes padding and merges neighbours."""
 
     pool: int
     pair: Pair
@@ -41,7 +39,6 @@ class SideShard:
     whole: bool
 
     def plan(self, src: I64, dst: I64, *, max_piece_bytes: int) -> Pieces:
-        """Plan the copies of items i64[n] to items i64[n]."""
         if self.whole:
             pieces = plan_items(src, dst, src=self.src, dst=self.dst, max_piece_bytes=max_piece_bytes)
         else:
@@ -54,7 +51,7 @@ class SideShard:
 
 
 def plan_side_shards(mine: KVArgs, theirs: Sequence[RankMemory], *, turn: int = 0) -> tuple[SideShard, ...]:
-    """Return what each pair exchanges, pool by pool. Each of decode's ranks gets every byte of its items once. `turn`: of `plan_shards`."""
+    """Return the shards of each pool, each decode rank with every byte once."""
     shards = []
     for pool in range(len(mine.pools)):
         sources = [rank.pools[pool] for rank in mine.ranks]
@@ -64,7 +61,7 @@ def plan_side_shards(mine: KVArgs, theirs: Sequence[RankMemory], *, turn: int = 
 
 
 def side_misfit(mine: KVArgs, theirs: Sequence[RankMemory]) -> str | None:
-    """Return what is wrong with the pools that a decode worker of the same layout names, or None."""
+    """Return an error in the pools of a decode worker, if any."""
     for number, rank in enumerate(theirs):
         if len(rank.pools) != len(mine.pools):
             return (
@@ -135,7 +132,6 @@ class _Found(NamedTuple):
 
 
 def _common(mine: Iterable[Extent], theirs: Iterable[Extent]) -> list[_Found]:
-    """Return the bytes of an item that both have, in order."""
     found = []
     ours, others = list(mine), list(theirs)
     i = j = 0
@@ -157,7 +153,6 @@ def _size_of(found: Iterable[_Found]) -> int:
 
 
 def _without(wanted: Iterable[Extent], found: Sequence[_Found]) -> list[Extent]:
-    """Return what is left of `wanted` without the bytes of `found`."""
     left, taken = [], iter([*found, None])
     part = next(taken)
     for extent in wanted:
@@ -173,7 +168,6 @@ def _without(wanted: Iterable[Extent], found: Sequence[_Found]) -> list[Extent]:
 
 
 def _merged(found: Iterable[_Found]) -> tuple[Strip, ...]:
-    """Join strips that follow one another on both sides."""
     strips: list[Strip] = []
     for strip in sorted(part.strip for part in found):
         last = strips[-1] if strips else None

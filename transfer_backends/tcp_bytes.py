@@ -1,4 +1,4 @@
-"""The bytes that this process's TCP sockets have delivered: evidence of the transport that carried a write."""
+"""Bytes delivered by this process's TCP sockets: evidence of a write's transport."""
 
 import contextlib
 import os
@@ -11,7 +11,7 @@ AT = 120  # of tcpi_bytes_acked in struct tcp_info (linux/tcp.h, since Linux 4.1
 
 
 def tcp_bytes_acked() -> dict[int, int] | None:
-    """Return the bytes that peers have acknowledged, by the inode of the socket; None where the system does not tell."""
+    """Return acknowledged bytes per socket inode, or None if unknown."""
     try:
         descriptors = [int(name) for name in os.listdir("/proc/self/fd")]
     except OSError:

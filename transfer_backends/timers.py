@@ -1,10 +1,10 @@
-"""Timers of transfers: retries, heartbeats, and the time in which this process ran. Pure."""
+"""Timers of transfers: retries, heartbeats, running time. Pure."""
 
-MOST_A_TICK_S = 0.1  # counted between two ticks, which are closer together while anything waits
+MOST_A_TICK_S = 0.1  # counted between ticks, which are more frequent while anything waits
 
 
 class RetryTimer:
-    """Waits that double from `first_s` to `longest_s`. `at_s`: when the next try is due; None: none is planned."""
+    """Exponential backoff; `at_s` is the next try."""
 
     def __init__(self, first_s: float, longest_s: float) -> None:
         self.at_s: float | None = None
@@ -23,10 +23,9 @@ class RetryTimer:
 
 
 class Heartbeat:
-    """The heartbeat of a connected peer: the next ping, and whether it still answers.
+    """Heartbeat of a peer.
 
-    Misses are counted per ping, not by the clock: a stall of our own process, which wakes up with the answers unread, costs
-    one miss and declares no living peer silent.
+    Misses are counted per ping, not by the clock: a stall of our own process costs one.
     """
 
     def __init__(self, *, interval_s: float, max_failures: int, now_s: float) -> None:
@@ -43,14 +42,13 @@ class Heartbeat:
 
     @property
     def next_s(self) -> float:
-        """Return when the next ping is due."""
         return self._next_s
 
     def on_message(self, now_s: float) -> None:
         self._misses, self.message_at_s = 0, now_s
 
     def due(self, now_s: float) -> bool:
-        """Return True if a ping is due. Call at least once an interval, after reading all messages."""
+        """A ping is due. Call once per interval, after reading all messages."""
         if now_s < self._next_s:
             return False
         self._next_s = now_s + self._interval_s
@@ -60,9 +58,9 @@ class Heartbeat:
 
 
 class RunningTime:
-    """Time in which this process ran: the time between ticks, up to `MOST_A_TICK_S` each.
+    """Time in which this process ran: between ticks, up to `MOST_A_TICK_S` each.
 
-    While the machine sleeps or its hypervisor stops it, the clock runs, and bytes in its socket buffers or cards do not move.
+    The clock also runs while a machine sleeps, and its bytes do not move then.
     """
 
     def __init__(self) -> None:

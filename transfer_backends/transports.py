@@ -1,16 +1,16 @@
-"""Which transport carried a trial write, and why a GPU's bytes are slow. Pure: from evidence, never from what was asked for."""
+"""Transport of a trial write from evidence, and causes of slow GPU transfers. Pure."""
 
 from dataclasses import dataclass
 
 from transfer_backends.gpudirect import REMEDY, RdmaFacts
 
 UNKNOWN, TCP, RDMA, CMA, CUDA_IPC, NVLINK = "unknown", "tcp", "rdma", "cma", "cuda_ipc", "nvlink"
-SLOW_GPU_BYTES_A_S = 5e9  # RDMA has 10 and more, CUDA IPC 50 and more, TCP by way of the host one to three
+SLOW_GPU_BYTES_A_S = 5e9  # RDMA has 10 GB/s and more, CUDA IPC 50 and more, TCP through the host 1 to 3
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """A write of `size_bytes`. TCP bytes meanwhile: of sockets opened since the peer is known; of all. None: cannot be told."""
+    """Trial write, with TCP bytes meanwhile on new sockets and on all, if known."""
 
     size_bytes: int
     seconds: float
@@ -24,10 +24,7 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """`near`: the peer is on this machine; `one_namespace`: pids mean the same there (None: unknown).
-
-    `inside`: the engine's transport inside one machine if neither TCP nor RDMA carries it. `ucx_tls`: UCX_TLS, "": unset.
-    """
+    """Facts about the peer; `near`: same machine, `one_namespace`: same pids."""
 
     near: bool | None
     one_namespace: bool | None
@@ -40,7 +37,6 @@ class Surroundings:
 def surroundings_of(
     mine: str, theirs: str, *, rdma: RdmaFacts, inside: str, backend: str, ucx_tls: str
 ) -> Surroundings:
-    """`mine`, `theirs`: `liveness.host_id` of both workers, "BOOT_ID/PID_NAMESPACE"; "": unknown."""
     known = bool(mine and theirs)
     return Surroundings(
         near=mine.partition("/")[0] == theirs.partition("/")[0] if known else None,
@@ -67,7 +63,7 @@ def name_transport(seen: Evidence, around: Surroundings) -> str:
 
 
 def explain_slow_gpu(transport: str, seen: Evidence, around: Surroundings) -> str | None:
-    """Return cause and remedy where a GPU's pages go over TCP or under 5 GB/s; None: they do not."""
+    """Return cause and remedy for GPU pages over TCP or below 5 GB/s."""
     if transport != TCP and seen.bytes_a_s >= SLOW_GPU_BYTES_A_S:
         return None
     if around.inside == NVLINK:

@@ -1,10 +1,10 @@
-"""Control-plane messages between a decode and a prefill worker, and their frames.
+"""Control-plane messages between decode and prefill workers.
 
     decode  -> prefill: Register, TransferInfo, Recompute, Abort, Ping, Pong, Bye
     prefill -> decode:  Registered, Refused, Status, Nudge (`PollRequest`), Drained, Ping, Pong, Bye
 
-One ZMQ frame is one message: msgpack of a tagged struct out of a closed union. Each names sender and receiver by incarnation, so
-the first one shows if it was meant for an earlier process. `retry`: the write try, from 0.
+One ZMQ frame is one message: msgpack of a tagged struct. The incarnations of sender and receiver
+reveal messages to an earlier process. `retry`: the write try, from 0.
 """
 
 from collections.abc import Iterator
@@ -19,9 +19,9 @@ from transfer_backends.contract import MAX_POOLS, Count, KVArgs, RankMemory, Reg
 from transfer_backends.liveness import ProcessMark
 
 PROTOCOL_VERSION = 14
-MAX_IMAGE_BYTES = 24 << 20  # of a Recompute
+MAX_IMAGE_BYTES = 24 << 20  # in a Recompute
 MAX_FRAME_BYTES = (8 << 20) + MAX_IMAGE_BYTES
-MAX_PAGES = 1 << 20  # of one transfer
+MAX_PAGES = 1 << 20  # per transfer
 MAX_ROW_BYTES = 64 << 10
 MAX_RANKS = 1024
 MAX_LAYERS = 4096
@@ -53,14 +53,12 @@ class MalformedFrame(ValueError):
 
 
 class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_unknown_fields=True):
-    """`src`, `dst`: incarnations of sender and receiver (`dst` is empty where the sender does not know it yet)."""
-
     src: Name
     dst: Name
 
 
 class Layout(msgspec.Struct, frozen=True, array_like=True):
-    """Must be equal on both sides."""
+    """Memory layout, equal on both sides."""
 
     version: int
     backend: Name
@@ -76,7 +74,7 @@ class Layout(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Origin(msgspec.Struct, frozen=True, array_like=True):
-    """The place of a worker, for reports alone: `liveness.host_id` of its machine, and its configured address."""
+    """Location of a worker, only for reports."""
 
     machine: Name = ""
     address: Name = ""
@@ -86,7 +84,7 @@ NOWHERE = Origin()
 
 
 class Register(_Message, frozen=True):
-    """`ranks`: decode's processes; the first one has `aux` and this connection."""
+    """Registration; the first of `ranks` has `aux` and this connection."""
 
     layout: Layout
     ranks: Annotated[tuple[RankMemory, ...], msgspec.Meta(min_length=1, max_length=MAX_RANKS)]
@@ -98,28 +96,24 @@ class Register(_Message, frozen=True):
         return min(rank.num_pages for rank in self.ranks)
 
     def num_items(self, pool: int) -> int:
-        """As of `KVArgs`."""
         return min(rank.pools[pool].region.num_items for rank in self.ranks)
 
 
 class Registered(_Message, frozen=True):
-    """`marks`, of all processes that write, let decode prove that they are dead after the connection has closed. The first has it."""
+    """Acceptance; `marks` of all writing processes let decode prove their death."""
 
     marks: Annotated[tuple[ProcessMark, ...], msgspec.Meta(min_length=1, max_length=MAX_RANKS)]
 
 
 class Refused(_Message, frozen=True):
-    """`stale`: decode connected to an incarnation that is not here; it may look up and register again."""
+    """Refusal; if `stale`, decode may register again."""
 
     reason: Text
     stale: bool
 
 
 class TransferInfo(_Message, frozen=True):
-    """The places to write: int32 little-endian ids of the prompt's pages after the first `skip_pages`, and a metadata row.
-
-    `tail`: such ids of the prompt's items in each pool.
-    """
+    """Destination: int32 little-endian ids of pages and pool items (`tail`), and a row."""
 
     room: Room
     attempt: Attempt
@@ -130,11 +124,9 @@ class TransferInfo(_Message, frozen=True):
 
 
 class Recompute(_Message, frozen=True):
-    """A transfer of decode's own: compute the KV of `tokens` (int32 little-endian) without sampling, and write it.
+    """Decode's own transfer: compute the KV of `tokens` (int32 little-endian) and write it.
 
-    `share`: other requests of `namespace` may reuse the KV. `attempt` is above 0, so no room of the router has the same key.
-    `cached`: compute nothing, and write the cached part of them into the first pages.
-    `images`: of the tokens, as in `Work`.
+    `attempt` above 0 keeps it apart from the router's rooms. For the rest see `Work`.
     """
 
     room: Room
@@ -152,9 +144,9 @@ class Recompute(_Message, frozen=True):
 
 
 class Status(_Message, frozen=True):
-    """`state`: Transferring (progress), Success or Failed. `num_pages`: written so far, in this try.
+    """Transferring (progress), Success or Failed; `num_pages` in this try.
 
-    `row`: the metadata row, with Success alone, where prefill's engine carries no host memory; empty: it has landed.
+    `row`: the metadata row with Success, empty if the engine wrote it.
     """
 
     room: Room
@@ -167,11 +159,11 @@ class Status(_Message, frozen=True):
 
 
 class PollRequest(_Message, frozen=True, tag="Nudge"):
-    """Poll your engine often for a while: writes do not end by themselves (`Caps.target_must_poll`)."""
+    """Poll your engine often for a while (`Caps.target_must_poll`)."""
 
 
 class Abort(_Message, frozen=True):
-    """Stop writing for this room, in any try, then send `Drained`. `retry`: the last try that decode knows of."""
+    """Stop writing for this room, in any try, then send `Drained`."""
 
     room: Room
     attempt: Attempt
@@ -180,7 +172,7 @@ class Abort(_Message, frozen=True):
 
 
 class Drained(_Message, frozen=True):
-    """No write for this room is in flight or can start, of this try or an earlier one."""
+    """No write for this room is in flight or can start."""
 
     room: Room
     attempt: Attempt
@@ -196,7 +188,7 @@ class Pong(_Message, frozen=True):
 
 
 class Bye(_Message, frozen=True):
-    """The sender shuts down, and no write of it is in flight."""
+    """The sender shuts down; no write of it is in flight."""
 
 
 Message = (
@@ -222,7 +214,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(frame: bytes) -> Message:
-    """Raises `MalformedFrame` for anything that is not a message."""
+    """Raises `MalformedFrame`."""
     if len(frame) > MAX_FRAME_BYTES:
         raise MalformedFrame(f"frame of {len(frame)} bytes")
     try:
@@ -261,7 +253,7 @@ def layout_of(args: KVArgs, *, backend: str) -> Layout:
 
 
 def layout_conflict(mine: Layout, theirs: Layout, *, me: str, them: str) -> str | None:
-    """Return one line that names both values of the first field that differs, and the remedy; or None."""
+    """Return an error with both values of the first different field."""
     for name, a, b in _compared(mine, theirs):
         if a != b:
             remedy = REMEDIES.get(name, "start both workers with the same model and flags")
@@ -270,7 +262,6 @@ def layout_conflict(mine: Layout, theirs: Layout, *, me: str, them: str) -> str 
 
 
 def _compared(mine: Layout, theirs: Layout) -> Iterator[tuple[str, object, object]]:
-    """Yield (name, my value, theirs)."""
     for name in ("version", "backend", "signature", "page_size", "dtype", "kv_checksum", "kv_units"):
         yield name, getattr(mine, name), getattr(theirs, name)
     yield "num_layers", len(mine.layer_bytes), len(theirs.layer_bytes)

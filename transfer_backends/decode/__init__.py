@@ -1,1 +1,1 @@
-"""Decode's side of the transfers: look-ups, states of rooms, proof of death, and the thread that runs them."""
+"""Decode side of transfers: look-ups, room states, proof of death, their thread."""

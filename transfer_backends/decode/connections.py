@@ -14,14 +14,14 @@ from transfer_backends.wire import Register
 FIRST_PROOF_S = 0.02
 LONGEST_PROOF_S = 1.0
 MAX_GONE = 32
-EAGER_S = 0.25  # after a poll request; the next one comes sooner while it is needed
+EAGER_S = 0.25  # after a poll request; the next one comes earlier if needed
 
 
 @dataclass(eq=False, kw_only=True)
 class PrefillPeer(Peer):
-    """`marks`: of its processes, () before it first registered us. `unsent_aborts`: rooms to abort once it is live.
+    """Prefill worker; `marks` is () until it first registered us.
 
-    `proof`: when to check next whether a lost peer lives. `settled_at_s`: its last bytes have landed then (running time).
+    `settled_at_s`: running time at which its last bytes have landed.
     """
 
     route: Route
@@ -43,18 +43,15 @@ class Connect:
 
 @dataclass(frozen=True)
 class Disconnect:
-    """Close the link once earlier messages have left."""
-
     link: Link
 
 
 class Connections:
-    """`gone`: the last incarnations that were dropped, which a look-up for recomputation leaves out."""
+    """Links to prefill workers; recompute look-ups exclude the recently dropped `gone`."""
 
     def __init__(
         self, peers: PeerTable[PrefillPeer], *, register: Callable[[str], Register], handshake_timeout_s: float
     ) -> None:
-        """`register(dst)` makes the registration message for the prefill incarnation `dst`."""
         self.gone: deque[str] = deque(maxlen=MAX_GONE)
         self._peers = peers
         self._queue = peers.effects.queue
@@ -64,7 +61,6 @@ class Connections:
         self._eager_until_s = 0.0
 
     def obtain(self, route: Route, now_s: float) -> PrefillPeer:
-        """Return the peer of the route; connect to a new one."""
         peer = self._peers.get(route.incarnation)
         if peer is None:
             peer = PrefillPeer(route.incarnation, self._peers.heartbeat(now_s), deadline_s=0.0, route=route)
@@ -81,7 +77,7 @@ class Connections:
         self._peers.send(peer, self._register(peer.incarnation))
 
     def on_registered(self, peer: PrefillPeer, marks: tuple[ProcessMark, ...]) -> list[RoomKey]:
-        """Return the rooms whose abort waited for this."""
+        """Return the rooms whose abort waited for it."""
         peer.registered = True
         peer.marks = marks
         peer.proof.reset()
@@ -105,8 +101,8 @@ class Connections:
         self._eager_until_s = now_s + EAGER_S
 
     def eager(self, now_s: float) -> bool:
-        """Return True while a path is tried out or a prefill worker waits for its writes to end: poll the engine often.
+        """A peer connects or waits for its writes: poll the engine often.
 
-        Other writes need no polls (shared memory, RDMA), and each poll interrupts a decode step.
+        Shared memory and RDMA need no polls, and each one interrupts a decode step.
         """
         return now_s < self._eager_until_s or any(peer.connecting for peer in self._peers)

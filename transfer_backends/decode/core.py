@@ -1,12 +1,10 @@
-"""Decode's side of all transfers: its parts put together, messages of prefill workers, deadlines. Pure.
+"""Decode side of all transfers: messages of prefill workers, deadlines. Pure.
 
-It receives calls, look-up results, messages, lost links and the time, and changes states (`rooms`) and `effects`.
-
-    role's thread     rooms          provide, abort, close; states
-    control thread    this module    messages (`statuses`: of rooms), lost links, deadlines
-                      connections    to prefill workers; their registration
-    thread pools      finder         the prefill worker of a room
-                      proofs         whether a lost prefill worker is dead
+role's thread     rooms          provide, abort, close; states
+control thread    this module    messages (`statuses`: of rooms), lost links, deadlines
+                  connections    to prefill workers; their registration
+thread pools      finder         the prefill worker of a room
+                  proofs         whether a lost prefill worker is dead
 """
 
 from collections.abc import Callable
@@ -40,7 +38,7 @@ from transfer_backends.wire import (
     layout_of,
 )
 
-SCAN_S_A_ROOM = 50e-6  # the more rooms, the rarer the look at their deadlines, so that ticks stay cheap
+SCAN_S_A_ROOM = 50e-6  # deadlines are scanned more rarely with more rooms, so that ticks stay cheap
 REFUSED = "it refused the connection; start every worker with the same --cluster-secret-file (or all without)"
 
 
@@ -57,7 +55,7 @@ class DecodeCore:
         origin: Origin = NOWHERE,
         is_apart: bool = False,
     ) -> None:
-        """`descriptor`: of this process's engine. `land_row(row, data)` puts a metadata row that a message brought in its place, before its room is Success."""
+        """`land_row(row, data)` stores a received metadata row."""
         layout = layout_of(kv_args, backend=caps.name)
         ranks = (msgspec.structs.replace(kv_args.ranks[0], descriptor=descriptor), *kv_args.ranks[1:])
         line = LookUpLine()
@@ -96,18 +94,17 @@ class DecodeCore:
 
     @property
     def is_quiet(self) -> bool:
-        """No peer can write into the pool."""
         return self.rooms.num_exposed == 0
 
     @property
     def rests(self) -> bool:
-        """Whether time changes nothing but heartbeats."""
+        """Only heartbeats are due."""
         return not len(self.rooms) and self.peers.rests
 
     def open(
         self, room: int, room_attempt: int, bootstrap: str, now_s: float, *, route: Route | None = None
     ) -> DecodeRoom:
-        """Open a room and look for its prefill worker, or go by the `route`."""
+        """Open a room and find its prefill worker, unless `route` names it."""
         opened = self.rooms.open(room, room_attempt, bootstrap, now_s, route=route)
         self.finder.seek(opened, now_s)
         return opened
@@ -134,7 +131,7 @@ class DecodeCore:
     # ---- messages and links
 
     def on_message(self, link: Link, message: Message, now_s: float) -> None:
-        """Raises `PeerProtocolError` (nothing changed) for what the peer may not send now."""
+        """Raises `PeerProtocolError`, changing nothing."""
         peer = self.peers.by_link(link)
         if peer is None:
             return
@@ -178,7 +175,7 @@ class DecodeCore:
                 self.rooms.send_abort(peer, room.key, room.reason or "")
 
     def _on_refused(self, peer: PrefillPeer, message: Refused, now_s: float) -> None:
-        """`stale`: the incarnation that we knew is over or forgot us; a look-up finds its successor."""
+        """If `stale`, look up the successor: the incarnation ended or forgot us."""
         if peer.marks or message.stale:
             self._lose(peer, message.reason, now_s)
             if message.src != peer.incarnation:
@@ -191,7 +188,7 @@ class DecodeCore:
                 self.rooms.fail(room, f"prefill worker refused: {message.reason}", now_s, report=False)
 
     def _on_bye(self, peer: PrefillPeer, message: Bye, now_s: float) -> None:
-        """All operations of that manager are final."""
+        """End exposures: all the peer's operations are final."""
         rooms = self.rooms.of(peer)
         self._lose(peer, "it shut down", now_s)
         self.proofs.bury(peer.incarnation, now_s)
@@ -217,7 +214,7 @@ class DecodeCore:
                 self._check_deadline(room, now_s)
 
     def _on_silent(self, peer: PrefillPeer, now_s: float) -> None:
-        """Fail the peer's rooms and keep its link: it may still live, write and acknowledge."""
+        """Fail the rooms, keep the link: the peer may still write."""
         for room in self.rooms.of(peer):
             self.rooms.abort(room, f"prefill worker {peer.route.control} does not answer", now_s)
 

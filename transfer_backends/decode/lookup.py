@@ -1,7 +1,7 @@
-"""Finding the prefill worker of a room: look-ups, the routes they found, and the search again after a failure. Pure.
+"""Search for a room's prefill worker: look-ups, cached routes, retries. Pure.
 
-A bootstrap server that knows one prefill worker is looked up once for each of its DP ranks; a rank's route serves all of its rooms.
-A *shared* server knows several workers: each room has a look-up of its own.
+A bootstrap server with one prefill worker is looked up once per DP rank; with several (*shared*)
+once per room.
 """
 
 from dataclasses import dataclass
@@ -16,16 +16,16 @@ from transfer_backends.decode.rooms import DecodeRooms
 from transfer_backends.kvpoll import KVPoll
 from transfer_backends.peers import PeerTable
 
-MAX_SERVERS = 4096  # bootstrap servers that are remembered: requests name them
+MAX_SERVERS = 4096  # remembered bootstrap servers; requests name them
 
 V = TypeVar("V")
 
 
 @dataclass(frozen=True)
 class LookUp:
-    """Ask the bootstrap server off-thread; call `on_route` or `on_lookup_failed`.
+    """Command to query a bootstrap server off-thread.
 
-    `any_but`: any prefill worker but these incarnations will do. None: only the room's own.
+    `any_but` allows any prefill worker except these incarnations.
     """
 
     bootstrap: str
@@ -47,11 +47,11 @@ class PrefillFinder:
         self._connections = connections
         self._proofs = proofs
         self._line = line
-        self._routes: dict[str, dict[int, Route]] = {}  # by rank, of bootstrap servers that know one prefill worker
-        self._shared: dict[str, None] = {}  # bootstrap servers that know several
+        self._routes: dict[str, dict[int, Route]] = {}  # by rank, for bootstrap servers with one prefill worker
+        self._shared: dict[str, None] = {}  # bootstrap servers with several workers
 
     def seek(self, room: DecodeRoom, now_s: float) -> None:
-        """Find the prefill worker: by a known route, a look-up under way at the same server, or a new one."""
+        """Find the worker by a known route or a look-up."""
         room.retry.at_s = None
         route = self._known(room)
         if route is not None:
@@ -63,7 +63,7 @@ class PrefillFinder:
             self._look_up(room)
 
     def seek_again(self, room: DecodeRoom, error: str, now_s: float) -> None:
-        """Look again later, after a failure. A room that recomputes, or whose worker is named, gives up."""
+        """Retry later, unless the room recomputes or names its worker."""
         if room.recomputes or room.route is not None:
             self.give_up(room, error, now_s)
             return
@@ -108,10 +108,9 @@ class PrefillFinder:
             self._peers.effects.queue.append(LookUp(room.bootstrap, room.key[0], any_but))
 
     def _next_in_line(self, bootstrap: str) -> None:
-        """Start the look-up of the next room in line."""
         self._line.end(bootstrap)
         while (key := self._line.take(bootstrap)) is not None:
-            room = self._rooms[key]  # one that is forgotten leaves the line
+            room = self._rooms[key]  # a forgotten room leaves the queue
             if room.looking and room.peer is None:
                 self._look_up(room)
                 return
@@ -123,7 +122,6 @@ class PrefillFinder:
         return next((route for route in routes if route.has(room.key[0])), None)
 
     def _same_rank(self, one: DecodeRoom, other: DecodeRoom) -> bool:
-        """Whether one look-up serves both; also while nothing is known of the server."""
         dp_size = next((route.dp_size for route in self._routes.get(one.bootstrap, {}).values()), 1)
         return one.key[0] % dp_size == other.key[0] % dp_size
 
@@ -139,7 +137,7 @@ class PrefillFinder:
                     self._attach(room, route, now_s)
                 else:
                     others.append(room)
-            if not kept:  # the ranks were not known: these rooms waited for this look-up
+            if not kept:  # the ranks were unknown: these rooms waited for this look-up
                 self._seek_other_ranks(others, now_s)
             return
         for room in self._seekers(bootstrap, number):
@@ -147,7 +145,6 @@ class PrefillFinder:
         self._on_shared(bootstrap, number, now_s)
 
     def _seek_other_ranks(self, rooms: list[DecodeRoom], now_s: float) -> None:
-        """One look-up for each rank."""
         waiting = [room for room in rooms if room.looking]
         for room in waiting:
             room.looking = False
@@ -155,7 +152,7 @@ class PrefillFinder:
             self.seek(room, now_s)
 
     def _on_shared(self, bootstrap: str, number: int, now_s: float) -> None:
-        """A server that knows rooms one by one is shared: those that waited for the look-up of `number` need their own."""
+        """Mark the server as shared: waiting rooms need their own look-ups."""
         waiting = [] if bootstrap in self._shared else self._seekers(bootstrap, None)
         _remember(self._shared, bootstrap, None)
         for room in waiting:
@@ -163,7 +160,6 @@ class PrefillFinder:
                 self.seek(room, now_s)
 
     def _attach(self, room: DecodeRoom, route: Route, now_s: float) -> None:
-        """Connect to the room's prefill worker unless it is known to be gone."""
         room.end_search()
         if self._proofs.is_dead(route.incarnation, now_s):
             self._on_dead_owner(room, route, now_s)
@@ -187,7 +183,7 @@ class PrefillFinder:
             self._rooms.move(room, KVPoll.WaitingForInput)
 
     def _on_dead_owner(self, room: DecodeRoom, route: Route, now_s: float) -> None:
-        """Give up a room with a route of its own: its request is lost. Others wait for a new incarnation."""
+        """Fail a shared server's room; others wait for a new incarnation."""
         self.drop_routes(route.incarnation)
         error = f"prefill worker {route.control} has ended"
         if route.shared:
@@ -196,7 +192,6 @@ class PrefillFinder:
             self.seek_again(room, error, now_s)
 
     def _seekers(self, bootstrap: str, number: int | None) -> list[DecodeRoom]:
-        """Rooms (`number`: of that bootstrap_room) that look for a worker at the server."""
         return [
             room
             for room in self._rooms
@@ -209,7 +204,6 @@ class PrefillFinder:
 
 
 def _remember(table: dict[str, V], name: str, value: V) -> None:
-    """Keep the latest `MAX_SERVERS`."""
     table.pop(name, None)
     table[name] = value
     while len(table) > MAX_SERVERS:

@@ -1,6 +1,6 @@
-"""Look-ups under way at each bootstrap server, and the rooms that wait in line for one. Pure.
+"""Queue of look-ups at each bootstrap server. Pure.
 
-A server that hangs holds a thread until the look-up times out. `MAX_LOOKUPS_A_SERVER` leaves threads for the others.
+A server that hangs holds a thread until timeout; `MAX_LOOKUPS_A_SERVER` leaves threads for others.
 """
 
 from collections import Counter
@@ -12,14 +12,14 @@ MAX_LOOKUPS_A_SERVER = 4
 
 
 class LookUpLine:
-    """Tables by server, with an entry only while a look-up is under way there."""
+    """Tables by server, only while a look-up is in flight."""
 
     def __init__(self) -> None:
         self._under_way: Counter[str] = Counter()
         self._waiting: dict[str, dict[RoomKey, None]] = {}
 
     def begin(self, server: str, key: RoomKey) -> bool:
-        """Return True if the look-up may start; else the room waits in line."""
+        """Return True if the look-up may start; else queue the room."""
         if self._under_way[server] >= MAX_LOOKUPS_A_SERVER:
             self._waiting.setdefault(server, {})[key] = None
             return False

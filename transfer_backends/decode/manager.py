@@ -1,4 +1,4 @@
-"""Decode's manager: runs a `DecodeCore` under a control thread; look-ups and proofs of death run in small thread pools."""
+"""Decode's manager: a `DecodeCore` under a control thread, with pools for blocking calls."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -22,16 +22,13 @@ from transfer_backends.ports import Engine, KVReceiver, Lookup
 from transfer_backends.wire import Origin
 
 EAGER_POLL_S = 0.001  # of an engine that needs it, while a peer waits for that
-NUM_LOOKUP_THREADS = 8 * MAX_LOOKUPS_A_SERVER  # started when needed; 7 servers may hang and slow no other look-up
+NUM_LOOKUP_THREADS = 8 * MAX_LOOKUPS_A_SERVER  # started on demand; 7 hanging servers slow no other look-up
 
 Command = Connect | Disconnect | LookUp | Prove
 
 
 class DecodeManager:
-    """Receives KV pages into this worker's pool. Only `close` blocks; if it returns False, the memory must stay mapped.
-
-    `lookup` finds the prefill worker of a room, off-thread, in a few seconds.
-    """
+    """Receiver of KV pages. Only `close` blocks; `lookup` runs off-thread."""
 
     def __init__(
         self,
@@ -44,7 +41,7 @@ class DecodeManager:
         environment: Environment = THIS_MACHINE,
         is_apart: bool = False,
     ) -> None:
-        """`is_apart`: this worker's ranks are on several machines."""
+        """`is_apart`: the ranks run on several machines."""
         self.incarnation = environment.incarnation()
         self._engine = engine
         self._clock = clock
@@ -78,13 +75,13 @@ class DecodeManager:
         self.control.start()
 
     def set_wakeup(self, wakeup: Callable[[], None]) -> None:
-        """Call `wakeup` from any thread when a polled state has changed. It must not block."""
+        """Set the callback for changed states, called in any thread; it must not block."""
         self.control.wakeup = wakeup
 
     def receiver(
         self, room: int, *, bootstrap: str, room_attempt: int = 0, fake: bool = False, route: Route | None = None
     ) -> KVReceiver:
-        """`bootstrap`: "host:port" of the bootstrap server, which is asked without a `route`. Raises `RoomInUse`, or ValueError for a bad room."""
+        """Open a transfer. Raises `RoomInUse`, and ValueError for a bad room."""
         if fake:
             return FakeTransfer()
         with self.control.locked() as now_s:
@@ -99,9 +96,9 @@ class DecodeManager:
         return self.control.counters
 
     def close(self) -> bool:
-        """Abort what is open, wait some seconds for it to drain, end the threads.
+        """Abort open transfers, wait some seconds for writes to end, stop the threads.
 
-        False: a peer may still write into the pool; the engine stays up.
+        Returns False if a peer may still write: keep the memory mapped.
         """
         if not self.control.first_close():
             return self.control.is_quiet
@@ -161,8 +158,6 @@ class DecodeManager:
 
 
 class Receiver:
-    """`KVReceiver` of a real transfer."""
-
     def __init__(self, rooms: DecodeRooms, control: ControlThread, room: DecodeRoom) -> None:
         self._rooms = rooms
         self._control = control

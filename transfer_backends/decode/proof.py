@@ -1,10 +1,10 @@
-"""Proof that a lost prefill worker is dead: only then may pages it could write be used again. Pure.
+"""Proof that a lost prefill worker is dead, before pages it could write are reused. Pure.
 
     LOST --proof of death, settled--> dropped
       +-----alive--> CONNECTING (the same incarnation answers again)
 
-Decode does not connect again to an incarnation that died or sent `Bye`, though a bootstrap server may still list it. After
-`DEAD_S` it does: a port that refuses may be a firewall's doing.
+Decode does not reconnect to a dead incarnation until `DEAD_S` later: a firewall may have refused
+the port.
 """
 
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ from transfer_backends.peers import PeerTable
 from transfer_backends.timers import RunningTime
 
 MAX_DEAD = 256
-DEAD_S = 60.0  # longer than the lease by which a bootstrap server lists a worker
+DEAD_S = 60.0  # longer than a worker's lease at the bootstrap server
 
 
 @dataclass(frozen=True)
 class Prove:
-    """Check off-thread whether any of the processes lives; call `on_proof` with `liveness.of_worker` of all."""
+    """Command to check off-thread if any of the processes lives."""
 
     incarnation: str
     marks: tuple[ProcessMark, ...]
@@ -37,7 +37,7 @@ class Proofs:
         resend_s: float,
         is_apart: bool = False,
     ) -> None:
-        """Times of `Caps`. `is_apart`: this worker's ranks have several addresses."""
+        """`is_apart`: this worker's ranks have several addresses."""
         self._peers = peers
         self._effects = peers.effects
         self._connections = connections
@@ -45,7 +45,7 @@ class Proofs:
         self._resend_s = resend_s
         self._is_apart = is_apart
         self._ran = RunningTime()
-        self._dead: dict[str, float] = {}  # incarnations that have ended, and until when that is remembered
+        self._dead: dict[str, float] = {}  # ended incarnations, and until when to remember them
 
     def is_dead(self, incarnation: str, now_s: float) -> bool:
         return now_s < self._dead.get(incarnation, now_s)
@@ -60,7 +60,7 @@ class Proofs:
         self._dead.pop(incarnation, None)
 
     def on_lost(self, peer: PrefillPeer, now_s: float) -> None:
-        """Drop a peer that never registered us; of another, prove what became of it."""
+        """Drop a peer that never registered us; start a proof for others."""
         self._effects.counters["sessions_lost"] += 1
         if not peer.marks:
             self._connections.drop(peer)
@@ -71,13 +71,13 @@ class Proofs:
 
     def on_proof(self, incarnation: str, proof: Liveness, now_s: float) -> None:
         peer = self._peers.get(incarnation)
-        if proof is Liveness.DEAD and (peer is None or not peer.live):  # else the proof has come late
+        if proof is Liveness.DEAD and (peer is None or not peer.live):  # otherwise the proof came late
             self.bury(incarnation, now_s)
         if peer is None or not peer.lost or peer.settled_at_s is not None:
             return
         if proof is Liveness.DEAD:
-            # Its kernel may still send its last bytes again, after an outage as late as that was long. Of paths between other
-            # machines than the leaders' nothing is known.
+            # Its kernel may resend its last bytes after an outage as long as the time so far.
+            # Nothing is known of paths between machines other than the leaders'.
             is_apart = self._is_apart or are_apart(peer.marks, peer.route.control)
             outage_s = self._resend_s if is_apart else min(now_s - peer.heartbeat.message_at_s, self._resend_s)
             peer.settled_at_s = self._ran.at(now_s) + max(self._settle_s, outage_s)
@@ -87,7 +87,7 @@ class Proofs:
             peer.proof.plan(now_s)
 
     def on_successor(self, peer: PrefillPeer, now_s: float) -> None:
-        """Another incarnation answers at the address of a lost peer: its first process is dead, and others may still write."""
+        """A successor answers: the first process is dead, the others may write."""
         if len(peer.marks) > 1:
             peer.marks = (GONE, *peer.marks[1:])
             self.bury(peer.incarnation, now_s)
@@ -95,7 +95,7 @@ class Proofs:
             self.on_proof(peer.incarnation, Liveness.DEAD, now_s)
 
     def tick(self, now_s: float) -> list[PrefillPeer]:
-        """Request the proofs that are due; drop and return the dead peers whose bytes have settled."""
+        """Request due proofs; drop and return dead peers whose bytes have settled."""
         self._ran.tick(now_s)
         dead = [peer for peer in self._peers if peer.lost and self._is_settled(peer, now_s)]
         for peer in dead:

@@ -1,4 +1,4 @@
-"""One transfer of decode: the search for its prefill worker, and whether its pages are exposed. Pure."""
+"""State of one transfer on decode. Pure."""
 
 from dataclasses import dataclass, field
 
@@ -13,14 +13,14 @@ LONGEST_RETRY_S = 0.5
 
 @dataclass(eq=False)
 class DecodeRoom(Room):
-    """route: the worker that has the room, where the request names it; no server is asked
-    recomputes: decode's own request: any prefill worker will do, and a failed handshake is final
-    partial: fewer pages than were given may be written; written_pages: how many were, in Success
+    """Search for the prefill worker, and exposure of the pages.
 
-    looking: by a look-up    retry: when to look again
-    error: what the handshake waits for, or why its last try failed; failure: the latter alone
-    write_try: the latest that prefill reported    exposed: prefill may write to the given pages
-    stuck_at_s: the pages count as stuck if exposed then    closed: by the role, and prefill must still learn of it
+    - recomputes: decode's own request: any prefill worker will do
+    - partial: fewer pages than given may be written
+    - error: why the handshake waits, or its last failure; failure: only the latter
+    - write_try: latest reported by prefill; exposed: prefill may write to the pages
+    - stuck_at_s: exposed pages count as stuck from then
+    - closed: by the role, while prefill must still learn of it
     """
 
     bootstrap: str

@@ -1,9 +1,10 @@
-"""Decode's transfers and their states, and the calls of the role. Pure.
+"""Decode's transfers and the role's calls. Pure.
 
-    receiver opened --route, peer live--> WaitingForInput --provide, first Status--> Transferring --> Success
+  receiver opened --route, peer live--> WaitingForInput
+      --provide, first Status--> Transferring --> Success
 
-Pages of `provide` are exposed until prefill reports Success or Drained, or is proven dead. No timer ends that: a room that is
-exposed past `drain_timeout_s` counts as stuck.
+Only Success, Drained or proof of death ends the exposure of given pages, no timer: a room exposed
+past `drain_timeout_s` counts as stuck.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +20,7 @@ from transfer_backends.peers import PeerTable
 from transfer_backends.rooms import RoomTable
 from transfer_backends.wire import Abort, Recompute, TransferInfo, clip, pack_ids
 
-MAX_PENDING_ABORTS = 4096  # rooms given up before prefill could learn of it; beyond it the oldest are forgotten
+MAX_PENDING_ABORTS = 4096  # rooms aborted before prefill was found; the oldest beyond it are forgotten
 
 
 class DecodeRooms(RoomTable[DecodeRoom]):
@@ -41,7 +42,7 @@ class DecodeRooms(RoomTable[DecodeRoom]):
         self._args = args
         self._handshake_timeout_s = handshake_timeout_s
         self._drain_timeout_s = drain_timeout_s
-        self._pending_aborts: dict[RoomKey, None] = {}  # closed rooms whose prefill worker is still looked for
+        self._pending_aborts: dict[RoomKey, None] = {}  # closed rooms still in search of their prefill worker
 
     def of(self, peer: PrefillPeer) -> list[DecodeRoom]:
         return [room for room in self if room.peer is peer]
@@ -55,7 +56,7 @@ class DecodeRooms(RoomTable[DecodeRoom]):
     def open(
         self, room: int, room_attempt: int, bootstrap: str, now_s: float, *, route: Route | None = None
     ) -> DecodeRoom:
-        """Raises `RoomInUse` for a live room and ValueError for an invalid number."""
+        """Raises `RoomInUse`, and ValueError for an invalid number."""
         deadline_s = now_s + self._handshake_timeout_s
         opened = DecodeRoom((room, room_attempt), bootstrap, deadline_s, recomputes=room_attempt > 0, route=route)
         self.add(opened)
@@ -72,7 +73,6 @@ class DecodeRooms(RoomTable[DecodeRoom]):
         work: Work | None = None,
         tail: Tail = (),
     ) -> None:
-        """`work`: for a room that recomputes."""
         key, state = room.key, room.state
         assert room.recomputes == (work is not None), (
             f"room {key}: attempt 0 has a request at prefill, others bring work"
@@ -112,7 +112,7 @@ class DecodeRooms(RoomTable[DecodeRoom]):
             self.fail(room, reason, now_s)
 
     def close(self, room: DecodeRoom) -> None:
-        """Forget the room, or keep its abort pending while its prefill worker is looked for."""
+        """Forget the room, or keep its abort pending while prefill is searched."""
         if not room.drained:
             raise RuntimeError(f"room {room.key}: closed in {room.state.name} before its pages were drained")
         room.closed = True
@@ -126,15 +126,14 @@ class DecodeRooms(RoomTable[DecodeRoom]):
     # ---- moves
 
     def succeed(self, room: DecodeRoom, row: bytes, *, num_pages: int) -> None:
-        """`row`: the metadata row; empty: the engine has written it."""
-        room.written_pages = num_pages  # first: a handle that sees Success reads it, without the lock
+        room.written_pages = num_pages  # first: a handle that reads Success reads this without the lock
         if row:
             self._land_row(room.metadata_row, row)
         self.move(room, KVPoll.Success)
         self._peers.effects.counters["succeeded"] += 1
 
     def misfit(self, room: DecodeRoom, *, num_pages: int, row: bytes) -> str | None:
-        """Return what is wrong with what prefill says it wrote, or None."""
+        """Return an error if prefill's reported pages or row do not fit."""
         assert room.num_pages is not None
         if num_pages != room.num_pages and not (room.partial and num_pages < room.num_pages):
             return f"prefill wrote {num_pages} pages, {room.num_pages} were given: the two prompts differ"
@@ -143,7 +142,7 @@ class DecodeRooms(RoomTable[DecodeRoom]):
         return None
 
     def fail(self, room: DecodeRoom, reason: str, now_s: float, *, report: bool = True) -> None:
-        room.reason = reason  # first: a handle that sees Failed reads it, without the lock
+        room.reason = reason  # first: a handle that reads Failed reads this without the lock
         self.move(room, KVPoll.Failed)
         self._peers.effects.counters["failed"] += 1
         room.stuck_at_s = now_s + self._drain_timeout_s
@@ -151,7 +150,6 @@ class DecodeRooms(RoomTable[DecodeRoom]):
             self.report_abort(room, room.peer)
 
     def report_abort(self, room: DecodeRoom, peer: PrefillPeer) -> None:
-        """Send the abort now, or once prefill has answered the registration."""
         if peer.live:
             self.send_abort(peer, room.key, room.reason or "")
         elif peer.connecting and not room.exposed:

@@ -1,6 +1,6 @@
-"""Prefill's reports about our rooms. Pure.
+"""Prefill's reports about rooms. Pure.
 
-A report about an earlier write try is counted and dropped: it neither completes a transfer nor ends its pages' exposure.
+Reports of an earlier write try are counted and dropped: they end neither transfer nor exposure.
 """
 
 from collections import Counter
@@ -13,7 +13,7 @@ from transfer_backends.wire import Drained, Status
 
 
 class Statuses:
-    """Each method raises `PeerProtocolError` (nothing changed) for what the peer may not send now."""
+    """Handlers; each raises `PeerProtocolError`, changing nothing."""
 
     def __init__(self, rooms: DecodeRooms, counters: Counter[str]) -> None:
         self._rooms = rooms
@@ -44,7 +44,6 @@ class Statuses:
         self._rooms.expose(room, False)
 
     def _addressed(self, peer: PrefillPeer, message: Status | Drained) -> DecodeRoom | None:
-        """Return the message's room and note its try; None (counted) for a closed room, another peer's, or an earlier try."""
         room = self._rooms.get((message.room, message.attempt))
         if room is None or room.peer is not peer or message.retry < room.write_try:
             self._counters["late_messages"] += 1
@@ -56,7 +55,6 @@ class Statuses:
         return room
 
     def _on_late(self, room: DecodeRoom, to: KVPoll) -> None:
-        """Handle a status that crossed our abort. After Success nothing is written any more."""
         self._counters["late_messages"] += 1
         if to is KVPoll.Success:
             self._rooms.expose(room, False)

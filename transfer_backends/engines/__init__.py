@@ -1,1 +1,1 @@
-"""Thin engines that move bytes: nixl, mooncake, fake. Each implements `transfer_backends.ports.Engine`."""
+"""Implementations of `transfer_backends.ports.Engine`."""

@@ -1,6 +1,7 @@
-"""The GPU's context in each thread that drives an engine, by the CUDA driver's library.
+"""CUDA context for threads that drive an engine.
 
-Without it UCX silently copies through the host, or crashes in cuEventQuery (openucx/ucx#11194, ai-dynamo/nixl#2102).
+Without it UCX silently copies through the host, or crashes in cuEventQuery (openucx/ucx#11194,
+ai-dynamo/nixl#2102).
 """
 
 import ctypes
@@ -12,7 +13,7 @@ LIBRARY = "libcuda.so.1"
 
 
 class CudaContext:
-    """The primary context of device `ordinal`, which torch uses too. Raises BackendUnavailable if there is none."""
+    """Primary context of a device. Raises BackendUnavailable."""
 
     def __init__(self, ordinal: int, *, library: str = LIBRARY) -> None:
         try:
@@ -29,13 +30,12 @@ class CudaContext:
         self._call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), device)
 
     def enter(self) -> None:
-        """Give this thread the context. Free after the first time."""
         if not getattr(self._here, "entered", False):
             self._call("cuCtxSetCurrent", self._context)
             self._here.entered = True
 
     def allocate(self, size_bytes: int) -> int:
-        """Return the address of memory that other processes can map. Raises BackendUnavailable if there is not enough."""
+        """Return memory that other processes can map. Raises BackendUnavailable."""
         self.enter()
         at = ctypes.c_void_p()
         self._call("cuMemAlloc_v2", ctypes.byref(at), ctypes.c_size_t(size_bytes))

@@ -1,4 +1,4 @@
-"""Settings that engine libraries read from the environment once, and a way to silence what they print at start."""
+"""Environment settings of engine libraries, and silencing of their start-up output."""
 
 import contextlib
 import os
@@ -13,7 +13,7 @@ def set_defaults(settings: Mapping[str, str]) -> None:
 
 @contextlib.contextmanager
 def defaults_inside(settings: Mapping[str, str]) -> Iterator[None]:
-    """Set them for a library that reads them inside the block. Later engines and processes do not inherit them."""
+    """Set them inside the block, for a library that reads them once."""
     added = [name for name in settings if name not in os.environ]
     set_defaults(settings)
     try:
@@ -25,7 +25,7 @@ def defaults_inside(settings: Mapping[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet(*fds: int) -> Iterator[None]:
-    """Send what C code writes to `fds` (1: stdout, 2: stderr) to /dev/null inside the block. Blocks of several threads may overlap."""
+    """Redirect C output on `fds` to /dev/null inside the block, also in several threads."""
     with _lock:
         for fd in fds:
             _silence(fd)
@@ -38,7 +38,7 @@ def quiet(*fds: int) -> Iterator[None]:
 
 
 _lock = threading.Lock()
-_blocks: dict[int, tuple[int, int]] = {}  # by file descriptor: (a copy of what it was, blocks that it is silent for)
+_blocks: dict[int, tuple[int, int]] = {}  # by file descriptor: (copy of the original, number of silencing blocks)
 
 
 def _silence(fd: int) -> None:
@@ -52,7 +52,7 @@ def _silence(fd: int) -> None:
 
 
 def _unsilence(fd: int) -> None:
-    """The last block restores it. A copy that a second block made would be of /dev/null."""
+    """Restore after the last block; a second block's copy would be of /dev/null."""
     copy, count = _blocks[fd]
     if count > 1:
         _blocks[fd] = copy, count - 1

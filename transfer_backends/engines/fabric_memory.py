@@ -1,6 +1,6 @@
-"""GPU memory with fabric handles (cuMemCreate), by the allocator in Mooncake's CUDA wheels. Never run on a GPU yet.
+"""GPU memory with fabric handles, from Mooncake's CUDA allocator. Never run on a GPU.
 
-Machines of one NVLink fabric map such memory; that of cudaMalloc they cannot.
+Machines of one NVLink fabric can map it, unlike memory of cudaMalloc.
 """
 
 import ctypes
@@ -11,7 +11,7 @@ from transfer_backends.contract import BackendUnavailable
 from transfer_backends.engines.cuda_context import CudaContext
 
 ALLOCATOR = "nvlink_allocator.so"
-WITH_FABRIC = 1  # what the probe says of cuMemCreate with a fabric handle
+WITH_FABRIC = 1  # the probe's result for cuMemCreate with a fabric handle
 FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "mc_allocator_probe": (ctypes.c_int, (ctypes.c_int,)),
     "mc_allocator_malloc": (ctypes.c_void_p, (ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)),
@@ -20,7 +20,7 @@ FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
 
 
 class FabricMemory:
-    """Of the context's GPU. Raises BackendUnavailable where Mooncake has no such allocator."""
+    """Raises BackendUnavailable without Mooncake's allocator."""
 
     def __init__(self, context: CudaContext, *, library: str | None = None) -> None:
         try:
@@ -40,7 +40,7 @@ class FabricMemory:
         return bool(self._library.mc_allocator_probe(self._ordinal) == WITH_FABRIC)
 
     def allocate(self, size_bytes: int) -> int:
-        """Return the address of new memory, which is not zero. Raises BackendUnavailable if there is not enough."""
+        """Return new memory, not zeroed. Raises BackendUnavailable."""
         self._context.enter()
         at = self._library.mc_allocator_malloc(size_bytes, self._ordinal, None)
         if not at:

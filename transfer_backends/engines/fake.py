@@ -1,4 +1,4 @@
-"""An engine that moves no bytes: it waits and fails as configured (`--disaggregation-transfer-backend fake`)."""
+"""Engine that moves no bytes: it waits and fails as configured."""
 
 import random
 import time
@@ -60,7 +60,7 @@ class FakeEngine:
         return FakeOp(self._clock(), OpState.DONE)
 
     def trial(self, peer: Any) -> None:
-        """It moves no bytes."""
+        """Nothing to measure."""
 
     def fence(self, peer: Any) -> FakeOp:
         return FakeOp(self._clock(), OpState.DONE)

@@ -1,4 +1,4 @@
-"""Limits of an engine for NVLink's 400 GB/s: a window that is long for a CPU is over in 0.2 ms there."""
+"""Engine limits for NVLink's 400 GB/s, where a CPU-sized window lasts only 0.2 ms."""
 
 from dataclasses import replace
 

@@ -1,12 +1,12 @@
-"""Mooncake transfer engine over TCP. RDMA, and NVLink between GPUs, have never been run (mooncake_protocols.py: what takes which).
+"""Mooncake transfer engine over TCP. RDMA and NVLink have never been run.
 
 Its measured behaviour decides how it is used here:
-- batch calls misreport completion (they return while accepted writes still land), so every piece is submitted and checked by
-  itself. The end of one that is DONE is exact. One that FAILED may land later: bytes of a dropped connection arrived 0.6 s
-  after the network was whole again;
-- ids are raw pointers: never polled again after their end;
-- its queues stall for ever when they overflow: the settings raise them, and `caps.max_inflight` stays far below;
-- sync calls spin on a core: never used.
+
+- Batch calls report completion while writes still land, so each piece is submitted and checked by
+  itself. DONE is exact; a FAILED piece may land later (seen 0.6 s after a network recovered).
+- Ids are raw pointers: never polled after their end.
+- Queues stall for ever on overflow: settings raise them, `caps.max_inflight` stays far below.
+- Sync calls spin on a core: never used.
 """
 
 import importlib
@@ -35,22 +35,20 @@ SETTINGS = {
     "MC_TRANSFER_TIMEOUT": "30",
     "MC_TE_METADATA_REFRESH_INTERVAL_SECONDS": "2",
     "MC_LOG_LEVEL": "ERROR",
-    "MC_TCP_SLICE_SIZE": str(2 << 20),  # of a GPU's memory: one blocking cudaMemcpy a slice; nothing to host memory
+    "MC_TCP_SLICE_SIZE": str(2 << 20),  # GPU memory: one blocking cudaMemcpy per slice; no effect on host memory
 }
 PROBE_BYTES = 8
 PENDING, DONE, FAILED, OVERDUE = 0, 1, -1, -2  # of transfer_check_status; OVERDUE is still pending
 
 
 class MooncakePeer(msgspec.Struct, frozen=True, array_like=True):
-    """The description that an engine sends, and its handle at a peer."""
-
     session: str
     trial: Region
 
 
 @dataclass(eq=False)
 class MooncakeOp:
-    """`ids`: submitted and not known to be final, in order. `failed`: some piece was refused or failed."""
+    """`ids`: submitted and not known to be final; `failed`: a piece was refused or failed."""
 
     ids: list[int]
     failed: bool
@@ -60,7 +58,7 @@ def import_mooncake() -> Any:
     try:
         return importlib.import_module("mooncake.engine")
     except (ImportError, OSError) as error:
-        torch = installed_torch()  # a wheel for another CUDA than its cannot be imported
+        torch = installed_torch()  # a wheel for another CUDA cannot be imported
         providers = "" if torch_cuda_major(torch) is None else " ibverbs-providers"
         raise BackendUnavailable(
             "transfer backend mooncake: its library cannot be imported; install it with: "
@@ -70,7 +68,7 @@ def import_mooncake() -> Any:
 
 
 def protocol_here(asked: str, *, device: int | None) -> str:
-    """Return what an engine for pages on `device` (None: the host) takes. Raises BackendUnavailable."""
+    """Raises BackendUnavailable."""
     set_defaults(SETTINGS)
     module = import_mooncake()
     machine = Machine(
@@ -86,7 +84,7 @@ class MooncakeEngine:
     def __init__(
         self, *, host: str, device: int | None = None, protocol: str = "auto", ib_device: str | None = None
     ) -> None:
-        """`host`: this machine's address for peers. `device`: the GPU of the pages, None: the host. `protocol`: as FLAG says."""
+        """`host`: our address for peers; `device`: the pages' GPU."""
         devices = named_devices(ib_device, here=devices_here())
         self.caps = Caps(
             name="mooncake",
@@ -110,7 +108,7 @@ class MooncakeEngine:
         fabric = FabricMemory(self._context) if self._context is not None and taken == NEEDS_FABRIC else None
         self._trial = TrialMemory(device, fabric or self._context)
         self._addresses: list[int] = []
-        self._mapped: dict[str, str] = {}  # incarnation by session, of every peer that there was
+        self._mapped: dict[str, str] = {}  # incarnation by session, of every peer so far
         with quiet(1, 2):
             self._engine: Any = module.TransferEngine()
             status = self._engine.initialize(host, "P2PHANDSHAKE", "tcp", ",".join(devices))
@@ -140,7 +138,8 @@ class MooncakeEngine:
             peer = msgspec.msgpack.decode(descriptor, type=MooncakePeer)
         except msgspec.MsgspecError as error:
             raise EngineError(f"not a Mooncake descriptor: {error}") from None
-        # Over NVLink the engine maps memory by session and address and never unmaps it: a successor's bytes would land in the dead worker's.
+        # Over NVLink the engine maps memory by session and address and never unmaps it: a
+        # successor's bytes would land in the dead worker's memory.
         if not self.caps.carries_host_memory and self._mapped.setdefault(peer.session, incarnation) != incarnation:
             raise EngineError(
                 f"{peer.session} was an earlier worker's, whose memory is still mapped; start this worker again"
@@ -148,7 +147,7 @@ class MooncakeEngine:
         return peer
 
     def disconnect(self, peer: MooncakePeer) -> None:
-        """Do nothing: the engine drops broken connections by itself, and over NVLink maps a peer's memory until it ends."""
+        """Do nothing: broken connections are dropped, NVLink mappings never."""
 
     def post(self, peer: MooncakePeer, pieces: Pieces) -> MooncakeOp:
         self._enter()
@@ -156,7 +155,7 @@ class MooncakeEngine:
         submit = self._engine.transfer_submit_write
         for src, dst, length in zip(pieces.src.tolist(), pieces.dst.tolist(), pieces.lengths.tolist(), strict=True):
             number = submit(peer.session, src, dst, length)
-            if number == 0:  # refused, nothing was started; what was submitted before runs to its end
+            if number == 0:  # refused, nothing started; pieces submitted before run to their end
                 op.failed = True
                 break
             op.ids.append(number)
@@ -170,12 +169,12 @@ class MooncakeEngine:
         return self.post(peer, pieces), pieces.size_bytes
 
     def fence(self, peer: MooncakePeer) -> MooncakeOp:
-        """Fail: a failed piece may sit in the sockets of either side, and no later one goes behind it (there are four lanes)."""
+        """Fail: no later write follows a piece stuck in a socket (there are four)."""
         return MooncakeOp([], failed=True)
 
     def poll(self, op: MooncakeOp) -> OpState:
-        """Poll up to the first pending piece: those behind it mostly end later."""
-        # A poll of each piece every time cost the sender a tenth of its rate with small pages.
+        """Poll up to the first pending piece; later ones mostly end later."""
+        # Polling every piece each time cost the sender 10 % of its rate with small pages.
         self._enter()
         check = self._engine.transfer_check_status
         num_final = 0
@@ -204,11 +203,10 @@ class MooncakeEngine:
 
 
 def _of_nvlink(caps: Caps, protocol: str) -> Caps:
-    """Copies of the GPU: no network holds bytes back. A peer with another transport cannot be reached; the backend's name says which transport it has."""
+    """Limits without network delay; the name has the transport, which both sides need."""
     name = f"{caps.name}_{protocol}"
     return replace(of_gpu(caps, inside_machine=NVLINK), name=name, resend_s=0.0, carries_host_memory=False)
 
 
 def _location(device: int | None) -> str:
-    """Return Mooncake's name of where memory is; "*": let it find out."""
     return "*" if device is None else f"cuda:{device}"

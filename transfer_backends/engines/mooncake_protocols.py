@@ -1,12 +1,12 @@
-"""Which transport Mooncake takes, by flag, environment and machine. Pure.
+"""Choice of Mooncake's transport by flag, environment and machine. Pure.
 
-    tcp           anywhere
-    rdma          with an RDMA device
-    nvlink_intra  GPUs of one machine, by CUDA IPC: memory of cudaMalloc
-    nvlink        GPUs of an NVLink fabric (NVL72), machines apart too: memory with fabric handles (fabric_memory.py)
+  tcp           anywhere
+  rdma          with an RDMA device
+  nvlink_intra  GPUs of one machine, by CUDA IPC: memory of cudaMalloc
+  nvlink        GPUs of an NVLink fabric: memory with fabric handles (fabric_memory.py)
 
-An engine has one. Mooncake asks whether a variable is there, not what it says, and MC_FORCE_TCP beats all others. Its wheels for x86_64
-have `nvlink_intra`, those for aarch64 `nvlink` (0.3.14); where one is asked for that is not built in, they take another silently.
+Mooncake tests only if a variable exists, and MC_FORCE_TCP wins. Wheels have `nvlink_intra` on
+x86_64, `nvlink` on aarch64 (0.3.14), and silently replace a transport not built in.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,7 +22,7 @@ FORCED_BY = {  # in Mooncake's own order
     "MC_FORCE_MNNVL": "nvlink",
     "MC_FORCE_HCA": "rdma",
 }
-BUILT_IN = {"nvlink_intra": "SUPPORT_INTRA_NVLINK", "nvlink": "SUPPORT_MNNVL"}  # names of constants of mooncake.engine
+BUILT_IN = {"nvlink_intra": "SUPPORT_INTRA_NVLINK", "nvlink": "SUPPORT_MNNVL"}  # constants of mooncake.engine
 WHEEL_WITH = {"nvlink_intra": "x86_64", "nvlink": "aarch64"}
 NEEDS_FABRIC = "nvlink"  # its memory comes from fabric_memory.py
 ELSE_NIXL = "or for NVLink within a machine use --disaggregation-transfer-backend nixl (UCX's cuda_ipc)"
@@ -30,8 +30,6 @@ ELSE_NIXL = "or for NVLink within a machine use --disaggregation-transfer-backen
 
 @dataclass(frozen=True)
 class Machine:
-    """`on_gpu`: the pages are a GPU's. `built_in(name)`: a constant of mooncake.engine. `has_fabric()`: memory with fabric handles."""
-
     has_hca: bool
     on_gpu: bool
     built_in: Callable[[str], bool]
@@ -39,7 +37,7 @@ class Machine:
 
 
 def choose(asked: str, env: Mapping[str, str], machine: Machine) -> str:
-    """Return the protocol. Raises BackendUnavailable for one that is not to be had here, and if `env` says otherwise."""
+    """Raises BackendUnavailable if missing here or in conflict with `env`."""
     protocol, because = _wish(asked, env, has_hca=machine.has_hca)
     if (lack := _lack(protocol, machine)) is not None:
         raise BackendUnavailable(f"transfer backend mooncake: {because}, but {lack}")
@@ -47,14 +45,12 @@ def choose(asked: str, env: Mapping[str, str], machine: Machine) -> str:
 
 
 def settings(protocol: str, *, asked: str) -> dict[str, str]:
-    """Return the variables that make Mooncake take `protocol`."""
     if protocol == "rdma" and asked == "auto":
         return {}  # it finds the devices itself
     return {next(name for name, forced in FORCED_BY.items() if forced == protocol): "1"}
 
 
 def _wish(asked: str, env: Mapping[str, str], *, has_hca: bool) -> tuple[str, str]:
-    """Return the protocol and the words for where it comes from."""
     forced = [name for name in FORCED_BY if name in env]
     if asked == "auto":
         if forced:
@@ -69,7 +65,6 @@ def _wish(asked: str, env: Mapping[str, str], *, has_hca: bool) -> tuple[str, st
 
 
 def _lack(protocol: str, machine: Machine) -> str | None:
-    """Return what is missing here and the remedy, or None."""
     if protocol == "rdma":
         return (
             None

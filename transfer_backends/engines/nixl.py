@@ -1,12 +1,14 @@
-"""NIXL over UCX: shared memory or CMA on one host, TCP between hosts. RDMA and CUDA IPC have never been run.
+"""NIXL over UCX: shared memory or CMA on one host, TCP between hosts. RDMA and CUDA IPC never ran.
 
 Its measured behaviour decides how it is used here:
-- no progress thread (it spins on a core): the target polls `progress`, the initiator polls its operations;
-- sync mode STRICT: the control thread polls while the sender thread posts (NONE crashes);
-- a handle is never released while pending: release does not cancel, the bytes keep landing;
-- a failed operation may still have bytes under way: the fence is a tiny write waited for (it flushes the endpoint);
-- its wheel (1.5.1) crashes in a destructor of libnl-route when the process exits: `leave_without_destructors`;
-- a peer lost by an error stays unusable until its metadata is removed and added again (disconnect + connect).
+
+- No progress thread (it spins on a core): the target polls `progress`, the initiator its
+  operations.
+- Sync mode STRICT: the control thread polls while the sender thread posts (NONE crashes).
+- Never release a pending handle: that does not cancel, the bytes keep landing.
+- A failed operation may have bytes under way; a fence is a tiny write that flushes the endpoint.
+- Its wheel (1.5.1) crashes in a destructor of libnl-route at exit: `leave_without_destructors`.
+- A peer lost by an error stays unusable until disconnect + connect.
 """
 
 import contextlib
@@ -36,16 +38,17 @@ from transfer_backends.transports import CMA, CUDA_IPC, UNKNOWN
 SETTINGS = {
     "NIXL_LOG_LEVEL": "ERROR",
     "UCX_LOG_LEVEL": "error",
-    # A machine vanishes: the kernel would retry for a quarter of an hour, and the pages it reads would stay held.
+    # If a machine vanishes, the kernel would retry for 15 minutes and hold the pages it reads.
     "UCX_TCP_USER_TIMEOUT": "20s",
 }
 LOCAL = {UCX_VARIABLE: "lo"}
 GPU_SETTINGS = {
-    # Else UCX maps a peer's whole pool for as long as this process lives, and a dead peer's memory stays taken (nixl#1066).
+    # UCX would otherwise map a peer's whole pool for our lifetime; a dead peer's memory stays taken
+    # (nixl#1066).
     "UCX_CUDA_IPC_CACHE": "n",
-    "NIXL_UCX_SGL_ENABLE": "1",  # the pieces of a post in one batched copy: the library of CUDA 13 has it, others ignore it
+    "NIXL_UCX_SGL_ENABLE": "1",  # one batched copy per post: CUDA 13's library has it, others ignore it
 }
-KERNEL_COPIERS = ("/dev/xpmem", "/dev/knem")  # UCX may take them for CMA's place
+KERNEL_COPIERS = ("/dev/xpmem", "/dev/knem")  # UCX may use them instead of CMA
 FENCE_BYTES = 8
 SCRATCH_BYTES = 4096
 
@@ -67,14 +70,12 @@ class NixlPeer:
 
 @dataclass(eq=False)
 class NixlOp:
-    """`state` becomes final with NIXL's last answer; the handle is released then."""
-
     handle: Any
     state: OpState
 
 
 def import_nixl() -> Any:
-    """Import the module that has `nixl_agent`: the meta package, or the wheel of a CUDA version (both run without CUDA)."""
+    """Import the meta package's module, or a CUDA wheel's."""
     set_defaults(SETTINGS)
     errors = []
     for name in ("nixl", "nixl_cu13", "nixl_cu12"):
@@ -94,10 +95,10 @@ def import_nixl() -> Any:
 
 
 def leave_without_destructors() -> None:
-    """End the process by `_exit(status)` after Python has finished and before the destructors of shared libraries run.
+    """End the process by `_exit(status)` before destructors of shared libraries.
 
-    Otherwise every process that made an agent dies of SIGSEGV at its very end, which looks like a crash to its parent.
-    glibc's `on_exit` passes the exit status to its handler; handlers of libraries loaded earlier are skipped.
+    Otherwise a process with an agent dies of SIGSEGV at its end. glibc's `on_exit` passes the
+    status; handlers of libraries loaded earlier are skipped.
     """
     libc = ctypes.CDLL(None)
     with contextlib.suppress(AttributeError):  # not glibc
@@ -106,10 +107,9 @@ def leave_without_destructors() -> None:
 
 class NixlEngine:
     def __init__(self, *, host: str, device: int | None = None, ib_device: str | None = None) -> None:
-        """`host`: this machine's address for peers. UCX listens on every network device, unless the address is loopback or
-        `ib_device` names some.
+        """UCX listens on every device unless `host` is loopback or `ib_device` is set.
 
-        `device`: the GPU of the pages, None: the host. UCX reads its settings once, here, before the first peer is known.
+        It reads its settings only here.
         """
         self.caps = Caps(
             name="nixl",
@@ -149,12 +149,11 @@ class NixlEngine:
         self._scratch = np.zeros(SCRATCH_BYTES, np.uint8)
         self._trial = TrialMemory(device, self._context)
         self._registered: list[Any] = []
-        # Adding and removing peers beside other calls crashes UCX (vllm#49238, LightLLM#1470).
+        # Adding and removing peers during other calls crashes UCX (vllm#49238, LightLLM#1470).
         self._membership = threading.Lock()
         self._closed = False
 
     def register(self, regions: Sequence[Region]) -> None:
-        """Register pools: of the host, and of the GPU that the engine was made for."""
         assert all(region.device in (None, self._device) for region in regions), "memory of another GPU"
         self._enter()
         scratch = Region(self._scratch.ctypes.data, 1, SCRATCH_BYTES, None)
@@ -219,7 +218,7 @@ class NixlEngine:
     def _note(self, op: NixlOp, call: Any) -> None:
         try:
             answer = call()
-        except Exception:  # nixlRemoteDisconnectError and its like: NIXL reports failed operations so
+        except Exception:  # nixlRemoteDisconnectError and the like: NIXL's report of a failed operation
             answer = "ERR"
         if answer == "PROC":
             return
@@ -247,7 +246,6 @@ def _kind(device: int | None) -> str:
 
 
 def _rows(addresses: Any, pieces: Pieces, device: int | None) -> Any:
-    """u64[n, 3]: address, length, device."""
     rows = np.empty((len(pieces), 3), np.uint64)
     rows[:, 0] = addresses
     rows[:, 1] = pieces.lengths

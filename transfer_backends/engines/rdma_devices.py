@@ -1,4 +1,4 @@
-"""Which RDMA devices an engine may use, by SGLang's flag. Pure but for `devices_here`. Never run beside RDMA."""
+"""RDMA devices for an engine, by SGLang's flag. Pure but for `devices_here`. Never run with RDMA."""
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -7,7 +7,7 @@ from transfer_backends.contract import BackendUnavailable
 
 FLAG = "--disaggregation-ib-device"
 UCX_VARIABLE = "UCX_NET_DEVICES"
-PORT = 1  # of a device: UCX names ports, Mooncake takes the first one that is up
+PORT = 1  # of a device: UCX names ports, Mooncake takes the first active one
 
 
 def devices_here() -> list[str]:
@@ -15,7 +15,7 @@ def devices_here() -> list[str]:
 
 
 def named_devices(text: str | None, *, here: Collection[str]) -> tuple[str, ...]:
-    """Return the devices in a list like mlx5_0,mlx5_1; () for None: the engine chooses. Raises BackendUnavailable for an absent one."""
+    """Return the listed devices; () lets the engine choose. Raises BackendUnavailable."""
     if text is None:
         return ()
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
@@ -28,7 +28,7 @@ def named_devices(text: str | None, *, here: Collection[str]) -> tuple[str, ...]
 
 
 def ucx_settings(devices: Collection[str], env: Mapping[str, str]) -> dict[str, str]:
-    """Return what has UCX use `devices` alone. Raises BackendUnavailable if `env` names other ones."""
+    """Return UCX's settings. Raises BackendUnavailable if `env` names other devices."""
     if not devices:
         return {}
     wanted = ",".join(f"{name}:{PORT}" for name in devices)

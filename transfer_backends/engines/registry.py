@@ -1,4 +1,4 @@
-"""Engines by name. A backend's library is imported only for an engine of that name."""
+"""Engines by name; importing a backend's library only for its own engine."""
 
 import logging
 
@@ -23,10 +23,7 @@ def make_engine(
     fake_failure_rate: float = 0.0,
     seed: int = 0,
 ) -> Engine:
-    """`host`: this worker's address for peers. `device`: the GPU of its pages, None: the host. `ib_device`: as rdma_devices.py says.
-
-    Raises `BackendUnavailable` (one line: what is missing, how to install it).
-    """
+    """Raises `BackendUnavailable`. `device`: the pages' GPU."""
     if device is not None and name != "fake" and (shortfall := rdma_facts().shortfall) is not None:
         log.warning("%s", shortfall)
     match name:

@@ -1,4 +1,4 @@
-"""One engine of a worker that receives and sends: both managers call it, one call at a time."""
+"""Engine shared by a worker's receiver and sender, with serialized calls."""
 
 import threading
 from collections.abc import Sequence
@@ -9,10 +9,10 @@ from transfer_backends.ports import Engine
 
 
 class SharedEngine:
-    """Implements `ports.Engine`. Memory is registered once, and the engine closes with the last of its `num_users`.
+    """`ports.Engine` that registers memory once and closes with the last of `num_users`.
 
-    A receiver polls from its control thread while a sender posts and connects from its own; libraries crash where peers are added beside
-    other calls (engines/nixl.py), and a follower's proxy is of one thread.
+    The threads must not overlap: libraries crash when peers are added during other calls
+    (engines/nixl.py), and a follower's proxy is single-threaded.
     """
 
     def __init__(self, engine: Engine, *, num_users: int) -> None:
@@ -26,7 +26,6 @@ class SharedEngine:
         return self._engine.caps
 
     def register(self, regions: Sequence[Region]) -> None:
-        """All users register the same."""
         with self._lock:
             if not self._registered:
                 self._registered = True

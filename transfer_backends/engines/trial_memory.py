@@ -1,4 +1,4 @@
-"""Memory that a trial write reads here or lands in at the peer: of the pool's own kind, since that decides the transport."""
+"""Scratch memory for trial writes, of the pool's own kind, since that decides the transport."""
 
 from typing import Protocol
 
@@ -11,17 +11,17 @@ GPU_BYTES = 64 << 20  # 0.2 ms over NVLink
 
 
 class GpuAllocator(Protocol):
-    """A `CudaContext` or a `FabricMemory`."""
+    """Interface of `CudaContext` and `FabricMemory`."""
 
     def allocate(self, size_bytes: int) -> int: ...
     def free(self, address: int) -> None: ...
 
 
 class TrialMemory:
-    """Touched once, so that no page fault is part of a measurement."""
+    """Scratch memory, touched once to keep page faults out of measurements."""
 
     def __init__(self, device: int | None, memory: GpuAllocator | None) -> None:
-        """`memory`: of the GPU `device`. Raises `BackendUnavailable` where it has not that much left."""
+        """Raises `BackendUnavailable`."""
         self._memory = memory
         if memory is not None:
             self.region = Region(memory.allocate(GPU_BYTES), 1, GPU_BYTES, device)
@@ -30,14 +30,13 @@ class TrialMemory:
             self.region = Region(self._bytes.ctypes.data, 1, HOST_BYTES, None)
 
     def close(self) -> None:
-        """Free a GPU's memory; that of the host goes with this object. It is registered no more."""
+        """Free a GPU's memory; the host's ends with this object."""
         memory, self._memory = self._memory, None
         if memory is not None:
             memory.free(self.region.base_ptr)
 
 
 def trial_pieces(mine: Region, theirs: Region, *, max_piece_bytes: int = GPU_BYTES) -> Pieces:
-    """Plan the copy of as much as both have."""
     size = min(mine.size_bytes, theirs.size_bytes)
     at = np.arange(0, size, max_piece_bytes, dtype=np.uint64)
     return Pieces(

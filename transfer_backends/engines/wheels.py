@@ -1,12 +1,12 @@
-"""Which wheel of a transfer engine fits torch's CUDA: pure, from torch's version, so that torch is not imported.
+"""Wheel of a transfer engine for torch's CUDA, without importing torch. Pure.
 
-A wheel of another CUDA major cannot be imported (Mooncake: libcudart.so.12 beside CUDA 13) or loses its fast paths (NIXL).
+A wheel for another CUDA major fails to import (Mooncake) or loses its fast paths (NIXL).
 """
 
 import re
 from importlib import metadata
 
-FIRST_WITH_CUDA_13 = (2, 11)  # of the wheels without a local version, as the index has them
+FIRST_WITH_CUDA_13 = (2, 11)  # wheels without a local version, as on the index
 
 NIXL = {None: "nixl-cu12", 12: "nixl-cu12", 13: "nixl-cu13"}  # cu12 runs without CUDA, too
 MOONCAKE = {
@@ -17,7 +17,7 @@ MOONCAKE = {
 
 
 def torch_cuda_major(version: str | None) -> int | None:
-    """Return 13 for torch "2.13.0+cu130" and for "2.13.0"; None for a CPU or ROCm build and where there is no torch."""
+    """Return 13 for "2.13.0+cu130" and "2.13.0"; None without torch or CUDA."""
     if version is None:
         return None
     public, _, local = version.partition("+")
@@ -28,7 +28,6 @@ def torch_cuda_major(version: str | None) -> int | None:
 
 
 def installed_torch() -> str | None:
-    """Return the version of the torch that is installed here, without an import."""
     try:
         return metadata.version("torch")
     except metadata.PackageNotFoundError:
@@ -36,6 +35,5 @@ def installed_torch() -> str | None:
 
 
 def wheel_of(wheels: dict[int | None, str], torch: str | None) -> str:
-    """Return the wheel for torch's CUDA; for a CUDA newer than any we know the newest."""
     major = torch_cuda_major(torch)
     return wheels.get(major, wheels[13])

@@ -1,1 +1,1 @@
-"""Prefill's side of the transfers: states of rooms, what is posted next, and the threads that run them."""
+"""Prefill side of transfers: room states, posts, their threads."""

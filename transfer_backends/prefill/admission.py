@@ -13,11 +13,11 @@ from transfer_backends.wire import Refused, Register, Registered, clip, layout_c
 
 ADDRESS_SPACE = 1 << 64
 MAX_ITEMS = 1 << 31  # page ids are int32
-REFUSED_AT = 0.8  # of the handshake's timeout: the reason reaches decode before decode gives up by itself
+REFUSED_AT = 0.8  # share of the handshake timeout: the reason arrives before decode gives up
 
 
 class PeerAdmission:
-    """A peer is registered once the engine has reached its memory."""
+    """Admits a peer once the engine has reached its memory."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class PeerAdmission:
         self._handshake_timeout_s = handshake_timeout_s
 
     def register(self, link: Link, message: Register, now_s: float) -> DecodePeer | None:
-        """Return the peer if an earlier link knew it: transfers of that link are lost."""
+        """Return a peer known from an earlier link, whose transfers are lost."""
         if message.dst not in ("", self._peers.incarnation):
             self.refuse(link, message.src, "the prefill worker was restarted", stale=True)
             return None
@@ -77,7 +77,6 @@ class PeerAdmission:
         peer.path.reconnect.plan(now_s)
 
     def tick(self, now_s: float) -> None:
-        """Refuse the peers whose memory the engine has not reached in time."""
         overdue = [peer for peer in self._peers if not peer.registered and now_s >= peer.deadline_s]
         for peer in overdue:
             if peer.link is not None:
@@ -126,7 +125,6 @@ class PeerAdmission:
 
 
 def _is_mapped(region: Region) -> bool:
-    """Whether no address wraps around: an item of the region is then in the memory that decode meant."""
     return 0 < region.num_items <= MAX_ITEMS and region.base_ptr + region.num_items * region.item_bytes <= ADDRESS_SPACE
 
 

@@ -1,7 +1,7 @@
-"""The end of engine operations. Pure.
+"""End of engine operations. Pure.
 
-After a failed write prefill writes everything again to the same pages (`transfer_retries`), once nothing of the last try can
-land any more: after the fence, or after the wait of a landing room (paths.py). A result of an earlier try is dropped (docs/design/handover.md).
+After a failed write prefill writes everything again (`transfer_retries`), once nothing of the last
+try can land (paths.py). Results of earlier tries are dropped (docs/design/handover.md).
 """
 
 from transfer_backends.kvpoll import KVPoll
@@ -12,7 +12,7 @@ from transfer_backends.prefill.posts import Post
 from transfer_backends.prefill.room import PrefillRoom
 from transfer_backends.prefill.rooms import PrefillRooms
 
-PROGRESS_EVERY_S = 0.25  # each report wakes both sides' threads beside a step that computes
+PROGRESS_EVERY_S = 0.25  # each report wakes threads of both sides during a step
 
 
 class Completions:
@@ -33,13 +33,13 @@ class Completions:
         self._transfer_retries = transfer_retries
 
     def on_op_final(self, post: Post, *, ok: bool, error: str, now_s: float) -> None:
-        """`ok`: all bytes have landed; else some may still land until a fence holds."""
+        """If not `ok`, bytes may still land until a fence."""
         room = self._rooms[post.key]
         peer = room.peer
         assert peer is not None and peer in self._peers, "a room and its peer outlive their operations"
         self._outbox.on_op_final(room, post)
         room.dirty |= not ok
-        if room.final:  # its pages may be free now; else there is nothing new to see
+        if room.final:  # its pages may be free now
             self._rooms.touch()
         self._paths.on_op_final(peer, post.pieces, ok=ok, now_s=now_s)
         if ok:
@@ -60,7 +60,7 @@ class Completions:
             self.settle(peer)
 
     def settle(self, peer: DecodePeer) -> None:
-        """Release our pages: no failed operation to the peer reads them any more."""
+        """Release our pages: no failed operation reads them."""
         for room in self._rooms.of(peer):
             if room.num_ops == 0:
                 room.dirty = False
@@ -69,7 +69,7 @@ class Completions:
         self.start_over(peer)
 
     def start_over(self, peer: DecodePeer) -> None:
-        """Begin the next try of the rooms of which no byte can land any more."""
+        """Start the next try of rooms without bytes under way."""
         for room in self._rooms.of(peer):
             if room.awaits_fence and room.quiet and room.key not in peer.path.landing:
                 room.start_over()
@@ -91,7 +91,6 @@ class Completions:
             self._rooms.report_progress(room, now_s)
 
     def _try_again(self, room: PrefillRoom, peer: DecodePeer, error: str, now_s: float) -> None:
-        """Begin the next try if the peer lives, and report its number."""
         if room.write_try >= self._transfer_retries or not peer.answers:
             times = f" ({room.write_try + 1} times)" if room.write_try else ""
             self._rooms.fail(room, f"writing to the decode worker failed{times}: {error}")

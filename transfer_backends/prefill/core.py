@@ -1,12 +1,10 @@
-"""Prefill's side of all transfers: its parts put together, messages of decode workers, deadlines. Pure.
+"""Prefill side of all transfers: messages of decode workers, deadlines. Pure.
 
-It receives calls, messages, results of operations and the time, and changes states (`rooms`), `effects` and `paths.commands`.
-
-    role's thread     rooms          open, send, abort, close; states
-    sender thread     outbox         what to post next, and its window
-                      completions    what follows when an operation has ended
-                      paths          connections to the memory of decode workers; admission: which workers may register
-    control thread    this module    messages (`offers`: of rooms), lost links, deadlines
+role's thread     rooms          open, send, abort, close; states
+sender thread     outbox         what to post next, and its window
+                  completions    what follows the end of an operation
+                  paths          connections to decode workers' memory; admission: registration
+control thread    this module    messages (`offers`: of rooms), lost links, deadlines
 """
 
 from collections.abc import Callable
@@ -26,7 +24,7 @@ from transfer_backends.prefill.room import PrefillRoom
 from transfer_backends.prefill.rooms import PrefillRooms
 from transfer_backends.wire import Abort, Bye, Message, Ping, Pong, Recompute, Register, TransferInfo
 
-SCAN_S_A_ROOM = 50e-6  # the more rooms, the rarer the look at their deadlines, so that ticks stay cheap
+SCAN_S_A_ROOM = 50e-6  # deadlines are scanned more rarely with more rooms, so that ticks stay cheap
 
 
 class PrefillCore:
@@ -40,7 +38,7 @@ class PrefillCore:
         config: TransferConfig,
         computes: bool = True,
     ) -> None:
-        """`computes`: recompute requests are taken; else they are refused."""
+        """`computes`: accept recompute requests."""
         self.peers: PeerTable[DecodePeer] = PeerTable(incarnation=incarnation, config=config)
         self.paths = Paths(self.peers, settle_s=caps.settle_s, resend_s=caps.resend_s)
         self.admission = PeerAdmission(
@@ -82,7 +80,7 @@ class PrefillCore:
 
     @property
     def rests(self) -> bool:
-        """Whether time changes nothing but heartbeats."""
+        """Only heartbeats are due."""
         if len(self.rooms) or len(self.inbox) or self.wants_driver or not self.peers.rests:
             return False
         return self.outbox.num_inflight == 0 and all(peer.path.rests for peer in self.peers)
@@ -96,7 +94,7 @@ class PrefillCore:
             self.rooms.abort(room, reason)
 
     def send_bye(self) -> None:
-        """Send `Bye` to the peers whose memory no operation can still write."""
+        """Send `Bye` to peers whose memory no operation can write."""
         busy = {room.peer for room in self.rooms if not room.quiet}
         for peer in self.peers.linked():
             if peer not in busy and not peer.path.landing:
@@ -105,7 +103,7 @@ class PrefillCore:
     # ---- messages and links
 
     def on_message(self, link: Link, message: Message, now_s: float) -> None:
-        """Raises `PeerProtocolError` (nothing changed) for what the peer may not send now."""
+        """Raises `PeerProtocolError`, changing nothing."""
         if isinstance(message, Register):
             known = self.admission.register(link, message, now_s)
             if known is not None:

@@ -1,4 +1,4 @@
-"""The sender thread: takes operations from the core, runs them on an engine, and polls each until it is DONE or FAILED."""
+"""Sender thread: runs the core's operations on an engine to their end."""
 
 import logging
 import threading
@@ -15,10 +15,10 @@ from transfer_backends.prefill.posts import Post
 from transfer_backends.prefill.trials import Trial, Trials
 
 FIRST_NAP_S = 0.0001
-LONG_NAP_S = 0.002  # while only layers of a step are awaited
-STALE_NAP_S = 0.02  # when nothing has moved for a while: a peer hangs
+LONG_NAP_S = 0.002  # while only layers of a step are pending
+STALE_NAP_S = 0.02  # after a while without progress: a peer hangs
 STALE_AFTER_NAPS = 500
-IDLE_S = 5.0  # all that there is to do wakes it
+IDLE_S = 5.0  # every kind of work wakes it
 
 log = logging.getLogger(__name__)
 
@@ -26,8 +26,6 @@ Task = Post | ConnectPeer | Trial | FencePeer
 
 
 class Connected(NamedTuple):
-    """`peer`: the engine's handle."""
-
     engine: Engine
     peer: Any
 
@@ -39,7 +37,7 @@ class Running(NamedTuple):
 
 
 class EngineDriver:
-    """Polls often while operations end, and less and less often while none does."""
+    """Polls frequently while operations end, and less and less otherwise."""
 
     def __init__(
         self,
@@ -51,7 +49,7 @@ class EngineDriver:
         locked: Callable[[], AbstractContextManager[float]],
         layers: LayerClock | None = None,
     ) -> None:
-        """`of_ranks`: the engine for peers with which several pairs of ranks exchange KV. `locked()` locks `core` and yields the time."""
+        """`of_ranks` serves peers with several pairs of ranks; `locked()` yields the time."""
         self.trials = trials
         self._layers = layers
         self._engine = engine
@@ -74,7 +72,7 @@ class EngineDriver:
         self._event.set()
 
     def close(self, timeout_s: float) -> bool:
-        """End the thread; return True if no operation was left pending."""
+        """Return True if no operation is pending."""
         self._stop = True
         self._event.set()
         if self._thread.ident is not None:
@@ -86,12 +84,12 @@ class EngineDriver:
             self._event.clear()
             try:
                 moved = self.step()
-            except Exception:  # a bug of ours must not end the transfers of all other rooms
+            except Exception:  # our own bug must not end the transfers of all other rooms
                 self.num_errors += 1
                 log.exception("sender thread: an error was survived")
                 moved = False
             self._rest(moved)
-        if not self._running:  # a library may hold a peer's memory for as long as it is connected
+        if not self._running:  # a library may hold a connected peer's memory
             for incarnation in list(self._peers):
                 self._disconnect(incarnation)
 
@@ -114,7 +112,7 @@ class EngineDriver:
         return bool(self._running)
 
     def step(self) -> bool:
-        """Run one turn of the sender thread; return True if something moved."""
+        """Return True if something moved."""
         with self._locked() as now_s:
             if self._layers is not None:
                 self._core.outbox.on_progress(self._layers.progress(), now_s)
@@ -130,13 +128,12 @@ class EngineDriver:
         return moved or bool(posts or commands)
 
     def _request_polls(self, now_s: float) -> None:
-        """Ask peers with pending writes to poll their engine, if it needs that."""
         if self._engine.caps.target_must_poll:
             for incarnation in dict.fromkeys(running.task.incarnation for running in self._running):
                 self._core.paths.on_pending(incarnation, now_s)
 
     def _post(self, posts: list[Post]) -> None:
-        """Start each in turn. After a refusal start nothing more of that try."""
+        """Start posts; a refusal ends later ones of its try."""
         refused: set[tuple[RoomKey, int]] = set()
         for post in posts:
             if (post.key, post.write_try) in refused:
@@ -167,7 +164,6 @@ class EngineDriver:
         self._start(command)
 
     def _start(self, task: Task) -> bool:
-        """Return False if the engine refused; the core knows then."""
         try:
             engine, peer = self._peers[task.incarnation]
             self._running.append(Running(task, engine, self._begin(task, engine, peer)))
@@ -199,7 +195,7 @@ class EngineDriver:
         return bool(ended)
 
     def _after_probe(self, task: Task, ok: bool) -> tuple[Task, bool] | None:
-        """Measure a path that the probe has just shown; return what has ended, None: its trial write runs."""
+        """Start the trial write, or return what ended."""
         if not ok or not isinstance(task, ConnectPeer):
             return task, ok
         try:
@@ -208,7 +204,7 @@ class EngineDriver:
             if started is None:
                 return task, True
             trial, op = started
-            # at once: a copy that is over when it returns is timed without a turn of this thread
+            # at once: a copy that is complete on return is timed without this thread's latency
             state = engine.poll(op)
         except Exception as error:
             log.warning("decode worker %r: the trial write was refused: %s", task.origin.address, error)
@@ -219,7 +215,7 @@ class EngineDriver:
         return trial, state is OpState.DONE
 
     def _finish(self, tasks: list[tuple[Task, bool]], *, error: str = "") -> None:
-        """Pass all results to the core at once, so that a peer gets one message for them."""
+        """Pass all results at once: one message per peer."""
         for task, ok in tasks:
             if not ok and not isinstance(task, Post):
                 self._disconnect(task.incarnation)
@@ -240,7 +236,6 @@ class EngineDriver:
             self._core.admission.on_connect_failed(task.incarnation, error, now_s)
 
     def _drop_quiet(self) -> None:
-        """Disconnect dropped peers once none of their operations is pending."""
         if self._dropping:
             busy = {running.task.incarnation for running in self._running}
             for incarnation in [name for name in self._dropping if name not in busy]:

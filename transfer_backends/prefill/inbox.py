@@ -1,6 +1,6 @@
-"""What peers sent for rooms that prefill has not opened, and the reasons of ended rooms. Pure.
+"""Offers for rooms that prefill has not opened, and reasons of ended rooms. Pure.
 
-Peers fill these tables, so all are bounded; offers and reasons also expire.
+Peers fill these tables, so all are bounded.
 """
 
 from collections import OrderedDict
@@ -11,18 +11,15 @@ from transfer_backends.kvpoll import RoomKey
 from transfer_backends.merge import I64
 from transfer_backends.prefill.paths import DecodePeer
 
-MAX_PAGES = 1 << 22  # page ids kept in all offers
-MAX_TOKENS = 1 << 22  # token ids kept in all requests for recomputation
-MAX_IMAGE_BYTES = 1 << 30  # of images in them: of 40 of the largest messages
-MAX_REASON_CHARS = 256  # of an ended room's reason, which may be a peer's text
+MAX_PAGES = 1 << 22  # page ids in all offers
+MAX_TOKENS = 1 << 22  # token ids in all recompute requests
+MAX_IMAGE_BYTES = 1 << 30  # bytes of images in them: 40 of the largest messages
+MAX_REASON_CHARS = 256  # an ended room's reason, perhaps a peer's text
 
 
 @dataclass(frozen=True)
 class Offer:
-    """The places at decode of the metadata row, the pages after the first `skip_pages`, and the items of each pool (`tail`).
-
-    `partial`: fewer pages may be written.
-    """
+    """Destination at decode: metadata row, pages after `skip_pages`, items per pool (`tail`)."""
 
     peer: DecodePeer
     pages: I64
@@ -34,7 +31,7 @@ class Offer:
 
 @dataclass(frozen=True)
 class Tombstone:
-    """`by_peer`: decode ended the room before our request arrived, which has to fail."""
+    """End of a room; `by_peer`: before our request arrived, which has to fail."""
 
     reason: str
     by_peer: bool
@@ -67,7 +64,7 @@ class Inbox:
         return not full
 
     def keep_request(self, request: RecomputeRequest, offer: Offer, now_s: float) -> bool:
-        """Keep a request with its offer; return False when the inbox is full."""
+        """Return False when full."""
         work = request.work
         if self._num_tokens + len(work.tokens) > MAX_TOKENS:
             return False
@@ -85,7 +82,7 @@ class Inbox:
         return len(self._requests)
 
     def take_recompute_requests(self) -> list[RecomputeRequest]:
-        """Take all, in order of arrival. A room that decode has aborted since fails when it is opened."""
+        """Take all by arrival; rooms aborted since fail when opened."""
         taken, self._requests, self._num_tokens, self._num_image_bytes = self._requests, [], 0, 0
         return taken
 
@@ -115,7 +112,6 @@ class Inbox:
         return self._tombstones.pop(key, None)
 
     def expire(self, now_s: float) -> list[tuple[RoomKey, Offer]]:
-        """Take out the offers whose request has not come in time."""
         expired = []
         while self._offers:
             key, (offer, expires_at_s) = next(iter(self._offers.items()))

@@ -1,4 +1,4 @@
-"""Prefill's manager: runs a `PrefillCore` under a control thread (sockets) and a sender thread (engine)."""
+"""Prefill's manager: a `PrefillCore` under control and sender threads."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ from transfer_backends.ranks.engines import RankEngines
 
 
 class PrefillManager:
-    """Sends KV pages of this worker's pool, which stays mapped until `close` has returned. Only `close` blocks."""
+    """Sender of KV pages, mapped until `close` returns. Only `close` blocks."""
 
     def __init__(
         self,
@@ -36,9 +36,9 @@ class PrefillManager:
         followers: Sequence[ProcessMark] = (),
         computes: bool = True,
     ) -> None:
-        """`layers`: what opens gates; its ticks call `wake_sender`. `followers`: the other ranks' processes; `engine` is theirs, too.
+        """`layers` opens gates, calling `wake_sender`; `engine` serves `followers`, too.
 
-        `computes`: False for a decode worker's, which sends the KV of requests that leave it.
+        `computes` is False for a decode worker, which sends the KV of requests that leave it.
         """
         self.incarnation = environment.incarnation()
         self._engine = engine
@@ -70,11 +70,11 @@ class PrefillManager:
         self.control.start()
 
     def set_wakeup(self, wakeup: Callable[[], None]) -> None:
-        """Call `wakeup` from any thread when a polled state has changed. It must not block."""
+        """Set the callback for changed states, called in any thread; it must not block."""
         self.control.wakeup = wakeup
 
     def sender(self, room: int, *, room_attempt: int = 0, fake: bool = False) -> KVSender:
-        """Raises `RoomInUse` for a live room and ValueError for one that is not between 1 and 2**63-1."""
+        """Open a transfer. Raises `RoomInUse`, and ValueError outside 1..2**63-1."""
         if fake:
             return FakeTransfer()
         with self.control.locked() as now_s:
@@ -82,23 +82,22 @@ class PrefillManager:
         return Sender(self, opened)
 
     def wake_sender(self) -> None:
-        """Look for something to post. Cheap; from any thread."""
+        """Look for posts; any thread."""
         self.driver.wake()
 
     def row_to_send(self, row: int) -> bytes | None:
-        """Return the bytes of a metadata row that crosses the control plane; None: the engine carries it."""
+        """Return a metadata row for the control plane, unless the engine carries it."""
         return None if self._engine.caps.carries_host_memory else self._read_row(row)
 
     def take_recompute_requests(self) -> list[RecomputeRequest]:
-        """Each needs a `sender` of its room and attempt."""
-        if not self.core.inbox.num_recompute_requests:  # the usual case needs no lock
+        """Take requests; each needs a `sender`."""
+        if not self.core.inbox.num_recompute_requests:  # common case, without the lock
             return []
         with self.control.lock:
             return self.core.inbox.take_recompute_requests()
 
     @property
     def paths(self) -> list[PeerPath]:
-        """The newest connected decode workers, and how bytes get there."""
         return self.driver.trials.paths
 
     def check(self) -> None:
@@ -111,7 +110,7 @@ class PrefillManager:
         return self.control.counters
 
     def close(self) -> None:
-        """Abort what is open, wait some seconds for posted operations, send `Bye`, end the threads."""
+        """Abort open transfers, wait some seconds for operations, send `Bye`, stop the threads."""
         if not self.control.first_close():
             return
         self.control.abort_all()
@@ -130,8 +129,6 @@ class PrefillManager:
 
 
 class Sender:
-    """`KVSender` of a real transfer."""
-
     def __init__(self, manager: PrefillManager, room: PrefillRoom) -> None:
         self._manager = manager
         self._rooms = manager.core.rooms

@@ -1,4 +1,4 @@
-"""Messages of decode workers about rooms: pages to write, KV to compute, aborts. Pure."""
+"""Messages of decode workers about rooms: pages, recomputation, aborts. Pure."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ from transfer_backends.wire import Abort, Recompute, TransferInfo, unpack_ids
 
 
 class Offers:
-    """Each method raises `PeerProtocolError` (nothing changed) for what the peer may not send now."""
+    """Handlers; each raises `PeerProtocolError`, changing nothing."""
 
     def __init__(self, rooms: PrefillRooms, inbox: Inbox, paths: Paths, *, computes: bool) -> None:
         self._rooms = rooms
@@ -64,7 +64,7 @@ class Offers:
             self._abort_unopened(peer, key, message, now_s)
             return
         if room.peer is not None and room.peer.incarnation != peer.incarnation:
-            self._paths.drained(peer, key, message.retry)  # nothing of this room goes to that peer
+            self._paths.drained(peer, key, message.retry)  # nothing of this room is written there
             raise PeerProtocolError(f"room {key}: aborted by a decode worker it does not belong to")
         if not room.final:
             self._rooms.fail(room, f"{ABORTED_BY_DECODE}: {message.reason}", report=False)

@@ -1,4 +1,4 @@
-"""The next operations to post: rooms in turn, chunks as their gates open, within the engine's window. Pure."""
+"""Operations to post next: rooms round robin, chunks as gates open, in the window. Pure."""
 
 from collections import deque
 
@@ -9,21 +9,21 @@ from transfer_backends.prefill.paths import DecodePeer, Path
 from transfer_backends.prefill.posts import Post, num_groups, num_open, plan_ops
 from transfer_backends.prefill.room import PrefillRoom
 
-TOGETHER_BYTES = 4 << 20  # posted in one go: a millisecond of copying, and another turn may cost half of that
+TOGETHER_BYTES = 4 << 20  # per call: a millisecond of copying; another iteration may cost half of that
 
 
 class Outbox:
     def __init__(self, peers: PeerTable[DecodePeer], *, args: KVArgs, caps: Caps) -> None:
         self.num_inflight = 0  # pieces posted and not final
-        self.window_full = False  # the next post has to wait until one ends
+        self.window_full = False  # the next post waits for one to end
         self._num_inflight_bytes = 0
         self._peers = peers
         self._counters = peers.effects.counters
         self._args = args
         self._caps = caps
-        self._ready: deque[PrefillRoom] = deque()  # rooms with something to post, in turn
+        self._ready: deque[PrefillRoom] = deque()  # rooms with something to post, round robin
         self._progress = NOTHING_YET
-        self._gated: dict[RoomKey, PrefillRoom] = {}  # rooms that wait for a step to write something, in order
+        self._gated: dict[RoomKey, PrefillRoom] = {}  # rooms that wait for a step, in order
 
     @property
     def has_work(self) -> bool:
@@ -33,7 +33,7 @@ class Outbox:
         self._ready.append(room)
 
     def next_posts(self, now_s: float) -> list[Post]:
-        """Take about `TOGETHER_BYTES`: a short prompt's metadata row leaves with its last pages."""
+        """Take about `TOGETHER_BYTES`: a short prompt's metadata row leaves with its pages."""
         posts: list[Post] = []
         size_bytes = 0
         while size_bytes < TOGETHER_BYTES and (post := self.next_post(now_s)) is not None:
@@ -42,7 +42,7 @@ class Outbox:
         return posts
 
     def next_post(self, now_s: float) -> Post | None:
-        """Take one operation if the window has room for it. It counts as posted."""
+        """Take one operation that fits into the window."""
         self.window_full = False
         for _ in range(len(self._ready)):
             room = self._ready.popleft()
@@ -64,7 +64,6 @@ class Outbox:
         return None
 
     def on_progress(self, progress: Progress, now_s: float) -> None:
-        """Let rooms post that waited for the engine to write more."""
         assert progress >= self._progress, "a stream does not go back"
         if progress == self._progress:
             return
@@ -80,7 +79,7 @@ class Outbox:
         self._num_inflight_bytes -= post.pieces.size_bytes
 
     def waits_for_compute(self, room: PrefillRoom) -> bool:
-        """Return True if only a step of the engine can give the room something to post."""
+        """Only a step of the engine can release the room."""
         gated = room.chunks and self._num_open(room) <= room.left_groups
         return bool(gated) and not (room.posts or room.num_ops)
 
@@ -99,7 +98,7 @@ class Outbox:
         return room.posts[0] if room.posts else None
 
     def _num_open(self, room: PrefillRoom) -> int:
-        """Groups of layers of the first chunk that may leave. Of several ranks only the end of the step proves the last layer."""
+        """Open layer groups; with several ranks only the step's end proves the last layer."""
         if room.all_queued and len(self._args.ranks) > 1:
             return num_groups(room.chunks[0], self._args)
         return num_open(room.chunks[0], self._progress, self._args)
@@ -111,7 +110,7 @@ class Outbox:
             room.posts.append(Post(room.key, room.offer.peer.incarnation, pieces, kv_bytes, room.write_try))
 
     def _fits(self, post: Post) -> bool:
-        """Without what a silent or lost peer has in flight: that may take minutes to end."""
+        """Ignore silent and lost peers: their operations may take minutes to end."""
         if self._have_room(self.num_inflight, self._num_inflight_bytes, post):
             return True
         paths = [peer.path for peer in self._peers if peer.answers]

@@ -1,16 +1,16 @@
-"""The engine's paths into the memory of decode workers: connect, fence, drop. Pure.
+"""Engine's paths into the memory of decode workers: connect, fence, drop. Pure.
 
-    CONNECTING --connected--> OPEN --op failed--> FENCING --fenced--> OPEN
-                                                     +--fence failed--> CONNECTING (after a back-off)
+  CONNECTING --connected--> OPEN --op failed--> FENCING --fenced--> OPEN
+  FENCING --fence failed--> CONNECTING (after a back-off)
 
-A connection whose fence failed reads our memory for `settle_s` at most; then rooms and pages are free here, and the path is used
-again. In decode's memory the bytes of the failed writes may land later: TCP sends them again once the network is whole. Their
-rooms are *landing*: decode receives no `Drained` of them, and they are not written again, until the peer has been reached and
-`settle_s` more are over, or as long as the outage lasted: a sender that backs off (RFC 6298, 5.5) tries again within that time.
-`resend_s` after the break the network holds nothing any more.
+After a failed fence the broken connection reads our memory for at most `settle_s`; then pages here
+are free, and the path is reused. Bytes of failed writes may land at decode later: TCP resends them.
+Their rooms are *landing*: no `Drained`, no new write, until the peer was reached and `settle_s`
+more passed, or as long as the outage lasted, since a sender that backs off (RFC 6298, 5.5) retries
+within that time. `resend_s` after the break the network holds nothing.
 
-A lost peer is dropped once its path is *quiet*: none of its operations can still write, here or there. A peer has one path,
-between all ranks of both workers: a failure, or a fence that fails, of one pair of ranks is the path's.
+A lost peer is dropped once its path is *quiet*: no operation can write, here or there. All pairs of
+ranks share one path, and its failures.
 """
 
 import math
@@ -29,7 +29,7 @@ from transfer_backends.wire import Drained, Origin, PollRequest, Register
 
 FIRST_RETRY_S = 0.1
 LONGEST_RETRY_S = 5.0
-POLL_REQUEST_EVERY_S = 0.1  # decode stays awake for longer than that
+POLL_REQUEST_EVERY_S = 0.1  # decode stays awake for longer
 
 
 class PathState(Enum):
@@ -40,14 +40,14 @@ class PathState(Enum):
 
 @dataclass(eq=False)
 class Path:
-    """`memory`: as decode registered it. `shards`, `side_shards`: what each pair of ranks exchanges of pages, and beside them;
-    `of_ranks`: one side has several. `num_ops`, `num_pieces`, `num_bytes`: posted and not final.
-    `taken_at_s`, of each pair of ranks with operations: the network took its bytes then, or had none to take. `whole_at_s`: the
-    earliest of those, of the operations that failed since nothing was landing (inf: none has).
+    """Path to one decode worker, with `memory` as registered there.
 
-    Of broken connections, in running time (inf: there are none): `read_until_s`, when they have read their last byte here;
-    `lands_until_s`, when their last byte has landed. `landing`: rooms of such bytes, and the try of the `Drained` that waits.
-    `error`: why the last try to connect failed.
+    - num_ops, num_pieces, num_bytes: posted and not final
+    - taken_at_s: per pair of ranks with operations, when the network last took its bytes
+    - whole_at_s: the earliest of these among operations failed since nothing was landing
+    - read_until_s, lands_until_s: running time at which broken connections have read here, and
+      landed there, their last byte
+    - landing: rooms of such bytes, with the try of the pending `Drained`
     """
 
     memory: Register
@@ -70,7 +70,6 @@ class Path:
 
     @classmethod
     def to(cls, memory: Register, mine: KVArgs, *, turn: int = 0) -> "Path":
-        """`turn`: `plan_shards`'s."""
         shards = plan_shards(mine, memory.ranks, turn=turn)
         beside = plan_side_shards(mine, memory.ranks, turn=turn)
         of_ranks = len(mine.ranks) > 1 or pairs_of([*shards, *beside]) != [LEADERS]
@@ -78,17 +77,15 @@ class Path:
 
     @cached_property
     def unit_bytes(self) -> int:
-        """Of a unit with all layers."""
         return max(shard.end for shard in self.shards)
 
     @cached_property
     def page_bytes(self) -> int:
-        """Written for one page, over all pairs."""
         return sum(shard.page_bytes for shard in self.shards)
 
     @property
     def descriptor(self) -> bytes:
-        """What the engine connects to: of several pairs of ranks as `RankEngines` reads it."""
+        """Bytes that the engine, or `RankEngines`, connects to."""
         ranks = self.memory.ranks
         return (
             pack_descriptors(pairs_of([*self.shards, *self.side_shards]), ranks)
@@ -106,7 +103,6 @@ class Path:
 
     @property
     def rests(self) -> bool:
-        """Whether time changes nothing."""
         return self.open and self.quiet and self.lands_until_s == math.inf
 
     def on_posted(self, pieces: Pieces, now_s: float) -> None:
@@ -137,7 +133,7 @@ class DecodePeer(Peer):
 
 @dataclass(frozen=True)
 class ConnectPeer:
-    """Connect the engine and probe the path; call `on_connected` or `on_connect_failed`. `of_ranks`: by `RankEngines`."""
+    """Connect the engine and probe the path."""
 
     incarnation: str
     descriptor: bytes
@@ -147,14 +143,14 @@ class ConnectPeer:
 
 @dataclass(frozen=True)
 class FencePeer:
-    """Run the engine's fence, disconnect if it fails, and call `on_fenced`."""
+    """Fence; disconnect if that fails."""
 
     incarnation: str
 
 
 @dataclass(frozen=True)
 class DropPeer:
-    """Disconnect the engine once it is idle."""
+    """Disconnect once idle."""
 
     incarnation: str
 
@@ -163,10 +159,9 @@ Command = ConnectPeer | FencePeer | DropPeer
 
 
 class Paths:
-    """`commands`: for the engine, in order; the driver takes them."""
+    """All paths, with `commands` for the driver."""
 
     def __init__(self, peers: PeerTable[DecodePeer], *, settle_s: float, resend_s: float) -> None:
-        """Times of `Caps`."""
         self.commands: deque[Command] = deque()
         self._peers = peers
         self._settle_s = settle_s
@@ -188,7 +183,7 @@ class Paths:
             path.lands_until_s = min(path.lands_until_s, self._ran.at(now_s) + wait_s)
 
     def on_op_final(self, peer: DecodePeer, pieces: Pieces, *, ok: bool, now_s: float) -> None:
-        """After a failed operation, fence when the last has ended."""
+        """After a failed operation, fence once the last has ended."""
         path = peer.path
         path.on_final(pieces, ok=ok, now_s=now_s)
         if not ok and path.state is PathState.OPEN:
@@ -197,7 +192,7 @@ class Paths:
             self.commands.append(FencePeer(peer.incarnation))
 
     def on_fenced(self, peer: DecodePeer, dirty: list[RoomKey], *, ok: bool, now_s: float) -> bool:
-        """Return True if no earlier operation can write any more; else the connection must settle, and `dirty` rooms are landing."""
+        """Return True if no earlier operation can write; else `dirty` rooms are landing."""
         path = peer.path
         if ok:
             if path.state is PathState.FENCING:
@@ -215,7 +210,7 @@ class Paths:
         return False
 
     def on_pending(self, incarnation: str, now_s: float) -> None:
-        """Ask decode to poll its engine, since an operation does not end."""
+        """Request that decode polls its engine."""
         peer = self._peers.get(incarnation)
         if peer is not None and now_s >= peer.path.next_poll_request_s:
             peer.path.next_poll_request_s = now_s + POLL_REQUEST_EVERY_S
@@ -223,7 +218,7 @@ class Paths:
             self._peers.send(peer, PollRequest(*self._peers.address(peer)))
 
     def tick(self, now_s: float) -> tuple[list[DecodePeer], list[DecodePeer]]:
-        """Reconnect where due; return the peers whose broken connections read nothing here, and land nothing there, any more."""
+        """Reconnect where due; return peers that settled here, and that landed there."""
         self._ran.tick(now_s)
         settled, landed = [], []
         for peer in self._peers:
@@ -239,7 +234,7 @@ class Paths:
         return settled, landed
 
     def drained(self, peer: DecodePeer, key: RoomKey, write_try: int) -> None:
-        """Report that nothing lands in the room's pages any more, as soon as that is so."""
+        """Report `Drained` once nothing can land in the room's pages."""
         landing = peer.path.landing
         if key in landing:
             landing[key] = max(write_try, landing[key] or 0)
@@ -254,7 +249,7 @@ class Paths:
                 self.drained(peer, key, write_try)
 
     def retire(self, peer: DecodePeer) -> None:
-        """Drop a lost peer once its path is quiet; the caller has failed its rooms."""
+        """Drop a lost peer once its path is quiet."""
         if peer in self._peers and peer.lost and peer.path.quiet:
             self.drop(peer)
 

@@ -1,4 +1,4 @@
-"""Plan of engine operations: which bytes of a chunk go where, for one KV pool, one of metadata rows, one path. Pure."""
+"""Plan of engine operations: source and destination bytes of a chunk. Pure."""
 
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -13,9 +13,10 @@ from transfer_backends.prefill.inbox import Offer
 
 @dataclass(frozen=True)
 class Chunk:
-    """Pages of a prompt from its page `start` on; the last has a metadata row. `gate`: opens before they may leave.
+    """Pages of a prompt from page `start`; they leave once `gate` opens.
 
-    `row`: bytes of the metadata row; None: the engine writes it. `tail`: of the last, the prompt's items in each pool.
+    The last chunk has a metadata row, with bytes in `row` unless the engine writes it, and a
+    `tail`.
     """
 
     src: I64
@@ -30,14 +31,13 @@ class Chunk:
         return self.metadata_row is not None
 
     def writes(self, skip_pages: int) -> bool:
-        """Return True if the engine has to write anything of it."""
         pages = len(self.src) > 0 and self.start + len(self.src) > skip_pages
         return pages or (self.last and self.row is None) or any(len(ids) for ids in self.tail)
 
 
 @dataclass(eq=False)
 class Post:
-    """One engine operation. `kv_bytes`: of pages (0: the metadata row). `write_try`: the try of its room."""
+    """One engine operation; `kv_bytes` is 0 for the metadata row."""
 
     key: RoomKey
     incarnation: str
@@ -47,12 +47,10 @@ class Post:
 
 
 def num_groups(chunk: Chunk, args: KVArgs) -> int:
-    """Groups of layers in which the pages leave; 1: whole."""
     return len(args.groups) if chunk.gate is not None and chunk.gate.by_layer else 1
 
 
 def num_open(chunk: Chunk, progress: Progress, args: KVArgs) -> int:
-    """Groups of layers that may leave, of `num_groups`."""
     gate = chunk.gate
     if gate is None or progress.step > gate.step:
         return num_groups(chunk, args)
@@ -64,10 +62,9 @@ def num_open(chunk: Chunk, progress: Progress, args: KVArgs) -> int:
 def plan_ops(
     chunk: Chunk, offer: Offer, *, groups: tuple[int, int], args: KVArgs, caps: Caps
 ) -> list[tuple[Pieces, int]]:
-    """Return (pieces, bytes of pages) of each operation for the `groups` of layers (from, until) of a chunk.
+    """Return (pieces, page bytes) of each operation for layer groups from..until of a chunk.
 
-    Pages that decode has already are left out. Behind them comes the tail, as operations without bytes of pages. A metadata row that
-    the engine writes is an operation of its own, the last one.
+    Skips pages that decode has. Tail and metadata row follow, counting 0 page bytes.
     """
     path = offer.peer.path
     src = chunk.src[max(0, offer.skip_pages - chunk.start) :]
@@ -82,7 +79,7 @@ def plan_ops(
         for shard in path.shards
         if (pieces := shard.plan(src, dst, begin=begin, end=until, max_piece_bytes=caps.max_piece_bytes)) is not None
     ]
-    # in turn: each pair of ranks has a link of its own
+    # interleaved: each pair of ranks has its own link
     parts = plans[0] if len(plans) == 1 else (part for turn in zip_longest(*plans) for part in turn if part is not None)
     planned = [(part, part.size_bytes) for part in parts]
     for beside in path.side_shards if chunk.tail else ():

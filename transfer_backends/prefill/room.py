@@ -1,4 +1,4 @@
-"""One transfer of prefill: where decode wants its pages, and how far the writing is. Pure."""
+"""State of one transfer on prefill. Pure."""
 
 import math
 from collections import deque
@@ -15,12 +15,13 @@ from transfer_backends.rooms import Room
 
 @dataclass(eq=False)
 class PrefillRoom(Room):
-    """chunks: queued and not planned; all_chunks: every one that writes something, to start over with
-    queued_pages: of the prompt    tail: of the last chunk    row: metadata row that goes with Success; empty: the engine writes it
-    left_groups: planned groups of layers of the first chunk    posts: planned and not posted
-    num_ops: posted and not final    done_bytes: of pages, written in this try
-    write_try: counted from 0; awaits_fence: it starts once nothing of the last try can still write
-    dirty: an operation failed, and no fence has succeeded since    owes_drained: decode waits for `Drained`
+    """Destination and progress of a transfer.
+
+    - chunks: queued, not planned; all_chunks: for a retry; posts: planned, not posted
+    - left_groups: planned layer groups of the first chunk
+    - num_ops: posted, not final; done_bytes: of pages, in this try
+    - awaits_fence: the try starts once the last one cannot write
+    - dirty: failed without a fence since; owes_drained: decode waits for `Drained`
     """
 
     opened_at_s: float
@@ -55,7 +56,7 @@ class PrefillRoom(Room):
 
     @property
     def quiet(self) -> bool:
-        """No operation reads its pages or writes decode's."""
+        """No operation reads our pages or writes decode's."""
         return self.num_ops == 0 and not self.dirty
 
     @property
@@ -64,7 +65,6 @@ class PrefillRoom(Room):
 
     @property
     def written(self) -> bool:
-        """All has landed that the engine has to write."""
         posted = self.all_queued and not self.posts and not self.chunks and not self.awaits_fence
         return posted and self.num_ops == 0
 
@@ -89,7 +89,7 @@ class PrefillRoom(Room):
         self.all_queued, self.row, self.tail = chunk.last, chunk.row or b"", chunk.tail
 
     def begin_next_try(self) -> None:
-        """Post nothing until the fence, then everything again (`start_over`)."""
+        """Post nothing until the fence, then everything."""
         self.write_try += 1
         self.awaits_fence = True
         self.done_bytes = 0
@@ -124,7 +124,7 @@ def _counts(tail: tuple[I64, ...]) -> list[int]:
 
 
 def check_chunk(room: PrefillRoom, chunk: Chunk, args: KVArgs) -> None:
-    """Raise ValueError for a chunk that our own role got wrong."""
+    """Raise ValueError for our own mistakes."""
     src, gate, row = chunk.src, chunk.gate, chunk.metadata_row
     if row is not None and gate is not None:
         raise ValueError(f"room {room.key}: the last chunk has a gate, its metadata row would vouch for pages to come")

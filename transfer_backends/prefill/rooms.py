@@ -1,8 +1,9 @@
-"""Prefill's transfers: the calls of the role, moves, and reports to decode. Pure.
+"""Prefill's transfers: the role's calls, transitions, reports to decode. Pure.
 
-    sender opened --TransferInfo--> WaitingForInput --first send--> Transferring --all operations done--> Success
+  sender opened --TransferInfo--> WaitingForInput
+      --first send--> Transferring --all operations done--> Success
 
-A failure is reported to decode at once. `Drained` follows the last operation; after a failed one, a successful fence.
+`Drained` follows the last operation, after a failure a fence.
 """
 
 from transfer_backends.contract import KVArgs
@@ -35,7 +36,7 @@ class PrefillRooms(RoomTable[PrefillRoom]):
     # ---- the role's calls
 
     def open(self, room: int, room_attempt: int, now_s: float) -> PrefillRoom:
-        """Raises `RoomInUse` for a live room and ValueError for an invalid number."""
+        """Raises `RoomInUse`, and ValueError for an invalid number."""
         opened = PrefillRoom((room, room_attempt), opened_at_s=now_s)
         self.add(opened)
         offer, tombstone = self._inbox.take(opened.key), self._inbox.exhume(opened.key)
@@ -46,7 +47,7 @@ class PrefillRooms(RoomTable[PrefillRoom]):
         return opened
 
     def send(self, room: PrefillRoom, chunk: Chunk, now_s: float) -> None:
-        """Raises ValueError for our own mistakes. A count that differs from decode's fails the room."""
+        """Raises ValueError for our own mistakes; a page count unlike decode's fails the room."""
         state = room.state
         if state is KVPoll.Failed:
             return
@@ -56,7 +57,7 @@ class PrefillRooms(RoomTable[PrefillRoom]):
         room.queue(chunk)
         if state is KVPoll.WaitingForInput:
             self.move(room, KVPoll.Transferring)
-            # Decode's timeout runs from here, or, if the pages are still to be computed, from when they land.
+            # Decode's timeout runs from here, or from the landing of pages still to be computed.
             if chunk.last:
                 room.reported_at_s = now_s
             elif chunk.gate is None:
@@ -92,7 +93,7 @@ class PrefillRooms(RoomTable[PrefillRoom]):
         self._report(room, KVPoll.Success)
 
     def fail(self, room: PrefillRoom, reason: str, *, report: bool = True) -> None:
-        room.reason = reason  # first: a handle that sees Failed reads it, without the lock
+        room.reason = reason  # first: a handle that reads Failed reads this without the lock
         self.move(room, KVPoll.Failed)
         self._counters["failed"] += 1
         room.end()
@@ -112,13 +113,12 @@ class PrefillRooms(RoomTable[PrefillRoom]):
         self._report(room, KVPoll.Transferring)
 
     def report_drained(self, room: PrefillRoom) -> None:
-        """Report once nothing can write to the room's pages, if decode waits for that."""
         if room.owes_drained and room.quiet and room.peer is not None:
             room.owes_drained = False
             self._paths.drained(room.peer, room.key, room.write_try)
 
     def reject(self, peer: DecodePeer, key: RoomKey, reason: str) -> None:
-        """Fail a room of decode's that has none here."""
+        """Fail a room of decode that does not exist here."""
         self._peers.send(peer, Status(*self._peers.address(peer), *key, KVPoll.Failed, 0, clip(reason)))
         self._paths.drained(peer, key, 0)
 

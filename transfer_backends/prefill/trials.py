@@ -1,4 +1,4 @@
-"""One trial write to each new peer: its rate, the transport that carried it, and what is reported of both."""
+"""Trial write to each new peer: its rate and transport."""
 
 import logging
 import os
@@ -20,12 +20,12 @@ MAX_REPORTED = 64  # the newest
 
 log = logging.getLogger(__name__)
 
-Sockets = dict[int, int] | None  # bytes acknowledged, by inode
+Sockets = dict[int, int] | None  # acknowledged bytes, by inode
 
 
 @dataclass(eq=False)
 class Trial:
-    """`known`: sockets from before the engine knew the peer; `before`: at the start."""
+    """Sockets `known` before the peer, and `before` the write."""
 
     command: ConnectPeer
     size_bytes: int
@@ -39,7 +39,7 @@ class Trial:
 
 
 class Trials:
-    """Used by the sender thread; `paths` by any."""
+    """Trials of the sender thread; any thread reads `paths`."""
 
     def __init__(
         self,
@@ -51,7 +51,6 @@ class Trials:
         sockets: Callable[[], Sockets] = tcp_bytes_acked,
         rdma: Callable[[], RdmaFacts] = rdma_facts,
     ) -> None:
-        """`machine`: this one's `host_id`. `on_gpu`: the pages are a GPU's."""
         self._caps = caps
         self._machine = machine
         self._on_gpu = on_gpu
@@ -64,7 +63,6 @@ class Trials:
 
     @property
     def paths(self) -> list[PeerPath]:
-        """Return the results of the newest connected peers, oldest first."""
         with self._lock:
             return list(self._paths.values())[-MAX_REPORTED:]
 
@@ -72,7 +70,7 @@ class Trials:
         self._known[incarnation] = self._sockets()
 
     def start(self, command: ConnectPeer, engine: Engine, peer: Any) -> tuple[Trial, Any] | None:
-        """Write; return the trial and the engine's operation, or None for an engine that moves no bytes."""
+        """Return trial and operation, or None if the engine moves no bytes."""
         before, started_s = self._sockets(), self._clock()
         started = engine.trial(peer)
         if started is None:
@@ -81,7 +79,6 @@ class Trials:
         return Trial(command, size_bytes, self._known.get(command.incarnation), before, started_s), op
 
     def end(self, trial: Trial) -> None:
-        """All bytes have landed: log and keep what that showed."""
         seconds = self._clock() - trial.started_s
         new, everything = delivered(trial.known, trial.before, self._sockets())
         seen = Evidence(trial.size_bytes, seconds, new, everything)
@@ -123,7 +120,7 @@ class Trials:
 
 
 def delivered(known: Sockets, before: Sockets, after: Sockets) -> tuple[int | None, int | None]:
-    """Return the bytes delivered from `before` to `after` by sockets not `known`, and by all. None: cannot be told."""
+    """Bytes delivered since `before` by new sockets and by all, if known."""
     if known is None or before is None or after is None:
         return None, None
     grown = {inode: max(0, acked - before.get(inode, 0)) for inode, acked in after.items()}

@@ -1,1 +1,1 @@
-"""Engines of the other ranks of a worker: one that stands for all of them, and how it reaches those in other processes."""
+"""Engines of a worker's ranks: one that stands for all, and proxies for other processes."""

@@ -1,4 +1,4 @@
-"""One engine for all ranks of a worker: it moves between pairs of ranks, and an operation over all pairs ends with the last one."""
+"""Engine over all ranks of a worker; an operation ends with its last pair."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -13,21 +13,19 @@ from transfer_backends.shards import Pair, unpack_descriptors
 
 @dataclass(eq=False)
 class RankPeer:
-    """Handles of the engines at the peer's ranks."""
-
     of_pairs: dict[Pair, Any]
 
 
 @dataclass(eq=False)
 class RankOp:
-    """`parts`: not known to be final, with their engines. `failed`: one has failed, or was refused beside others that run."""
+    """`parts`: not known to be final; `failed`: of a part."""
 
     parts: list[tuple[Engine, Any]]
     failed: bool = False
 
 
 class RankEngines:
-    """Implements `ports.Engine`. `engines[0]` is this process's, and its memory alone is registered here."""
+    """`ports.Engine` over ranks; `engines[0]` is this process's."""
 
     def __init__(self, engines: Sequence[Engine]) -> None:
         self._engines = tuple(engines)
@@ -37,11 +35,10 @@ class RankEngines:
         self._engines[0].register(regions)
 
     def descriptor(self) -> bytes:
-        """Return that of this process's engine; the others' come with their memory (`RankMemory`)."""
+        """This process's descriptor; the others come with `RankMemory`."""
         return self._engines[0].descriptor()
 
     def connect(self, incarnation: str, descriptor: bytes) -> RankPeer:
-        """`descriptor`: `shards.pack_descriptors`."""
         try:
             wanted = unpack_descriptors(descriptor)
         except msgspec.MsgspecError as error:
@@ -68,7 +65,7 @@ class RankEngines:
         return self._over_all(peer, lambda engine, handle: engine.probe(handle))
 
     def trial(self, peer: RankPeer) -> tuple[RankOp, int] | None:
-        """Write with this process's engine alone: what another process's moves at the same time would blur what is measured."""
+        """Write only from this process: concurrent writes would blur the measurement."""
         op, size_bytes, engine = RankOp([]), 0, self._engines[0]
         for (src_rank, _), handle in peer.of_pairs.items():
             if src_rank == 0 and (started := engine.trial(handle)) is not None:
@@ -80,7 +77,7 @@ class RankEngines:
         return self._over_all(peer, lambda engine, handle: engine.fence(handle))
 
     def poll(self, op: RankOp) -> OpState:
-        """DONE when all parts are; FAILED when all are final and one failed."""
+        """DONE when all parts are; FAILED once all are final."""
         pending = []
         for engine, part in op.parts:
             state = engine.poll(part)
@@ -101,7 +98,7 @@ class RankEngines:
             engine.close()
 
     def _over_all(self, peer: RankPeer, start: Callable[[Engine, Any], Any]) -> RankOp:
-        """Start it on each pair. What the engine of one refuses fails with the others, which have started."""
+        """Start it on each pair; a refusal fails the operation at its end."""
         op = RankOp([])
         for (src_rank, _), handle in peer.of_pairs.items():
             engine = self._engines[src_rank]
@@ -116,7 +113,7 @@ class RankEngines:
 
 
 def combine(caps: Sequence[Caps]) -> Caps:
-    """Return what holds for all: the narrowest window, the longest waits for bytes under way."""
+    """The narrowest window and the longest waits of all."""
     if len({one.name for one in caps}) > 1:
         raise EngineError(f"ranks of one worker have different transfer engines: {[one.name for one in caps]}")
     return replace(

@@ -1,9 +1,9 @@
-"""Frames between a leader's `RemoteEngine` and the follower that serves its engine: a message each (service/process/message_stream.py).
+"""Frames between a leader's `RemoteEngine` and the follower with the engine.
 
     follower -> leader: Hello (once), Ended
     leader -> follower: ReachPeer, LeavePeer, Post, Probe, Fence, PollOften, Close
 
-Numbers of peers and operations are the leader's.
+The leader numbers peers and operations.
 """
 
 import msgspec
@@ -18,15 +18,13 @@ class _Frame(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_unkn
 
 
 class Hello(_Frame, frozen=True):
-    """`memory`: registered, with the engine's descriptor. `mark`: of the follower's process."""
-
     caps: Caps
     memory: RankMemory
     mark: ProcessMark
 
 
 class Ended(_Frame, frozen=True):
-    """Operations that are final since the last such frame. `error`: why the first failed one did, if it is known."""
+    """Operations final since the last frame."""
 
     done: tuple[int, ...]
     failed: tuple[int, ...]
@@ -44,8 +42,6 @@ class LeavePeer(_Frame, frozen=True):
 
 
 class PostPieces(_Frame, frozen=True, tag="Post"):
-    """`src`, `dst`, `lengths`: u64 of this machine, as `Pieces` has them."""
-
     op: int
     peer: int
     src: bytes
@@ -76,11 +72,11 @@ class Fence(_Frame, frozen=True):
 
 
 class PollOften(_Frame, frozen=True):
-    """Poll your engine often for a while: peers write, and it does not drive itself."""
+    """Poll your engine often for a while: peers write."""
 
 
 class Close(_Frame, frozen=True):
-    """No operation is pending: close the engine."""
+    """Close the engine; no operation is pending."""
 
 
 ToFollower = ReachPeer | LeavePeer | PostPieces | Probe | Fence | PollOften | Close

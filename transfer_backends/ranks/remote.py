@@ -1,4 +1,4 @@
-"""The engine of another rank of this worker, which a follower process serves (`serve.py`): a proxy that never waits for it."""
+"""Proxy of another rank's engine, served by a follower process (`serve.py`). Never waits."""
 
 import logging
 import select
@@ -24,30 +24,27 @@ from transfer_backends.ranks.frames import (
     encode,
 )
 
-POLL_OFTEN_EVERY_S = 0.1  # the follower stays awake for longer than that
+POLL_OFTEN_EVERY_S = 0.1  # the follower stays awake for longer
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
 class RemoteOp:
-    """`state`: as last received."""
-
     number: int
     state: OpState = OpState.PENDING
 
 
 class RemoteEngine:
-    """Implements `ports.Engine` but for `register` and `trial`. Used by one thread.
+    """`ports.Engine` without `register` and `trial`, for one thread.
 
-    `memory`, `mark`: of the follower. `lost`: why it can do nothing any more. Then all its operations have failed: posts are
-    refused, no fence holds, and what it had started may still land until its process is proved dead.
-
-    Connections are made in its time: one that fails fails the operations that follow on it.
+    Once the follower is gone (`lost`), posts are refused, no fence holds, and bytes may land until
+    its process is proved dead. Connections are asynchronous: a failed one fails the operations on
+    it.
     """
 
     def __init__(self, sock: socket.socket, *, name: str, timeout_s: float, clock: Clock = time.monotonic) -> None:
-        """`sock`: a stream; owned from here on. `timeout_s`: for the follower to start. Raises `EngineError` if it does not."""
+        """`timeout_s`: for the follower's start. Raises `EngineError`."""
         self.lost: str | None = None
         self._name = name
         self._follower = MessageStream(sock)
@@ -72,7 +69,7 @@ class RemoteEngine:
         return hello
 
     def register(self, regions: Sequence[Region]) -> None:
-        """Do nothing: the follower has registered its own memory."""
+        """The follower registers its own memory."""
 
     def descriptor(self) -> bytes:
         return self.memory.descriptor
@@ -94,7 +91,7 @@ class RemoteEngine:
         return self._start(op, Probe(op.number, peer))
 
     def trial(self, peer: int) -> None:
-        """Do nothing: the bytes of another process cannot be measured here."""
+        """Bytes of another process cannot be measured here."""
 
     def fence(self, peer: int) -> RemoteOp:
         op = RemoteOp(self._next())
@@ -106,7 +103,7 @@ class RemoteEngine:
         return op.state
 
     def progress(self, *, eager: bool = False) -> None:
-        """Let the follower poll its engine for a while; by itself it does so now and then."""
+        """Let the follower poll more often for a while."""
         self._exchange()
         now_s = self._clock()
         if eager and now_s - self._poll_often_at_s >= POLL_OFTEN_EVERY_S:
@@ -134,23 +131,21 @@ class RemoteEngine:
         return op
 
     def _send(self, frame: ToFollower) -> None:
-        """Raises `EngineError` if the follower is gone, or reads nothing."""
+        """Raises `EngineError`."""
         self._put(frame)
         if self.lost is not None:
             raise EngineError(self.lost)
 
     def _put(self, frame: ToFollower) -> None:
-        """Send it soon, without a wait."""
         if self.lost is not None:
             return
         try:
             self._follower.put(encode(frame))
         except (ChannelClosed, ChannelFull) as error:
-            self._exchange()  # what it sent before its end counts
+            self._exchange()  # frames sent before its end count
             self._lose(str(error))
 
     def _exchange(self) -> None:
-        """Read which operations have ended."""
         if self.lost is not None:
             return
         try:

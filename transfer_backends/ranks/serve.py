@@ -1,4 +1,4 @@
-"""A follower's side of its transfer engine: it runs what the leader's `RemoteEngine` sends, in one thread."""
+"""Follower's side of its transfer engine: one thread that runs the leader's frames."""
 
 import contextlib
 import logging
@@ -30,20 +30,20 @@ from transfer_backends.ranks.frames import (
 )
 
 FIRST_NAP_S = 0.0001
-STALE_NAP_S = 0.02  # when nothing has ended for a while: a peer hangs
+STALE_NAP_S = 0.02  # after a while without an end: a peer hangs
 STALE_AFTER_NAPS = 500
-EAGER_S = 0.25  # after `PollOften`; the next one comes sooner while it is needed
+EAGER_S = 0.25  # after `PollOften`; the next one comes earlier if needed
 EAGER_POLL_S = 0.001
-TICK_S = 0.02  # of an engine that peers write to and that does not drive itself
+TICK_S = 0.02  # for an engine that peers write to and that must be polled
 
 log = logging.getLogger(__name__)
 
 
 def serve_engine(engine: Engine, memory: RankMemory, sock: socket.socket, *, receives: bool, host: str) -> bool:
-    """Register `memory` and serve until the leader closes the engine (True) or is gone (False: end this process, and soon).
+    """Serve until the leader closes the engine (True), or is gone (False: end this process soon).
 
-    `receives`: peers write to `memory` (a decode worker's). Until this process ends a port of its own at `host` is bound: when that
-    refuses, a decode worker elsewhere that it wrote to knows that it is dead.
+    A port at `host` stays bound until this process ends: its refusal proves to remote decode
+    workers that the process is dead.
     """
     leader = MessageStream(sock)
     engine.register([memory.kv, *(pool.region for pool in memory.pools)])
@@ -56,14 +56,14 @@ def serve_engine(engine: Engine, memory: RankMemory, sock: socket.socket, *, rec
             _serve(EngineServer(engine, receives=receives), leader)
         except (ChannelClosed, ChannelFull) as error:
             log.warning("transfer engine: the leader cannot be reached: %s", error)
-            alive.detach()  # bound until the process ends: what the engine has begun may still be written
+            alive.detach()  # bound until the process ends: started writes may still run
             return False
         engine.close()
         return True
 
 
 def _serve(server: "EngineServer", leader: MessageStream) -> None:
-    """Serve until the channel is closed. Raises ChannelClosed and ChannelFull."""
+    """Raises ChannelClosed and ChannelFull."""
     poller = select.poll()
     poller.register(leader, select.POLLIN)
     while not server.closed:
@@ -75,15 +75,13 @@ def _serve(server: "EngineServer", leader: MessageStream) -> None:
 def _rest(poller: "select.poll", nap_s: float | None) -> None:
     if nap_s is None:
         poller.poll()
-    elif nap_s < 0.001:  # it counts in milliseconds
+    elif nap_s < 0.001:  # `poll` counts in milliseconds
         time.sleep(nap_s)
     else:
         poller.poll(nap_s * 1000)
 
 
 class EngineServer:
-    """`turn` runs frames on the engine and polls what is pending; `nap_s` says when the next turn is due without a frame."""
-
     def __init__(self, engine: Engine, *, receives: bool, clock: Clock = time.monotonic) -> None:
         self.closed = False
         self._engine = engine
@@ -98,7 +96,7 @@ class EngineServer:
 
     @property
     def nap_s(self) -> float | None:
-        """None: until a frame comes."""
+        """Seconds, or None to wait for a frame."""
         waits: list[float] = []
         if self._running:
             nap_s = min(FIRST_NAP_S * 2 ** min(self._naps, 10), self._engine.caps.longest_nap_s)
@@ -108,7 +106,6 @@ class EngineServer:
         return min(waits, default=None)
 
     def turn(self, frames: list[ToFollower]) -> Ended | None:
-        """Return the operations that have ended."""
         for frame in frames:
             self._run(frame)
         if self._polls:
@@ -150,7 +147,6 @@ class EngineServer:
 
     @contextlib.contextmanager
     def _noting(self) -> Any:
-        """Keep the error for the leader."""
         try:
             yield
         except Exception as error:
