@@ -1,1 +1,1 @@
-"""The prefill and decode roles: queues, KV hand-over, metadata buffers; wires engine and transfer."""
+"""Prefill and decode roles, KV hand-over, assembly of engine and transfer."""

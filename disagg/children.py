@@ -1,6 +1,7 @@
-"""The child processes of a worker: the scheduler of each DP rank, and the frontends beside its main one.
+"""Child processes of a worker: one scheduler per DP rank, and further frontends.
 
-They ignore what may be sent to a whole group of processes, and end by their parent's END, or at its death: it alone decides about a drain.
+They ignore signals to the process group, and end by END or with their parent, which alone decides
+about a drain.
 """
 
 import asyncio
@@ -18,17 +19,17 @@ from service.process.child_process import ChildProcess, ForkedProcess, forked, s
 from service.process.start import die_with_parent
 from service.process.stop_signals import END, TO_GROUPS
 
-END_S = 3.0  # what a child may take to end before it is killed
+END_S = 3.0  # time for a child to end before it is killed
 POLL_S = 0.01
-OPERATING_ERROR = 3  # exit status of a child after an error that it has reported to the operator
-# 0.2 ms at libgomp's 100 spins a us. A step is hundreds of parallel parts some 50 us apart: threads that sleep between them make it
-# 1.7 times as long. On shared cores NO_SPINS is far better.
+OPERATING_ERROR = 3  # exit status after an error that the child reported to the operator
+# 0.2 ms at libgomp's 100 spins per us. A step has hundreds of parallel regions some 50 us apart:
+# threads that sleep between them make it 1.7 times as long. On shared cores NO_SPINS is far better.
 SPINS, NO_SPINS = "20000", "0"
 
 
 @dataclass
 class Children:
-    """`before_end`: called before the children are ended: lets those that wait for each other see it."""
+    """Child processes; `before_end` runs before they end."""
 
     before_end: Callable[[], None] | None = None
     _processes: dict[str, ChildProcess] = field(default_factory=dict)
@@ -46,12 +47,11 @@ class Children:
         shares_cores: bool = False,
         gpu: str | None = None,
     ) -> ChildProcess:
-        """Run `python -m module args`. OpenMP must know its threads before torch is imported (docs/tuning.md, "CPU workers").
+        """Run `python -m module args`, forked if the environment names a fork server.
 
-        Forked where the environment names a fork server (service/process/fork_server.py).
-
-        `shares_cores`: with other children, which compute at the same time. `gpu`: the one that it sees; None: what this process
-        sees. `descriptors`: that it inherits. `takes_hangup`: `hang_up` sends it SIGHUP; it handles that, once it can.
+        OpenMP must know its threads before torch is imported (docs/tuning.md, "CPU workers").
+        `shares_cores`: with children that compute at the same time. `takes_hangup`: `hang_up` sends
+        SIGHUP.
         """
         env = {**os.environ, **openmp_env(num_threads, os.environ, shares_cores=shares_cores)}
         env |= {} if gpu is None else {VISIBLE: gpu}
@@ -74,7 +74,6 @@ class Children:
 
     @contextmanager
     def watched(self, on_end: Callable[[], None]) -> Iterator[None]:
-        """Call `on_end` in the running loop when a child ends within the block."""
         loop = asyncio.get_running_loop()
 
         def ended(process: ChildProcess, descriptor: int) -> None:
@@ -84,7 +83,7 @@ class Children:
 
         with ExitStack() as undo:
             for process in self._processes.values():
-                if process.poll() is not None:  # known
+                if process.poll() is not None:  # reported before
                     continue
                 descriptor = process.news() if isinstance(process, ForkedProcess) else os.pidfd_open(process.pid)
                 undo.callback(os.close, descriptor)
@@ -96,7 +95,6 @@ class Children:
         return next((item for item in self._processes.items() if item[1].poll() is not None), None)
 
     def has_reported(self) -> bool:
-        """Return True if a child has reported to the operator why it ended."""
         return any(process.poll() == OPERATING_ERROR for process in self._processes.values())
 
     def end(self) -> None:
@@ -115,9 +113,9 @@ class Children:
 
 
 def openmp_env(num_threads: int, given: Mapping[str, str], *, shares_cores: bool) -> dict[str, str]:
-    """Return what libraries of a process with `num_threads` must find. `given`: a user's GOMP_SPINCOUNT counts.
+    """Return OpenMP settings; a user's GOMP_SPINCOUNT wins.
 
-    One thread waits for no other: it has the same limit and spins wherever it runs, so one fork server serves all such processes.
+    A single thread waits for no other, so one setting, and fork server, serves all such processes.
     """
     threads = str(num_threads)
     spins = NO_SPINS if shares_cores or num_threads == 1 else SPINS

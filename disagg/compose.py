@@ -1,4 +1,4 @@
-"""Builds a worker's role from metadata buffers, transfer engine and manager."""
+"""Assembly of a worker's role: metadata buffers, transfer engine, manager."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -41,22 +41,24 @@ from transfer_backends.prefill.manager import PrefillManager
 from transfer_backends.ranks.engines import RankEngines
 from transfer_backends.ranks.remote import RemoteEngine
 
-MOVE_TIMEOUT_S = 30.0  # for another decode worker to give its pages: until then the request has its memory here, and its client waits
+MOVE_TIMEOUT_S = (
+    30.0  # for another decode worker to give pages: until then the request holds memory here and its client waits
+)
 PAGES_OF_WINDOWS = (
     "--prefix-fetch: layers with a window have pages of their own, which a prefix of another worker does not bring along; give "
     "--disable-hybrid-swa-memory"
 )
-LEAST_BYTES = 4 << 20  # that leave while the next chunk computes: fewer disturb it more than they hide
+LEAST_BYTES = 4 << 20  # per send while the next chunk computes: smaller ones disturb it more than they hide
 
 
 def make_role(spec: SchedulerSpec, parts: EngineParts, *, wakeup: Callable[[], None]) -> EngineRole:
-    """`wakeup`: transfer threads call it when a queue may move."""
+    """`wakeup`: called by transfer threads when a queue may move."""
     if spec.disagg.disaggregation_mode == "null":
         features = _features(spec, parts, wakeup)
         return UnifiedRole(parts.scheduler) if features is None else FetchingRole(parts.scheduler, features)
     most = parts.scheduler.limits.max_running_requests
     parts.weights.number()  # now: no hand-over should read files
-    num_rows = 2 * most  # running ones, and as many on their way
+    num_rows = 2 * most  # running requests, and as many in transfer
     if spec.disagg.prefix_fetch:
         num_rows += MOST_FETCHES + MOST_SERVED
     metadata = MetadataBuffers(num_rows, weights=parts.weights.number)
@@ -127,7 +129,6 @@ def _prefixes(
     checksum: Checksum | None,
     wakeup: Callable[[], None],
 ) -> PrefixExchange:
-    """Compose the exchange of prefixes: one engine and memory for both directions, a control plane for each."""
     receives = DecodeManager(
         transfers.args,
         transfers.engine,
@@ -187,7 +188,7 @@ def _moves(
     checksum: Checksum | None,
     wakeup: Callable[[], None],
 ) -> Moves:
-    """The sending half of a decode worker: the same engine and memory, a control plane of its own."""
+    """Compose a decode worker's sender, with its own control plane."""
     timeout_s = min(config.bootstrap_timeout_s, MOVE_TIMEOUT_S)
     manager = PrefillManager(
         transfers.args,
@@ -258,8 +259,6 @@ def _pools(parts: EngineParts) -> RankPools:
 
 @dataclass(frozen=True, slots=True)
 class _Transfers:
-    """The parts of a manager: the engine of all ranks, their memory, and the followers' processes."""
-
     engine: Engine
     args: KVArgs
     followers: tuple[ProcessMark, ...]
@@ -268,9 +267,7 @@ class _Transfers:
 def _transfers(
     spec: SchedulerSpec, parts: EngineParts, metadata: MetadataBuffers, *, share: Callable[[Engine], Engine]
 ) -> _Transfers:
-    """`share`: of each process's engine, what its users call. Raises BackendUnavailable, and EngineError where a follower's engine does
-    not start.
-    """
+    """Raises BackendUnavailable, and EngineError if a follower's engine does not start."""
     own, remotes, pools = engine_of(spec, parts.pool), _remotes(parts.group), _pools(parts)
     memory = memory_of(pools)
     args = KVArgs(
@@ -299,10 +296,10 @@ def _remotes(group: Group | None) -> list[RemoteEngine]:
 
 
 def _layer_bytes(parts: EngineParts) -> tuple[int, ...]:
-    """Of each layer of the model in a unit. All layers keep as much, so this rank's say it for all.
+    """Return the bytes of each model layer in a unit; all keep the same.
 
-    A model with recurrent layers has the others' alone, and so has one of whose layers some have a window and another pool. If all have
-    that, a unit is one piece. What a drafter keeps is one layer more.
+    Excludes recurrent layers and window layers with another pool; with windows only, a unit is one
+    piece. A drafter adds one layer.
     """
     pool = parts.pool
     if not pool.specs:
@@ -318,6 +315,5 @@ def _layer_bytes(parts: EngineParts) -> tuple[int, ...]:
 
 
 def _dtype(parts: EngineParts) -> str:
-    """Return the dtype of the model, and of its KV if it differs."""
     own, kept = parts.config.dtype, parts.config.kv_cache_dtype
     return own if kept == own else f"{own}, KV in {kept}"

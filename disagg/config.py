@@ -1,4 +1,4 @@
-"""Flags of disaggregated serving, named as SGLang names them, and what a worker sends its scheduler process."""
+"""Flags of disaggregated serving, by SGLang's names, and messages to child processes."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ from service.security.secret import read_secret_file
 
 @dataclass(frozen=True, kw_only=True)
 class DisaggConfig(FlagSet):
-    """Role of this worker and how KV is handed over."""
+    """Role of this worker and KV hand-over."""
 
     disaggregation_mode: str = flag(
         "null",
@@ -86,21 +86,20 @@ class DisaggConfig(FlagSet):
 
     @property
     def has_peers(self) -> bool:
-        """Whether a transfer engine moves something between this worker and others."""
         return self.disaggregation_mode != "null" or self.feature_fetch
 
 
 class JointSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Descriptors of what the DP ranks of a worker share with DP attention: memory, and what ends the rest of each one's loop."""
+    """Descriptors shared by DP ranks with DP attention: memory, and one that wakes each loop."""
 
     memory: int
     wakes: tuple[int, ...]
 
 
 class SchedulerSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """The message from a worker to the scheduler process of a DP rank. `bootstrap`: host:port of the server to register at (prefill).
+    """Message to a DP rank's scheduler process; prefill registers at `bootstrap`.
 
-    `gpus`: of its ranks; (): each takes what it sees.
+    `gpus` are its ranks'; () leaves all visible ones.
     """
 
     engine: EngineConfig
@@ -118,20 +117,21 @@ class SchedulerSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def process(self) -> str:
-        """Return the name of the process in logs and traces."""
         rank = f" dp{self.dp_rank}" if self.engine.dp_size > 1 else ""
         return f"{role_name(self.disagg)} scheduler{rank}"
 
     def trace_name(self, rank: int) -> str:
-        """Return the name of a rank in its traces; of a DP rank as in SGLang: DP-1."""
+        """Name of a rank in traces; DP ranks as in SGLang: DP-1."""
         dp = f"-DP-{self.dp_rank}" if self.engine.dp_size > 1 else ""
         return f"{role_name(self.disagg)}{dp}" + (f"-rank{rank}" if self.engine.num_ranks > 1 else "")
 
 
 class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """The message from a leader to a follower. `descriptors`: of the memory that the ranks share, of the channel to the leader, and
-    with a peer of the socket to its transfer engine. `wires`: descriptors of its connections to another machine's ranks, by its
-    end of them (engine/flags/nodes.py). `store`: descriptor of the file in which ranks on GPUs meet.
+    """Message from a leader to a follower, with descriptors that it inherits.
+
+    - descriptors: shared memory, channel to the leader, with peers its transfer engine's socket
+    - wires: connections to other machines' ranks (engine/flags/nodes.py)
+    - store: rendezvous file of GPU ranks
     """
 
     scheduler: SchedulerSpec
@@ -144,7 +144,7 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """Such as "rank 3 of 4": with DP attention of the ranks of all DP ranks."""
+        """ "rank 3 of 4", with DP attention over all DP ranks."""
         scheduler, config = self.scheduler, self.scheduler.engine
         if not config.enable_dp_attention:
             return f"rank {self.rank} of {config.num_ranks}"
@@ -152,7 +152,7 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OtherFrontendSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """The message from a worker to its other frontend processes, in a file, as it may hold keys."""
+    """Message to another frontend process, in a file, since it may hold keys."""
 
     engine: EngineConfig
     server: ServerConfig
@@ -162,10 +162,10 @@ class OtherFrontendSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def role_name(config: DisaggConfig) -> str:
-    """ "prefill" | "decode" | "unified", as in logs and metrics."""
+    """ "prefill", "decode", "encode" or "unified"."""
     return config.disaggregation_mode.replace("null", "unified")
 
 
 def read_secret(path: str | None) -> bytes | None:
-    """Raises ConfigError for a file that cannot be the cluster's secret."""
+    """Raises ConfigError."""
     return None if path is None else read_secret_file(path)

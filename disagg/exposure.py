@@ -1,4 +1,4 @@
-"""Which parts of a worker other machines can reach, and which addresses it may dial."""
+"""Checks of a worker's open addresses, and of those that it may dial."""
 
 import logging
 
@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 def check_exposure(server: ServerConfig, disagg: DisaggConfig, *, control_host: str) -> None:
-    """Raises `ConfigError`, or warns (--allow-insecure): off loopback HTTP needs an API key, the rest the cluster's secret."""
+    """Raises `ConfigError`, or warns (--allow-insecure), for open addresses without key or secret."""
     warnings = [
         require_secret(
             server.host,
@@ -43,7 +43,7 @@ def check_exposure(server: ServerConfig, disagg: DisaggConfig, *, control_host: 
 
 
 def check_events_exposure(server: ServerConfig, engine: EngineConfig, disagg: DisaggConfig) -> None:
-    """Raises `ConfigError` for a broken value, or if other machines could read the events: they hold all users' prompts."""
+    """Raises `ConfigError` if other machines could read events, since they hold prompts."""
     events = parse_kv_events_config(engine.kv_events_config)
     open_hosts = [] if events is None else [host for host in events.hosts() if not is_loopback(host)]
     if not open_hosts or disagg.cluster_secret_file is not None:
@@ -55,7 +55,7 @@ def check_events_exposure(server: ServerConfig, engine: EngineConfig, disagg: Di
 
 
 def check_nodes_exposure(server: ServerConfig, engine: EngineConfig, disagg: DisaggConfig) -> None:
-    """Raises `ConfigError`, or warns (--allow-insecure), where a stranger could take the place of a rank on another machine."""
+    """Raises `ConfigError`, or warns (--allow-insecure), if a stranger could join as a rank."""
     if engine.nnodes == 1:
         return
     warning = require_secret(
@@ -66,13 +66,12 @@ def check_nodes_exposure(server: ServerConfig, engine: EngineConfig, disagg: Dis
         has_secret=disagg.cluster_secret_file is not None,
         allow_insecure=server.allow_insecure,
     )
-    for text in (warning, _engine_warning(disagg) if engine.node_rank else None):  # of node 0: check_exposure
+    for text in (warning, _engine_warning(disagg) if engine.node_rank else None):  # node 0's: check_exposure
         if text is not None:
             log.warning(text)
 
 
 def _control_addresses(server: ServerConfig, disagg: DisaggConfig, control_host: str) -> list[tuple[str, str]]:
-    """(flag, address) of the sockets for members of the cluster."""
     if disagg.disaggregation_mode == "null":
         return []
     named = disagg.disaggregation_control_host is not None
@@ -82,7 +81,7 @@ def _control_addresses(server: ServerConfig, disagg: DisaggConfig, control_host:
 
 
 def _engine_warning(disagg: DisaggConfig) -> str | None:
-    """Mooncake binds 0.0.0.0 and ::, and has no setting for it."""
+    """Mooncake always binds 0.0.0.0 and ::."""
     if not disagg.has_peers or disagg.disaggregation_transfer_backend != "mooncake":
         return None
     return (
@@ -92,9 +91,10 @@ def _engine_warning(disagg: DisaggConfig) -> str | None:
 
 
 def make_allowlist(server: ServerConfig, disagg: DisaggConfig, *, control_host: str) -> BootstrapAllowlist:
-    """Return the bootstrap servers, and workers, that a request may name. Raises `ConfigError`.
+    """Return the bootstrap servers and workers that a request may name. Raises `ConfigError`.
 
-    This machine's own are allowed only if no other machine can send requests: a client could point us at a local service.
+    Local ones are excluded if other machines can send requests: a client could point us at a local
+    service.
     """
     secret = read_secret(disagg.cluster_secret_file)
     fetches = {"--prefix-fetch": disagg.prefix_fetch, "--feature-fetch": disagg.feature_fetch}

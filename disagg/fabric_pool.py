@@ -1,7 +1,4 @@
-"""Where a KV pool's memory comes from: memory that machines of one NVLink fabric map, for Mooncake's protocol `nvlink`, or any.
-
-The fabric's has never run on a GPU yet.
-"""
+"""KV pool memory: of an NVLink fabric for Mooncake's `nvlink` (never run on a GPU), else any."""
 
 import torch
 
@@ -13,11 +10,10 @@ from transfer_backends.engines.mooncake_protocols import NEEDS_FABRIC
 
 
 def kv_bytes_of(protocol: str | None) -> AllocateBytes:
-    """`protocol`: Mooncake's; None: another engine moves the pages."""
     return fabric_bytes if protocol == NEEDS_FABRIC else zeroed_bytes
 
 
 def fabric_bytes(size_bytes: int, device: torch.device) -> torch.Tensor:
-    """Allocate [size_bytes] uint8, zero, until the process ends. Raises BackendUnavailable."""
+    """Allocate zeroed memory until the process ends. Raises BackendUnavailable."""
     memory = FabricMemory(CudaContext(device.index or 0))
     return tensor_at(memory.allocate(size_bytes), size_bytes).zero_()

@@ -1,11 +1,10 @@
-"""Features of images that an encoder worker computes for others: each image once for all that ask.
+"""Image features that an encoder worker computes for others, once per image.
 
-    take -> WAITING --its image is not being encoded for another one--> COMPUTING, by Outgoing as a prompt:
-        in the tree    locked there, and sent
-        else           a request of the scheduler, whose step encodes it
+  take -> WAITING -- no other request encodes its image --> COMPUTING, by Outgoing as a prompt:
+      in the tree: locked there, and sent; else a request, encoded by a step
 
-An image is a request of its own: its tokens, filled up to whole pages, are compared by its key (engine/images.py), so the prefix tree
-is the cache of features.
+An image is a request with its key for tokens (engine/images.py), so the prefix tree caches
+features.
 """
 
 from disagg.handover import HandoverStage, PrefillHandover, Purpose, Senders
@@ -20,11 +19,11 @@ from engine.images import ImageInput
 from engine.messages import FinishReason, TokenOutput
 from transfer_backends.contract import RecomputeRequest, Work
 
-PAD_ID = 0  # behind an image, up to a whole page
+PAD_ID = 0  # pads an image to whole pages
 
 
 class FeatureServer:
-    """Owns what peers have asked for, from `take` until no operation reads its pages."""
+    """Owner of peers' requests, until no operation reads their pages."""
 
     def __init__(self, *, scheduler: Scheduler, manager: Senders, pages: PageSender, bounds: Bounds) -> None:
         self._scheduler = scheduler
@@ -35,11 +34,11 @@ class FeatureServer:
         self._outgoing = Outgoing(
             scheduler=scheduler, pages=pages, begin=self._begin, name="features", may_begin=self._may_begin
         )
-        self._encoding: dict[bytes, PrefillHandover] = {}  # by the image's key
+        self._encoding: dict[bytes, PrefillHandover] = {}  # by image key
         self._num_queries = self._num_hits = self._num_refused = 0
 
     def take(self, wanted: RecomputeRequest, now_s: float, *, refused: str | None) -> None:
-        """Open what a peer asked for; it is refused because of `refused`, or where it is not one image that this model sees."""
+        """Open a peer's request; refuse it for `refused`, or unless it is one valid image."""
         image, wrong = self._image_of(wanted.work)
         request = self._request_of(image, wanted, now_s)
         sender = self._manager.sender(wanted.room, room_attempt=wanted.room_attempt)
@@ -60,7 +59,6 @@ class FeatureServer:
         self._outgoing.poll(now_s)
 
     def abort(self, rid: str, reason: FinishReason) -> bool:
-        """End what a peer asked for; False: there is none of this name."""
         handover = self._outgoing.handovers.get(rid)
         if handover is not None:
             self._outgoing.abort(handover, reason)
@@ -73,7 +71,6 @@ class FeatureServer:
     # ---- what is asked for
 
     def _image_of(self, work: Work) -> tuple[ImageInput | None, str]:
-        """Return the one image, and what is wrong with it."""
         try:
             images = images_of(work, self._bounds)
         except ValueError as error:
@@ -111,12 +108,10 @@ class FeatureServer:
     # ---- moves
 
     def _may_begin(self, handover: PrefillHandover) -> bool:
-        """Whether no other request has its image encoded at this time."""
         other = self._encoding.get(handover.request.images[0].key)
         return other is None or other.request.finish is not None
 
     def _begin(self, handover: PrefillHandover, now_s: float) -> list[TokenOutput]:
-        """Send it, or have it encoded."""
         request = handover.request
         self._num_queries += 1
         if not self._is_cached(request):
@@ -151,7 +146,6 @@ class FeatureServer:
 
     @property
     def waiting_tokens(self) -> int:
-        """Count the tokens of images that wait."""
         live = self._outgoing.handovers.values()
         queued = sum(h.request.num_tokens for h in live if h.stage is HandoverStage.WAITING)
         return queued + self._scheduler.waiting_tokens

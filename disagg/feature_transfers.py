@@ -1,4 +1,4 @@
-"""What moves features of images between workers: the memory that both sides name to each other, and an encoder worker's role over it."""
+"""Transfers of image features: memory of both sides, and an encoder worker's role."""
 
 import hashlib
 from collections.abc import Callable
@@ -25,12 +25,12 @@ from transfer_backends.contract import KVArgs
 from transfer_backends.decode.manager import DecodeManager
 from transfer_backends.prefill.manager import PrefillManager
 
-FETCH_TIMEOUT_S = 10.0  # of an image: encoding it here takes less than that, and a prompt waits
-HANDSHAKE_S = 3.0  # with an encode worker, at most: a prompt waits, and can do without
+FETCH_TIMEOUT_S = 10.0  # per image: encoding it here takes less, and a prompt waits
+HANDSHAKE_S = 3.0  # maximum for an encode worker: a prompt waits, and can do without
 
 
 def encode_role(spec: SchedulerSpec, parts: EncoderParts, *, wakeup: Callable[[], None]) -> EncodeRole:
-    """`wakeup`: transfer threads call it when a queue may move. Raises BackendUnavailable."""
+    """Raises BackendUnavailable. Transfer threads call `wakeup` when a queue may move."""
     config, scheduler = parts.config, parts.scheduler
     assert config.context_length is not None, "resolved"
     parts.weights.number()  # now: no transfer should read files
@@ -58,7 +58,7 @@ def encode_role(spec: SchedulerSpec, parts: EncoderParts, *, wakeup: Callable[[]
 def feature_fetches(
     spec: SchedulerSpec, parts: EngineParts, pool: KVPool, *, wakeup: Callable[[], None]
 ) -> FeatureFetches:
-    """`pool`: where they arrive. `wakeup`: as above. Raises BackendUnavailable."""
+    """Raises BackendUnavailable."""
     parts.weights.number()
     metadata = MetadataBuffers(MOST_FETCHES, weights=parts.weights.number)
     args = feature_args(spec, pool, metadata, parts.model, dtype=parts.config.dtype)
@@ -84,7 +84,6 @@ def feature_fetches(
 def feature_args(
     spec: SchedulerSpec, pool: KVPool, metadata: MetadataBuffers, model: ModelConfig, *, dtype: str
 ) -> KVArgs:
-    """The memory of features for transfers; `dtype`: of a feature."""
     return KVArgs(
         kv=memory_of(_alone(pool)).kv,
         aux=metadata.region,
@@ -96,7 +95,7 @@ def feature_args(
 
 
 def feature_signature(model: ModelConfig) -> str:
-    """Name what makes the features of a model, whose weights say the rest: workers exchange those of one signature."""
+    """Return the name of a feature computation; weights are compared separately."""
     digest = hashlib.sha256(repr(model.vision).encode()).hexdigest()[:16]
     return f"features of images for {model.architecture}, {model.hidden_size} a level, tower {digest}"
 

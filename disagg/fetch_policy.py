@@ -1,10 +1,9 @@
-"""Whether a prefix comes sooner from another worker than from this engine, and for how long its request waits. Pure.
+"""Decision to fetch a prefix or compute it, and the maximum wait. Pure.
 
-    fetch      latency of recent small fetches + bytes / bandwidth of recent large ones
-    compute    tokens * time per token of recent prompts of about this length (a power of two): a token of a long one takes longer, and so
-               does any where the engine has much to do
+  fetch      latency of recent small fetches + bytes / bandwidth of recent large ones
+  compute    tokens * time per token of recent prompts of about this length (a power of two)
 
-A fetch is forgotten after `MEMORY_S`, so that a link that was slow gets another try.
+Fetches are forgotten after `MEMORY_S`: a slow link gets another try.
 """
 
 import math
@@ -12,17 +11,15 @@ from collections import deque
 
 ASSUMED_BYTES_A_S = 1e9  # before the first fetch: TCP on a good network, or a copy inside a small machine
 ASSUMED_LATENCY_S = 0.01
-LARGE_BYTES = 4 << 20  # a smaller fetch takes about as long as none: it says nothing of the bandwidth
-LEAST_MEASURED_TOKENS = 64  # of a prompt: the time of fewer is that of a step
-SLACK_S = 0.25  # of a wait, for a handshake and a busy source
+LARGE_BYTES = 4 << 20  # a smaller fetch is dominated by latency
+LEAST_MEASURED_TOKENS = 64  # shorter prompts measure only the time of a step
+SLACK_S = 0.25  # extra wait for a handshake and a busy source
 UNMEASURED_WAIT_S = 2.0  # before the first prompt
 MEMORY_S = 60.0
 KEPT = 32
 
 
 class FetchPolicy:
-    """`token_bytes`: of the KV of a token."""
-
     def __init__(self, *, token_bytes: float) -> None:
         self._token_bytes = token_bytes
         self._fetches = _Rate(memory_s=MEMORY_S)
@@ -30,7 +27,7 @@ class FetchPolicy:
         self._prompts: dict[int, _Rate] = {}  # by bits of the number of tokens
 
     def note_fetch(self, num_tokens: int, taken_s: float, now_s: float) -> None:
-        """Note one that landed, or how far one had to come that took too long."""
+        """Record the time of a fetch, a minimum if it timed out."""
         size_bytes = num_tokens * self._token_bytes
         if size_bytes < LARGE_BYTES:
             self._small_fetches.note(1, taken_s, now_s)
@@ -38,15 +35,14 @@ class FetchPolicy:
             self._fetches.note(size_bytes, max(taken_s - self._latency_s(now_s), taken_s / 2), now_s)
 
     def note_prompt(self, num_tokens: int, taken_s: float, now_s: float) -> None:
-        """Note a prompt of which `num_tokens` were computed."""
         if num_tokens >= LEAST_MEASURED_TOKENS and taken_s > 0:
             rate = self._prompts.setdefault(num_tokens.bit_length(), _Rate(memory_s=math.inf))
             rate.note(num_tokens, taken_s, now_s)
 
     def wait_s(self, num_tokens: int, now_s: float) -> float | None:
-        """Return how long a request waits at most for `num_tokens` from elsewhere; None: they are computed here.
+        """Return the maximum wait, or None to compute the tokens here.
 
-        It waits no longer than the tokens take to compute, and a bit: at worst they come after twice the time.
+        At worst, wait and computation take twice the time.
         """
         compute_s = self.compute_s(num_tokens, now_s)
         if compute_s is None:
@@ -54,7 +50,7 @@ class FetchPolicy:
         return compute_s + SLACK_S if self.fetch_s(num_tokens, now_s) < compute_s else None
 
     def copy_wait_s(self, num_tokens: int, now_s: float) -> float:
-        """Return how long a copy that no request waits for may take: its alternative is to have none, not to compute it."""
+        """Maximum time of a copy, which no request waits for."""
         return UNMEASURED_WAIT_S + self.fetch_s(num_tokens, now_s)
 
     def fetch_s(self, num_tokens: int, now_s: float) -> float:
@@ -62,7 +58,6 @@ class FetchPolicy:
         return self._latency_s(now_s) + num_tokens * self._token_bytes / bytes_a_s
 
     def compute_s(self, num_tokens: int, now_s: float) -> float | None:
-        """None: not measured yet."""
         bits = num_tokens.bit_length()
         nearest = min(self._prompts, key=lambda known: (abs(known - bits), known), default=None)
         tokens_a_s = None if nearest is None else self._prompts[nearest].a_second(now_s)
@@ -78,7 +73,7 @@ class FetchPolicy:
 
 
 class _Rate:
-    """An amount a second, of the last `KEPT` in `memory_s`."""
+    """Rate over the last `KEPT` samples in `memory_s`."""
 
     def __init__(self, *, memory_s: float) -> None:
         self._memory_s = memory_s

@@ -1,6 +1,6 @@
-"""A frontend process of a worker beside its main one (--tokenizer-worker-num). The main one ends it; it dies with that one.
+"""Further frontend process (--tokenizer-worker-num), ended by the main one or with it.
 
-Exit status: 0 ended by the main one; OPERATING_ERROR, with one line on stderr; anything else is a bug.
+Exit status: 0; OPERATING_ERROR with a line on stderr; anything else is a bug.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from service.telemetry.logs import set_up_logging
 
 
 async def run(spec: OtherFrontendSpec, *, row: int, port: ListeningPort) -> None:
-    """Serve until END. Raises ConfigError."""
+    """Raises ConfigError."""
     gate, ended, loop = open_worker_gate(spec.server), asyncio.Event(), asyncio.get_running_loop()
     loop.add_signal_handler(END, ended.set)
     loop.add_signal_handler(signal.SIGHUP, lambda: gate.reload(time.monotonic()))

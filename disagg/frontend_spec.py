@@ -1,4 +1,4 @@
-"""What the frontends of one worker serve, from its flags."""
+"""Services of a worker's frontends, from its flags."""
 
 from disagg.config import DisaggConfig, read_secret
 from engine.config import EngineConfig, ServerConfig

@@ -1,9 +1,8 @@
-"""The record of a request's hand-over at its sender. The receiver's is in disagg/incoming.py.
+"""Sender's record of a request's hand-over; the receiver's is in disagg/incoming.py.
 
     WAITING (for pages) --> COMPUTING --last chunk sent--> TRANSFER --Success--> ENDING --> gone
 
-The sender is a prefill worker, or the decode worker that a request leaves. The record stays,
-ENDING, until no operation reads its pages.
+A record stays ENDING until no operation reads its pages.
 """
 
 from dataclasses import KW_ONLY, dataclass
@@ -26,8 +25,10 @@ class HandoverStage(Enum):
 
 
 class Purpose(Enum):
-    """Why KV is sent. Of a PROMPT a client waits for the answer; RECOMPUTE: decode requested it; MOVE: it goes on decoding elsewhere;
-    PREFIX: another prefill worker requested what is cached. FEATURES: one requested those of an image.
+    """Reason to send KV.
+
+    PROMPT: a client waits; RECOMPUTE: for decode; MOVE: decoding continues elsewhere; PREFIX,
+    FEATURES: for another worker.
     """
 
     PROMPT = "prompt"
@@ -41,9 +42,9 @@ class Purpose(Enum):
 class PrefillHandover:
     """One hand-over.
 
-    `moves_bytes`: False for a fake transfer, which writes no metadata row. `answer`: to send once
-    decode has everything. `last_pages` went with the last chunk, at `last_sent_s`. `tail`: what
-    goes behind the last page. `checksum`: of pages and tail, once they are computed.
+    - moves_bytes: False for a fake transfer, without metadata row
+    - last_pages: sent with the last chunk, at `last_sent_s`
+    - tail: extra state after the last page; checksum: of pages and tail
     """
 
     request: Request
@@ -63,7 +64,6 @@ class PrefillHandover:
 
     @property
     def log_fields(self) -> dict[str, dict[str, str | int | float]]:
-        """Return the fields of its log lines, for `extra=`."""
         return about(request_id=self.request.request_id, rid=self.request.rid, room=self.room)
 
     @property
@@ -71,7 +71,7 @@ class PrefillHandover:
         return self.purpose is Purpose.PROMPT
 
     def fills(self, given: int | None, need: int) -> bool:
-        """Whether `need` pages may leave for the `given` ones of the peer; None: a fake peer."""
+        """Return True if `need` pages fit those `given` by the peer."""
         return given is None or (need <= given if self.purpose is Purpose.PREFIX else need == given)
 
     def for_client(self, outputs: list[TokenOutput]) -> list[TokenOutput]:
@@ -79,8 +79,6 @@ class PrefillHandover:
 
 
 class Senders(Protocol):
-    """The part of the prefill manager that a role uses."""
-
     @property
     def counters(self) -> dict[str, int]: ...
 

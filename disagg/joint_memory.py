@@ -1,4 +1,4 @@
-"""What the DP ranks of a worker share with DP attention, made by the process that starts them. Never torch."""
+"""Shared memory of DP ranks with DP attention, made by their parent. Never torch."""
 
 import os
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from engine.parallel.region_plan import RegionPlan, new_memory
 
 @dataclass(frozen=True, slots=True)
 class JointMemory:
-    """Memory of `plan` and an eventfd for each scheduler: the schedulers and their followers inherit the descriptors."""
+    """Memory and an eventfd per scheduler, inherited by schedulers and followers."""
 
     plan: RegionPlan
     spec: JointSpec
@@ -26,7 +26,7 @@ class JointMemory:
         return (self.spec.memory, *self.spec.wakes)
 
     def abort(self) -> None:
-        """End every wait of every rank for another, now and later."""
+        """End all waits between ranks, now and later."""
         os.pwrite(self.spec.memory, (1).to_bytes(8, "little"), self.plan.abort)
 
     def close(self) -> None:
@@ -35,5 +35,4 @@ class JointMemory:
 
 
 def joint_plan(config: EngineConfig) -> RegionPlan:
-    """Return the plan of the memory that the ranks of all DP ranks share."""
     return RegionPlan(ranks=config.tp_size, dp_ranks=config.dp_size)

@@ -1,4 +1,4 @@
-"""Transfer layer by layer: how pages are cut, and the clock that shows how far a step is."""
+"""Layerwise transfer: layer groups, and the clock of a step's progress."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Sequence
@@ -7,12 +7,12 @@ from engine.executor.layer_marks import LayerMarks
 from engine.kv.layer_groups import equal_groups
 from transfer_backends.contract import LayerGroup, Progress
 
-MAX_GROUPS = 8  # more would hide little more of the transfer, and cost as many operations
-MIN_PIECE_BYTES = 32 << 10  # of a group in a page: engines pay by the piece (docs/reports/benchmarks.md, "KV transfer")
+MAX_GROUPS = 8  # more would hide little more, and cost as many operations
+MIN_PIECE_BYTES = 32 << 10  # per group in a page: engines pay per piece (docs/reports/benchmarks.md, "KV transfer")
 
 
 def groups_of(layer_ends: Sequence[int], *, mode: str) -> tuple[LayerGroup, ...]:
-    """`mode`: --disaggregation-layerwise-transfer; auto: if a page is large enough. Return () if pages leave whole."""
+    """Return groups for --disaggregation-layerwise-transfer; () sends pages whole."""
     worth_it = layer_ends[-1] >= 2 * MIN_PIECE_BYTES
     if mode == "off" or (mode == "auto" and not worth_it):
         return ()
@@ -20,21 +20,21 @@ def groups_of(layer_ends: Sequence[int], *, mode: str) -> tuple[LayerGroup, ...]
 
 
 def group_layers(layer_ends: Sequence[int], *, min_piece_bytes: int) -> tuple[LayerGroup, ...]:
-    """Byte of a page where each layer ends -> groups of about equal size, one at least."""
+    """Split layers into groups of about equal bytes."""
     num, page_bytes = len(layer_ends), layer_ends[-1]
     count = max(1, min(MAX_GROUPS, num, page_bytes // min_piece_bytes))
     return tuple(LayerGroup(end, layer_ends[end - 1]) for end in equal_groups(num, count))
 
 
 class StepClock:
-    """`LayerClock` over the marks of the runner. `layers`: of those that it marks, the ones whose KV pages have, in order."""
+    """`LayerClock` over the marks of `layers`, those with KV pages."""
 
     def __init__(self, marks: LayerMarks, layers: Sequence[int]) -> None:
         self._marks = marks
         self._ends = [layer + 1 for layer in layers]
 
     def watch(self, counts: Collection[int], wake: Callable[[], None]) -> None:
-        """Tick when each number of layers in `counts` is in its pages, and then call `wake` in the stream's thread."""
+        """Call `wake` in the stream's thread after each of `counts` layers."""
         self._marks.watch([self._ends[count - 1] for count in counts], wake)
 
     def progress(self) -> Progress:

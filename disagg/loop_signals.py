@@ -1,4 +1,4 @@
-"""How its parent ends the loop of a scheduler process."""
+"""Signal handler that ends a scheduler process's loop."""
 
 import signal
 from collections.abc import Callable
@@ -8,7 +8,6 @@ from service.process.stop_signals import END
 
 
 def end_by_parent(loop: EngineLoop, attention: Callable[[], None]) -> None:
-    """`attention`: ends the loop's rest."""
 
     def on_end(signum: int, frame: object) -> None:
         loop.stopped = True

@@ -1,4 +1,4 @@
-"""What a machine of a group has once all have met."""
+"""Connections of one machine in a group, after the rendezvous."""
 
 import socket
 from collections.abc import Mapping
@@ -11,9 +11,9 @@ from engine.parallel.region_plan import RegionPlan
 
 @dataclass(frozen=True)
 class Met:
-    """`controls`: by the number of the node at the other end. `wires`: the connections of this machine's ranks.
+    """Controls by node, and connections of this machine's ranks.
 
-    `host`: this machine's address for the others; None: node 0's, which its flags name.
+    `host`: our address for the others; node 0's is in its flags.
     """
 
     controls: Mapping[int, Control]
@@ -22,16 +22,13 @@ class Met:
     host: str | None = None
 
     def of_rank(self, rank: int) -> dict[str, socket.socket]:
-        """Its connections for sums and states, by its end of them."""
         mine = ((wire, sock) for wire, sock in self.wires.items() if not wire.is_the_leaders)
         return {wire.end_of(rank): sock for wire, sock in mine if rank in (wire.first, wire.second)}
 
     def plan_of(self, rank: int) -> socket.socket:
-        """Between the leader and `rank` of another machine."""
         return self._of_leader(PLAN, rank)
 
     def engine_of(self, rank: int) -> socket.socket:
-        """Return the connection to the transfer engine of `rank`."""
         return self._of_leader(ENGINE, rank)
 
     def _of_leader(self, kind: str, rank: int) -> socket.socket:

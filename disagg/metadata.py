@@ -1,6 +1,6 @@
-"""Metadata (aux) buffers: one fixed row for each transfer, written by the same engine as the KV, after it.
+"""Metadata (aux) buffers: a row per transfer, written after the KV by the same engine.
 
-A row carries the first token and what belongs to it. `room` comes last and vouches for the row.
+It has the first token and related values. `room` is last and vouches for the row.
 """
 
 from collections.abc import Callable, Sequence
@@ -60,28 +60,28 @@ ROW = np.dtype(
 )
 
 
-PendingChecksum = Callable[[], int | None]  # signed, 64 bits; None: the device has not come to it
-# (pages, in their order; what goes beside them; tokens up to the end of the last page, None: pages are filled)
+PendingChecksum = Callable[[], int | None]  # signed, 64 bits; None while the device computes it
+# (pages in order, extra state, tokens up to the end of the last page or None if pages are full)
 Checksum = Callable[[Sequence[int], Tail, int | None], PendingChecksum]
 
 
 class MetadataCorrupt(Exception):
-    """A landed row is not the row of this room."""
+    """A landed row belongs to another room."""
 
 
 class KVCorrupt(Exception):
-    """Landed pages are not the pages that prefill sent."""
+    """Landed pages differ from the sent ones."""
 
 
 def verify(first: "FirstToken", found: int, *, num_pages: int) -> None:
-    """`found`: checksum of the pages that have landed. Raises KVCorrupt."""
+    """Raises KVCorrupt."""
     if first.kv_checksum != found:
         sent = "none" if first.kv_checksum is None else f"{first.kv_checksum & MASK:016x}"
         raise KVCorrupt(f"checksum of {num_pages} pages is {found & MASK:016x}, prefill sent {sent}: KV was corrupted")
 
 
 def verified(first: "FirstToken", pending: PendingChecksum, *, num_pages: int) -> "FirstToken | None":
-    """Return `first` once the checksum of what has landed equals the sent one; None: it is not computed yet. Raises KVCorrupt."""
+    """Return `first` after verification, None while pending. Raises KVCorrupt."""
     found = pending()
     if found is None:
         return None
@@ -91,10 +91,7 @@ def verified(first: "FirstToken", pending: PendingChecksum, *, num_pages: int) -
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
-    """The content of a row. `queue_s`, `prefill_s`: the prompt's times on the prefill worker.
-
-    `other_weights`: the sender's are not the reader's: only one of them has taken an update.
-    """
+    """Content of a row; times are prefill's. `other_weights`: unlike ours."""
 
     result: ItemResult
     cached_tokens: int
@@ -105,8 +102,6 @@ class FirstToken:
 
 
 class MetadataBuffers:
-    """`weights`: a number for those that this worker computes with, 64 bits."""
-
     def __init__(self, num_rows: int, *, weights: Callable[[], int] = int) -> None:
         assert num_rows >= 1
         self._weights = weights
@@ -124,7 +119,6 @@ class MetadataBuffers:
         return len(self._rows) - len(self._free)
 
     def allocate(self) -> int | None:
-        """Return a zeroed row, or None."""
         if not self._free:
             return None
         row = self._free.pop()
@@ -155,7 +149,7 @@ class MetadataBuffers:
         entry["room"] = room
 
     def read(self, row: int, *, room: int | None) -> FirstToken:
-        """Raises MetadataCorrupt if the row is not of `room`. None: a fake transfer, which moves no bytes."""
+        """Raises MetadataCorrupt if the row is not of `room`; None is a fake transfer."""
         entry = self._rows[row]
         if room is not None and int(entry["room"]) != room:
             raise MetadataCorrupt(f"metadata row says room {int(entry['room'])}, expected {room}")
@@ -181,5 +175,5 @@ def _pairs(entry: np.void, name: str) -> list[tuple[float, int]]:
 
 
 def _duration(value: float) -> float:
-    """A peer's figure, for display only: invalid values count as 0."""
+    """Peer's value for display; invalid ones count as 0."""
     return float(value) if 0.0 <= value < MAX_DURATION_S else 0.0

@@ -1,10 +1,10 @@
-"""Requests of a decode worker that go on at another one, which gets the KV that they have here.
+"""Requests of a decode worker that continue at another one, with their KV.
 
-    running --begin--> (its last step) --> held, its stream ends with where the KV waits --> Outgoing, as a prompt of prefill
+  running --begin--> (its last step) --> held; its stream ends with the KV's address
+      --> Outgoing, as a prompt of prefill
 
-The other worker reserves memory and gives its pages, as it does to prefill, gets the KV of every token but the last, and samples the next.
-If it does not come within the sender's bootstrap timeout, or the transfer fails, the memory returns; the router places the rest through
-a prefill worker then.
+The receiver gets the KV of every token but the last, and samples the next. After a failure the
+router resumes through prefill.
 """
 
 from collections import Counter
@@ -23,12 +23,11 @@ HAS_MOVED = FinishReason(kind=MOVED)
 
 
 class Moves:
-    """Owns requests from `begin` until their memory is free."""
+    """Owner of moving requests until their memory is free."""
 
     def __init__(
         self, *, scheduler: Scheduler, manager: Senders, pages: PageSender, source: KVSource, moves_bytes: bool
     ) -> None:
-        """`source`: the address that receivers of this worker's KV get."""
         self._scheduler = scheduler
         self._manager = manager
         self._pages = pages
@@ -39,13 +38,13 @@ class Moves:
         self.counters: Counter[str] = Counter()
 
     def begin(self, request: Request, room: int) -> list[TokenOutput]:
-        """Take a running request out of the batch. Its last step may still end it; then it does not move."""
+        """Remove a running request from the batch; its last step may still finish it."""
         self._scheduler.held.move(request)
         self._leaving[request.rid] = request, room
         return self._part()
 
     def abort(self, rid: str, reason: FinishReason) -> list[TokenOutput] | None:
-        """End a request that has no step in flight any more, and whose stream has not ended; None: there is none."""
+        """End a request with collected steps and an open stream, if present."""
         request, _ = self._leaving.get(rid, (None, 0))
         if request is None or request not in self._scheduler.held:
             return None
@@ -60,12 +59,10 @@ class Moves:
         return outputs
 
     def end_all(self, why: str) -> None:
-        """End the transfers that run."""
         for handover in list(self._outgoing.handovers.values()):
             self._outgoing.abort(handover, FinishReason(kind="abort", message=why))
 
     def _part(self) -> list[TokenOutput]:
-        """End the streams of those whose last step has been collected."""
         outputs = list[TokenOutput]()
         for rid, (request, room) in list(self._leaving.items()):
             if request.finish is not None:
@@ -79,7 +76,7 @@ class Moves:
         output = self._scheduler.held.leave(request, HAS_MOVED)
         try:
             sender = self._manager.sender(room)
-        except (RoomInUse, ValueError):  # a router of another make chose it
+        except (RoomInUse, ValueError):  # from another maker's router
             self._scheduler.held.release(request)
             return output
         self._outgoing.open(
@@ -90,7 +87,6 @@ class Moves:
         return output
 
     def _send(self, handover: PrefillHandover, now_s: float) -> list[TokenOutput]:
-        """All of it is computed: everything leaves at once."""
         request = handover.request
         handover.tail = self._scheduler.memory.tail(request, request.handed_tokens)
         self._pages.add_computed(handover, output_of(request, []), ItemResult(token=None))
@@ -106,7 +102,7 @@ class Moves:
         return self._outgoing.num_rows
 
     def all_counters(self) -> dict[str, float]:
-        """Return the counters, with transfers; failed moves count apart from failures of arriving KV."""
+        """Return all counters; failed moves are not failed arrivals."""
         failed = sum(self._outgoing.counters.values())
         return {**self.counters, **self._pages.counters, **({"moves_failed": failed} if failed else {})}
 

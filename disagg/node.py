@@ -1,4 +1,4 @@
-"""The worker's part on a machine that is not node 0 (--node-rank 1 or more): starts its followers, and ends with node 0. No HTTP."""
+"""Worker process on nodes other than 0: starts followers, ends with node 0."""
 
 import logging
 import math
@@ -25,17 +25,17 @@ from service.process.ready_file import write_ready_file
 from service.process.stop_signals import DRAIN
 from transfer_backends.liveness import bound
 
-LOOK_S = 0.1  # between two looks at the ranks
-WORD_S = 2.0  # for node 0's last word, where ranks have read the end of its connections
-LEAVES_S = 5.0  # what node 0 takes to leave after its drain (docs/operations.md, "Drain")
+LOOK_S = 0.1  # between checks of the ranks
+WORD_S = 2.0  # for node 0's last message, after ranks lost its connections
+LEAVES_S = 5.0  # for node 0 to leave after its drain (docs/operations.md, "Drain")
 
 log = logging.getLogger(__name__)
 
 
 def run_node(plan: SessionPlan) -> int:
-    """Join, compute until node 0 or a rank ends; return the exit status. Raises ConfigError where the machines do not meet.
+    """Join, compute until node 0 or a rank ends; return the exit status. Raises ConfigError.
 
-    SIGTERM leaves node 0, which may have received it, too, the time of a drain; the handler that is set ends it at once after a second one.
+    SIGTERM leaves node 0 the time of a drain; a second one ends the process.
     """
     engine = plan.engine
     children = Children()
@@ -54,7 +54,7 @@ def run_node(plan: SessionPlan) -> int:
 
 @contextmanager
 def leaving_node_0_time(drain_timeout_s: float) -> Iterator[Callable[[], bool]]:
-    """Yield whether the time is over that node 0 had since a signal asked for a drain."""
+    """Yield a check for the end of node 0's drain time."""
     at_once = signal.getsignal(signal.SIGTERM)
     ends_s = math.inf
 
@@ -98,19 +98,16 @@ def _start(plan: SessionPlan, met: Met, children: Children) -> None:
             )
             start_rank(children, spec)
             for sock in (*channels, *wires.values()):
-                sock.close()  # the rank's alone from now on: its end is then the connection's
+                sock.close()  # the rank owns it from now on, so that its end ends the connection
     finally:
         os.close(memory)
 
 
 def own_host(plan: SessionPlan, met: Met) -> str:
-    """The address at which peers reach this machine's transfer engines: as a flag says, else from which it came to node 0.
-
-    Raises ConfigError.
-    """
+    """Return our address for peers' transfer engines. Raises ConfigError."""
     assert met.host is not None, "not node 0"
     host = plan.disagg.disaggregation_control_host or met.host
-    if host in ANY_ADDRESS:  # a peer would look for this machine's ranks on its own
+    if host in ANY_ADDRESS:  # a peer would connect to its own machine
         raise ConfigError(
             f"--disaggregation-control-host {host}: peers need one address of this machine; without the flag it is {met.host}"
         )
@@ -125,13 +122,13 @@ def own_host(plan: SessionPlan, met: Met) -> str:
 
 
 def watch_node_0(plan: SessionPlan, control: Control, children: Children, is_over: Callable[[], bool]) -> int:
-    """Return the exit status when node 0 or a rank has ended, or the time `is_over`."""
+    """Return the exit status after node 0, a rank, or the time ends."""
     while (dead := children.first_dead()) is None:
         if is_over():
             log.warning("node 0 (%s) has not ended within --drain-timeout; it loses its ranks here", control.peer)
             return 0
         if _is_there(control, LOOK_S):
-            dead = children.first_dead()  # node 0 may have noticed it before
+            dead = children.first_dead()  # node 0 may have noticed it first
             if dead is None or dead[1].poll() == 0:
                 return _end_of(plan, control)
             break

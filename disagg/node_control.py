@@ -1,9 +1,9 @@
-"""What the machines of a group say to each other: one connection from each to node 0, which stays.
+"""Messages between machines of a group, over one permanent connection per node to node 0.
 
     node -> 0:   NodeHello (version, number, flags)
     0 -> node:   NodeWelcome once all are there, or NodeRefused; NodeBye at the end
 
-Its end of file without a NodeBye says that the other machine's part has ended.
+End of file without NodeBye: the other machine's part has ended.
 """
 
 import socket
@@ -20,7 +20,7 @@ class _Frame(msgspec.Struct, frozen=True, tag=True):
 
 
 class NodeHello(_Frame, frozen=True):
-    """`port`: at which it awaits nodes of higher numbers, at the address from which it comes. `flags`: node_flags.py."""
+    """First message; nodes of higher numbers connect to `port`."""
 
     version: str
     node: int
@@ -29,7 +29,7 @@ class NodeHello(_Frame, frozen=True):
 
 
 class NodeWelcome(_Frame, frozen=True):
-    """`group`: a name that no other start has. `region`: what the ranks of a machine share. `addresses`: (host, port) by node."""
+    """Unique group name, shared memory layout, (host, port) by node."""
 
     group: str
     region: RegionPlan
@@ -37,7 +37,7 @@ class NodeWelcome(_Frame, frozen=True):
 
 
 class NodeRefused(_Frame, frozen=True):
-    """`text`: for the operator, as node 0 says it."""
+    """Refusal; `text` is for the operator."""
 
     text: str
 
@@ -51,8 +51,6 @@ _DECODER = msgspec.json.Decoder(_ToRead)
 
 
 class Control:
-    """One end. Owns the socket."""
-
     def __init__(self, connection: socket.socket) -> None:
         self.peer: str = connection.getpeername()[0]
         self.here: str = connection.getsockname()[0]
@@ -66,7 +64,7 @@ class Control:
         self._end.put(msgspec.json.encode(frame))
 
     def receive(self, *, within_s: float | None = None) -> _ToRead:
-        """Raises ChannelClosed, also when nothing has come in time."""
+        """Raises ChannelClosed, also on timeout."""
         try:
             frame: _ToRead = _DECODER.decode(self._end.get(within_s=within_s))
             return frame

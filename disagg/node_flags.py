@@ -1,4 +1,4 @@
-"""The flags of a group's machines, which must be the same but for what is a machine's alone."""
+"""Flags that machines of a group must share."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -11,7 +11,8 @@ from engine.config import EngineConfig
 from engine.flags.nodes import named, ranks_of
 from service.flags import ConfigError, option_of
 
-# What the machines may differ in: files are compared by their fingerprints, seeds and bootstrap servers are the leader's.
+# Flags that may differ: files are compared by fingerprints, seeds and bootstrap servers are the
+# leader's.
 OF_A_NODE = frozenset({
     "model_path", "revision", "served_model_name", "random_seed", "num_threads", "node_rank", "mem_fraction_static",
     "prefault_kv", "dist_timeout_s", "watchdog_timeout_s", "cluster_secret_file", "disaggregation_control_host",
@@ -21,7 +22,6 @@ OF_A_NODE = frozenset({
 
 
 def flags_of(engine: EngineConfig, disagg: DisaggConfig) -> dict[str, Any]:
-    """Return the flags as JSON values."""
     return {
         **msgspec.json.decode(msgspec.json.encode(engine), type=dict[str, Any]),
         **msgspec.json.decode(msgspec.json.encode(disagg), type=dict[str, Any]),
@@ -29,7 +29,7 @@ def flags_of(engine: EngineConfig, disagg: DisaggConfig) -> dict[str, Any]:
 
 
 def check_same(engine: EngineConfig, disagg: DisaggConfig, theirs: Mapping[str, Any], *, node: int) -> None:
-    """Compare node 0's flags with another node's. Raises ConfigError that names a flag and both values."""
+    """Raises ConfigError with the first different flag and both values."""
     mine = flags_of(engine, disagg)
     for field in (*dataclasses.fields(EngineConfig), *dataclasses.fields(DisaggConfig)):
         here, there = mine[field.name], theirs.get(field.name)

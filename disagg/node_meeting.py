@@ -1,8 +1,7 @@
-"""How the machines of a group meet: node 0 listens at --dist-init-addr, every other node dials and says hello (node_control.py).
+"""Rendezvous of a group's machines: node 0 listens at --dist-init-addr, others dial.
 
-Once all are there, they connect their ranks, one connection for each of `wires` (engine/flags/nodes.py): a node dials nodes of lower
-numbers and awaits nodes of higher ones. Each connection begins with a proof of the cluster's secret (engine/parallel/meeting.py),
-a rank's with its name, too.
+Then ranks connect, once per wire (engine/flags/nodes.py): nodes dial lower numbers, accept higher
+ones. Each connection starts with a proof of the cluster secret (engine/parallel/meeting.py).
 """
 
 import secrets
@@ -31,8 +30,6 @@ LEAST_WAIT_S = 0.1
 
 @dataclass(kw_only=True)
 class _Meeting:
-    """One machine's part. `stack` closes what it has opened."""
-
     engine: EngineConfig
     disagg: DisaggConfig
     secret: bytes
@@ -59,7 +56,7 @@ class _Meeting:
         return self.stack.enter_context(dial(host, port, secret=self.secret, group=group, within_s=self.left_s))
 
     def await_wires(self, server: socket.socket | None, group: str) -> dict[Wire, socket.socket]:
-        """Accept the connections of nodes with higher numbers. Raises MeetingError."""
+        """Raises MeetingError."""
         wanted = {wire.name: wire for wire, node in self.wires.items() if node > self.engine.node_rank}
         found: dict[Wire, socket.socket] = {}
         while wanted:
@@ -71,7 +68,7 @@ class _Meeting:
         return found
 
     def dial_wires(self, addresses: tuple[tuple[str, int], ...], group: str) -> dict[Wire, socket.socket]:
-        """Connect to nodes with lower numbers. Raises MeetingError and ChannelClosed."""
+        """Raises MeetingError and ChannelClosed."""
         found = {}
         for wire, node in self.wires.items():
             if node < self.engine.node_rank:
@@ -82,9 +79,9 @@ class _Meeting:
 
 @contextmanager
 def gathered(engine: EngineConfig, disagg: DisaggConfig, region: RegionPlan, *, secret: bytes) -> Iterator[Met]:
-    """Wait for the other nodes, for node 0. Closes all at the end. Raises ConfigError.
+    """Gather all nodes, as node 0, for the block. Raises ConfigError.
 
-    `engine`: as its flags say; what is resolved may depend on the machine.
+    `engine` is unresolved, since resolution may depend on the machine.
     """
     with ExitStack() as stack:
         meeting = _Meeting(engine=engine, disagg=disagg, secret=secret, stack=stack)
@@ -106,7 +103,7 @@ def gathered(engine: EngineConfig, disagg: DisaggConfig, region: RegionPlan, *, 
 
 
 def _admit(meeting: _Meeting, control: Control, hellos: dict[int, tuple[Control, NodeHello]]) -> None:
-    """Add its hello. Raises ConfigError for a node that does not fit, which gets the same text, and ChannelClosed."""
+    """Raises ConfigError for a misfit, which also gets the text, and ChannelClosed."""
     engine = meeting.engine
     hello = control.receive(within_s=max(LEAST_WAIT_S, meeting.left_s))
     if not isinstance(hello, NodeHello):
@@ -125,7 +122,7 @@ def _admit(meeting: _Meeting, control: Control, hellos: dict[int, tuple[Control,
     except ConfigError as error:
         control.send(NodeRefused(str(error)))
         raise
-    if hello.node in hellos:  # it was started again, or two have one number
+    if hello.node in hellos:  # restarted, or a duplicate number
         with suppress(ChannelClosed):
             hellos[hello.node][0].send(
                 NodeRefused(f"--node-rank {hello.node}: another node ({control.peer}) came with it; give each its own")
@@ -145,7 +142,7 @@ def _missing(engine: EngineConfig, there: set[int], error: Exception) -> str:
 
 @contextmanager
 def joined(engine: EngineConfig, disagg: DisaggConfig, *, secret: bytes) -> Iterator[Met]:
-    """Meet the others, for a node that is not node 0. Closes all at the end. Raises ConfigError."""
+    """Join as another node, for the block. Raises ConfigError."""
     with ExitStack() as stack:
         meeting = _Meeting(engine=engine, disagg=disagg, secret=secret, stack=stack)
         try:
@@ -189,14 +186,13 @@ def _server(meeting: _Meeting) -> socket.socket:
 
 
 def _server_for_higher(meeting: _Meeting, host: str) -> socket.socket | None:
-    """Listen for nodes with higher numbers, at the address from which this machine reached node 0."""
     if all(node < meeting.engine.node_rank for node in meeting.wires.values()):
         return None
     return meeting.stack.enter_context(_listening(host, 0))
 
 
 def _listening(host: str, port: int) -> socket.socket:
-    """Raises OSError; of it gaierror for a name that has no address."""
+    """Raises OSError, of it gaierror for an unknown name."""
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     return socket.create_server((str(address[0]), port), family=family)
 

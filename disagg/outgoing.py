@@ -1,9 +1,10 @@
-"""KV that goes to another worker: a request's hand-over from the peer's page indices until no operation reads its pages.
+"""KV sent to another worker, from the peer's page indices until no operation reads the pages.
 
-    open -> WAITING --indices here--> COMPUTING --last chunk sent--> TRANSFER --Success--> ENDING -> gone
-               \\__________ Failed, abort, timeout: `end` __________/             (memory back)
+  open -> WAITING --indices here--> COMPUTING --last chunk sent--> TRANSFER
+      --Success--> ENDING -> gone
+  any --Failed, abort, timeout: `end`--> ENDING (memory back)
 
-Both roles compose it. What begins when the indices are here is theirs: prefill computes the prompt, decode has the KV already.
+Both roles use it: prefill then computes the prompt, decode has the KV.
 """
 
 import logging
@@ -31,10 +32,7 @@ class Outgoing:
         name: str,
         may_begin: Callable[[PrefillHandover], bool] = lambda handover: True,
     ) -> None:
-        """`begin` gets each request whose peer's pages are known; outputs it returns have refused the request. `name`: for log lines.
-
-        `may_begin`: False: it waits for others.
-        """
+        """`begin` gets requests with known peer pages, and may refuse them by outputs."""
         self._scheduler = scheduler
         self._pages = pages
         self._begin = begin
@@ -45,7 +43,6 @@ class Outgoing:
 
     @property
     def handovers(self) -> Mapping[str, PrefillHandover]:
-        """Return the hand-overs by rid of the request."""
         return self._handovers
 
     def open(self, handover: PrefillHandover) -> None:
@@ -53,7 +50,6 @@ class Outgoing:
         self._handovers[handover.request.rid] = handover
 
     def poll(self, now_s: float) -> list[TokenOutput]:
-        """Advance each hand-over; return the outputs of clients."""
         outputs: list[TokenOutput] = []
         for handover in list(self._handovers.values()):
             outputs += handover.for_client(self._move(handover, now_s))
@@ -61,14 +57,14 @@ class Outgoing:
         return outputs
 
     def abort(self, handover: PrefillHandover, reason: FinishReason) -> list[TokenOutput]:
-        """End a hand-over, and abort it at the peer."""
+        """End a hand-over here and at the peer."""
         if handover.stage is HandoverStage.ENDING:
             return []
         handover.sender.abort(reason.message)
         return handover.for_client(self._end(handover, reason))
 
     def refuse(self, handover: PrefillHandover, reason: str) -> None:
-        """Refuse a hand-over that was just opened for a peer's request."""
+        """Refuse a hand-over just opened for a peer."""
         handover.sender.abort(reason)
         handover.stage = HandoverStage.ENDING
 
@@ -91,7 +87,6 @@ class Outgoing:
         return []
 
     def _on_pages(self, handover: PrefillHandover, now_s: float) -> list[TokenOutput]:
-        """The peer's pages are known."""
         request, sender = handover.request, handover.sender
         skip = sender.skip_pages
         need = self._scheduler.memory.allocator.pages_for(request.handed_tokens) - skip
@@ -114,21 +109,22 @@ class Outgoing:
         reason = handover.sender.failure() or "the transfer failed"
         rid, room = handover.request.rid, handover.room
         log.warning("%s %s (room %d) failed: %s", self._name, rid, room, reason, extra=handover.log_fields)
-        # Decode answers with the real reason, which may be load or lateness: ours must not make a fault of it.
+        # Decode answers with the real reason, perhaps load or lateness: ours must not make it a
+        # fault.
         status = 503 if reason.startswith(ABORTED_BY_DECODE) else 500
         return self._end(handover, FinishReason(kind="abort", message=f"KV transfer: {reason}", status=status))
 
     def _end(self, handover: PrefillHandover, reason: FinishReason) -> list[TokenOutput]:
-        """Answer with `reason` now; memory goes when no peer reads it any more."""
+        """Answer with `reason` now; free memory once no peer reads it."""
         request, stage = handover.request, handover.stage
         handover.stage = HandoverStage.ENDING
         if stage is HandoverStage.WAITING:
             outputs = [refused(request, reason)]
         elif request.finish is None and (outputs := self._scheduler.abort(request.rid, reason)):
             pass
-        elif request.finish is None:  # its last chunk is being computed
+        elif request.finish is None:  # its last chunk is in a step
             outputs = [self._scheduler.held.end(request, reason)]
-        else:  # computed: the answer was held back for this
+        else:  # computed: its answer waited for this
             request.finish = reason
             outputs = [output_of(request, [])]
         self._forget_when_released(handover)

@@ -1,4 +1,4 @@
-"""Both halves of --prefix-fetch at a prefill worker: prefixes that it gets from others, and those that it sends them."""
+"""Both directions of --prefix-fetch at a prefill worker."""
 
 from disagg.fetch_policy import FetchPolicy
 from disagg.prefix_fetching import PrefixFetches
@@ -17,7 +17,6 @@ class PrefixExchange:
     def __init__(
         self, *, fetches: PrefixFetches, server: PrefixServer, policy: FetchPolicy, source: KVSource | None = None
     ) -> None:
-        """`source`: the address of this worker for others."""
         self.source = source
         self._fetches = fetches
         self._server = server
@@ -25,11 +24,11 @@ class PrefixExchange:
         self._now_s = 0.0
 
     def begin(self, request: Request, now_s: float) -> None:
-        """Have `request` wait for its prefix, if another worker has it and that is worth it."""
+        """Let `request` wait for its prefix if fetching it pays."""
         self._fetches.begin(request, request.prefix_source, now_s)
 
     def copy(self, request: Request, now_s: float) -> list[TokenOutput]:
-        """Get the prefix of a request that wants nothing else. It is answered once that has ended; refused, where it cannot begin."""
+        """Fetch a prefix that no request needs yet, and answer at the end."""
         if request.rid in self._fetches.copies:
             return [refused(request, refusal(f"rid: a request with id {request.rid!r} is running", status=400))]
         return [] if self._fetches.begin_copy(request, now_s) else [refused(request, NO_COPY)]
@@ -39,19 +38,17 @@ class PrefixExchange:
         return [] if request is None else [refused(request, reason)]
 
     def leave(self, request: Request) -> None:
-        """`request` ends before its prefill."""
         if request.arriving:
             self._fetches.leave(request)
 
     def take(self, wanted: RecomputeRequest, now_s: float, *, refused: str | None) -> None:
-        """Send another worker what is cached; refuse because of `refused`."""
+        """Send cached KV to another worker, unless `refused`."""
         self._server.take(wanted, now_s, refused=refused)
 
     def note_computed(self, request: Request, now_s: float) -> None:
         self._policy.note_prompt(request.num_tokens - request.cached_tokens, request.times.prefill_s, now_s)
 
     def poll(self, now_s: float) -> list[TokenOutput]:
-        """Advance all; return the answers of copies."""
         self._now_s = now_s
         self._fetches.incoming.poll(now_s)
         self._server.poll(now_s)
@@ -93,7 +90,6 @@ class PrefixExchange:
 
 
 def _copied(request: Request) -> TokenOutput:
-    """`cached_tokens` of the answer says how much of the prompt is here now."""
     if not request.cached_tokens:
         return refused(request, NOT_COPIED)
     request.finish = FinishReason(kind="length")

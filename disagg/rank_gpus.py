@@ -1,4 +1,4 @@
-"""The GPUs of a worker: one for each of its ranks."""
+"""GPUs of a worker, one per rank."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -10,9 +10,9 @@ from transfer_backends.engines.wheels import installed_torch, torch_cuda_major
 
 
 def gpus_of_ranks(engine: EngineConfig, visible: Callable[[], Sequence[str]]) -> list[tuple[str, ...]]:
-    """Give each rank of each DP rank one of the GPUs that this process sees. Raises ConfigError for more ranks than GPUs.
+    """Assign a GPU to each rank; () leaves all visible ones. Raises ConfigError.
 
-    (): the DP rank takes what it sees, as without ranks. Over several machines ranks are for CPUs.
+    Ranks over several machines are CPU only.
     """
     size, count = engine.num_ranks, engine.dp_size * engine.num_ranks
     if count == 1 or engine.nnodes > 1 or engine.device == "cpu" or not (gpus := visible()):
@@ -28,7 +28,7 @@ def gpus_of_ranks(engine: EngineConfig, visible: Callable[[], Sequence[str]]) ->
 
 
 def visible_here() -> list[str]:
-    """Empty where torch has no CUDA."""
+    """Return visible GPUs, none if torch lacks CUDA."""
     if torch_cuda_major(installed_torch()) is None:
         return []
     return visible_gpus(os.environ.get(VISIBLE), installed_gpus)

@@ -1,4 +1,4 @@
-"""Starts the followers of a leader, on this machine and by --nnodes on others, and ends them."""
+"""Start and end of a leader's followers, on this and other machines."""
 
 import os
 import socket
@@ -31,15 +31,15 @@ from engine.ranks.links import Joint, links_of, place_of, region_plan
 from service.process.child_process import ChildProcess
 from service.process.message_stream import ChannelClosed, ChannelFull, socket_pair
 
-OWN_GPU = torch.device("cuda", 0)  # each rank sees one
-SILENT_S = 1.0  # a host that only enqueues steps answers much sooner
+OWN_GPU = torch.device("cuda", 0)  # each rank can use only one
+SILENT_S = 1.0  # a host that only enqueues steps answers much faster
 
 
 @contextmanager
 def started_group(spec: SchedulerSpec, model: ModelConfig, *, mooncake_protocol: str | None) -> Iterator[Group | None]:
-    """Start the followers; end them with the block. None: the worker has one rank. Raises ConfigError.
+    """Start followers for the block; None for one rank. Raises ConfigError.
 
-    With DP attention a scheduler of one rank has a group, too: it shares the MLPs with the others.
+    With DP attention even a single-rank scheduler has a group, which shares the MLPs.
     """
     config = resolve(spec.engine, model, cuda=torch.cuda.is_available())
     if config.num_ranks == 1 and spec.joint is None:
@@ -80,7 +80,7 @@ def _start(
     store: int | None,
     undo: ExitStack,
 ) -> Group:
-    """`sees`: the model sees images. `store`: where ranks on GPUs meet. `undo`: closes the followers, before anything else ends them."""
+    """`undo` closes the followers before anything else ends them."""
     assert region.descriptor is not None
     leader, first = leader_of(config), 0 if joint is None else joint.dp_rank * config.num_ranks
     members: dict[int, Member] = {}
@@ -115,7 +115,7 @@ def _start(
             members[rank] = (leader_end(met.plan_of(rank), sees=sees), member)
             if spec.disagg.disaggregation_mode != "null":
                 transfers[rank] = met.engine_of(rank)
-    # Before the leader meets its followers: one that ends meanwhile is reported.
+    # Before the leader meets its followers, so that an early end is reported.
     followers = Followers(
         members,
         on_end=_end_worker,
@@ -123,7 +123,7 @@ def _start(
         copies_beside=config.device == "cuda",
         num_first=config.attention_tp_size,
     )
-    undo.callback(followers.close)  # first: from then on the end of a follower is no news
+    undo.callback(followers.close)  # first: afterwards a follower's end is expected
     groups, late = None, partial(_late, region, config)
     if joint is not None:
         late = partial(_late_of_all, region, joint, first)
@@ -152,13 +152,13 @@ def _wires(met: Met | None, rank: int) -> dict[str, socket.socket]:
 
 
 def _late(region: SharedRegion, config: EngineConfig) -> list[int]:
-    """Return the late ranks. If a sum needs another machine, whose progress is not visible here, it may be any rank."""
+    """Return the late ranks, or all if another machine may be the cause."""
     late = late_ranks(region)
     return list(range(config.num_ranks)) if config.sums_span_nodes and len(late) == config.ranks_here else late
 
 
 def _late_of_all(region: SharedRegion, joint: Joint, first: int) -> list[int]:
-    """Return the late ranks with DP attention, numbered over all DP ranks: late in a joint sum, else without a row of the step, else this rank's own."""
+    """Return late ranks over all DP ranks: in a joint sum, without a step's row, or ours."""
     late = late_ranks(joint.region)
     if len(late) < joint.region.plan.ranks:
         return late
@@ -167,7 +167,7 @@ def _late_of_all(region: SharedRegion, joint: Joint, first: int) -> list[int]:
 
 
 def _late_hosts(followers: Followers, config: EngineConfig) -> list[int]:
-    """On GPUs: the ranks whose hosts hang; all of them where a GPU does, since a sum that waits looks alike on each."""
+    """Return ranks with silent hosts; all if a GPU hangs, as waiting sums look alike."""
     return followers.silent(within_s=SILENT_S) or list(range(config.num_ranks))
 
 
@@ -206,6 +206,6 @@ def _say_bye(met: Met) -> None:
 
 
 def _end_worker(text: str, refused: bool) -> None:
-    """Without one rank none can go on. The kernel ends the other followers with this process."""
+    """End the process: no rank can continue. The kernel ends other followers."""
     print(f"tandem serve: error: {text}", file=sys.stderr, flush=True)
     os._exit(OPERATING_ERROR)

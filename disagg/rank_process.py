@@ -1,6 +1,6 @@
-"""A follower: the process of one rank that is not the leader's. It computes what the leader plans (engine/ranks/follower.py).
+"""Follower process of one rank, which runs the leader's plans (engine/ranks/follower.py).
 
-Exit status: 0 when the leader has ended; OPERATING_ERROR after an error that the leader reports; anything else is a bug.
+Exit status: 0 at the leader's end; OPERATING_ERROR after a reported error; else a bug.
 """
 
 import argparse
@@ -36,23 +36,22 @@ from transfer_backends.ranks.serve import serve_engine
 
 log = logging.getLogger(__name__)
 
-LATER = 1.5  # a rank that waits for a late one ends after its leader, which names the late one
+LATER = 1.5  # a waiting rank ends after its leader, which names the late one
 
 
 def run(spec: RankSpec, channel: Channel[ToFollower]) -> None:
-    """Load, serve until the leader ends. Raises ConfigError, BackendUnavailable, EngineError, and ChannelClosed."""
+    """Raises ConfigError, BackendUnavailable, EngineError, ChannelClosed."""
     with no_collections():
         import torch
 
     with (
         _stamping(spec),
         torch.inference_mode(),
-    ):  # as the leader's stream: what this thread computes is not to be differentiated
+    ):  # as in the leader's stream: no gradients in this thread
         _run(spec, channel)
 
 
 def _stamping(spec: RankSpec) -> contextlib.AbstractContextManager[None]:
-    """On the frontend's machine, which reads the stamps."""
     folder = spec.scheduler.ipc_dir
     return stamping(folder, spec.scheduler.trace_name(spec.rank)) if folder else contextlib.nullcontext()
 
@@ -111,7 +110,7 @@ def _run(spec: RankSpec, channel: Channel[ToFollower]) -> None:
 
 
 def _serve_transfers(spec: RankSpec, engine: Engine, memory: RankMemory) -> None:
-    """In a thread of its own, until the leader has closed it; this process ends where the leader has not."""
+    """Serve in a thread; end the process unless the leader closed the engine."""
 
     def serve() -> None:
         disagg = spec.scheduler.disagg
@@ -163,14 +162,13 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _group_ended(error: Exception) -> bool:
-    """Whether the rank stopped in a sum because the leader has ended the group."""
     from engine.kernels.failures import RanksEnded
 
     return isinstance(error, RanksEnded)
 
 
 def _leader_ends(channel: Channel[ToFollower]) -> bool:
-    """Whether it ends the group, for what it knows of it: a rank of another machine may have been the first to end."""
+    """Return True if the leader ends the group: another machine's rank may be the cause."""
     deadline_s = time.monotonic() + 2 * LOST_S
     with contextlib.suppress(ChannelClosed):
         while select.select([channel], [], [], max(0.0, deadline_s - time.monotonic()))[0]:

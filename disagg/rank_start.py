@@ -1,4 +1,4 @@
-"""Starts the process of a follower, and says how it ended. Never torch."""
+"""Start of a follower's process, and description of its end. Never torch."""
 
 import signal
 import time
@@ -10,11 +10,10 @@ from disagg.config import RankSpec
 from engine.flags.local_defaults import shares_cores
 from service.process.child_process import ChildProcess
 
-STATUS_WAIT_S = 0.3  # a process that has closed its socket ends at once, unless it hangs
+STATUS_WAIT_S = 0.3  # a process that closed its socket ends at once, unless it hangs
 
 
 def start_rank(children: Children, spec: RankSpec) -> ChildProcess:
-    """Start a rank process, which inherits the descriptors in `spec`."""
     engine, gpus = spec.scheduler.engine, spec.scheduler.gpus
     joint = () if spec.scheduler.joint is None else (spec.scheduler.joint.memory,)
     store = () if spec.store is None else (spec.store,)
@@ -30,7 +29,7 @@ def start_rank(children: Children, spec: RankSpec) -> ChildProcess:
 
 
 def how_ended(process: ChildProcess) -> str:
-    """Such as "ended: SIGKILL"."""
+    """Text like "ended: SIGKILL"."""
     deadline_s = time.monotonic() + STATUS_WAIT_S
     while (status := process.poll()) is None and time.monotonic() < deadline_s:
         time.sleep(POLL_S)

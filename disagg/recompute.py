@@ -1,4 +1,4 @@
-"""A recompute request of a decode worker (disagg/resumption.py), as a request of the prefill worker's engine. Pure."""
+"""Decode's recompute request (disagg/resumption.py) as a prefill engine's request. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,32 +15,28 @@ from transfer_backends.contract import RecomputeRequest, Work
 from transfer_backends.wire import MAX_IMAGE_BYTES
 
 NOTHING = SamplingParams(temperature=0.0, max_new_tokens=0)
-DESCRIPTION_BYTES = 256  # of an image beside its pixels, at most
+DESCRIPTION_BYTES = 256  # maximum per image without pixels
 
 _images = msgspec.msgpack.Decoder(tuple[ImageInput, ...])
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Token ids are below `vocab_size`, and a sequence has at most `context_length` of them. `vision`: None: the model sees no images."""
-
     vocab_size: int
     context_length: int
     vision: VisionConfig | None = None
 
 
 def fits(images: Sequence[ImageInput]) -> bool:
-    """Whether a message has room for them."""
     return sum(len(image.pixels) + DESCRIPTION_BYTES for image in images) <= MAX_IMAGE_BYTES
 
 
 def packed(images: Sequence[ImageInput]) -> bytes:
-    """Return `Work.images`."""
     return msgspec.msgpack.encode(images) if images else b""
 
 
 def images_of(work: Work, bounds: Bounds) -> tuple[ImageInput, ...]:
-    """Return the images of its tokens. Raises ValueError, where they are none that the model sees."""
+    """Raises ValueError if the model cannot use the images."""
     if not work.images:
         return ()
     if bounds.vision is None:
@@ -62,7 +58,6 @@ def images_of(work: Work, bounds: Bounds) -> tuple[ImageInput, ...]:
 
 
 def _is_whole(image: ImageInput, vision: VisionConfig) -> bool:
-    """Whether tokens, patches and pixels are of one size."""
     sizes = (*image.grid, *image.size, image.merge, image.time_step)
     if min(sizes) < 1 or len(image.key) != KEY_BYTES or len(image.pixels) != prod(image.size) * CHANNELS:
         return False
@@ -80,7 +75,7 @@ def _is_whole(image: ImageInput, vision: VisionConfig) -> bool:
 
 
 def why_not(work: Work, bounds: Bounds) -> str | None:
-    """Return why this engine cannot compute the work, or None."""
+    """Return an error if this engine cannot compute the work."""
     if len(work.tokens) > bounds.context_length:
         return f"{len(work.tokens)} tokens exceed the context of {bounds.context_length}"
     if not (work.tokens and min(work.tokens) >= 0 and max(work.tokens) < bounds.vocab_size):
@@ -89,7 +84,7 @@ def why_not(work: Work, bounds: Bounds) -> str | None:
 
 
 def request_for(wanted: RecomputeRequest, now_s: float, images: tuple[ImageInput, ...] = ()) -> Request:
-    """The request ends when its KV is computed; the sample of its last step is dropped."""
+    """Return a request that ends with its KV computed; its sample is dropped."""
     return Request(
         rid=f"recompute-{wanted.room}-{wanted.room_attempt}",
         input_ids=list(wanted.work.tokens),

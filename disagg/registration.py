@@ -1,4 +1,4 @@
-"""Between managers and the bootstrap server: prefill registers itself, decode looks prefill up."""
+"""Registration of prefill at the bootstrap server, and decode's look-ups."""
 
 import threading
 import time
@@ -11,8 +11,8 @@ from transfer_backends.contract import KVArgs, LookupFailed, Route
 from transfer_backends.prefill.manager import PrefillManager
 from transfer_backends.wire import PROTOCOL_VERSION
 
-GRACE_S = 5.0  # in which a bootstrap server restarts
-GAP_S = 2.0  # rooms look up again every 0.5 s: such a gap ends an outage
+GRACE_S = 5.0  # time for a bootstrap server to restart
+GAP_S = 2.0  # rooms look up every 0.5 s: such a gap ends an outage
 MAX_SERVERS = 4096
 
 
@@ -26,7 +26,6 @@ def registrar_of(
     dp_size: int = 1,
     dp_rank: int = 0,
 ) -> Registrar:
-    """Return what keeps `manager` registered at the bootstrap server "host:port". `is_own`: it is the worker's."""
     host, _, port = manager.control_address.rpartition(":")
     worker = Registration(
         incarnation=manager.incarnation,
@@ -44,10 +43,10 @@ def registrar_of(
 
 @dataclass(slots=True)
 class Outages:
-    """Bootstrap servers that refuse connections, and since when. Callers lock.
+    """Bootstrap servers that refuse connections. Callers lock.
 
-    A refusing server may be restarting, so it gets `grace_s`. After that every look-up fails at once, until one is answered or
-    none came for `GAP_S`. A silent server may be behind a network that heals: it counts as answering.
+    A refusing server has `grace_s` to restart; then look-ups fail at once until one is answered or
+    none came for `GAP_S`. A silent server's network may heal.
     """
 
     grace_s: float
@@ -57,7 +56,6 @@ class Outages:
         return len(self._runs)
 
     def refused(self, server: str, now_s: float) -> float | None:
-        """Return for how many seconds the server has refused look-ups, if that is too long."""
         first_s, last_s = self._runs.pop(server, (now_s, now_s))
         if now_s - last_s > GAP_S:
             first_s = now_s
@@ -80,7 +78,7 @@ class RouteFinder:
         self._clock = clock
 
     def find(self, bootstrap: str, room: int, any_but: Sequence[str] | None) -> Route:
-        """Return the worker that has the request of `room`, or any but those named. Raises `LookupFailed`."""
+        """Return the worker of `room`, or any other. Raises `LookupFailed`."""
         try:
             reply = look_up(bootstrap, room, any_but=any_but, secret=self._secret)
         except BootstrapError as error:

@@ -1,13 +1,11 @@
-"""Retracted requests of the decode role whose KV a prefill worker computes again.
+"""Retracted decode requests whose KV a prefill worker recomputes.
 
     retracted --> a transfer --landed--> running: its next step is a usual one
-                    \\__ failed, no worker, almost all still cached: this engine computes it
+                    \__ failed, no worker, almost all still cached: this engine computes it
 
-Prefill computes the KV of every known token but the last and samples nothing: a usual step here samples the next token, so
-seeds, penalties, grammar and logprobs go on. Pages that are still cached here are neither computed nor sent. Images go along with
-their tokens; where a message has no room for them this engine computes.
-
-The room is the request's own, the room attempt its number of retractions (the router's is 0).
+Prefill computes all known tokens but the last and samples nothing, so seeds, penalties, grammar and
+logprobs continue in a normal step. Pages still cached are neither computed nor sent. The room is
+the request's own, the attempt its number of retractions (the router's is 0).
 """
 
 import logging
@@ -27,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class Resumption(RequestTarget[RequestTransfer]):
-    """Owns requests from `take` until they run, wait for this engine, or end."""
+    """Owner of requests until they run, wait for this engine, or end."""
 
     def __init__(
         self,
@@ -45,7 +43,6 @@ class Resumption(RequestTarget[RequestTransfer]):
         self._may_preempt = False
 
     def take(self) -> None:
-        """Take over requests retracted since the last call."""
         for request in self._scheduler.held.take_retracted():
             if not self._begin(request):
                 self._scheduler.held.resume_here(request)
@@ -58,7 +55,7 @@ class Resumption(RequestTarget[RequestTransfer]):
             receiver = self._manager.receiver(
                 at.room, bootstrap=f"{at.host}:{at.port}", room_attempt=request.retractions
             )
-        except RoomInUse:  # a client that chose its rooms itself used this one twice
+        except RoomInUse:  # a client reused the room
             self.counters["recompute_failed"] += 1
             return False
         self.incoming.begin(
@@ -73,13 +70,13 @@ class Resumption(RequestTarget[RequestTransfer]):
         self.incoming.poll(now_s)
 
     def waiting(self) -> list[Request]:
-        """Requests that wait for memory, before any new request that is not more urgent."""
+        """Requests that wait for memory, ahead of new ones that are not more urgent."""
         return [t.request for t in self.incoming.transfers.values() if t.stage is TransferStage.WAITING]
 
     # ---- as the target of its transfers
 
     def reserve(self, ready: Sequence[RequestTransfer]) -> None:
-        """Reserve memory, most urgent first, behind those as urgent that this engine computes."""
+        """Reserve memory by urgency, after equally urgent requests computed here."""
         now_s, urgency = self.incoming.now_s, self._scheduler.limits.priorities.urgency
         computed = max((urgency(r, now_s) for r in self._scheduler.stages.retracted()), default=-math.inf)
         for transfer in sorted(ready, key=lambda t: (-urgency(t.request, now_s), t.request.serial)):
@@ -87,7 +84,6 @@ class Resumption(RequestTarget[RequestTransfer]):
                 return
 
     def _request(self, transfer: RequestTransfer) -> bool:
-        """Reserve pages and a metadata row, and send them to prefill with the tokens; False when there is no room now."""
         request, memory, held = transfer.request, self._scheduler.memory, self._scheduler.held
         if not self.incoming.reserve(transfer, lambda: held.reserve(request, may_preempt=self._may_preempt)):
             return False
@@ -114,7 +110,7 @@ class Resumption(RequestTarget[RequestTransfer]):
         return ""
 
     def failed(self, transfer: RequestTransfer, failure: TransferFailure, reason: str) -> None:
-        """This engine computes the KV, unless the client has gone; it does not notice."""
+        """Compute the KV here, unnoticed by the client."""
         request = transfer.request
         if request.finish is not None:
             return self._scheduler.held.release(request)

@@ -1,4 +1,4 @@
-"""One session of a worker in one role: checks its plan, starts its processes, and ends them."""
+"""Session of a worker in one role: checks, processes, end."""
 
 import os
 import sys
@@ -35,12 +35,12 @@ from service.http.listening import ListeningPort, require_free
 
 BOOTSTRAP_PORT_FLAG = "--disaggregation-bootstrap-port"
 ANY_ADDRESS = ("0.0.0.0", "::", "")
-PROGRESS_ENV = "TANDEM_PROGRESS"  # `tandem up` sets it: it shows a bar from our log
+PROGRESS_ENV = "TANDEM_PROGRESS"  # `tandem up` sets it to show a bar from our log
 
 
 @dataclass(frozen=True, kw_only=True)
 class SessionPlan:
-    """Checked flags of one session. `control_host`: the address at which peers reach this worker, on node 0."""
+    """Checked flags of a session; `control_host`: peers' address for this worker."""
 
     engine: EngineConfig
     server: ServerConfig
@@ -58,7 +58,7 @@ class SessionPlan:
 
 
 def plan_session(*, engine: EngineConfig, server: ServerConfig, disagg: DisaggConfig) -> SessionPlan:
-    """Check files, flags and rules. Raises ConfigError."""
+    """Raises ConfigError."""
     if server.tokenizer_worker_num > 1 and server.enable_early_rejection:
         raise ConfigError(
             "--enable-early-rejection: needs --tokenizer-worker-num 1, which sees the queue of all requests"
@@ -77,7 +77,7 @@ def plan_session(*, engine: EngineConfig, server: ServerConfig, disagg: DisaggCo
         check_one_process(engine)
         vision_of(model, engine.model_path)
     check_ranks(engine, model)
-    control_host = _control_host(server, disagg) if engine.node_rank == 0 else ""  # of others: disagg/node.py
+    control_host = _control_host(server, disagg) if engine.node_rank == 0 else ""  # others': disagg/node.py
     if engine.node_rank == 0:
         check_exposure(server, disagg, control_host=control_host)
         check_events_exposure(server, engine, disagg)
@@ -89,7 +89,7 @@ def plan_session(*, engine: EngineConfig, server: ServerConfig, disagg: DisaggCo
 
 
 def next_session(plan: SessionPlan, to: RoleSwitchState) -> SessionPlan:
-    """Plan the session after `plan`, with the weights and adapters loaded at run time. Raises ConfigError."""
+    """Plan the next session with current weights and adapters. Raises ConfigError."""
     if plan.engine.nnodes > 1:
         raise ConfigError(
             f"--nnodes {plan.engine.nnodes}: a worker on several machines keeps its role; start another one"
@@ -110,7 +110,7 @@ def next_session(plan: SessionPlan, to: RoleSwitchState) -> SessionPlan:
 
 
 def _check_adapters(engine: EngineConfig, to: RoleSwitchState) -> None:
-    """Raises ConfigError for an adapter that was loaded at run time and could not be loaded by a flag."""
+    """Raises ConfigError for an adapter that no flag can load."""
     if named_paths(engine.lora_paths) != to.adapters:
         raise ConfigError("an adapter's name has a '=' in it, so it cannot be loaded again; unload it")
     for name, path in to.adapters.items():
@@ -121,7 +121,7 @@ def _check_adapters(engine: EngineConfig, to: RoleSwitchState) -> None:
 
 
 def check_next_session(plan: SessionPlan, to: RoleSwitchState) -> None:
-    """Raises ConfigError where `next_session` does, or if the port of its bootstrap server is taken."""
+    """Raises ConfigError as `next_session`, or if its bootstrap port is taken."""
     following = next_session(plan, to)
     if following.has_bootstrap_server and not plan.has_bootstrap_server:
         require_free(following.server.host, following.disagg.disaggregation_bootstrap_port, flag=BOOTSTRAP_PORT_FLAG)
@@ -132,13 +132,13 @@ class RoleSession:
     plan: SessionPlan
     ipc: IpcPaths
     children: Children = field(default_factory=Children)
-    joint: JointMemory | None = None  # of the DP ranks, with DP attention
+    joint: JointMemory | None = None  # shared by the DP ranks
     was_ready: bool = False
 
 
 @contextmanager
 def started(plan: SessionPlan, other_ports: Sequence[ListeningPort] = ()) -> Iterator[RoleSession]:
-    """Start a session's processes; end them with the block. `other_ports`: of its other frontends. Raises ConfigError."""
+    """Start processes for the block. Raises ConfigError."""
     bootstrap = _embedded_bootstrap_server(plan)
     session = RoleSession(plan=plan, ipc=IpcPaths.create())
     try:
@@ -194,7 +194,6 @@ def _start(session: RoleSession, *, num_frontends: int) -> None:
 
 
 def start_frontend(session: RoleSession, row: int, port: ListeningPort) -> None:
-    """Start one beside the main frontend."""
     plan, file = session.plan, session.ipc.frontend_spec
     spec = OtherFrontendSpec(
         engine=plan.engine,
@@ -203,7 +202,9 @@ def start_frontend(session: RoleSession, row: int, port: ListeningPort) -> None:
         ipc_dir=session.ipc.dir,
         control_host=plan.control_host,
     )
-    file.write_bytes(msgspec.json.encode(spec))  # the folder is private; a command line is not, and keys may be in it
+    file.write_bytes(
+        msgspec.json.encode(spec)
+    )  # the directory is private; a command line is not, and keys may be in it
     session.children.start(
         f"frontend {row}",
         "disagg.frontend_process",
@@ -224,7 +225,7 @@ def _control_host(server: ServerConfig, disagg: DisaggConfig) -> str:
 
 
 def _registers_rooms(plan: SessionPlan) -> bool:
-    """Whether a room may be at any DP rank; else its number names the rank, and decode needs no look-up for each."""
+    """Return True if rooms may be at any DP rank, not the one of their number."""
     rule = rule_of(plan.server.load_balance_method, mode=plan.role)
     return plan.engine.dp_size > 1 and rule is not Rule.ROOM
 

@@ -1,4 +1,4 @@
-"""The transfer engine of a rank and the memory that it registers, by flags and pool; the KVArgs of managers."""
+"""Transfer engine of a rank, its memory, and KVArgs of managers."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -37,7 +37,7 @@ def engine_of(spec: SchedulerSpec, pool: KVPool) -> Engine:
 
 
 def memory_of(pools: RankPools) -> RankMemory:
-    """Of KV one item per unit of each page. If all layers have a window, and another pool, a unit is a piece that no layer divides."""
+    """Return KV memory, one item per unit of a page."""
     pool, held = pools.kv, pools.held
     region = Region(pool.base_ptr, (1 + pool.num_pages) * pool.units, pool.unit_bytes, _device(pool))
     beside = list[SideMemory]()
@@ -60,7 +60,7 @@ def _units_of_pages(windows: KVPool, units: range) -> SideMemory:
 
 
 def side_pools(pools: RankPools) -> tuple[SidePool, ...]:
-    """Return the pools that a request uses beside pages, in the order of `Memory.tail`. Workers exchange pools of one kind."""
+    """Return extra-state pools in the order of `Memory.tail`."""
     found = list[SidePool]()
     if pools.states is not None:
         spec, num_layers = pools.states.specs[0], pools.held.num_state_layers
@@ -87,7 +87,7 @@ def _device(pool: KVPool | StatePool) -> int | None:
 
 
 def transfer_config(spec: SchedulerSpec) -> TransferConfig:
-    """Raises ConfigError for a secret that cannot be read."""
+    """Raises ConfigError."""
     return TransferConfig(
         handshake_timeout_s=spec.disagg.disaggregation_handshake_timeout_s,
         control_host=spec.control_host,
@@ -96,7 +96,6 @@ def transfer_config(spec: SchedulerSpec) -> TransferConfig:
 
 
 def start(manager: PrefillManager | DecodeManager, wakeup: Callable[[], None]) -> None:
-    """`wakeup`: called from its threads when a polled state has changed."""
     manager.set_wakeup(wakeup)
     manager.start()
 

@@ -1,4 +1,4 @@
-"""What the machine and the environment must be for a transfer engine: checked before the engine starts. Pure but for `check_transfer_machine`."""
+"""Checks of machine and environment for a transfer engine."""
 
 import logging
 import re
@@ -18,9 +18,7 @@ log = logging.getLogger(__name__)
 
 
 def check_transfer_machine(disagg: DisaggConfig, env: Mapping[str, str], *, on_gpu: bool) -> None:
-    """Raises ConfigError for an allocator whose KV memory peers cannot map, BackendUnavailable for RDMA devices that are not here;
-    warns where RDMA cannot pin memory.
-    """
+    """Check allocator, devices and pinning. Raises ConfigError, BackendUnavailable."""
     devices = named_devices(disagg.disaggregation_ib_device, here=devices_here())
     if disagg.disaggregation_transfer_backend == "nixl":
         ucx_settings(devices, env)
@@ -34,7 +32,7 @@ def check_transfer_machine(disagg: DisaggConfig, env: Mapping[str, str], *, on_g
 
 
 def check_flags(disagg: DisaggConfig) -> None:
-    """Raises ConfigError for a transport of an engine that is not taken."""
+    """Raises ConfigError."""
     backend, protocol = disagg.disaggregation_transfer_backend, disagg.disaggregation_mooncake_protocol
     if backend != "mooncake" and protocol != "auto":
         raise ConfigError(
@@ -57,7 +55,7 @@ def check_flags(disagg: DisaggConfig) -> None:
 
 
 def check_allocator(env: Mapping[str, str]) -> None:
-    """Raises ConfigError for expandable segments: cuda_ipc maps an allocation as a whole, and theirs is many mappings."""
+    """Raises ConfigError for expandable segments: cuda_ipc maps only single allocations."""
     for name in ALLOCATOR_VARIABLES:
         if expandable_segments(env.get(name, "")):
             raise ConfigError(
@@ -67,13 +65,13 @@ def check_allocator(env: Mapping[str, str]) -> None:
 
 
 def expandable_segments(text: str) -> bool:
-    """Whether torch, given `text` as its allocator's settings, makes expandable segments. The last word counts."""
+    """Parse torch's allocator settings; the last value counts."""
     words = re.findall(r"(?:^|,)\s*expandable_segments\s*:\s*(\w+)", text)
     return bool(words) and words[-1] == "True"
 
 
 def memlock_warning(*, limit_bytes: int, effective_capabilities: int, has_rdma: bool) -> str | None:
-    """Return what stands in the way of pinned memory. `limit_bytes`: soft RLIMIT_MEMLOCK, RLIM_INFINITY for none."""
+    """Return the obstacle to pinned memory; `limit_bytes` is the soft RLIMIT_MEMLOCK."""
     if not has_rdma or limit_bytes == resource.RLIM_INFINITY or effective_capabilities >> CAP_IPC_LOCK & 1:
         return None
     return (
@@ -84,13 +82,12 @@ def memlock_warning(*, limit_bytes: int, effective_capabilities: int, has_rdma: 
 
 
 def _capabilities() -> int:
-    """The effective ones of this process, a bit each."""
     found = re.search(r"^CapEff:\s*([0-9a-f]+)$", Path("/proc/self/status").read_text(), re.MULTILINE)
     return int(found[1], 16) if found else 0
 
 
 def why_kv_stays(disagg: DisaggConfig) -> str:
-    """ "" for memory that peers reach through the system, which finds the addresses again."""
+    """Return why KV memory cannot move, or ""."""
     if not disagg.has_peers or not devices_here():
         return ""
     return "the KV memory of this worker is registered with RDMA devices, which keep its pages"

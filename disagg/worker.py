@@ -1,4 +1,4 @@
-"""One worker: serves HTTP and starts the scheduler process of each DP rank. It ends on a signal, or when one of them dies.
+"""One worker: HTTP, and a scheduler process per DP rank; ends on a signal or with a child.
 
 session as prefill --POST /switch_role--> session as decode --...--> ended (signal, or a child died)
      ^                                      |
@@ -42,7 +42,7 @@ _ENDING = (signal.SIGTERM, signal.SIGINT, DRAIN, END)
 
 
 def run_worker(*, engine: EngineConfig, server: ServerConfig, disagg: DisaggConfig) -> int:
-    """Serve until SIGTERM (after a drain) or SIGINT; return the exit status. Raises ConfigError before anything starts."""
+    """Serve until SIGTERM (after a drain) or SIGINT; return the exit status. Raises ConfigError."""
     set_up_logging(level=server.log_level, format=server.log_format, process=role_name(disagg))
     seeded = with_random_seed(engine)
     plan = plan_session(engine=with_threads(with_local_model(seeded)), server=server, disagg=disagg)
@@ -57,11 +57,11 @@ def run_worker(*, engine: EngineConfig, server: ServerConfig, disagg: DisaggConf
         with _open_ports(server) as ports, runner:
             return runner.run(_live(plan, gate, ports))
 
-    return undone_in_order(serve)  # on signals that come before the loop catches them
+    return undone_in_order(serve)  # for signals before the loop catches them
 
 
 def undone_in_order(run: Callable[[], int]) -> int:
-    """Let signals end `run` by an exception, so that it undoes its start."""
+    """Turn signals into an exception, so that `run` undoes its start."""
     for number in _ENDING:
         signal.signal(number, _leave)
     try:
@@ -72,7 +72,7 @@ def undone_in_order(run: Callable[[], int]) -> int:
 
 @contextmanager
 def _open_ports(server: ServerConfig) -> Iterator[tuple[ListeningPort, ...]]:
-    """One port, held once for each frontend. Held here, connections that wait survive a role switch."""
+    """Hold ports here: waiting connections survive a role switch."""
     if server.tokenizer_worker_num == 1:
         with open_port(server.host, server.port) as port:
             yield (port,)
@@ -99,7 +99,7 @@ async def _live(plan: SessionPlan, gate: KeyGate, ports: tuple[ListeningPort, ..
 
 @dataclass(frozen=True, kw_only=True)
 class _End:
-    """The end of a role session. `to`: the next role. `is_reported`: the child has reported the error to the operator."""
+    """End of a session, with the next role or the error, perhaps reported by a child."""
 
     to: RoleSwitchState | None = None
     error: Exception | None = None
@@ -109,8 +109,6 @@ class _End:
 
 @dataclass
 class _Worker:
-    """`ports`: the main frontend's, then the other frontends'."""
-
     gate: KeyGate
     ports: tuple[ListeningPort, ...]
     signals: StopSignals
@@ -122,8 +120,8 @@ class _Worker:
             self.session.children.hang_up()
 
     async def live(self, plan: SessionPlan) -> int:
-        """Run one session after another; return the exit status. Raises the error of a first session that cannot start."""
-        back: SessionPlan | None = None  # the session before, should this one not start
+        """Run sessions; return the exit status. Raises a first session's error."""
+        back: SessionPlan | None = None  # previous session, to return to if this one cannot start
         last: Mapping[str, Any] | None = None
         while True:
             end = await self._one_session(plan, last)
@@ -182,7 +180,6 @@ class _Worker:
 
 
 def _status(end: _End) -> int:
-    """The exit status after the last session. Raises ConfigError for wrong flags or files."""
     if end.error is None:
         return 0
     if not isinstance(end.error, WorkerDied):
