@@ -1,4 +1,4 @@
-"""Builds every kernel, several at once, before the first start needs them: python -m engine.kernels.ahead"""
+"""Parallel build of all kernels before a first start: python -m engine.kernels.ahead"""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -8,11 +8,11 @@ from engine.kernels.build import TEAM, TEAM_FLAGS, load_library
 from engine.kernels.sample import ROUNDED
 from engine.kernels.sample import SOURCE as SAMPLE
 
-FLAGS = {SAMPLE.name: ROUNDED, TEAM.name: TEAM_FLAGS}  # of a source alone
+FLAGS = {SAMPLE.name: ROUNDED, TEAM.name: TEAM_FLAGS}  # flags of single sources
 
 
 def build_all(folder: Path = SAMPLE.parent) -> list[str]:
-    """Return the names of those that could not be built; the log says why."""
+    """Return kernels that failed to build."""
     largest_first = sorted(folder.glob("*.c"), key=lambda source: -source.stat().st_size)
     with ThreadPoolExecutor(usable_cores()) as pool:
         built = pool.map(_is_built, largest_first)

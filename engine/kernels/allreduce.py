@@ -1,6 +1,7 @@
-"""Sums and gathers of the ranks of one machine over shared memory: allreduce.c.
+"""Sums and gathers over a machine's ranks through shared memory (allreduce.c).
 
-C trusts its arguments: shapes and types are asserted before each call, which drops the GIL. A tape records sums and gathers.
+C trusts its arguments: shapes and types are asserted before each call. Calls drop the GIL; tapes
+record sums and gathers.
 """
 
 import ctypes
@@ -19,14 +20,10 @@ ABI_VERSION = 4
 
 
 class _Wait(ctypes.Structure):
-    """Mirror of `struct wait` in allreduce.c."""
-
     _fields_ = fields(("word", "abort"), ("value",))
 
 
 class _Sum(ctypes.Structure):
-    """Mirror of `struct sum`."""
-
     _fields_ = fields(
         ("partial", "out", "lines", "windows", "abort"),
         ("elements", "begin", "end", "rank", "ranks", "window", "out_is_f32"),
@@ -34,16 +31,12 @@ class _Sum(ctypes.Structure):
 
 
 class _Rows(ctypes.Structure):
-    """Mirror of `struct rows`."""
-
     _fields_ = fields(
         ("part", "out", "lines", "windows", "abort"), ("bytes", "begin", "size", "rank", "ranks", "window")
     )
 
 
 class _Take(ctypes.Structure):
-    """Mirror of `struct take`."""
-
     _fields_ = fields(
         ("part", "out", "wanted", "lines", "windows", "abort"),
         ("row_bytes", "total", "first", "count", "wants", "rank", "ranks", "window"),
@@ -51,13 +44,11 @@ class _Take(ctypes.Structure):
 
 
 class _Gather(ctypes.Structure):
-    """Mirror of `struct gather`."""
-
     _fields_ = fields(("part", "all", "lines", "abort"), ("rows", "columns", "first", "total", "rank", "ranks"))
 
 
 class SharedLines(NamedTuple):
-    """Addresses in shared memory: a line per rank, and the abort word."""
+    """Shared memory addresses: one line per rank, and the abort word."""
 
     lines: int
     abort: int
@@ -66,7 +57,7 @@ class SharedLines(NamedTuple):
 
 
 class Allreduce:
-    """The kernels of allreduce.c. Each raises RanksEnded once the abort word is not 0."""
+    """Kernels; each raises RanksEnded once the abort word is set."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         assert library.tandem_allreduce_abi() == ABI_VERSION
@@ -85,14 +76,14 @@ class Allreduce:
             function.argtypes = [ctypes.POINTER(args)]
 
     def wait(self, word: int, value: int, *, abort: int) -> None:
-        """Return when the int64 at address `word` is `value` or more."""
+        """Wait until the int64 at `word` is at least `value`."""
         if failed := self._wait(_Wait(word=word, abort=abort, value=value)):
             raise failure(failed)
 
     def sum(
         self, at: SharedLines, partial: torch.Tensor, *, rows: range, windows: int, window: int, dtype: torch.dtype
     ) -> torch.Tensor:
-        """[len(rows), n] of `dtype`, float32 or bfloat16, for `partial` [T, n] float32, whose `rows` are wanted here.
+        """Return rows `rows` of the sum over ranks of `partial` float32[T, n], as `dtype`.
 
         `windows`: address of [2, ranks, window].
         """
@@ -121,9 +112,9 @@ class Allreduce:
     def rows(
         self, at: SharedLines, part: torch.Tensor, *, first: int, total: int, windows: int, window: int
     ) -> torch.Tensor:
-        """[total, n] of all ranks' `part` [T, n], dense; this one's rows begin at `first`.
+        """Return [total, n], the ranks' dense `part`s [T, n]; this rank's start at row `first`.
 
-        `windows`: address of 2 x `window` bytes. Rows that no rank brings are of any content.
+        `windows`: address of 2 x `window` bytes. Rows that no rank has stay undefined.
         """
         count, width = part.shape
         assert part.is_contiguous() and 0 <= first <= first + count <= total, (part.shape, part.stride(), first, total)
@@ -157,10 +148,7 @@ class Allreduce:
         windows: int,
         window: int,
     ) -> torch.Tensor:
-        """[len(wanted), n]: rows `wanted` [N] i64 of the [total, n] that all ranks' `part` [T, n], dense, are together.
-
-        This one's rows begin at `first`. `windows`: as of `rows`; what is wanted follows from the step, so no tape records it.
-        """
+        """Return rows `wanted` i64[N] of `rows`. Not recorded: `wanted` varies."""
         count, width = part.shape
         row_bytes = width * part.element_size()
         assert part.is_contiguous() and 0 <= first <= first + count <= total, (part.shape, part.stride(), first, total)
@@ -191,7 +179,7 @@ class Allreduce:
         return out
 
     def gather(self, at: SharedLines, part: torch.Tensor, *, whole: torch.Tensor, first: int) -> None:
-        """Write `part` [T, columns] float32 into the columns from `first` of `whole` [T, total]; rank 0 waits for all."""
+        """Write `part` float32[T, columns] into `whole` from column `first`; rank 0 waits."""
         rows, columns = part.shape
         assert len(whole) == rows and first + columns <= whole.shape[1], (part.shape, whole.shape, first)
         args = _Gather(
@@ -212,7 +200,6 @@ class Allreduce:
 
 @cache
 def allreduce() -> Allreduce | None:
-    """This process's kernels, or None where there is no compiler (logged)."""
     library = load_library(SOURCE)
     return None if library is None else Allreduce(library)
 

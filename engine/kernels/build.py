@@ -1,8 +1,7 @@
-"""Builds a C kernel at first use and keeps it in a per-user cache.
+"""Build of C kernels at first use, with a per-user cache.
 
-The file name hashes all that decides the machine code (source and headers, compiler, flags), so a changed source or a home
-directory shared by machines never loads a wrong one. Of processes that need a file at once one builds it. The flags are those
-of a kind of CPU (cpu_kind.py), not of this one: bits are the same on all machines of a kind.
+A file name hashes source, headers, compiler and flags, so a changed source or shared home never
+loads a wrong one. Flags are of a CPU kind (cpu_kind.py), for equal bits on all machines of a kind.
 """
 
 import ctypes
@@ -36,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 class BuildError(Exception):
-    """A shared library could not be built; the message says why."""
+    """A shared library could not be built."""
 
 
 class NoCompilerError(BuildError):
@@ -44,16 +43,16 @@ class NoCompilerError(BuildError):
 
 
 def load_library(source: Path, *, flags: tuple[str, ...] = (), kind: Kind | None = None) -> ctypes.CDLL | None:
-    """The library built from `source` for this machine, or None with one log line.
+    """Return the library, or None with one log line. Raises CpuKindError.
 
-    `flags`: of this source alone. `kind`: the best allowed; by default the environment's. Raises CpuKindError.
+    `kind` is the best one allowed, by default the environment's.
     """
     if os.environ.get(DISABLE_VARIABLE) == "1":
         log.info("C kernels are off (%s=1): torch computes instead", DISABLE_VARIABLE)
         return None
     try:
         library = _load(_built(source, own_flags=flags, kind=kind))
-        if hasattr(library, "tandem_use_team"):  # it includes team.h
+        if hasattr(library, "tandem_use_team"):  # includes team.h
             _use_team(library)
         return library
     except BuildError as e:
@@ -63,7 +62,7 @@ def load_library(source: Path, *, flags: tuple[str, ...] = (), kind: Kind | None
 
 @cache
 def cpu_features() -> frozenset[str]:
-    """Return the features of all cores of this CPU, as in /proc/cpuinfo; none without that file."""
+    """Features common to all cores."""
     try:
         lines = CPU_INFO.read_text().splitlines()
     except OSError:
@@ -73,29 +72,28 @@ def cpu_features() -> frozenset[str]:
 
 
 def cpu_kinds(best: Kind | None = None) -> list[Kind]:
-    """The kinds of arithmetic to build for, best first. Raises CpuKindError where the one asked for is not of this CPU."""
+    """Kinds to build for, best first. Raises CpuKindError."""
     forced = os.environ.get(KIND_VARIABLE) if best is None else best.label
     return kinds_to_try(platform.machine(), cpu_features(), forced)
 
 
 def flag_sets(best: Kind | None = None) -> list[tuple[str, ...]]:
-    """The first that compiles is used: a compiler may be older than this CPU. Raises CpuKindError."""
+    """Flags to try in order: a compiler may be older than this CPU. Raises CpuKindError."""
     return [flags_of(kind, cpu_features()) for kind in cpu_kinds(best)]
 
 
 def fields(pointers: Iterable[str], numbers: Iterable[str], floats: Iterable[str] = ()) -> list[tuple[str, type]]:
-    """`_fields_` of the mirror of a C structure: void *, int64_t and float members, in this order, as all kernels have."""
+    """Return `_fields_`: void *, then int64_t, then float members."""
     kinds = ((pointers, ctypes.c_void_p), (numbers, ctypes.c_int64), (floats, ctypes.c_float))
     return [(name, kind) for names, kind in kinds for name in names]
 
 
 def check_buildable(source: Path) -> None:
-    """Raises BuildError, or its subclass NoCompilerError, where `source` cannot be built or loaded here."""
+    """Raises BuildError, or its subclass NoCompilerError."""
     _load(_built(source))
 
 
 def _use_team(library: ctypes.CDLL) -> None:
-    """Let kernels share their work among the threads of team.c, of which a process has one copy."""
     calls = _load(_built(TEAM, own_flags=TEAM_FLAGS)).tandem_team_calls
     calls.restype = ctypes.c_void_p
     library.tandem_use_team(ctypes.c_void_p(calls()))
@@ -105,7 +103,7 @@ def _load(path: Path) -> ctypes.CDLL:
     try:
         return ctypes.CDLL(str(path))
     except OSError as e:
-        path.unlink(missing_ok=True)  # not a library: the next start builds it again
+        path.unlink(missing_ok=True)  # not a library: the next start rebuilds it
         raise BuildError(f"cannot load {path}: {e}") from e
 
 
@@ -132,7 +130,6 @@ def _built(source: Path, *, own_flags: tuple[str, ...] = (), kind: Kind | None =
 
 @contextmanager
 def _alone(target: Path) -> Iterator[None]:
-    """Wait while another process builds `target`; a lock ends with its process."""
     if target.exists():
         yield
         return
@@ -142,7 +139,7 @@ def _alone(target: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            lock.unlink(missing_ok=True)  # who waits for it finds the target; who comes later, too
+            lock.unlink(missing_ok=True)  # both waiting and later processes find the target
 
 
 def _compile(source: Path, target: Path, command: list[str]) -> None:
@@ -157,7 +154,7 @@ def _compile(source: Path, target: Path, command: list[str]) -> None:
                 str(source),
                 "-lm",
                 "-Wl,-z,defs",
-            ],  # what it lacks is an error here, not at its load
+            ],  # a missing symbol is an error here, not at load
             capture_output=True,
             text=True,
             timeout=COMPILE_TIMEOUT_S,
@@ -187,7 +184,7 @@ def _first_line(text: str) -> str:
 
 
 def _compiler() -> list[str]:
-    """The machine's own, else the one of the package ziglang (the extra "compiler"). Raises NoCompilerError."""
+    """Raises NoCompilerError."""
     for name in (os.environ.get("CC"), "cc", "gcc", "clang"):
         found = shutil.which(name) if name else None
         if found:
@@ -204,7 +201,7 @@ def _key(source: Path, compiler: list[str], flags: tuple[str, ...]) -> str:
 
 
 def cache_dir() -> Path:
-    """A directory that only we may write, since code is loaded from it. Raises BuildError."""
+    """Return a directory that only we can write. Raises BuildError."""
     wanted = [os.environ.get(CACHE_VARIABLE), _user_cache(), f"{tempfile.gettempdir()}/tandem-kernels-{os.getuid()}"]
     for name in wanted:
         if name and _usable(Path(name)):

@@ -1,4 +1,4 @@
-"""The short causal convolution of recurrent layers in conv.c. C trusts its arguments: they are asserted before each call."""
+"""Short causal convolution of recurrent layers (conv.c), after checks of arguments."""
 
 import ctypes
 from functools import cache
@@ -18,8 +18,6 @@ DTYPES = (torch.bfloat16, torch.float32)
 
 
 class _Args(ctypes.Structure):
-    """Mirror of `struct conv` in conv.c."""
-
     _fields_ = fields(
         ("step", "x", "weight", "bias", "state", "out"),
         ("rows", "channels", "taps", "x_stride", "slot_stride_bytes", "is_bf16"),
@@ -27,7 +25,7 @@ class _Args(ctypes.Structure):
 
 
 class ConvKernel:
-    """A row's bits depend on the inputs of its request alone, not on how these are cut into steps."""
+    """Kernel with equal bits for any cut of a request into steps."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         assert library.tandem_conv_abi() == ABI_VERSION
@@ -35,9 +33,9 @@ class ConvKernel:
         self._call.argtypes = [ctypes.POINTER(_Args)]
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, rows: StateRows) -> Tensor:
-        """silu(conv(x)) [T, channels] of x [T, channels], and the state behind it.
+        """Return silu(conv(x)) [T, channels] of x [T, channels], and update the state.
 
-        weight [taps, channels] and bias [channels] fp32; state [slots, channels, taps - 1] in x's type. x may be columns of a wider tensor.
+        Float32 weight [taps, channels]; state [slots, channels, taps - 1] in x's type.
         """
         (num_rows, channels), taps = x.shape, len(weight)
         assert x.dtype in DTYPES and state.dtype == x.dtype and x.stride(1) == 1, (x.dtype, state.dtype, x.stride())
@@ -65,6 +63,5 @@ class ConvKernel:
 
 @cache
 def conv_kernel() -> ConvKernel | None:
-    """None where there is no compiler (logged)."""
     library = load_library(SOURCE)
     return None if library is None else ConvKernel(library)

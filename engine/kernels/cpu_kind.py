@@ -1,6 +1,6 @@
-"""Kinds of arithmetic of C kernels, best first, and which of them a CPU has. Pure over the machine's name and a set of features.
+"""Arithmetic kinds of C kernels by CPU features. Pure.
 
-A kind has fixed flags of the compiler, so that its bits are the same on all machines.
+A kind has fixed compiler flags, for equal bits on all machines.
 """
 
 from collections.abc import Set as AbstractSet
@@ -11,7 +11,7 @@ KIND_VARIABLE = "TANDEM_CPU_KIND"
 
 
 class Kind(IntEnum):
-    """Mirror of `enum kind` in kind.h."""
+    """`enum kind` of kind.h."""
 
     GENERIC = 1
     NEON = 2
@@ -23,17 +23,16 @@ class Kind(IntEnum):
 
     @property
     def label(self) -> str:
-        """Return the name that users write and read."""
         return self.name.lower().replace("_", "-")
 
 
 class CpuKindError(ValueError):
-    """A kind was asked for that does not exist, or that this CPU lacks."""
+    """The requested kind does not exist, or this CPU lacks it."""
 
 
 class _Needs(NamedTuple):
     machine: str
-    features: frozenset[str]  # names of /proc/cpuinfo
+    features: frozenset[str]  # from /proc/cpuinfo
     flags: tuple[str, ...]
 
 
@@ -42,10 +41,10 @@ _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx
 _HAS_AVX2 = frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "movbe", "popcnt"})
 _HAS_AVX512 = _HAS_AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd"}
 _HAS_BF16 = _HAS_AVX512 | {"avx512_bf16"}
-# Looks bytes up for integers of 8 bits: faster, of the same bits.
+# Byte lookup for 8-bit integers: faster, with the same bits.
 _LOOKUP, _HAS_LOOKUP = "-mavx512vbmi", "avx512vbmi"
 
-# Flags by feature, not -march=: compilers that are older than a kind of CPU know them, too. Best first.
+# Flags per feature instead of -march=, which old compilers may not know. Best first.
 _KINDS = {
     Kind.AMX: _Needs(
         "x86_64", _HAS_BF16 | {"amx_tile", "amx_bf16"}, (*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16")
@@ -60,19 +59,18 @@ _KINDS = {
 
 
 def kinds_of(machine: str, features: AbstractSet[str]) -> list[Kind]:
-    """Return what a CPU has, best first. `machine`: as `platform.machine` names it; `features`: as /proc/cpuinfo does."""
+    """Kinds by `platform.machine` and /proc/cpuinfo's features, best first."""
     own = {"arm64": "aarch64", "AMD64": "x86_64"}.get(machine, machine)
     return [kind for kind, needs in _KINDS.items() if needs.machine in ("", own) and needs.features <= features]
 
 
 def flags_of(kind: Kind, features: AbstractSet[str]) -> tuple[str, ...]:
-    """Return the compiler's flags."""
     looks_up = kind >= Kind.AVX512_BF16 and _HAS_LOOKUP in features
     return (*_KINDS[kind].flags, _LOOKUP) if looks_up else _KINDS[kind].flags
 
 
 def kinds_to_try(machine: str, features: AbstractSet[str], forced: str | None) -> list[Kind]:
-    """Return the kinds to build for, best first. `forced`: the best allowed. Raises CpuKindError naming what there is."""
+    """Kinds to build, at best `forced`. Raises CpuKindError."""
     own = kinds_of(machine, features)
     if not forced:
         return own

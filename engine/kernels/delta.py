@@ -1,4 +1,4 @@
-"""The gated delta rule in delta.c. C trusts its arguments: they are asserted before each call."""
+"""Gated delta rule (delta.c), after checks of arguments."""
 
 import ctypes
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ ABI_VERSION = 2
 
 @dataclass(frozen=True, slots=True)
 class DeltaWeights:
-    """Of one layer, fp32: `decay` [value heads] is -exp(A_log), `bias` [value heads] that of time, `norm` [values] of the output."""
+    """Float32 weights of a layer: `decay` = -exp(A_log), time `bias`, output `norm`."""
 
     decay: Tensor
     bias: Tensor
@@ -28,8 +28,6 @@ class DeltaWeights:
 
 
 class _Args(ctypes.Structure):
-    """Mirror of `struct delta` in delta.c."""
-
     _fields_ = fields(
         ("step", "mixed", "gates", "z", "decay", "bias", "norm", "state", "sums", "out"),
         (
@@ -47,7 +45,7 @@ class _Args(ctypes.Structure):
 
 
 class DeltaKernel:
-    """A row's bits depend on its request alone, not on how the tokens of this are cut into steps."""
+    """Kernel with equal bits for any cut of a request into steps."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         assert library.tandem_delta_abi() == ABI_VERSION
@@ -57,10 +55,10 @@ class DeltaKernel:
     def __call__(
         self, mixed: Tensor, gates: Tensor, z: Tensor, weights: DeltaWeights, state: Tensor, rows: StateRows
     ) -> Tensor:
-        """norm(o) * silu(z) [T, value heads * values], and the state behind it.
+        """Return norm(o) * silu(z) [T, value heads * values], and update the state.
 
-        mixed [T, q | k | v] dense; gates [T, 2 * value heads], beta before time; z [T, value heads * values]; state
-        [slots, value heads, keys, values] fp32. An even number of keys.
+        mixed [T, q | k | v] dense; gates [T, 2 * value heads], beta first; float32 state [slots,
+        value heads, keys, values], keys even.
         """
         value_heads, keys, values = state.shape[1:]
         num_rows, width = mixed.shape
@@ -101,6 +99,5 @@ class DeltaKernel:
 
 @cache
 def delta_kernel() -> DeltaKernel | None:
-    """None where there is no compiler (logged)."""
     library = load_library(SOURCE)
     return None if library is None else DeltaKernel(library)

@@ -1,6 +1,6 @@
-"""Norms, rotary turns and gates between a decoder's products: elementwise.c for bf16 on a CPU, Triton on a GPU.
+"""Norms, rotary embedding and gates: elementwise.c for bf16 on CPU, Triton on GPU.
 
-C trusts its arguments: shapes and types are asserted before each call, which drops the GIL.
+C trusts its arguments: shapes and types are asserted before each call.
 """
 
 import ctypes
@@ -23,14 +23,10 @@ LANES = 16  # widths are multiples of it
 
 
 class _Norm(ctypes.Structure):
-    """Mirror of `struct norm` in elementwise.c."""
-
     _fields_ = fields(("x", "delta", "weight", "out"), ("rows", "width"), ("eps", "offset"))
 
 
 class _Turn(ctypes.Structure):
-    """Mirror of `struct turn`."""
-
     _fields_ = fields(
         ("x", "weight", "cosine", "sine"),
         ("x_stride", "turn_stride", "rows", "heads", "dim"),
@@ -39,19 +35,15 @@ class _Turn(ctypes.Structure):
 
 
 class _Gate(ctypes.Structure):
-    """Mirror of `struct gate`."""
-
     _fields_ = fields(("x", "out"), ("rows", "width"))
 
 
 class _SigmoidGate(ctypes.Structure):
-    """Mirror of `struct sigmoid_gate`."""
-
     _fields_ = fields(("gates", "x", "out"), ("gates_stride", "rows", "width"))
 
 
 class Elementwise:
-    """The kernels of elementwise.c. A row gives the same bits in any batch."""
+    """Kernels of elementwise.c; a row has the same bits in any batch."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         assert library.tandem_elementwise_abi() == ABI_VERSION
@@ -78,7 +70,7 @@ class Elementwise:
         delta: torch.Tensor | None = None,
         offset: float = 0.0,
     ) -> torch.Tensor:
-        """[T, width]: RMS norm of x [T, width], after `delta` is added to x in place; weight [width], to which `offset` is added."""
+        """Add `delta` to x [T, width] in place; return its RMS norm times weight + `offset`."""
         rows, width = x.shape
         assert weight.shape == (width,) and width % LANES == 0, (weight.shape, width)
         assert delta is None or delta.shape == x.shape, (delta, x.shape)
@@ -97,14 +89,14 @@ class Elementwise:
         return out
 
     def add(self, x: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
-        """x [T, width], to which `delta` is added in place."""
+        """Add `delta` to x [T, width] in place."""
         rows, width = x.shape
         assert delta.shape == x.shape and width % LANES == 0, (x.shape, delta.shape)
         tape.call(self._add, _Norm(x=_address(x), delta=_address(delta), rows=rows, width=width))
         return x
 
     def scale(self, x: torch.Tensor, factor: float) -> torch.Tensor:
-        """x [T, width], multiplied in place."""
+        """Multiply x [T, width] in place."""
         rows, width = x.shape
         assert width % LANES == 0, x.shape
         tape.call(self._scale, _Norm(x=_address(x), rows=rows, width=width, offset=factor))
@@ -119,9 +111,9 @@ class Elementwise:
         eps: float,
         offset: float = 0.0,
     ) -> None:
-        """x [T, H, D] in place: each head's RMS norm (`weight` [H, D] + `offset`, None: no norm), then its rotary turn.
+        """Normalize (if `weight` [H, D]) and rotate the heads of x [T, H, D] in place.
 
-        x may be the first heads of a wider tensor. turn: `Rope.at`.
+        x may be the first heads of a wider tensor; turn is from `Rope.at`.
         """
         (rows, heads, dim), (cosine, sine) = x.shape, turn
         assert x.dtype == torch.bfloat16 and x.stride()[1:] == (dim, 1) and dim % (2 * LANES) == 0, (x.dtype, x.shape)
@@ -144,11 +136,11 @@ class Elementwise:
         tape.call(self._norm_turn, args)
 
     def silu_mul(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, width]: silu(x[:, :width]) * x[:, width:] for x [T, 2 * width]."""
+        """Return silu(x[:, :width]) * x[:, width:], [T, width]."""
         return self._gated(self._silu_mul, x)
 
     def gelu_mul(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute `silu_mul` with gelu by tanh."""
+        """Tanh gelu instead of silu."""
         return self._gated(self._gelu_mul, x)
 
     def _gated(self, kernel: tape.Kernel, x: torch.Tensor) -> torch.Tensor:
@@ -160,7 +152,7 @@ class Elementwise:
         return out
 
     def sigmoid_mul(self, gates: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """[T, width]: sigmoid(gates) * x for x [T, width]; `gates` may be columns of a wider tensor."""
+        """Return sigmoid(gates) * x [T, width]; `gates` may be a column slice."""
         (rows, width), out = x.shape, tape.empty(x.shape, x.dtype)
         assert gates.shape == x.shape and gates.dtype == x.dtype and gates.stride(1) == 1 and width % LANES == 0, (
             x.shape
@@ -179,7 +171,6 @@ class Elementwise:
 
 @cache
 def elementwise() -> Elementwise | None:
-    """This process's kernels, or None where there is no compiler (logged)."""
     library = load_library(SOURCE)
     return None if library is None else Elementwise(library)
 
@@ -194,12 +185,12 @@ def _on_gpu() -> "TritonElementwise | None":
 
 
 def elementwise_for(like: torch.Tensor, *, multiple: int = LANES) -> "Elementwise | TritonElementwise | None":
-    """The kernels of norms and gates, if they take the type, device and row size (on a CPU a multiple of `multiple`) of `like`."""
+    """Return norm and gate kernels for `like`, if any."""
     return _on_gpu() if like.device.type == "cuda" else elementwise_on_cpu(like, multiple=multiple)
 
 
 def elementwise_on_cpu(like: torch.Tensor, *, multiple: int = LANES) -> Elementwise | None:
-    """The kernels of elementwise.c, which turn heads, too, if they take `like`."""
+    """Return elementwise.c's kernels if `like` fits."""
     fits = like.device.type == "cpu" and like.dtype == torch.bfloat16 and like.shape[-1] % multiple == 0
     return elementwise() if fits else None
 

@@ -1,8 +1,7 @@
-"""Logarithm and exponential as fixed sequences of float32 operations, so that every device computes the same bits.
+"""Logarithm and exponential as fixed float32 operations, with equal bits on all devices.
 
-IEEE 754 fixes the result of +, -, * and of conversions; it does not fix log and exp, which differ between vector libraries.
-These here are range reductions on the bits and the polynomials of Cephes' logf and expf (Moshier). sample.c and
-triton_noise.py repeat them step by step; none may contract a product and a sum into one rounding.
+IEEE 754 fixes +, -, * and conversions, but not log and exp. These are range reductions with the
+polynomials of Cephes' logf and expf (Moshier), without fused multiply-adds.
 """
 
 import struct
@@ -12,7 +11,7 @@ from torch import Tensor
 
 
 def _float32(x: float) -> float:
-    """The float32 nearest to `x`: what every language makes of the constant."""
+    """Nearest float32, as other languages store the constant."""
     return float(struct.unpack("f", struct.pack("f", x))[0])
 
 
@@ -51,7 +50,7 @@ MASS_UNITS = 2.0**40  # of e**0: 2**22 tokens of the largest mass fit in an int6
 
 
 def log_of_sum(fraction: Tensor, exponent: Tensor) -> Tensor:
-    """log(1 + fraction) + exponent * log(2): fraction float32 in [-0.3, 0.4143), exponent int32."""
+    """Return log(1 + fraction) + exponent * log(2), fraction in [-0.3, 0.4143)."""
     square = fraction * fraction
     y = fraction * LOG_POLYNOMIAL[0] + LOG_POLYNOMIAL[1]
     for coefficient in LOG_POLYNOMIAL[2:]:
@@ -64,19 +63,21 @@ def log_of_sum(fraction: Tensor, exponent: Tensor) -> Tensor:
 
 
 def split(x: Tensor) -> tuple[Tensor, Tensor]:
-    """(fraction, exponent) with x = (1 + fraction) * 2**exponent, for normal positive float32."""
+    """Return (fraction, exponent) with x = (1 + fraction) * 2**exponent, for normal positive
+    float32.
+    """
     bits = x.view(torch.int32)
     exponent = (bits - SQRT_HALF_BITS) >> 23
     return (bits - (exponent << 23)).view(torch.float32) - 1.0, exponent
 
 
 def log(x: Tensor) -> Tensor:
-    """log(x) of normal positive float32; within 1 unit in the last place or 1e-7."""
+    """Return log(x) of normal positive float32, within 1 ulp or 1e-7."""
     return log_of_sum(*split(x))
 
 
 def mass(x: Tensor) -> Tensor:
-    """e**x in units of 2**-40, cut to int64, for float32 x <= 0. Sums of masses do not depend on their order."""
+    """Return int64 e**x in units of 2**-40 for x <= 0; their sums do not depend on order."""
     x = x.clamp_min(LEAST_EXPONENT)
     shifted = x * LOG2_E + ROUNDER
     turns = shifted - ROUNDER

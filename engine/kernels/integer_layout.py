@@ -1,4 +1,4 @@
-"""Integer weights in the order in which linear.c reads them (integer_steps.h)."""
+"""Layout of integer weights for linear.c (integer_steps.h)."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ from torch.nn import functional
 from engine.quant.integers import Integers
 
 TILE, STEP, PANEL = 16, 32, 32  # outputs of a tile, inputs of a step, outputs of a panel
-PAIR = 2 * PANEL  # outputs of two panels, which lie together
+PAIR = 2 * PANEL  # outputs of two adjacent panels
 PAIRS_AT_ONCE = 32  # rearranged at a time: copies stay small
 FACTOR_BYTES = 4  # fp32
 
@@ -19,19 +19,16 @@ def step_bytes(bits: int) -> int:
 
 
 def fits(weight: Integers, *, segments: int) -> bool:
-    """Whether groups are whole steps, and of one segment each."""
     size = weight.shape[1] // segments
     return weight.scales.shape[1] == 1 or (weight.group % STEP == 0 and (segments == 1 or size % weight.group == 0))
 
 
 def group_steps(weight: Integers, *, segments: int) -> int:
-    """Steps of a group, within a segment."""
     size = weight.shape[1] // segments
     return -(-min(size, weight.group) // STEP)
 
 
 def packed_bytes(weight: Integers, *, segments: int, offsets: bool) -> int:
-    """Return the bytes of all `packed_parts`."""
     outputs, inputs = weight.shape
     steps = -(-(inputs // segments) // STEP)
     groups = -(-steps // group_steps(weight, segments=segments))
@@ -40,7 +37,6 @@ def packed_bytes(weight: Integers, *, segments: int, offsets: bool) -> int:
 
 
 def packed_parts(weight: Integers, *, segments: int, gates: bool, offsets: bool) -> Iterator[Tensor]:
-    """The matrix in memory, uint8, some pairs of panels after the other. `offsets`: it has some, which may be zeros."""
     rows = _panel_rows(len(weight), gates=gates)
     end = len(rows) // PAIR * PAIR
     for at in range(0, end, PAIRS_AT_ONCE * PAIR):
@@ -51,7 +47,6 @@ def packed_parts(weight: Integers, *, segments: int, gates: bool, offsets: bool)
 
 
 def _packed(weight: Integers, rows: Tensor, panels: int, *, segments: int, offsets: bool) -> Tensor:
-    """The outputs `rows`, `panels` panels together."""
     each, runs = group_steps(weight, segments=segments), len(rows) // (panels * PANEL)
     steps = _steps(weight, rows, segments).view(runs, panels, segments, -1, step_bytes(weight.bits))
     steps = steps.permute(0, 2, 3, 1, 4).flatten(3)  # [runs, segments, steps, bytes]
@@ -69,23 +64,20 @@ def _packed(weight: Integers, rows: Tensor, panels: int, *, segments: int, offse
 
 
 def _steps(weight: Integers, rows: Tensor, segments: int) -> Tensor:
-    """The integers of `rows`, packed step by step, panel after panel."""
     values = _rows(weight.values, rows).view(len(rows), segments, weight.shape[1] // segments)
     values = functional.pad(values, (0, -values.shape[2] % STEP))
     tiles = values.reshape(len(rows) // PANEL, 2, TILE, -1, TILE, 2)
-    lines = tiles.permute(0, 3, 1, 4, 2, 5).reshape(-1, STEP)  # of 16 outputs, two inputs each
+    lines = tiles.permute(0, 3, 1, 4, 2, 5).reshape(-1, STEP)  # 16 outputs, two inputs each
     return (_nibbles(lines) if weight.bits == 4 else _bytes(lines)).contiguous().view(torch.uint8)
 
 
 def _factors(of_groups: Tensor, rows: Tensor, segments: int) -> Tensor:
-    """[rows, segments, groups of a segment] of `of_groups` [out, groups]."""
     if of_groups.shape[1] == 1:
         of_groups = of_groups.expand(-1, segments)
     return _rows(of_groups, rows).view(len(rows), segments, -1)
 
 
 def _panel_rows(outputs: int, *, gates: bool) -> Tensor:
-    """The output in each place of the panels; -1 behind the last."""
     if gates:
         return torch.arange(outputs).view(2, -1, TILE).transpose(0, 1).reshape(-1)
     rows = torch.full((-(-outputs // PANEL) * PANEL,), -1)
@@ -94,17 +86,16 @@ def _panel_rows(outputs: int, *, gates: bool) -> Tensor:
 
 
 def _rows(matrix: Tensor, rows: Tensor) -> Tensor:
-    """The `rows` of it, zeros for -1."""
     there = matrix.index_select(0, rows.clamp(min=0))
     return there.masked_fill_((rows < 0)[:, None], 0)
 
 
 def _nibbles(lines: Tensor) -> Tensor:
-    """[n / 4, 32] int16: four lines in each word, above 8."""
+    """Pack four lines into each int16 word, offset by 8: [n / 4, 32]."""
     four = (lines + 8).to(torch.int16).view(-1, 4, STEP)
     return four[:, 0] | four[:, 1] << 4 | four[:, 2] << 8 | four[:, 3] << 12
 
 
 def _bytes(lines: Tensor) -> Tensor:
-    """[n / 2, 4, 2, 8]: 8 integers of a line, 8 of the next."""
+    """Interleave 8 integers each of two lines: [n / 2, 4, 2, 8]."""
     return lines.view(-1, 2, 4, 8).transpose(1, 2)

@@ -1,4 +1,4 @@
-"""Latent attention on CPU by latent_attention.c: prompts and single tokens."""
+"""MLA attention on CPU (latent_attention.c), for prompts and single tokens."""
 
 import ctypes
 from itertools import accumulate
@@ -20,8 +20,6 @@ DTYPES = ("bfloat16", "float32")
 
 
 class _Step(ctypes.Structure):
-    """Mirror of `struct step` in latent_attention.c."""
-
     _fields_ = fields(
         ("page_table", "kv_lens", "starts", "token_pages", "token_offsets", *PATHS),
         ("batch", "table_width", "path_width"),
@@ -29,8 +27,6 @@ class _Step(ctypes.Structure):
 
 
 class _Args(ctypes.Structure):
-    """Mirror of `struct args` in latent_attention.c."""
-
     _fields_ = fields(
         ("q", "latents", "out", "cache", "chosen", "step"),
         (
@@ -48,8 +44,6 @@ class _Args(ctypes.Structure):
 
 
 class _Scores(ctypes.Structure):
-    """Mirror of `struct index_scores` in latent_attention.c."""
-
     _fields_ = fields(
         ("q", "weights", "keys", "pages", "out"),
         ("rows", "heads", "dim", "tokens", "page_stride_bytes", "row_bytes", "page_size", "is_bf16"),
@@ -57,7 +51,7 @@ class _Scores(ctypes.Structure):
 
 
 class LatentKernel:
-    """One pool's latent attention; drops the GIL. A row gives the same bits in any step: alone, in a batch, in any chunk of a prompt."""
+    """One pool's MLA attention; a row has the same bits in any step or chunk."""
 
     def __init__(self, library: ctypes.CDLL, pool: KVPool) -> None:
         self._call = library.tandem_latent_attention
@@ -70,8 +64,8 @@ class LatentKernel:
         self._args = _Args(
             step=ctypes.addressof(self._step), page_stride_bytes=pool.page_bytes, page_size=pool.page_size
         )
-        self._kept: tuple[torch.Tensor, ...] = ()  # what the addresses in _step point into
-        self._paths: tuple[torch.Tensor, ...] = ()  # as well
+        self._kept: tuple[torch.Tensor, ...] = ()  # keeps alive memory that _step points to
+        self._paths: tuple[torch.Tensor, ...] = ()  # likewise
 
     def begin(self, step: StepBatch) -> None:
         table = step.page_rows(self._pool.page_size)
@@ -90,10 +84,10 @@ class LatentKernel:
     def attend(
         self, layer: int, q: torch.Tensor, latents: torch.Tensor, *, scale: float, chosen: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """[T, heads * rank] for q [T, heads, dim], after latents [T, width] are written; dim <= width.
+        """Write latents [T, width], return [T, heads * rank] for q [T, heads, dim], dim <= width.
 
-        `chosen` [T, n] i32: the tokens that each row sees, ascending, the first n where it has as many; None: all up to its own. What
-        is chosen has the bits of the same tokens without the others.
+        `chosen` i32[T, n]: ascending tokens that each row attends to, by default all. The result
+        has the bits of a context of just these.
         """
         spec, dtype, args = self._pool.specs[layer], self._pool.k(layer).dtype, self._args
         rows, new = q.to(dtype).contiguous(), latents.to(dtype).contiguous()
@@ -113,9 +107,9 @@ class LatentKernel:
         return out.to(q.dtype)
 
     def index_scores(self, layer: int, request: int, q: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """[n, kv_len] fp32: how good each of the request's tokens is for n rows; q [n, heads, dim], weights [n, heads] fp32.
+        """Return scores float32[n, kv_len] of cached keys for n rows (see `TokenChooser`).
 
-        As `TokenChooser` says. The keys are in the cache. A score has the same bits in any step.
+        q [n, heads, dim], weights float32[n, heads].
         """
         spec, k = self._pool.specs[layer], self._pool.k(layer)
         table, kv_lens = self._kept[:2]
@@ -143,7 +137,7 @@ class LatentKernel:
 
 
 def make_latent_kernel(pool: KVPool) -> LatentKernel | None:
-    """The C kernel for this pool; None: latents do not fit, or there is no compiler (logged)."""
+    """Return None without a compiler (logged), or for unsuitable sizes."""
     sizes = {size for spec in pool.specs for size in (spec.head_dim, spec.latent, spec.index)}
     if any(size % LANES for size in sizes) or not all(spec.dtype in DTYPES for spec in pool.specs):
         return None

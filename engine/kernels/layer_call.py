@@ -1,4 +1,4 @@
-"""The arguments that both paged attention kernels share for one layer's call."""
+"""Common arguments of both paged attention kernels."""
 
 import ctypes
 from typing import NamedTuple
@@ -16,7 +16,7 @@ SCORES = ("scale", "cap")
 
 
 class Rows(NamedTuple):
-    """New tokens in the dtype in which the cache is read, and their output; they must live as long as the call."""
+    """New tokens in the cache's dtype, and their output, alive during the call."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -32,7 +32,7 @@ class LayerCall:
     def fill(
         self, args: ctypes.Structure, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax: Softmax
     ) -> Rows:
-        """Fill in `args`: addresses, strides, heads, how the cache keeps them. q [T, heads, head_dim], k and v [T, kv_heads, head_dim]."""
+        """Fill in addresses and layout; q [T, heads, head_dim], k, v [T, kv_heads, head_dim]."""
         spec = self._pool.specs[layer]
         dtype = DTYPES[spec.dtype]
         q, k, v = (_dense_heads(x.to(dtype)) for x in (q, k, v))
@@ -52,7 +52,6 @@ class LayerCall:
 
 
 def layout_of(pool: KVPool) -> dict[str, int]:
-    """Return the part of `args` that all layers share."""
     return {
         "page_stride_bytes": pool.page_bytes,
         "unit_stride_bytes": pool.unit_bytes,
@@ -62,12 +61,11 @@ def layout_of(pool: KVPool) -> dict[str, int]:
 
 
 def check_pages(pool: KVPool, *tables: torch.Tensor) -> None:
-    """Assert that all page ids are the pool's: C trusts them."""
+    """Assert valid page ids: C trusts them."""
     for pages in tables:
         low, high = pages.aminmax()
         assert int(low) >= 0 and int(high) <= pool.num_pages, (int(low), int(high))
 
 
 def _dense_heads(x: torch.Tensor) -> torch.Tensor:
-    """[T, heads, dim] with dense heads; a slice of a merged qkv is not copied."""
     return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()

@@ -1,4 +1,4 @@
-"""Matrices of bf16 or of integers packed for linear.c, and products with them."""
+"""Packed bf16 or integer matrices for linear.c, and their products."""
 
 import ctypes
 from enum import IntEnum
@@ -17,8 +17,8 @@ from engine.quant.integers import Integers, Weight
 
 SOURCE = Path(__file__).with_suffix(".c")
 ABI_VERSION = 8
-PANEL = 32  # outputs of a panel, and inputs of a step
-LANES = 16  # inputs are a multiple of it where rows are computed before they are multiplied
+PANEL = 32  # outputs per panel, and inputs per step
+LANES = 16  # inputs are a multiple of it if rows are normalized before the product
 
 _POINTERS = ("x", "weight", "bias", "y", "norm", "delta")
 _NUMBERS = ("rows", "inputs", "outputs", "segments", "x_stride", "form", "interleaved", "gated", "kind")
@@ -26,7 +26,7 @@ _INTEGERS = ("bits", "group", "offsets", "e2m1")
 
 
 class Form(IntEnum):
-    """Of a result; the second: the values of the first."""
+    """Type of a result; ROUNDED_F32 has the values of BF16."""
 
     BF16 = 0
     ROUNDED_F32 = 1
@@ -34,22 +34,17 @@ class Form(IntEnum):
 
 
 class LinearArgs(ctypes.Structure):
-    """Mirror of `struct args` in linear.c."""
+    """`struct args` of linear.c."""
 
     _fields_ = fields(_POINTERS, (*_NUMBERS, *_INTEGERS), ("eps",))
 
 
 class _Packing(ctypes.Structure):
-    """Mirror of `struct packing`."""
-
     _fields_ = fields(("weight", "to"), ("outputs", "inputs", "segments", "interleaved"))
 
 
 class PackedWeights(NamedTuple):
-    """Weights in linear.c's layout, one matrix behind the other, `apart` bytes each. `group`: steps; `offsets`: groups have some.
-
-    `e2m1`: as of `Integers`.
-    """
+    """Matrices in linear.c's layout, `apart` bytes each."""
 
     weight: torch.Tensor
     apart: int
@@ -59,13 +54,13 @@ class PackedWeights(NamedTuple):
     e2m1: bool = False
 
     def fill(self, args: LinearArgs) -> None:
-        """Write down where the first matrix lies. `self` must live as long as `args`."""
+        """Set the first matrix; `self` must outlive `args`."""
         args.weight, args.bits, args.group = self.weight.data_ptr(), self.bits, self.group
         args.offsets, args.e2m1 = self.offsets, self.e2m1
 
 
 def pack(kernel: "LinearKernel", matrices: list[Weight], *, segments: int, gates: bool) -> PackedWeights:
-    """`matrices` of one shape and kind, which are dropped one by one."""
+    """Pack matrices of one shape and kind, dropping each."""
     first = matrices[0]
     outputs, inputs = first.shape
     if isinstance(first, Integers):
@@ -103,11 +98,11 @@ def _pack_integers(whole: PackedMemory, matrices: list[Weight], *, segments: int
 
 
 class PackedMatrix:
-    """`weight` [out, in] and `bias` [out] or None, bf16, in linear.c's layout: as many bytes, in huge pages. Integers stay integers.
+    """bf16 or integer `weight` [out, in] with bf16 `bias` [out], packed into huge pages.
 
-    `gates`: the first half of the outputs may gate the second; out is a multiple of PANEL. `segments` (a power of two that
-    divides the inputs): each is summed by itself, and these sums are added in a binary tree. A row of the result depends on
-    that row of x alone, to the bit. It drops the GIL; threads may multiply at the same time.
+    `gates`: the first output half may gate the second; out is a multiple of PANEL. `segments` (a
+    power of two dividing the inputs) are summed separately, then in a binary tree. A result row's
+    bits depend only on its row of x. Thread-safe.
     """
 
     def __init__(
@@ -134,11 +129,11 @@ class PackedMatrix:
         self._weight.fill(self._args)
 
     def times(self, x: torch.Tensor, *, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-        """[T, out] for `x` [T, in] bf16: summed in fp32, rounded to bf16, returned as `dtype`."""
+        """Return [T, out] for bf16 x [T, in]: summed in fp32, rounded to bf16."""
         return self._product(self._own_args(), self._rows(x), Form.ROUNDED_F32 if dtype == torch.float32 else Form.BF16)
 
     def partial(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, out] fp32 for `x` [T, in] bf16: the sums as they are, to be rounded with those of other ranks."""
+        """Return unrounded fp32 sums [T, out], to be added to other ranks'."""
         return self._product(self._own_args(), self._rows(x), Form.F32)
 
     def _rows(self, x: torch.Tensor) -> torch.Tensor:
@@ -147,7 +142,6 @@ class PackedMatrix:
 
     @property
     def takes_norms(self) -> bool:
-        """Whether `times_normed` can be called."""
         return self._shape[1] % LANES == 0
 
     def times_normed(
@@ -159,7 +153,7 @@ class PackedMatrix:
         delta: torch.Tensor | None = None,
         gated: bool = False,
     ) -> torch.Tensor:
-        """[T, out]: the product with `Elementwise.rms_norm`; `gated`: [T, out / 2], `Elementwise.silu_mul` of that."""
+        """Return the product with `Elementwise.rms_norm`; `gated` adds `silu_mul`: [T, out / 2]."""
         inputs = self._shape[1]
         assert self.takes_norms and x.shape[1:] == (inputs,) and x.stride(1) == 1, (x.shape, self._shape)
         assert weight.dtype == torch.bfloat16 and weight.shape == (inputs,) and weight.is_contiguous(), weight.shape
@@ -171,7 +165,7 @@ class PackedMatrix:
         return self._product(args, x, Form.BF16)
 
     def _own_args(self) -> LinearArgs:
-        """Of one call: two threads may multiply at once."""
+        """Copy the arguments: two threads may multiply at once."""
         return LinearArgs.from_buffer_copy(self._args)
 
     def _product(self, args: LinearArgs, x: torch.Tensor, form: Form) -> torch.Tensor:
@@ -186,8 +180,6 @@ class PackedMatrix:
 
 
 class LinearKernel:
-    """The library and its kind of arithmetic."""
-
     def __init__(self, library: ctypes.CDLL) -> None:
         assert library.tandem_linear_abi() == ABI_VERSION
         library.tandem_linear.argtypes = [ctypes.POINTER(LinearArgs)]
@@ -198,12 +190,10 @@ class LinearKernel:
     def pack(
         self, weight: Weight, bias: torch.Tensor | None, *, gates: bool = False, segments: int = 1
     ) -> PackedMatrix:
-        """The caller drops `weight`, or memory holds both."""
         return PackedMatrix(self, weight, bias, gates=gates, segments=segments)
 
 
 @cache
 def linear_kernel() -> LinearKernel | None:
-    """This process's kernel, or None where none can be built (logged)."""
     library = load_library(SOURCE)
     return None if library is None else LinearKernel(library)

@@ -1,4 +1,4 @@
-"""Mamba2's state space in mamba.c. C trusts its arguments: they are asserted before each call."""
+"""Mamba2 state space (mamba.c), after checks of arguments."""
 
 import ctypes
 from dataclasses import dataclass
@@ -19,10 +19,9 @@ ABI_VERSION = 2
 
 @dataclass(frozen=True, slots=True)
 class MambaWeights:
-    """Of one layer, fp32: `decay` [heads] is -exp(A_log), `bias` [heads] that of time, `skip` [heads] D.
+    """Float32 weights of a layer: `decay` = -exp(A_log), time `bias`, `skip` = D.
 
-    `norm` [heads * values]: of the output, over each group, behind the gate or before it (`gate_first`); None: there is none. Times are
-    cut to `limits`.
+    `norm` is per group, before the gate or after it (`gate_first`).
     """
 
     decay: Tensor
@@ -36,8 +35,6 @@ class MambaWeights:
 
 
 class _Args(ctypes.Structure):
-    """Mirror of `struct mamba` in mamba.c."""
-
     _fields_ = fields(
         ("step", "mixed", "time", "gate", "decay", "bias", "skip", "norm", "state", "sums", "out"),
         (
@@ -57,7 +54,7 @@ class _Args(ctypes.Structure):
 
 
 class MambaKernel:
-    """A row's bits depend on its request alone, not on how the tokens of this are cut into steps."""
+    """Kernel with equal bits for any cut of a request into steps."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         assert library.tandem_mamba_abi() == ABI_VERSION
@@ -67,10 +64,10 @@ class MambaKernel:
     def __call__(
         self, mixed: Tensor, time: Tensor, gate: Tensor, weights: MambaWeights, state: Tensor, rows: StateRows
     ) -> Tensor:
-        """The gated output [T, heads * values], and the state behind it.
+        """Return the gated output [T, heads * values], and update the state.
 
-        mixed [T, x | B | C] dense; time [T, heads]; gate [T, heads * values]; state [slots, heads, keys, values] fp32. An even number
-        of keys.
+        mixed [T, x | B | C] dense; time [T, heads]; float32 state [slots, heads, keys, values],
+        keys even.
         """
         heads, keys, values = state.shape[1:]
         num_rows, inner = len(mixed), heads * values
@@ -117,6 +114,5 @@ class MambaKernel:
 
 @cache
 def mamba_kernel() -> MambaKernel | None:
-    """None where there is no compiler (logged)."""
     library = load_library(SOURCE)
     return None if library is None else MambaKernel(library)

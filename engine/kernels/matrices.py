@@ -1,4 +1,4 @@
-"""Many matrices of one shape, bf16 or integers, packed for linear.c, each multiplied by rows of its own: the experts of a layer."""
+"""Packed matrices of one shape (a layer's experts), each multiplied by its own rows."""
 
 import ctypes
 
@@ -11,15 +11,13 @@ from engine.quant.integers import Weight
 
 
 class _Each(ctypes.Structure):
-    """Mirror of `struct each` in linear.c."""
-
     _fields_ = [("like", LinearArgs), *fields(("rows",), ("matrices", "apart"))]
 
 
 class PackedMatrices:
-    """`matrices`: [out, in] each, which are dropped one by one. `gates`: the first half of the outputs gates the second.
+    """Packed [out, in] `matrices`; inputs are dropped. `gates`: the first half gates the second.
 
-    A row of the result depends on that row and its matrix alone, to the bit. It drops the GIL; threads may multiply at the same time.
+    A result row's bits depend only on its row and matrix. Thread-safe.
     """
 
     def __init__(self, kernel: LinearKernel, matrices: list[Weight], *, gates: bool = False) -> None:
@@ -33,20 +31,20 @@ class PackedMatrices:
         self._weight = pack(kernel, matrices, segments=1, gates=gates)
 
     def take(self, other: "PackedMatrices") -> None:
-        """Become `other`, of the same shape."""
+        """Take over `other`'s memory, of the same shape."""
         assert (self._count, self._shape) == (other._count, other._shape), (self._shape, other._shape)
         self._weight = other._weight
 
     def times(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """[T, out] bf16 for x [T, in] bf16, of which `rows` [matrices] i64 belong to each matrix, one behind the other."""
+        """Return bf16[T, out] for x [T, in], sorted by matrix with i64 counts `rows`."""
         return self._product(x, rows, Form.BF16, gated=False)
 
     def gated(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """[T, out / 2]: `silu_mul` of `times`."""
+        """Return `silu_mul` of `times`: [T, out / 2]."""
         return self._product(x, rows, Form.BF16, gated=True)
 
     def partial(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """[T, out] fp32: the sums of `times`, not rounded."""
+        """Return unrounded fp32 sums [T, out]."""
         return self._product(x, rows, Form.F32, gated=False)
 
     def _product(self, x: torch.Tensor, rows: torch.Tensor, form: Form, *, gated: bool) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Which kernel sums the words of KV pages on a device (engine/kv/page_checksum.py)."""
+"""Kernel for page checksums on a device (engine/kv/page_checksum.py)."""
 
 from importlib.util import find_spec
 
@@ -8,7 +8,7 @@ from engine.kv.page_checksum import PageSums
 
 
 def page_sums_for(device: torch.device) -> PageSums | None:
-    """Return the Triton kernel on a GPU; None: torch's operators do it."""
+    """Return None without a GPU: torch operators."""
     if device.type != "cuda" or find_spec("triton") is None:
         return None
     from engine.kernels.triton_checksum import page_sums

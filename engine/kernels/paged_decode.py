@@ -1,4 +1,4 @@
-"""Decode attention on CPU by paged_decode.c."""
+"""Decode attention on CPU (paged_decode.c)."""
 
 import ctypes
 from itertools import accumulate, pairwise
@@ -25,8 +25,6 @@ _TABLES = ("page_table", "kv_lens", "token_pages", "token_offsets", "rows", "req
 
 
 class _Order(NamedTuple):
-    """As `struct step` has them."""
-
     rows: torch.Tensor
     requests: torch.Tensor
     groups: torch.Tensor
@@ -34,8 +32,6 @@ class _Order(NamedTuple):
 
 
 class _Step(ctypes.Structure):
-    """Mirror of `struct step` in paged_decode.c."""
-
     _fields_ = fields(
         (*_TABLES, *PATHS),
         ("batch", "num_groups", "table_width", "path_width"),
@@ -43,23 +39,21 @@ class _Step(ctypes.Structure):
 
 
 class _Args(ctypes.Structure):
-    """Mirror of `struct args` in paged_decode.c."""
-
     _fields_ = fields((*POINTERS, "step"), (*STRIDES, *HEADS, "is_bf16", "is_fp8"), SCORES)
 
 
 class PagedDecode:
-    """One pool's decode attention, for steps of single tokens, a row each; drops the GIL."""
+    """One pool's decode attention, one row per token; drops the GIL."""
 
     def __init__(self, library: ctypes.CDLL, pool: KVPool) -> None:
         self._call = library.tandem_paged_decode
         self._call.argtypes = [ctypes.POINTER(_Args)]
         self._pool = pool
         self._layer = LayerCall(pool)
-        self._step = _Step()  # a tape's calls point here, too, and so read a new step
+        self._step = _Step()  # recorded calls point here, too, and so read a new step
         self._args = _Args(step=ctypes.addressof(self._step), **layout_of(pool))
-        self._kept: tuple[torch.Tensor, ...] = ()  # what the addresses in _step point into
-        self._paths: tuple[torch.Tensor, ...] = ()  # as well
+        self._kept: tuple[torch.Tensor, ...] = ()  # keeps alive memory that _step points to
+        self._paths: tuple[torch.Tensor, ...] = ()  # likewise
 
     def begin(self, step: StepBatch) -> None:
         table = step.page_rows(self._pool.page_size)
@@ -76,7 +70,7 @@ class PagedDecode:
     def attend_turned(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax: Softmax
     ) -> torch.Tensor:
-        """As TorchBackend.attend_turned: writes k and v, returns [B, heads * head_dim]."""
+        """Write k and v, return [B, heads * head_dim]."""
         args = self._args
         rows = self._layer.fill(args, layer, q, k, v, softmax)
         assert len(rows.q) == self._step.batch, (q.shape, self._step.batch)
@@ -86,7 +80,6 @@ class PagedDecode:
         return rows.out.flatten(1).to(q.dtype)
 
     def _order(self, step: StepBatch, table: torch.Tensor) -> _Order:
-        """The order in which rows are computed: those that read the same pages are beside one another."""
         first = step.first_rows()
         counts = [end - begin for begin, end in pairwise(first)]
         found = share_pages(
@@ -108,7 +101,7 @@ class PagedDecode:
 
 
 def make_paged_decode(pool: KVPool) -> PagedDecode | None:
-    """The C kernel for this pool; None: a layer does not fit, or there is no compiler (logged)."""
+    """Return None if a layer does not fit, or without a compiler (logged)."""
     if not all(spec.head_dim % LANES == 0 and spec.dtype in DTYPES for spec in pool.specs):
         return None
     if any(spec.fp8 and spec.dtype != QUERIES_OF_FP8 for spec in pool.specs):

@@ -1,4 +1,4 @@
-"""Attention of prompts on CPU by paged_extend.c."""
+"""Prompt attention on CPU (paged_extend.c)."""
 
 import ctypes
 from pathlib import Path
@@ -23,13 +23,11 @@ _NUMBERS = ("tokens", "requests", "num_groups", *HEADS, "is_fp8", "kind")
 
 
 class _Args(ctypes.Structure):
-    """Mirror of `struct args` in paged_extend.c."""
-
     _fields_ = fields((*POINTERS, *_TABLES), (*STRIDES, "table_width", *_NUMBERS), SCORES)
 
 
 class PagedExtend:
-    """One pool's attention of prompts; drops the GIL. A query's result depends on its position and the KV up to it alone."""
+    """One pool's prompt attention; drops the GIL. Results depend only on position and KV."""
 
     def __init__(self, library: ctypes.CDLL, pool: KVPool) -> None:
         self._call = library.tandem_paged_extend
@@ -37,10 +35,10 @@ class PagedExtend:
         self._pool = pool
         self._layer = LayerCall(pool)
         self._args = _Args(kind=library.tandem_paged_extend_kind(), **layout_of(pool))
-        self._kept: tuple[torch.Tensor, ...] = ()  # what the addresses in _args point into
+        self._kept: tuple[torch.Tensor, ...] = ()  # keeps alive memory that _args points to
 
     def begin(self, step: StepBatch, *, skip: frozenset[int] = frozenset()) -> None:
-        """`skip`: requests whose KV is written and whose rows of the output stay undefined."""
+        """`skip`: requests with written KV and undefined output rows."""
         table = step.page_rows(self._pool.page_size)
         self._check(step, table)
         chosen = [i for i in range(len(step.q_lens)) if i not in skip]
@@ -76,7 +74,7 @@ class PagedExtend:
     def attend_turned(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax: Softmax
     ) -> torch.Tensor:
-        """As TorchBackend.attend_turned: writes k and v, returns [T, heads * head_dim]."""
+        """Write k and v, return [T, heads * head_dim]."""
         args = self._args
         rows = self._layer.fill(args, layer, q, k, v, softmax)
         assert len(rows.q) == args.tokens, (q.shape, args.tokens)
@@ -95,7 +93,7 @@ class PagedExtend:
 
 
 def make_paged_extend(pool: KVPool) -> PagedExtend | None:
-    """The C kernel for this pool; None: a layer does not fit, or none can be built (logged)."""
+    """Return None if a layer does not fit, or if not buildable (logged)."""
     if not all(spec.head_dim % LANES == 0 and spec.dtype == DTYPE for spec in pool.specs):
         return None
     library = load_library(SOURCE)

@@ -1,4 +1,4 @@
-"""Trees of drafts, as both C kernels of single tokens read them: where the newest tokens of each row lie."""
+"""Draft trees in C structures: locations of each row's newest tokens."""
 
 import ctypes
 
@@ -10,7 +10,7 @@ PATHS = ("path_starts", "path_places")
 
 
 def fill_paths(to: ctypes.Structure, step: StepBatch, *, positions: int) -> tuple[torch.Tensor, ...]:
-    """Fill in the step's paths, NULL without trees; return what the addresses point into. `positions`: that its page table holds."""
+    """Set the step's paths; return tensors to keep alive."""
     if step.paths is None:
         to.path_starts = to.path_places = None
         return ()
@@ -22,7 +22,6 @@ def fill_paths(to: ctypes.Structure, step: StepBatch, *, positions: int) -> tupl
 
 
 def _check(step: StepBatch, starts: torch.Tensor, places: torch.Tensor, *, positions: int) -> None:
-    """Assert what C trusts."""
     kv_lens = torch.tensor(step.kv_lens)
     assert starts.dtype == places.dtype == torch.int32, (starts.dtype, places.dtype)
     assert len(starts) == len(places) == len(kv_lens), (starts.shape, places.shape, len(kv_lens))

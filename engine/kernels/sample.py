@@ -1,4 +1,4 @@
-"""Samples tokens on a CPU by sample.c: one pass over a row and no sort."""
+"""Token sampling on CPU (sample.c), one pass per row without a sort."""
 
 import ctypes
 from dataclasses import dataclass
@@ -14,13 +14,11 @@ from engine.kernels.build import fields, load_library
 
 SOURCE = Path(__file__).with_suffix(".c")
 ABI_VERSION = 2
-ROUNDED = ("-ffp-contract=off",)  # the noise is the same bits everywhere: no product and sum in one rounding
-MOST_TOKENS = 2**22  # of a vocabulary: the sum of their masses fits in an int64
+ROUNDED = ("-ffp-contract=off",)  # noise has the same bits everywhere: no fused multiply-add
+MOST_TOKENS = 2**22  # vocabulary size whose sum of masses fits in an int64
 
 
 class _Args(ctypes.Structure):
-    """Mirror of `struct sample` in sample.c."""
-
     _fields_ = fields(
         ("logits", "rows", "best", "greedy", "keys", "temperature", "top_p", "log_min_p", "top_k", "tokens"),
         ("count", "vocab", "stride"),
@@ -29,9 +27,9 @@ class _Args(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class SampledRows:
-    """The rows to sample: `rows` [n] int64 of the logits; parallel to it best logit, its first token, key and filters.
+    """Parameters of sampled `rows` int64[n] of the logits.
 
-    `greedy`, `keys`, `top_k` (vocabulary size: off) int64, the rest float32.
+    `greedy` (first best token), `keys`, `top_k` (vocabulary size: off) are int64, others float32.
     """
 
     rows: Tensor
@@ -55,7 +53,7 @@ class SampleKernel:
         self._library = library
 
     def sample(self, logits: Tensor, which: SampledRows) -> Tensor:
-        """[n] int64 tokens of `which`, from logits [any, V] float32. Raises MemoryError."""
+        """Return int64[n] tokens from float32 logits [any, V]. Raises MemoryError."""
         n, vocab_size = len(which.rows), logits.shape[1]
         assert logits.dtype == torch.float32 and logits.stride(1) == 1 and vocab_size <= MOST_TOKENS, logits.shape
         tokens = torch.empty(n, dtype=torch.int64)
@@ -79,7 +77,7 @@ class SampleKernel:
         return tokens
 
     def noise(self, bits: Tensor) -> Tensor:
-        """gumbel.noise_of, for bits [n] int64, n a multiple of 16."""
+        """gumbel.noise_of for int64 bits, a multiple of 16."""
         assert len(bits) % 16 == 0, bits.shape
         words, noise = bits.to(torch.uint32), torch.empty(len(bits))
         self._library.tandem_noise(words.data_ptr(), noise.data_ptr(), len(bits))
@@ -93,6 +91,5 @@ def _address(x: Tensor, n: int, dtype: torch.dtype) -> int:
 
 @cache
 def sample_kernel() -> SampleKernel | None:
-    """This process's kernel, or None where there is no compiler (logged)."""
     library = load_library(SOURCE, flags=ROUNDED)
     return None if library is None else SampleKernel(library)

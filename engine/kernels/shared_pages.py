@@ -1,7 +1,7 @@
-"""Requests of a step that have the same pages in front, as those behind one system prompt: attention reads these once for all of them.
+"""Groups of requests with common first pages (a system prompt), which attention reads once.
 
-Sources of the idea: Juravsky et al. 2024 (Hydragen), Ye et al. 2024 (cascade inference in FlashInfer). Here no sum is cut in two: each
-request passes over the same blocks in the same order as alone, so its bits are those that it has alone.
+Ideas: Juravsky et al. 2024 (Hydragen), Ye et al. 2024 (cascade inference in FlashInfer). Each
+request keeps its own order of blocks, so its bits are the same in any batch.
 """
 
 from collections import defaultdict
@@ -11,16 +11,13 @@ from dataclasses import dataclass
 import torch
 
 LEAST_SHARED = 256  # tokens: fewer hardly save a read
-MOST_ROWS = 32  # of a group: what it sums stays in the L2 cache beside the tokens that it reads
-ITEMS_A_THREAD = 4  # groups times KV heads, at least, so that no thread ends up without work
+MOST_ROWS = 32  # per group: its sums and the tokens it reads stay in the L2 cache
+ITEMS_A_THREAD = 4  # minimum of groups times KV heads per thread, to keep all busy
 
 
 @dataclass(frozen=True, slots=True)
 class SharedPages:
-    """order:  requests, those of a group beside one another
-    groups: first entry of `order` of each group, and the end
-    shared: tokens of each group that lie in the same pages for all of it; 0: of a request by itself
-    """
+    """Groups in `order` of requests, with their first entries and common tokens."""
 
     order: list[int]
     groups: list[int]
@@ -30,10 +27,9 @@ class SharedPages:
 def share_pages(
     pages: torch.Tensor, lens: Sequence[int], rows: Sequence[int], *, page_size: int, kv_heads: int, threads: int
 ) -> SharedPages:
-    """Group requests by their first pages.
+    """Group requests by first pages, int32 page ids [requests, P], valid up to `lens` tokens.
 
-    pages [requests, P] int32: page ids, of any value behind a request's tokens; `lens`: tokens that lie there for all of its rows;
-    `rows`: how many it has in this step; `kv_heads`, `threads`: what a group's work is shared by.
+    `rows`: each request's rows in this step.
     """
     count, column = len(lens), -(-LEAST_SHARED // page_size) - 1
     most = min(MOST_ROWS, count * kv_heads // (ITEMS_A_THREAD * threads))
@@ -59,7 +55,6 @@ def _apart(count: int) -> SharedPages:
 
 
 def _parts(requests: list[int], rows: Sequence[int], most: int) -> list[list[int]]:
-    """Cut `requests` into groups of at most `most` rows, or of one request."""
     parts: list[list[int]] = []
     left = 0
     for request in requests:
@@ -72,7 +67,6 @@ def _parts(requests: list[int], rows: Sequence[int], most: int) -> list[list[int
 
 
 def _shared(pages: torch.Tensor, lens: Sequence[int], group: list[int], page_size: int) -> int:
-    """Count the tokens in the first pages of `group` that are the same."""
     if len(group) == 1:
         return 0
     own = pages[group]

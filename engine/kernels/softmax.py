@@ -1,4 +1,4 @@
-"""How a layer's attention scores become weights, for every backend."""
+"""Attention softmax options of a layer, for all backends."""
 
 from dataclasses import dataclass
 
@@ -7,9 +7,9 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Softmax:
-    """weights = softmax(s) with s = scale * q.k, or cap * tanh(scale * q.k / cap) where `cap` is not 0 (Gemma 2).
+    """softmax(s), s = scale * q.k, or cap * tanh(scale * q.k / cap) with a `cap` (Gemma 2).
 
-    `sinks` [query heads] fp32: a score of each head that takes weight and adds no value (arXiv:2309.17453, gpt-oss).
+    `sinks` float32[query heads]: a score per head without a value (arXiv:2309.17453, gpt-oss).
     """
 
     scale: float
@@ -22,7 +22,7 @@ class Softmax:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the scale alone matters: what every kernel has."""
+        """Only the scale is set."""
         return not self.cap and self.sinks is None
 
 

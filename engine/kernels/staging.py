@@ -1,7 +1,6 @@
-"""Memory for what is computed or packed, and dropped, tensor after tensor: huge pages that are used again.
+"""Reused huge pages for temporary tensors.
 
-The kernel clears each page that a process writes for the first time, which takes as long as a copy (pages of 4 KiB: several
-times as long). Layers repeat, and so do the sizes of their matrices, and of what a step of many rows computes in them.
+The OS clears pages at the first write, which takes as long as a copy.
 """
 
 import weakref
@@ -14,18 +13,18 @@ from torch import Tensor
 
 from engine.kernels.packed_memory import HUGE_BYTES, HugePages
 
-MOST_FREE_BYTES = 512 << 20  # kept for the next tensors of their size
+MOST_FREE_BYTES = 512 << 20  # kept for later tensors of these sizes
 
 
 class Staging:
-    """Tensors whose memory comes back when the last one in it is gone. Of one thread."""
+    """Allocator that reuses memory after its last tensor. Single-threaded."""
 
     def __init__(self) -> None:
         self._free: defaultdict[int, list[HugePages]] = defaultdict(list)
         self._free_bytes = 0
 
     def empty(self, shape: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """As `torch.empty`, in huge pages on a CPU, if it is large. A tensor may also stay."""
+        """Like `torch.empty`, in huge pages for large CPU tensors."""
         count = prod(shape)
         size = count * dtype.itemsize
         if device.type != "cpu" or size < HUGE_BYTES:

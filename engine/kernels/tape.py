@@ -1,8 +1,8 @@
-"""Calls of C kernels by a team of threads (team.c); and tapes: calls recorded once and repeated by one, the CUDA graphs of a CPU.
+"""Calls of C kernels by a thread team (team.c), and tapes: recorded calls, like CUDA graphs.
 
-The step of a small batch is a hundred short kernels; Python and torch between them took a fifth of its time
-(docs/reports/benchmarks.md). A tape repeats calls with the same arguments and so the same memory: while it records, outputs
-of kernels come from its workspace. The caller makes sure that torch computes nothing in between.
+Python and torch took a fifth of a small batch's step (docs/reports/benchmarks.md). A tape repeats
+calls with the same memory: while it records, outputs come from its workspace, and torch must
+compute nothing in between.
 """
 
 import ctypes
@@ -20,20 +20,20 @@ from engine.kernels.staging import Staging
 
 ABI_VERSION = 2
 _CPU = torch.device("cpu")
-TURNS = 4  # tensors of one kind that can be in use at once; a layer needs two
+TURNS = 4  # tensors of one kind in use at once; a layer needs two
 
-Kernel = Any  # a function of a ctypes library, whose one argument is the address of a structure
+Kernel = Any  # ctypes function that takes the address of a structure
 
 
 class _Call(ctypes.Structure):
-    """Mirror of `struct call` in team.c."""
-
     _fields_ = [("kernel", ctypes.c_void_p), ("args", ctypes.c_void_p)]
 
 
 class Workspace:
-    """Memory for outputs of at most `most_rows` rows: `TURNS` buffers for each shape of a row, in turns. All tapes of one
-    thread may share it."""
+    """Output buffers for at most `most_rows` rows: `TURNS` per row shape, round robin.
+
+    A thread's tapes may share it.
+    """
 
     def __init__(self, most_rows: int) -> None:
         self._most_rows = most_rows
@@ -41,7 +41,7 @@ class Workspace:
         self._lasting: dict[tuple[int, tuple[int, ...], torch.dtype], torch.Tensor] = {}
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """[rows, ...] of any content; the buffer returns after `TURNS` of the same row and type."""
+        """Return uninitialized [rows, ...], reused after `TURNS` outputs of its kind."""
         rows, *rest = shape
         buffers = self._buffers.setdefault((tuple(rest), dtype), [])
         if len(buffers) < TURNS:
@@ -51,7 +51,7 @@ class Workspace:
         return buffers[-1][:rows]
 
     def lasting(self, number: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """The same, in a buffer that is the tapes' for their `number`-th lasting output alone."""
+        """Return a buffer reserved for the `number`-th lasting output."""
         rows, *rest = shape
         key = number, tuple(rest), dtype
         if key not in self._lasting:
@@ -60,7 +60,7 @@ class Workspace:
 
 
 class Tape:
-    """The caller keeps alive what the calls point at."""
+    """The caller keeps the data alive."""
 
     def __init__(self, workspace: Workspace) -> None:
         self.workspace = workspace
@@ -72,7 +72,6 @@ class Tape:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Note every kernel that this thread calls meanwhile."""
         assert _here.tape is None, "two tapes record in one thread"
         _here.tape = self
         try:
@@ -82,7 +81,6 @@ class Tape:
 
     @contextmanager
     def lasting(self) -> Iterator[None]:
-        """Let outputs outlast the tape: no other call of it writes there."""
         self._is_lasting = True
         try:
             yield
@@ -90,7 +88,6 @@ class Tape:
             self._is_lasting = False
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Memory for an output of a call."""
         if not self._is_lasting:
             return self.workspace.empty(shape, dtype)
         self._num_lasting += 1
@@ -102,7 +99,7 @@ class Tape:
         self._calls.append(_Call(ctypes.cast(kernel, ctypes.c_void_p), ctypes.addressof(copy)))
 
     def play(self) -> None:
-        """Repeat all calls, by as many threads as a call has now; drops the GIL. Raises MemoryError, RanksEnded."""
+        """Repeat all calls; drops the GIL. Raises MemoryError, RanksEnded."""
         if self._array is None:
             self._array = (_Call * len(self._calls))(*self._calls)
         if failed := _library().tandem_team_play(self._array, len(self._array), _num_threads()):
@@ -111,7 +108,7 @@ class Tape:
 
 class _Here(threading.local):
     tape: Tape | None = None
-    count: Callable[[], int] | None = None  # says how many threads may compute now
+    count: Callable[[], int] | None = None  # returns how many threads may compute now
 
     def __init__(self) -> None:
         self.outputs = Staging()  # of this thread
@@ -121,20 +118,20 @@ _here = _Here()
 
 
 def call(kernel: Kernel, args: ctypes.Structure) -> int:
-    """As `call_once`, noted where a tape records."""
+    """`call_once`, recorded by an active tape."""
     if _here.tape is not None:
         _here.tape.note(kernel, args)
     return call_once(kernel, args)
 
 
 def call_once(kernel: Kernel, args: ctypes.Structure) -> int:
-    """`kernel(&args)`, by as many threads as torch has, or `let_count` says; drops the GIL."""
+    """Call `kernel(&args)`; drops the GIL."""
     failed: int = _library().tandem_team_call(kernel, ctypes.byref(args), _num_threads())
     return failed
 
 
 def let_count(count: Callable[[], int]) -> None:
-    """Have `count` say before each call or tape of this thread how many threads make it. It may wait."""
+    """Set this thread's source of thread counts per call; it may block."""
     _here.count = count
 
 
@@ -144,14 +141,13 @@ def _num_threads() -> int:
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Memory for a kernel's output: that of one before, or the workspace of the tape that records."""
     if _here.tape is not None:
         return _here.tape.empty(shape, dtype)
     return _here.outputs.empty(shape, dtype=dtype, device=_CPU)
 
 
 def lasting() -> AbstractContextManager[None]:
-    """In the block, outputs are memory that a tape's later calls leave alone."""
+    """Protect outputs in the block from a tape's later calls."""
     return nullcontext() if _here.tape is None else _here.tape.lasting()
 
 
@@ -163,7 +159,6 @@ def _library() -> ctypes.CDLL:
 
 @cache
 def tape_library() -> ctypes.CDLL | None:
-    """team.c, or None where there is no compiler (logged)."""
     library = load_library(TEAM, flags=TEAM_FLAGS)
     if library is not None:
         assert library.tandem_team_abi() == ABI_VERSION

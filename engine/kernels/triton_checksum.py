@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, import-untyped"
-"""Sums of mixed words of units of KV pages (engine/kv/page_checksum.py) in one pass over them (GPU; never run on one yet)."""
+"""Checksums of KV page units (engine/kv/page_checksum.py) on GPU; never run on one."""
 
 import torch
 import triton
@@ -8,7 +8,7 @@ import triton.language as tl
 from engine.kv.splitmix import GOLDEN, MUL_1, MUL_2
 
 TILE = 2048  # words
-SPAN = 32768  # words of a row that a program reads
+SPAN = 32768  # words per program
 
 
 @triton.jit
@@ -18,14 +18,14 @@ def page_sums_kernel(
     keys_ptr,  # [n] int64
     sums_ptr,  # [n] int64, zero before
     WORDS: tl.constexpr,
-    COUNT: tl.constexpr,  # words of a row that count
+    COUNT: tl.constexpr,  # words of a row in the sum
     ODD: tl.constexpr,
     MUL_1: tl.constexpr,
     MUL_2: tl.constexpr,
     TILE: tl.constexpr,
     SPAN: tl.constexpr,
 ):
-    """Program (row, span): sums of 64 bits are exact in any order."""
+    """Program (row, span); sums of 64 bits are exact in any order."""
     row = tl.load(rows_ptr + tl.program_id(0))
     key = tl.load(keys_ptr + tl.program_id(0)).to(tl.uint64, bitcast=True)
     begin = tl.program_id(1) * SPAN
@@ -43,9 +43,9 @@ def page_sums_kernel(
 
 
 def page_sums(words: torch.Tensor, rows: torch.Tensor, keys: torch.Tensor, count: int) -> torch.Tensor:
-    """[n] int64: for each of `rows` [n] int64 the sum over i < count of mix(words[row, i] + key + (i + 1) * GOLDEN), modulo 2^64.
+    """Return int64[n], per row the sum of mix(words[row, i] + key + (i + 1) * GOLDEN), i < count.
 
-    words [rows, words of a row] int64, dense; keys [n] int64.
+    words int64[rows, words of a row], dense; sums are modulo 2^64.
     """
     sums = torch.zeros(len(rows), dtype=torch.int64, device=words.device)
     constants = sums_constants(words.shape[1], count)

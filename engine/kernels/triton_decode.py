@@ -1,24 +1,23 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, import-untyped"
-"""Paged decode attention for GPUs: partial softmax over splits of a request's tokens, merged.
+"""Paged decode attention for GPUs: partial softmax over splits of a context, merged.
 
-Flash-Decoding (Dao et al. 2023); one tile holds all query heads of a kv head, so K and V are read once. The splits of a
-request depend on its length alone, and are merged in their order: its result is the same in any batch.
+Flash-Decoding (Dao et al. 2023); a tile has all query heads of a KV head, to read K and V once.
+Splits depend only on a request's length, and merge in order: results are the same in any batch.
 
-The program that ends the last split of a request and kv head merges them, so no launch follows. Splits are counted: a
-barrier orders the stores of all threads before one thread's atomic, which releases them to the GPU and acquires those of
-the splits before (PTX ISA, "Memory Consistency Model"). The last one sets the count back to zero for the next layer. No
-program waits for another, and each merges behind its loop over splits, which needs the registers.
+The program that ends the last split of a request and KV head merges them. Splits are counted: a
+barrier orders all stores before one thread's atomic, which releases them to the GPU and acquires
+those of earlier splits (PTX ISA, "Memory Consistency Model"). The last one resets the count.
 
-Lengths are read on the device: `split_list` lists all splits once a step, and each of n programs takes every n-th. So one
-captured graph serves every length, and a long context costs a short request nothing. For the same reason numbers that
-change from step to step are in `do_not_specialize`: a kernel is compiled once for a model.
+Lengths are read on the device: `split_list` lists all splits per step, and each of n programs takes
+every n-th. So one graph serves every length. Values that vary per step are in `do_not_specialize`:
+one compilation per model.
 
-Latents (MLA) are one row of a token for all heads: V is the first DIM elements of K, and REST are behind them. What is called a
-kv head then is a tile of query heads. V is loaded anew, from a cache: the small products need another layout of it than of
-K, and the pipeliner loads nothing ahead that is needed in two.
+MLA latents are one row per token: V is K's first DIM elements, REST follow; a "KV head" is then a
+tile of query heads. V is loaded again, from cache: products need another layout of it, and the
+pipeliner prefetches nothing used in two.
 
-A layer with a window has a list of its own, of the splits of the tokens that the window shows: others cost nothing. Sinks
-join the first split, as a score that the softmax begins with. Windows, sinks, caps and latents have not run on a GPU yet.
+A window layer has its own list of visible splits. Sinks are initial scores of the first split.
+Windows, sinks, caps and latents have not run on a GPU.
 """
 
 from dataclasses import dataclass
@@ -33,20 +32,23 @@ import triton.language as tl
 from engine.kv.kv_pool import ONE_UNIT, Units
 from engine.kv.step_batch import TreePaths
 
-MIN_TILE_HEADS = 16  # what tl.dot takes at least
+MIN_TILE_HEADS = 16  # minimum of tl.dot
 LOG2_E = 1.4426950408889634
 KERNEL_LOG2_E = tl.constexpr(LOG2_E)
-LIST_TILE = 256  # requests that a program of the split list reads at a time
-MERGED_AT_ONCE, MERGED_ELEMENTS = 8, 4096  # splits in flight, and what of them registers hold without spills
-REGISTERS, MOST_REGISTERS = 65536, 255  # of a multiprocessor, of a thread
-INTERPRETED_PROGRAMS = 3  # no device to ask: few, so that each has several splits
+LIST_TILE = 256  # requests per read of a split list program
+MERGED_AT_ONCE, MERGED_ELEMENTS = 8, 4096  # splits in flight, and elements that registers hold without spills
+REGISTERS, MOST_REGISTERS = 65536, 255  # per multiprocessor, per thread
+INTERPRETED_PROGRAMS = 3  # no device to query: few, so that each has several splits
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeTiles:
-    """`min_split`: least tokens of a split (long requests have `splits` longer ones); `block`: tokens of one tile;
-    `per_sm`: programs per multiprocessor; `stages`: K and V depend on a page id that is loaded before, so Triton's
-    pipeliner is one tile ahead with 3 stages and two with 5."""
+    """Sizes of tiles.
+
+    - min_split: fewest tokens of a split; long contexts have `splits` longer ones
+    - block: tokens of a tile; per_sm: programs per multiprocessor
+    - stages: page ids load before K and V, so the pipeliner is one tile ahead with 3, two with 5
+    """
 
     min_split: int = 256
     splits: int = 32
@@ -58,8 +60,10 @@ class DecodeTiles:
 
 @cache
 def decode_tiles(*, kv_heads: int, dim: int, dtype: torch.dtype) -> DecodeTiles:
-    """Keeps accumulators in registers on sm_90 (tests compile it). Few kv heads need more splits, or one long request
-    leaves multiprocessors idle."""
+    """Return tiles for sm_90's registers (tests compile it).
+
+    Few KV heads need more splits, or one long request leaves multiprocessors idle.
+    """
     splits = min(64, max(16, 256 // triton.next_power_of_2(kv_heads)))
     if dtype == torch.float32:
         return DecodeTiles(
@@ -69,13 +73,13 @@ def decode_tiles(*, kv_heads: int, dim: int, dtype: torch.dtype) -> DecodeTiles:
 
 
 def head_tiles(heads: int) -> int:
-    """Of latents: how many tiles of query heads read a token's row, each with the same number of heads."""
+    """Return how many equal tiles of query heads read a latent row."""
     return heads // max(n for n in range(1, MIN_TILE_HEADS + 1) if heads % n == 0)
 
 
 @cache
 def latent_decode_tiles(*, tiles_of_heads: int, dtype: torch.dtype) -> DecodeTiles:
-    """As `decode_tiles`. Parts of a split are large: with many heads there are few splits."""
+    """Return tiles for latents: few splits with many heads, since parts are large."""
     splits = min(64, max(8, 64 // triton.next_power_of_2(tiles_of_heads)))
     if dtype == torch.float32:
         return DecodeTiles(splits=splits, warps=8, stages=1, block=16, per_sm=1)
@@ -84,14 +88,14 @@ def latent_decode_tiles(*, tiles_of_heads: int, dtype: torch.dtype) -> DecodeTil
 
 @triton.jit
 def split_tokens(kv_len, MIN_SPLIT: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
-    """Tokens of each split of a request: a multiple of BLOCK."""
+    """Tokens per split, a multiple of BLOCK."""
     per_split = tl.cdiv(tl.cdiv(kv_len, SPLITS), BLOCK) * BLOCK
     return tl.maximum(per_split, MIN_SPLIT)
 
 
 @triton.jit
 def seen_tokens(kv_len, WINDOW: tl.constexpr):
-    """The last tokens of a request, which its newest one sees. WINDOW: 0 is all."""
+    """Number of visible tokens; WINDOW 0 is all."""
     seen = kv_len
     if WINDOW:
         seen = tl.minimum(kv_len, WINDOW)
@@ -100,15 +104,15 @@ def seen_tokens(kv_len, WINDOW: tl.constexpr):
 
 @triton.jit
 def capped(scores, CAP: tl.constexpr):
-    """CAP * tanh(score / CAP), of scores times log2(e). exp2 gives infinity or 0 of large ones, and so 1 or -1."""
+    """CAP * tanh(score / CAP) for scores times log2(e); exp2 saturates large ones to 1 or -1."""
     return CAP * KERNEL_LOG2_E * (1.0 - 2.0 / (tl.exp2(scores * (2.0 / CAP)) + 1.0))
 
 
 @triton.jit(do_not_specialize=["batch"])
 def split_list_kernel(
-    kv_lens_ptr,  # [B] int32
-    list_ptr,  # [B * SPLITS + 1] int32
-    done_ptr,  # [B, KV_HEADS] int32
+    kv_lens_ptr,  # int32[B]
+    list_ptr,  # int32[B * SPLITS + 1]
+    done_ptr,  # int32[B, KV_HEADS]
     batch,
     KV_HEADS: tl.constexpr,
     TILE_KV_HEADS: tl.constexpr,
@@ -118,7 +122,7 @@ def split_list_kernel(
     SPLITS: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """Program (request): its splits, behind those of the requests before it; none of them is done."""
+    """Program (request): list its splits after earlier requests'."""
     request = tl.program_id(0)
     before = tl.zeros([TILE_BATCH], tl.int32)
     for start in range(0, request, TILE_BATCH):
@@ -152,7 +156,7 @@ def merge_splits(
     SPLITS: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """The heads of a kv head: their parts, weighed by their sums, AT_ONCE splits after another."""
+    """Merge a KV head's parts, AT_ONCE splits at a time."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
     in_group, dims = tl.arange(0, TILE_GROUP), tl.arange(0, TILE_DIM)
     mask_h = in_group < GROUP
@@ -193,11 +197,11 @@ def row_start(
     GRAIN: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Elements from page 0 of a layer to the row of a kv head. `token`: of the page.
+    """Offset of a KV head's row from page 0; `token` is in the page.
 
-    Counted in grains, which 32 bits hold for most pools: addresses of rows were most of a step's instructions.
+    Counted in grains, since 64-bit addresses were most of a step's instructions.
     """
-    GRAINS: tl.constexpr = (DIM + REST) // GRAIN  # of a row
+    GRAINS: tl.constexpr = (DIM + REST) // GRAIN  # per row
     if REST:
         row = token * GRAINS
     else:
@@ -218,13 +222,13 @@ def decode_split_kernel(
     part_ptr,  # [B, splits, heads, dim] fp32: normalised output of each split
     lse_ptr,  # [B, splits, heads] fp32: log2 of each split's sum of weights
     list_ptr,  # [B * splits + 1] int32: request * splits + split of each; the last is how many there are
-    done_ptr,  # [B, kv_heads] int32: splits that are done, 0 before and after
-    merges_ptr,  # [B * splits * kv_heads] int32: request * kv_heads + kv head; program i of n has every n-th from the i-th on
+    done_ptr,  # [B, kv_heads] int32: finished splits, 0 before and after
+    merges_ptr,  # [B * splits * kv_heads] int32: request * kv_heads + kv head; program i of n owns every n-th from i
     table_ptr,  # [slots, table_stride] int32
     slots_ptr,  # [B] int64
     kv_lens_ptr,  # [B] int32
-    sinks_ptr,  # [heads] fp32: a score of each that no value belongs to; None: there is none
-    path_starts_ptr,  # [B] int32: as TreePaths says; None: all tokens lie at their own positions
+    sinks_ptr,  # [heads] fp32: a score per head without a value; None: no sinks
+    path_starts_ptr,  # [B] int32: see TreePaths; None: all tokens lie at their positions
     path_places_ptr,  # [B, path_stride] int32
     batch,
     q_stride,
@@ -248,12 +252,12 @@ def decode_split_kernel(
     PRECISION: tl.constexpr,
     WINDOW: tl.constexpr,
     CAP: tl.constexpr,
-    REST: tl.constexpr,  # of latents: elements of K that V does not have; 0: K and V are apart
+    REST: tl.constexpr,  # elements of K after V's, for latents; 0: separate K and V
     TILE_REST: tl.constexpr,
     GRAIN: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Program i of n: every n-th (split, kv head) of the list, from the i-th on; then the merges it is the last for."""
+    """Program i of n: every n-th (split, KV head), then the merges that it completes."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
     in_group = tl.arange(0, TILE_HEADS)
     dims = tl.arange(0, TILE_DIM)
@@ -290,10 +294,10 @@ def decode_split_kernel(
         if path_starts_ptr is not None:
             path_start = tl.load(path_starts_ptr + request)
             path = path_places_ptr + (request.to(tl.int64) * path_stride - path_start)
-        sums = tl.zeros([TILE_HEADS, BLOCK], tl.float32)  # by place in a block: threads add up once, behind the loop
+        sums = tl.zeros([TILE_HEADS, BLOCK], tl.float32)  # by index in a block: threads add up once, after the loop
         for at in range(begin, end, BLOCK):
             token = at + tl.arange(0, BLOCK)
-            # behind the end the last token, whose V is finite: its weight is 0
+            # past the end the last token, whose V is finite: its weight is 0
             there = tl.minimum(token, end - 1)
             if path_starts_ptr is not None:
                 place = tl.load(path + there, mask=there >= path_start, other=0)
@@ -340,12 +344,12 @@ def decode_split_kernel(
             tl.store(part_ptr + part * DIM + in_heads, acc, mask=mask_hd)
             tl.store(lse_ptr + part + in_group, best + tl.log2(total), mask=mask_h)
             group = request * KV_HEADS + kv_head
-            tl.debug_barrier()  # or one thread counts before another has stored
+            tl.debug_barrier()  # all threads store before one counts
             if tl.atomic_add(done_ptr + group, 1, sem="acq_rel", scope="gpu") == used - 1:
                 tl.store(done_ptr + group, 0)
                 tl.store(merges_ptr + tl.program_id(0) + num_merges * tl.num_programs(0), group)
                 num_merges += 1
-    tl.debug_barrier()  # one thread has stored what all load
+    tl.debug_barrier()  # one thread's stores become visible to all
     for i in range(0, num_merges):
         group = tl.load(merges_ptr + tl.program_id(0) + i * tl.num_programs(0))
         request, kv_head = group // KV_HEADS, group % KV_HEADS
@@ -359,17 +363,13 @@ def decode_split_kernel(
 
 @dataclass(frozen=True, slots=True)
 class Grains:
-    """The unit in which rows of pages are counted: a grain divides a row and the strides of pages and units. `size`: in elements.
-
-    `wide`: the pool has more than 32 bits count.
-    """
+    """Unit for offsets: `size` elements, a divisor of rows and strides; `wide` exceeds 32 bits."""
 
     size: int
     wide: bool = False
 
     @classmethod
     def of(cls, cache: torch.Tensor, units: Units, *, dim: int, rest: int = 0) -> "Grains":
-        """`cache`: as KVPool.k, of unit 0."""
         size = gcd(cache.stride(0), units.stride, dim, rest)
         return cls(size, wide=cache.shape[0] * (cache.stride(0) // size) >= 1 << 31)
 
@@ -385,10 +385,7 @@ def cache_constants(
     rest: int = 0,
     grains: Grains | None = None,
 ) -> dict[str, Any]:
-    """Return the compile-time constants of kernels that read K and V. `dtype`: of the cache; `rest`: of latents, what K has behind V.
-
-    `grains`: None: a row, or what its parts have in common.
-    """
+    """Compile-time constants for K and V; `rest` counts K's elements after V."""
     grains = grains or Grains(gcd(dim, rest))
     return {
         "HEADS": heads,
@@ -408,7 +405,6 @@ def cache_constants(
 def grains_and_constants(
     cache: torch.Tensor, units: Units, *, heads: int, kv_heads: int, dim: int, rest: int
 ) -> tuple[Grains, dict[str, Any]]:
-    """The `cache_constants` of a pool and what they count in. `cache`: as KVPool.k, of unit 0."""
     grains = Grains.of(cache, units, dim=dim, rest=rest)
     return grains, cache_constants(
         heads=heads,
@@ -430,7 +426,7 @@ def split_constants(cache: dict[str, Any], tiles: DecodeTiles, *, window: int = 
 
 
 def split_options(tiles: DecodeTiles) -> dict[str, int]:
-    """Return the launch options of a split kernel. Without `maxnreg` ptxas makes room for more programs than are launched, and spills."""
+    """Without `maxnreg`, ptxas assumes more programs than launched, and spills."""
     registers = min(MOST_REGISTERS, REGISTERS // (32 * tiles.warps * tiles.per_sm) // 8 * 8)
     return {"num_warps": tiles.warps, "num_stages": tiles.stages, "maxnreg": registers}
 
@@ -457,15 +453,17 @@ def multiprocessors(device: torch.device) -> int:
 
 @dataclass(frozen=True, slots=True)
 class SplitList:
-    """units [B * splits + 1] int32: request * splits + split of each; the last is how many there are. done [B, kv_heads]
-    int32: how many of a request are done, 0 between layers."""
+    """Splits as request * splits + split, then their count: int32[B * splits + 1].
+
+    `done` int32[B, kv_heads] counts finished ones.
+    """
 
     units: torch.Tensor
     done: torch.Tensor
 
 
 def split_list(kv_lens: torch.Tensor, *, kv_heads: int, tiles: DecodeTiles, window: int = 0) -> SplitList:
-    """The splits of requests of `kv_lens` [B] int32, for `decode`; once a step, for all layers of a window, one after another."""
+    """List splits of `kv_lens` int32[B], once per step for sequential layers."""
     batch = len(kv_lens)
     units = torch.empty((batch * tiles.splits + 1,), dtype=torch.int32, device=kv_lens.device)
     done = torch.empty((batch, kv_heads), dtype=torch.int32, device=kv_lens.device)
@@ -492,11 +490,10 @@ def decode(
     rest: int = 0,
     paths: TreePaths | None = None,
 ) -> torch.Tensor:
-    """[B, heads, dim] dense. q [B, heads, dim] in the caches' dtype, rows may lie apart; caches as KVPool.k, of unit 0; page_table
-    [slots, pages] int32; slots [B] int64; kv_lens [B] int32, at least 1; `splits`: `split_list` of these lengths, kv heads, tiles and `window`.
+    """Return dense [B, heads, dim] for q [B, heads, dim] in the cache's dtype; rows may be strided.
 
-    `window`: of CacheSpec; `cap`, `sinks`: of Softmax. `rest`: of latents, the last elements of q and K, which V, their first `dim`,
-    does not have; kv heads are `head_tiles` of them then. `paths`: of StepBatch.
+    Caches are unit 0 of KVPool.k; page_table int32[slots, pages]; slots int64[B]; kv_lens int32[B];
+    `splits` are `split_list` of these. `rest`: latents' elements of q and K after V's.
     """
     batch, heads, width = q.shape
     dim, kv_heads = width - rest, head_tiles(heads) if rest else k_cache.shape[2] * units.count

@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, import-untyped"
-"""Norms and the gate of the MLP for GPUs: one launch each.
+"""Norms and MLP gates for GPUs, one launch each.
 
-The same operations as elementwise.c's, in any float type, rounded where torch's operators in engine/layers round.
+Operations of elementwise.c, rounded like torch's operators in engine/layers.
 """
 
 import torch
@@ -42,7 +42,7 @@ def silu_mul_kernel(x_ptr, out_ptr, width, TILE: tl.constexpr):
 
 
 class TritonElementwise:
-    """As `Elementwise` (engine/kernels/elementwise.py), without turns: see triton_turn_write.py."""
+    """GPU `Elementwise` without rotary embedding (triton_turn_write.py)."""
 
     def rms_norm(
         self, x: torch.Tensor, weight: torch.Tensor, *, eps: float, delta: torch.Tensor | None = None

@@ -1,16 +1,14 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, import-untyped"
-"""Attention of many new tokens over pages that already hold their K and V, for GPUs.
+"""Prompt attention over written pages for GPUs.
 
-FlashAttention-2's loop (Dao 2023) with K and V fetched through the page table: first the tokens that every row of a tile
-sees, without a mask, then the few at its diagonal. Apart from rounding, chunks do not change a row's result.
+FlashAttention-2's loop (Dao 2023) over the page table: first tokens visible to all rows of a tile,
+unmasked, then the few at its diagonal. Apart from rounding, chunks do not change results.
 
-Few rows behind a long context would leave most multiprocessors idle: their programs take a span of the context and all
-query heads of a kv head (engine/kernels/extend_plan.py), and a merge follows, as in Flash-Decoding (Dao et al. 2023).
+Few rows with a long context would leave multiprocessors idle: programs take a span and all query
+heads of a KV head (engine/kernels/extend_plan.py), then merge (Flash-Decoding, Dao et al. 2023).
 
-Latents (MLA) are K and V of all heads (engine/kernels/triton_decode.py): their rows are pairs in every program.
-
-With a window a program begins at the first token that its first row sees: blocks before it are not read, those that some
-row does not see are masked. Sinks join a row's first span, as a score that the softmax begins with.
+With MLA latents rows are always pairs. With a window, earlier blocks are skipped. Sinks are initial
+scores of a row's first span.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,8 +27,6 @@ from engine.kv.kv_pool import ONE_UNIT, Units
 
 @dataclass(frozen=True, slots=True)
 class ExtendTiles:
-    """A program's share: `rows` against `block` tokens at a time."""
-
     rows: int
     block: int
     warps: int
@@ -39,7 +35,7 @@ class ExtendTiles:
 
 @cache
 def extend_tiles(*, dim: int, dtype: torch.dtype) -> ExtendTiles:
-    """Fits the registers and the shared memory of sm_90 without spills (tests compile it)."""
+    """Return tiles for sm_90 without spills (tests compile it)."""
     if dtype == torch.float32:  # no tensor cores for exact fp32: small tiles
         return ExtendTiles(rows=16, block=32 if dim <= 128 else 16, warps=8, stages=2)
     if dim > 128:
@@ -49,7 +45,6 @@ def extend_tiles(*, dim: int, dtype: torch.dtype) -> ExtendTiles:
 
 @cache
 def latent_extend_tiles(*, dtype: torch.dtype) -> ExtendTiles:
-    """As `extend_tiles`; rows are (token, head) pairs."""
     if dtype == torch.float32:
         return ExtendTiles(rows=16, block=16, warps=8, stages=2)
     return ExtendTiles(rows=64, block=32, warps=8, stages=2)
@@ -63,7 +58,7 @@ def extend_block(
     total,
     acc,
     at,
-    low,  # the first token that any row sees
+    low,  # first token visible to any row
     end,
     position,  # of each row
     table,
@@ -80,8 +75,8 @@ def extend_block(
     TILE_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
-    MASKED: tl.constexpr,  # some row does not see some token of this block
-    SPLIT: tl.constexpr,  # some row may see none
+    MASKED: tl.constexpr,  # not every row sees every token of this block
+    SPLIT: tl.constexpr,  # a row may see none
     WINDOW: tl.constexpr,
     CAP: tl.constexpr,
     REST: tl.constexpr,
@@ -89,15 +84,15 @@ def extend_block(
     GRAIN: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Tokens at..at + BLOCK: (best, total, acc) with them."""
+    """Process one block; return (best, total, acc)."""
     dims = tl.arange(0, TILE_DIM)
     token = at + tl.arange(0, BLOCK)
     there = token
     if MASKED:
         mask_n = token < end
-        there = tl.minimum(token, end - 1)  # others read the last token, or the first that is seen: no value is made up
+        there = tl.minimum(token, end - 1)  # masked ones read a valid token: no value is made up
         if WINDOW:
-            mask_n = mask_n & (token >= low)  # the page table may name another's page before
+            mask_n = mask_n & (token >= low)  # before it, the page table may name another request's page
             there = tl.maximum(there, low)
     there = there.to(tl.uint32)
     page = tl.load(table + there // PAGE_SIZE)
@@ -115,7 +110,7 @@ def extend_block(
     if CAP != 0.0:
         scores = capped(scores, CAP)
     if MASKED:
-        # rows past the end see what the last row sees: no row is empty, no NaN arises
+        # rows past the end see what the last row sees: no empty row, no NaN
         seen = (token[None, :] <= position[:, None]) & mask_n[None, :]
         if WINDOW:
             seen = seen & (token[None, :] > position[:, None] - WINDOW)
@@ -123,7 +118,7 @@ def extend_block(
     best_now = tl.maximum(best, tl.max(scores, 1))
     base = best_now
     if MASKED and (SPLIT or WINDOW):
-        base = tl.where(best_now == float("-inf"), 0.0, best_now)  # of a row that saw nothing yet: weights of 0, no NaN
+        base = tl.where(best_now == float("-inf"), 0.0, best_now)  # rows without a token so far: weights of 0, no NaN
     factor = tl.exp2(best - base)
     weights = tl.exp2(scores - base[:, None])
     if REST:
@@ -149,7 +144,7 @@ def extend_kernel(
     slots_ptr,  # [B] int64
     starts_ptr,  # [B + 1] int32: first row of each request in q
     kv_lens_ptr,  # [B] int32
-    sinks_ptr,  # [heads] fp32: a score of each that no value belongs to; None: there is none
+    sinks_ptr,  # [heads] fp32: a score per head without a value; None: no sinks
     q_stride,
     table_stride,
     page_grains,
@@ -167,12 +162,12 @@ def extend_kernel(
     SPLIT: tl.constexpr,
     WINDOW: tl.constexpr,
     CAP: tl.constexpr,
-    REST: tl.constexpr,  # of latents: elements of K that V does not have; 0: K and V are apart
+    REST: tl.constexpr,  # elements of K after V's, for latents; 0: separate K and V
     TILE_REST: tl.constexpr,
     GRAIN: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Program (unit, head); SPLIT, or of latents: (unit, kv head), whose rows are (token, head of the group) pairs."""
+    """Program (unit, head); for SPLIT or latents (unit, KV head) with rows of (token, head) pairs."""
     PAIRS: tl.constexpr = SPLIT or REST > 0
     GROUP: tl.constexpr = HEADS // KV_HEADS
     WIDTH: tl.constexpr = DIM + REST
@@ -180,7 +175,7 @@ def extend_kernel(
     request, tile = tl.load(unit), tl.load(unit + 1)
     first = tl.load(starts_ptr + request)
     q_len = tl.load(starts_ptr + request + 1) - first
-    if tile * BLOCK_ROWS >= q_len * (GROUP if PAIRS else 1):  # of a list that does not know the lengths
+    if tile * BLOCK_ROWS >= q_len * (GROUP if PAIRS else 1):  # a list made without the lengths
         return
     kv_len = tl.load(kv_lens_ptr + request)
     rows = tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -195,7 +190,7 @@ def extend_kernel(
             begin = 0
             end = tl.minimum(kv_len, kv_len - q_len + (tile * BLOCK_ROWS + BLOCK_ROWS - 1) // GROUP + 1)
         before = kv_len - q_len + tile * BLOCK_ROWS // GROUP  # tokens before the first row's
-        # of latents all blocks are masked: registers hold one such loop
+        # latents mask all blocks: registers hold one such loop
         seen_by_all = begin if REST else tl.maximum(begin, tl.minimum(before + 1, end) // BLOCK * BLOCK)
         at_head = head[:, None] * WIDTH + dims[None, :]
     else:
@@ -216,7 +211,7 @@ def extend_kernel(
         at_rest = in_batch[:, None] * q_stride + head[:, None] * WIDTH + DIM + rest[None, :]
         q_rest = tl.load(q_ptr + at_rest, mask=(tokens < q_len)[:, None] & (rest < REST)[None, :], other=0.0)
     if REST and not SPLIT:
-        mask_md = (rows < q_len * GROUP)[:, None] & (dims < DIM)[None, :]  # the same, of fewer registers until the end
+        mask_md = (rows < q_len * GROUP)[:, None] & (dims < DIM)[None, :]  # recomputed: fewer registers until the end
     position = kv_len - q_len + tokens
     low = 0
     if WINDOW:
@@ -225,7 +220,7 @@ def extend_kernel(
     best = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_ROWS], tl.float32)
     if sinks_ptr is not None:
-        is_first = begin <= low  # of the spans that the tile sees
+        is_first = begin <= low  # first span that the tile needs
         best = tl.where(is_first, tl.load(sinks_ptr + head) * KERNEL_LOG2_E, best)
         total = tl.where(is_first, 1.0, total)
     acc = tl.zeros([BLOCK_ROWS, TILE_DIM], tl.float32)
@@ -234,7 +229,7 @@ def extend_kernel(
         begin = tl.maximum(begin, low // BLOCK * BLOCK)
         last = tl.minimum(kv_len - q_len + (tile * BLOCK_ROWS + BLOCK_ROWS - 1) // (GROUP if PAIRS else 1), kv_len - 1)
         edge = tl.minimum(tl.cdiv(tl.maximum(last + 1 - WINDOW, 0), BLOCK) * BLOCK, end)
-        # of fp32, which the products bound, loads ahead would only spill
+        # fp32 is bound by products: loads ahead would only spill
         for at in tl.range(begin, edge, BLOCK, num_stages=1 if PRECISION == "ieee" else None):
             best, total, acc = extend_block(
                 q, q_rest, best, total, acc, at, low, end, position, table, k_ptr, v_ptr, page_grains, unit_grains, kv_head, scale,
@@ -256,7 +251,7 @@ def extend_kernel(
                 REST, TILE_REST, GRAIN, WIDE,
         )  # fmt: skip
     if SPLIT:
-        # of a row that sees nothing of the span: 0, and log2(0) is no weight in the merge; a NaN stays
+        # a row without a token in the span: 0, and log2(0) has no weight in the merge; a NaN stays
         out = tl.where((total == 0.0)[:, None], 0.0, acc / total[:, None])
         part_row = tl.load(unit + 4) + tl.arange(0, BLOCK_ROWS)
         part = part_row.to(tl.int64) * KV_HEADS + kv_head
@@ -282,7 +277,7 @@ def extend_merge_kernel(
     BLOCK_ROWS: tl.constexpr,
     SPANS: tl.constexpr,
 ):
-    """Program (row of a tile, tile, kv head): the parts of the row, weighed by their sums."""
+    """Program (row of a tile, tile, KV head): the weighted sum of its parts."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
     merge, kv_head = merges_ptr + tl.program_id(1) * 4, tl.program_id(2)
     request, tile = tl.load(merge), tl.load(merge + 1)
@@ -306,8 +301,6 @@ def extend_merge_kernel(
 
 @dataclass(frozen=True, slots=True)
 class SplitWork:
-    """A SplitRound on the device."""
-
     split: torch.Tensor
     merges: torch.Tensor
     part_rows: int
@@ -316,28 +309,21 @@ class SplitWork:
 
 @dataclass(frozen=True, slots=True)
 class ExtendWork:
-    """An ExtendPlan on the device: int32 lists."""
-
     whole: torch.Tensor
     rounds: Sequence[SplitWork] = ()
 
 
 def lists_of(plan: ExtendPlan) -> list[list[int]]:
-    """Return the lists of a plan that go to the device."""
     return [plan.whole, *(each for now in plan.rounds for each in (now.split, now.merges))]
 
 
 def work_of(plan: ExtendPlan, lists: Iterator[torch.Tensor]) -> ExtendWork:
-    """`lists`: `lists_of(plan)` on the device."""
     whole = next(lists)
     return ExtendWork(whole, [SplitWork(next(lists), next(lists), now.part_rows, now.most_rows) for now in plan.rounds])
 
 
 def any_whole(*, most_rows: int, requests: int, tiles: ExtendTiles, device: torch.device) -> ExtendWork:
-    """The work of requests whose lengths only the device knows, none split: all tiles that `most_rows` may have.
-
-    Rows are tokens; of latents, (token, head) pairs.
-    """
+    """Unsplit work for lengths known only on the device: all tiles of `most_rows`."""
     last_first = torch.arange(triton.cdiv(most_rows, tiles.rows) - 1, -1, -1, dtype=torch.int32, device=device)
     each = torch.arange(requests, dtype=torch.int32, device=device)
     return ExtendWork(torch.cartesian_prod(each, last_first).flatten())
@@ -351,7 +337,7 @@ def extend_constants(
 
 
 def merge_warps(dim: int) -> int:
-    """Whose registers hold MOST_SPANS parts of a row."""
+    """Warps whose registers hold MOST_SPANS parts of a row."""
     return 4 if dim <= 256 else 16
 
 
@@ -378,12 +364,10 @@ def extend(
     sinks: torch.Tensor | None = None,
     rest: int = 0,
 ) -> torch.Tensor:
-    """[T, heads, dim] dense. q [T, heads, dim] in the caches' dtype, rows may lie apart; caches as KVPool.k, of unit 0; page_table
-    [slots, pages] int32; slots [B] int64; starts [B + 1] int32; kv_lens [B] int32; `work`: `plan_extend` of these lengths,
-    tiles and `window`.
+    """Return dense [T, heads, dim] for q [T, heads, dim] in the cache's dtype; rows may be strided.
 
-    `window`: of CacheSpec; `cap`, `sinks`: of Softmax. `rest`: of latents, the last elements of q and K, which V, their first `dim`,
-    does not have.
+    Caches are unit 0 of KVPool.k; page_table int32[slots, pages]; slots int64[B]; starts int32[B +
+    1]; kv_lens int32[B]; `work` is `plan_extend` of these.
     """
     tokens, heads, width = q.shape
     dim, kv_heads = width - rest, k_cache.shape[2] * units.count

@@ -1,11 +1,9 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, import-untyped"
-"""What LoRA adapters add to a layer's results, for all rows of a step in two launches (GPU).
+"""LoRA of all rows of a step in two GPU launches.
 
-Rows are grouped by adapter into tiles. `shrink` computes x A^T of each tile in splits of the input, `expand` adds the sum of the
-splits, times B, to y. Nothing is added atomically, so the same rows give the same bits. A row without an adapter is in no tile.
-The weights stay where each adapter has them: a table of their addresses names the matrices of each place and site.
-
-After Punica's SGMV (arXiv:2310.18547) and vLLM's lora_shrink and lora_expand.
+Rows are tiled by adapter. `shrink` computes x A^T in input splits, `expand` adds their sum times B
+to y, without atomics, so bits repeat. A table has the weights' addresses by place and site. After
+Punica's SGMV (arXiv:2310.18547) and vLLM's lora_shrink and lora_expand.
 """
 
 from collections.abc import Sequence
@@ -16,19 +14,17 @@ import torch
 import triton
 import triton.language as tl
 
-PARTS = 4  # entries of a site in the table: matrices, at most
-FIELDS = 4  # of an entry: address of A [rank, in], address of B [rank, rows], rank, padding; both are dense
-TILE_FIELDS = 4  # of a tile: place in the table, first of its rows, rows (0: no tile), padding
-RANK_TILE = 16  # the least that tensor cores multiply
-SPLIT_WIDTH = 1024  # of the input, at least
+PARTS = 4  # maximum of matrices per site
+FIELDS = 4  # per entry: address of A [rank, in], address of B [rank, rows], rank, padding; both dense
+TILE_FIELDS = 4  # per tile: place in the table, first row, rows (0: no tile), padding
+RANK_TILE = 16  # minimum of tensor cores
+SPLIT_WIDTH = 1024  # minimum of inputs per split
 MOST_SPLITS = 8
 VECTOR_BYTES = 16  # a GPU's widest load
 
 
 @dataclass(frozen=True, slots=True)
 class LoraTiles:
-    """`rows`: of a tile; `width`, `columns`: of the input and the output at a time."""
-
     rows: int
     width: int
     columns: int
@@ -46,8 +42,8 @@ def lora_shrink_kernel(
     low_ptr,  # [SPLITS, total, parts * RANK] fp32
     table_ptr,  # [places, PLACE_STRIDE] int64, from this site's entries on
     tiles_ptr,  # [tiles, 4] int32
-    rows_ptr,  # int32: rows of x, tile after tile
-    total,  # at least the rows of all tiles
+    rows_ptr,  # int32: rows of x by tile
+    total,  # upper bound of the rows of all tiles
     x_stride,
     WIDTH: tl.constexpr,
     NUM_PARTS: tl.constexpr,
@@ -100,7 +96,7 @@ def lora_expand_kernel(
     rows_ptr,
     total,
     y_stride,
-    ROWS0: tl.constexpr,  # columns of y that belong to each part
+    ROWS0: tl.constexpr,  # columns of y per part
     ROWS1: tl.constexpr,
     ROWS2: tl.constexpr,
     NUM_PARTS: tl.constexpr,
@@ -154,7 +150,7 @@ def lora_expand_kernel(
 
 
 def site_constants(*, width: int, rows: Sequence[int], sites: int, max_rank: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Return the compile-time constants of both kernels for a site [sum of `rows`, width]. `sites`: of the table."""
+    """Compile-time constants for a site [sum of `rows`, width]."""
     assert 1 <= len(rows) < PARTS, rows
     aligned = all(size * dtype.itemsize % VECTOR_BYTES == 0 for size in (width, *rows))
     return {
@@ -188,10 +184,10 @@ def add_lora(
     parts: Sequence[int],
     shape: LoraTiles,
 ) -> None:
-    """Add to y [T, out] what the adapters of its rows make of x [T, in], in place; both dense in a row.
+    """Add the adapters' products of x [T, in] to y [T, out] in place.
 
-    table [places, PARTS, FIELDS] int64 of this site, a view; tiles [tiles, TILE_FIELDS] int32; rows [n] int32; `site`:
-    `site_constants`; `parts`: columns of y that belong to each matrix.
+    table int64[places, PARTS, FIELDS], a view of this site; tiles int32[tiles, TILE_FIELDS]; rows
+    int32[n].
     """
     assert x.stride(1) == y.stride(1) == 1 and y.shape[1] == sum(parts), (x.stride(), y.shape)
     assert table.stride() == (site["PLACE_STRIDE"], FIELDS, 1), table.stride()

@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, import-untyped"
-"""The arithmetic of a draw on a GPU: fixed_math.py and the noise of engine/sampler/gumbel.py, step by step.
+"""Sampling arithmetic on GPU: fixed_math.py and engine/sampler/gumbel.py, step by step.
 
-Kernels that call it are compiled without fused multiply-adds: then the bits are a CPU's.
+Callers compile without fused multiply-adds, for a CPU's bits.
 """
 
 import triton
@@ -51,7 +51,7 @@ def _fraction_of(x, exponent):
 
 @triton.jit
 def noise_of(bits):
-    """gumbel.noise_of; bits uint32."""
+    """gumbel.noise_of for uint32."""
     u = (bits.to(tl.float32) + 0.5) * _WORD
     v = ((bits ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * _WORD
     exponent = _exponent_of(v)
@@ -88,7 +88,7 @@ def _mix(x):
 
 @triton.jit
 def noise_at(key, ids):
-    """gumbel.gumbel_noise; key: uint64 scalar."""
+    """gumbel.gumbel_noise for a uint64 key."""
     return noise_of((_mix(key + ids.to(tl.uint64) * _GOLDEN) >> 32).to(tl.uint32))
 
 

@@ -1,18 +1,19 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, import-untyped"
-"""Samples tokens on a GPU: four launches for a whole batch of any kinds, without a sort.
+"""Token sampling on GPU: four launches per batch, without a sort.
 
-The tokens are those of engine/sampler/sampling.py to the bit: the arithmetic of triton_noise.py, compiled without
-fused multiply-adds. What a row asks for is read from a table by slot, so the launches can be captured:
+Tokens equal engine/sampler/sampling.py's to the bit, without fused multiply-adds. Rows read
+parameters by slot from a table, so launches can be captured:
 
-    peaks   (row, part)  penalties, biases, bans and masks into `edited`; the best logit of the part, raw and edited
-    top_k   (row)        the bound that keeps the k best tokens
-    scores  (row, part)  temperature, min_p, noise: the best score of the part; the mass that top_p refers to
-    finish  (row)        the token; counts it
+  peaks   (row, part)  penalties, biases, bans, masks into `edited`; best logit, raw and edited
+  top_k   (row)        the bound that keeps the k best tokens
+  scores  (row, part)  temperature, min_p, noise: the best score; the mass that top_p refers to
+  finish  (row)        the token; counts it
 
-Tokens rank by (bits of the gap to the best logit, token id), and a filter is a bound on that. top_k counts tokens in 16 bins of
-the bits, then in 16 bins of one of these, until a boundary has k tokens below it. top_p takes the best score of all: if the mass
-ranked before that token is below the limit, it is the token; else it becomes the bound, and the best score below it is the next
-try (after FlashInfer's sampling by rejection, with noise that stays the same).
+Tokens rank by (bits of the gap to the best logit, token id); a filter is a bound on that. top_k
+counts tokens in 16 bins of the bits, then in 16 bins of one of them, until a boundary has k tokens
+below. top_p takes the best score: if the mass ranked before its token is below the limit, it wins;
+else it becomes the bound for the next try (after FlashInfer's rejection sampling, with fixed
+noise).
 """
 
 from dataclasses import dataclass
@@ -24,16 +25,16 @@ from torch import Tensor
 
 from engine.kernels.triton_noise import key_of, mass_of, noise_at
 
-PARTS = 16  # programs of a row in `peaks` and `scores`
+PARTS = 16  # programs per row in `peaks` and `scores`
 TILE = 2048
-ROW_TILE = 4096  # where one program walks a row; 255 tiles of it at most, as top_k counts in bytes
+ROW_TILE = 4096  # if one program walks a row; at most 255 tiles, as top_k counts in bytes
 MOST_TOKENS = 255 * ROW_TILE
 WARPS, ROW_WARPS = 8, 16
-EXACT = {"enable_fp_fusion": False}  # no product and sum in one rounding: the bits are a CPU's
-ROWS_OF_INPUTS = ["slots_ptr", "output_lens_ptr"]  # of one tensor [k, n]: aligned for some n
-COLUMNS = 12  # of the table of requests, int64: seven numbers, a gap, then eight float32
+EXACT = {"enable_fp_fusion": False}  # no fused multiply-add: a CPU's bits
+ROWS_OF_INPUTS = ["slots_ptr", "output_lens_ptr"]  # slices of one tensor [k, n]: aligned for some n
+COLUMNS = 12  # of the request table, int64: seven numbers, a gap, then eight float32
 
-# two of the numbers are addresses: of an int32 for each token id, and of int32 pairs; 0: none
+# two are addresses, or 0: of an int32 per token id, and of int32 pairs
 SEED, TOP_K, SEEN, EDITS, NUM_BIASES, NUM_ENDS, MIN_NEW_TOKENS = (tl.constexpr(i) for i in range(7))
 TEMPERATURE, TOP_P, LOG_MIN_P, REPETITION, FREQUENCY, PRESENCE = (tl.constexpr(i) for i in range(6))
 
@@ -47,20 +48,19 @@ _FIRST_BIN = tl.constexpr((127 - 8) << 23)  # gaps from 2**-8 in bins of an octa
 
 @triton.jit
 def _request_at(slot, integers_ptr, floats_ptr):
-    """Return pointers to the row of a slot's sampling parameters in the table."""
     return integers_ptr + slot * _INTEGERS_OF_ROW, floats_ptr + slot * _FLOATS_OF_ROW + _FLOATS_FROM
 
 
 @triton.jit
 def _better(values, value_ids, x, ids):
-    """The larger value of each lane, and its token; of equal ones the one before."""
+    """Larger value and token per lane, the first for ties."""
     better = x > values
     return tl.where(better, x, values), tl.where(better, ids, value_ids)
 
 
 @triton.jit
 def _take_scores(scores, score_ids, most, kept, scaled, key, ids):
-    """The best score of each lane, its token, and the best of all, with a tile more. Noise is computed where it may win."""
+    """Add a tile to best scores; compute noise only if it may win."""
     if tl.max(tl.where(kept, scaled, -_INF), 0) + _LARGEST_NOISE > most:
         scores, score_ids = _better(scores, score_ids, tl.where(kept, scaled + noise_at(key, ids), -_INF), ids)
         most = tl.max(scores, 0)
@@ -69,14 +69,12 @@ def _take_scores(scores, score_ids, most, kept, scaled, key, ids):
 
 @triton.jit
 def _is_edited(integers, output_len, masked_as):
-    """Whether a row's logits lie in `edited`."""
     ends = tl.where(output_len < tl.load(integers + MIN_NEW_TOKENS), tl.load(integers + NUM_ENDS), 0)
     return (tl.load(integers + SEEN) != 0) | (tl.load(integers + NUM_BIASES) + ends > 0) | (masked_as >= 0)
 
 
 @triton.jit
 def _masked_as(mask_rows_ptr, row, MASKED: tl.constexpr):
-    """The row of the masks, or -1."""
     if MASKED:
         return tl.load(mask_rows_ptr + row)
     return -1
@@ -84,7 +82,6 @@ def _masked_as(mask_rows_ptr, row, MASKED: tl.constexpr):
 
 @triton.jit
 def _edit(x, ids, inside, integers, floats, output_len):
-    """Penalties, biases and bans, in the order of sampler.py."""
     seen_ptr = tl.load(integers + SEEN)
     if seen_ptr != 0:
         word = tl.load(seen_ptr.to(tl.pointer_type(tl.int32)) + ids, mask=inside, other=0)
@@ -105,24 +102,24 @@ def _edit(x, ids, inside, integers, floats, output_len):
 @triton.jit(do_not_specialize_on_alignment=ROWS_OF_INPUTS)
 def peaks_kernel(
     logits_ptr,  # [n, VOCAB]
-    edited_ptr,  # the same shape; rows that are edited
+    edited_ptr,  # same shape; edited rows
     slots_ptr,  # [n] int64
     output_lens_ptr,  # [n] int64; -1: the row is not sampled
     integers_ptr,  # [slots, COLUMNS] int64
     floats_ptr,  # the same memory as float32
     mask_rows_ptr,  # [n] int32; -1: no mask
     masks_ptr,  # [m, ceil(VOCAB / 32)] int32
-    before_ptr,  # IS_FALLBACK: the peaks without it
+    before_ptr,  # IS_FALLBACK: peaks without it
     peaks_ptr,  # [n, 3, PARTS] float32: raw, edited, of the scores
     ids_ptr,  # [n, 2, PARTS] int32: of the edited peak, of the best score
     VOCAB: tl.constexpr,
-    PART: tl.constexpr,  # tokens of a program, a multiple of TILE
+    PART: tl.constexpr,  # tokens per program, a multiple of TILE
     PARTS: tl.constexpr,
     TILE: tl.constexpr,
     MASKED: tl.constexpr,
     IS_FALLBACK: tl.constexpr,
 ):
-    """Program (row, part). IS_FALLBACK: a mask and bans forbid all of a row; its mask alone counts then."""
+    """Program (row, part). IS_FALLBACK: mask and bans forbid a whole row, so apply only its mask."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     output_len = tl.load(output_lens_ptr + row)
     if output_len < 0:
@@ -169,7 +166,7 @@ def _peak_of(peaks_ptr, row, which, PARTS: tl.constexpr):
 
 @triton.jit
 def _id_of_peak(peaks_ptr, ids_ptr, row, which, peak, PARTS: tl.constexpr, VOCAB: tl.constexpr):
-    """The lowest token of the peak `which`, in the parts' arrays (1: edited, 2: of the scores)."""
+    """Lowest token of a peak (1: edited, 2: scores)."""
     at = tl.arange(0, PARTS)
     values = tl.load(peaks_ptr + (row * 3 + which) * PARTS + at)
     return tl.min(tl.where(values == peak, tl.load(ids_ptr + (row * 2 + which - 1) * PARTS + at), VOCAB), 0)
@@ -206,7 +203,7 @@ def top_k_kernel(
     TILE: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Program (row). The bound with top_k tokens below it, of rows with a top_k."""
+    """Program (row): the bound with top_k tokens below it."""
     row = tl.program_id(0).to(tl.int64)
     output_len = tl.load(output_lens_ptr + row)
     if output_len < 0:
@@ -235,7 +232,7 @@ def top_k_kernel(
             one = tl.where(counts, 1, 0).to(tl.int64) << ((index & 7) * 8).to(tl.int64)
             few += tl.where(index < 8, one, 0)
             many += tl.where(index < 8, 0, one)
-        found = tl.full([], 0, tl.int32)  # the bin that holds token number top_k
+        found = tl.full([], 0, tl.int32)  # the bin of token number top_k
         running = before
         for i in tl.static_range(15):
             running += _count_in(few, i) if i < 8 else _count_in(many, i - 8)
@@ -247,7 +244,7 @@ def top_k_kernel(
         shift = tl.where(is_edge, 27, tl.maximum(shift - 4, 0))
         start = low
     bound_id = tl.full([], 0, tl.int32)
-    if before != top_k:  # ties: the lower token ids are kept
+    if before != top_k:  # ties: keep the lower token ids
         for at in range(0, VOCAB, TILE):
             ids = at + tl.arange(0, TILE)
             x = tl.load(source + ids, mask=ids < VOCAB, other=-_INF)
@@ -276,7 +273,7 @@ def scores_kernel(
     bounds_ptr,
     peaks_ptr,
     ids_ptr,
-    masses_ptr,  # [n, PARTS] int64: of the tokens that top_k keeps
+    masses_ptr,  # [n, PARTS] int64: of tokens within top_k
     VOCAB: tl.constexpr,
     PART: tl.constexpr,
     PARTS: tl.constexpr,
@@ -339,7 +336,7 @@ def finish_kernel(
     TILE: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Program (row). The token of a row that is bad, or not sampled, is 0."""
+    """Program (row); bad or unsampled rows get 0."""
     row = tl.program_id(0).to(tl.int64)
     output_len = tl.load(output_lens_ptr + row)
     if output_len < 0:
@@ -395,7 +392,7 @@ def _mass_below(source, best, temperature, bound_gap, bound_id, VOCAB: tl.conste
 def _best_below(
     source, best, temperature, log_min_p, key, bound_gap, bound_id, VOCAB: tl.constexpr, TILE: tl.constexpr
 ):
-    """The token of the best score below a bound; there is one, as the best token is never beyond a limit."""
+    """Token of the best score below a bound; the best token is always within it."""
     scores = tl.full([TILE], -_INF, tl.float32)
     score_ids = tl.zeros([TILE], tl.int32)
     most = tl.full([], -_INF, tl.float32)
@@ -411,7 +408,7 @@ def _best_below(
 
 @dataclass(frozen=True, slots=True)
 class RowMasks:
-    """`rows` [n] int32: the row's mask in `bits` [m, ceil(V / 32)] int32, or -1. `bans`: rows may ban all that a mask allows."""
+    """Mask index per row, int32[n] or -1, into `bits` int32[m, ceil(V / 32)]."""
 
     rows: Tensor
     bits: Tensor
@@ -419,17 +416,16 @@ class RowMasks:
 
 
 def part_of(vocab_size: int) -> int:
-    """Tokens of a program of `peaks` and `scores`."""
     return triton.cdiv(vocab_size, PARTS * TILE) * TILE
 
 
 def sample(
     logits: Tensor, slots: Tensor, output_lens: Tensor, requests: Tensor, masks: RowMasks | None
 ) -> tuple[Tensor, Tensor]:
-    """Sample [n] int64 tokens, and [n] bool whether a row was bad.
+    """Sample int64[n] tokens, and bool[n] bad rows.
 
-    logits [n, V] float32; slots, output_lens [n] int64; requests [num_slots, COLUMNS] int64. A row whose output_len is -1 is
-    left alone and gives 0. Only kernels read the tensors, so the call can be captured.
+    logits float32[n, V]; requests int64[num_slots, COLUMNS]. Rows with output_len -1 give 0. Only
+    kernels read the tensors, so the call can be captured.
     """
     n, vocab_size = logits.shape
     assert logits.is_contiguous() and logits.dtype == torch.float32, (logits.shape, logits.dtype)
@@ -460,7 +456,7 @@ def sample(
 
 @triton.jit
 def log_norm_kernel(logits_ptr, norms_ptr, VOCAB: tl.constexpr, TILE: tl.constexpr):
-    """Program (row): logsumexp. The order of the sum is that of the tiles, in any batch."""
+    """Program (row): logsumexp, in tile order in any batch."""
     row = tl.program_id(0).to(tl.int64)
     best = tl.full([TILE], -_INF, tl.float32)
     for at in range(0, VOCAB, TILE):
@@ -475,7 +471,7 @@ def log_norm_kernel(logits_ptr, norms_ptr, VOCAB: tl.constexpr, TILE: tl.constex
 
 
 def log_norms(logits: Tensor) -> Tensor:
-    """Return [n] float32: logsumexp of each row of logits [n, V] float32."""
+    """Logsumexp float32[n] per row."""
     n, vocab_size = logits.shape
     assert logits.is_contiguous() and logits.dtype == torch.float32, (logits.shape, logits.dtype)
     norms = torch.empty(n, dtype=torch.float32, device=logits.device)

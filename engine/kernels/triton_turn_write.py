@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, import-untyped"
-"""Norm and turn q and k of new tokens, and write K and V into their pages: one launch a layer (GPU).
+"""Norm and rotary embedding of new q and k, and writes of K and V: one GPU launch per layer.
 
-The same operations as elementwise.c's, in any float type, rounded where torch's operators in engine/layers round.
+Operations of elementwise.c, rounded like torch's operators in engine/layers.
 """
 
 import torch
@@ -10,16 +10,16 @@ import triton.language as tl
 
 from engine.kv.kv_pool import ONE_UNIT, Units
 
-HEAD_TILE = 8  # heads of a program: enough programs for one token
+HEAD_TILE = 8  # heads per program: enough programs for one token
 
 
 @triton.jit
 def turn_write_kernel(
-    x_ptr,  # [T, x_stride]: q, k and v of a token, dense heads; q is changed
+    x_ptr,  # [T, x_stride]: dense heads of q, k and v; q is changed
     weight_ptr,  # [HEADS + KV_HEADS, DIM]
     cosine_ptr,  # [T, turn_stride]
     sine_ptr,
-    k_cache_ptr,  # unit 0 of page 0 of this layer's K; rows of a token are dense in a unit
+    k_cache_ptr,  # unit 0 of page 0 of this layer's K; a token's rows are dense in a unit
     v_cache_ptr,
     pages_ptr,  # [T] int64
     offsets_ptr,  # [T] int64
@@ -34,10 +34,10 @@ def turn_write_kernel(
     UNIT_HEADS: tl.constexpr,
     DIM: tl.constexpr,
     NORMS: tl.constexpr,
-    TILE: tl.constexpr,  # of half a head
+    TILE: tl.constexpr,  # half a head
     TILE_HEADS: tl.constexpr,
 ):
-    """Program (token, tile of heads): the tiles of q, then those of k, with their heads of v.
+    """Program (token, tile of heads): first q's tiles, then k's with v.
 
     A thread holds both elements of a pair: q changes in place without a barrier.
     """
@@ -98,11 +98,10 @@ def turn_write(
     offsets: torch.Tensor,
     units: Units = ONE_UNIT,
 ) -> torch.Tensor:
-    """q [T, heads, dim] of qkv [T, heads + 2 * kv_heads, dim], normed and turned in place; token t's K and V go to
-    (pages[t], offsets[t]).
+    """Return q [T, heads, dim] of qkv, changed in place; write K and V to (pages, offsets).
 
-    weight [heads + kv_heads, dim]: of each head's RMS norm, to which `offset` is added; None: no norm. turn: `Rope.at`. Caches as KVPool.k, of unit 0; pages
-    and offsets [T] int64.
+    qkv [T, heads + 2 * kv_heads, dim]; norm weight [heads + kv_heads, dim]; turn from `Rope.at`;
+    caches are unit 0 of KVPool.k; pages, offsets int64[T].
     """
     (rows, all_heads, dim), (cosine, sine), kv_heads = qkv.shape, turn, k_cache.shape[2] * units.count
     heads = all_heads - 2 * kv_heads
