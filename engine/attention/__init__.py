@@ -1,1 +1,1 @@
-"""Attention behind one interface: C kernels, Triton kernels, plain torch."""
+"""Attention backends: C kernels, Triton kernels, plain torch."""

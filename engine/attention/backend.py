@@ -1,4 +1,4 @@
-"""The interface of attention backends, and the choice of one by name, which imports no other (triton may be missing)."""
+"""Interface of attention backends, and their choice by name without importing others."""
 
 import os
 from collections.abc import Sequence
@@ -22,31 +22,31 @@ NOT_IN_TRITON = (INDEX,)
 
 
 class AttentionBackend(Protocol):
-    """The caller calls `begin` once a step, then `attend` once for each layer, on one thread or stream."""
+    """Attention over a pool: per step one `begin`, then one `attend` per layer."""
 
     def begin(self, step: StepBatch) -> None:
-        """Compute what all layers of a step share."""
+        """Prepare data shared by layers."""
 
     def attend(self, layer: int, new: Any) -> torch.Tensor:
-        """Norm and turn q and k of the new tokens, write k and v to the pool, then attend causally over each request's
-        kv_len tokens. `new`: engine/layers/rope.py's Unturned, or of latent attention NewLatents.
+        """Norm and rotate q and k, write k and v to the pool, then attend causally.
 
-        Returns [T, num_heads * head_dim] in q's dtype. Query head h reads kv head h // (num_heads // num_kv_heads).
+        `new`: rope.py's Unturned, or NewLatents for MLA. Returns [T, num_heads * head_dim] in q's
+        dtype. Query head h reads KV head h // (num_heads // num_kv_heads).
         """
 
 
 @runtime_checkable
 class CapturableBackend(AttentionBackend, Protocol):
-    """A backend whose steps can be captured: it reads no length on the host, so the same kernels serve every step of a size."""
+    """Backend for captured steps: it reads no length on the host."""
 
     def begin_on_device(self, step: DeviceStep | DeviceExtend) -> None:
-        """As `begin`, for a step whose kernels depend on the tensors' contents alone."""
+        """`begin` with tensors only."""
 
 
 def make_attention_backend(name: str, pool: KVPool, *, num_heads: int, needs: Sequence[str] = ()) -> AttentionBackend:
-    """`name`: auto | cpu | torch | triton | flashinfer. `num_heads`: query heads. `needs`: of the model, beyond plain attention.
+    """Make backend auto, cpu, torch, triton or flashinfer, with the model's `needs`.
 
-    Raises ConfigError when the backend cannot work with the pool's device or with these heads.
+    Raises ConfigError.
     """
     for layer, spec in enumerate(pool.specs):
         if num_heads % spec.num_kv_heads:
@@ -72,7 +72,6 @@ def make_attention_backend(name: str, pool: KVPool, *, num_heads: int, needs: Se
 
 
 def _lacks(name: str, needs: Sequence[str]) -> list[str]:
-    """Return the part of `needs` that a backend lacks."""
     if name in ("cpu", "torch"):
         return []
     return [need for need in needs if name == "flashinfer" or need in NOT_IN_TRITON]

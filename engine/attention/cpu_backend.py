@@ -1,6 +1,6 @@
-"""CPU attention: prompts and single tokens each by their C kernel, or by torch where it was not built.
+"""CPU attention by C kernels for prompts and single tokens, or by torch.
 
-A step may hold both (`--enable-mixed-chunk`); a request's kernel does not depend on the rest of the batch.
+A step may have both (`--enable-mixed-chunk`); a request's kernel does not depend on its batch.
 """
 
 from collections.abc import Sequence
@@ -21,16 +21,16 @@ class CpuBackend:
         self._prompts: PagedExtend | TorchBackend = make_paged_extend(pool) or TorchBackend(pool)
         self._decode = make_paged_decode(pool)
         self._now: PagedDecode | PagedExtend | TorchBackend = self._prompts
-        self._riders: torch.Tensor | None = None  # rows of single tokens in a step that has prompts too
+        self._riders: torch.Tensor | None = None  # rows of single tokens in a step with prompts
 
     @property
     def has_kernel(self) -> bool:
-        """Whether decode has the C kernel (torch is several times slower)."""
+        """Decode has the C kernel (torch is several times slower)."""
         return self._decode is not None
 
     @property
     def has_prompt_kernel(self) -> bool:
-        """Whether prompts have the C kernel: bf16 on a CPU that multiplies it."""
+        """Prompts have the C kernel, which needs bf16."""
         return isinstance(self._prompts, PagedExtend)
 
     def begin(self, step: StepBatch) -> None:
@@ -51,7 +51,9 @@ class CpuBackend:
             self._decode.begin(_riders_of(step, single, self._riders))
 
     def _single(self, step: StepBatch) -> Sequence[int]:
-        """Requests for the decode kernel. A prompt's last token by itself has the prompt kernel's bits if it can."""
+        """Return the decode kernel's requests; a prompt's last token keeps the prompt kernel's
+        bits.
+        """
         if step.extend and step.riders is not None and self.has_prompt_kernel:
             return step.riders
         return [i for i, n in enumerate(step.q_lens) if n == 1]

@@ -1,8 +1,7 @@
-"""Attention of long prompts by FlashInfer (the extra `flashinfer`): on sm_90 by FlashAttention-3 over pages. Never run on a GPU yet.
+"""Long prompt attention by FlashInfer, on sm_90 FlashAttention-3. Never run on a GPU.
 
-Its kernels for sm_90 neither split a context nor hold the heads of a group in one tile: they get what `plan_extend` would
-leave whole, and few rows behind a long context stay with Triton. Nothing is split on other GPUs either, so that a request's
-result is the same in any batch. The pool is passed as it is, K and V of a layer as strided views.
+Its sm_90 kernels split no context: they compute what `plan_extend` leaves whole; few rows with a
+long context stay with Triton. Other GPUs split nothing either, for equal results in any batch.
 """
 
 from dataclasses import dataclass
@@ -19,12 +18,12 @@ from service.flags import ConfigError
 
 CACHE_DTYPES = ("bfloat16", "float16")
 HEAD_DIMS = (64, 128, 256)
-WORKSPACE_BYTES = 16 << 20  # holds the parts of split contexts: none
-PLANS_IN_FLIGHT = 4  # more than steps that are launched ahead
+WORKSPACE_BYTES = 16 << 20  # holds parts of split contexts: none
+PLANS_IN_FLIGHT = 4  # more than the steps launched ahead
 
 
 def import_wrapper() -> Any:
-    """Import FlashInfer's BatchPrefillWithPagedKVCacheWrapper. Raises ConfigError."""
+    """Raises ConfigError."""
     try:
         return import_module("flashinfer").BatchPrefillWithPagedKVCacheWrapper
     except (ImportError, OSError) as error:
@@ -34,7 +33,7 @@ def import_wrapper() -> Any:
 
 
 def check_specs(specs: tuple[CacheSpec, ...]) -> None:
-    """Raises ConfigError where FlashInfer has no kernel for a cache, or layers differ."""
+    """Raises ConfigError for caches without a kernel, or different layers."""
     for spec in specs:
         if spec.dtype not in CACHE_DTYPES or spec.head_dim not in HEAD_DIMS or spec != specs[0]:
             raise ConfigError(
@@ -45,10 +44,10 @@ def check_specs(specs: tuple[CacheSpec, ...]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PagedLayout:
-    """The places of requests' K and V in FlashInfer's form, on the host.
+    """Requests' K and V in FlashInfer's form, int32 on the host.
 
-    qo_indptr [n + 1], kv_indptr [n + 1], last_page_lens [n], kv_lens [n] int32: rows, pages, tokens of the last page
-    at [2, pages] int64: of each page of all requests, its request in the step and its place in that one's pages
+    qo_indptr, kv_indptr [n + 1], last_page_lens, kv_lens [n]; at int64[2, pages]: request and page
+    index of each page.
     """
 
     qo_indptr: torch.Tensor
@@ -59,7 +58,6 @@ class PagedLayout:
 
 
 def paged_layout(step: StepBatch, requests: list[int], *, page_size: int) -> PagedLayout:
-    """`requests`: those of the step that are laid out, one after another."""
     kv_lens = torch.tensor([step.kv_lens[i] for i in requests], dtype=torch.int32)
     pages = (kv_lens + page_size - 1) // page_size
     kv_indptr = _ends(pages)
@@ -74,12 +72,11 @@ def paged_layout(step: StepBatch, requests: list[int], *, page_size: int) -> Pag
 
 
 def _ends(lengths: torch.Tensor) -> torch.Tensor:
-    """[n + 1] int32: 0 and the sums of the first 1..n."""
     return torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
 
 
 class _Plan:
-    """One of FlashInfer's wrappers. It plans in pinned memory of its own, which a copy may still read."""
+    """FlashInfer wrapper; a copy may still read its pinned plan."""
 
     def __init__(self, wrapper: Any) -> None:
         self.wrapper = wrapper
@@ -95,7 +92,7 @@ class _Plan:
 
 
 class FlashInferPrompts:
-    """`wrapper`: FlashInfer's class. Compiles its kernels here, which takes minutes without its cache of them."""
+    """FlashInfer attention; compiling takes minutes without its cache."""
 
     def __init__(self, pool: KVPool, *, num_heads: int, wrapper: Any) -> None:
         assert len(set(pool.specs)) == 1, pool.specs
@@ -103,13 +100,12 @@ class FlashInferPrompts:
         self._num_heads = num_heads
         workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=pool.device)
         self._plans = [_Plan(wrapper(workspace, "NHD")) for _ in range(PLANS_IN_FLIGHT)]
-        self._rows: torch.Tensor | None = None  # of the step, [n] int64; None: all
+        self._rows: torch.Tensor | None = None  # rows of the step, [n] int64; None: all
         one, first = torch.tensor([1]), torch.tensor([0], device=pool.device)
         scratch = torch.zeros((1, 1), dtype=torch.int32, device=pool.device)
         self.begin(StepBatch(True, [1], [1], scratch, first, one, one), [0])
 
     def begin(self, step: StepBatch, requests: list[int]) -> None:
-        """`requests`: those of the step that `attend` computes."""
         spec, device = self._pool.specs[0], self._pool.device
         layout = paged_layout(step, requests, page_size=self._pool.page_size)
         at = upload(layout.at, device)
@@ -137,7 +133,7 @@ class FlashInferPrompts:
             self._rows = upload(torch.cat([torch.arange(*spans[i]) for i in requests]), device)
 
     def attend(self, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
-        """Fill the requests' rows of `out`. q, out [T, heads, dim] in the cache's dtype; their K and V are in the pool."""
+        """Fill the requests' rows of `out` [T, heads, dim]."""
         wrapper, cache = self._plans[-1].wrapper, (self._pool.k(layer), self._pool.v(layer))
         if self._rows is None:
             wrapper.run(q, cache, out=out)

@@ -1,4 +1,4 @@
-"""Latent attention on a CPU, by the C kernel."""
+"""MLA attention on CPU by the C kernel."""
 
 import torch
 
@@ -8,7 +8,7 @@ from engine.layers.latents import NewLatents
 
 
 class CpuLatents:
-    """Prompts and answers alike: KV of an answer has the same bits when it is computed again, as a prompt."""
+    """Prompts and decodes alike: recomputed KV has the same bits."""
 
     def __init__(self, kernel: LatentKernel) -> None:
         self._kernel = kernel
@@ -17,5 +17,5 @@ class CpuLatents:
         self._kernel.begin(step)
 
     def attend(self, layer: int, new: NewLatents) -> torch.Tensor:
-        """[T, heads * rank]."""
+        """Return [T, heads * rank]."""
         return self._kernel.attend(layer, new.q, new.latents, scale=new.scale)

@@ -1,7 +1,4 @@
-"""Latent attention to the tokens that an index chooses (DeepSeek V3.2), on any device.
-
-The C kernel, where there is one, reads the chosen latents alone; of the others the index has read the keys.
-"""
+"""MLA attention to tokens chosen by an index (DeepSeek V3.2), on any device."""
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -13,8 +10,6 @@ from engine.layers.latents import NewLatents, Scores, TokenChooser
 
 
 class SparseLatents:
-    """`kernel`: None where torch attends. Keys of the index lie behind the latents of each token."""
-
     def __init__(self, pool: KVPool, kernel: LatentKernel | None) -> None:
         self._pool = pool
         self._kernel = kernel
@@ -28,7 +23,7 @@ class SparseLatents:
             self._kernel.begin(step)
 
     def attend(self, layer: int, new: NewLatents) -> torch.Tensor:
-        """[T, heads * rank]."""
+        """Return [T, heads * rank]."""
         step, chooser = self._step, new.chooser
         assert step is not None and chooser is not None, "begin() comes first"
         sparse = max(step.kv_lens) > chooser.chosen
@@ -42,7 +37,6 @@ class SparseLatents:
         return torch.cat(out)[:, :, : self._pool.specs[layer].latent].flatten(1)
 
     def _tokens(self, kernel: LatentKernel, layer: int, chooser: TokenChooser) -> torch.Tensor:
-        """[T, chosen] i32."""
         step = self._step
         assert step is not None
 
@@ -55,14 +49,12 @@ class SparseLatents:
         return torch.cat([chooser.tokens(slice(*span), kv_len, of(i)) for i, (span, kv_len) in enumerate(spans)])
 
     def _kept(self, layer: int, request: int) -> torch.Tensor:
-        """[kv_len, width]: what is kept of the request's tokens."""
         assert self._step is not None
         kv_len = self._step.kv_lens[request]
         pages = self._pages[request, : -(-kv_len // self._pool.page_size)]
         return self._pool.k(layer).index_select(0, pages).flatten(0, 2)[:kv_len]
 
     def _attend(self, layer: int, request: int, new: NewLatents, rows: slice, chooser: TokenChooser) -> torch.Tensor:
-        """[n, heads, dim] of one request."""
         kept, dim = self._kept(layer, request), new.q.shape[2]
         keys, mask = kept[None, None, :, :dim].to(new.q.dtype), chooser.mask(rows, kept[:, dim:])
         q = new.q[rows].transpose(0, 1)[None]

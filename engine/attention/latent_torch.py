@@ -1,4 +1,4 @@
-"""Latent attention (MLA) in plain torch for any dtype and device: slow, and the reference for the kernel."""
+"""MLA attention in plain torch, for any dtype and device: slow; the kernel's reference."""
 
 import torch
 
@@ -10,7 +10,7 @@ from engine.layers.latents import NewLatents
 
 
 class TorchLatents:
-    """One KV head whose V is its K: of the weighted sums the first `rank` elements count."""
+    """One KV head with V = K, cut to the first `rank` elements of results."""
 
     def __init__(self, pool: KVPool) -> None:
         self._pool = pool
@@ -20,7 +20,7 @@ class TorchLatents:
         self._torch.begin(step)
 
     def attend(self, layer: int, new: NewLatents) -> torch.Tensor:
-        """[T, heads * rank]."""
+        """Return [T, heads * rank]."""
         latents = new.latents.unsqueeze(1)
         sums = self._torch.attend_turned(layer, new.q, latents, latents, Softmax(new.scale))
         return sums.view(new.q.shape)[:, :, : self._pool.specs[layer].latent].flatten(1)

@@ -1,4 +1,4 @@
-"""Latent attention (MLA) by Triton's kernels, of captured steps, too."""
+"""MLA attention by Triton, also for captured steps."""
 
 import torch
 
@@ -10,10 +10,9 @@ from engine.layers.latents import NewLatents
 
 
 class TritonLatents:
-    """One KV head, whose row is K and in its first elements V."""
+    """One KV head; V is the first elements of K."""
 
     def __init__(self, pool: KVPool, *, num_heads: int) -> None:
-        """`num_heads`: query heads."""
         self._pool = pool
         self._triton = TritonBackend(pool, num_heads=num_heads)
         self._token_pages = self._token_offsets = torch.empty(0, dtype=torch.int64)
@@ -27,7 +26,7 @@ class TritonLatents:
         self._take(step)
 
     def attend(self, layer: int, new: NewLatents) -> torch.Tensor:
-        """[T, heads * rank]."""
+        """Return [T, heads * rank]."""
         latents = new.latents.unsqueeze(1)
         self._pool.write(layer, self._token_pages, self._token_offsets, latents, latents)
         return self._triton.attend_written(layer, new.q.contiguous(), Softmax(new.scale))

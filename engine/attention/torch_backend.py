@@ -1,4 +1,4 @@
-"""Attention in plain torch for any dtype and device: slow, and the reference for the kernels."""
+"""Attention in plain torch, for any dtype and device: slow; the kernels' reference."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -11,11 +11,11 @@ from engine.kv.kv_pool import KVPool
 from engine.kv.step_batch import StepBatch
 from engine.layers.rope import Unturned
 
-QUERY_TILE = 1024  # rows per call with a mask: bounds the mask, and skips most of the masked upper triangle
+QUERY_TILE = 1024  # rows per masked call: bounds the mask, and skips most of the upper triangle
 
 
 class TorchBackend:
-    """Per request: gather its pages, then SDPA."""
+    """Gathers each request's pages, then calls SDPA."""
 
     def __init__(self, pool: KVPool) -> None:
         self._pool = pool
@@ -23,7 +23,7 @@ class TorchBackend:
         self._requests: list[_Request] = []
 
     def begin(self, step: StepBatch, *, skip: frozenset[int] = frozenset()) -> None:
-        """`skip`: requests whose KV is written and whose rows of the output stay undefined."""
+        """`skip`: requests with written KV and undefined output rows."""
         self._step = step
         rows = step.page_rows(self._pool.page_size)
         paths = _paths_of(step)
@@ -39,7 +39,7 @@ class TorchBackend:
     def attend_turned(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax: Softmax
     ) -> torch.Tensor:
-        """As `attend`. q [T, heads, head_dim]; k, v [T, kv_heads, head_dim]."""
+        """Attend with rotated q [T, heads, head_dim] and k, v [T, kv_heads, head_dim]."""
         assert self._step is not None, "begin() comes first"
         self._pool.write(layer, self._step.token_pages, self._step.token_offsets, k, v)
         out, window = torch.empty_like(q), self._pool.specs[layer].window
@@ -52,10 +52,9 @@ class TorchBackend:
     def _keys_values(
         self, layer: int, request: "_Request", k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """[kv_len, kv_heads, head_dim] each. Without a prefix the new tokens are all there is: no gather."""
         if request.prefix_len == 0:
             rows = slice(request.first, request.end)
-            # through the cache: what a later chunk reads back must be what this one saw
+            # rounded as in the cache: a later chunk must read what this one used
             return self._pool.rounded(layer, k[rows]).to(k.dtype), self._pool.rounded(layer, v[rows]).to(v.dtype)
         keys, values = (request.seen(kept) for kept in self._pool.read(layer, request.pages))
         return keys.to(k.dtype), values.to(v.dtype)
@@ -70,7 +69,6 @@ class TorchBackend:
         *,
         window: int,
     ) -> torch.Tensor:
-        """[q_len, heads, head_dim]."""
         window = window if window < request.kv_len else 0
         if request.q_len == 1:
             return _attention(q, _batched(keys[-window:]), _batched(values[-window:]), softmax)
@@ -86,7 +84,7 @@ class TorchBackend:
 
 
 class _Tile(NamedTuple):
-    """Query rows, the keys that any of them sees, and which sees which: mask [rows, seen]."""
+    """Query rows, keys visible to any of them, and mask [rows, keys]."""
 
     rows: slice
     seen: slice
@@ -94,12 +92,10 @@ class _Tile(NamedTuple):
 
 
 class _Request:
-    """One request's share of a step; its masks and page ids are shared by all layers."""
-
     def __init__(
         self, span: tuple[int, int], kv_len: int, pages: torch.Tensor, page_size: int, path: Sequence[int]
     ) -> None:
-        """`path`: positions where its newest tokens lie; empty: all lie at their own."""
+        """`path`: positions of its newest tokens, if out of order."""
         self.first, self.end = span
         self.q_len = self.end - self.first
         self.kv_len = kv_len
@@ -111,11 +107,10 @@ class _Request:
         self._tiles: dict[int, list[_Tile]] = {}
 
     def seen(self, kept: torch.Tensor) -> torch.Tensor:
-        """Return [kv_len, ...]: its tokens in order, of all that its pages keep."""
+        """Return its tokens in order, [kv_len, ...]."""
         return kept[: self.kv_len] if self._order is None else kept[self._order]
 
     def tiles(self, window: int) -> "list[_Tile]":
-        """Return the tiles of the query rows. `window`: 0 is all tokens."""
         if window not in self._tiles:
             ends = [min(first + QUERY_TILE, self.q_len) for first in range(0, self.q_len, QUERY_TILE)]
             self._tiles[window] = [self._tile(i * QUERY_TILE, end, window) for i, end in enumerate(ends)]
@@ -131,7 +126,6 @@ class _Request:
 
 
 def _paths_of(step: StepBatch) -> list[list[int]]:
-    """Return the places of each request's newest tokens, if the step has them."""
     if step.paths is None:
         return [[] for _ in step.kv_lens]
     starts, places = step.paths.starts.tolist(), step.paths.places.tolist()
@@ -139,7 +133,6 @@ def _paths_of(step: StepBatch) -> list[list[int]]:
 
 
 def _batched(x: torch.Tensor) -> torch.Tensor:
-    """[T, heads, head_dim] -> [1, heads, T, head_dim], a view."""
     return x.transpose(0, 1).unsqueeze(0)
 
 
@@ -152,7 +145,7 @@ def _attention(
     mask: torch.Tensor | None = None,
     is_causal: bool = False,
 ) -> torch.Tensor:
-    """[n, heads, head_dim] of q, the same shape; keys, values [1, kv_heads, seen, head_dim]; mask [n, seen]."""
+    """Return q's shape; keys, values [1, kv_heads, n, head_dim]; mask [rows, n]."""
     if softmax.is_plain:
         out = scaled_dot_product_attention(
             _batched(q), keys, values, attn_mask=mask, is_causal=is_causal, scale=softmax.scale, enable_gqa=True
@@ -165,7 +158,7 @@ def _attention(
 def _written_out(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, softmax: Softmax, mask: torch.Tensor | None
 ) -> torch.Tensor:
-    """Attend as `_attention` with softmaxes that SDPA lacks; in fp32."""
+    """Attend with softmax options that SDPA lacks, in fp32."""
     heads, group = q.shape[1], q.shape[1] // len(keys)
     grouped = q.float().unflatten(1, (len(keys), group))  # [n, kv_heads, group, head_dim]
     scores = torch.einsum("nhgd,hsd->hgns", grouped, keys.float()) * softmax.scale

@@ -1,6 +1,6 @@
-"""Attention by Triton: split-KV decode and extend over pages, without waiting for the device.
+"""Attention by Triton: split-KV decode and extend over pages, without host syncs.
 
-Decodes that ride in a step of prompts are decoded as in a step of their own. Never run on a GPU yet; tested in the interpreter.
+Piggybacked decodes get decode kernels. Never run on a GPU; tested in the interpreter.
 """
 
 from collections.abc import Sequence
@@ -42,8 +42,6 @@ ALIGNED = 4  # int32 in 16 bytes
 
 @dataclass(frozen=True, slots=True)
 class _Decode:
-    """A step of single tokens. `splits`: by the shape of a layer."""
-
     kv_lens: torch.Tensor
     splits: "dict[_Shape, SplitList]"
     paths: TreePaths | None
@@ -51,7 +49,7 @@ class _Decode:
 
 @dataclass(frozen=True, slots=True)
 class _Riders:
-    """Requests that decode in a step with prompts. rows, slots [n] int64: where they are in the step, and in the page table."""
+    """Decodes in a step with prompts: rows and page table slots, int64[n]."""
 
     rows: torch.Tensor
     slots: torch.Tensor
@@ -60,8 +58,6 @@ class _Riders:
 
 @dataclass(frozen=True, slots=True)
 class _Extend:
-    """A step with prompts. `work`: by the shape of a layer; `library`: requests of another's kernels."""
-
     kv_lens: torch.Tensor
     starts: torch.Tensor
     work: "dict[_Shape, ExtendWork]"
@@ -71,10 +67,7 @@ class _Extend:
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """What the cut of a layer's work depends on, beside lengths. `window`: of CacheSpec; `rest`: of latents, as of `decode`.
-
-    `decode_heads`: kv heads as single tokens have them: of latents, tiles of query heads.
-    """
+    """Parameters of a layer's split; `decode_heads` are tiles of heads for latents."""
 
     kv_heads: int
     decode_heads: int
@@ -85,10 +78,8 @@ class _Shape:
 
 
 class TritonBackend:
-    """K and V of the new tokens are written first, then read back."""
-
     def __init__(self, pool: KVPool, *, num_heads: int, prompts: FlashInferPrompts | None = None) -> None:
-        """`num_heads`: query heads. `prompts`: computes long prompts instead, wherever lengths are known to the host."""
+        """`prompts` computes long prompts of known lengths."""
         self._pool = pool
         self._prompts = prompts
         self._num_heads = num_heads
@@ -136,7 +127,7 @@ class TritonBackend:
         return self.attend_written(layer, q, new.softmax)
 
     def attend_written(self, layer: int, q: torch.Tensor, softmax: Softmax) -> torch.Tensor:
-        """As `attend`, where K and V of the new tokens are in the pool. q [T, heads, head_dim], turned; heads of a row are dense."""
+        """Attend over written K and V; q [T, heads, head_dim] is rotated."""
         now = self._now
         assert now is not None, "begin() comes first"
         cache_k, cache_v = self._pool.k(layer), self._pool.v(layer)
@@ -249,7 +240,7 @@ class TritonBackend:
         return _Shape(kv_heads, heads, spec.window, rest, decode, extend)
 
     def _upload(self, *lists: Sequence[int]) -> tuple[torch.Tensor, ...]:
-        """int32, in one copy. Each begins at a multiple of 16 bytes: for another Triton compiles a kernel anew."""
+        """Upload int32 lists in one copy, 16-byte aligned, since Triton recompiles for others."""
         sizes = [-(-len(values) // ALIGNED) * ALIGNED for values in lists]
         flat = [x for values, size in zip(lists, sizes, strict=True) for x in (*values, *[0] * (size - len(values)))]
         whole = upload(torch.tensor(flat, dtype=torch.int32), self._pool.device)

@@ -1,4 +1,4 @@
-"""Attention of a model of whose layers some see a window and keep their KV in a pool of its own: a backend for each pool."""
+"""Attention of models with window layers in their own KV pool: one backend per pool."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,9 +15,9 @@ OnePool = CpuBackend | TorchBackend
 
 
 class WindowedBackend:
-    """`in_window[layer]`: which pool is the layer's. `full`: None: all layers have a window.
+    """Backends per pool; `full` is None if all layers have windows.
 
-    The kernels read no page before a row's window: the page table of windows has pages there that are another's by now.
+    Kernels read no page before a row's window: the table holds reassigned pages there.
     """
 
     def __init__(self, full: OnePool | None, windows: OnePool, *, in_window: Sequence[bool]) -> None:
@@ -30,7 +30,6 @@ class WindowedBackend:
 
     @property
     def has_kernel(self) -> bool:
-        """As of CpuBackend, for all layers."""
         backends = [backend for backend in (self._full, self._windows) if backend is not None]
         return all(isinstance(backend, CpuBackend) and backend.has_kernel for backend in backends)
 
@@ -47,6 +46,5 @@ class WindowedBackend:
 
 
 def windowed(full: AttentionBackend | None, windows: AttentionBackend, *, in_window: Sequence[bool]) -> WindowedBackend:
-    """Of backends as `make_attention_backend` gives them on a CPU for layers without a latent."""
     assert isinstance(windows, OnePool) and (full is None or isinstance(full, OnePool)), (full, windows)
     return WindowedBackend(full, windows, in_window=in_window)
