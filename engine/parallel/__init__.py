@@ -1,1 +1,1 @@
-"""Ranks of one model: which part each holds, and how they sum what they compute."""
+"""Ranks of one model: shards and collectives."""

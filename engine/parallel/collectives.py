@@ -1,8 +1,8 @@
-"""What ranks that hold parts of one model exchange while they compute: sums of partial results, and columns of logits.
+"""Collectives of TP ranks: sums of partial results, gathers of logits.
 
-Every rank calls the same methods in the same order with the same shapes. Order decides bits: partials are added in float32 in
-one binary tree over ranks, (0+1)+(2+3), and rounded once, so every rank gets the same bits, and a row's do not depend on where it
-stands in the batch. gloo and NCCL's rings cut the buffer among ranks and promise neither.
+Every rank calls the same methods in the same order and shapes. Partials are added in float32 in one
+binary tree, (0+1)+(2+3), and rounded once: all ranks get equal bits, independent of a row's place
+in the batch, which gloo and NCCL do not promise.
 """
 
 from typing import Protocol
@@ -19,32 +19,33 @@ TAKES = -(1 << 62)  # as in allreduce.c
 
 
 class Collectives(Protocol):
-    """The ranks of one stage. A call returns when all ranks made it.
+    """Ranks of one stage; a call returns after all ranks made it.
 
-    It raises RanksEnded (engine/kernels/failures.py) once the group has ended.
+    Raises RanksEnded once the group has ended.
     """
 
     rank: int
     size: int
 
     def sum(self, partial: Tensor, *, dtype: torch.dtype) -> Tensor:
-        """[T, n] `dtype` (bfloat16 or float32): the sum of all ranks' `partial` [T, n] float32, dense."""
+        """Return the sum of dense float32 `partial`s [T, n], as bfloat16 or float32."""
         ...
 
     def gather_columns(self, part: Tensor, *, columns: range, total: int) -> Tensor | None:
-        """On rank 0 [T, total] float32, of which each rank gave `part` [T, len(columns)], dense: shared memory, valid until the
-        next gather. None on the others."""
+        """Return float32[T, total] of all columns on rank 0, valid until the next gather; else
+        None.
+        """
         ...
 
     def share(self, x: Tensor, *, owner: int = 0) -> None:
-        """Let `x` [T, n], dense, be on every rank what it is on rank `owner`."""
+        """Copy dense `x` [T, n] from rank `owner` to all."""
         ...
 
     def close(self) -> None: ...
 
 
 def tree_sum(partials: list[Tensor]) -> Tensor:
-    """Add in the order of all implementations: neighbours, then neighbours of these; an odd last one waits for its turn."""
+    """Add neighbours pairwise, level by level."""
     while len(partials) > 1:
         pairs = [a + b for a, b in zip(partials[::2], partials[1::2], strict=False)]
         partials = pairs + partials[2 * len(pairs) :]
@@ -52,13 +53,15 @@ def tree_sum(partials: list[Tensor]) -> Tensor:
 
 
 def columns_of(rank: int, size: int, total: int) -> range:
-    """Where collectives need to know the other ranks' columns: those of layout.py's share of a vocabulary."""
+    """A rank's columns of a vocabulary, as in layout.py."""
     return range(total * rank // size, total * (rank + 1) // size)
 
 
 class SharedMemoryCollectives:
-    """Ranks of one machine on CPUs, over `region`: by allreduce.c, or without a compiler by torch, over the same words and with the
-    same bits, so that ranks of both kinds may meet. One thread per rank calls it."""
+    """Collectives over shared memory for CPU ranks of a machine, one thread per rank.
+
+    allreduce.c and its torch replacement have equal bits, so ranks of both may mix.
+    """
 
     def __init__(self, region: SharedRegion, *, rank: int, stage: int = 0) -> None:
         plan = region.plan
@@ -82,7 +85,7 @@ class SharedMemoryCollectives:
         return self.sum_rows(partial, rows=range(len(partial)), dtype=dtype)
 
     def sum_rows(self, partial: Tensor, *, rows: range, dtype: torch.dtype) -> Tensor:
-        """`rows` of `sum`: each rank may want others."""
+        """`rows` of `sum`, different per rank."""
         if self._kernels is not None:
             windows = self._windows.data_ptr()
             return self._kernels.sum(
@@ -91,9 +94,9 @@ class SharedMemoryCollectives:
         return self._sum_by_torch(partial, dtype)[rows.start : rows.stop]
 
     def gather_rows(self, part: Tensor, *, first: int, total: int) -> Tensor:
-        """[total, n] of all ranks' `part` [T, n], dense; this one's rows begin at `first`. The same on all ranks.
+        """Return [total, n], the ranks' dense `part`s [T, n]; this rank's start at row `first`.
 
-        Ranks may bring none. Rows that no rank brings are of any content.
+        Rows that no rank has stay undefined.
         """
         if self._kernels is not None:
             window = self._windows[0].numel() * FLOAT_BYTES
@@ -102,10 +105,7 @@ class SharedMemoryCollectives:
         return self._gather_rows_by_torch(part, first, total)
 
     def take_rows(self, part: Tensor, *, first: int, total: int, wanted: Tensor) -> Tensor:
-        """[len(wanted), n]: rows `wanted` [N] i64 of all ranks' `part` [T, n], dense, end to end; this one's begin at `first`.
-
-        Each rank may want others: an all-to-all. All `total` rows are brought.
-        """
+        """Return rows `wanted` i64[N], different per rank, of all `part`s: all-to-all."""
         windows = self._windows[0].numel() * FLOAT_BYTES
         if self._kernels is not None:
             at = self._windows.data_ptr()
@@ -131,7 +131,7 @@ class SharedMemoryCollectives:
             x.copy_(whole)
 
     def close(self) -> None:
-        """Let go of the memory; ranks that wait for this one need the region's abort()."""
+        """Close memory; waiting ranks need the region's abort()."""
         self._region.close()
 
     def _sum_by_torch(self, partial: Tensor, dtype: torch.dtype) -> Tensor:
@@ -180,11 +180,9 @@ class SharedMemoryCollectives:
 
     @property
     def _written(self) -> int:
-        """Count the windows that this rank has written."""
         return int(self._sum_lines[self.rank][0].item())
 
     def _meet(self, numbers: int) -> None:
-        """Count the window as written, with its `numbers`, and wait until all have written theirs."""
         own, count = self._sum_lines[self.rank], self._written
         own[1 + count % 2] = numbers
         self._region.publish(own[:1], count + 1)

@@ -1,9 +1,9 @@
-"""Which rank holds which expert, so that ranks have about as much to do. Pure.
+"""Balanced placement of experts on ranks. Pure.
 
-Slots are the places of experts, numbered rank by rank, as many on each. A placement names the expert of each slot; an expert whose load is
-large may have several. The algorithm is that of DeepSeek's EPLB (github.com/deepseek-ai/EPLB): groups of experts go to nodes, in a node
-the expert with the largest load for each of its copies gets one more, and copies go to the node's ranks, the heaviest first to the
-lightest with room. Equal loads go by the lower number, so all ranks compute the same.
+A placement has the expert of each slot, numbered by rank; loaded experts have several. As in
+DeepSeek's EPLB (github.com/deepseek-ai/EPLB): groups go to nodes; experts with the most load per
+copy get copies; the heaviest copies go first to the lightest ranks. Ties take the lower number, so
+all ranks agree.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,12 +13,12 @@ Placement = tuple[int, ...]
 
 
 def trivial(experts: int, *, slots: int) -> Placement:
-    """In order; the slots beyond hold the first experts again."""
+    """Experts in order; extra slots repeat the first ones."""
     return tuple(slot % experts for slot in range(slots))
 
 
 def balanced(loads: Sequence[float], *, slots: int, ranks: int, groups: int = 1, nodes: int = 1) -> Placement:
-    """The placement for the `loads` of experts. `groups`: of neighbouring experts, which stay in a node if nodes divide them."""
+    """Placement for `loads`; `groups` stay in a node if nodes divide them."""
     assert slots % ranks == 0 and slots >= len(loads) > 0, (slots, ranks, len(loads))
     if nodes == 1 or groups % nodes or ranks % nodes or len(loads) % groups:
         groups = nodes = 1
@@ -34,20 +34,18 @@ def balanced(loads: Sequence[float], *, slots: int, ranks: int, groups: int = 1,
 
 
 def rank_loads(placement: Sequence[int], loads: Sequence[float], *, ranks: int) -> list[float]:
-    """Return the load of each rank; an expert's copies share its load equally."""
     shares = [loads[expert] / placement.count(expert) for expert in placement]
     each = len(placement) // ranks
     return [sum(shares[rank * each : (rank + 1) * each]) for rank in range(ranks)]
 
 
 def imbalance(placement: Sequence[int], loads: Sequence[float], *, ranks: int) -> float:
-    """The largest load of a rank over the mean: 1 is even. Without any load 1."""
+    """Maximum over mean of rank loads; 1 is even."""
     of_ranks = rank_loads(placement, loads, ranks=ranks)
     return max(of_ranks) * ranks / total if (total := sum(of_ranks)) else 1.0
 
 
 def _packed(weights: Sequence[float], packs: int) -> list[list[int]]:
-    """Places of `weights` in packs of equal numbers: the heaviest first, each to the lightest pack with room."""
     room = len(weights) // packs
     found: list[list[int]] = [[] for _ in range(packs)]
     sums = [0.0] * packs
@@ -59,7 +57,6 @@ def _packed(weights: Sequence[float], packs: int) -> list[list[int]]:
 
 
 def _replicated(loads: Sequence[float], slots: int) -> list[int]:
-    """The expert of each slot: each once, then one by one that with the most load for a copy."""
     copies = [1] * len(loads)
     found = list(range(len(loads)))
     for _ in range(slots - len(loads)):
@@ -71,9 +68,9 @@ def _replicated(loads: Sequence[float], slots: int) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertPlan:
-    """The experts' places at the start, by layer of the model (none: in order, with `redundant` slots beyond one each), and how they move:
+    """Initial placement by layer (default: in order), and its updates.
 
-    every `rebalance_every` steps (0: never), with the `groups` of the model's router kept in one of `nodes` machines.
+    Every `rebalance_every` steps (0: never); router `groups` stay in one of `nodes` machines.
     """
 
     redundant: int = 0

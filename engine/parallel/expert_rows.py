@@ -1,11 +1,11 @@
-"""Expert parallel: where tokens and the answers of their experts move between ranks that hold whole experts each.
+"""Expert parallelism: moves of tokens and expert outputs between ranks with whole experts.
 
-Slots are the places of experts, numbered rank by rank; each rank has as many. A token takes some slots, best first:
+Slots are expert places, numbered by rank. Each token has k slots, best first:
 
-    [T, k] slots of the tokens -> rows sorted by slot -> a rank's slots are a run of them -> answers, back to the tokens, still apart
+  slots [T, k] -> rows sorted by slot -> each rank computes a range -> outputs return, unsummed
 
-No rank adds what another computed before the token's own rank has all of it: so a sum is in the token's order, on any number of
-ranks. A slot of -1 is of a row that no rank has brought.
+Only the token's own rank sums, in the token's order, so results do not depend on the number of
+ranks. Slot -1 marks a row without a rank.
 """
 
 from collections.abc import Callable
@@ -18,28 +18,24 @@ from engine.parallel.collectives import Collectives, SharedMemoryCollectives
 from engine.parallel.network import NOTHING
 from engine.parallel.row_exchange import RowExchange
 
-# (rows [n, hidden] sorted by slot, how many each of the own slots has [slots] i64) -> [n, width] float32
+# (rows [n, hidden] sorted by slot, row counts of own slots i64) -> float32[n, width]
 Compute = Callable[[Tensor, Tensor], Tensor]
 
 
 class Answered(NamedTuple):
-    """`answers` [T, k, width] float32 of the own tokens; `rows` [slots of all ranks] i64: tokens of all ranks that took each."""
+    """Own tokens' float32 `answers` [T, k, width]; token counts of all slots."""
 
     answers: Tensor
     rows: Tensor
 
 
 class ExpertRows(Protocol):
-    """`recordable`: graphs may record it."""
-
     recordable: bool
 
-    def own_slots(self, slots: int) -> range:
-        """Of `slots`, those that this rank holds."""
-        ...
+    def own_slots(self, slots: int) -> range: ...
 
     def answers(self, own: Tensor, slots: Tensor, compute: Compute, *, total: int) -> Answered:
-        """Of the rows `own` [T, hidden], whose `slots` [T, k] i64 are among `total`; every rank computes those that it holds."""
+        """Return outputs for `own` [T, hidden] with `slots` i64[T, k] of `total`."""
         ...
 
 
@@ -51,7 +47,7 @@ def expert_rows(collectives: Collectives | None, exchange: RowExchange | None) -
 
 
 class TakenRows:
-    """Over memory that ranks share: an all-to-all. `exchange`: with DP attention; else all ranks have the same rows, and only answers move."""
+    """All-to-all over shared memory; without `exchange` all ranks have the same rows."""
 
     recordable = False
 
@@ -73,7 +69,7 @@ class TakenRows:
         x = own.index_select(0, of_rows) if exchange is None else exchange.take(own, of_rows)
         places = torch.empty_like(order).index_copy_(
             0, order, torch.arange(len(order))
-        )  # of each answer among the sorted
+        )  # position of each output in sorted order
         answers = compute(x, rows[mine.start : mine.stop])
         begin = 0 if exchange is None else exchange.first * each
         wanted = places[begin : begin + tokens * each]
@@ -82,8 +78,7 @@ class TakenRows:
 
 
 class SummedRows:
-    """Over any collectives, where all ranks have the same rows: all are summed, with nothing in the place of those that a rank does not
-    compute. Nothing waits for the host, and shapes do not depend on the routing."""
+    """Sum over ranks with the same rows, zeros for other ranks' experts, without host syncs."""
 
     recordable = True
 
@@ -111,7 +106,6 @@ def _share(slots: int, ranks: Collectives) -> range:
 
 
 def _sorted(slots: Tensor, total: int) -> tuple[Tensor, Tensor]:
-    """The places in `slots` in their order, -1 behind all; how many each of `total` slots has."""
     keys = torch.where(slots < 0, total, slots)
     counts = torch.zeros(total + 1, dtype=torch.int64, device=slots.device).scatter_add_(0, keys, torch.ones_like(keys))
     return keys.argsort(stable=True), counts[:total]

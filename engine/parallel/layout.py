@@ -1,10 +1,12 @@
-"""Which part of a model each rank of a TP x PP group holds, and which sizes fit a model. Pure.
+"""Shards of a model in a TP x PP group, and checks of sizes. Pure.
 
-    heads, KV heads, intermediate, vocabulary   cut over the TP ranks of a stage, in order
-                                                with DP attention the intermediate over those of all DP ranks
-    layers                                      cut over the stages, balanced by bytes; the first holds the embedding, the last the head
+  heads, KV heads, intermediate, vocabulary   split over TP ranks, in order; with DP attention
+                                              the intermediate over all DP ranks' ranks
+  layers                                      split over stages by bytes; the first has the
+                                              embedding, the last the head
 
-Where TP ranks outnumber KV heads, each KV head is on tp_size / kv_heads ranks. So a query head is always with its KV head.
+With more TP ranks than KV heads, tp_size / kv_heads ranks share a KV head; query heads are always
+with theirs.
 """
 
 import math
@@ -18,10 +20,10 @@ from service.flags import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """A rank in its group. `partition`: layers of each stage (`--pp-layer-partition`); (): balanced by bytes.
+    """Coordinates of a rank; `partition` is `--pp-layer-partition`, () balances by bytes.
 
-    `dp_rank`, `dp_size`: with DP attention, which group of `tp_size` ranks it is in, of those that share the MLPs. `ep_size`: these
-    ranks, where each holds whole experts (expert parallel), or 1: each has a part of every expert.
+    With DP attention, `dp_size` groups of `tp_size` ranks share the MLPs. `ep_size`: ranks with
+    whole experts, or 1.
     """
 
     tp_rank: int = 0
@@ -40,7 +42,6 @@ class Place:
 
     @property
     def mlp_rank(self) -> int:
-        """Its number among the ranks that share an MLP."""
         return self.dp_rank * self.tp_size + self.tp_rank
 
     @property
@@ -49,21 +50,19 @@ class Place:
 
     @property
     def is_first_stage(self) -> bool:
-        """Whether it holds the embedding."""
         return self.pp_rank == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether it holds the final norm and the head."""
         return self.pp_rank == self.pp_size - 1
 
 
-ALONE = Place()  # a model on one rank
+ALONE = Place()  # model on one rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """The part that a rank holds: half-open ranges of the model's numbers."""
+    """Shard of a rank: half-open ranges."""
 
     heads: range
     kv_heads: range
@@ -73,7 +72,7 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The rows or columns `taken` of a matrix that has `total`."""
+    """Rows or columns `taken` of `total` in a matrix."""
 
     total: int
     taken: range
@@ -83,18 +82,16 @@ class Cut:
         return Cut(total, range(total))
 
     def times(self, size: int) -> "Cut":
-        """Return the cut with `size` rows or columns for each unit."""
         return Cut(self.total * size, range(self.taken.start * size, self.taken.stop * size))
 
     def within(self, total: int, *, at: int) -> "Cut":
-        """Return the cut in a matrix of `total` in which this one begins at `at`."""
         return Cut(total, range(at + self.taken.start, at + self.taken.stop))
 
     def __len__(self) -> int:
         return len(self.taken)
 
 
-Extent = int | Cut  # of a stored tensor's dimension: all of it, or what a rank takes
+Extent = int | Cut  # of a tensor's dimension: all of it, or a rank's part
 
 
 def cut_of(extent: Extent) -> Cut:
@@ -102,7 +99,6 @@ def cut_of(extent: Extent) -> Cut:
 
 
 def share_of(config: ModelConfig, place: Place) -> Share:
-    """Return what the rank at `place` holds. `check_layout` has accepted the sizes."""
     rank, size = place.tp_rank, place.tp_size
     return Share(
         heads=_even(config.num_heads, rank, size),
@@ -113,36 +109,28 @@ def share_of(config: ModelConfig, place: Place) -> Share:
 
 
 def stage_layers(config: ModelConfig, *, pp_size: int, partition: Sequence[int] = ()) -> tuple[range, ...]:
-    """Return the layers of each stage. Without a `partition` the largest stage is as small as it can be, in bytes."""
+    """Each stage's layers; the default minimizes the largest stage in bytes."""
     counts = list(partition) or _balanced(config, pp_size)
     assert len(counts) == pp_size and sum(counts) == config.num_layers and min(counts) > 0, counts
     return tuple(range(first, end) for first, end in pairwise(accumulate(counts, initial=0)))
 
 
 def mlp_share(width: int, place: Place) -> range:
-    """Return the range of an MLP's or expert's intermediate of `width` that the rank at `place` has."""
     return _even(width, place.mlp_rank, place.mlp_size)
 
 
 def units_of(config: ModelConfig, place: Place, kv_units: int | None) -> range:
-    """Return which of the model's KV units a rank holds. `kv_units`: of the model (`--kv-units`); None: one for each rank.
-
-    Unit u holds kv_heads / kv_units neighbouring KV heads. Where ranks outnumber KV heads, a unit is one head.
-    """
+    """A rank's KV units of kv_heads / kv_units adjacent heads, at least one."""
     total = model_units(config, tp_size=place.tp_size, kv_units=kv_units)
     return shared_range(total, place.tp_rank, place.tp_size)
 
 
 def model_units(config: ModelConfig, *, tp_size: int, kv_units: int | None) -> int:
-    """Return how many units the KV of a token has, over all ranks."""
     return kv_units or min(tp_size, config.num_kv_heads)
 
 
 def common_units(config: ModelConfig, *, tp_sizes: Sequence[int]) -> int:
-    """Return the fewest units of a token's KV in which workers of all these sizes can exchange it (`--kv-units`).
-
-    `check_layout` has accepted the sizes.
-    """
+    """Fewest `--kv-units` with which all these TP sizes can exchange KV."""
     return math.lcm(*(model_units(config, tp_size=size, kv_units=None) for size in tp_sizes))
 
 
@@ -157,9 +145,9 @@ def check_layout(
     kv_units: int | None = None,
     reduce_units: int = 0,
 ) -> None:
-    """Raise ConfigError naming the flag, both numbers and what would fit.
+    """Raises ConfigError with the flag, both numbers and valid ones.
 
-    `dp_size`: of DP attention, whose ranks `tp_size` counts all. `reduce_units`: 0 is off.
+    With DP attention `tp_size` counts all ranks. `reduce_units`: 0 is off.
     """
     if ep_size > 1:
         _check_experts(config, tp_size, ep_size)
@@ -200,7 +188,6 @@ def _tp_problem(config: ModelConfig, tp_size: int, dp_size: int, ep_size: int) -
 
 
 def _cut_sizes(config: ModelConfig, ep_size: int) -> dict[str, int]:
-    """Intermediates that are cut over ranks: experts are not where each rank holds whole ones."""
     if ep_size == 1:
         return config.mlp_sizes()
     assert config.experts is not None
@@ -238,7 +225,7 @@ def _check_stages(config: ModelConfig, pp_size: int, partition: Sequence[int]) -
 
 
 def _check_attention(config: ModelConfig, pp_size: int, partition: Sequence[int]) -> None:
-    """Each stage has pages of KV, and states where the model has them: the leader's stage speaks for all."""
+    """Check that each stage has KV pages, and states if recurrent: the leader's represents all."""
     for number, stage in enumerate(stage_layers(config, pp_size=pp_size, partition=partition)):
         lacks = "" if config.kv_layers(stage) else "all of them recurrent; give each stage one with attention"
         if config.recurrent is not None and not {*config.recurrent.layers} & {*stage}:
@@ -252,7 +239,6 @@ def _check_attention(config: ModelConfig, pp_size: int, partition: Sequence[int]
 
 
 def _check_images(config: ModelConfig, pp_size: int, partition: Sequence[int]) -> None:
-    """The first stage sees, and has the layers to whose states images add."""
     levels = 0 if config.vision is None else config.vision.deepstack_levels
     first = len(stage_layers(config, pp_size=pp_size, partition=partition)[0])
     if first < levels:
@@ -298,7 +284,6 @@ def _check_reduce_units(config: ModelConfig, tp_size: int, units: int) -> None:
 
 
 def _reduced(config: ModelConfig) -> dict[str, int]:
-    """Inputs of the products whose sums are taken over ranks."""
     return {
         "num_attention_heads * head_dim": config.num_heads * config.attended_dim(),
         **config.recurrent_sizes(),
@@ -312,7 +297,7 @@ def _even(total: int, rank: int, size: int) -> range:
 
 
 def shared_range(total: int, rank: int, size: int) -> range:
-    """Return a rank's range of `total` KV heads, units or groups of heads; one of them where ranks outnumber them."""
+    """A rank's range of heads or units; one if ranks outnumber them."""
     if size <= total:
         return _even(total, rank, size)
     assert size % total == 0, (total, size)
@@ -320,7 +305,7 @@ def shared_range(total: int, rank: int, size: int) -> range:
 
 
 def _balanced(config: ModelConfig, pp_size: int) -> list[int]:
-    """One layer after the other goes to the smallest stage, the first of equals: no other way makes the largest smaller."""
+    """Add each layer to the smallest stage, which minimizes the largest."""
     hidden = config.hidden_size
     layer = config.attention_weights() + hidden * round(config.mlp_matrices * config.mlp_width(active=False))
     table = hidden * config.vocab_size
@@ -335,6 +320,5 @@ def _balanced(config: ModelConfig, pp_size: int) -> list[int]:
 
 
 def _listed(numbers: Sequence[int]) -> str:
-    """ "1, 2 or 4"."""
     *others, last = map(str, numbers)
     return f"{', '.join(others)} or {last}" if others else last

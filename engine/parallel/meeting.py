@@ -1,8 +1,9 @@
-"""How rank i of one machine finds rank i of another: one listens, one dials, and each proves that it knows the cluster's secret.
+"""Rendezvous of two ranks on different machines with mutual proof of the cluster secret.
 
-    both -> 32 random bytes                       both -> HMAC(secret, side, own bytes, the other's, what the group is)
+  both -> 32 random bytes
+  both -> HMAC(secret, side, own bytes, the other's, name of the group)
 
-Only the meeting is proven: the bytes that follow are plain, as KV is. A stranger costs the listener at most `PROOF_S`.
+Later bytes are plain, like KV. A stranger delays the listener by at most `PROOF_S`.
 """
 
 import hashlib
@@ -16,16 +17,16 @@ from service.security.secret import derive
 NONCE_BYTES = 32
 PROOF_S = 5.0
 RETRY_S = 0.05
-LOST_S = 15  # after which a machine that answers nothing is gone; the kernel asks it every so often
+LOST_S = 15  # after which a silent machine is gone; the kernel probes it
 ASK_S = 3
 
 
 class MeetingError(Exception):
-    """The other rank did not come in time; the message names the address."""
+    """The other rank did not come in time; has the address."""
 
 
 def listen(server: socket.socket, *, secret: bytes, group: str, within_s: float) -> socket.socket:
-    """The connection of the one rank that knows the secret and names the same `group` (job, sizes, this rank)."""
+    """Accept the rank with the same secret and `group` (job, sizes, rank)."""
     deadline_s, refused = time.monotonic() + within_s, 0
     while (left_s := deadline_s - time.monotonic()) > 0:
         server.settimeout(left_s)
@@ -42,7 +43,6 @@ def listen(server: socket.socket, *, secret: bytes, group: str, within_s: float)
 
 
 def dial(host: str, port: int, *, secret: bytes, group: str, within_s: float) -> socket.socket:
-    """The connection to the rank that listens, or will soon."""
     deadline_s, refused = time.monotonic() + within_s, False
     while (left_s := deadline_s - time.monotonic()) > 0:
         try:
@@ -76,7 +76,6 @@ def _is_proven(connection: socket.socket, secret: bytes, group: str, *, side: by
 
 
 def _end_with_its_machine(connection: socket.socket) -> None:
-    """Let the connection break when the other machine is gone without a word."""
     connection.settimeout(None)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, ASK_S)

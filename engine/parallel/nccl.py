@@ -1,13 +1,11 @@
-"""Collectives of GPUs. Nothing here has run on a GPU yet: its arithmetic and its order are tested over gloo, on CPUs.
+"""Collectives of GPUs, never run on one: order and arithmetic are tested over gloo.
 
-NCCL only carries bytes; torch adds. NCCL's own sum cuts the buffer among ranks, so a row's bits would depend on its place in the
-batch, and those of the one-shot sum of symmetric memory on how large the message is: both ways here add in `tree_sum`'s order.
+NCCL only moves bytes and torch adds, in `tree_sum`'s order, independent of batch and message size.
 
-    small   each rank's partial in symmetric memory, which all ranks read: no NCCL, about as fast as a kernel starts
-    large   each rank gets its slice of all partials, adds, rounds, and all get all slices: fewer bytes than a float32 all-reduce
+  small   partials in symmetric memory, read by all ranks: about as fast as a kernel launch
+  large   each rank adds its slice of all partials, then all gather
 
-A graph may record every call: none asks the host for anything, `wait` holds the stream and not the host, and what they allocate
-is the graph's while one is recorded.
+Graphs may record all calls: none syncs with the host.
 """
 
 from typing import Protocol
@@ -22,17 +20,17 @@ SMALL_NUMBERS = 1 << 18  # 1 MiB of float32
 
 
 class PeerMemory(Protocol):
-    """A float32 buffer of each rank that all ranks read."""
+    """Float32 buffers of all ranks, mutually readable."""
 
     peers: list[Tensor]  # [SMALL_NUMBERS] each, by rank
 
     def barrier(self) -> None:
-        """What ranks wrote before is seen, and what they read was read, in stream order."""
+        """Order all ranks' earlier writes and reads, in the stream."""
         ...
 
 
 class SymmetricMemory:
-    """Torch's symmetric memory of a group's GPUs. Raises RuntimeError where GPUs cannot reach one another."""
+    """Torch's symmetric memory. Raises RuntimeError without peer access."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         from torch.distributed import _symmetric_memory
@@ -47,8 +45,7 @@ class SymmetricMemory:
 
 
 class NcclCollectives:
-    """`Collectives` over a process group of torch. A stuck call does not look at an abort word: the leader ends it by killing
-    the ranks."""
+    """`Collectives` over a torch process group. The leader ends a stuck call by killing ranks."""
 
     def __init__(self, group: dist.ProcessGroup, *, memory: PeerMemory | None) -> None:
         self.rank, self.size = group.rank(), group.size()
@@ -62,7 +59,7 @@ class NcclCollectives:
         return (self._sum_small(flat, dtype) if small else self._sum_slices(flat, dtype)).view(partial.shape)
 
     def gather_columns(self, part: Tensor, *, columns: range, total: int) -> Tensor | None:
-        """The ranks' columns are those of `columns_of`."""
+        """Columns must be those of `columns_of`."""
         mine = columns_of(self.rank, self.size, total)
         assert columns == mine, (columns, mine)
         widest = -(-total // self.size)
@@ -76,11 +73,10 @@ class NcclCollectives:
         return torch.cat([x[:, : len(columns_of(r, self.size, total))] for r, x in enumerate(parts)], 1)
 
     def share(self, x: Tensor, *, owner: int = 0) -> None:
-        """`x` may have any number of dimensions."""
         self._group.broadcast(x, owner).wait()
 
     def close(self) -> None:
-        """Groups end with their processes: a rank that waits for this one is killed."""
+        """Do nothing: groups end with their processes."""
 
     def _sum_small(self, flat: Tensor, dtype: torch.dtype) -> Tensor:
         assert self._memory is not None

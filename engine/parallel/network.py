@@ -1,9 +1,8 @@
-"""Collectives of several machines without GPUs: each adds its ranks' partials over shared memory, TCP carries the subtotals.
+"""CPU collectives of several machines: shared memory inside, subtotals over TCP.
 
-There is a power of two of machines, each with the same power of two of ranks, in order, so that its subtotal is a subtree of the
-sum over all: the bits are those of one machine with as many ranks. Rank i of a machine exchanges its slice of the subtotal with
-rank i of another, in rounds: in round n with the machine whose number differs in bit n (recursive doubling), after which both
-have the subtotal of a subtree of 2 ** (n + 1) machines.
+Machines, and ranks per machine, are powers of two, so a machine's subtotal is a subtree of the sum:
+bits equal those of one machine. Rank i exchanges its slice with rank i of the machine that differs
+in bit n, round by round (recursive doubling).
 """
 
 from collections.abc import Sequence
@@ -15,11 +14,11 @@ from engine.parallel.collectives import SharedMemoryCollectives, columns_of
 from engine.parallel.rank_connection import RankConnection
 from engine.parallel.region import SharedRegion
 
-NOTHING = -0.0  # added to any number, -0 included, it leaves that number
+NOTHING = -0.0  # added to any number, even -0, it keeps that
 
 
 class NetworkCollectives:
-    """`Collectives` of a rank. No tape records them: Python moves bytes within a sum."""
+    """`Collectives` of a rank, not recordable."""
 
     def __init__(
         self,
@@ -29,7 +28,6 @@ class NetworkCollectives:
         machine: int,
         others: Sequence[RankConnection],
     ) -> None:
-        """`others`: round by round."""
         here = region.plan.ranks
         assert 0 <= machine < 1 << len(others) and here & (here - 1) == 0, (machine, here, len(others))
         self.rank, self.size = machine * here + local_rank, here << len(others)
@@ -42,13 +40,13 @@ class NetworkCollectives:
         mine = columns_of(self._local.rank, self._local.size, len(subtotal))
         own = subtotal[mine.start : mine.stop]
         for other in self._others:
-            own = own + other.swap(own)  # of two numbers order does not matter
+            own = own + other.swap(own)  # the order of two numbers does not matter
         total = torch.full_like(subtotal, NOTHING)
         total[mine.start : mine.stop] = own
-        return self._local.sum(total.view(partial.shape), dtype=dtype)  # slices beside nothing
+        return self._local.sum(total.view(partial.shape), dtype=dtype)  # all other slices are NOTHING
 
     def gather_columns(self, part: Tensor, *, columns: range, total: int) -> Tensor | None:
-        """The ranks' columns are those of `columns_of`. In round n a machine whose bit n is set hands over all that it has."""
+        """In round n machines with bit n set pass all columns they have."""
         mine = columns_of(self.rank, self.size, total)
         assert columns == mine, (columns, mine)
         whole = self._local.gather_columns(part, columns=columns, total=total)
@@ -66,7 +64,7 @@ class NetworkCollectives:
         return whole
 
     def share(self, x: Tensor, *, owner: int = 0) -> None:
-        """In round n the machines that have `x`, 2 ** n of them, send it to as many: from the first rank of one to that of another."""
+        """In round n the 2 ** n machines with `x` double."""
         source, first = divmod(owner, self._local.size)
         apart = self._machine ^ source
         if apart == 0:
@@ -86,6 +84,5 @@ class NetworkCollectives:
         self._local.close()
 
     def _columns_from(self, machine: int, number: int, total: int) -> range:
-        """Return the columns of the ranks of 2 ** number machines, from `machine` on."""
         first, last = machine * self._local.size, (machine + (1 << number)) * self._local.size - 1
         return range(columns_of(first, self.size, total).start, columns_of(last, self.size, total).stop)

@@ -1,8 +1,7 @@
-"""The process groups of ranks with a GPU each: how they meet, and which a rank is in. NCCL has never joined GPUs here: over gloo, on
-CPUs, the same code is tested.
+"""Process groups of GPU ranks on one machine. NCCL never joined GPUs here; gloo tests the code.
 
-They meet in a file in memory that has no name and that the leader's processes inherit: no port, so that nothing collides and no
-stranger comes in. NCCL's own sockets stay on the loopback interface. Groups of more than one machine are not made here.
+Ranks meet in an unnamed memory file that they inherit: no port, no stranger. NCCL's sockets stay on
+loopback.
 """
 
 import os
@@ -21,14 +20,14 @@ from engine.parallel.nccl import PeerMemory, SymmetricMemory
 from service.flags import ConfigError
 
 SHM = "/dev/shm"
-LOOK_S = 0.02  # between two looks at who is there
+LOOK_S = 0.02  # between checks for other ranks
 ENVIRONMENT = {
     "NCCL_SOCKET_IFNAME": "lo",
     "GLOO_SOCKET_IFNAME": "lo",
-    # The leader's watchdog ends a group that hangs, and names a rank.
+    # The leader's watchdog ends a hanging group, and names a rank.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
-    # Each process sees its own GPU alone, as number 0, which torch takes for one GPU of several ranks. Torch then leaves out
+    # Each process has its GPU as number 0, which torch takes for one shared GPU. Torch then omits
     # multicast, whose sums have no fixed order.
     "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
 }
@@ -36,9 +35,9 @@ ENVIRONMENT = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankGroups:
-    """`stage`: the TP ranks of a stage; None: it has one. `memory`: that these can read of one another; None: over NCCL alone.
+    """Groups of a rank; `stage` is None for a single TP rank, `memory` without peer access.
 
-    `before`, `after`: a rank and the one with its place in the neighbouring stage, the earlier one first.
+    `before` and `after` pair it with neighbouring stages.
     """
 
     stage: dist.ProcessGroup | None
@@ -48,15 +47,14 @@ class RankGroups:
 
 
 def new_store() -> int:
-    """Return a descriptor of the file in which ranks meet: each inherits it, and keeps it open."""
+    """Descriptor of the rendezvous file, which ranks inherit and keep open."""
     return os.memfd_create("tandem-store")
 
 
 def joined(store: int, place: Place, device: torch.device, *, timeout_s: float, backend: str = "nccl") -> RankGroups:
-    """Meet the other ranks; once in a process. `device` has its index. `backend`: gloo, on CPUs, or on one GPU that NCCL refuses to
-    two ranks.
+    """Meet the other ranks, once per process. Raises ConfigError.
 
-    Raises ConfigError naming the ranks that are not there, or what gives NCCL room in /dev/shm.
+    `backend` gloo works on CPUs, or on one GPU for two ranks, which NCCL refuses.
     """
     by_nccl = backend == "nccl"
     if by_nccl and not dist.is_nccl_available():
@@ -94,7 +92,7 @@ def joined(store: int, place: Place, device: torch.device, *, timeout_s: float, 
 
 @contextmanager
 def _naming_a_small_shm() -> Iterator[None]:
-    """Turn NCCL's error into one that names the remedy: a container gets 64 MB of /dev/shm."""
+    """Add the remedy to NCCL's error: containers have 64 MB of /dev/shm."""
     try:
         yield
     except RuntimeError as error:
@@ -112,7 +110,6 @@ def _stage(place: Place, stage: int) -> tuple[int, ...]:
 
 
 def members(place: Place) -> list[tuple[int, ...]]:
-    """The ranks of every group of the worker."""
     size = place.tp_size
     stages = [_stage(place, stage) for stage in range(place.pp_size)] if size > 1 else []
     return stages + [(rank, rank + size) for rank in range(size * (place.pp_size - 1))]
@@ -132,7 +129,6 @@ def _await_all(file: Store, rank: int, size: int, timeout_s: float) -> None:
 
 
 def _shared_memory(stage: dist.ProcessGroup, device: torch.device, votes: Store, rank: int) -> SymmetricMemory | None:
-    """Memory that all ranks of the stage read; None on all of them where one cannot: GPUs without peer access."""
     try:
         memory = SymmetricMemory(stage, device)
     except RuntimeError:

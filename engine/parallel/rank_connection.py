@@ -1,4 +1,4 @@
-"""Bytes between two ranks of different machines over one TCP connection, in step and with an eye on the abort word."""
+"""TCP connection of two ranks on different machines, which watches the abort word."""
 
 import select
 import socket
@@ -10,14 +10,14 @@ from torch import Tensor
 from engine.kernels.failures import OUT_OF_STEP, RANKS_ENDED, failure
 from engine.parallel.region import SharedRegion
 
-HEADER = struct.Struct("<QQ")  # the message's number, its bytes
-WAKE_MS = 4  # how often a wait looks at the abort word
+HEADER = struct.Struct("<QQ")  # message number, bytes
+WAKE_MS = 4  # period of checks of the abort word
 
 
 class RankConnection:
-    """One end. Both call the same methods in the same order, one's `send` with the other's `receive`.
+    """One end; each `send` pairs with a `receive` in the same order.
 
-    An end that closes, or whose process dies, sets the abort word of the other machine's region: its ranks end, too.
+    If an end closes or dies, it aborts the other machine's region.
     """
 
     def __init__(self, connection: socket.socket, region: SharedRegion) -> None:
@@ -29,7 +29,7 @@ class RankConnection:
         self._count = 0
 
     def swap(self, mine: Tensor) -> Tensor:
-        """Give `mine` and return the other's, of the same shape and type. Raises RanksEnded."""
+        """Raises RanksEnded."""
         theirs = torch.empty_like(mine)
         self._move(mine, theirs)
         return theirs
@@ -38,7 +38,6 @@ class RankConnection:
         self._move(mine, None)
 
     def receive(self, theirs: Tensor) -> None:
-        """Fill `theirs`, which is dense."""
         self._move(None, theirs)
 
     def close(self) -> None:
@@ -69,7 +68,6 @@ class RankConnection:
                 raise failure(RANKS_ENDED)
 
     def _write(self, parts: list[memoryview]) -> list[memoryview]:
-        """What is left to write."""
         if not parts:
             return parts
         try:
@@ -78,7 +76,6 @@ class RankConnection:
             return parts
 
     def _read(self, parts: list[memoryview]) -> list[memoryview]:
-        """What is left to fill."""
         if not parts:
             return parts
         try:

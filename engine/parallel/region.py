@@ -1,8 +1,7 @@
-"""The memory that the ranks of one machine share: a memfd, which has no name, so that no two workers meet in it and nothing is
-left behind, however its processes end.
+"""Shared memory of one machine's ranks: a memfd, which cannot collide or be left over.
 
-    leader:    region = SharedRegion.create(plan); start followers with pass_fds=(region.descriptor,)
-    follower:  region = SharedRegion.open(descriptor, plan)
+leader:    region = SharedRegion.create(plan); start followers with its descriptor
+follower:  region = SharedRegion.open(descriptor, plan)
 """
 
 import mmap
@@ -17,19 +16,16 @@ from engine.kernels.allreduce import allreduce
 from engine.kernels.failures import RANKS_ENDED, failure
 from engine.parallel.region_plan import RegionPlan, new_memory
 
-YIELDS = 50  # of a wait without the C kernel; then it sleeps
+YIELDS = 50  # in a wait without the C kernel; then it sleeps
 # As in allreduce.c:
 LONGEST_SLEEP_S = 4e-3
-SLEEP_SHARE = 16  # a sleep is at most this part of the wait so far
+SLEEP_SHARE = 16  # maximum sleep as a share of the wait so far
 
 _fence = threading.Lock()
 
 
 class SharedRegion:
-    """One mapping of the memory. `descriptor` is None where the region was opened: it is the creator's to close.
-
-    The memory lives as long as a mapping or a descriptor does; tensors of it keep theirs.
-    """
+    """One mapping; only the creator has a `descriptor`, to close. Tensors keep memory alive."""
 
     def __init__(
         self, memory: mmap.mmap, plan: RegionPlan, *, descriptor: int | None, ends_with: "SharedRegion | None" = None
@@ -42,20 +38,19 @@ class SharedRegion:
 
     @classmethod
     def create(cls, plan: RegionPlan, *, ends_with: "SharedRegion | None" = None) -> "SharedRegion":
-        """Make the memory, zeroed; pages take none before they are written. `ends_with`: has the abort word of both."""
+        """Create zeroed memory, allocated at the first write; `ends_with` shares its abort word."""
         descriptor = new_memory(plan)
         return cls(mmap.mmap(descriptor, plan.size), plan, descriptor=descriptor, ends_with=ends_with)
 
     @classmethod
     def open(cls, descriptor: int, plan: RegionPlan, *, ends_with: "SharedRegion | None" = None) -> "SharedRegion":
-        """Map the memory. The caller may close `descriptor` afterwards. Raises ValueError where it is not of this plan's size."""
+        """`descriptor` may be closed afterwards. Raises ValueError for another plan's size."""
         size = os.fstat(descriptor).st_size
         if size != plan.size:
             raise ValueError(f"shared memory of ranks has {size} bytes; this plan's has {plan.size}: {plan}")
         return cls(mmap.mmap(descriptor, size), plan, descriptor=None, ends_with=ends_with)
 
     def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Dense `shape` at a byte offset."""
         size = dtype.itemsize
         for extent in shape:
             size *= extent
@@ -70,11 +65,14 @@ class SharedRegion:
         return bool(self.abort_word.item())
 
     def abort(self) -> None:
-        """End every wait of every rank, now and later, with RanksEnded."""
+        """End all waits with RanksEnded, now and later."""
         self.abort_word[0] = 1
 
     def wait(self, word: Tensor, value: int) -> None:
-        """Return when `word` is `value` or more; what its writer wrote before is then seen. Raises RanksEnded."""
+        """Return once `word` is at least `value`, after its writer's earlier writes.
+
+        Raises RanksEnded.
+        """
         if self._kernels is not None:
             self._kernels.wait(word.data_ptr(), value, abort=self.abort_word.data_ptr())
             return
@@ -88,34 +86,33 @@ class SharedRegion:
         _all_before()
 
     def read(self, word: Tensor) -> int:
-        """Return the value of `word`; what its writer wrote before is then seen."""
+        """Read `word` after its writer's earlier writes."""
         value = int(word.item())
         _all_before()
         return value
 
     def publish(self, word: Tensor, value: int) -> None:
-        """Let `word`, which has this one writer, be `value`, after all that was written before."""
+        """Set `word` after all earlier writes; it has one writer."""
         _all_before()
         word[0] = value
 
     def close(self) -> None:
-        """Close the descriptor; the mapping stays while a tensor of it does."""
         if self.descriptor is not None:
             os.close(self.descriptor)
             self.descriptor = None
 
 
 def _all_before() -> None:
-    """A fence for processors that reorder loads and stores: a lock taken twice lets none pass."""
+    """Fence: a lock taken twice."""
     for _ in range(2):
         with _fence:
             pass
 
 
 def late_ranks(region: SharedRegion) -> list[int]:
-    """Return the ranks, numbered stage by stage, that have handed over less than others wait for, or a stage that has all it needs.
+    """Return ranks, by stage, that others wait for; call it after a timeout.
 
-    A rank that computes is late, too: call it once a step takes too long.
+    A computing rank counts, too.
     """
     plan = region.plan
     for stage in reversed(range(plan.stages)):
@@ -130,13 +127,11 @@ def late_ranks(region: SharedRegion) -> list[int]:
 
 
 def ranks_without_row(region: SharedRegion) -> list[int]:
-    """Return the DP ranks that have not posted a row that others have (engine/ranks/shared_board.py)."""
     plan = region.plan
     posted = [region.read(region.word(plan.board_lines(rank))) for rank in range(plan.dp_ranks)]
     return [rank for rank, count in enumerate(posted) if count < max(posted)]
 
 
 def _waiting(region: SharedRegion, stage: int, rank: int) -> bool:
-    """Whether hidden states wait to be taken from `stage`."""
     sent, taken = region.tensor(region.plan.link_lines(stage, rank), (2, 8), torch.int64)[:, 0].tolist()
     return bool(sent > taken)

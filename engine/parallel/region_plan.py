@@ -1,11 +1,11 @@
-"""Where things are in the memory that the ranks of one machine share, and what makes that memory. Never torch.
+"""Layout and creation of one machine's shared memory. Never torch.
 
-A plan is numbers only: it travels as msgpack. Where no rank leads, the process that starts the ranks makes the memory.
+A plan is numbers, sent as msgpack. Lines have 64 bytes, one writer each.
 
-| abort | tokens' count | each stage: lines of sums, lines of gathers | each link: sent, taken |   lines of 64 bytes
-| each stage: windows [2, ranks, window] float32 | logits [logits_rows, vocab] float32
-| tokens [slots] int64 | each link: slots [depth, link_rows * hidden * 4 bytes]
-| board: gate, each DP rank: rows posted, vote, of weights; rows [dp_ranks, BOARD_ROWS, ROW_NUMBERS] float64
+  | abort | tokens' count | each stage: lines of sums, of gathers | each link: sent, taken |
+  | each stage: windows [2, ranks, window] float32 | logits [logits_rows, vocab] float32 |
+  | tokens [slots] int64 | each link: slots [depth, link_rows * hidden * 4 bytes] |
+  | board: gate, each DP rank: rows posted, vote; rows float64[dp_ranks, BOARD_ROWS, ROW_NUMBERS] |
 """
 
 import fcntl
@@ -15,25 +15,25 @@ from dataclasses import dataclass
 LINE_BYTES = 64
 FLOAT_BYTES = 4
 WINDOW = 131072
-MOST_RANKS = 64  # of allreduce.c
-BOARD_ROWS = 16  # of each DP rank (engine/core/dp_agreement.py): 2 * depth + 1 are enough
+MOST_RANKS = 64  # limit of allreduce.c
+BOARD_ROWS = 16  # per DP rank (engine/core/dp_agreement.py): 2 * depth + 1 suffice
 ROW_NUMBERS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class RegionPlan:
-    """What the ranks of one group need to exchange. All its processes have an equal plan."""
+    """Sizes of exchanges in one group, equal in all its processes."""
 
     ranks: int  # of a stage (tp_size)
     stages: int = 1  # pp_size
-    logits_rows: int = 0  # most rows of a gather, of the last stage
+    logits_rows: int = 0  # maximum rows of a gather, last stage
     vocab: int = 0
-    slots: int = 0  # of SharedTokens
-    hidden: int = 0  # of StageLink, with the two below
+    slots: int = 0  # SharedTokens
+    hidden: int = 0  # StageLink, with the two below
     link_rows: int = 0
     link_depth: int = 2
-    dp_ranks: int = 0  # that agree on steps by a board (DP attention)
-    window: int = WINDOW  # numbers that a rank hands over at once
+    dp_ranks: int = 0  # number that agree on steps by a board (DP attention)
+    window: int = WINDOW  # numbers per transfer of a rank
 
     def __post_init__(self) -> None:
         assert 0 < self.ranks <= MOST_RANKS and self.stages > 0 and self.link_depth > 0, self
@@ -55,7 +55,7 @@ class RegionPlan:
         return self.sum_lines(stage) + self.ranks * LINE_BYTES
 
     def link_lines(self, stage: int, rank: int) -> int:
-        """Two lines of the link from `stage` to the next: how many slots were sent, and how many taken."""
+        """Two lines: slots sent to the next stage, and taken."""
         assert 0 <= stage < self.stages - 1 and 0 <= rank < self.ranks, (stage, rank)
         return self.sum_lines(self.stages) + 2 * (stage * self.ranks + rank) * LINE_BYTES
 
@@ -73,7 +73,6 @@ class RegionPlan:
 
     @property
     def link_bytes(self) -> int:
-        """Bytes of one slot."""
         return _whole_lines(self.link_rows * self.hidden * FLOAT_BYTES)
 
     def link_slots(self, stage: int, rank: int) -> int:
@@ -85,7 +84,7 @@ class RegionPlan:
         return self.link_slots(self.stages - 1, 0)
 
     def board_lines(self, dp_rank: int) -> int:
-        """Two lines: how many rows are posted, and the vote."""
+        """Two lines: rows posted, and vote."""
         return self.gate + (1 + 2 * dp_rank) * LINE_BYTES
 
     @property
@@ -102,7 +101,7 @@ def _whole_lines(size: int) -> int:
 
 
 def new_memory(plan: RegionPlan) -> int:
-    """Return a descriptor of zeroed memory for `plan`, which the caller closes. It has no name and keeps its size."""
+    """Return zeroed, unnamed memory of fixed size; the caller closes it."""
     descriptor = os.memfd_create("tandem-ranks", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(descriptor, plan.size)
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)

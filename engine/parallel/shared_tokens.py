@@ -1,4 +1,4 @@
-"""The future map's tokens for the other ranks: the leader draws and writes, followers read."""
+"""Future map's tokens for other ranks: the leader writes, followers read."""
 
 from collections.abc import Sequence
 
@@ -9,11 +9,10 @@ from engine.parallel.region import SharedRegion
 
 
 class SharedTokens:
-    """`row` [slots] int64: the last token of each slot. `count`: how many times the leader has published.
+    """Last token per slot (`row` int64), and the leader's `count` of publications.
 
-    `sampled`: on a follower, how many steps before the present one sampled; it counts on from steps that were measured.
-
-    The leader writes a slot again only when no step that reads it is still to run: a token needs the step that read the last one.
+    `sampled`: sampled steps so far, on a follower. The leader overwrites a slot only after the
+    steps that read it: a token needs the step that read the previous one.
     """
 
     def __init__(self, region: SharedRegion) -> None:
@@ -27,12 +26,12 @@ class SharedTokens:
         return int(self._count.item())
 
     def publish(self, slots: Tensor | Sequence[int], tokens: Tensor | Sequence[int]) -> int:
-        """Write `tokens` into their slots and return the new count. For the leader alone."""
+        """Write tokens; return the new count. Leader only."""
         self.row[torch.as_tensor(slots, dtype=torch.int64)] = torch.as_tensor(tokens, dtype=torch.int64)
         count = self.count + 1
         self._region.publish(self._count, count)
         return count
 
     def wait(self, count: int) -> None:
-        """Return when the leader has published `count` times. Raises RanksEnded."""
+        """Raises RanksEnded."""
         self._region.wait(self._count, count)

@@ -1,8 +1,8 @@
-"""Hidden states from rank i of one pipeline stage to rank i of the next.
+"""Hidden states from rank i of a pipeline stage to rank i of the next.
 
-StageLink          a ring of slots in the memory that ranks of one machine share
-NetworkStageLink   TCP, between machines
-GroupLink          a process group of two GPUs: in the stream, so no host waits for a neighbour
+StageLink          ring of slots in one machine's shared memory
+NetworkStageLink   TCP between machines
+GroupLink          process group of two GPUs: in the stream, without host waits
 """
 
 from typing import Protocol
@@ -16,17 +16,15 @@ from engine.parallel.region import SharedRegion
 
 
 class HiddenStates(Protocol):
-    """Hidden states from one rank to its neighbour: one end sends, the other receives, both in the same order."""
-
     def send(self, x: Tensor) -> None: ...
 
     def receive(self, rows: int) -> Tensor: ...
 
 
 class StageLink:
-    """The link from `stage` to `stage + 1`, of one rank: one end sends, the other receives, both in the same order.
+    """Ring from `stage` to `stage + 1` for one rank.
 
-    A tensor of more rows than a slot has takes several slots. At most `plan.link_depth` slots are full: then `send` waits.
+    Large tensors take several slots; with `plan.link_depth` full slots, `send` waits.
     """
 
     def __init__(self, region: SharedRegion, *, stage: int, rank: int, dtype: torch.dtype) -> None:
@@ -40,7 +38,7 @@ class StageLink:
         ]
 
     def send(self, x: Tensor) -> None:
-        """Hand over x [T, hidden]; it may be written again at return. Raises RanksEnded."""
+        """Send x [T, hidden], reusable at return. Raises RanksEnded."""
         for rows in _slots_of(x, len(self._slots[0])):
             sent = int(self._sent.item())
             self._region.wait(self._taken, sent + 1 - len(self._slots))
@@ -48,7 +46,7 @@ class StageLink:
             self._region.publish(self._sent, sent + 1)
 
     def receive(self, rows: int) -> Tensor:
-        """Return the next [rows, hidden], which the other end sent as one tensor. Raises RanksEnded."""
+        """Return the next [rows, hidden]. Raises RanksEnded."""
         first = self._slots[0]
         out = torch.empty((rows, first.shape[1]), dtype=first.dtype)
         for part in _slots_of(out, len(first)):
@@ -64,7 +62,7 @@ def _slots_of(x: Tensor, rows: int) -> list[Tensor]:
 
 
 class GroupLink:
-    """A `HiddenStates` over a group of the two ranks. A stage goes on once the next one has taken what it sends."""
+    """`HiddenStates` over a group of two; a stage continues after the next has received."""
 
     def __init__(self, group: dist.ProcessGroup, *, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
         self._group = group
@@ -81,7 +79,7 @@ class GroupLink:
 
 
 class NetworkStageLink:
-    """`HiddenStates` of [T, hidden] `dtype`. What the sockets do not hold waits in `send`."""
+    """`HiddenStates` over TCP; `send` waits for socket space."""
 
     def __init__(self, other: RankConnection, *, hidden: int, dtype: torch.dtype) -> None:
         self._other = other
@@ -89,11 +87,9 @@ class NetworkStageLink:
         self._dtype = dtype
 
     def send(self, x: Tensor) -> None:
-        """Hand over x [T, hidden]; it may be written again at return. Raises RanksEnded."""
         self._other.send(x.to(self._dtype).contiguous())
 
     def receive(self, rows: int) -> Tensor:
-        """Return the next [rows, hidden]. Raises RanksEnded."""
         out = torch.empty((rows, self._hidden), dtype=self._dtype)
         self._other.receive(out)
         return out
