@@ -1,1 +1,1 @@
-"""The ranks of one model over several processes: the leader decides, its followers hold device state and compute."""
+"""Ranks over several processes: the leader decides; followers hold device state and compute."""

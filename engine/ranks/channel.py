@@ -1,4 +1,4 @@
-"""A leader and one follower: messages in order, and an end of file when either process ends."""
+"""Ordered messages between a leader and one follower, with end of file at either's end."""
 
 import socket
 from typing import Generic, TypeVar
@@ -12,7 +12,7 @@ M = TypeVar("M")
 
 
 class Channel(Generic[M]):
-    """Sends come from any thread, `receive` from one. `receives`: the type of the messages that arrive. `most_unsent_bytes`: as of MessageStream."""
+    """Channel end: any thread sends, one receives messages of type `receives`."""
 
     def __init__(self, end: socket.socket, receives: type[M], *, most_unsent_bytes: int | None = None) -> None:
         self._end = MessageStream(end, most_unsent_bytes=most_unsent_bytes)
@@ -26,11 +26,11 @@ class Channel(Generic[M]):
         self._end.put(msgspec.msgpack.encode(message))
 
     def receive(self) -> M:
-        """Wait for the next message. Raises ChannelClosed."""
+        """Raises ChannelClosed."""
         return self._decoder.decode(self._end.get())
 
     def shut(self) -> None:
-        """End it for both sides: a waiting `receive` raises ChannelClosed."""
+        """End both sides: a waiting `receive` raises ChannelClosed."""
         self._end.shut()
 
     def close(self) -> None:
@@ -38,7 +38,7 @@ class Channel(Generic[M]):
 
 
 def leader_end(end: socket.socket, *, sees: bool = False) -> Channel[ToLeader]:
-    """`sees`: steps may bring pixels of images, and others may follow before these are sent."""
+    """`sees`: several steps with image pixels may queue."""
     most = LONGEST_BYTES if sees else None
     return Channel(end, ToLeader, most_unsent_bytes=most)  # type: ignore[arg-type]
 

@@ -1,4 +1,4 @@
-"""The loop of a follower: one message after another, in the leader's order. It decides nothing and reads no clock."""
+"""Follower loop: runs messages in the leader's order, without decisions or clocks."""
 
 import contextlib
 import logging
@@ -15,18 +15,16 @@ from service.process.message_stream import ChannelClosed
 
 log = logging.getLogger(__name__)
 
-Reader = Callable[..., Any]  # raises ConfigError; runs in a thread of its own
-# Gets what a reader returned first, if it was prepared. Its value is the answer, of a Future once it is done.
+Reader = Callable[..., Any]  # raises ConfigError; runs in its own thread
+# Takes the prepared reader's result, if any. Its value, or a Future's, is the answer.
 Action = Callable[..., Any]
 
 
 class LostStep(RuntimeError):
-    """The steps that came are not the leader's: what this rank holds is unknown."""
+    """Steps are missing: this rank's state is unknown."""
 
 
 class Follower:
-    """`readers`, `actions`: by the names of Prepare and Apply. `turning(busy)` is called as work begins and ends."""
-
     def __init__(
         self,
         channel: Channel[ToFollower],
@@ -46,11 +44,9 @@ class Follower:
 
     @property
     def num_prepared(self) -> int:
-        """What was read and waits to be applied or forgotten."""
         return len(self._prepared)
 
     def run(self) -> None:
-        """Serve until the leader ends."""
         try:
             while True:
                 message = self._channel.receive()
@@ -61,7 +57,7 @@ class Follower:
             log.debug("the leader has ended")
 
     def handle(self, message: ToFollower) -> None:
-        """Do what `message` says and answer it. Raises LostStep."""
+        """Raises LostStep."""
         match message:
             case Step():
                 self._count(message.seq)
@@ -76,7 +72,7 @@ class Follower:
                 raise AssertionError(f"{type(message).__name__} after the start")
 
     def _count(self, seq: int) -> None:
-        if seq == 0:  # of the warm-up
+        if seq == 0:  # warm-up
             return
         if seq != self._last_seq + 1:
             raise LostStep(f"step {seq} comes after step {self._last_seq}: a step is lost, repeated or out of order")

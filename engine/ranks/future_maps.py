@@ -1,10 +1,8 @@
-"""The last token of each slot on all ranks of a group: the leader samples, its followers need the token in the next step.
+"""Future map over ranks: the leader samples, followers need the tokens in the next step.
 
-On CPUs it lies in memory that all ranks share. A follower reads behind a count of the sampled steps. The leader overwrites a row only
-in a later step, whose logits need every follower, so no row changes before it is read.
-
-On GPUs each rank has a map of its own, and the leader's goes to its stage behind each step that samples: all of it, some KB, so that
-it needs no list of slots. Streams order it; no host waits. Stages have none to share: they plan no step before its tokens are known.
+On CPUs it is in shared memory; followers wait for a count of sampled steps. The leader overwrites a
+row only in a later step, whose logits need every follower. On GPUs each rank has a copy, broadcast
+in stream order. Pipeline stages plan no step before its tokens are known.
 """
 
 from collections.abc import Callable
@@ -32,13 +30,11 @@ class FollowerFutureMap(FutureMap):
         self._shared = shared
 
     def resolve(self, token_ids: Tensor) -> Tensor:
-        """Wait for the leader's samples if one is needed."""
         if bool((token_ids < 0).any()):
             self._shared.wait(self._shared.sampled)
         return super().resolve(token_ids)
 
     def on_sampled(self) -> None:
-        """Note that the leader samples the step that has just run."""
         self._shared.sampled += 1
 
     def store(self, slots: Tensor, tokens: Tensor) -> None:
@@ -46,8 +42,6 @@ class FollowerFutureMap(FutureMap):
 
 
 class SentFutureMap(FutureMap):
-    """`share(x)`: let x be on all ranks what it is on the leader, in stream order."""
-
     def __init__(self, last: Tensor, share: Callable[[Tensor], None]) -> None:
         super().__init__(last)
         self._share = share

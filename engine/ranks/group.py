@@ -1,4 +1,4 @@
-"""What a leader has of its group, and its engine parts as the group shares them: weights, adapters and profiles go to every rank."""
+"""Leader's view of its group: weights, adapters and profiles on every rank."""
 
 import socket
 from collections.abc import Callable, Mapping, Sequence
@@ -28,9 +28,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """`links`: the leader's own. `transfers`: sockets to the followers' transfer engines, by rank; none in a unified worker.
-    `timeout_s`: for what the followers do at start. `pids`: of its ranks. `late`: the ranks that the others wait for. Both count
-    the ranks of all DP ranks with DP attention. `joint`: what these share.
+    """Group of a leader; ranks are counted over all DP ranks with DP attention.
+
+    `transfers`: sockets to followers' transfer engines, by rank. `late`: ranks that others wait
+    for.
     """
 
     links: RankLinks
@@ -42,12 +43,12 @@ class Group:
     joint: Joint | None = None
 
     def late_text(self, late: Sequence[int]) -> str:
-        """Name ranks, such as "rank 1 of 2 (pid 4711)"."""
+        """ "rank 1 of 2 (pid 4711)"."""
         return ", ".join(f"rank {rank} of {self.links.num_ranks} (pid {self.pids.get(rank, '?')})" for rank in late)
 
 
 class GroupWeights:
-    """Other weights for all ranks. `load` reads the leader's own share, `install` makes the leader's rank use it."""
+    """New weights on all ranks; `load` and `install` are the leader's own."""
 
     def __init__(
         self, followers: Followers, *, load: Callable[..., DenseDecoder], install: Callable[[DenseDecoder], None]
@@ -58,7 +59,7 @@ class GroupWeights:
         self._prepared = 0
 
     def load(self, model_path: str, config: ModelConfig, *, progress: bool) -> DenseDecoder:
-        """Read every rank's share. Raises ConfigError; then no rank keeps any."""
+        """Read every rank's shard, or none. Raises ConfigError."""
 
         model: DenseDecoder
         model, self._prepared = _on_all_ranks(
@@ -67,11 +68,10 @@ class GroupWeights:
         return model
 
     def discard(self) -> None:
-        """Let every follower forget what `load` has read."""
         self._followers.apply("forget", number=self._prepared).wait()
 
     def drop(self, own: Callable[[], None]) -> None:
-        """Let every rank forget the weights that it uses, the leader's by `own`."""
+        """Drop weights on every rank, the leader's by `own`."""
         applied = self._followers.apply("drop_weights")
         own()
         applied.wait()
@@ -88,8 +88,6 @@ class GroupWeights:
 
 
 class GroupKVMemory:
-    """As `KVMemory`, of all ranks."""
-
     def __init__(self, own: KVMemory, followers: Followers) -> None:
         self._own = own
         self._followers = followers
@@ -110,8 +108,6 @@ class _GroupAdapter:
 
 
 class GroupAdapters:
-    """As `LoraStore`, for all ranks."""
-
     def __init__(self, own: LoraStore, followers: Followers) -> None:
         self._own = own
         self._followers = followers
@@ -135,20 +131,18 @@ class GroupAdapters:
 
 
 class GroupProfiler:
-    """A profile of every rank, each in a file of its own beside the leader's."""
-
     def __init__(self, own: Profiler, followers: Followers) -> None:
         self._own = own
         self._followers = followers
 
     def start(self, asked: StartProfile) -> str:
-        """Return the leader's file. Raises ConfigError."""
+        """Raises ConfigError."""
         path = self._own.start(asked)
         asked = replace(asked, output_dir=str(Path(path).parent))
         try:
             self._followers.apply("start_profile", asked=msgspec.to_builtins(asked)).wait()
         except ConfigError:
-            with suppress(ConfigError):  # of the rank that has none
+            with suppress(ConfigError):  # from a rank without a profile
                 self.stop()
             raise
         return path
@@ -158,7 +152,7 @@ class GroupProfiler:
         try:
             path = self._own.stop()
         except ConfigError:
-            with suppress(ConfigError):  # the same
+            with suppress(ConfigError):  # likewise
                 stopped.wait()
             raise
         stopped.wait()
@@ -166,7 +160,10 @@ class GroupProfiler:
 
 
 def _on_all_ranks(followers: Followers, name: str, path: str, read: Callable[[], Any]) -> tuple[Any, int]:
-    """Read `path` on every rank at once; return the leader's own and the number of the followers'. Raises ConfigError."""
+    """Read `path` on all ranks; return the leader's value and the followers' number.
+
+    Raises ConfigError.
+    """
     prepared = followers.prepare(name, path=path)
     try:
         try:

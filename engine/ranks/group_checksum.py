@@ -1,4 +1,4 @@
-"""A checksum of what a hand-over moves, over all ranks of a group."""
+"""Checksum of transferred KV over all ranks of a group."""
 
 import logging
 import secrets
@@ -12,9 +12,9 @@ log = logging.getLogger(__name__)
 
 
 class GroupChecksum:
-    """The checksum over all ranks' parts. `own`: the leader's `RankChecksum`.
+    """Checksum over all ranks' parts, the leader's by `own`.
 
-    A peer's ranks write each copy of a part, so each one is checked. If two copies differ, the value is random and equals no peer's.
+    Peers write every copy of a part, so each is checked; different copies give a random value.
     """
 
     def __init__(self, own: OwnChecksum, followers: Followers) -> None:
@@ -22,10 +22,9 @@ class GroupChecksum:
         self._followers = followers
 
     def __call__(self, pages: Sequence[int], tail: Tail = (), num_tokens: int | None = None) -> Value:
-        """`num_tokens`: as of PageChecksum."""
         beside = [list(items) for items in tail]
         theirs = self._followers.apply("checksum", pages=list(pages), tail=beside, num_tokens=num_tokens)
-        own, found = self._own(pages, tail, num_tokens), list[int]()  # once it is there; the answers are gone then
+        own, found = self._own(pages, tail, num_tokens), list[int]()  # once available; answers are gone then
 
         def value() -> int | None:
             mine = own()

@@ -1,4 +1,4 @@
-"""What a leader's disk threads ask of its followers: their part of a page, read from a file or written."""
+"""Disk tier over ranks: followers read and write their parts of pages."""
 
 from collections.abc import Callable, Sequence
 
@@ -16,7 +16,6 @@ from engine.ranks.links import place_of
 
 
 def rank_files(config: EngineConfig, model: ModelConfig, specs: Sequence[CacheSpec], followers: Followers) -> RankFiles:
-    """`specs`: of the leader's layers; those of the model are alike. With a drafter each rank has them all."""
     own, drafters = [spec for spec in specs if not spec.drafter], [spec for spec in specs if spec.drafter]
     assert len({(spec.num_kv_heads, spec.head_dim, spec.dtype) for spec in own}) == 1, specs
     held = [held_by(config, model, place_of(rank, config)) for rank in range(config.num_ranks)]

@@ -1,4 +1,4 @@
-"""What one rank shares with the others of its group, and its place among them."""
+"""Connections of one rank in its group, and its coordinates."""
 
 import socket
 from collections.abc import Callable, Mapping
@@ -28,16 +28,16 @@ from engine.parallel.shared_tokens import SharedTokens
 from engine.parallel.stage_link import GroupLink, HiddenStates, NetworkStageLink, StageLink
 from engine.ranks.stages import StageInput
 
-MOST_LINK_ROWS = 1024  # hidden states of more tokens go from stage to stage in parts
+MOST_LINK_ROWS = 1024  # hidden states of more tokens are sent in parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankLinks:
-    """`collectives`: of the stage; None: the rank is its stage. `exchange`: of all DP ranks, with DP attention.
+    """Connections of a rank; with DP attention `num_ranks` counts all DP ranks.
 
-    `num_ranks`: of the model; with DP attention of all DP ranks. `before`, `after`: hidden states from and to the neighbouring stages.
-
-    `tokens`: sampled by the leader, in memory that ranks share on CPUs. `share`: as in `SentFutureMap`, on GPUs of one stage.
+    - collectives: of the stage, if several; exchange: over DP ranks
+    - tokens: the leader's samples on CPUs; share: see `SentFutureMap`, on GPUs
+    - before, after: hidden states of neighbouring stages
     """
 
     place: Place
@@ -50,12 +50,12 @@ class RankLinks:
     after: HiddenStates | None
 
     def name_of(self, rank: int) -> str:
-        """Such as "rank 3 of 4", for rank 1 of the second DP rank."""
+        """ "rank 3 of 4", counted over DP ranks."""
         return f"rank {self.place.dp_rank * self.place.tp_size + rank} of {self.num_ranks}"
 
 
 def place_of(rank: int, config: EngineConfig, *, dp_rank: int = 0) -> Place:
-    """Ranks are numbered stage by stage. `dp_rank`: with DP attention, the scheduler's."""
+    """Ranks are numbered by stage."""
     size = config.attention_tp_size
     return Place(
         tp_rank=rank % size,
@@ -70,7 +70,7 @@ def place_of(rank: int, config: EngineConfig, *, dp_rank: int = 0) -> Place:
 
 
 def region_plan(config: EngineConfig, model: ModelConfig) -> RegionPlan:
-    """Return the plan of the memory that the ranks of one machine share. `config` is resolved. Stages elsewhere keep their place in it, unused."""
+    """Shared memory layout of one machine; remote stages stay unused."""
     assert config.max_running_requests is not None, "resolved"
     return RegionPlan(
         ranks=min(config.attention_tp_size, config.ranks_here),
@@ -86,8 +86,6 @@ def region_plan(config: EngineConfig, model: ModelConfig) -> RegionPlan:
 
 @dataclass(frozen=True, slots=True)
 class Joint:
-    """The memory that all DP ranks of a worker share, and which of them this is."""
-
     region: SharedRegion
     dp_rank: int
 
@@ -101,9 +99,9 @@ def links_of(
     joint: Joint | None = None,
     groups: RankGroups | None = None,
 ) -> RankLinks:
-    """`config` is resolved. `joint`: with DP attention. `wires`: connections of this rank to those of other machines, by its end of them (engine/flags/nodes.py).
+    """Connect a rank; `wires` are its connections to other machines.
 
-    `groups`: of ranks on GPUs, which exchange nothing through the region.
+    GPU ranks use `groups` instead of the region.
     """
     place = place_of(rank, config, dp_rank=0 if joint is None else joint.dp_rank)
     if groups is not None:
@@ -133,7 +131,6 @@ def _exchange(region: SharedRegion, place: Place) -> RowExchange:
 
 
 def stage_input(links: RankLinks, config: EngineConfig, model: ModelConfig) -> StageInput | None:
-    """Return the input of a later stage's steps. `config` is resolved."""
     if links.before is None:
         return None
     if links.tokens is not None or config.disable_cuda_graph:  # on a CPU, or no step is recorded

@@ -1,4 +1,4 @@
-"""How a leader hears its followers: a thread reads all sockets, and any other thread waits for what it has read."""
+"""Leader's receiver thread for all followers' sockets."""
 
 import selectors
 import threading
@@ -9,29 +9,26 @@ from engine.ranks.channel import Channel
 from engine.ranks.messages import ToLeader
 from service.process.message_stream import ChannelClosed
 
-# (rank, its message; None: it has ended) -> whether anything more is wanted
+# (rank, message or None at its end) -> False to stop
 Take = Callable[[int, ToLeader | None], bool]
 
 
 class Mail(Protocol):
-    """Delivers what followers send, each one's in its order."""
-
     def start(self, take: Take, tick: Callable[[], None]) -> None:
-        """Begin to deliver. `tick` is called now and then, also while nothing comes."""
+        """Start; `tick` is also called without messages."""
 
     def wait_for(self, there: Callable[[], bool], timeout_s: float | None) -> bool:
-        """Wait until `there` is true; False after `timeout_s`."""
+        """Return False after `timeout_s`."""
 
     def notify(self) -> None:
-        """Let those that wait look again: something else has changed."""
+        """Let waiting threads check again."""
 
     def close(self) -> None:
-        """Deliver nothing more. Every channel is shut by then."""
+        """Stop; all channels are shut."""
 
 
 class MailThread:
-    """`channels`: to the followers, by rank; without any there is no thread. `every_s`: the longest time between two ticks; None:
-    none without a message."""
+    """Thread over `channels`; `every_s` bounds the time between ticks."""
 
     def __init__(self, channels: Mapping[int, Channel[ToLeader]], *, every_s: float | None) -> None:
         self._channels = channels

@@ -1,4 +1,4 @@
-"""A checksum of what a hand-over moves, of one rank's part: pages, and beside them what `Memory.tail` names."""
+"""Checksum of one rank's part of transferred KV: pages and `Memory.tail`."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -10,21 +10,21 @@ from engine.kv.state_checksum import StateChecksum
 from engine.ranks.rank_pools import RankPools
 
 Tail = Sequence[Sequence[int]]
-Parts = Callable[
-    [], Mapping[str, int] | None
-]  # by part of the model's memory; None: the device has not come to it, ask again
-OwnChecksum = Callable[[Sequence[int], Tail, int | None], Parts]  # (pages, tail, tokens up to the end of the last page)
+Parts = Callable[[], Mapping[str, int] | None]  # by part of the model's memory; None: not computed yet, poll again
+OwnChecksum = Callable[
+    [Sequence[int], Tail, int | None], Parts
+]  # (pages, extra state, tokens up to the end of the last page)
 Value = Callable[[], int | None]
 
 
 class RankChecksum:
-    """Call it once the step that wrote the memory has been collected, and then what it returns. `wakeup`: as of PageChecksum."""
+    """Checksum, called after the writing step was collected; then poll its result."""
 
     def __init__(self, pools: RankPools, *, wakeup: Callable[[], None] = lambda: None) -> None:
         held, apart = pools.held, pools.windows is not None
 
         def of_pages(pool: KVPool | None, *, begin: int = 0) -> PageChecksum | None:
-            if pool is None or not pool.specs:  # all layers have a window
+            if pool is None or not pool.specs:  # all layers have windows
                 return None
             own = _all_layers(held, pool) if apart else held
             return PageChecksum(pool, held=own, page_sums=page_sums_for(pool.device), begin=begin, wakeup=wakeup)
@@ -36,7 +36,7 @@ class RankChecksum:
         self._name = held.name
 
     def __call__(self, pages: Sequence[int], tail: Tail = (), num_tokens: int | None = None) -> Parts:
-        """`num_tokens`: as of PageChecksum."""
+        """`num_tokens`: see PageChecksum."""
         beside = iter(tail)
         of_state = None if self._states is None else self._states(next(beside)[0])
         sums = [] if self._pages is None else [("pages", self._pages(pages, num_tokens))]
@@ -53,7 +53,6 @@ class RankChecksum:
 
 
 def alone(own: OwnChecksum) -> Callable[[Sequence[int], Tail, int | None], Value]:
-    """Return the checksum of an engine of one rank."""
 
     def of(pages: Sequence[int], tail: Tail, num_tokens: int | None) -> Value:
         parts = own(pages, tail, num_tokens)
@@ -68,5 +67,4 @@ def alone(own: OwnChecksum) -> Callable[[Sequence[int], Tail, int | None], Value
 
 
 def _all_layers(held: HeldKV, pool: KVPool) -> HeldKV:
-    """Return the held part of layers with a pool of their own, which each rank has all of."""
     return HeldKV(held.units, held.num_units, range(pool.num_parts), pool.num_parts)

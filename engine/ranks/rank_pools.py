@@ -1,4 +1,4 @@
-"""What a rank keeps of requests, and which part of the model's that is."""
+"""Memory pools of a rank, with their part of the model's."""
 
 from dataclasses import dataclass
 
@@ -9,8 +9,6 @@ from engine.kv.state_pool import StatePool
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPools:
-    """`states`: of recurrent layers. `windows`: of layers with a window that have a pool of their own."""
-
     kv: KVPool
     held: HeldKV
     states: StatePool | None = None

@@ -1,4 +1,4 @@
-"""All ranks compute by the same C kernels: a tape computes its first two steps twice, and other arithmetic rounds otherwise."""
+"""Check that all ranks have the same C kernels, since other arithmetic rounds differently."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -15,12 +15,11 @@ _KERNELS: Mapping[str, Callable[[], object]] = {
 
 
 def kernels_here() -> list[str]:
-    """The kernels of this rank; none where there is no compiler, or arithmetic that they need."""
     return [name for name, find in _KERNELS.items() if find() is not None]
 
 
 def check_same_kernels(own: Sequence[str], of_followers: Mapping[int, Sequence[str]]) -> None:
-    """`of_followers`: by rank. Raises ConfigError naming the first rank that has others than the leader."""
+    """Raises ConfigError with the first different rank."""
     for rank, theirs in sorted(of_followers.items()):
         if list(theirs) != list(own):
             raise ConfigError(

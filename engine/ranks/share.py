@@ -1,4 +1,4 @@
-"""What reads a rank's share of a checkpoint."""
+"""Loader of a rank's shard of a checkpoint."""
 
 from collections.abc import Callable
 from functools import partial
@@ -16,7 +16,7 @@ Load = Callable[..., DenseDecoder]  # (model_path, config, progress=...)
 
 
 def loader(config: EngineConfig, model: ModelConfig, links: RankLinks | None, load: Load = load_model) -> Load:
-    """`links`: None: the rank is the only one. `config` is resolved."""
+    """`links` is None for a single rank."""
     share: dict[str, Any] = {"reduce_units": config.reduce_units} if config.reduce_units or links else {}
     if model.drafter is not None:
         share["drafter"] = model.drafter

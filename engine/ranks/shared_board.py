@@ -1,6 +1,6 @@
-"""The board of DP attention in shared memory: what ranks post of their steps, the gate for prompts, and votes on other weights.
+"""Board of DP attention in shared memory: posted steps, prompt gate, votes on weights.
 
-Each number has one writer. A row is written before the count of rows, so a row that counts is whole.
+Each number has one writer; rows are written before their count.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,7 +18,7 @@ assert len(_KINDS) <= ROW_NUMBERS
 
 
 class SharedBoard:
-    """`Board` and `VoteBoard` of DP rank `rank`. `wakes`: ends the rest of another rank's loop, by rank."""
+    """`Board` and `VoteBoard` of a DP rank; `wakes` wake other ranks' loops."""
 
     def __init__(self, region: SharedRegion, *, rank: int, wakes: Mapping[int, Callable[[], None]]) -> None:
         plan = region.plan
