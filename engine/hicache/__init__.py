@@ -1,1 +1,1 @@
-"""Files of the hierarchical cache: their format, the folder, and the threads that read and write them."""
+"""Disk tier of the hierarchical cache: file format, directory, threads."""

@@ -1,4 +1,4 @@
-"""Puts the host tier together: host memory, disk folder and threads, and the core's part."""
+"""Assembly of the host tier: host memory, disk directory and threads, core part."""
 
 import uuid
 from collections.abc import Callable, Sequence
@@ -22,8 +22,6 @@ from service.flags import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class HostTier:
-    """`files`: the folder of the worker's files; "" without."""
-
     cache: HostCache
     pool: HostPool
     disk: Disk | None
@@ -32,8 +30,6 @@ class HostTier:
 
 @dataclass(frozen=True, slots=True)
 class RankFiles:
-    """The files of a worker with several ranks. `leader`: the rank that builds the tier. `page_bytes`: of each rank."""
-
     leader: int
     page_bytes: Sequence[int]
     followers: OtherRanks
@@ -48,10 +44,7 @@ def build_host_tier(
     host: HostMemory,
     ranks: RankFiles | None = None,
 ) -> HostTier:
-    """Raises ConfigError. `wakeup` is called in a disk thread whenever work has ended. `host`: the ranks share it equally.
-
-    `ranks`: None: there is one.
-    """
+    """Raises ConfigError. Disk threads call `wakeup`; ranks share `host` equally."""
     free_bytes = host.available() // config.ranks_here
     pages = host_pages(config, num_pages=pool.num_pages, page_bytes=pool.page_bytes, free_bytes=free_bytes)
     host_pool = allocate_host_pool(pool, pages, flag="--hicache-size", remedy="lower it")
@@ -84,7 +77,6 @@ def _store(folders: RankFolders, page_of: PageView, ranks: RankFiles | None) -> 
 
 
 def open_index(folders: RankFolders, *, file_bytes: int, max_gb: float) -> DiskIndex:
-    """Index the files of the folders, and delete those beyond `max_gb` first. `file_bytes`: of one page, over all ranks."""
     max_bytes = int(max_gb * 1e9)
     if max_bytes < file_bytes:
         raise ConfigError(f"--hicache-storage-size-gb {max_gb}: a page takes {file_bytes} bytes; raise it")

@@ -1,4 +1,4 @@
-"""Two disk threads: one reads, one writes and deletes. A bad file or disk fails a piece of work, never a request."""
+"""Disk threads for reads and for writes. A bad file or disk fails a transfer, never a request."""
 
 import logging
 import queue
@@ -26,7 +26,7 @@ class Disk:
         self._reads: queue.SimpleQueue[DiskWork | None] = queue.SimpleQueue()
         self._writes: queue.SimpleQueue[DiskWork | None] = queue.SimpleQueue()
         self._closing = threading.Event()
-        self._write_fails = False  # the last one did; the writing thread's
+        self._write_fails = False  # the last one failed; owned by the writing thread
         self._threads = [
             threading.Thread(target=self._run, args=(work,), name=f"hicache-{name}", daemon=True)
             for name, work in (("read", self._reads), ("write", self._writes))
@@ -35,7 +35,6 @@ class Disk:
             thread.start()
 
     def turn(self) -> None:
-        """Report to the tier what has ended, and start what it wants."""
         for done in self.poll():
             self._tier.on_done(done)
         for work in self._tier.take_work():
@@ -43,21 +42,19 @@ class Disk:
 
     @property
     def busy(self) -> bool:
-        """Whether requests may wait for files."""
         return self._tier.busy
 
     def submit(self, work: DiskWork) -> None:
         (self._reads if isinstance(work, DiskRead) else self._writes).put(work)
 
     def poll(self) -> list[DiskDone]:
-        """Take what has ended since the last call."""
         done = []
         while not self._done.empty():
             done.append(self._done.get())
         return done
 
     def close(self) -> None:
-        """Write what is queued for at most END_S a thread: the next process finds it."""
+        """Write queued pages for at most END_S per thread."""
         for work in (self._reads, self._writes):
             work.put(None)
         for thread in self._threads:
@@ -101,7 +98,7 @@ class Disk:
             self._write_fails = False
             return DiskDone(work, ok=True)
         except OSError as error:
-            if not self._write_fails:  # a full disk is one line, not one a page
+            if not self._write_fails:  # a full disk is one line, not one per page
                 log.warning("hierarchical cache: pages cannot be written: %s", error)
             self._write_fails = True
-            return DiskDone(work, ok=False, undeleted=self._store.delete((work.key,)))  # of ranks that could write it
+            return DiskDone(work, ok=False, undeleted=self._store.delete((work.key,)))  # from ranks that could write it

@@ -1,4 +1,4 @@
-"""One KV page in one file: a header, and the page's bytes.
+"""File of one KV page: header and bytes.
 
 | magic 8 | header length 4, little-endian | header: msgpack of `Header` | zeros | page bytes |
 |<------------------------- HEADER_BYTES ------------------------------------->|<- page_bytes ->|
@@ -17,7 +17,7 @@ _AT = len(MAGIC) + 4
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True):
-    """`key`: chained hash of all tokens up to the end of the page (engine/core/page_keys.py). `checksum`: of the bytes."""
+    """`key`: chained hash of all tokens up to the page's end."""
 
     version: int
     identity: KVIdentity
@@ -26,7 +26,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BadFile(ValueError):
-    """The file is not the page that its name claims."""
+    """The file is not the page of its name."""
 
 
 def file_bytes(identity: KVIdentity) -> int:
@@ -34,7 +34,7 @@ def file_bytes(identity: KVIdentity) -> int:
 
 
 def encode_header(identity: KVIdentity, key: bytes, page: memoryview) -> bytes:
-    """Raises ValueError when the identity's names are too long for HEADER_BYTES."""
+    """Raises ValueError if names are too long for HEADER_BYTES."""
     header = Header(version=VERSION, identity=identity, key=key, checksum=checksum(page))
     encoded = msgspec.msgpack.encode(header)
     if len(encoded) > HEADER_BYTES - _AT:
@@ -43,7 +43,7 @@ def encode_header(identity: KVIdentity, key: bytes, page: memoryview) -> bytes:
 
 
 def check_page(raw: bytes, page: memoryview, *, identity: KVIdentity, key: bytes) -> None:
-    """Raise BadFile unless the header `raw` vouches that `page` is the one of `identity` and `key`."""
+    """Raises BadFile unless the header `raw` matches `page`, `identity` and `key`."""
     header = _decode(raw)
     for name, expected in {"version": VERSION, "identity": identity, "key": key}.items():
         if getattr(header, name) != expected:

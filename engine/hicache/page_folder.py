@@ -1,6 +1,6 @@
-"""A folder of page files that belongs to one worker: `DIR/N`, N the first number that no other worker has locked.
+"""Directory of one worker's page files: `DIR/N`, N the first unlocked number.
 
-A file is `<64 hex digits of its key>.kv`, written as `.tmp` and renamed. Other files are never read, counted or deleted.
+Files `<64 hex digits of the key>.kv` are written as `.tmp` and renamed.
 """
 
 import contextlib
@@ -16,21 +16,19 @@ from engine.core.page_keys import KVIdentity
 from engine.hicache.page_file import HEADER_BYTES, BadFile, check_page, encode_header, file_bytes
 from service.flags import ConfigError
 
-MAX_WORKERS = 64  # that share a DIR
+MAX_WORKERS = 64  # sharing a DIR
 _NAME = re.compile(r"([0-9a-f]{64})\.(kv|tmp)")
 _RANK = re.compile(r"rank\d+")
 
 
 class PageFolder:
-    """`lock`: None for a folder inside one that is locked."""
-
     def __init__(self, path: Path, lock: int | None = None) -> None:
         self.path = path
         self._lock = lock
 
     @staticmethod
     def open(directory: str) -> "PageFolder":
-        """Raises ConfigError when it cannot be used."""
+        """Raises ConfigError."""
         try:
             for number in range(MAX_WORKERS):
                 path = Path(directory) / str(number)
@@ -47,7 +45,7 @@ class PageFolder:
         raise ConfigError(f"--hicache-storage-dir {directory}: {MAX_WORKERS} workers use it already; name another")
 
     def of_rank(self, rank: int) -> "PageFolder":
-        """Return the folder of one of several ranks. Raises ConfigError."""
+        """Raises ConfigError."""
         path = self.path / f"rank{rank}"
         try:
             path.mkdir(exist_ok=True, mode=0o700)
@@ -56,7 +54,7 @@ class PageFolder:
         return PageFolder(path)
 
     def all_of_it(self) -> list["PageFolder"]:
-        """Return this folder, and those of ranks in it. Raises ConfigError."""
+        """Return this directory, and its ranks'. Raises ConfigError."""
         try:
             inside = [path for path in sorted(self.path.iterdir()) if _is_of_rank(path)]
         except OSError as error:
@@ -64,7 +62,7 @@ class PageFolder:
         return [self, *(PageFolder(path) for path in inside)]
 
     def scan(self) -> list[tuple[bytes, int]]:
-        """Return (key, bytes) of the page files, least recently used first; delete half-written ones. Raises ConfigError."""
+        """Return (key, bytes) in LRU order; delete partial files. Raises ConfigError."""
         found = []
         try:
             with os.scandir(self.path) as entries:
@@ -82,7 +80,7 @@ class PageFolder:
         return [(key, size) for _, key, size in sorted(found)]
 
     def write(self, key: bytes, page: memoryview, identity: KVIdentity) -> None:
-        """Raises OSError, and then leaves nothing behind."""
+        """Raises OSError, leaving nothing."""
         temporary = self.path / f"{key.hex()}.tmp"
         try:
             flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -96,7 +94,7 @@ class PageFolder:
             raise
 
     def read(self, key: bytes, page: memoryview, identity: KVIdentity) -> None:
-        """Fill `page`. Raises FileNotFoundError, BadFile, OSError; then `page` may hold anything."""
+        """Fill `page`. Raises FileNotFoundError, BadFile, OSError with undefined contents."""
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe must not block
         with _opened(self._path(key), flags) as fd:
             status = os.fstat(fd)
@@ -106,10 +104,10 @@ class PageFolder:
             if _read_all(fd, memoryview(raw)) + _read_all(fd, page) != status.st_size:
                 raise BadFile("it ends early")
             check_page(bytes(raw), page, identity=identity, key=key)
-            os.utime(fd)  # the least recently used goes first, in the next process too
+            os.utime(fd)  # LRU order, for the next process too
 
     def delete(self, keys: tuple[bytes, ...]) -> Files:
-        """Delete files, and return (key, bytes) of those that remain."""
+        """Return (key, bytes) of files that could not be deleted."""
         left = []
         for key in keys:
             try:

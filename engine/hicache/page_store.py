@@ -1,4 +1,4 @@
-"""Pages between host memory and files, as `Disk` uses them. Of several ranks: rank_files.py."""
+"""Transfers between host memory and page files; over ranks: rank_files.py."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -6,25 +6,23 @@ from typing import Protocol
 from engine.core.disk_index import DiskRead, DiskWrite, Files
 from engine.hicache.page_folder import PageFolder
 
-PageView = Callable[[int], memoryview]  # the bytes of a host page, writable
+PageView = Callable[[int], memoryview]  # writable bytes of a host page
 
 
 class PageStore(Protocol):
     def read(self, work: DiskRead) -> None:
-        """Fill the host page. Raises FileNotFoundError, BadFile, OSError; then it may hold anything."""
+        """Fill the host page. Raises FileNotFoundError, BadFile, OSError with undefined contents."""
 
     def write(self, work: DiskWrite) -> None:
-        """Write the host page. The victims are deleted by then. Raises OSError."""
+        """Write the host page, after deletion of victims. Raises OSError."""
 
     def delete(self, keys: tuple[bytes, ...]) -> Files:
-        """Delete files, and return (key, bytes) of those that remain."""
+        """Return (key, bytes) of files that could not be deleted."""
 
     def close(self) -> None: ...
 
 
 class FolderStore:
-    """The files of one rank."""
-
     def __init__(self, folder: PageFolder, *, page_of: PageView) -> None:
         self._folder = folder
         self._page_of = page_of

@@ -1,4 +1,4 @@
-"""Files of a worker with several ranks: each has a folder for its part of a page, and writes and reads it by itself."""
+"""Page files over ranks: each has a directory for its part of pages."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -18,10 +18,7 @@ MISSING = "no file"
 
 
 class FollowerFiles:
-    """A follower's part of its leader's reads and writes: two threads beside its steps, as the leader's Disk has.
-
-    Each call returns its error; "": none. `identity`: of this rank's KV, without the weights.
-    """
+    """Follower's reads and writes, in two threads. Calls return the error or ""."""
 
     def __init__(self, path: Path, *, page_of: PageView, identity: KVIdentity) -> None:
         self._store = FolderStore(PageFolder(path), page_of=page_of)
@@ -37,7 +34,7 @@ class FollowerFiles:
         return self._writes.submit(_outcome, lambda: self._store.write(work))
 
     def _own(self, identity: dict[str, Any]) -> KVIdentity:
-        """The leader's, which may have other weights by now, with the layout of this rank."""
+        """The leader's identity, perhaps of newer weights, with our layout."""
         of_leader, own = msgspec.convert(identity, KVIdentity), self._identity
         return msgspec.structs.replace(of_leader, layout=own.layout, page_bytes=own.page_bytes)
 
@@ -53,9 +50,9 @@ def _outcome(act: Callable[[], None]) -> str:
 
 
 class RankFolders:
-    """The folders of all ranks of a worker, on one machine: `rankR` in the worker's own, which is locked.
+    """Directories of a worker's ranks, `rankR` in its locked one; a single rank has none.
 
-    A page is in files where each rank has its part. One rank has no folder of its own: its files lie in the worker's.
+    A page exists if every rank has its part.
     """
 
     def __init__(self, worker: PageFolder, *, num_ranks: int) -> None:
@@ -70,7 +67,7 @@ class RankFolders:
         return self.ranks[rank if len(self.ranks) > 1 else 0]
 
     def scan(self) -> list[tuple[bytes, int]]:
-        """As `PageFolder.scan`, of pages that every rank has. Deletes the rest, and what other numbers of ranks have left."""
+        """Scan complete pages; delete others, and those of other rank counts."""
         for folder in self._worker.all_of_it():
             if folder.path not in [rank.path for rank in self.ranks]:
                 folder.delete(tuple(key for key, _ in folder.scan()))
@@ -94,7 +91,7 @@ class RankFolders:
 
 
 class OtherRanks(Protocol):
-    """Applies an operation on the other ranks (`FollowerFiles`); returns the wait for their outcomes, by rank."""
+    """Runs an operation on followers; returns the wait for outcomes."""
 
     def read(self, work: DiskRead) -> Callable[[], dict[int, str]]: ...
 
@@ -102,7 +99,7 @@ class OtherRanks(Protocol):
 
 
 class RanksStore:
-    """Files of all ranks: a read counts when each rank has read its part, a write when each has written it."""
+    """Files of all ranks; an operation counts if all ranks succeed."""
 
     def __init__(self, own: FolderStore, folders: RankFolders, followers: OtherRanks) -> None:
         self._own = own
@@ -110,7 +107,7 @@ class RanksStore:
         self._followers = followers
 
     def read(self, work: DiskRead) -> None:
-        """A file that some ranks lack is a bad one: `Disk` deletes the others."""
+        """A file missing on some ranks is bad: `Disk` deletes the others."""
         with _together(self._followers.read(work), BadFile):
             try:
                 self._own.read(work)
@@ -130,7 +127,7 @@ class RanksStore:
 
 @contextlib.contextmanager
 def _together(theirs: Callable[[], dict[int, str]], error: type[Exception]) -> Iterator[None]:
-    """Do the leader's part, and wait for the others even if it fails: their threads may still use the page."""
+    """Always wait for other ranks: their threads may use the page."""
     try:
         yield
     finally:
