@@ -1,1 +1,1 @@
-"""From logits to tokens: filters, penalties, masks of grammars, noise and logprobs."""
+"""Sampling: filters, penalties, grammar masks, noise, logprobs."""

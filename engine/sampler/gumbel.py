@@ -1,8 +1,7 @@
-"""Noise for sampling tokens: a pure function of (seed, position, token id), the same bits on every device.
+"""Sampling noise as a function of (seed, position, token id), with equal bits on all devices.
 
-A sample is argmax(logit / temperature + noise) (the Gumbel-max trick), so it is the same in any batch or process and after a
-retraction, and small differences of the logits move it only near a tie. The bits are those of SplitMix64 and of
-engine/kernels/fixed_math.py; sample.c and triton_noise.py compute the same.
+A sample is argmax(logit / temperature + noise) (Gumbel-max), so it is equal in any batch or process
+and after a retraction. Bits are SplitMix64's and engine/kernels/fixed_math.py's.
 """
 
 from collections.abc import Sequence
@@ -16,19 +15,19 @@ _MASK = (1 << 64) - 1
 
 
 def sample_keys(seeds: Sequence[int], positions: Sequence[int]) -> list[int]:
-    """Return a signed 64-bit key for each sample. `positions`: output tokens before it."""
+    """Signed 64-bit keys; `positions` count earlier output tokens."""
     return [signed(_mix(_mix(seed & _MASK) + (at + 1) * GOLDEN)) for seed, at in zip(seeds, positions, strict=True)]
 
 
 def gumbel_noise(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    """Return standard Gumbel noise, float32 [n, m] in [-3.14, 22.88]. keys: [n, 1] int64; token_ids: [n, m] or [1, m] int64."""
+    """Return noise float32[n, m] in [-3.14, 22.88]; int64 keys [n, 1], ids [n or 1, m]."""
     return noise_of(shift(mix(keys + token_ids * signed(GOLDEN)), 32))
 
 
 def noise_of(bits: torch.Tensor) -> torch.Tensor:
-    """-log(-log(1 - u)), float32, of u = (bits + 1/2) / 2**32; bits: int64 in [0, 2**32).
+    """Return float32 -log(-log(1 - u)), u = (bits + 1/2) / 2**32, for int64 bits in [0, 2**32).
 
-    1 - u comes from the inverted bits: neither tail loses digits.
+    1 - u uses inverted bits, so neither tail loses digits.
     """
     u = (bits.float() + 0.5) * 2.0**-32
     fraction, exponent = fixed_math.split(((0xFFFFFFFF - bits).float() + 0.5) * 2.0**-32)

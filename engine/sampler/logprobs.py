@@ -1,4 +1,4 @@
-"""The model's logprobs, before any edit, temperature or filter: of all rows of a step in one call and one copy to the host."""
+"""Logprobs of the unedited model output: one call and host copy per step."""
 
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -14,10 +14,7 @@ FloatArray = npt.NDArray[np.float32]
 
 @dataclass(slots=True)
 class Logprobs:
-    """Views of n rows on the host: token_ids and chosen [n], top_values and top_ids [n, k], requested [n, len(requested_ids)].
-
-    Best first. On CUDA valid after the step's event.
-    """
+    """Host views of n rows, best first, valid after the step's event; top_* are [n, k]."""
 
     token_ids: IntArray
     chosen: FloatArray
@@ -28,9 +25,9 @@ class Logprobs:
 
 
 def packed_logprobs(logits: Tensor, tokens: Tensor, *, top_num: int, token_ids: Tensor) -> Tensor:
-    """Return [n, 2 + 2 * min(top_num, V) + r] int32, for `Packed`.
+    """Return int32[n, 2 + 2 * min(top_num, V) + r] for `Packed`.
 
-    logits [n, V] float32; tokens [n] int64; token_ids [n, r] int64: whose logprobs are wanted, too.
+    logits float32[n, V]; tokens int64[n]; token_ids int64[n, r] are the requested ones.
     """
     norms = log_norms(logits)[:, None]
     top = logits.topk(min(top_num, logits.shape[1]), dim=-1)
@@ -39,15 +36,13 @@ def packed_logprobs(logits: Tensor, tokens: Tensor, *, top_num: int, token_ids: 
 
 
 class Packed:
-    """Packed logprobs on the host: `table` of `packed_logprobs`, `most`: its top_num."""
-
     def __init__(self, table: Tensor, *, most: int) -> None:
-        self._ids: IntArray = table.numpy()  # shares memory: a copy from the GPU may still be under way
+        self._ids: IntArray = table.numpy()  # shares memory: a copy from the GPU may be in flight
         self._values: FloatArray = self._ids.view(np.float32)
         self._most = most
 
     def rows(self, begin: int, end: int, *, top_num: int, requested_ids: tuple[int, ...]) -> Logprobs:
-        """Rows begin.. to end; their `top_num` and `requested_ids` may be fewer than the table's."""
+        """Rows begin..end, cut to `top_num` and `requested_ids`."""
         ids, values = self._ids[begin:end], self._values[begin:end, 1 + self._most :]
         return Logprobs(
             token_ids=ids[:, 0],
@@ -60,9 +55,9 @@ class Packed:
 
 
 def log_norms(logits: Tensor) -> Tensor:
-    """Return [n]: logsumexp of each row of logits [n, V] float32, the same bits in any batch.
+    """Return logsumexp [n] of logits [n, V], with equal bits in any batch.
 
-    torch splits a sum by the number of rows, so it takes one row at a time.
+    torch splits a sum by the number of rows, so rows are processed one by one.
     """
     if logits.device.type != "cpu" and find_spec("triton") is not None:
         from engine.kernels.triton_sample import log_norms as by_triton

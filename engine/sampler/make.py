@@ -1,4 +1,4 @@
-"""The choice of a sampler, which imports no Triton where it may be missing."""
+"""Choice of a sampler, without importing a missing Triton."""
 
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -15,8 +15,6 @@ NOT_SAMPLED = -1  # an output_len
 
 
 class TokenSampler(Protocol):
-    """`Sampler` says what the calls mean."""
-
     def open(self, slot: SlotOpen) -> None: ...
 
     def close(self, slot: int) -> None: ...
@@ -36,14 +34,14 @@ class TokenSampler(Protocol):
 
 @runtime_checkable
 class CapturableSampler(TokenSampler, Protocol):
-    """A sampler whose calls can be captured: it reads nothing on the host."""
+    """Sampler with capturable calls: it reads nothing on the host."""
 
     def sample_on_device(self, logits: Tensor, slots: Tensor, output_lens: Tensor) -> tuple[Tensor, Tensor]:
-        """As `sample`, with slots and output_lens [n] int64 on the device; a row of NOT_SAMPLED gives 0."""
+        """`sample` with int64[n] on the device; NOT_SAMPLED rows give 0."""
 
 
 def make_sampler(*, num_slots: int, vocab_size: int, device: torch.device, in_graphs: bool = False) -> TokenSampler:
-    """Triton's on a GPU, if it is installed; all give the same tokens from the same logits. `in_graphs`: Triton's anyway."""
+    """Make Triton's sampler on GPUs; all give the same tokens."""
     if in_graphs or (device.type == "cuda" and find_spec("triton") is not None):
         from engine.sampler.triton_sampler import TritonSampler
 

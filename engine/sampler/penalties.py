@@ -1,4 +1,4 @@
-"""Token counts for the penalties, kept on the device so that no step waits for the host."""
+"""Token counts for penalties, on the device, without host syncs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,10 +11,7 @@ from engine.kv.upload import upload
 
 @dataclass(frozen=True, slots=True)
 class PenaltyRows:
-    """The penalised rows of a batch, on the device.
-
-    at: their index in the batch, as rows [p] int64: index in the batch; states [p] int64: index in the counts; the rest [p, 1] float32.
-    """
+    """Penalized `rows` of a batch, and their `states` in the counts, int64[p]."""
 
     at: list[int]
     rows: torch.Tensor
@@ -25,8 +22,6 @@ class PenaltyRows:
 
 
 class Penalties:
-    """Counts of generated tokens and marks of all tokens seen, for slots with a penalty."""
-
     def __init__(self, *, num_slots: int, vocab_size: int, device: torch.device) -> None:
         self._num_slots = num_slots
         self._vocab_size = vocab_size
@@ -37,7 +32,7 @@ class Penalties:
         self._state_of: dict[int, int] = {}
 
     def open(self, slot: SlotOpen) -> None:
-        """Start to count for a slot, with the tokens that it generated before a resumption."""
+        """Start counting, with tokens from before a resumption."""
         assert slot.slot not in self._state_of, f"slot {slot.slot} is open"
         state = self._take_state()
         self._state_of[slot.slot] = state
@@ -53,7 +48,6 @@ class Penalties:
             self._free.append(state)
 
     def rows(self, batch: Sequence[SlotOpen]) -> PenaltyRows | None:
-        """Return the penalised rows of a batch, if any."""
         found = [(i, s) for i, s in enumerate(batch) if s.slot in self._state_of]
         if not found:
             return None
@@ -68,9 +62,9 @@ class Penalties:
         )
 
     def apply(self, logits: torch.Tensor, which: PenaltyRows, drafts: Sequence[int | None] = ()) -> None:
-        """Penalise in place, repetition first (on the sign of the raw logit, as in CTRL, Keskar et al. 2019).
+        """Penalize in place, repetition first (raw logit's sign, as in CTRL, Keskar et al. 2019).
 
-        `drafts`: as of Sampler.sample; a row counts those that it follows, and is of use only if they are right.
+        Rows count the `drafts` that they follow, and matter only if these are right.
         """
         x = logits.index_select(0, which.rows)
         counts, seen = self._counts.index_select(0, which.states), self._seen.index_select(0, which.states)
@@ -85,7 +79,7 @@ class Penalties:
         logits.index_copy_(0, which.rows, x)
 
     def count(self, tokens: torch.Tensor, which: PenaltyRows, drafts: Sequence[int | None] = ()) -> None:
-        """Count the tokens just sampled ([n] of the whole batch), on the device; with `drafts` the host waits for them."""
+        """Count int64[n] sampled tokens; with `drafts` the host waits."""
         states, counted = which.states, tokens.index_select(0, which.rows)
         if any(drafts[i] is not None for i in which.at if drafts):
             right = self._ints(_right(which.at, drafts, tokens.tolist()))
@@ -100,7 +94,7 @@ class Penalties:
         return self._free.pop()
 
     def _grow(self) -> None:
-        """Double, up to one state a slot: penalties are rare, and a row costs 5 bytes a token id."""
+        """Double the table: penalties are rare, and a row costs 5 bytes per token id."""
         old = len(self._counts)
         more = min(max(4, old), self._num_slots - old)
         assert more > 0, "more penalised slots open than there are slots"
@@ -116,7 +110,6 @@ class Penalties:
 
 
 def _followed(at: list[int], drafts: Sequence[int | None]) -> list[tuple[int, int]]:
-    """(index in `at`, drafted token that its row follows)."""
     followed: list[tuple[int, int]] = []
     tokens: list[int] = []
     for p, row in enumerate(at if drafts else ()):
@@ -127,7 +120,6 @@ def _followed(at: list[int], drafts: Sequence[int | None]) -> list[tuple[int, in
 
 
 def _right(at: list[int], drafts: Sequence[int | None], tokens: list[int]) -> list[int]:
-    """Indices in `at` of rows that follow what was sampled."""
     right: list[int] = []
     follows = True
     for p, row in enumerate(at):

@@ -1,7 +1,6 @@
-"""From logits to tokens, without a wait for the device.
+"""Sampling without host syncs.
 
-One step: edit the logits (penalties, logit_bias, min_new_tokens, then a grammar's mask), sample, count what was sampled. A
-greedy batch without edits only takes the row maxima.
+Logits are edited (penalties, logit_bias, min_new_tokens, grammar mask), sampled and counted.
 """
 
 import math
@@ -21,9 +20,9 @@ from engine.sampling_params import SamplingParams
 
 
 class Sampler:
-    """A sample depends on (seed, output_len, the row's logits) alone.
+    """Sampler whose results depend only on (seed, output_len, the row's logits).
 
-    Calls come in stream order from one thread: `open` before a slot's first `sample`, `close` after its last.
+    One thread calls in stream order: `open` before a slot's first `sample`, `close` after its last.
     """
 
     def __init__(self, *, num_slots: int, vocab_size: int, device: str | torch.device) -> None:
@@ -33,7 +32,7 @@ class Sampler:
         self._slots: dict[int, SlotOpen] = {}
         self._batch: _Batch | None = None
         if self._device.type == "cpu":
-            sample_kernel()  # is built here, not in the first step
+            sample_kernel()  # built here, not in the first step
 
     def open(self, slot: SlotOpen) -> None:
         assert slot.slot not in self._slots, f"slot {slot.slot} is open"
@@ -56,11 +55,10 @@ class Sampler:
         mask: TokenMask | None = None,
         drafts: Sequence[int | None] = (),
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sample a token for each row: ([n] int64, [n] bool whether the row was bad).
+        """Sample int64[n] tokens; also return bool[n], True for bad rows.
 
-        logits [n, V] float32, left as they are; `output_lens`: tokens that each slot has generated before;
-        `mask`: the tokens that a grammar allows. A row with a NaN or +inf, or with nothing but -inf, is bad: token 0.
-        `drafts`: by row, the guess of what the row before it samples, which it follows; None: it follows known tokens. Empty: all do.
+        logits float32[n, V] stay unchanged; `output_lens` count earlier tokens. A row with NaN or
+        +inf, or only -inf, is bad and gives 0. `drafts`: per row the draft that it follows.
         """
         assert logits.shape == (len(slots), self._vocab_size), (logits.shape, len(slots), self._vocab_size)
         assert logits.dtype == torch.float32, logits.dtype
@@ -79,7 +77,7 @@ class Sampler:
         return tokens, bad
 
     def guess(self, logits: torch.Tensor, slots: Sequence[int], output_lens: Sequence[int]) -> torch.Tensor:
-        """As `sample`, of logits that stand for the model's: nothing is counted."""
+        """Sample draft logits, counting nothing."""
         batch = self._batch_of(slots)
         edited = self._edited(logits, batch, output_lens, ())
         values, indices = row_max(edited)
@@ -88,7 +86,6 @@ class Sampler:
     def _edited(
         self, logits: torch.Tensor, batch: "_Batch", output_lens: Sequence[int], drafts: Sequence[int | None]
     ) -> torch.Tensor:
-        """`logits` itself when no row changes, else a changed copy."""
         banned = batch.banned(output_lens)
         if batch.penalties is None and batch.bias is None and not banned:
             return logits
@@ -130,7 +127,6 @@ class Sampler:
         return greedy.index_copy(0, sampled.rows, tokens)
 
     def _batch_of(self, slots: Sequence[int]) -> "_Batch":
-        """Return what depends on the slots alone; a decoding batch keeps them for many steps."""
         key = tuple(slots)
         if self._batch is None or self._batch.slots != key:
             opens = [self._slots[s] for s in key]
@@ -176,8 +172,6 @@ class Sampler:
 
 @dataclass(frozen=True, slots=True)
 class _Bias:
-    """One entry for each (row, token) with a logit_bias."""
-
     rows: torch.Tensor
     ids: torch.Tensor
     values: torch.Tensor
@@ -185,8 +179,6 @@ class _Bias:
 
 @dataclass(frozen=True, slots=True)
 class _Sampled:
-    """The sampled (not greedy) rows `at` of a batch; `rows` and the filters [m] on the device, as in SampledRows."""
-
     at: list[int]
     rows: torch.Tensor
     seeds: list[int]
@@ -206,12 +198,10 @@ class _Batch:
     wait_for_end: list[tuple[int, SlotOpen]]
 
     def banned(self, output_lens: Sequence[int]) -> list[tuple[int, int]]:
-        """Return the (row, token) that would end a request before its min_new_tokens."""
         return [(i, t) for i, s in self.wait_for_end if output_lens[i] < s.sampling.min_new_tokens for t in end_ids(s)]
 
 
 def end_ids(slot: SlotOpen) -> tuple[int, ...]:
-    """Tokens that end the request, which min_new_tokens bans."""
     eos = () if slot.sampling.ignore_eos else slot.eos_ids
     return tuple(dict.fromkeys(eos + slot.sampling.stop_token_ids))
 
@@ -222,7 +212,7 @@ def seed_of(slot: SlotOpen) -> int:
 
 
 def top_k_of(params: SamplingParams, vocab_size: int) -> int:
-    """`vocab_size`: off."""
+    """`vocab_size` means off."""
     return params.top_k if 0 < params.top_k < vocab_size else vocab_size
 
 

@@ -1,10 +1,9 @@
-"""Samples one token a row from logits under temperature, top_k, top_p, min_p.
+"""Token sampling under temperature, top_k, top_p, min_p.
 
-Order of the filters: temperature, top_k, top_p over what top_k left (renormalised), min_p relative to the best token; as in
-Hugging Face's generate and vLLM. Of equal logits the lower token id ranks first, else a sample would depend on the batch;
-of equal scores it wins. Probabilities are whole numbers of 2**-40 of the best token's (fixed_math.mass).
-
-A CPU samples by sample.c. The functions of torch here define the tokens, and serve where there is no compiler.
+Filter order is temperature, top_k, top_p (renormalized), min_p relative to the best, as in Hugging
+Face's generate and vLLM. The lower token id wins ties. Probabilities are multiples of 2**-40 of the
+best (fixed_math.mass). The torch functions here define the tokens; sample.c replaces them on CPUs
+with a compiler.
 """
 
 import torch
@@ -14,14 +13,14 @@ from engine.kernels import fixed_math
 from engine.kernels.sample import SampledRows, sample_kernel
 from engine.sampler.gumbel import gumbel_noise
 
-BLOCK_ELEMENTS = 1 << 18  # rows x vocabulary processed at once: fits a core's L2 cache
+BLOCK_ELEMENTS = 1 << 18  # rows x vocabulary per block: fits a core's L2 cache
 CANDIDATES = (512, 8192)  # ranked before the whole vocabulary: few filters leave more
 
 
 def row_max(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (values [n], first index of each [n] int64) of logits [n, V]; a NaN is larger than all.
+    """Return maxima [n] and first indices int64[n] of logits [n, V]; NaN is largest.
 
-    On a CPU by numpy, whose argmax uses vectors: 0.8 ms instead of 6 for 32 rows of 151,936.
+    numpy's argmax is vectorized: 0.8 ms instead of 6 for 32 rows of 151,936.
     """
     if logits.device.type != "cpu" or logits.shape[0] == 0:
         best = logits.max(-1)
@@ -31,13 +30,13 @@ def row_max(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def sample_tokens(logits: Tensor, which: SampledRows) -> Tensor:
-    """Sample [n] int64 tokens of the rows `which` of logits [any, V] float32; a best logit that is not finite: the greedy one."""
+    """Sample int64[n] tokens of float32 logits [any, V]; greedy if the best is not finite."""
     kernel = sample_kernel() if logits.device.type == "cpu" else None
     return sample_by_torch(logits, which) if kernel is None else kernel.sample(logits, which)
 
 
 def sample_by_torch(logits: Tensor, which: SampledRows) -> Tensor:
-    """As `sample_tokens`. Waits for a GPU."""
+    """Sample by torch; waits for a GPU."""
     is_filtered = (which.top_k < logits.shape[1]) | (which.top_p < 1.0)
     tokens = which.greedy.clone()
     for sample, chosen in ((_sample_any, ~is_filtered), (_sample_ranked, is_filtered)):
@@ -48,7 +47,6 @@ def sample_by_torch(logits: Tensor, which: SampledRows) -> Tensor:
 
 
 def _sample_any(logits: Tensor, which: SampledRows) -> Tensor:
-    """Rows without top_k and top_p; logits [n, V] of `which`."""
     ids = torch.arange(logits.shape[1], device=logits.device).expand(len(logits), -1)
     scaled = (logits - which.best[:, None]) / which.temperature[:, None]
     return _best_score(ids, scaled, which, keep=scaled >= which.log_min_p[:, None])
@@ -65,7 +63,7 @@ def _sample_ranked(logits: Tensor, which: SampledRows) -> Tensor:
 
 
 def _sample_best(logits: Tensor, which: SampledRows, *, most: int) -> tuple[Tensor, Tensor]:
-    """Sample [n] tokens from the `most` best; return also [n] whether these hold all that the filters keep."""
+    """Sample from the `most` best; also return bool[n], True where they suffice."""
     vocab_size = logits.shape[1]
     best, temperature, top_k = which.best[:, None], which.temperature[:, None], which.top_k[:, None]
     ids, scaled = _ranked(logits, best, temperature, most)
@@ -78,16 +76,16 @@ def _sample_best(logits: Tensor, which: SampledRows, *, most: int) -> tuple[Tens
     by_top_k = (which.top_k < vocab_size) & (which.top_k <= most)
     by_top_p = (which.top_k >= vocab_size) & (running[:, -1].double() >= limit[:, 0])
     rank = torch.arange(most, device=logits.device)
-    # a token is kept while those before it do not reach top_p
+    # keep tokens until the sum before them reaches top_p
     keep = (rank < top_k) & ((running - masses).double() < limit) & (scaled >= which.log_min_p[:, None])
     return _best_score(ids, scaled, which, keep=keep), by_top_k | by_top_p | (most == vocab_size)
 
 
 def _ranked(logits: Tensor, best: Tensor, temperature: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """Return token ids [n, most], best first, and (logit - best) / temperature of each.
+    """Return ids [n, most], best first, with (logit - best) / temperature.
 
-    Sorts integers without equal keys: the bits of the gap to the best as float64 order like the gap (it is not negative),
-    and leave the low 29 bits of a float32 value free for the token id.
+    Sorts unique integers: float64 bits order like the non-negative gap, and their low 29 bits,
+    unused by a float32, take the token id.
     """
     gap = best - logits
     order = gap.double().view(torch.int64) + torch.arange(logits.shape[1], device=logits.device)
@@ -96,7 +94,6 @@ def _ranked(logits: Tensor, best: Tensor, temperature: Tensor, most: int) -> tup
 
 
 def _best_score(ids: Tensor, scaled: Tensor, which: SampledRows, *, keep: Tensor) -> Tensor:
-    """[n]: the token of the best score among those kept; ids, scaled, keep [n, m]."""
     scores = (scaled + gumbel_noise(which.keys[:, None], ids)).masked_fill_(~keep, -torch.inf)
     behind = torch.iinfo(torch.int64).max
     return ids.masked_fill(scores < scores.amax(-1, keepdim=True), behind).amin(-1)

@@ -1,4 +1,4 @@
-"""Applies bitmasks of allowed tokens to logits: the device's half of a grammar."""
+"""Bitmasks of allowed tokens on logits: a grammar's device part."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,15 +14,15 @@ WORD_BITS = 32
 
 @dataclass(frozen=True, slots=True)
 class TokenMask:
-    """`rows` [m] int64 of a batch and, for each, `bits` [m, ceil(V / 32)] int32: bit t % 32 of word t // 32 allows t."""
+    """Rows int64[m] with `bits` int32[m, ceil(V / 32)]: bit t % 32 of word t // 32 allows t."""
 
     rows: Tensor
     bits: Tensor
 
     def apply(self, logits: Tensor, *, fallback: Tensor) -> Tensor:
-        """Return a copy of `logits` [n, V] where forbidden tokens are -inf.
+        """Return a copy of `logits` [n, V] with -inf for forbidden tokens.
 
-        Where an edit (min_new_tokens) has banned all that the grammar allows, the row comes from `fallback`.
+        If min_new_tokens has banned all allowed tokens, the row comes from `fallback`.
         """
         allowed = self._allowed(logits.shape[1])
         masked = logits[self.rows].masked_fill(~allowed, -torch.inf)
@@ -32,7 +32,6 @@ class TokenMask:
         return masked if len(masked) == len(logits) else logits.index_copy(0, self.rows, masked)
 
     def _allowed(self, vocab_size: int) -> Tensor:
-        """Return [m, vocab_size] bool. On CPU numpy unpacks a row in microseconds."""
         if self.bits.device.type == "cpu":
             unpacked = np.unpackbits(self.bits.numpy().view(np.uint8), axis=1, count=vocab_size, bitorder="little")
             return torch.from_numpy(unpacked).view(torch.bool)
@@ -40,13 +39,12 @@ class TokenMask:
 
 
 def unpacked_on_device(bits: Tensor, vocab_size: int) -> Tensor:
-    """Return [m, vocab_size] bool of bits [m, ceil(vocab_size / 32)] int32."""
+    """bool[m, vocab_size]."""
     shifts = torch.arange(WORD_BITS, dtype=torch.int32, device=bits.device)
     return ((bits[:, :, None] >> shifts) & 1).flatten(1)[:, :vocab_size].bool()
 
 
 def token_mask(masks: Mapping[int, bytes], *, device: torch.device) -> TokenMask | None:
-    """`masks`: bitmask of each constrained row of the batch, in row order."""
     if not masks:
         return None
     assert list(masks) == sorted(masks)

@@ -1,4 +1,4 @@
-"""The sampler of a GPU: what each slot asks for lies in a table there, so a captured step samples it as it is."""
+"""GPU sampler with slot parameters in a device table, for captured steps."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ from engine.sampler.token_mask import TokenMask
 
 
 class TritonSampler:
-    """As `Sampler`, to the same tokens (engine/kernels/triton_sample.py). The table has a row for `num_slots`, too: padding."""
+    """`Sampler` with the same tokens (engine/kernels/triton_sample.py); row `num_slots` is padding."""
 
     def __init__(self, *, num_slots: int, vocab_size: int, device: str | torch.device) -> None:
         assert vocab_size <= triton_sample.MOST_TOKENS, vocab_size
@@ -23,7 +23,7 @@ class TritonSampler:
         self._device = torch.device(device)
         self._requests = torch.zeros((num_slots + 1, triton_sample.COLUMNS), dtype=torch.int64, device=self._device)
         self._slots: dict[int, SlotOpen] = {}
-        self._memory: dict[int, tuple[Tensor | None, Tensor | None]] = {}  # that the table names by address
+        self._memory: dict[int, tuple[Tensor | None, Tensor | None]] = {}  # memory with addresses in the table
 
     def open(self, slot: SlotOpen) -> None:
         assert slot.slot not in self._slots, f"slot {slot.slot} is open"
@@ -34,7 +34,7 @@ class TritonSampler:
         upload_into(self._requests[slot.slot], self._row(slot, seen, edits))
 
     def close(self, slot: int) -> None:
-        del self._slots[slot], self._memory[slot]  # its next owner writes to it behind the steps in flight
+        del self._slots[slot], self._memory[slot]  # its next owner writes after the steps in flight
 
     def sample(
         self,
@@ -45,18 +45,16 @@ class TritonSampler:
         mask: TokenMask | None = None,
         drafts: Sequence[int | None] = (),
     ) -> tuple[Tensor, Tensor]:
-        """As `Sampler.sample`, but that no slot with drafts has penalties: its counts change in the kernel."""
+        """Slots with drafts have no penalties, since the kernel counts."""
         assert logits.shape == (len(slots), self._vocab_size), (logits.shape, len(slots), self._vocab_size)
         inputs = upload(torch.tensor([list(slots), list(output_lens)]), self._device)
         masks = None if mask is None else self._masks(mask, slots, output_lens)
         return triton_sample.sample(logits, inputs[0], inputs[1], self._requests, masks)
 
     def guess(self, logits: Tensor, slots: Sequence[int], output_lens: Sequence[int]) -> Tensor:
-        """As `Sampler.guess`, of slots without penalties."""
         return self.sample(logits, slots, output_lens)[0]
 
     def sample_on_device(self, logits: Tensor, slots: Tensor, output_lens: Tensor) -> tuple[Tensor, Tensor]:
-        """As CapturableSampler."""
         return triton_sample.sample(logits, slots, output_lens, self._requests, None)
 
     def _masks(self, mask: TokenMask, slots: Sequence[int], output_lens: Sequence[int]) -> RowMasks:
@@ -78,7 +76,7 @@ class TritonSampler:
         return torch.cat([torch.tensor(numbers), torch.tensor(floats, dtype=torch.float32).view(torch.int64)])
 
     def _seen(self, slot: SlotOpen) -> Tensor:
-        """[V] int32: 1 for a token of prompt or output, and 2 for each time that it was generated."""
+        """Return int32[V]: 1 for tokens seen, plus 2 per generation."""
         prompt, output = (
             upload(torch.tensor(ids, dtype=torch.int64), self._device) for ids in (slot.prompt_ids, slot.output_ids)
         )
@@ -87,7 +85,7 @@ class TritonSampler:
         return words.index_add_(0, output, torch.full_like(output, 2, dtype=torch.int32))
 
     def _edits(self, slot: SlotOpen) -> Tensor | None:
-        """[n, 2] int32: token ids and the bits of what is added: biases, then -inf for the ends that min_new_tokens bans."""
+        """Return int32[n, 2] of token ids and added float bits: biases, then -inf for banned ends."""
         p = slot.sampling
         ends = end_ids(slot) if p.min_new_tokens > 0 else ()
         if not p.logit_bias and not ends:
