@@ -1,10 +1,10 @@
-"""GPU memory that torch did not allocate, as a tensor. Never run on a GPU yet."""
+"""Foreign GPU memory as a tensor. Never run on a GPU."""
 
 import torch
 
 
 class DeviceBytes:
-    """`size_bytes` of a GPU from `address`, as torch.as_tensor reads it (numba's CUDA array interface, version 3)."""
+    """GPU memory for torch.as_tensor (numba's CUDA array interface, version 3)."""
 
     def __init__(self, address: int, size_bytes: int) -> None:
         self.__cuda_array_interface__ = {
@@ -16,5 +16,5 @@ class DeviceBytes:
 
 
 def tensor_at(address: int, size_bytes: int) -> torch.Tensor:
-    """Return the memory as [size_bytes] uint8 on its own device; it has to stay for as long as the tensor."""
-    return torch.as_tensor(DeviceBytes(address, size_bytes))  # no copy: torch asks CUDA what device the address is on
+    """View uint8[size_bytes]; memory must outlive the tensor."""
+    return torch.as_tensor(DeviceBytes(address, size_bytes))  # no copy: torch gets the address's device from CUDA

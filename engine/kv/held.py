@@ -1,4 +1,4 @@
-"""What of the model's KV a rank's pool holds, and what ranks hold together. Pure."""
+"""Parts of the model's KV in a rank's pool, and their checksums over ranks. Pure."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -6,10 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class HeldKV:
-    """Some of the model's `num_units` units (engine/kv/kv_pool.py), with some of its `num_layers` layers that have KV.
-
-    `state_layers`, `num_state_layers`: the same of recurrent layers, counted by themselves.
-    """
+    """Ranges of the model's KV units and layers (engine/kv/kv_pool.py), and of recurrent layers."""
 
     units: range
     num_units: int
@@ -24,7 +21,7 @@ class HeldKV:
 
     @property
     def name(self) -> str:
-        """Return the name of the part: ranks that hold the same part have the same name."""
+        """Name of the part, equal on replicas."""
         units, layers = self.units, self.layers
         return f"units {units.start}-{units.stop - 1}, layers {layers.start}-{layers.stop - 1}"
 
@@ -35,8 +32,6 @@ class HeldKV:
 
 @dataclass(frozen=True, slots=True)
 class HeldState:
-    """Of a recurrent layer's state `channels` of the convolution's `num_channels`, as they lie here, and `heads` of `num_heads`."""
-
     channels: tuple[range, ...]
     num_channels: int
     heads: range
@@ -49,11 +44,11 @@ class HeldState:
 
 
 class CopiesDiffer(Exception):
-    """Ranks that hold the same part hold other bytes of it. Its text names the part."""
+    """Replicas have different bytes; names the part."""
 
 
 def total(ranks: Iterable[Mapping[str, int]]) -> int:
-    """Add up the checksums of all ranks, each by the part of the model's memory that it covers. Raises CopiesDiffer."""
+    """Add the ranks' checksums, each part once. Raises CopiesDiffer."""
     parts: dict[str, int] = {}
     for rank in ranks:
         for part, value in rank.items():
@@ -63,6 +58,6 @@ def total(ranks: Iterable[Mapping[str, int]]) -> int:
 
 
 def combine(parts: Iterable[int]) -> int:
-    """Add up checksums of parts of the model's memory, each once (engine/kv/page_checksum.py); signed, 64 bits."""
+    """Add checksums of distinct parts; signed, 64 bits."""
     total = sum(parts) & ((1 << 64) - 1)
     return total - (1 << 64) if total >> 63 else total

@@ -1,4 +1,4 @@
-"""How much memory this process may still take: what the machine has, and what its cgroups allow."""
+"""Available memory of this process, from machine and cgroups."""
 
 import contextlib
 import ctypes
@@ -9,26 +9,24 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
-    """Reads it in bytes. `root`: where proc and sys are."""
-
     root: Path = Path("/")
 
     def available(self) -> int:
-        """Return the least of MemAvailable and the rest of each memory limit above this process.
+        """Return the minimum of MemAvailable and the rest of each cgroup limit.
 
-        Sources: proc(5) meminfo, the kernel's cgroup-v2 (memory.max, memory.current) and v1 (memory.limit_in_bytes,
-        memory.usage_in_bytes). Files that the kernel drops under pressure count as free.
+        Sources: proc(5) meminfo, cgroup v2 memory.max, v1 memory.limit_in_bytes. Reclaimable files
+        are free.
         """
         return max(0, min([_machine_bytes(self.root), *_cgroup_bytes(self.root)]))
 
     def own(self) -> int:
-        """Return what this process has written and no file backs (RssAnon of proc(5) status)."""
+        """Anonymous memory of this process (RssAnon)."""
         return _fields(self.root / "proc/self/status").get("RssAnon:", 0) * 1024
 
     def begin_peak(self) -> int:
-        """Return what this process has in memory, and let `peak` count from here (proc(5) clear_refs).
+        """Return resident memory and restart `peak` (proc(5) clear_refs).
 
-        What malloc keeps for later goes back first: a step that takes it again would seem to take nothing.
+        Releases malloc's cache first, which would hide a step's allocation.
         """
         libc = ctypes.CDLL(None)
         if hasattr(libc, "malloc_trim"):  # glibc
@@ -38,7 +36,7 @@ class HostMemory:
         return _fields(self.root / "proc/self/status").get("VmRSS:", 0) * 1024
 
     def peak(self) -> int:
-        """Return the most that this process has had in memory since `begin_peak`; 0 where the kernel does not say."""
+        """Maximum resident memory since `begin_peak`, 0 if unknown."""
         return _fields(self.root / "proc/self/status").get("VmHWM:", 0) * 1024
 
 
@@ -60,7 +58,7 @@ def _cgroup_bytes(root: Path) -> Iterator[int]:
         else:
             continue
         folder = base / path.lstrip("/")
-        while folder.is_relative_to(base):  # a limit further up holds, too; a container sees its own group as the base
+        while folder.is_relative_to(base):  # outer limits hold, too; a container's own group is its base
             limit, used = _number(folder / most), _number(folder / now)
             if limit is not None and used is not None:
                 yield limit - used + _fields(folder / "memory.stat").get(cold, 0)
@@ -73,7 +71,6 @@ def _number(file: Path) -> int | None:
 
 
 def _fields(file: Path) -> dict[str, int]:
-    """Name -> number of lines like "MemAvailable:  123 kB"."""
     return {words[0]: int(words[1]) for line in _lines(file) if len(words := line.split()) > 1 and words[1].isdecimal()}
 
 

@@ -1,4 +1,4 @@
-"""Pages in host memory: their bytes, and copies of KV pages into them and back, as plans say."""
+"""Host memory pages, and copies between them and KV pages."""
 
 import sys
 from collections.abc import Iterator
@@ -22,9 +22,7 @@ WORD_BYTES = 8
 
 
 class HostPool:
-    """`num_pages` pages, numbered from 0; of a pool of states a page is a slot. For a pool on a CUDA device they are pinned, and
-    `threads` touch them at start.
-    """
+    """Host pages, or states by slot; pinned for CUDA pools, first touched by `threads`."""
 
     def __init__(self, pool: KVPool | StatePool, *, num_pages: int, threads: int = 1) -> None:
         self.num_pages = num_pages
@@ -49,19 +47,18 @@ class HostPool:
         self._bytes = buffer.numpy().data
 
     def page(self, host_page: int) -> memoryview:
-        """Return its bytes, writable. No step in flight may touch them."""
+        """Writable bytes; no step in flight may use them."""
         return self._bytes[host_page * self.page_bytes : (host_page + 1) * self.page_bytes]
 
     def copy(self, seq: int, *, out: list[PageCopy], back: list[PageCopy]) -> None:
-        """Copy out, then back, in the order of steps: a page may go both ways in step `seq`. What follows waits for all of it."""
+        """Copy out, then back, before later work."""
         self._copies.save(seq, out)
         self._copies.load(seq, back, by_layer=False).hold_all()
 
     def begin(self, plan: Plan) -> Arrival:
-        """Copy what `plan` says between the tiers. Call it before the forward, which waits by layer for what arrives.
+        """Copy between tiers before the forward, which waits for loads by layer.
 
-        What earlier steps have loaded without reading it, this one waits for as a whole. What no item of this one reads, it
-        does not wait for.
+        Earlier loads of pages that this step reads are awaited as a whole.
         """
         self._copies.await_loads(page for item in plan.items for page in item.new_pages)
         self._copies.save(plan.seq, plan.to_host)
@@ -76,25 +73,24 @@ class HostPool:
         return arrival
 
     def wait(self, seq: int) -> None:
-        """Block until the copies of every step up to `seq` have landed. The end of its forward does not say so."""
+        """Block until copies of steps up to `seq` landed; a forward's end does not imply it."""
         self._copies.wait(seq)
 
     def close(self) -> None:
-        """Unpin the pages, once no copy touches them. Nothing is launched any more."""
+        """Unpin after all copies."""
         self._copies.wait(sys.maxsize)
         if self._pinned is not None:
             self._pinned.close()
 
 
 def _pages_of(pool: KVPool | StatePool) -> tuple[int, int, int, list[int]]:
-    """Return (bytes of a page, its tokens, its units, where the layers of a unit end in bytes)."""
     if isinstance(pool, StatePool):
         return pool.slot_bytes, 1, 1, [pool.slot_bytes]
     return pool.page_bytes, pool.page_size, pool.units, pool.layer_ends()
 
 
 def allocate_host_pool(pool: KVPool | StatePool, num_pages: int, *, flag: str, remedy: str) -> HostPool:
-    """Raise ConfigError, with `remedy`, where the host has no memory for what `flag` asks for."""
+    """Raises ConfigError with `remedy`."""
     try:
         return HostPool(pool, num_pages=num_pages, threads=usable_cores())
     except (MemoryError, OSError, RuntimeError, ValueError) as error:
@@ -103,11 +99,10 @@ def allocate_host_pool(pool: KVPool | StatePool, num_pages: int, *, flag: str, r
 
 
 def _first_written(items: list[PlanItem], page_size: int) -> Iterator[int]:
-    """Yield the pages that a step of `items` is the first to write: they may still be on their way out."""
+    """Yield pages first written in this step, perhaps still being copied out."""
     for item in items:
         yield from item.new_pages[max(0, item.start // page_size - item.page_start) :]
 
 
 def _words(buffer: Tensor, num_pages: int) -> Tensor:
-    """View as [num_pages, page_bytes / 8] int64: a gather moves words (a page is a multiple of 64 bytes)."""
     return buffer.view(torch.int64).view(num_pages, -1)

@@ -1,4 +1,4 @@
-"""The identity of this engine's KV: other processes find its pages only under the same one."""
+"""Identity of this engine's KV, without which no process finds its pages."""
 
 import hashlib
 from itertools import groupby
@@ -12,7 +12,7 @@ from engine.model_files.model_config import ModelConfig
 from service.flags import ConfigError
 
 LAYOUT_VERSION = 2  # of engine/kv/kv_pool.py
-SAMPLE_BYTES, NUM_SAMPLES = 16 << 10, 64  # of each file of a checkpoint
+SAMPLE_BYTES, NUM_SAMPLES = 16 << 10, 64  # per file of a checkpoint
 
 
 def kv_identity(
@@ -27,10 +27,9 @@ def kv_identity(
     reduce_units: int = 0,
     whole_experts: bool = False,
 ) -> KVIdentity:
-    """`version`: name of the weights, cut if long; `fingerprint` distinguishes them.
+    """Build the identity from weights, and the part `held` by `pool`.
 
-    `held`: what of the model's KV `pool` holds; None: all. `tp_size`, or `reduce_units` (0: off) in its place, and
-    `whole_experts` (`--ep-size`) decide how the sums behind the KV were taken, and so its last bits.
+    `tp_size` (or `reduce_units`) and `whole_experts` change the order of sums, and so last bits.
     """
     held = held or pool.held
     layers = "+".join(
@@ -58,22 +57,22 @@ def hashed_if_long(text: str) -> str:
 
 
 def fingerprint(model_path: str, *, dummy: bool = False) -> str:
-    """Hash a checkpoint's files: names, sizes, times, and samples of the contents. `dummy`: its weights are made up. Raises ConfigError.
+    """Hash names, sizes, times and content samples of a checkpoint. Raises ConfigError.
 
-    Reading gigabytes would take minutes, and images may give all files one time.
+    Full reads would take minutes, and images may give all files one time.
     """
     return _hash(model_path, times=True, dummy=dummy)[:32]
 
 
 def fingerprint_of(config: EngineConfig) -> str:
-    """Return the fingerprint of the model's files and of a drafter's own, as pages hold the KV of both. Raises ConfigError."""
+    """Fingerprints of model and drafter, both in pages. Raises ConfigError."""
     dummy, drafter = config.load_format == DUMMY, config.speculative_draft_model_path
     own = fingerprint(config.model_path, dummy=dummy)
     return own if drafter is None else f"{own}+{fingerprint(drafter, dummy=dummy)}"
 
 
 def weights_number(model_path: str, *, dummy: bool = False) -> int:
-    """Hash as `fingerprint` to 64 bits, without times: copies of a checkpoint on several machines have one. Raises ConfigError."""
+    """Hash to 64 bits without times, equal for copies elsewhere. Raises ConfigError."""
     return int(_hash(model_path, times=False, dummy=dummy)[:16], 16)
 
 

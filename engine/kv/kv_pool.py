@@ -1,15 +1,14 @@
-"""The bytes of the KV cache: one allocation, page-major. Owns memory and layout.
+"""KV cache memory and layout: one allocation, page-major.
 
-    base ->  | page 0 (scratch) | page 1 | ... | page num_pages |          page_bytes apart
-    page ->  | unit 0 | unit 1 | ... |                                     unit_bytes apart, a multiple of 64
-    unit ->  | layer 0 K [page_size, heads, head_dim] | layer 0 V | layer 1 K | layer 1 V | ... | drafter | pad |   latents: K alone
-    with fp8:     K [page_size, heads * head_dim + heads]: of each token the codes of its heads, then their exponents (fp8.py)
-    drafter: its layers, as those of the model, and the page's tail: one vector, in each unit the same
+  base ->  | page 0 (scratch) | page 1 | ... | page num_pages |      page_bytes apart
+  page ->  | unit 0 | unit 1 | ... |                 unit_bytes apart, a multiple of 64
+  unit ->  | layer 0 K [page_size, heads, head_dim] | layer 0 V | layer 1 K | ... | drafter | pad |
+  fp8:     K [page_size, heads * head_dim + heads]: per token codes, then exponents (fp8.py)
+  MLA:     K alone
+  drafter: its layers, and the page's tail: one vector, equal in each unit
 
-A unit holds an equal share of the kv heads, in their order, of all layers. A page of all layers is one run, so a transfer of
-adjacent pages is one piece; a unit is one run, so workers whose ranks hold other heads exchange units (engine/kv/held.py).
-What a drafter keeps (engine/models/draft_model.py) counts as one more layer of a page: prefixes, copies and transfers have it without
-knowing it.
+A unit has an equal share of KV heads of all layers. Pages and units are contiguous: adjacent pages
+transfer as one piece, and workers with different TP exchange units (engine/kv/held.py).
 """
 
 import contextlib
@@ -25,29 +24,26 @@ from engine.kv.fp8 import dequantized, quantized
 from engine.kv.held import HeldKV
 from engine.kv.token_rows import LikeLayers, like_layers, token_rows
 
-AllocateBytes = Callable[[int, torch.device], torch.Tensor]  # (bytes, device) -> [bytes] uint8, zero
+AllocateBytes = Callable[[int, torch.device], torch.Tensor]  # (bytes, device) -> zeroed uint8[bytes]
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 def kept_as(spec: CacheSpec) -> torch.dtype:
-    """Return the type of an element in memory."""
     return torch.uint8 if spec.fp8 else DTYPES[spec.dtype]
 
 
 def zeroed_bytes(size_bytes: int, device: torch.device) -> torch.Tensor:
-    """Allocate [size_bytes] uint8, zero; mapped lazily on CPU."""
+    """Allocate zeroed uint8[size_bytes]; mapped lazily on CPU."""
     if device.type != "cpu":
         return torch.zeros(size_bytes, dtype=torch.uint8, device=device)
-    # An anonymous map is zero and lazy (torch.zeros would touch every byte) and aligned to a memory page.
+    # An anonymous map is zero, lazy (torch.zeros would touch every byte) and page-aligned.
     region = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError, AttributeError):  # kernels without huge pages
-        region.madvise(mmap.MADV_HUGEPAGE)  # random pages of a big pool miss the TLB on every read otherwise
+        region.madvise(mmap.MADV_HUGEPAGE)  # random pages of a big pool would miss the TLB on every read
     return torch.frombuffer(region, dtype=torch.uint8)
 
 
 class Units(NamedTuple):
-    """The units of a layer, for kernels that get the K and V of unit 0. `stride`: elements from unit to unit; of one alone it is not read."""
-
     count: int
     stride: int
 
@@ -56,10 +52,9 @@ ONE_UNIT = Units(1, 0)
 
 
 class KVPool:
-    """`specs[i]`: of layer i, the drafter's last. `units`: of a page, divides the kv heads. Page 0 is scratch for padding; real pages are
-    1..num_pages. `drafter`: the same pages, as the drafter's layers see them; None: there is none.
+    """Pages 1..num_pages with `specs` per layer, the drafter's last; page 0 is scratch for padding.
 
-    New memory is zero, so a stale NaN never reaches a masked sum. On CPU it is mapped lazily.
+    New memory is zero, so no stale NaN enters masked sums.
     """
 
     def __init__(
@@ -88,7 +83,6 @@ class KVPool:
         self.drafter = self._drafter(specs, offsets) if len(self.specs) < len(specs) else None
 
     def _show(self, layers: Sequence[tuple[CacheSpec, int]]) -> None:
-        """`layers`: parts in a unit, and where they begin there."""
         self._k = [self._views(part, at) for part, at in layers]
         self._v = [self._views(part, at + part.v_offset(self.page_size)) for part, at in layers]
 
@@ -102,7 +96,7 @@ class KVPool:
 
     @property
     def tails(self) -> torch.Tensor | None:
-        """[1 + num_pages, units, size]: the tail of each page, which a drafter reads and writes; None: pages have none."""
+        """Page tails [1 + num_pages, units, size] for a drafter, or None."""
         if self.drafter is None or self._parts[-1].drafter != TAIL:
             return None
         part, at = self._parts[-1], layer_offsets(self._parts, self.page_size)[-1]
@@ -115,30 +109,28 @@ class KVPool:
 
     @property
     def base_ptr(self) -> int:
-        """Return the address of page 0; page p is at base_ptr + p * page_bytes."""
         return self.buffer.data_ptr()
 
     @property
     def num_layers(self) -> int:
-        """Count the layers of the model."""
         return len(self.specs)
 
     @property
     def num_parts(self) -> int:
-        """Layers of a page, where what the drafter keeps is one more."""
+        """Layers of a page, counting drafter data as one."""
         return len(self.specs) + (self.drafter is not None)
 
     def layer_ends(self) -> list[int]:
-        """Return the byte of a unit where each of its parts ends, padding included."""
+        """Ends of parts in a unit, with padding."""
         return [*layer_offsets(self._parts, self.page_size)[1 : self.num_parts], self.unit_bytes]
 
     @property
     def unit_end(self) -> int:
-        """Return the byte of a unit where its last layer ends, without padding."""
+        """End of a unit's last layer, without padding."""
         return unit_end(self._parts, self.page_size)
 
     def bits_of(self, num_tokens: int) -> torch.Tensor:
-        """Return [bytes of a unit] uint8 on the pool's device: all bits of a page's first `num_tokens` tokens and of its tail, else 0."""
+        """Mask of the first `num_tokens` tokens and the tail, uint8 of a unit."""
         bits = torch.zeros(self.unit_bytes, dtype=torch.uint8, device=self.device)
         layout = {"num_pages": 1, "page_size": self.page_size, "units": 1, "page_bytes": self.unit_bytes}
         for run in like_layers(self._parts, self.page_size):
@@ -149,14 +141,10 @@ class KVPool:
 
     @property
     def held(self) -> HeldKV:
-        """Return what the pool holds if it is the model's only one."""
         return HeldKV.whole(num_units=self.units, num_layers=self.num_parts)
 
     def k(self, layer: int, unit: int = 0) -> torch.Tensor:
-        """Return a [1 + num_pages, page_size, kv heads of a unit, head_dim] view, contiguous within a page; with fp8, of codes.
-
-        That of unit u lies u * unit_bytes behind the one of unit 0.
-        """
+        """View [1 + num_pages, page_size, unit KV heads, head_dim], contiguous in a page."""
         return self._k[layer][unit]
 
     def v(self, layer: int, unit: int = 0) -> torch.Tensor:
@@ -166,7 +154,7 @@ class KVPool:
         return ONE_UNIT if self.units == 1 else Units(self.units, self.unit_bytes // self._k[layer][0].itemsize)
 
     def write(self, layer: int, pages: torch.Tensor, offsets: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Store token t at (pages[t], offsets[t]). pages, offsets: [T] int64; k, v: [T, kv_heads, head_dim]."""
+        """Store token t at (pages[t], offsets[t]), int64[T]; k, v [T, kv_heads, head_dim]."""
         kept = ((self._k[layer], k), (self._v[layer], v))
         for caches, new in kept[:1] if self.specs[layer].latent else kept:
             parts = (new,) if self.units == 1 else new.chunk(self.units, 1)
@@ -183,8 +171,9 @@ class KVPool:
         to_pages: torch.Tensor,
         to_offsets: torch.Tensor,
     ) -> None:
-        """Copy all that is kept of tokens, in all layers, the drafter's too: token t from (from_pages[t], from_offsets[t]) to
-        (to_pages[t], to_offsets[t]). All [n] int64, on the pool's device; a place may be read and written. Tails stay.
+        """Copy tokens between places, int64[n], in all layers and the drafter's.
+
+        Places may be both read and written.
         """
         for rows in self._token_rows:
             rows[to_pages, :, :, to_offsets] = rows[from_pages, :, :, from_offsets]
@@ -200,12 +189,12 @@ class KVPool:
         )
 
     def read(self, layer: int, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return K and V of all tokens of `pages` [n], in their order: [n * page_size, kv_heads, head_dim] of the spec's dtype."""
+        """Return K and V of `pages`, [n * page_size, kv_heads, head_dim]."""
         k, v = (self._gathered(layer, caches, pages) for caches in (self._k[layer], self._v[layer]))
         return k, v
 
     def rounded(self, layer: int, new: torch.Tensor) -> torch.Tensor:
-        """Return what `read` gives of K or V `new` [T, kv_heads, head_dim] once it is written."""
+        """K or V as read back after a write."""
         spec = self.specs[layer]
         return dequantized(*quantized(new), DTYPES[spec.dtype]) if spec.fp8 else new.to(DTYPES[spec.dtype])
 
@@ -218,13 +207,11 @@ class KVPool:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def _exponents(self, codes: torch.Tensor) -> torch.Tensor:
-        """[1 + num_pages, page_size, kv heads of a unit], of a view as `k` gives it."""
         page, token, head_dim, _ = codes.stride()
         heads = codes.shape[2]
         return self.buffer.as_strided(codes.shape[:3], (page, token, 1), codes.storage_offset() + heads * head_dim)
 
     def _views(self, part: CacheSpec, offset_bytes: int) -> list[torch.Tensor]:
-        """Return the view of `part` in each unit, `offset_bytes` behind the unit's begin."""
         return [self._view(part, unit * self.unit_bytes + offset_bytes) for unit in range(self.units)]
 
     def _view(self, part: CacheSpec, offset_bytes: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Copies of retracted requests' KV in host memory, out and back in the order of plans."""
+"""Host copies of retracted requests' KV, in plan order."""
 
 from collections.abc import Iterable, Sequence
 
@@ -7,8 +7,6 @@ from engine.kv.host_pool import HostPool
 
 
 class PageBackup:
-    """`host`: room for the pages of all copies at once; `windows`, `states`: the same of these pools, if the model has such."""
-
     def __init__(self, host: HostPool, *, windows: HostPool | None = None, states: HostPool | None = None) -> None:
         self.hosts = [pool for pool in (host, windows, states) if pool is not None]
         self._pages = _Copies(host)
@@ -16,7 +14,7 @@ class PageBackup:
         self._states = None if states is None else _Copies(states)
 
     def run(self, plan: Plan) -> None:
-        """Drop copies, then copy back, then out: what is dropped or loaded makes room for what is saved in the same step."""
+        """Drop, then load, then save: earlier ones make room within a step."""
         loads, saves = plan.loads, plan.saves
         self._pages.run(plan, [(b.key, b.start, b.pages) for b in loads], [(out.key, out.pages) for out in saves])
         if self._windows is not None:
@@ -26,8 +24,6 @@ class PageBackup:
 
 
 class _Copies:
-    """The copies of one pool, whose `pages` may be states."""
-
     def __init__(self, host: HostPool) -> None:
         self._host = host
         self._free = list(range(host.num_pages - 1, -1, -1))  # popped from the end: low pages first
@@ -36,7 +32,7 @@ class _Copies:
     def run(
         self, plan: Plan, loads: Iterable[tuple[int, int, Sequence[int]]], saves: Iterable[tuple[int, Sequence[int]]]
     ) -> None:
-        """`loads`: (key, first page of the copy, pages). `saves`: (key, pages)."""
+        """`loads`: (key, first page of the copy, pages); `saves`: (key, pages)."""
         for key in plan.drops:
             self._free += reversed(self._copies.pop(key))
         back = [copy for load in loads for copy in self._load(*load)]
@@ -53,7 +49,7 @@ class _Copies:
         return [PageCopy(page, host_page) for page, host_page in zip(pages, host_pages, strict=True)]
 
     def _load(self, key: int, start: int, pages: Sequence[int]) -> list[PageCopy]:
-        """Its host pages are free at once: the next copy out runs behind."""
+        """Free its host pages at once: the next save runs after."""
         host_pages = self._copies.pop(key)
         self._free += reversed(host_pages)
         chosen = host_pages[start : start + len(pages)]

@@ -1,14 +1,13 @@
-"""A 64-bit checksum of KV pages, the same on every device: a reduction on the device, so CUDA pages never visit the host.
+"""64-bit checksum of KV pages, reduced on the device and equal on all devices.
 
-    word i of unit u of page j, all of 64 bits, arithmetic modulo 2^64; N units a page, W words a unit without its padding:
-    sum over j, u, i of mix(w[j, u, i] + (((j * N + u) * W + i) + 1) * ODD)
+With word i of unit u of page j, modulo 2^64, N units a page, W words a unit without padding:
 
-It is a sum over words and their places in the model's KV, so what ranks compute of their units and layers adds up (`combine` in held.py)
-to the same value, however many ranks there are. Of a page that a request has not filled, bits behind its last token count as zero: they
-are of earlier owners, and may differ from rank to rank.
+  sum over j, u, i of mix(w[j, u, i] + (((j * N + u) * W + i) + 1) * ODD)
 
-`mix` is bijective (engine/kv/splitmix.py), so a single changed word always changes the sum; other damage passes once in 2^64.
-It does not stop a forger.
+It sums over words at model positions, so parts of any number of ranks add up (`combine` in
+held.py). Bits after a request's last token, left by earlier owners, count as zero. `mix` is a
+bijection (engine/kv/splitmix.py): one changed word always changes the sum, other damage passes once
+in 2^64. It does not stop a forger.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,22 +23,22 @@ from engine.kv.upload import upload
 NAME = "splitmix64-tokens"  # peers must compute the same
 SCRATCH_BYTES = {"cpu": 1 << 18}  # stays in a core's cache; other devices:
 MORE_SCRATCH_BYTES = 1 << 26
-MOST_ROWS = 1 << 16  # of a kernel's launch
+MOST_ROWS = 1 << 16  # per kernel launch
 WORD_BYTES = 8
-WINDOWS = 1 << 61  # where the words of pages of windows begin: behind all others
+WINDOWS = 1 << 61  # position of window pages' words, after all others
 ODD = signed(GOLDEN)
 
-# (words [rows, n], rows [k], keys [k], count) -> [k], all int64: of each of `rows` the sum over its first `count` words
+# int64 (words [rows, n], rows [k], keys [k], count) -> [k]: per row the sum of its first `count`
+# words
 PageSums = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor]
-Pending = Callable[[], int | None]  # None: the device has not come to it; ask again
+Pending = Callable[[], int | None]  # None: not computed yet, poll again
 
 
 class PageChecksum:
-    """Call it once the step that wrote the pages has been collected, and then what it returns.
+    """Checksum, called after the writing step was collected; then poll its result.
 
-    `held`: the part of the model's KV in `pool`; None: all. `page_sums`: a kernel for the inner sums
-    (engine/kernels/page_sums.py): one pass, where torch's operators take twelve.
-    `begin`: the place of the first word. `wakeup` is called in a thread when a checksum that was not ready has become so.
+    `page_sums` is one kernel instead of twelve operators; `begin` the first word's position.
+    `wakeup` is called in a thread when a late checksum is ready.
     """
 
     def __init__(
@@ -70,9 +69,9 @@ class PageChecksum:
             page_sums(self._words, none, none, self._count)  # compiled before a request waits for it
 
     def __call__(self, pages: Sequence[int], num_tokens: int | None = None) -> Pending:
-        """Compute the checksum of `pages`, in their order; signed, 64 bits. On CUDA beside the steps: nothing waits for it.
+        """Compute a signed 64-bit checksum, concurrently to steps on CUDA.
 
-        `num_tokens`: of the request, up to the end of its last page; None: it has filled all pages.
+        `num_tokens`: up to the end of the last page, by default full.
         """
         total = torch.zeros((), dtype=torch.int64, device=self._words.device)
         in_last = (num_tokens or 0) % self._pool.page_size
@@ -96,11 +95,10 @@ class PageChecksum:
         return value
 
     def _sum(self, words: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        """`words` [n, count], overwritten; `keys` [n]."""
         return mix(words.add_(self._offsets).add_(keys[:, None])).sum()
 
     def _upload_places(self, pages: Sequence[int], first: int) -> torch.Tensor:
-        """[2, units of all pages] int64: their rows of words, and where their words begin in the model's, times ODD."""
+        """Return int64[2, units]: rows, and positions of first words times ODD."""
         held, number = self._held, torch.arange(first, first + len(pages))
         rows = torch.tensor(pages, dtype=torch.int64)[:, None] * len(self._units) + self._units
         units = number[:, None] * held.num_units + held.units.start + self._units
@@ -109,7 +107,6 @@ class PageChecksum:
 
 
 def _places(pool: KVPool, held: HeldKV) -> tuple[int, int, int]:
-    """Return (words of a unit here, how many the model's unit has before them, and in all), without padding."""
     count = -(-pool.unit_end // WORD_BYTES)
     if len(held.layers) == held.num_layers:
         return count, 0, count
@@ -120,7 +117,7 @@ def _places(pool: KVPool, held: HeldKV) -> tuple[int, int, int]:
 
 
 def values_of(totals: torch.Tensor, wakeup: Callable[[], None]) -> Callable[[], list[int] | None]:
-    """Return what gives `totals` [n] int64 once the device has come to them. `wakeup`: as of PageChecksum."""
+    """Return a poll for int64[n] `totals`."""
     if totals.device.type == "cpu":
         known = totals.tolist()
         return lambda: known

@@ -1,7 +1,7 @@
-"""Copies between device pages and host pages, in the order of plans.
+"""Copies between device and host pages, in plan order.
 
-DirectCopies   page by page, done when they return (a pool on a CPU)
-StagedCopies   on streams of their own beside the forward (a GPU)
+DirectCopies   synchronous, page by page (CPU pools)
+StagedCopies   on side streams, concurrent with the forward (GPUs)
 """
 
 from collections import deque
@@ -19,31 +19,31 @@ from engine.kv.layer_groups import equal_groups
 from engine.kv.side_stream import Mark, SideStream
 from engine.kv.upload import upload
 
-STAGING_BYTES = 32 << 20  # of device memory that a lane takes beside the pool
-LANES = 2  # of a direction: one gathers or scatters while the other crosses the bus
-LEAST_GROUP_BYTES = 1 << 20  # of a load by layers: less crosses the bus sooner than the host launches its copy
-MOST_TRANSFERS = 1024  # of such a load: launching them takes the host some milliseconds
+STAGING_BYTES = 32 << 20  # of device memory per stream besides the pool
+LANES = 2  # per direction: one gathers or scatters while the other uses the bus
+LEAST_GROUP_BYTES = 1 << 20  # minimum per layer group: less crosses the bus faster than its launch
+MOST_TRANSFERS = 1024  # per layerwise load: launching them takes the host some milliseconds
 
 CopyRows = Callable[[Tensor, Tensor], None]  # (target, source) [rows, words]: enqueue a copy on the current stream
 
 
 class PageCopies(Protocol):
-    """Pages are rows of words: [pages, page_bytes / 8] int64. A page may leave and be loaded in one step: save first."""
+    """Copies of pages int64[pages, page_bytes / 8]. For both ways in one step, save first."""
 
     def save(self, seq: int, copies: list[PageCopy]) -> None:
-        """Copy to the host what main has written by now, for step `seq`."""
+        """Copy the main stream's writes so far to the host."""
 
     def load(self, seq: int, copies: list[PageCopy], *, by_layer: bool) -> Arrival:
-        """Copy from the host for step `seq`. Main must hold what comes back before it touches the pages."""
+        """Copy from the host; hold the arrival before using the pages."""
 
     def await_loads(self, pages: Iterable[int]) -> None:
-        """Let main touch device `pages` only after all loads into them so far."""
+        """Order the main stream after all loads into `pages`."""
 
     def guard(self, pages: Iterable[int]) -> None:
-        """Let main overwrite device `pages` only after the copies out of them."""
+        """Order the main stream's writes after saves of `pages`."""
 
     def wait(self, seq: int) -> None:
-        """Block until the copies of every step up to `seq` have landed."""
+        """Block until copies of steps up to `seq` have landed."""
 
 
 class DirectCopies:
@@ -61,19 +61,17 @@ class DirectCopies:
         return Arrival()
 
     def await_loads(self, pages: Iterable[int]) -> None:
-        """Nothing is under way."""
+        """Copies are synchronous."""
 
     def guard(self, pages: Iterable[int]) -> None:
-        """Nothing is under way."""
+        """Copies are synchronous."""
 
     def wait(self, seq: int) -> None:
-        """Nothing is under way."""
+        """Copies are synchronous."""
 
 
 @dataclass(frozen=True, slots=True)
 class _UnderWay:
-    """Copies of a step in one direction. `marks`: behind all of them. `arrival`: what main holds of a load."""
-
     seq: int
     pages: frozenset[int]
     host_pages: frozenset[int]
@@ -90,17 +88,17 @@ class _UnderWay:
 
 
 class StagedCopies:
-    """A copy is a gather (or scatter) on the device and one transfer for each run of neighbouring host pages.
+    """Copies by a device gather or scatter, and one transfer per run of host pages.
 
-    Two directions, so that loads never queue behind write-through. What orders them:
+    Two directions, so that loads never queue after write-through:
 
-    out     after all that main had when it was planned, and after loads that touch the same page
-    main    after what it holds of a load (Arrival); before it overwrites a page that leaves, after that copy (`guard`)
-    back    after the copies out that touch the same page; nothing else, since a free page has no step in flight
-    a batch after the batch before it in its direction
+      out     after the main stream's work at planning, and after loads of the same page
+      main    after a held load (Arrival); overwrites a page after its save (`guard`)
+      back    after saves of the same page; free pages have no step in flight
+      batch   after the previous batch of its direction
 
-    A load by layers crosses in groups of layers, the first layers first: each transfer is a column of host pages. A host page must
-    not change until its step is collected, and that waits for `wait`.
+    Layerwise loads transfer columns of host pages. A host page must not change until its step is
+    collected, which calls `wait`.
     """
 
     def __init__(
@@ -113,8 +111,7 @@ class StagedCopies:
         make_stream: Callable[[], SideStream],
         copy_rows: CopyRows,
     ) -> None:
-        """`layer_cuts`: where layers begin in a unit, and its end, in words; `units`: of a page, alike. `copy_rows`: from host to
-        device."""
+        """`layer_cuts`: starts of layers and end in words of a unit."""
         self._device_pages = device_pages
         self._host_pages = host_pages
         self._units = units
@@ -140,7 +137,7 @@ class StagedCopies:
     def load(self, seq: int, copies: list[PageCopy], *, by_layer: bool) -> Arrival:
         if not copies:
             return Arrival()
-        # The host forgets chains from their ends, so the pages of the next chain are neighbours backwards.
+        # Chains are evicted from their ends, so the next chain's pages are adjacent in reverse.
         copies = sorted(copies, key=lambda c: c.host_page)
         for leaving in self._leaving:
             if leaving.touches(copies):
@@ -157,7 +154,6 @@ class StagedCopies:
         return max(1, min(num_layers, size_bytes // LEAST_GROUP_BYTES, MOST_TRANSFERS // num_runs))
 
     def _groups(self, copies: list[PageCopy], count: int) -> Iterator[Group]:
-        """Enqueue a load in `count` groups of layers; yield each with its marks."""
         first = 0
         for end in equal_groups(len(self._layer_cuts) - 1, count):
             begin_word, end_word = self._layer_cuts[first], self._layer_cuts[end]
@@ -212,13 +208,13 @@ Work = Callable[[list[PageCopy], Tensor], None]  # (copies, staging [copies, wor
 
 
 class _Direction:
-    """Lanes that take turns: each is a stream and its staging buffer, which the stream's order protects."""
+    """Round-robin streams, each with a staging buffer protected by stream order."""
 
     def __init__(self, pages: Tensor, make_stream: Callable[[], SideStream]) -> None:
         words = max(pages.shape[1], STAGING_BYTES // pages.element_size())
         self._lanes = [(make_stream(), pages.new_empty(words)) for _ in range(LANES)]
         self._turn = 0
-        self._last: dict[int, Mark] = {}  # of the batch before, by lane
+        self._last: dict[int, Mark] = {}  # of the previous batch, by stream
         self._now: dict[int, Mark] = {}
 
     def follow(self, marks: Iterable[Mark]) -> None:
@@ -231,12 +227,10 @@ class _Direction:
             stream.follow_main()
 
     def begin(self) -> None:
-        """Begin a batch, which runs after the batch before."""
         self.follow(self._last.values())
         self._turn, self._now = 0, {}
 
     def run(self, copies: list[PageCopy], num_words: int, work: Work) -> list[Mark]:
-        """Enqueue `work` for each piece of `copies`, with `num_words` of staging for each copy; return marks behind all of it."""
         used: dict[int, SideStream] = {}
         for piece, lane in self._pieces(copies, num_words):
             stream, staging = self._lanes[lane]
@@ -247,12 +241,10 @@ class _Direction:
         return list(marks.values())
 
     def end(self) -> list[Mark]:
-        """End the batch; return marks behind all of it."""
         self._last = self._now
         return list(self._last.values())
 
     def _pieces(self, copies: list[PageCopy], num_words: int) -> Iterator[tuple[list[PageCopy], int]]:
-        """Yield each piece that fits into a staging buffer, and its lane."""
         per_piece = self._lanes[0][1].numel() // num_words
         for at in range(0, len(copies), per_piece):
             yield copies[at : at + per_piece], self._turn
@@ -260,7 +252,7 @@ class _Direction:
 
 
 def runs(pages: list[int]) -> Iterator[tuple[int, int, int]]:
-    """Yield (index of the first, its page, length) of each run of successive pages."""
+    """Yield (index, page, length) of runs of successive pages."""
     start = 0
     for i in range(1, len(pages) + 1):
         if i == len(pages) or pages[i] != pages[i - 1] + 1:

@@ -1,6 +1,6 @@
-"""Host memory that a GPU reads and writes by itself: mapped, touched, then registered as it is.
+"""Pinned host memory: mapped, touched, then registered.
 
-torch's own pinned allocator rounds each block up to a power of two and never gives it back.
+torch's allocator would round up to powers of two and never free.
 """
 
 import mmap
@@ -12,11 +12,11 @@ import torch
 
 from engine.kv.kv_pool import zeroed_bytes
 
-PART_BYTES = 1 << 30  # that one thread touches at a time
+PART_BYTES = 1 << 30  # touched by one thread at a time
 
 
 class MemoryRegistrar(Protocol):
-    """Pins mapped memory for the GPU. `register` raises RuntimeError or OSError."""
+    """Pins memory for the GPU; `register` raises RuntimeError or OSError."""
 
     def register(self, address: int, size_bytes: int) -> None: ...
 
@@ -24,8 +24,6 @@ class MemoryRegistrar(Protocol):
 
 
 class CudaRegistrar:
-    """cudaHostRegister of the CUDA runtime that torch runs on."""
-
     def register(self, address: int, size_bytes: int) -> None:
         torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, size_bytes, 0))
 
@@ -34,7 +32,7 @@ class CudaRegistrar:
 
 
 class PinnedBytes:
-    """`size_bytes` of zeroed, pinned memory. `threads` touch it first: to register untouched memory faults it in on one core."""
+    """Zeroed, pinned memory, first touched by `threads`: registration faults pages in on one core."""
 
     def __init__(self, size_bytes: int, *, registrar: MemoryRegistrar, threads: int) -> None:
         self.tensor = zeroed_bytes(size_bytes, torch.device("cpu"))  # [size_bytes] uint8
@@ -46,12 +44,11 @@ class PinnedBytes:
         self._registered = True
 
     def close(self) -> None:
-        """Unpin it, once. The memory itself goes with its last view."""
+        """Unpin; memory ends with its last view."""
         if self._registered:
             self._registered = False
             self._registrar.unregister(self.tensor.data_ptr())
 
 
 def _touch(memory: torch.Tensor, at: int) -> Callable[[], object]:
-    """Write to each memory page of a part; torch lets other threads run meanwhile."""
     return lambda: memory[at : at + PART_BYTES : mmap.PAGESIZE].zero_()

@@ -1,4 +1,4 @@
-"""KV memory that goes back to the system while no page has a user, and comes again at its address, zero (engine/loop/occupation.py)."""
+"""KV memory released while unused, and resumed zeroed at its address (engine/loop/occupation.py)."""
 
 import ctypes
 import mmap
@@ -16,9 +16,9 @@ TAG = "kv_cache"
 
 
 class MappedMemory:
-    """Memory of a CPU, by `zeroed_bytes`: the system keeps the addresses and gives zeros where they are touched next.
+    """CPU memory whose addresses stay valid, also for a peer's kernel copies or TCP.
 
-    A peer's engine that copies through the kernel or TCP finds them there. `touched`: at once, as with --prefault-kv.
+    `touched`: at once, as with --prefault-kv.
     """
 
     def __init__(self, buffers: Sequence[Tensor], *, touched: bool) -> None:
@@ -39,10 +39,10 @@ class MappedMemory:
 
 
 class SavedMemory:
-    """Memory of a GPU, by the library torch_memory_saver. Never run on a GPU yet."""
+    """GPU memory by torch_memory_saver. Never run on a GPU."""
 
     def __init__(self) -> None:
-        """Raises ConfigError where the library is missing."""
+        """Raises ConfigError."""
         try:
             from torch_memory_saver import torch_memory_saver
         except (ImportError, OSError) as error:
@@ -54,7 +54,6 @@ class SavedMemory:
         self._buffers: list[Tensor] = []
 
     def allocate(self, size_bytes: int, device: torch.device) -> Tensor:
-        """As `zeroed_bytes`."""
         region: AbstractContextManager[None] = self._saver.region(tag=TAG)
         with region:
             self._buffers.append(zeroed_bytes(size_bytes, device))

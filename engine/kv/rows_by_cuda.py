@@ -1,6 +1,6 @@
-"""Rows of host memory to the GPU in one operation, although other bytes lie between them.
+"""Strided host rows to the GPU in one operation (cuMemcpy2DAsync).
 
-torch gathers such rows on the host first, and waits for that: the CUDA driver copies them as they are (cuMemcpy2DAsync).
+torch would gather them on the host first, synchronously.
 """
 
 import ctypes
@@ -13,8 +13,6 @@ HOST, DEVICE = 1, 2  # CUmemorytype
 
 
 class _Copy2D(ctypes.Structure):
-    """CUDA_MEMCPY2D of cuda.h."""
-
     _fields_ = [
         ("src_x_bytes", ctypes.c_size_t),
         ("src_y", ctypes.c_size_t),
@@ -36,14 +34,14 @@ class _Copy2D(ctypes.Structure):
 
 
 class CudaRows:
-    """Raises OSError where there is no CUDA driver."""
+    """Raises OSError without a CUDA driver."""
 
     def __init__(self, *, library: str = LIBRARY) -> None:
         self._copy_2d = ctypes.CDLL(library).cuMemcpy2DAsync_v2
         self._copy_2d.argtypes = [ctypes.POINTER(_Copy2D), ctypes.c_void_p]
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Enqueue a copy of `source` (pinned) into `target` (on the GPU), both [rows, words], on the current stream."""
+        """Enqueue pinned `source` to GPU `target`, [rows, words]."""
         self.copy_on(torch.cuda.current_stream().cuda_stream, target, source)
 
     def copy_on(self, stream: int, target: Tensor, source: Tensor) -> None:

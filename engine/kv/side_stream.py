@@ -1,7 +1,4 @@
-"""Streams beside the one that computes: what runs there runs at the same time, except where a mark orders it.
-
-"main" is the stream on which the caller's work is enqueued (torch's current stream). Nothing here waits but `Mark.wait`.
-"""
+"""Streams next to the main one, concurrent unless ordered by marks. Only `Mark.wait` blocks."""
 
 from collections.abc import Callable
 from typing import Protocol, Self
@@ -10,17 +7,17 @@ import torch
 
 
 class Mark(Protocol):
-    """A place in a stream; reached once everything enqueued before it has run."""
+    """Point in a stream, reached after all earlier work."""
 
     def hold_main(self) -> None:
-        """Let what is enqueued on main from now on run after it."""
+        """Order later main stream work after it."""
 
     def wait(self) -> None:
-        """Block the calling thread until it is reached."""
+        """Block until it is reached."""
 
 
 class SideStream(Protocol):
-    """First in, first out."""
+    """FIFO stream."""
 
     def run(self, work: Callable[[], None]) -> None:
         """Enqueue `work`."""
@@ -28,10 +25,10 @@ class SideStream(Protocol):
     def mark(self) -> Mark: ...
 
     def follow(self, mark: Mark) -> None:
-        """Let what is enqueued here from now on run after `mark`, a mark of any of these streams."""
+        """Order later work here after `mark`."""
 
     def follow_main(self) -> None:
-        """Let what is enqueued here from now on run after what main has by now."""
+        """Order later work here after the main stream's."""
 
 
 class CudaMark:

@@ -1,4 +1,6 @@
-"""SplitMix64's finaliser on tensors (Steele, Lea, Flood: "Fast splittable pseudorandom number generators", 2014)."""
+"""SplitMix64's finalizer on tensors (Steele, Lea, Flood: "Fast splittable pseudorandom number
+generators", 2014).
+"""
 
 from torch import Tensor
 
@@ -8,17 +10,17 @@ MUL_2 = 0x94D049BB133111EB
 
 
 def signed(x: int) -> int:
-    """Return the signed 64-bit integer with the bits of `x`."""
+    """Reinterpret 64 bits as signed."""
     return x - (1 << 64) if x >> 63 else x
 
 
 def mix(x: Tensor) -> Tensor:
-    """Mix int64 in place; a bijection."""
+    """Mix int64 in place, a bijection."""
     x.bitwise_xor_(shift(x, 30)).mul_(signed(MUL_1))
     x.bitwise_xor_(shift(x, 27)).mul_(signed(MUL_2))
     return x.bitwise_xor_(shift(x, 31))
 
 
 def shift(x: Tensor, bits: int) -> Tensor:
-    """Shift right with zeros (torch's own shift repeats the sign)."""
+    """Shift right logically; torch's shift is arithmetic."""
     return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)

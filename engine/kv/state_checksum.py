@@ -1,7 +1,7 @@
-"""The checksum of recurrent states, by the formula of engine/kv/page_checksum.py; a word's number is its byte in the model's state.
+"""Checksum of recurrent states, as in engine/kv/page_checksum.py with byte positions.
 
-Words are of 2 bytes in a convolution's inputs and of 4 in what is recurrent, so ranks may cut between any channels and heads. Each run
-of these is a part of its own: two ranks may hold the same channels, and other heads.
+Words have 2 bytes in conv inputs and 4 in recurrent states, so ranks may split between channels and
+heads. Each contiguous range is a part.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,13 +13,13 @@ from engine.kv.page_checksum import MORE_SCRATCH_BYTES, ODD, SCRATCH_BYTES, WORD
 from engine.kv.splitmix import GOLDEN, mix, signed
 from engine.kv.state_pool import STATE, StatePool
 
-BEGIN = 1 << 62  # behind all words of pages
+BEGIN = 1 << 62  # after all words of pages
 CONV_WORD, RECURRENT_WORD = torch.int16, torch.int32
 assert RECURRENT_WORD.itemsize == STATE.itemsize
 
 
 class StateChecksum:
-    """`layers`: of the model's recurrent ones, those that `pool` has. `wakeup`: as of PageChecksum."""
+    """`layers`: the pool's among the model's recurrent ones."""
 
     def __init__(self, pool: StatePool, *, layers: range, wakeup: Callable[[], None] = lambda: None) -> None:
         self._rows = pool.slots
@@ -30,7 +30,6 @@ class StateChecksum:
         self._numbers = torch.arange(self._at_once, dtype=torch.int64, device=pool.device) * ODD
 
     def __call__(self, slot: int) -> Callable[[], dict[str, int] | None]:
-        """Compute the checksum of each part of `slot`, by its bytes in the model's state."""
         row = self._rows[slot]
         sums = [self._sum(row[at : at + size].view(word), begin) for begin, at, size, word in self._runs]
         values = values_of(torch.stack(sums), self._wakeup)
@@ -42,7 +41,6 @@ class StateChecksum:
         return found
 
     def _sum(self, words: Tensor, begin: int) -> Tensor:
-        """`begin`: the byte of the first word."""
         total, numbers = torch.zeros((), dtype=torch.int64, device=words.device), self._numbers * words.itemsize
         for at in range(0, len(words), self._at_once):
             piece = words[at : at + self._at_once].to(torch.int64)
@@ -52,7 +50,7 @@ class StateChecksum:
 
 
 def _runs(pool: StatePool, layers: range) -> Iterator[tuple[int, int, int, torch.dtype]]:
-    """Yield (byte of the model's state, byte of a slot, bytes, word) of each run."""
+    """Yield (byte of the model's state, byte of a slot, bytes, word type) per range."""
     runs = iter(pool.runs(layers))
     for spec in pool.specs:
         for _ in spec.part.channels:

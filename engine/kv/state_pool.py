@@ -1,10 +1,10 @@
-"""The bytes of recurrent states: one allocation, slot-major. Owns memory and layout.
+"""Recurrent state memory and layout: one allocation, slot-major.
 
-    base ->  | slot 0 (scratch) | slot 1 | ... | slot num_slots | shadow 0 | ... |          slot_bytes apart
-    slot ->  | layer 0 conv [channels, kernel - 1] | layer 0 recurrent, float32 | layer 1 conv | ... | pad |
+  base ->  | slot 0 (scratch) | slot 1 | ... | slot num_slots | shadow 0 | ... |   slot_bytes apart
+  slot ->  | layer 0 conv [channels, kernel - 1] | layer 0 recurrent, float32 | layer 1 ... | pad |
 
-A slot holds a request's states of all recurrent layers, of one size at any length: one run, so a transfer is one piece. Shadows are of states
-while drafts are verified (engine/executor/states.py); no request has one, and no peer.
+A slot is contiguous and transfers as one piece. State checkpoints (`shadow`) are for verification
+of drafts (engine/executor/states.py), in no request or transfer.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,10 +25,9 @@ STATE = torch.float32
 
 @dataclass(frozen=True, slots=True)
 class StateSpec:
-    """The state that a recurrent layer keeps of a request.
+    """State of a recurrent layer: last conv inputs (channels, kernel - 1), float32 `recurrent`.
 
-    `conv`: (channels, kernel - 1), the last inputs of the convolution before its activation, in `dtype` ("bfloat16" | "float32");
-    `recurrent`: the state's shape by head, in float32. `held`: what these are of the model's; None: all.
+    `held`: the part of the model's state, by default all.
     """
 
     conv: tuple[int, int]
@@ -59,15 +58,13 @@ class StateSpec:
 
     @property
     def whole_bytes(self) -> int:
-        """Return the bytes over all ranks: the model's channels, and behind them its heads."""
         return self.part.num_channels * self.channel_bytes + self.part.num_heads * self.head_bytes
 
 
 class StatePool:
-    """`specs[i]`: of the i-th recurrent layer. Slot 0 is scratch, for rows of padding; real slots are 1..num_slots, and behind them
-    are `num_shadows` more.
+    """Slots 1..num_slots with `specs` per layer, then checkpoints; slot 0 is scratch for padding.
 
-    `step`: what layers compute now; its `state_slots` index the first dimension of `conv` and `recurrent`.
+    `step`: rows of the current step; its `state_slots` index `conv` and `recurrent`.
     """
 
     def __init__(
@@ -97,34 +94,31 @@ class StatePool:
 
     @staticmethod
     def slot_bytes_of(specs: Sequence[StateSpec]) -> int:
-        """Return the bytes of one slot of all layers."""
         return _align(_offsets(specs)[-1][1] + specs[-1].recurrent_bytes, SLOT_ALIGN_BYTES)
 
     @property
     def base_ptr(self) -> int:
-        """Return the address of slot 0; slot s is at base_ptr + s * slot_bytes."""
         return self.buffer.data_ptr()
 
     @property
     def slots(self) -> Tensor:
-        """The bytes [1 + num_slots, slot_bytes] without shadows."""
+        """Slots [1 + num_slots, slot_bytes]."""
         return self._rows[: 1 + self.num_slots]
 
     def shadow(self, number: int) -> int:
-        """Return the row of a shadow, which is none of a slot."""
         assert number < self.num_shadows, (number, self.num_shadows)
         return 1 + self.num_slots + number
 
     def conv(self, layer: int) -> Tensor:
-        """Return a [1 + num_slots + num_shadows, channels, kernel - 1] view, contiguous within a slot; the newest input is the last column."""
+        """View [1 + num_slots + num_shadows, channels, kernel - 1], newest input last."""
         return self._conv[layer]
 
     def recurrent(self, layer: int) -> Tensor:
-        """Return a [1 + num_slots + num_shadows, *shape] view in float32, contiguous within a slot."""
+        """View float32 [1 + num_slots + num_shadows, *shape]."""
         return self._recurrent[layer]
 
     def run(self, copies: Sequence[StateCopy]) -> None:
-        """Copy or zero slots, one after another: a slot may be the source of one copy and the target of a later one."""
+        """Copy or zero in order: a later copy may overwrite an earlier source."""
         for copy in copies:
             if copy.src is None:
                 self._rows[copy.dst].zero_()
@@ -132,10 +126,7 @@ class StatePool:
                 self._rows[copy.dst].copy_(self._rows[copy.src])
 
     def runs(self, layers: range) -> list[tuple[int, int, int]]:
-        """Return (byte of the model's state, byte of a slot, bytes) of what a slot holds of it, in the order of the model's.
-
-        The model's state is its recurrent layers, which are alike, one behind the other; those here are `layers` of it.
-        """
+        """Return (byte of the model's state, byte of a slot, bytes) per range."""
         assert len(layers) == len(self.specs), (layers, len(self.specs))
         found = []
         for layer, spec, (conv, recurrent) in zip(layers, self.specs, _offsets(self.specs), strict=True):
@@ -149,7 +140,6 @@ class StatePool:
         return found
 
     def keep(self, slots: Tensor) -> Callable[[], object]:
-        """Copy `slots` [n] int64; the call that is returned puts them back."""
         kept = self._rows[slots]
         return lambda: self._rows.index_copy_(0, slots, kept)
 
@@ -163,10 +153,7 @@ class StatePool:
 
 
 class StateTable:
-    """`rows`: [num_rows + 1] int32, the state slot of the request in each row of the request table.
-
-    No request has the last row, whose slot is the scratch one.
-    """
+    """State slot per row of the request table; the last row has scratch."""
 
     def __init__(self, *, num_rows: int, device: torch.device) -> None:
         self.rows = torch.zeros(num_rows + 1, dtype=torch.int32, device=device)
@@ -176,7 +163,6 @@ class StateTable:
 
 
 def _offsets(specs: Sequence[StateSpec]) -> list[tuple[int, int]]:
-    """Return the byte of a slot at which each layer's conv and recurrent states begin, aligned to a cache line."""
     offsets, at = [], 0
     for spec in specs:
         conv = _align(at, SLOT_ALIGN_BYTES)

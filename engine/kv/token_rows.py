@@ -1,4 +1,4 @@
-"""Tokens of a pool as few strided views: layers whose rows of a token are alike and lie evenly are one, so a whole token is copied by a few kernels."""
+"""Strided views of a pool's tokens: equal layers form one view, so few kernels copy a whole token."""
 
 from collections.abc import Sequence
 from math import gcd
@@ -12,7 +12,7 @@ WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 class LikeLayers(NamedTuple):
-    """`rows` of a token, `row_bytes` each, `apart` bytes from one to the next; the first one's layer is `begin` bytes behind a unit's begin."""
+    """`rows` of a token, `row_bytes` each, `apart` bytes apart, from byte `begin` of a unit."""
 
     begin: int
     row_bytes: int
@@ -20,7 +20,7 @@ class LikeLayers(NamedTuple):
     apart: int = 0
 
     def with_row(self, begin: int, row_bytes: int) -> "LikeLayers | None":
-        """Return the run with one more row; None: it does not continue the run."""
+        """Extend the run, or None if it does not continue."""
         apart = self.apart or begin - self.begin
         if row_bytes != self.row_bytes or begin != self.begin + self.rows * apart:
             return None
@@ -28,7 +28,6 @@ class LikeLayers(NamedTuple):
 
 
 def like_layers(parts: Sequence[CacheSpec], page_size: int) -> list[LikeLayers]:
-    """Return the runs of K and V of all `parts` of a unit but tails."""
     runs = list[LikeLayers]()
     for part, at in zip(parts, layer_offsets(parts, page_size), strict=True):
         if part.drafter == TAIL:
@@ -45,7 +44,7 @@ def like_layers(parts: Sequence[CacheSpec], page_size: int) -> list[LikeLayers]:
 def token_rows(
     buffer: torch.Tensor, run: LikeLayers, *, num_pages: int, page_size: int, units: int, page_bytes: int
 ) -> torch.Tensor:
-    """Return a [num_pages, units, rows, page_size, words] view of `buffer`, [bytes] uint8, in the largest words that fit."""
+    """View as [num_pages, units, rows, page_size, words], in the largest words."""
     strides = (page_bytes, page_bytes // units, run.apart, run.row_bytes)
     word = gcd(max(WORDS), run.begin, *strides)
     return buffer.view(WORDS[word]).as_strided(
