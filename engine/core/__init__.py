@@ -1,1 +1,1 @@
-"""The pure scheduler: it receives events and the time, and returns plans and effects. No torch, I/O, threads or clocks."""
+"""Pure scheduler from events and time to plans and effects. No torch, I/O, threads or clocks."""

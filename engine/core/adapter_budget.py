@@ -1,7 +1,7 @@
-"""Which adapters the next step may hold: at most `max_loras_per_batch`, adapters of running requests included.
+"""Adapters allowed in the next step: at most `max_loras_per_batch`, with running ones.
 
-A request whose adapter has no place is skipped, after SGLang. Once it has waited `lora_drain_wait_s`, the adapter in use that
-ends soonest takes no new requests, and the waiting one gets its place.
+Others are skipped, as in SGLang. After `lora_drain_wait_s` the adapter that ends soonest takes no
+new requests.
 """
 
 from collections.abc import Iterable
@@ -11,14 +11,14 @@ from engine.core.request import Request
 
 
 class AdapterBudget:
-    """The adapters of one step. `growing`: requests that compute or are about to; `waiting`: in order of arrival."""
+    """Adapters of one step; `growing` requests compute or are about to."""
 
     def __init__(
         self, limits: Limits, *, growing: Iterable[Request], waiting: Iterable[Request], now_s: float = 0.0
     ) -> None:
         self._places = limits.max_loras_per_batch
-        self._ending: int | None = None  # takes no new requests
-        self._promised: set[int] = set()  # at most one: it gets the next free place
+        self._ending: int | None = None  # drains: takes no new requests
+        self._promised: set[int] = set()  # at most one: gets the next free place
         running = [r for r in growing if r.adapter]
         self._used = {r.adapter for r in running}
         overdue = self._overdue(waiting, limits.lora_drain_wait_s, now_s)
@@ -40,7 +40,6 @@ class AdapterBudget:
             self._used.add(request.adapter)
 
     def _overdue(self, waiting: Iterable[Request], wait_s: float | None, now_s: float) -> Request | None:
-        """Find the first request that has waited too long for an adapter that no request uses now."""
         if wait_s is None:
             return None
         for request in waiting:
@@ -52,7 +51,7 @@ class AdapterBudget:
 
 
 def _ends_soonest(running: list[Request]) -> int:
-    """Return the adapter whose longest request has least left to compute; of two equal ones, the older load."""
+    """Return the adapter with the least work left; ties: the older load."""
     left: dict[int, int] = {}
     for request in running:
         own = request.num_tokens - request.launched_len + request.samples_left

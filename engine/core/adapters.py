@@ -1,10 +1,11 @@
 """LoRA adapters by name, and the requests that use them.
 
-    (absent) --begin_load--> LOADING --finish_load--> READY --begin_unload--> LEAVING --no user left: take_left--> (absent)
-                                \\__fail_load__ (absent)
+  (absent) --begin_load--> LOADING --finish_load--> READY
+      --begin_unload--> LEAVING --take_left, no user--> (absent)
+  LOADING --fail_load--> (absent)
 
-Each load has a *number* of its own, so KV of old weights is never found for new ones of the same name. Number 0 is the model
-alone.
+Each load has a new *number*, so KV of old weights is never found under a reused name; 0 is the base
+model.
 """
 
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ class AdapterState(Enum):
 
 
 class AdapterRefused(ValueError):
-    """A name cannot be loaded, unloaded or used now. `status`: HTTP status."""
+    """The name cannot be loaded, unloaded or used now."""
 
     def __init__(self, message: str, *, status: int = 400) -> None:
         super().__init__(message)
@@ -27,8 +28,6 @@ class AdapterRefused(ValueError):
 
 @dataclass(slots=True)
 class Adapter:
-    """`users`: rids of the live requests that compute with it."""
-
     name: str
     path: str
     number: int
@@ -37,13 +36,11 @@ class Adapter:
 
 
 class Adapters:
-    """`max_loaded`: None: no limit."""
-
     def __init__(self, *, max_loaded: int | None = None) -> None:
         self._max_loaded = max_loaded
         self._last_number = 0
         self._by_name: dict[str, Adapter] = {}
-        self._used_by: dict[str, Adapter] = {}  # rid -> what it computes with
+        self._used_by: dict[str, Adapter] = {}  # rid -> its adapter
 
     # ---- loads
 
@@ -62,7 +59,7 @@ class Adapters:
         self._by_name[name] = Adapter(name, path, self._last_number, AdapterState.LOADING, set())
 
     def finish_load(self, name: str) -> int:
-        """Let requests name it, and return its number."""
+        """Enable requests for it; return its number."""
         adapter = self._by_name[name]
         assert adapter.state is AdapterState.LOADING
         adapter.state = AdapterState.READY
@@ -73,7 +70,7 @@ class Adapters:
         del self._by_name[name]
 
     def begin_unload(self, name: str) -> None:
-        """Refuse it to new requests. Raises AdapterRefused."""
+        """Raises AdapterRefused."""
         adapter = self._by_name.get(name)
         if adapter is None:
             raise AdapterRefused(f"lora_name: {name!r} is not loaded; {self._loaded_names()}")
@@ -82,7 +79,6 @@ class Adapters:
         adapter.state = AdapterState.LEAVING
 
     def take_left(self) -> list[Adapter]:
-        """Remove and return the leaving adapters without users."""
         left = [a for a in self._by_name.values() if a.state is AdapterState.LEAVING and not a.users]
         for adapter in left:
             del self._by_name[adapter.name]
@@ -91,7 +87,7 @@ class Adapters:
     # ---- uses
 
     def acquire(self, rid: str, name: str) -> int:
-        """Use adapter `name` for request `rid` until `release`, and return its number. Raises AdapterRefused."""
+        """Hold `name` for `rid` until `release`; return its number. Raises AdapterRefused."""
         if rid in self._used_by:
             return self._used_by[rid].number
         adapter = self._by_name.get(name)
@@ -104,13 +100,12 @@ class Adapters:
         return adapter.number
 
     def release(self, rid: str) -> None:
-        """End the use by a request, if it has an adapter."""
         adapter = self._used_by.pop(rid, None)
         if adapter is not None:
             adapter.users.remove(rid)
 
     def loaded(self) -> dict[str, str]:
-        """Return name -> path of those that requests may name, in order of loading."""
+        """Name -> path of usable adapters, by load order."""
         return {a.name: a.path for a in self._by_name.values() if a.state is AdapterState.READY}
 
     def counts(self) -> dict[AdapterState, int]:

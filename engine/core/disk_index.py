@@ -1,7 +1,7 @@
-"""Which pages lie in files, and which files are deleted for room.
+"""Index of page files, and their eviction.
 
-A write counts from its decision, a file until its deletion is reported, and the victims of a write are deleted before it:
-the bytes on disk never exceed the limit.
+A write counts from its decision, a file until its reported deletion, and victims are deleted before
+the write: bytes on disk never exceed the limit.
 """
 
 from collections import OrderedDict
@@ -13,8 +13,6 @@ from engine.core.page_keys import KVIdentity
 
 @dataclass(slots=True, frozen=True)
 class DiskRead:
-    """Read the file of `key` into `host_page`."""
-
     key: bytes
     host_page: int
     identity: KVIdentity
@@ -22,7 +20,7 @@ class DiskRead:
 
 @dataclass(slots=True, frozen=True)
 class DiskWrite:
-    """Delete the files of `victims`, then write `host_page` into the file of `key`."""
+    """Delete `victims`, then write `host_page`."""
 
     key: bytes
     host_page: int
@@ -41,9 +39,9 @@ Files = tuple[tuple[bytes, int], ...]  # (key, bytes)
 
 @dataclass(slots=True, frozen=True)
 class DiskDone:
-    """`ok`: read, or written. A failed read has removed its file; `bad`: its content was wrong.
+    """Finished work; a failed read deleted its file, `bad` if corrupt.
 
-    `undeleted`: files that could not be deleted; a write with such victims was not tried.
+    A write with `undeleted` victims was not tried.
     """
 
     work: DiskWork
@@ -53,17 +51,14 @@ class DiskDone:
 
 
 class DiskIndex:
-    """`files`: at the start, least recently used first. `file_bytes`: of one new file.
-
-    `excess`: files beyond the limit; delete them before anything else.
-    """
+    """Index of files in LRU order; delete `excess` first."""
 
     def __init__(self, *, max_bytes: int, file_bytes: int, files: Iterable[tuple[bytes, int]] = ()) -> None:
         self._max_bytes = max_bytes
         self._file_bytes = file_bytes
         self._sizes: OrderedDict[bytes, int] = OrderedDict(files)  # least recently used first
         self._writing: set[bytes] = set()
-        self._doomed: set[bytes] = set()  # being written, and to be deleted then
+        self._doomed: set[bytes] = set()  # being written, to be deleted then
         self._reading: set[bytes] = set()
         self.num_bytes = sum(self._sizes.values())
         self.excess = self._make_room(0) or ()
@@ -73,11 +68,11 @@ class DiskIndex:
         return len(self._sizes)
 
     def has(self, key: bytes) -> bool:
-        """Whether the file can be read."""
+        """The file can be read."""
         return key in self._sizes and key not in self._writing
 
     def holds(self, key: bytes) -> bool:
-        """Whether the file exists or is being written."""
+        """The file exists or is being written."""
         return key in self._sizes
 
     def touch(self, keys: Iterable[bytes]) -> None:
@@ -86,7 +81,7 @@ class DiskIndex:
                 self._sizes.move_to_end(key)
 
     def begin_write(self, key: bytes) -> tuple[bytes, ...] | None:
-        """Return the files to delete for it; None: there is no room, or it exists."""
+        """Return files to delete first, or None: no room, or it exists."""
         if key in self._sizes:
             return None
         victims = self._make_room(self._file_bytes)
@@ -98,7 +93,7 @@ class DiskIndex:
         return victims
 
     def end_write(self, work: DiskWrite, *, ok: bool, undeleted: Files) -> DiskDelete | None:
-        """Return the file to delete if `clear` was called during the write."""
+        """Return the file to delete if cleared meanwhile."""
         self._writing.remove(work.key)
         if not ok:
             self._drop(work.key)
@@ -120,7 +115,7 @@ class DiskIndex:
             self.restore(undeleted)
 
     def clear(self) -> DiskDelete:
-        """Forget every file; delete one that is being written when it is complete."""
+        """Forget all files; one being written is deleted later."""
         self._doomed |= self._writing
         keys = tuple(key for key in self._sizes if key not in self._writing)
         for key in keys:
@@ -128,7 +123,6 @@ class DiskIndex:
         return DiskDelete(keys)
 
     def _make_room(self, size: int) -> tuple[bytes, ...] | None:
-        """Drop least recently used idle files until `size` more bytes fit; None: they cannot."""
         victims, room = list[bytes](), self._max_bytes - self.num_bytes
         for key, held in self._sizes.items():
             if room >= size:
@@ -146,7 +140,6 @@ class DiskIndex:
         self.num_bytes -= self._sizes.pop(key, 0)
 
     def restore(self, undeleted: Files) -> None:
-        """Count undeleted files again, as most recently used, unless a new file has replaced them."""
         for key, size in undeleted:
             if key not in self._sizes:
                 self._sizes[key] = size

@@ -1,11 +1,10 @@
-"""KV prefixes in files: which host pages are written, which files are read for waiting requests, and when.
+"""KV prefixes in files: host pages to write, and files to read for waiting requests.
 
-        host page                              file
-    write (its copy is collected) ----------> DiskWrite
-    prefetch (its request waits)  <---------- DiskRead       `awaits` passes the request over meanwhile
+  write (its copy is collected)    host page --> DiskWrite
+  prefetch (its request waits)     host page <-- DiskRead     `awaits` skips the request meanwhile
 
-Disk threads do the work (`take_work`) and report it (`on_done`). A host page that a thread reads or writes is pinned. Pending
-reads and writes take at most half of the host tier each.
+Disk threads run `take_work` and report to `on_done`. Host pages in use are pinned. Reads and writes
+take at most half of the host tier each.
 """
 
 from collections import Counter
@@ -35,15 +34,15 @@ class DiskTier:
         self._prefetch_timeout_s = prefetch_timeout_s
         self._counters = counters
         self._max_pending = max(1, pages.num_pages // 2)
-        self._reading: dict[bytes, int] = {}  # key -> host page that is being filled from its file
-        self._from_disk: set[int] = set()  # host pages that were read from a file and not used since
+        self._reading: dict[bytes, int] = {}  # key -> host page being filled from its file
+        self._from_disk: set[int] = set()  # host pages read from a file, unused since
         self._num_writing = 0
         self._work: list[DiskWork] = []
 
     # ---- writes
 
     def write(self, host_pages: Iterable[int]) -> list[int]:
-        """Write pages of the host into files while there is room; return those that the caller must pin."""
+        """Start writes while there is room; return host pages to pin."""
         chosen: list[tuple[bytes, int]] = []
         for page in host_pages:
             key = self._pages.key_of(page)
@@ -67,7 +66,7 @@ class DiskTier:
     # ---- reads
 
     def prefetch(self, request: Request, keys: Sequence[bytes]) -> None:
-        """Read the pages of `keys` into the host for `request`, up to the first that is in no file."""
+        """Read pages for `request`, up to the first without a file."""
         wanted = []
         for key in keys:
             if self._pages.get(key) is not None:
@@ -80,7 +79,7 @@ class DiskTier:
     def _begin_read(self, key: bytes) -> bool:
         if not self.index.has(key) or len(self._reading) >= self._max_pending:
             return False
-        if self._pages.next_to_go() in self._from_disk:  # the earlier request keeps what was read for it
+        if self._pages.next_to_go() in self._from_disk:  # the earlier request keeps its pages
             return False
         host_page = self._pages.take()
         if host_page is None:
@@ -92,7 +91,7 @@ class DiskTier:
         return True
 
     def awaits(self, request: Request, now_s: float) -> bool:
-        """Whether `request` waits for files; a timeout runs from the first call."""
+        """Return True while `request` waits for files, within a timeout."""
         tiers = request.lower_tiers
         if self._prefetch_policy == "best_effort" or not tiers.prefetching:
             return False
@@ -107,15 +106,12 @@ class DiskTier:
 
     @property
     def busy(self) -> bool:
-        """Whether files are being read."""
         return bool(self._reading)
 
     def on_reuse(self, host_page: int) -> None:
-        """Note that `host_page` gets other bytes."""
         self._from_disk.discard(host_page)
 
     def take_read(self, host_pages: Iterable[int]) -> int:
-        """Count the unused pages among `host_pages` that came from files, and mark them as used."""
         read = self._from_disk.intersection(host_pages)
         self._from_disk -= read
         return len(read)
@@ -123,7 +119,7 @@ class DiskTier:
     # ---- disk threads
 
     def take_work(self) -> list[DiskWork]:
-        """Take the work since the last call. Writes and deletes run in order; reads may overtake them."""
+        """Take new work; reads may overtake."""
         work, self._work = self._work, []
         return work
 
@@ -139,7 +135,7 @@ class DiskTier:
     def _on_read(self, done: DiskDone, work: DiskRead) -> None:
         self.index.end_read(work.key, ok=done.ok, undeleted=done.undeleted)
         self._counters["hicache_bad_files"] += done.bad
-        wanted = self._reading.get(work.key) == work.host_page  # or all was forgotten meanwhile
+        wanted = self._reading.get(work.key) == work.host_page  # False if all was forgotten meanwhile
         if wanted:
             del self._reading[work.key]
         if wanted and done.ok and self._pages.get(work.key) is None:

@@ -1,7 +1,4 @@
-"""DP attention: what the ranks tell each other of a step, and what follows from it. Ranks attend apart and share the other layers.
-
-Each rank posts one row for a step (engine/core/dp_agreement.py). From the rows of all ranks every rank derives the same step.
-"""
+"""DP attention: rows by which ranks agree on a step (engine/core/dp_agreement.py)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,11 +6,11 @@ from enum import Enum
 
 import msgspec
 
-DECIDES = 0  # the rank that opens and closes the gate for prompts
+DECIDES = 0  # rank that sets the gate for prompts
 
 
 class Padding(Enum):
-    """The exchange of all ranks' tokens. MAX_LEN: each rank's padded to the most (all-gather); SUM_LEN: end to end (all-reduce)."""
+    """Token exchange: MAX_LEN pads to the maximum (all-gather), SUM_LEN concatenates (all-reduce)."""
 
     MAX_LEN = "max_len"
     SUM_LEN = "sum_len"
@@ -21,10 +18,9 @@ class Padding(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A rank's part of step `step`.
+    """A rank's part of a step; an `idle` one joins for others.
 
-    `idle`: nothing; it takes part because others ask for the step. `tokens`: of its items. `extend`: parts of prompts are among them. `can_graph`: it could replay a graph. `prefillable`: prompts wait that it could
-    compute; `token_usage`: share of its KV memory in use; `running`, `waiting`: its requests.
+    `extend`: with prompts; `can_graph`: may replay a graph; `prefillable`: prompts wait.
     """
 
     step: int
@@ -39,7 +35,7 @@ class Row:
 
 
 class AgreedStep(msgspec.Struct, frozen=True, array_like=True):
-    """A step as all ranks compute it. `tokens`: of each rank, with padding. `graph`: all replay one. Followers receive it, too."""
+    """Step of all ranks: padded `tokens` per rank; all replay a `graph` or none does."""
 
     step: int
     tokens: tuple[int, ...]
@@ -49,9 +45,9 @@ class AgreedStep(msgspec.Struct, frozen=True, array_like=True):
 
 
 def agree(rows: Sequence[Row]) -> AgreedStep:
-    """Return the step that the rows of all ranks, in order of rank, make.
+    """Return the step of all ranks' rows.
 
-    SGLang rounds tokens up to the ranks that share them, for its reduce-scatter; here each of these ranks has all of them.
+    SGLang rounds tokens up for its reduce-scatter; here every rank has all of them.
     """
     step = rows[0].step
     assert all(row.step == step for row in rows) and not all(row.idle for row in rows)
@@ -70,7 +66,7 @@ def agree(rows: Sequence[Row]) -> AgreedStep:
 
 
 def padding_of(tokens: Sequence[int], *, extend: bool) -> Padding:
-    """Choose what moves fewer bytes, as SGLang's DpPaddingMode: an all-reduce moves twice what an all-gather does."""
+    """Choose fewer bytes, as SGLang's DpPaddingMode."""
     if not extend and 2 * sum(tokens) > max(tokens) * len(tokens):
         return Padding.MAX_LEN
     return Padding.SUM_LEN

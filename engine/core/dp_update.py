@@ -1,10 +1,10 @@
-"""DP attention: other weights, which all ranks take between the same two steps, or none takes.
+"""DP attention: new weights on all ranks between the same two steps, or on none.
 
-    read, drained: READY --all are ready--> takes them: TAKEN --all have taken--> computes again
-             cannot: REFUSED -----------> a rank that is ready refuses, too
+  read, drained: READY --all ready--> takes them: TAKEN --all taken--> computes again
+  cannot: REFUSED -----> ready ranks refuse, too
 
-A rank that is ready has no KV of the old weights and plans no items until all have taken the new ones, so no step with tokens lies
-between the first rank's change and the last one's. Meanwhile it takes part in steps of ranks that are not ready yet.
+A ready rank plans no items until all have taken the new weights, so no step with tokens mixes
+weights. Meanwhile it joins other ranks' steps.
 """
 
 from enum import IntEnum
@@ -18,18 +18,18 @@ class Vote(IntEnum):
 
 
 class VoteBoard(Protocol):
-    """Memory that all ranks of a worker read. Each rank has one number there, 0 at first."""
+    """Memory shared by all ranks, one number per rank, initially 0."""
 
     num_ranks: int
 
     def vote(self, rank: int, number: int) -> None:
-        """Write the number of `rank`, and wake the other ranks' loops."""
+        """Write the rank's number, and wake the others."""
 
     def voted(self, rank: int) -> int: ...
 
 
 class UpdateAgreement:
-    """One rank's side. Every rank gets the same updates, one after another; the number of one is its place among them."""
+    """One rank's side; all ranks get the same numbered updates."""
 
     def __init__(self, board: VoteBoard, *, rank: int) -> None:
         self._board = board
@@ -38,26 +38,24 @@ class UpdateAgreement:
         self._own: Vote | None = None
 
     def begin(self) -> None:
-        """Note that an update has come."""
         assert not self.holds
         self._update += 1
         self._own = None
 
     @property
     def holds(self) -> bool:
-        """Whether this rank plans no items: it is ready, and some rank has not taken the weights yet."""
+        """This rank plans no items until all have taken the weights."""
         if self._own is Vote.TAKEN and self._all_are(Vote.TAKEN):
             self._own = None
         return self._own in (Vote.READY, Vote.TAKEN)
 
     def all_ready(self) -> bool:
-        """Note that this rank is ready; return whether all are: then it takes the weights at once."""
+        """Vote ready; return True if all are: take the weights at once."""
         if self._own is not Vote.READY:
             self._say(Vote.READY)
         return self._all_are(Vote.READY, Vote.TAKEN)
 
     def refused_by(self) -> int | None:
-        """Return a rank that has refused the update."""
         return next((rank for rank in range(self._board.num_ranks) if self._vote_of(rank) is Vote.REFUSED), None)
 
     def taken(self) -> None:
@@ -72,7 +70,7 @@ class UpdateAgreement:
         self._board.vote(self._rank, 4 * self._update + vote)
 
     def _vote_of(self, rank: int) -> Vote | None:
-        """A rank that is further has taken this one, or all have refused it."""
+        """Vote on this update; a rank at a later one has taken it."""
         update, vote = divmod(self._board.voted(rank), 4)
         if update != self._update:
             return Vote.TAKEN if update > self._update else None

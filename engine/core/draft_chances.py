@@ -1,8 +1,4 @@
-"""How likely drafted tokens are kept: learned from how earlier ones fared, also those that were not computed.
-
-A match of n-grams says how likely each token behind it is right, and so does a drafter's confidence; what a request's own drafts came to
-counts beside the match.
-"""
+"""Acceptance probabilities of draft tokens, learned from earlier drafts."""
 
 from bisect import bisect
 from itertools import accumulate, repeat
@@ -29,34 +25,34 @@ CONFIDENCES = (
     0.95,
     0.98,
     0.995,
-)  # the same of a drafter's
+)  # the same for a drafter's confidences
 FIRST_OF_CONFIDENCE = (0.01, *CONFIDENCES)
 FIRST_OF_OTHERS = 0.4
-TRUST = 8.0  # drafted tokens that weigh as much as FIRST_CHANCES
-TRUST_OF_CLASS = 4.0  # that weigh in a request's chance as much as its class of matches
-KEPT, KEPT_OF_REQUEST = 0.998, 0.95  # weight of a drafted token when the next one is known
+TRUST = 8.0  # draft tokens that weigh as much as FIRST_CHANCES
+TRUST_OF_CLASS = 4.0  # weight of the class in a request's estimate
+KEPT, KEPT_OF_REQUEST = 0.998, 0.95  # decay per draft token
 NEVER, SURE = 0.01, 0.99
 
 
 class Chances:
     def __init__(self) -> None:
         self._of_match = [Chance() for _ in FIRST_CHANCES]
-        self._of_others = Chance()  # guesses of a tree beside the first one, where that is wrong
+        self._of_others = Chance()  # later candidates of a tree node, if the first is wrong
         self._of_confidence = {is_greedy: [Chance() for _ in FIRST_OF_CONFIDENCE] for is_greedy in (False, True)}
 
     def of_place(self, drafts: Drafts, topk: int) -> float:
-        """That one of `topk` guesses of a model for the next place is right."""
+        """Probability that one of `topk` candidates is right."""
         first = self.of_match(drafts, MODELED)
         return first if topk == 1 else min(SURE, first + (1 - first) * self._of_others.value(FIRST_OF_OTHERS, TRUST))
 
     def of_match(self, drafts: Drafts, match: int) -> float:
-        """That a token behind such a match is right."""
+        """Probability of a token after such a match."""
         kind = bisect(MATCHES, match)
         of_class = self._of_match[kind].value(FIRST_CHANCES[kind], TRUST)
         return min(SURE, max(NEVER, drafts.chance.value(of_class, TRUST_OF_CLASS)))
 
     def of_tokens(self, request: Request, draft: Draft) -> list[float]:
-        """Return for each token the chance that it is kept: it and all tokens before it are right."""
+        """Probability of each token with all before it."""
         if not draft.confidences:
             return list(accumulate(repeat(self.of_match(request.drafts, draft.match), len(draft.tokens)), mul))
         chances: list[float] = []
@@ -66,7 +62,6 @@ class Chances:
         return chances
 
     def score(self, request: Request) -> None:
-        """Note how far the last draft was right."""
         drafts, at = request.drafts, -1
         draft, of_match = drafts.draft, self._of_match[bisect(MATCHES, drafts.draft.match)]
         for token in request.tokens(drafts.known, request.num_tokens):
@@ -89,6 +84,6 @@ class Chances:
         return min(SURE, chance.value(first, TRUST))
 
     def _class_of(self, request: Request, confidence: float) -> tuple[float, Chance]:
-        """Its first chance, and what was learned: noise moves what the model samples, so samples have classes of their own."""
+        """Return prior and record; samples have their own, since noise changes them."""
         kind = bisect(CONFIDENCES, confidence)
         return FIRST_OF_CONFIDENCE[kind], self._of_confidence[request.sampling.greedy][kind]

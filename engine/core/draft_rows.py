@@ -1,7 +1,7 @@
-"""Rows of a step that verifies a tree of drafts: their order, and where each one's KV goes.
+"""Rows of a step that verifies a draft tree: order and KV places.
 
-Rows come by depth, so a request's lengths do not descend. The path of first guesses lies at its own positions: where it is accepted, its
-KV is where it belongs. Others lie behind it, and move once they are accepted (engine/executor/draft_pass.py).
+Rows are by depth, so lengths do not decrease. The first-candidate path has its own positions;
+others follow, and move if accepted (engine/executor/draft_pass.py).
 
     known  + a + d            rows     known  a  b  d  e  c
            |   + e            depth      0    1  1  2  2  2
@@ -14,7 +14,7 @@ from engine.core.drafts import Draft
 
 
 class DraftRow(NamedTuple):
-    """`depth`: tokens behind the known one. `behind`: rows before it, the one that samples what it guesses. `place`: as `depth`."""
+    """`depth` after the known token; `behind`: distance to the row that samples it; KV `place`."""
 
     token: int
     depth: int
@@ -23,7 +23,6 @@ class DraftRow(NamedTuple):
 
 
 def rows_of(draft: Draft) -> list[DraftRow]:
-    """The rows of `draft`, whose tokens come by their chance, behind the one of the known token."""
     if not draft.parents:
         return [DraftRow(token, depth, 1, depth) for depth, token in enumerate(draft.tokens, 1)]
     depths = _depths(draft)

@@ -1,10 +1,10 @@
-"""The order in which leaves of the prefix tree are evicted (--radix-eviction-policy). Names and meanings are SGLang's.
+"""Eviction order of prefix tree leaves (--radix-eviction-policy), as in SGLang.
 
 lru       least recently used first        mru   most recently used first
 lfu       fewest requests first            fifo  oldest first
 priority  lowest priority first            filo  newest first
 
-Equal ones of lfu and priority go least recently used first. The top of a branch that has become empty goes before all others.
+Ties go by LRU. The top of an emptied branch goes first.
 """
 
 import heapq
@@ -25,9 +25,9 @@ _FIRST = (-(1 << 62), 0)
 
 
 class EvictionOrder:
-    """Evictable leaves by `policy`: a heap with stale entries, which are skipped and sometimes removed.
+    """Heap of evictable leaves with stale entries, removed lazily.
 
-    The rank of a leaf may change while it is locked, or before `note`.
+    A rank may change while locked, or before `note`.
     """
 
     def __init__(self, policy: str) -> None:
@@ -35,7 +35,7 @@ class EvictionOrder:
         self._heap: list[tuple[Rank, int, Node]] = []  # (rank, serial, node)
 
     def note(self, node: Node, *, num_pages: int) -> None:
-        """Enter `node` if it is an evictable leaf. `num_pages`: of the tree; it bounds the stale entries."""
+        """Add an evictable leaf; `num_pages` bounds stale entries."""
         if not node.is_evictable or node.noted == (rank := self._rank(node)):
             return
         node.noted = rank
@@ -44,7 +44,6 @@ class EvictionOrder:
             self._compact()
 
     def pop(self) -> Node | None:
-        """Take the first evictable leaf, if any."""
         while self._heap:
             entry = heapq.heappop(self._heap)
             node = entry[2]
@@ -55,7 +54,6 @@ class EvictionOrder:
         return None
 
     def serials(self) -> set[int]:
-        """Return the serials of the nodes that `pop` would find."""
         return {serial for rank, serial, node in self._heap if node.is_evictable and self._rank(node) == rank}
 
     def _rank(self, node: Node) -> Rank:

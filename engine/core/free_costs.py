@@ -1,8 +1,8 @@
-"""Costs by which every draft pays, however long its steps take: for --no-speculative-adaptive. Pure."""
+"""Costs that make every draft pay, for --no-speculative-adaptive. Pure."""
 
 
 class FreeRows:
-    """As `RowCosts`, without a unit: a step takes less the more rows it has."""
+    """`RowCosts` without a unit: more rows cost less."""
 
     def step(self, rows: int) -> float:
         return 1 / rows
@@ -12,7 +12,7 @@ class FreeRows:
 
 
 class FreePasses(FreeRows):
-    """`FreeRows` for passes of the executor's drafter."""
+    """The same for drafter passes."""
 
     def step(self, rows: int) -> float:
         return 0.0

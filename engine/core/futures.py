@@ -1,9 +1,8 @@
-"""Tokens that are sampled but not collected yet: plan-time proof that none is lost.
+"""Plan-time checks that no sampled, uncollected token is lost.
 
-The device keeps one cell for each slot (engine/executor/future_map.py): the last token that the slot sampled. Steps run in
-the order of their plans, and inside a step all reads come before all writes. One cell is enough, without a ring or a wait for
-the device, if every step that samples for a slot with a sample in flight also reads it, and if a slot changes hands only when
-nothing of its owner is in flight. Both are asserted here for every item.
+The device has one cell per slot (engine/executor/future_map.py). Steps run in plan order, reads
+before writes. One cell suffices if every step that samples for a slot with a sample in flight also
+reads it, and a slot changes owner only with nothing in flight.
 
     token at position   known-1 | known ... known+pending-2 | known+pending-1 | not planned
                         on host | in flight and read already | in flight, in the cell
@@ -13,7 +12,7 @@ from engine.core.request import Request
 
 
 def check_reads(request: Request, start: int, end: int) -> None:
-    """Allow a plan of tokens start..end-1 to read the one in the cell, or without samples in flight only known ones."""
+    """Check that tokens start..end-1 are known, or end with the cell's."""
     known, pending = request.num_tokens, request.pending
     if pending == 0:
         assert end <= known, (
@@ -25,5 +24,4 @@ def check_reads(request: Request, start: int, end: int) -> None:
 
 
 def check_no_future(request: Request) -> None:
-    """Allow the request to give up its slot."""
     assert request.pending == 0, f"{request.rid}: its slot is given back with {request.pending} samples in flight"

@@ -1,4 +1,4 @@
-"""Which hidden states a step returns for a request: bytes of float32 rows, each position's once and in order."""
+"""Hidden states returned by steps: float32 rows, once per position and in order."""
 
 import array
 import math
@@ -8,14 +8,13 @@ from engine.core.request import Request
 
 
 def unseen_from(request: Request) -> int:
-    """Return the first position whose hidden state is wanted, which may not come from the cache; or `num_tokens`."""
+    """First position that must be computed for its hidden state, or `num_tokens`."""
     if request.return_hidden_states or request.pooling == "mean":
         return request.hidden_launched
     return request.num_tokens
 
 
 def note_launch(request: Request, start: int, end: int) -> int | None:
-    """Return `PlanItem.hidden_from` of the item for [start, end)."""
     if not request.return_hidden_states and not request.pooling:
         return None
     first, request.hidden_launched = max(start, request.hidden_launched), max(end, request.hidden_launched)
@@ -25,7 +24,6 @@ def note_launch(request: Request, start: int, end: int) -> int | None:
 
 
 def take(request: Request, item: PlanItem, rows: bytes) -> None:
-    """Take a step's rows: join the prompt's, keep a later token's apart, sum an embedding's."""
     assert item.hidden_from is not None
     if request.pooling:
         request.unsent.hidden = [_pooled(request, rows)] if item.sample else [_sum(request.unsent.hidden, rows)]
@@ -37,7 +35,7 @@ def take(request: Request, item: PlanItem, rows: bytes) -> None:
 
 
 def _pooled(request: Request, rows: bytes) -> bytes:
-    """Scale to unit length, after SGLang's pooler and OpenAI's embeddings, unless the request says otherwise; logits of labels stay."""
+    """Return the embedding, of unit length by default as in SGLang and OpenAI; label logits stay."""
     if request.pooling == "labels":
         return rows
     vector = array.array("f", _sum(request.unsent.hidden, rows))

@@ -1,13 +1,11 @@
-"""The state of each page of the host tier.
+"""States of host tier pages.
 
-        take             name                 pin
-    FREE ----> PINNED ---------> NAMED, IDLE ------> NAMED, PINNED     pinned: a copy or a file operation touches its
-     ^           |  (nameless)      |    ^  <------                     bytes, now or in a step that is in flight
-     |  unpin    |                  |           unpin
-     +-----------+ <----------------+
-                     evict (least recently used), forget
-
-Ids are 0..n-1.
+    take             name                 pin
+FREE ----> PINNED ---------> NAMED, IDLE ------> NAMED, PINNED     pinned: in use by a copy or
+ ^           |  (nameless)      |    ^  <------                    file operation, perhaps of
+ |  unpin    |                  |           unpin                  a step in flight
+ +-----------+ <----------------+
+                 evict (least recently used), forget
 """
 
 from collections import OrderedDict
@@ -22,7 +20,7 @@ class HostPages:
         self._page_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
         self._pins: dict[int, int] = {}
-        self._idle: OrderedDict[bytes, None] = OrderedDict()  # named and not pinned, least recently used first
+        self._idle: OrderedDict[bytes, None] = OrderedDict()  # LRU order of named, unpinned pages
 
     @property
     def num_named(self) -> int:
@@ -35,7 +33,7 @@ class HostPages:
         return self._key_of.get(page)
 
     def take(self) -> int | None:
-        """Take a nameless page, pinned, and evict the least recently used idle one for it. None: all are pinned."""
+        """Take a pinned, nameless page, perhaps evicting one; None if all are pinned."""
         if self._free:
             page = self._free.pop()
         elif self._idle:
@@ -51,13 +49,12 @@ class HostPages:
         return page in self._pins
 
     def next_to_go(self) -> int | None:
-        """The page that the next `take` would evict, or None."""
         if self._free or not self._idle:
             return None
         return self._page_of[next(iter(self._idle))]
 
     def name(self, page: int, key: bytes) -> None:
-        """Name `page`, which holds the bytes of `key` once the copy that pins it has run."""
+        """Name `page`, valid after the copy that pins it."""
         assert page in self._pins and page not in self._key_of and key not in self._page_of
         self._page_of[key], self._key_of[page] = page, key
 
@@ -67,7 +64,7 @@ class HostPages:
         self._idle.pop(key, None)
 
     def unpin(self, page: int) -> None:
-        """End an operation. After the last one a named page may be evicted, and a nameless one is free."""
+        """End an operation; named pages become evictable, nameless ones free."""
         self._pins[page] -= 1
         if self._pins[page] > 0:
             return
@@ -79,13 +76,12 @@ class HostPages:
             self._idle[key] = None
 
     def touch(self, keys: Iterable[bytes]) -> None:
-        """Mark pages as used. Touch a chain from its end, so that its end is evicted first."""
+        """Mark pages used; pass a chain from its end, to evict that first."""
         for key in keys:
             if key in self._idle:
                 self._idle.move_to_end(key)
 
     def forget_all(self) -> None:
-        """Forget every name; pinned pages become free when unpinned."""
         for key, page in self._page_of.items():
             del self._key_of[page]
             if key in self._idle:

@@ -1,4 +1,4 @@
-"""What the items of a request with images have beside tokens: features in place of embeddings, and RoPE positions."""
+"""Image data of plan items: feature rows instead of embeddings, and RoPE positions."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,6 @@ from engine.images import ImageInput, rope_positions
 
 
 def with_images(item: PlanItem, request: Request) -> PlanItem:
-    """Give `item` what its tokens have of the images of `request`, which has some."""
     images, end = request.images, item.kv_len
     if item.start >= images[-1].end:
         return replace(item, images=ItemImages(rope_delta=request.rope_delta)) if request.rope_delta else item
@@ -22,7 +21,6 @@ def with_images(item: PlanItem, request: Request) -> PlanItem:
 
 
 def _turns(image: ImageInput) -> bool:
-    """Whether its RoPE positions, and all behind it, differ from a text's of its length."""
     _, rows, columns = image.grid
     return rows * columns > 1
 

@@ -1,31 +1,27 @@
-"""How much of the device decode steps get beside prompts, and how soon they follow one another: what an objective for ITL needs.
+"""Device share and pace of decode steps during prefill, from the ITL objective.
 
-    ITL objective  |<----------------- itl_s ---------------->|
-    decode lane    | step |                          | step |          due PACE of it behind the one before
-    prefill lane   | what a step leaves | whole device | ...
+  ITL objective  |<----------------- itl_s ---------------->|
+  decode         | step |                          | step |    due PACE of it after the last
+  prefill        | what a step leaves | whole device | ...
 
-A decode step gets the fewest parts of the device with which it ends within PACE of the objective, and is not due before that. The rest is
-the prompts'. Where all parts are not enough, LEAST_FOR_PROMPTS of the time stays theirs. Without an objective a decode step has
-a half: of the parts, or where these cannot be divided, of the time. Nothing waits where no prompt is computed.
+A decode step gets the smallest share that ends within PACE of the objective; prompts get the rest,
+at least LEAST_FOR_PROMPTS of the time. Without an objective decode has half.
 
-Sources of the idea: a share of decode that follows from its objective, in Semi-PD (arXiv:2504.19867) and DynaServe (arXiv:2504.09285).
+Decode share by objective: Semi-PD (arXiv:2504.19867), DynaServe (arXiv:2504.09285).
 """
 
 from collections import deque
 
-PACE = 0.75  # of the objective: steps differ, and the loop takes its turns
-ROOMY = 0.5  # of the objective: a step that would end within it with a part less gives one back
+PACE = 0.75  # of the objective: steps vary, and the loop takes time
+ROOMY = 0.5  # of the objective: below it with one part less, a part returns
 LEAST_FOR_PROMPTS = 0.25
 HALF = 0.5
-NUM_LAST = 5  # steps that count
-ENOUGH = 3  # of them, to change the parts
+NUM_LAST = 5  # steps considered
+ENOUGH = 3  # of them, to change the share
 
 
 class LaneShare:
-    """`parts`: of the device. `itl_s`: the objective; None: there is none. `waits`: prompts stand still while a decode step has all parts.
-
-    `decode_parts`: of a decode step beside prompts.
-    """
+    """Share in `parts` of the device; `waits`: prompts stop during whole-device decodes."""
 
     def __init__(self, *, parts: int, itl_s: float | None, waits: bool) -> None:
         assert parts >= 1 and (itl_s is None or itl_s > 0)
@@ -36,7 +32,6 @@ class LaneShare:
         self.decode_parts = max(1, parts // 2)
 
     def note(self, taken_s: float) -> None:
-        """Learn from a decode step that took `taken_s` beside prompts."""
         self._taken_s.append(taken_s)
         if self._itl_s is None or len(self._taken_s) < ENOUGH:
             return
@@ -47,10 +42,10 @@ class LaneShare:
             self._change(-1)
 
     def due_s(self, launched_s: float, joined_s: float | None = None) -> float:
-        """Return when a decode step is due beside prompts. `launched_s`: when the last one was launched.
+        """Return when a decode step is due after `launched_s`, during prefill.
 
-        `joined_s`: when the first request had its first token that no decode step was planned for since; its next token is due
-        that long after, and the step takes time.
+        `joined_s`: first token of the oldest request not yet decoded; its next is due within the
+        objective.
         """
         due_s = launched_s + max(self._pace_s, self._left_s)
         if joined_s is None:
@@ -64,14 +59,13 @@ class LaneShare:
 
     @property
     def _left_s(self) -> float:
-        """The time from one step to the next that leaves prompts some, if steps leave them no parts."""
+        """Step interval that leaves prompts some time, if decode has all parts."""
         if not self._waits or self.decode_parts < self._parts or not self._taken_s:
             return 0.0
         return self._usual_s / (HALF if self._itl_s is None else 1 - LEAST_FOR_PROMPTS)
 
     @property
     def _usual_s(self) -> float:
-        """The upper median."""
         return sorted(self._taken_s)[len(self._taken_s) // 2]
 
     def _change(self, by: int) -> None:
@@ -79,5 +73,4 @@ class LaneShare:
         self._taken_s.clear()
 
     def gauges(self) -> dict[str, float]:
-        """Return them for metrics: the share of the device that decodes have beside prompts."""
         return {"decode_share": self.decode_parts / self._parts}

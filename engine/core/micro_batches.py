@@ -1,12 +1,11 @@
-"""Pipeline parallelism: how the running requests are divided among the plans in flight.
+"""Pipeline parallelism: division of running requests among plans in flight.
 
-    stage 0   | A B | C D | A B | C D |            A..D running, two stages: two micro-batches
-    stage 1         | A B | C D | A B | C D |      the plan of A and B follows from the samples that stage 1 returned
+  stage 0   | A B | C D | A B | C D |          A..D running, two stages: two micro-batches
+  stage 1         | A B | C D | A B | C D |    A and B's plan follows stage 1's samples
 
-Plans in flight decode disjoint requests: a request waits for its sample before it is planned again, so no plan holds a
-placeholder, and its token goes to all stages as a plain id. Chunks of one prompt need no sample and follow one another at once.
-
-A plan takes its even share and leaves the rest to the next ones: a stage without a plan idles. After SGLang's pp_loop_size.
+Each decode waits for its sample, so plans have no placeholders and tokens reach all stages as ids.
+Chunks of a prompt follow at once. A plan takes an even share, so that no stage idles. After
+SGLang's pp_loop_size.
 """
 
 from collections.abc import Iterable
@@ -16,7 +15,7 @@ from engine.core.request import Request
 
 
 class MicroBatches:
-    """`num`: plans in flight that share the running requests; 1: each plan decodes all, ahead of their samples."""
+    """`num` plans share the running requests; 1 decodes all, ahead of samples."""
 
     def __init__(self, num: int) -> None:
         assert num >= 1
@@ -24,16 +23,14 @@ class MicroBatches:
         self._in_flight = 0  # plans with decodes
 
     def ready(self, running: Iterable[Request]) -> list[Request]:
-        """Return the requests that the next plan may decode."""
         if self._num == 1:
             return [r for r in running if r.samples_left > 0]
         return [r for r in running if r.pending == 0 and r.samples_left > 0]
 
     def share(self, num_ready: int, *, num_running: int) -> int:
-        """Return how many of the ready requests the next plan decodes: what is even over the plans that may still follow.
+        """Number of decodes for the next plan: an even part over plans to come.
 
-        More than an even part of all running ones is too many, even for the last plan: so groups that have become uneven, as
-        requests ended, become even again.
+        Never more than an even part of all running ones, so uneven groups even out.
         """
         if self._num == 1:
             return num_ready

@@ -1,7 +1,8 @@
-"""The share of max_new_tokens that a running request is expected to use. Formulas and constants are SGLang's.
+"""Expected share of max_new_tokens that running requests use, by SGLang's formulas.
 
-start    initial * conservativeness      decay  linear, to floor_share of the start in decay_steps that decode
-retract  (generated so far + headroom_tokens each) / (sum of max_new_tokens), over those that stay
+start    initial * conservativeness
+decay    linear, to floor_share of the start in decay_steps that decode
+retract  (generated so far + headroom_tokens each) / (sum of max_new_tokens), over the rest
 """
 
 from collections.abc import Iterable
@@ -12,7 +13,7 @@ from engine.core.request import Request
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RatioRule:
-    """The constants above. No request is expected to grow by more than `clip_tokens`."""
+    """Constants of the ratio; added tokens per request are capped at `clip_tokens`."""
 
     initial: float = 0.7
     conservativeness: float = 1.0
@@ -32,7 +33,6 @@ class NewTokenRatio:
         self.value = self._initial
 
     def decay(self, share: float) -> None:
-        """Call it after each step in which `share` of the running requests sampled."""
         self.value = max(self.value - self._step * share, self._floor)
 
     def on_retraction(self, staying: Iterable[Request]) -> None:
@@ -42,13 +42,12 @@ class NewTokenRatio:
         self.value = min(generated / allowed, 1.0)
 
     def reset(self) -> None:
-        """Call it when nothing runs any more."""
         self.value = self._initial
 
     def growth_tokens(self, request: Request) -> float:
-        """Predict the tokens that a running request will add."""
+        """Predict tokens that a running request will add."""
         return self.new_growth(request) * self.value
 
     def new_growth(self, request: Request) -> int:
-        """Return the most tokens that a request may still add, clipped: the estimate for a new one."""
+        """Clipped maximum of added tokens, the estimate for a new request."""
         return min(request.tokens_left, self._rule.clip_tokens)

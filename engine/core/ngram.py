@@ -1,9 +1,9 @@
-"""Drafts from a request's own text: what followed the last time its newest tokens occurred (prompt lookup, n-gram speculation).
+"""Drafts from a request's own text after its newest tokens' last occurrence (prompt lookup).
 
-    ... def area ( self ) : ...  def area ( se       the newest 4 tokens have occurred before: the tokens behind them are the draft
-            ^^^^^^^^^^^^^ lf      ^^^^^^^^^^^^^
+  ... def area ( self ) : ...  def area ( se       the newest 4 tokens have occurred before:
+          ^^^^^^^^^^^^^ lf      ^^^^^^^^^^^^^       the tokens after them are the draft
 
-An index belongs to one request: with a shared one, the time of an answer would tell what others have written. Idea: Saxena's
+Each request has its own index: a shared one would leak others' text through timing. Ideas: Saxena's
 prompt-lookup-decoding, vLLM's and SGLang's NGRAM.
 """
 
@@ -13,15 +13,15 @@ from dataclasses import dataclass, field
 from engine.core.drafts import NO_DRAFT, Draft
 from engine.core.request import Request
 
-SHORTEST_MATCH = 2  # tokens that must have occurred before: one alone is seldom followed by the same
-LONGEST_MATCH = 32  # tokens that count: of several places the one with the longest match gives the draft
-RECENT = 8  # places of an n-gram that are compared
+SHORTEST_MATCH = 2  # minimum tokens of a match: single ones predict little
+LONGEST_MATCH = 32  # maximum compared tokens: the longest match gives the draft
+RECENT = 8  # compared places per n-gram
 INDEXED_AT_ONCE = 4096  # tokens: 1 us each, in the scheduler's thread
 
 
 @dataclass(slots=True, eq=False)
 class NgramIndex:
-    """The ends of n-grams of `least` tokens in the part of `tokens` that has been read."""
+    """Ends of n-grams of `least` tokens."""
 
     least: int
     tokens: list[int] = field(default_factory=list)
@@ -29,12 +29,11 @@ class NgramIndex:
     _indexed: int = 0
 
     def read(self, known: Sequence[int], output: Sequence[int]) -> None:
-        """Take in what is new of a request's prompt and output."""
         if len(self.tokens) < len(known):
             self.tokens += known[len(self.tokens) :]
         self.tokens += output[len(self.tokens) - len(known) :]
         end = min(len(self.tokens), self._indexed + INDEXED_AT_ONCE)
-        for at in range(max(self._indexed, self.least), end):  # the n-gram before `at`: a token has followed it
+        for at in range(max(self._indexed, self.least), end):  # the n-gram before `at` has a successor
             ends = self._ends.setdefault(tuple(self.tokens[at - self.least : at]), [])
             ends.append(at)
             if len(ends) > RECENT:
@@ -42,7 +41,7 @@ class NgramIndex:
         self._indexed = end
 
     def draft(self, *, longest_match: int, most: int) -> Draft:
-        """Continue the longest match, of equal ones the latest, by at most `most` tokens; by fewer if the match is short."""
+        """Continue the longest, then latest match, by fewer tokens after a short one."""
         tokens = self.tokens
         ends = self._ends.get(tuple(tokens[-self.least :]), ())
         best, at = 0, 0
@@ -58,14 +57,12 @@ class NgramIndex:
 
 
 def _copy(tokens: list[int], start: int, count: int) -> list[int]:
-    """`count` tokens from `start` on; behind the last one the text that repeats goes on."""
+    """Copy from `start`, repeating a period at the end."""
     period = len(tokens) - start
     return [tokens[start + i % period] for i in range(count)]
 
 
 class NgramDrafter:
-    """`most`: drafted tokens of a request in a step."""
-
     def __init__(self, *, most: int) -> None:
         self._most = most
 

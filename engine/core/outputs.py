@@ -1,4 +1,4 @@
-"""From a request's state to its outputs."""
+"""Outputs from a request's state."""
 
 from dataclasses import dataclass, field
 
@@ -10,10 +10,10 @@ from engine.messages import FinishReason, GenerateRequest, TokenLogprob, TokenOu
 
 @dataclass(slots=True)
 class StepEffects:
-    """The effects of a step: `outputs` to send, requests with a finished chunk, and requests with complete prefill.
+    """Effects of a step: outputs, requests with a finished chunk, and with complete prefill.
 
-    `prefilled`: each with its sample, and the output to send once its KV is handed over. `lost`: the live requests of a step
-    that failed because of `failure`; the caller aborts them. `lane`: with PD multiplexing, whose step it was.
+    `prefilled` has samples and deferred outputs. The caller aborts the `lost` requests of a failed
+    step.
     """
 
     outputs: list[TokenOutput] = field(default_factory=list)
@@ -25,7 +25,6 @@ class StepEffects:
 
 
 def output_of(request: Request, new_ids: list[int]) -> TokenOutput:
-    """Take everything new since the last output."""
     unsent = request.unsent
     logprobs, unsent.logprobs = unsent.logprobs, []
     hidden, unsent.hidden = unsent.hidden, []
@@ -42,7 +41,7 @@ def output_of(request: Request, new_ids: list[int]) -> TokenOutput:
         input_logprobs=_input_logprobs_once(request),
         retractions=request.retractions,
         preemptions=request.preemptions,
-        input_hidden=b"" if aborted else input_hidden,  # perhaps of a part only
+        input_hidden=b"" if aborted else input_hidden,  # perhaps incomplete
         hidden=hidden,
         cached_by_tier=request.cached_by_tier,
         transfer_retries=request.transfer_retries,
@@ -51,7 +50,6 @@ def output_of(request: Request, new_ids: list[int]) -> TokenOutput:
 
 
 def joined(held: TokenOutput, new: TokenOutput) -> TokenOutput:
-    """Join the lists of two outputs of a request, and take the newer value of all else."""
     new.new_ids = held.new_ids + new.new_ids
     new.logprobs = held.logprobs + new.logprobs
     new.input_logprobs = held.input_logprobs + new.input_logprobs
@@ -69,7 +67,7 @@ def refusal(message: str, *, status: int) -> FinishReason:
 
 
 def input_logprob_part(request: Request, start: int, end: int) -> tuple[int | None, int | None]:
-    """Return (logprob_from, logprob_next) of the plan item for [start, end): the logits at i predict position i+1."""
+    """Return (logprob_from, logprob_next) for [start, end): logits at i predict i+1."""
     prompt = len(request.input_ids)
     if not request.wants_input_logprobs or start >= prompt:
         return None, None

@@ -1,6 +1,6 @@
-"""Who owns each KV page: free, held by a request, cached in the radix tree, or quarantined.
+"""Ownership of KV pages: free, held by a request, cached in the radix tree, or quarantined.
 
-Every page is in exactly one state, and any other move than these asserts.
+Every page is in one state, and other transitions assert.
 
         allocate            to_cache
     FREE ------> HELD ------------> CACHED
@@ -17,13 +17,13 @@ A transfer peer may still write a quarantined page.
 from collections.abc import Iterable, Sequence
 
 FREE, HELD, CACHED, QUARANTINED = range(4)
-SORT_WHEN_UNSORTED = 8  # sort when one page in 8 of the free list is unsorted
-SINGLES = 64  # set aside at once for requests that grow by a page
+SORT_WHEN_UNSORTED = 8  # sort when one in 8 free pages is unsorted
+SINGLES = 64  # set aside for requests that grow by a page
 _NAMES = ("free", "held", "cached", "quarantined")
 
 
 class PageAllocator:
-    """Pages 1..num_pages; page 0 is the executor's scratch page."""
+    """Pages 1..num_pages; page 0 is the executor's scratch."""
 
     def __init__(self, *, num_pages: int, page_size: int) -> None:
         assert num_pages >= 1 and page_size >= 1
@@ -31,8 +31,8 @@ class PageAllocator:
         self.page_size = page_size
         self._state = bytearray(num_pages + 1)
         self._free = list(range(num_pages, 0, -1))  # popped from the end: low ids first
-        self._singles: list[int] = []  # free, too; from the other end
-        self._num_unsorted = 0  # given back since the free list was in order
+        self._singles: list[int] = []  # also free; from the other end
+        self._num_unsorted = 0  # freed since the list was sorted
         self._counts = [num_pages, 0, 0, 0]
 
     @property
@@ -46,10 +46,9 @@ class PageAllocator:
         return -(-num_tokens // self.page_size)
 
     def allocate(self, n: int) -> list[int]:
-        """Take `n` pages, adjacent ones where that is cheap: they travel as one piece of a transfer.
+        """Take `n` pages, adjacent if cheap: they transfer as one piece.
 
-        The free list is sorted only when enough pages have come back: constant work per page. Single pages, by which running
-        requests grow, come from its other end and leave runs whole for prompts.
+        Sorting is amortized. Single pages come from the list's other end, leaving runs for prompts.
         """
         assert 0 <= n <= self.num_free, f"{n} pages requested, {self.num_free} are free"
         if n == 0:
@@ -111,7 +110,6 @@ class PageAllocator:
         return _NAMES[self._state[page]]
 
     def states_of(self, pages: Iterable[int]) -> set[str]:
-        """Return the states that occur among `pages`."""
         return {_NAMES[state] for state in set(map(self._state.__getitem__, pages))}
 
     def check(self) -> None:

@@ -1,8 +1,9 @@
-"""Names of whole KV pages by what they hold: a chained hash over everything that decides their bytes.
+"""Keys of whole KV pages: chained hashes of everything that decides their bytes.
 
-    seed = H(identity of the KV, branch)     key[0] = H(seed, tokens of page 0)     key[i] = H(key[i-1], tokens of page i)
+  seed = H(identity of the KV, branch)     key[0] = H(seed, tokens of page 0)
+  key[i] = H(key[i-1], tokens of page i)
 
-Equal keys mean equal KV, in this process and in the next one. SHA-256, because a prompt that collides on purpose would read
+Equal keys mean equal KV, across processes. SHA-256 prevents deliberate collisions, which would read
 another client's KV.
 """
 
@@ -17,10 +18,7 @@ from engine.images import KEY_BYTES
 
 
 class KVIdentity(msgspec.Struct, frozen=True, kw_only=True):
-    """The identity of KV besides its tokens. `layout`: of a page's bytes, with the kind of device.
-
-    `model`: signature of its shape; `weights`: name of their version, and a fingerprint of their files.
-    """
+    """Identity of KV besides tokens; `weights` is version and fingerprint."""
 
     layout: str
     dtype: str
@@ -30,12 +28,12 @@ class KVIdentity(msgspec.Struct, frozen=True, kw_only=True):
     weights: str
 
     def seed(self, adapter: str = "", namespace: tuple[str, ...] = ()) -> bytes:
-        """Return the start of a chain. KV of different adapters or namespaces is never shared. `adapter`: name of its load."""
+        """Start of a chain, separate per adapter load and namespace."""
         return hashlib.sha256(msgspec.msgpack.encode((msgspec.structs.astuple(self), adapter, *namespace))).digest()
 
 
 def next_keys(before: bytes, tokens: Sequence[int], page_size: int) -> list[bytes]:
-    """Return the keys of the whole pages that hold `tokens`, after the page with key `before` (or the seed)."""
+    """Keys of whole pages after key `before` or the seed."""
     assert len(tokens) % page_size == 0
     keys = []
     for at in range(0, len(tokens), page_size):
@@ -45,7 +43,7 @@ def next_keys(before: bytes, tokens: Sequence[int], page_size: int) -> list[byte
 
 
 def _packed(tokens: Sequence[int]) -> bytes:
-    """Return bytes that no other page of as many tokens has: ids of images take more bytes, and so do all beside them."""
+    """Return unique bytes; pages with image ids use more bytes."""
     try:
         return array("q", tokens).tobytes()
     except OverflowError:
@@ -53,9 +51,9 @@ def _packed(tokens: Sequence[int]) -> bytes:
 
 
 class RequestKeys:
-    """Page keys of requests, computed once each.
+    """Cached page keys of requests.
 
-    `run_id`: unique to this process: files outlive it, and an adapter's number means nothing in another.
+    `run_id` separates processes: files outlive one, adapter numbers do not.
     """
 
     def __init__(self, identity: KVIdentity, *, run_id: str) -> None:
@@ -63,7 +61,6 @@ class RequestKeys:
         self._run_id = run_id
 
     def of(self, request: Request, num_pages: int) -> list[bytes]:
-        """Return the keys of the first `num_pages` pages of `request`, which are whole."""
         adapter = f"adapter {request.adapter} of {self._run_id}" if request.adapter else ""
         seed = self.identity.seed(adapter, request.namespace)
         size, known = self.identity.page_size, request.lower_tiers

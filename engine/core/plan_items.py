@@ -1,4 +1,4 @@
-"""From a request to its part of a step: the item, and the row that it takes."""
+"""Plan items of requests, and their slots."""
 
 from engine.core.draft_rows import rows_of
 from engine.core.drafts import Draft
@@ -12,7 +12,6 @@ from engine.core.request_table import RequestTable
 
 
 def plan_item(request: Request, start: int, end: int, *, sample: bool, extend: bool) -> PlanItem:
-    """Plan tokens start..end-1 of `request`, which are in flight from now on."""
     assert request.slot is not None
     known = request.num_tokens
     check_reads(request, start, end)
@@ -45,7 +44,7 @@ def plan_item(request: Request, start: int, end: int, *, sample: bool, extend: b
 
 
 def draft_items(request: Request, draft: Draft) -> list[PlanItem]:
-    """Plan a row for each drafted token, behind the row of the last known one; its item has all pages of `request`."""
+    """Plan a row per draft token after the last known one."""
     assert request.slot is not None
     known, output_len = request.launched_len - 1, len(request.output_ids) + request.pending - 1
     items = [
@@ -76,7 +75,7 @@ def draft_items(request: Request, draft: Draft) -> list[PlanItem]:
 
 
 def ask_drafter(request: Request, passes: int, *, topk: int) -> PlanItem:
-    """Plan `passes` of the executor's drafter behind the last known token, which no step has computed yet."""
+    """Plan drafter passes after the last known token, not computed yet."""
     assert request.slot is not None and request.launched_len == request.num_tokens - 1, request.rid
     item = PlanItem(
         rid=request.rid,

@@ -1,14 +1,13 @@
-"""The order in which admission considers waiting requests. SGLang's policies; the aging of priorities is ours.
+"""Admission order of waiting requests: SGLang's policies, with our priority aging.
 
-fcfs        first come, first served
-lpm         longest cached prefix first; a long queue falls back to fcfs, since matching it all would cost more than it saves
-dfs-weight  depth first through the prefix tree, heaviest branch first: requests that share a prefix go together
-lof         longest output first
-random      in random order
+  fcfs        first come, first served
+  lpm         longest cached prefix first; fcfs for long queues, where matching would cost more
+  dfs-weight  depth first through the prefix tree, heaviest branch first, to group prefixes
+  lof         longest output first
+  random      in random order
 
-A cache-aware policy (lpm, dfs-weight) marks the prefixes of waiting requests as used, and puts a request that shares an
-uncached prefix with an earlier one last; shared_work.py decides whether it waits for that one's step. Priorities go before the
-policy.
+Cache-aware policies (lpm, dfs-weight) put a request with an uncached prefix of an earlier one last;
+shared_work.py decides if it waits. Priorities precede the policy.
 """
 
 import math
@@ -29,10 +28,9 @@ Uniform = Callable[[], float]  # random numbers in [0, 1)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Priorities:
-    """`aging_s`: seconds of waiting that count as one step of priority, so that no request starves; None: off.
+    """Priority options; `aging_s` of waiting raise priority by 1, against starvation.
 
-    `preempt_threshold`: a waiting request may preempt one whose priority is lower by more, and by more than age makes up
-    for: the victim would otherwise go before it.
+    A waiting request preempts one of lower priority by more than `preempt_threshold` and age.
     """
 
     enabled: bool = True
@@ -41,20 +39,20 @@ class Priorities:
     preempt_threshold: int = 10
 
     def rank(self, request: Request) -> int:
-        """Return the requested priority, higher first; 0 where priorities are off."""
+        """Requested priority, higher first; 0 if off."""
         if not self.enabled:
             return 0
         return -request.priority if self.low_first else request.priority
 
     def urgency(self, request: Request, now_s: float) -> float:
-        """Return the aged priority, higher first; equal for all where priorities are off."""
+        """Aged priority, higher first."""
         urgency = float(self.rank(request))
         if self.aging_s is not None:
             urgency += (now_s - request.arrived_s) // self.aging_s
         return urgency
 
     def may_preempt(self, waiting: Request, running: Request) -> bool:
-        """Compare the requested priorities: age moves a request up the queue, not others out of the batch."""
+        """Compare requested priorities: age evicts nothing."""
         if not self.enabled:
             return False
         lead = 0 if self.aging_s is None else math.ceil((waiting.arrived_s - running.arrived_s) / self.aging_s)
@@ -74,9 +72,9 @@ def order(
     priorities: Priorities = NO_PRIORITIES,
     now_s: float = 0.0,
 ) -> list[Request]:
-    """Sort `waiting` (in order of arrival) into the order in which admission should try them.
+    """Sort `waiting`, given by arrival, into admission order.
 
-    `shared_tokens`: a request whose uncached prefix equals an earlier one's this far goes behind it.
+    A request with `shared_tokens` of an earlier one's uncached prefix goes after it.
     """
     requests = list(waiting)
     if name == "lpm" and len(requests) > LPM_MAX_QUEUE:
@@ -109,7 +107,6 @@ def _by_policy(
 
 
 def _shares_with_an_earlier_one(requests: list[Request], matches: list[Match], shared_tokens: int) -> list[bool]:
-    """Return for each request whether it shares an uncached prefix with one before it."""
     seen: set[tuple[Branch, tuple[int, ...]]] = set()
     later = []
     for request, match in zip(requests, matches, strict=True):
@@ -121,7 +118,6 @@ def _shares_with_an_earlier_one(requests: list[Request], matches: list[Match], s
 
 
 def _depth_first(matches: list[Match]) -> list[int]:
-    """Rank the requests by a walk of the tree depth first, the branch with most requests first."""
     weight: dict[int, int] = {}
     children: dict[int, dict[int, Node]] = {}
     at: dict[int, list[int]] = {}

@@ -1,7 +1,6 @@
-"""Preemption: which running requests make room for a more urgent one, after SGLang.
+"""Preemption of running requests for a more urgent one, after SGLang.
 
-Victims are tried lowest priority first, then latest arrival, until their rows and pages suffice; those that prove
-unnecessary are spared. Memory that ended requests are about to give back counts first.
+Victims go by lowest priority, then latest arrival. Memory about to be freed counts first.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,7 +9,7 @@ from engine.core.departures import Departures
 from engine.core.request import Request
 from engine.core.state import SchedulerState
 
-Reserve = Callable[[Sequence[Request]], int]  # pages to keep free beside the newcomer's, once these have left
+Reserve = Callable[[Sequence[Request]], int]  # pages to keep free for others after these leave
 Suffice = Callable[[Sequence[Request]], bool]
 
 
@@ -24,9 +23,9 @@ class Preemption:
         self._priorities = state.limits.priorities
 
     def make_room(self, request: Request, reserve: Reserve, *, row: bool) -> list[Request]:
-        """Retract and return the victims that `request` needs; their memory is free once their steps are collected.
+        """Retract and return victims; memory is free after their steps.
 
-        `row`: it needs one at once. Empty: no victims suffice, none is needed, or memory is on its way back already.
+        Returns nothing if victims do not suffice or are not needed.
         """
         victims = self._victims(request, lambda gone: self._suffice(request, gone, reserve, row=row))
         for victim in victims:
@@ -34,7 +33,7 @@ class Preemption:
         return victims
 
     def make_rows(self, late: Sequence[Request]) -> None:
-        """Give each of `late` (most urgent first; memory, but no row) the row of a victim that it has priority over."""
+        """Free a lower-priority victim's row for each of `late`."""
         coming = sum(r.slot is not None for r in self._stages.draining)
         for request in late[coming:]:
             victims = [r for r in self._candidates(request) if r.slot is not None]
@@ -73,7 +72,7 @@ class Preemption:
 
 
 def _only_needed(victims: list[Request], suffice: Suffice) -> list[Request]:
-    for spared in victims[-2::-1]:  # the last one is needed, or the search would have ended before it
+    for spared in victims[-2::-1]:  # the last one is needed, or the search would have ended before
         others = [v for v in victims if v is not spared]
         if suffice(others):
             victims = others

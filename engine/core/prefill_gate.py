@@ -1,6 +1,6 @@
-"""DP attention: when prompts may enter. A step with a prompt on one rank slows the decodes of all, so prompts wait for each other.
+"""DP attention: joint admission of prompts, since one rank's prompt slows all ranks' decodes.
 
-DP rank 0 decides after each step, from the rows of all ranks, for the steps behind those that are posted. Passes are steps.
+DP rank 0 decides after each step.
 """
 
 from collections.abc import Sequence
@@ -11,15 +11,15 @@ from engine.core.dp_step import Row
 
 class PrefillPolicy(Protocol):
     def allows(self, rows: Sequence[Row]) -> bool:
-        """Whether prompts may enter behind the step of `rows`; call it once a step."""
+        """Return True if prompts may enter after this step; call once per step."""
 
 
 class PrefillDelayer:
-    """Lets prompts enter when all ranks have one, or none runs anything. After SGLang's PrefillDelayer.
+    """Admits prompts when all ranks have one, or none runs anything. After SGLang's PrefillDelayer.
 
-    Where some have one, these wait for up to `max_delay_passes` - 1 steps, unless a rank that waits uses less than
-    `low_watermark` of its KV memory (None: no such rule). Where none has one the gate is closed: the next prompt is in the row of
-    its rank first, a step or two before it enters, or it would enter alone.
+    Others wait up to `max_delay_passes` - 1 steps, unless a waiting rank uses less than
+    `low_watermark` of its KV memory. Without prompts the gate is closed, or the next would enter by
+    itself.
     """
 
     def __init__(self, *, max_delay_passes: int = 30, low_watermark: float | None = None) -> None:
@@ -39,7 +39,7 @@ class PrefillDelayer:
 
 
 class ScheduleEnhancer:
-    """Holds prompts back while one rank runs all that it may and another does not, for up to `MOST` steps: then all refill together."""
+    """Holds prompts up to `MOST` steps while one rank is full and another is not."""
 
     MOST = 30
 

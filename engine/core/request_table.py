@@ -1,4 +1,4 @@
-"""Rows of the running requests: slot -> request. The executor keeps per-slot state (page rows, sampling, FutureMap), of each lane apart."""
+"""Slots of running requests, for the executor's per-slot state."""
 
 from engine.core.futures import check_no_future
 from engine.core.lanes import Lane
@@ -10,7 +10,7 @@ class RequestTable:
         assert num_slots >= 1
         self._rows: list[Request | None] = [None] * num_slots
         self._free = list(range(num_slots - 1, -1, -1))
-        self._closed: dict[Lane | None, list[int]] = {}  # since the last plan of the lane
+        self._closed: dict[Lane | None, list[int]] = {}  # since the stream's last plan
 
     @property
     def num_free(self) -> int:
@@ -25,7 +25,7 @@ class RequestTable:
         return slot
 
     def reopen(self, request: Request) -> int:
-        """Close the row in its lane, and keep it for another one, which knows nothing of it yet. No step may be in flight."""
+        """Move the row to another stream; no step may be in flight."""
         slot = request.slot
         assert slot is not None and request.inflight == 0, (
             f"{request.rid}: its row changes lanes under a step in flight"
@@ -44,7 +44,6 @@ class RequestTable:
         self._closed.setdefault(request.lane, []).append(slot)
 
     def take_closed(self, lane: Lane | None = None) -> list[int]:
-        """Take the slots closed in `lane` since the last call, for its next plan."""
         return self._closed.pop(lane, [])
 
     def check(self) -> None:

@@ -1,7 +1,7 @@
-"""Prompts that wait one step, because another request computes their beginning.
+"""Deferral of prompts whose beginning another request computes.
 
-The tree knows a page only when its step has been collected: requests that come together with one prefix would each compute
-it. SGLang's in-batch prefix caching does so with its cache-aware policies; here the policy does not matter.
+The tree gets pages after their step: simultaneous requests would each compute a common prefix. Like
+SGLang's in-batch prefix caching, for any policy.
 """
 
 from collections.abc import Iterable
@@ -10,23 +10,22 @@ from engine.core.memory import Memory, match_limit
 from engine.core.radix_node import Branch
 from engine.core.request import Request
 
-MAX_PASSED_OVER = 32  # per step: bounds the cost of a plan
+MAX_PASSED_OVER = 32  # per step: bounds a plan's cost
 
 
 class SharedWork:
-    """Prefixes that requests of one step share. `computing`: requests that may have a step in flight. `min_tokens`: shared ones, for which a prompt waits."""
+    """Prefixes being computed; a prompt waits for at least `min_tokens` shared ones."""
 
     def __init__(self, memory: Memory, computing: Iterable[Request], *, min_tokens: int) -> None:
         self._memory = memory
         self._min_tokens = min_tokens
         self._page_size = memory.allocator.page_size
-        self._under_way: dict[tuple[Branch, tuple[int, ...]], list[Request]] = {}  # by their first page
+        self._under_way: dict[tuple[Branch, tuple[int, ...]], list[Request]] = {}  # by first page
         self.num_passed_over = 0
         for request in computing:
             self.add(request)
 
     def add(self, request: Request) -> None:
-        """Note that `request` computes up to `launched_len`, in this step or one in flight."""
         if (
             self._memory.cache.enabled
             and request.keep_kv
@@ -39,7 +38,6 @@ class SharedWork:
         return self.num_passed_over >= MAX_PASSED_OVER
 
     def passes_over(self, request: Request) -> bool:
-        """Whether another request computes enough of the prompt of `request`."""
         others = self._under_way.get(self._first_page(request)) if self._under_way else None
         if not others or request.saved_len > 0:
             return False
@@ -56,7 +54,6 @@ class SharedWork:
         return request.branch, tuple(request.key_tokens(0, min(self._page_size, request.num_tokens)))
 
     def _common(self, request: Request, other: Request, limit: int) -> int:
-        """Count the tokens of the whole pages, up to `limit`, in which both begin alike."""
         size = self._page_size
         ours, theirs = request.key_tokens(0, limit), other.key_tokens(0, min(limit, other.num_tokens))
         low, high = 0, len(theirs) // size

@@ -1,13 +1,13 @@
-"""How many prompt tokens a step may hold so that it ends in time, learned from the durations of steps.
+"""Prompt tokens that a step may have to end in time, learned from durations.
 
-*Work* measures a step: a token is one unit for the layers' products, and one more for each `attention_tokens` tokens before
-it, which its attention reads. To encode an image is counted as many units as it has tokens. The next step may hold
+*Work*: a token is one unit, plus one per `attention_tokens` tokens before it; encoding an image
+counts as its tokens. The next step may have
 
-    work = allowed seconds / rate,   rate = seconds of the last steps / their work
+  work = allowed seconds / rate,   rate = seconds of the last steps / their work
 
-Allowed are `max_step_s`, or three times what a step of one page takes if that alone is longer: else chunks would shrink to a
-page. A rate is learned from steps that hold at least half of what they may, and from those that were too long. Lower medians
-of three count, so one slow step changes nothing. Work shrinks at once and grows threefold at most.
+Allowed are `max_step_s`, or three times a one-page step: otherwise chunks would shrink to a page.
+Rates come from steps with half of the allowed work, and from too long ones; lower medians of three
+ignore one slow step. Work grows threefold at most.
 """
 
 import math
@@ -18,14 +18,14 @@ from engine.core.plan import Plan
 
 NUM_LAST = 3
 INFORMATIVE_SHARE = 0.5
-GROWTH = 3.0  # from one step to the next; double would often be cut to whole pages, and stay
-WORTH = 3.0  # times what a step of a page takes: less would often be cut to one page again
-SMALL_EVERY = 16  # steps after which one of a page is made, where these decide
+GROWTH = 3.0  # per step; double would often be rounded down to pages, and stay
+WORTH = 3.0  # times a one-page step: less would often shrink to one page again
+SMALL_EVERY = 16  # period of one-page steps, if these decide
 ROUNDING_TOKENS = 1e-6
 
 
 class StepBudget:
-    """`first_rate`: seconds per unit of work until steps have been measured. All arguments are above 0."""
+    """`first_rate`: initial seconds per unit. All arguments are positive."""
 
     def __init__(self, *, max_step_s: float, page_size: int, attention_tokens: float, first_rate: float) -> None:
         assert max_step_s > 0 and attention_tokens > 0 and first_rate > 0
@@ -39,18 +39,15 @@ class StepBudget:
         self._usual = self.work = max(float(page_size), max_step_s / first_rate)
 
     def work_of(self, start: int, num_tokens: int) -> float:
-        """Return the work of `num_tokens` behind `start` others."""
         return num_tokens * (1.0 + (start + num_tokens / 2) / self._attention_tokens)
 
     def tokens(self, work: float, start: int) -> int:
-        """Return the most tokens behind `start` others that `work` suffices for."""
         per_token = 1.0 + start / self._attention_tokens
         work = max(work, 0.0)
         roots = per_token + math.sqrt(per_token**2 + 2 * work / self._attention_tokens)
         return int(2 * work / roots + ROUNDING_TOKENS)
 
     def note(self, plan: Plan, taken_s: float) -> None:
-        """Learn from a step with prompts that took `taken_s`."""
         if not plan.extend or taken_s <= 0:
             return
         encoded = sum(image.num_tokens for image in plan.encodes)
@@ -65,7 +62,7 @@ class StepBudget:
         self.work = float(self._page_size) if small_is_due else self._usual
 
     def _note_small(self, num_tokens: int, taken_s: float) -> None:
-        """Learn from a step of one page; a larger one that is faster counts as one, too."""
+        """Learn from a one-page step; a faster larger one counts, too."""
         is_small = num_tokens <= self._page_size
         self._since_small = 0 if is_small else self._since_small + 1
         if is_small or (self._small_s and taken_s < _lower_median(self._small_s)):

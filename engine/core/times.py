@@ -1,4 +1,4 @@
-"""When one request passed from stage to stage, as the loop and the role write it.
+"""Stage times of a request, written by loop and role.
 
     unified   arrived -------------------- started -- first token -------- ended
               |        queue_time          | prefill_time | decode_time    |
@@ -7,37 +7,36 @@
     decode    arrived ------- queued (pages offered to prefill) ---- landed -- ended
               | bootstrap_time | queue_time, prefill_time, transfer_time | decode_time |
 
-The sum of the stages is the time that the engine had the request. Of a decode worker's three middle ones prefill reports the
-first two in the metadata row; the rest of the wait is the transfer's.
+Stages sum to the total time. Prefill reports decode's queue_time and prefill_time in the metadata
+row; the rest is transfer.
 """
 
 from dataclasses import dataclass, field
 
 from engine.messages import Stage
 
-MAX_CHUNKS = 64  # stored for one request: a chart needs no more
+MAX_CHUNKS = 64  # stored per request: enough for a chart
 
 
 @dataclass(slots=True)
 class Times:
-    """Seconds of the worker's clock; None: not reached. `remote_*`: durations on the prefill worker, in seconds."""
+    """Worker clock seconds; `remote_*`: durations on prefill."""
 
     arrived_s: float | None = None
     queued_s: float | None = None
     started_s: float | None = None
-    computed_s: float | None = None  # prefill role: the last chunk is done, the hand-over begins
-    landed_s: float | None = None  # decode role: KV and metadata are here
+    computed_s: float | None = None  # prefill: the last chunk is done, handover begins
+    landed_s: float | None = None  # decode: KV and metadata have landed
     first_token_s: float | None = None
-    chunks: list[tuple[float, int]] = field(default_factory=list)  # launched when, how many tokens
-    chunk_ends_s: list[float] = field(default_factory=list)  # of `chunks`, in order; the last ends with the prefill
-    bootstraps: bool = False  # it waits for its other half before it is queued
-    remote: bool = False  # its prompt is computed by another worker
+    chunks: list[tuple[float, int]] = field(default_factory=list)  # launch time, number of tokens
+    chunk_ends_s: list[float] = field(default_factory=list)  # ends of `chunks`; the last ends with the prefill
+    bootstraps: bool = False  # waits for its other half before it is queued
+    remote: bool = False  # another worker computes its prompt
     remote_queue_s: float = 0.0
     remote_prefill_s: float = 0.0
 
     @property
     def queue_s(self) -> float:
-        """Return the wait for the first step, after a bootstrap."""
         return _span(self.queued_s if self.queued_s is not None else self.arrived_s, self.started_s)
 
     @property
@@ -46,13 +45,13 @@ class Times:
 
 
 def time_line(times: Times, *, ended_s: float, completion_tokens: int) -> dict[str, float]:
-    """Return the stages that an ended request has completed, in seconds by name.
+    """Return an ended request's completed stages, seconds by name.
 
-    `decode_throughput`: tokens a second after the first; `first_token_latency`: from arrival.
+    `decode_throughput`: tokens per second after the first.
     """
     passed = [stage for stage in stages(times, ended_s=ended_s) if stage.name != "chunk"]
     if passed and passed[-1].name not in ("transfer", "decode"):
-        del passed[-1]  # it was in this one when it ended
+        del passed[-1]  # it ended within this one
     line: dict[str, float] = {}
     for stage in passed:
         seconds = stage.end_s - stage.start_s
@@ -70,9 +69,9 @@ def time_line(times: Times, *, ended_s: float, completion_tokens: int) -> dict[s
 
 
 def stages(times: Times, *, ended_s: float) -> list[Stage]:
-    """Return the stages as points in time, in order. A chunk lies inside its `prefill`.
+    """Return the stages in order; chunks lie inside `prefill`.
 
-    Decode's `transfer_queue` lasts from the offer of its pages until they are filled.
+    Decode's `transfer_queue` lasts from the page offer to landing.
     """
     first_s = times.queued_s if times.queued_s is not None else times.arrived_s
     if times.arrived_s is None or first_s is None:
