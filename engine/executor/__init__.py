@@ -1,1 +1,1 @@
-"""Steps on the device: a FIFO stream, the KV pool, the FutureMap, the model runner and the sampler."""
+"""Steps on the device: FIFO stream, KV pool, FutureMap, model runner, sampler."""

@@ -1,6 +1,6 @@
-"""Notices kernels that Triton compiles while the engine serves. Each stops every step for seconds, and is one that the warm-up lacks.
+"""Detection of Triton compilations while serving, which stop steps for seconds.
 
-By the hooks that Triton calls before and after it compiles a kernel or takes it from its cache on disk (3.6 and 3.7).
+Uses Triton's hooks around compilation and disk cache (3.6 and 3.7).
 """
 
 import logging
@@ -12,7 +12,7 @@ log = logging.getLogger(__name__)
 
 
 class CompileLog:
-    """`num_late`: kernels since `serve`. One process has one: the hooks are Triton's, for all kernels."""
+    """One per process, as hooks are global; `num_late` counts kernels since `serve`."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.num_late = 0
@@ -26,7 +26,6 @@ class CompileLog:
         knobs.runtime.jit_post_compile_hook = self._on_end
 
     def serve(self) -> None:
-        """Count kernels that compile from now on as late."""
         self._serves = True
 
     def close(self) -> None:

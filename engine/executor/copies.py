@@ -1,4 +1,4 @@
-"""A step's copies of KV pages between the device and host memory, in the order that `Plan` states."""
+"""Copies of a step's KV pages between device and host, in `Plan` order."""
 
 from engine.core.plan import Plan
 from engine.kv.arrival import Arrival
@@ -7,14 +7,12 @@ from engine.kv.page_backup import PageBackup
 
 
 class Copies:
-    """`backup`: of retracted requests. `host_pool`: of the host tier."""
-
     def __init__(self, *, backup: PageBackup | None, host_pool: HostPool | None) -> None:
         self._backup = backup
         self._host_pool = host_pool
 
     def begin(self, plan: Plan) -> Arrival:
-        """Return what the forward must wait for, layer by layer."""
+        """Return loads that the forward awaits by layer."""
         if self._host_pool is None:
             assert not plan.to_host and not plan.from_host, "a plan copies to a host tier, and there is none"
             arrival = Arrival()
@@ -27,12 +25,12 @@ class Copies:
         return arrival
 
     def wait(self, seq: int) -> None:
-        """Block until the host pages of every step up to `seq` hold what left the device."""
+        """Block until host pages of steps up to `seq` are complete."""
         for pool in self._host_pools():
             pool.wait(seq)
 
     def close(self) -> None:
-        """Give pinned memory back. Nothing is launched any more."""
+        """Free pinned memory; nothing may launch any more."""
         for pool in self._host_pools():
             pool.close()
 

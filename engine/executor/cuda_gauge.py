@@ -1,13 +1,11 @@
-"""A GPU's memory as torch counts it, for this process alone: free memory says nothing of whose the rest is."""
+"""GPU memory of this process, counted by torch."""
 
 import torch
 
-CONTEXT_BYTES = 768 << 20  # CUDA's context and loaded kernels, which torch does not count: an estimate
+CONTEXT_BYTES = 768 << 20  # CUDA's context and loaded kernels, uncounted by torch: an estimate
 
 
 class CudaGauge:
-    """A `MemoryGauge` (engine/device/gpu_memory.py)."""
-
     def __init__(self, device: torch.device) -> None:
         self._device = device
 

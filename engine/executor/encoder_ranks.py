@@ -1,7 +1,6 @@
-"""Data parallelism of the vision tower: one rank of the first stage encodes an image, and the others receive its features.
+"""Vision data parallelism: one first-stage rank encodes an image, and broadcasts features.
 
-The tower is whole on each rank and computes images one by one, so features do not depend on the rank that computes them. After
-SGLang's and vLLM's.
+Each rank has the whole tower and encodes images one by one. After SGLang's and vLLM's.
 """
 
 import heapq
@@ -17,16 +16,14 @@ from engine.parallel.collectives import Collectives
 
 
 class EncoderRanks:
-    """`dtype`, `device`: of features. `pixels`: of an image, on the device."""
-
     def __init__(self, *, dtype: torch.dtype, device: torch.device, pixels: Callable[[ImageInput], Pixels]) -> None:
         self._dtype, self._device = dtype, device
         self._pixels = pixels
 
     def encode(self, tower: VisionTower, images: Sequence[ImageInput], ranks: Collectives) -> list[Tensor]:
-        """[num_tokens, feature size] of each of `images`, the same on all `ranks`, which call it with the same images.
+        """Return each image's [num_tokens, feature size] on all `ranks`.
 
-        Raises torch.OutOfMemoryError; the others then wait until the group ends, as for any part of a step.
+        Raises torch.OutOfMemoryError; other ranks then wait for the group's end.
         """
         owners = deal([prod(image.grid) for image in images], ranks.size)
         mine = [image for image, owner in zip(images, owners, strict=True) if owner == ranks.rank]
@@ -43,11 +40,10 @@ class EncoderRanks:
 
 
 def deal(weights: Sequence[int], ranks: int) -> list[int]:
-    """Return the rank of each piece, alike on every rank, so that none has to ask.
+    """Assign pieces to ranks without communication.
 
-    The heaviest piece goes first, each to the rank that has least so far (LPT: Graham, "Bounds on multiprocessing timing
-    anomalies", 1969): the busiest rank has at most 4/3 - 1/(3 ranks) of what it has in the best division. Of equal pieces the
-    first goes first, of equal ranks the lowest takes it.
+    Largest first, to the least loaded rank (LPT: Graham, "Bounds on multiprocessing timing
+    anomalies", 1969): at most 4/3 - 1/(3 ranks) of the optimum. Ties go by number.
     """
     owners = [0] * len(weights)
     loads = [(0, rank) for rank in range(ranks)]

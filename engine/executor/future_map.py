@@ -1,7 +1,7 @@
-"""Tokens that the host does not know yet: the last token of each slot, on the device.
+"""Last token of each slot on the device, unknown to the host.
 
-A step's inputs may hold the placeholder -(slot + 1). The stream resolves it before the forward and stores the new token after
-sampling, so the FIFO order of steps is all the synchronisation. After SGLang's FutureMap.
+Inputs may contain placeholders -(slot + 1), resolved before the forward; sampled tokens are stored.
+FIFO order is the only synchronization. After SGLang's FutureMap.
 """
 
 from typing import Protocol
@@ -11,23 +11,23 @@ from torch import Tensor
 
 
 class StepInputs(Protocol):
-    """What steps begin from: the tokens, or on a later pipeline stage the hidden states of the stage before.
+    """Inputs of steps: tokens, or a later stage's hidden states.
 
-    A recorded step reads the same memory every time: `fill` writes it before each replay, `recorded` reads it within.
+    Recorded steps reuse memory: `fill` writes it before each replay, `recorded` reads it inside.
     """
 
     def resolve(self, token_ids: Tensor) -> Tensor:
-        """Return what `DenseDecoder.begin` takes, for the [T] token ids or placeholders of a step."""
+        """Return input for `DenseDecoder.begin` from ids or placeholders [T]."""
 
     def fill(self, rows: int) -> None:
-        """Prepare a replay of which the first `rows` rows are a step's."""
+        """Prepare a replay with `rows` valid rows."""
 
     def recorded(self, token_ids: Tensor) -> Tensor:
-        """As `resolve`, in a step that is recorded; `token_ids` with its padding."""
+        """`resolve` inside a recorded step, with padding."""
 
 
 class FutureMap:
-    """`last` [slots + 1] int64, zero: padded rows of a step store in the cell behind the slots."""
+    """Future map in `last` int64[slots + 1]; padding stores in the extra cell."""
 
     def __init__(self, last: Tensor) -> None:
         self._last = last
@@ -37,18 +37,17 @@ class FutureMap:
         return cls(torch.zeros(num_slots + 1, dtype=torch.int64, device=device))
 
     def resolve(self, token_ids: Tensor) -> Tensor:
-        """Replace the placeholders among [T] token ids."""
         return torch.where(token_ids < 0, self._last[(-token_ids - 1).clamp_min(0)], token_ids)
 
     def fill(self, rows: int) -> None:
-        """Do nothing before a recorded step: its ids are its own input."""
+        """Do nothing: recorded ids are inputs."""
 
     def recorded(self, token_ids: Tensor) -> Tensor:
         return self.resolve(token_ids)
 
     def store(self, slots: Tensor, tokens: Tensor) -> None:
-        """Store the token that each slot just sampled; both [n] int64."""
+        """Store sampled tokens; both int64[n]."""
         self._last[slots] = tokens
 
     def on_sampled(self) -> None:
-        """Note that all tokens of a step are stored; a map of several ranks gives them to the others now."""
+        """Share stored tokens, in maps over ranks."""

@@ -1,6 +1,6 @@
-"""The KV of steps, layer by layer: what the stream waits for before a layer, and how far it has come.
+"""Layerwise progress of KV: waits before layers, marks after them.
 
-Marks are set by the runner and read by another thread. Marking never waits: on CUDA it is an event behind the kernels, elsewhere a tuple.
+Marking never waits: a CUDA event, or a tuple on CPU.
 """
 
 from collections import deque
@@ -13,11 +13,11 @@ from engine.kv.arrival import Arrival
 from engine.layers.rope import Unturned
 from engine.models.attention import Attend
 
-Mark = tuple[int, int]  # (step, layers): the first `layers` of it are written, and all of every earlier step
+Mark = tuple[int, int]  # (step, layers): the first `layers` are written, and all earlier steps
 
 
 class LayerMarks:
-    """`more_follows`: a drafter writes behind the model's layers, which counts as one more layer (`all_written`)."""
+    """`more_follows`: a drafter writes one more layer (`all_written`)."""
 
     def __init__(self, device: torch.device, *, more_follows: bool = False) -> None:
         self._cuda = device.type == "cuda"
@@ -25,10 +25,10 @@ class LayerMarks:
         self._ends: frozenset[int] = frozenset()
         self._wake: Callable[[], None] = lambda: None
         self._reached: Mark = (-1, 0)
-        self._ahead: deque[tuple[Mark, torch.cuda.Event]] = deque()  # enqueued; the device is not there yet
+        self._ahead: deque[tuple[Mark, torch.cuda.Event]] = deque()  # enqueued marks, not reached by the device
 
     def watch(self, ends: Collection[int], wake: Callable[[], None]) -> None:
-        """Mark when each number of layers in `ends` is written, and then call `wake` in the stream's thread."""
+        """Mark after each of `ends` layers, and call `wake` in the stream's thread."""
         self._ends, self._wake = frozenset(ends), wake
 
     @property
@@ -36,7 +36,7 @@ class LayerMarks:
         return bool(self._ends)
 
     def attend(self, step: int, attend: Attend, arrival: Arrival) -> Attend:
-        """Wrap `attend` so that it waits for a layer of `arrival` and marks it. Call it once a step, just before the forward."""
+        """Wrap `attend` with waits and marks, once per step."""
         if not self._ends:
             return attend if arrival.is_held else _waiting(attend, arrival)
         self._mark((step, 0))
@@ -51,7 +51,6 @@ class LayerMarks:
         return marked
 
     def whole(self, step: int, forward: Callable[[], Tensor]) -> Tensor:
-        """Run a recorded forward, and mark its layers together: one launch computes them all."""
         if not self._ends:
             return forward()
         self._mark((step, 0))
@@ -61,7 +60,7 @@ class LayerMarks:
         return out
 
     def all_written(self, step: int) -> None:
-        """Mark the end of a step's KV, the drafter's included."""
+        """Mark a step's KV complete, with the drafter's."""
         if self._ends:
             self._mark((step, max(self._ends)))
 
@@ -75,14 +74,14 @@ class LayerMarks:
         self._wake()
 
     def reached(self) -> Mark:
-        """Return the last mark that the device has reached. One thread at a time may call it."""
+        """Last reached mark; single-threaded."""
         while self._ahead and self._ahead[0][1].query():
             self._reached = self._ahead.popleft()[0]
         return self._reached
 
     @property
     def ahead(self) -> bool:
-        """Whether the device has still to reach marks; it wakes no thread then."""
+        """Marks are pending on the device, which wakes no thread."""
         return bool(self._ahead)
 
 

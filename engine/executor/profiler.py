@@ -1,4 +1,4 @@
-"""A torch profiler around some steps, started and stopped in the stream, as torch records its own thread."""
+"""Torch profiler for some steps, controlled in the stream, since torch records its own thread."""
 
 import tempfile
 import time
@@ -15,7 +15,7 @@ ACTIVITIES = {"CPU": ProfilerActivity.CPU, "GPU": ProfilerActivity.CUDA}
 
 
 class TorchProfiler:
-    """`in_order` runs work in stream order (`Executor.call`). `name`: of the worker; a part of the file's name."""
+    """`in_order` is `Executor.call`; `name` is in file names."""
 
     def __init__(self, in_order: Callable[[Callable[[], object]], object], *, name: str) -> None:
         self._in_order = in_order
@@ -24,7 +24,7 @@ class TorchProfiler:
         self._file = Path()
 
     def start(self, asked: StartProfile) -> str:
-        """Start a profile and return the file that `stop` will write. Raises ConfigError."""
+        """Return the file that `stop` will write. Raises ConfigError."""
         if self._running is not None:
             raise ConfigError("a profile is running; stop it first (/stop_profile)")
         chosen = _activities(asked.activities)
@@ -38,7 +38,7 @@ class TorchProfiler:
         return str(self._file)
 
     def stop(self) -> str:
-        """End the profile, write its file (for Perfetto) and return the path. Raises ConfigError."""
+        """Write the file for Perfetto. Raises ConfigError."""
         running, self._running = self._running, None
         if running is None:
             raise ConfigError("no profile is running; start one first (/start_profile)")
@@ -57,7 +57,7 @@ def _activities(names: tuple[str, ...]) -> list[ProfilerActivity]:
     if "GPU" in names and not torch.cuda.is_available():
         raise ConfigError("activities: GPU: there is no CUDA device here")
     usable = [name for name in ACTIVITIES if name == "CPU" or torch.cuda.is_available()]
-    return [ACTIVITIES[name] for name in dict.fromkeys(names or usable)]  # torch refuses one twice
+    return [ACTIVITIES[name] for name in dict.fromkeys(names or usable)]  # torch refuses duplicates
 
 
 def _folder(output_dir: str) -> Path:

@@ -1,14 +1,14 @@
-"""The model that a rank's steps run, until others take its place."""
+"""Model in use by a rank's steps."""
 
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # they import torch, which a simulated rank does without
+if TYPE_CHECKING:  # torch, which a simulated rank lacks
     from engine.executor.forward_pass import ForwardPass
     from engine.models.decoder import DenseDecoder
 
 
 class RunningModel:
-    """All in stream order (`Executor.call`). `forward_pass` knows it, too."""
+    """Holder of the model, used in stream order."""
 
     def __init__(self, model: "DenseDecoder", forward_pass: "ForwardPass") -> None:
         self._model: DenseDecoder | None = model
@@ -25,9 +25,9 @@ class RunningModel:
         return self._model
 
     def use(self, model: "DenseDecoder", *, needs_graphs: bool = True) -> None:
-        """Run another model of the same shape from the next step on.
+        """Use another model of the same shape.
 
-        `needs_graphs`: raise torch.OutOfMemoryError rather than go on without: other ranks have theirs.
+        `needs_graphs`: raise torch.OutOfMemoryError instead of continuing without.
         """
         self._model = model
         self._forward_pass.attach(model)
@@ -37,10 +37,10 @@ class RunningModel:
             self._forward_pass.record_if_possible(model)
 
     def drop(self) -> None:
-        """Forget the model and what was recorded of it, until `use`. No step comes meanwhile."""
+        """Drop model and recordings until `use`; no step may come."""
         self._model = None
         self._forward_pass.detach()
 
     def record(self) -> None:
-        """Record the graphs, if there are any: all ranks at once, before the first step. Raises torch.OutOfMemoryError."""
+        """Record graphs on all ranks before the first step. Raises torch.OutOfMemoryError."""
         self._forward_pass.record(self.model)

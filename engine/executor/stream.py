@@ -1,9 +1,9 @@
-"""FIFO streams of work. The scheduler's thread waits for them only when it collects.
+"""FIFO streams of work; the scheduler's thread waits only to collect.
 
-InlineStream   runs at submit (cpu default: nothing to overlap with)
-ThreadStream   one worker thread (cpu): the asynchrony of a GPU, with injected delays, to shake out races
-CudaStream     enqueues kernels on a torch.cuda.Stream, and copies of the results to pinned memory
-CudaLane       the same from a thread of its own, which may be enqueuing while the scheduler's thread and another lane go on
+InlineStream   runs at submit (CPU default)
+ThreadStream   one worker thread (CPU), with injected delays to find races
+CudaStream     enqueues kernels on a torch.cuda.Stream, and copies of results to pinned memory
+CudaLane       the same from its own thread, concurrent with the scheduler and another stream
 """
 
 import queue
@@ -25,18 +25,18 @@ T_co = TypeVar("T_co", covariant=True)
 
 class StreamTask(Protocol[T_co]):
     def result(self) -> T_co:
-        """Wait, and return or raise the outcome of the work."""
+        """Wait, and return or raise the result."""
 
     def done(self) -> bool:
-        """Whether `result` returns at once."""
+        """`result` does not block."""
 
     def add_done_callback(self, call: Callable[[Any], object], /) -> None:
-        """Call it with the outcome once that is there, in any thread."""
+        """Call it with the finished task, in any thread."""
 
 
 class Stream(Protocol):
     def submit(self, work: Callable[[], T]) -> StreamTask[T]:
-        """Enqueue work. What it raises comes out of `result`, on every stream alike."""
+        """Enqueue work; its exceptions come from `result`."""
 
     def close(self) -> None: ...
 
@@ -49,15 +49,10 @@ class InlineStream:
         return future
 
     def close(self) -> None:
-        """Do nothing: all work runs in submit."""
+        """Do nothing: work ran in submit."""
 
 
 class ThreadStream:
-    """`max_delay_s`: longest random sleep before each piece of work (tests). `begin` is called in the thread, first of all.
-
-    `around`: of each piece of work.
-    """
-
     def __init__(
         self,
         *,
@@ -87,7 +82,7 @@ class ThreadStream:
 
     def _run(self) -> None:
         self._begin()
-        torch.set_num_threads(self._num_threads)  # the OpenMP team belongs to a thread
+        torch.set_num_threads(self._num_threads)  # each thread has its OpenMP team
         with torch.inference_mode():
             while (work := self._work.get()) is not None:
                 if self._max_delay_s > 0:
@@ -115,7 +110,7 @@ class _CudaTask(Generic[T]):
 class CudaStream:
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
-        torch.cuda.synchronize(device)  # weights and a zeroed pool are still under way on the default stream
+        torch.cuda.synchronize(device)  # weights and a zeroed pool are still in flight on the default stream
 
     def submit(self, work: Callable[[], T]) -> StreamTask[T]:
         future = Future[T]()
@@ -130,8 +125,6 @@ class CudaStream:
 
 
 class _CudaLaneTask(Generic[T]):
-    """`enqueued` has the event behind the work; its outcome is `future`'s."""
-
     def __init__(self, future: Future[T], enqueued: Future[torch.cuda.Event]) -> None:
         self._future = future
         self._enqueued = enqueued
@@ -148,7 +141,7 @@ class _CudaLaneTask(Generic[T]):
 
 
 class CudaLane:
-    """`priority`: of the stream; a GPU starts waiting blocks of the lower number first."""
+    """Stream with CUDA `priority`; lower numbers first."""
 
     def __init__(self, device: torch.device, *, priority: int) -> None:
         self._device = device

@@ -1,7 +1,6 @@
-"""Other weights for the model that runs: read beside the running loop, taken between two steps.
+"""Weight updates: read in parallel to the loop, installed between steps.
 
-The caller decides when it is safe to take them (no request has KV of the old ones). A checkpoint that does not fit changes
-nothing. Both sets of weights are in memory while one is read.
+The caller ensures that no request has old KV. Both weight sets are in memory meanwhile.
 """
 
 from collections.abc import Callable, Collection
@@ -16,15 +15,16 @@ from engine.kv.identity import fingerprint, weights_number
 from engine.model_files.model_config import ModelConfig, load_model_config
 from service.flags import ConfigError
 
-M = TypeVar("M")  # a model
+M = TypeVar("M")  # model type
 
-FREE_FIELDS = ("dtype", "stored")  # they are converted to the engine's type; `quantization` says what must be equal
+FREE_FIELDS = ("dtype", "stored")  # converted to the engine's type; `quantization` has what must be equal
 
 
 class WeightUpdater(Generic[M]):
-    """`model` describes the running model; `install` makes the executor use another from the next step on.
+    """Updater of the running `model`; `install` and `drop` act on the executor.
 
-    `dummies`: paths whose weights are made up. `drop` makes it forget the model that it uses. `load(model_path, config, progress=...)` reads a model, `discard` forgets what other ranks have read of it. `taken` is called with (version, fingerprint of the files) when other weights are in place.
+    - discard: drops other ranks' reads; dummies: paths with random weights
+    - taken(version, fingerprint): called after an update
     """
 
     def __init__(
@@ -52,20 +52,20 @@ class WeightUpdater(Generic[M]):
         self._taken = taken
         self._discard = discard
         self._dummies = dummies
-        self._fingerprint = ""  # of the checkpoint that was read last
+        self._fingerprint = ""  # of the last checkpoint read
         self._number = self._number_read = 0
 
     def number(self) -> int:
-        """Return a number for the weights in use, 64 bits; that of the start is made when it is wanted first."""
+        """64-bit number of the weights in use, computed on demand."""
         self._number = self._number or weights_number(self.model_path, dummy=self.model_path in self._dummies)
         return self._number
 
     def read(self, model_path: str, *, when_done: Callable[[], None]) -> Future[M]:
-        """Start to read a checkpoint. The future raises ConfigError if it does not fit; its thread calls `when_done`."""
+        """Read in a thread, which calls `when_done`; the future raises ConfigError."""
         return start_in_thread(lambda: self._read(model_path), name="weights", when_done=when_done)
 
     def take(self, model: M, *, model_path: str, version: str | None) -> None:
-        """Install `model`. No step may be in flight, and no KV of the old weights in use."""
+        """Install `model`, with no step in flight and no old KV in use."""
         self._install(model)
         self.released = False
         self.model_path, self._number = model_path, self._number_read
@@ -73,14 +73,13 @@ class WeightUpdater(Generic[M]):
         self._taken(self.version, self._fingerprint)
 
     def release(self) -> None:
-        """Give the memory of the weights back until `take`. No step may come meanwhile."""
+        """Free the weights until `take`; no step may come."""
         self._drop()
         self.released = True
         if self._on_cuda:
             torch.cuda.empty_cache()
 
     def discard(self, model: M) -> None:
-        """Forget a model that was read and is not taken."""
         self._discard()
 
     def _read(self, model_path: str) -> M:
@@ -105,7 +104,7 @@ class WeightUpdater(Generic[M]):
 
 
 def check_fits(running: ModelConfig, found: ModelConfig) -> None:
-    """Raise ConfigError naming the first field in which the two models differ."""
+    """Raise ConfigError with the first different field."""
     theirs = asdict(found)
     for name, value in asdict(running).items():
         if name not in FREE_FIELDS and theirs[name] != value:
