@@ -1,1 +1,1 @@
-"""What an engine has on its device, and how the memory there is measured and shared out."""
+"""Device data of an engine, and measurement and division of device memory."""

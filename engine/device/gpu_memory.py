@@ -1,6 +1,6 @@
-"""A GPU's memory: what reads it, and the wait for this process's share of it (engine/device/memory_plan.py).
+"""GPU memory readings, and the wait for this process's share (engine/device/memory_plan.py).
 
-Two workers on one GPU never race: each keeps to its share of the total, even before the other has taken its own.
+Workers on one GPU never race: each stays in its share of the total.
 """
 
 import logging
@@ -10,8 +10,8 @@ from typing import Protocol
 
 from service.flags import ConfigError
 
-GRAPH_BYTES = 32 << 20  # of one graph, an estimate: they share one memory pool
-WAIT_S = 30.0  # a process that has just ended gives its memory back a little later
+GRAPH_BYTES = 32 << 20  # per graph, an estimate: they share one memory pool
+WAIT_S = 30.0  # an ended process frees its memory a little later
 ASK_EVERY_S = 0.5
 
 log = logging.getLogger(__name__)
@@ -22,23 +22,21 @@ def gib(size_bytes: int) -> str:
 
 
 class MemoryGauge(Protocol):
-    """Reads a device's memory, in bytes."""
-
     def total(self) -> int: ...
 
     def free(self) -> int:
-        """Return the bytes that no process uses."""
+        """Bytes free for any process."""
 
     def own(self) -> int:
-        """Return the bytes that this process uses."""
+        """Bytes of this process."""
 
     def begin_peak(self) -> None: ...
 
     def peak(self) -> int:
-        """The most that this process has used since `begin_peak`."""
+        """This process's maximum since `begin_peak`."""
 
     def release(self) -> None:
-        """Give back what torch keeps for later tensors."""
+        """Free torch's cache."""
 
 
 def await_share(
@@ -48,7 +46,7 @@ def await_share(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Wait up to WAIT_S until this process's share of the memory is free. Raises ConfigError that says what others use."""
+    """Wait up to WAIT_S for this process's share. Raises ConfigError with others' usage."""
     total, until_s = gauge.total(), clock() + WAIT_S
     asked = False
     while (ours := gauge.free() + gauge.own()) < int(share * total):

@@ -1,4 +1,4 @@
-"""The GPUs of this machine, and those that this process may use. torch is not imported."""
+"""GPUs of this machine, and those visible to this process, without importing torch."""
 
 import re
 import shutil
@@ -11,7 +11,7 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def visible_gpus(outer: str | None, installed: Callable[[], Sequence[str]]) -> list[str]:
-    """Return the GPUs that this process may use. `outer`: its CUDA_VISIBLE_DEVICES, which ends at its first void entry."""
+    """Visible GPUs; CUDA_VISIBLE_DEVICES ends at its first invalid entry."""
     if outer is None:
         return list(installed())
     found: list[str] = []
@@ -23,7 +23,7 @@ def visible_gpus(outer: str | None, installed: Callable[[], Sequence[str]]) -> l
 
 
 def installed_gpus() -> list[str]:
-    """Return this machine's GPUs, as UUIDs where nvidia-smi tells them, else by number."""
+    """GPUs by UUID, without nvidia-smi by number."""
     if (tool := shutil.which("nvidia-smi")) is not None:
         done = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=LISTING_TIMEOUT_S, check=False)
         if done.returncode == 0:
@@ -33,7 +33,7 @@ def installed_gpus() -> list[str]:
 
 
 def parse_listing(text: str) -> list[str]:
-    """Return the UUIDs in what `nvidia-smi -L` prints. A GPU that is cut up (MIG) is its parts: CUDA sees only those."""
+    """Parse `nvidia-smi -L`; with MIG only the parts are visible."""
     found: list[list[str]] = []
     for kind, uuid in re.findall(r"^\s*(GPU|MIG) .*\(UUID: ([^)]+)\)", text, re.MULTILINE):
         if kind == "GPU":

@@ -1,4 +1,4 @@
-"""The memory of an engine's KV pages, and what it says of all its memory."""
+"""KV page memory of an engine, and its memory report."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -20,10 +20,9 @@ log = logging.getLogger(__name__)
 
 
 def held_by(config: EngineConfig, model: ModelConfig, place: Place) -> HeldKV:
-    """Return the part of the model's KV that the rank at `place` holds. `config` is resolved."""
     stage = share_of(model, place).layers
     layers, num_layers = model.kv_layers(stage), len(model.kv_layers(range(model.num_layers)))
-    drafter = model.drafter is not None  # which counts as one more layer
+    drafter = model.drafter is not None  # one more layer
     return HeldKV(
         units_of(model, place, config.kv_units),
         model_units(model, tp_size=place.tp_size, kv_units=config.kv_units),
@@ -35,7 +34,7 @@ def held_by(config: EngineConfig, model: ModelConfig, place: Place) -> HeldKV:
 
 
 def kept_specs(config: EngineConfig, specs: Sequence[CacheSpec]) -> list[CacheSpec]:
-    """Return the cache specs of layers by --kv-cache-dtype; 8 bits are read as the model's own type. Tails are as they are. `config` is resolved."""
+    """Apply --kv-cache-dtype, except to tails; FP8 is read as the model's type."""
     kept = {"fp8": True} if config.kv_cache_dtype == FP8 else {"dtype": config.kv_cache_dtype}
     return [spec if spec.drafter == TAIL else replace(spec, **kept) for spec in specs]
 
@@ -43,7 +42,7 @@ def kept_specs(config: EngineConfig, specs: Sequence[CacheSpec]) -> list[CacheSp
 def allocate_pool(
     config: EngineConfig, specs: Sequence[CacheSpec], *, num_pages: int, units: int, allocate: AllocateBytes
 ) -> KVPool:
-    """`units`: of this rank's part of a page. Raises ConfigError."""
+    """Raises ConfigError."""
     device = torch.device(config.device)
     try:
         pool = KVPool(
@@ -74,10 +73,7 @@ def note_memory(
     tokens: int,
     shadows: int = 0,
 ) -> dict[str, int]:
-    """Return, and log, the bytes of each part of memory. `config`: as it serves. `pools`: of pages and states, by name.
-
-    `copies`: of KV on the host. `tokens`: that the KV cache holds. `shadows`: of recurrent states.
-    """
+    """Return and log bytes by part; `shadows` are state checkpoints."""
     assert config.context_length is not None, "resolved"
     measured = {} if found is None else {"weights": found.weights, "steps": found.steps, "graphs": found.graphs}
     if found is not None and found.features:

@@ -1,4 +1,4 @@
-"""What a worker can use of its machine: C kernels, the kind of arithmetic they compute by, huge pages."""
+"""Machine facts of a worker: C kernels, arithmetic kind, huge pages."""
 
 import os
 from pathlib import Path
@@ -12,10 +12,11 @@ TORCH = "torch"
 
 
 def machine_facts(device: str, dtype: str, *, huge_pages: Path = HUGE_PAGES) -> dict[str, str | None]:
-    """Return facts for /server_info; `device`, `dtype`: resolved.
+    """Return facts for /server_info.
 
-    `c_kernels`: "built", "no compiler", "failed", "off" (by the environment), or "unused" (on a GPU).
-    `cpu_kind`: of the arithmetic (cpu_kind.py), or "torch". `huge_pages`: "always", "madvise", "never", None: unknown.
+    - c_kernels: "built", "no compiler", "failed", "off" (by environment), "unused" (GPU)
+    - cpu_kind: see cpu_kind.py, or "torch"
+    - huge_pages: "always", "madvise", "never", or None
     """
     if device != "cpu":
         return {"c_kernels": "unused", "c_kernels_error": None, "cpu_kind": None, "huge_pages": None}
@@ -29,7 +30,7 @@ def machine_facts(device: str, dtype: str, *, huge_pages: Path = HUGE_PAGES) -> 
 
 
 def cpu_kind(dtype: str) -> str:
-    """Return the kind of arithmetic that C kernels compute by here, or "torch". Raises CpuKindError."""
+    """Return the C kernels' arithmetic kind, or "torch". Raises CpuKindError."""
     if dtype == "bfloat16":
         kernel = linear_kernel()
         return TORCH if kernel is None else kernel.kind.label
@@ -49,7 +50,6 @@ def _c_kernels() -> tuple[str, str | None]:
 
 
 def _chosen(file: Path) -> str | None:
-    """Return the word in brackets, as in "always [madvise] never"."""
     try:
         return file.read_text().partition("[")[2].partition("]")[0] or None
     except OSError:

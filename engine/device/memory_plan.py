@@ -1,10 +1,11 @@
-"""How the memory of a rank is shared out, on a GPU and on a CPU. Pure: what it shares out is measured elsewhere.
+"""Division of a rank's memory, from measurements. Pure.
 
-    memory (of the GPU; of a machine: what is free when the rank starts)
-    |-- static (--mem-fraction-static): weights | features of images | KV pages, window pages, recurrent states --|-- steps, graphs, the rest --|
+  memory (of the GPU; of a machine: free when the rank starts)
+  |-- static (--mem-fraction-static): weights | image features | KV and window pages, states --|
+  |-- steps, graphs, the rest --|
 
-The fraction means what SGLang's means. Where it is unset it follows from the figures, so that the largest steps fit beside it.
-After vLLM's profiled forward. `given`: the flags before `resolve`, which fills in what is unset.
+The fraction is SGLang's; unset, it leaves room for the largest steps, after vLLM's profiled
+forward. `given` are the flags before `resolve`.
 """
 
 import math
@@ -17,18 +18,19 @@ from engine.core.state_slots import grid_of
 from engine.flags.resolve import largest_prompt_step, longest_prompt, num_pages, state_slots
 from service.flags import ConfigError
 
-MAX_CPU_BYTES = 4 << 30  # where no flag says more: other processes use the machine, too
-STATES_PER_KV = 0.9  # bytes of recurrent states for each byte of KV pages of the same model; SGLang's default
-LEAST_PAGES = 2  # of a running request: one of its prompt, one to grow into
-LEAST_SLOTS = 2  # the state of a running request, and a snapshot
+MAX_CPU_BYTES = 4 << 30  # default limit: other processes use the machine, too
+STATES_PER_KV = 0.9  # recurrent state bytes per KV byte of the model; SGLang's default
+LEAST_PAGES = 2  # per running request: one of its prompt, one to grow into
+LEAST_SLOTS = 2  # per running request: its state, and a snapshot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredMemory:
-    """In bytes, of one rank. `memory`: as drawn above. `free`: of it, for this rank, its weights included.
+    """Bytes of one rank; `free` for it includes its weights.
 
-    `weights`: on a GPU with CUDA's context. `prompts`: the peak of the largest prompt step, `token_bytes` of it for each token;
-    `samples`: of the largest other step. `graphs`: recorded steps. `features`: room for those of images, which is not measured.
+    - weights: with CUDA's context
+    - prompts: peak of the largest prompt step, `token_bytes` per token; samples: of other steps
+    - features: for images, not measured
     """
 
     memory: int
@@ -43,35 +45,32 @@ class MeasuredMemory:
 
     @property
     def steps(self) -> int:
-        """The peak of the largest steps."""
         return max(self.prompts, self.samples)
 
     @property
     def kept(self) -> int:
-        """Return the static bytes beside pages and states."""
+        """Static bytes besides pages and states."""
         return self.weights + self.features
 
     @property
     def beside_weights(self) -> int:
-        """Return the bytes that weights, features of images and graphs leave."""
+        """Bytes left by weights, features and graphs."""
         return self.free - self.kept - self.graphs
 
     @property
     def most(self) -> int:
-        """Return what pages and states can take beside all the rest; negative: the weights or the steps do not fit."""
+        """Maximum for pages and states; negative if weights and steps do not fit."""
         return self.beside_weights - self.steps
 
     def fitting(self, tokens: int, room: int) -> int:
-        """Return how many of `tokens`, whose step was measured, fit in the given bytes; 0 or less: none."""
+        """Number of the measured step's `tokens` that fit into `room`."""
         over = self.prompts - room
         return tokens if over <= 0 or self.token_bytes == 0 else tokens - math.ceil(over / self.token_bytes)
 
     def with_fewer(self, tokens: int) -> "MeasuredMemory":
-        """Return the memory for prompt steps shorter by the given tokens."""
         return replace(self, prompts=max(0, int(self.prompts - tokens * self.token_bytes)))
 
     def at_once(self) -> "MeasuredMemory":
-        """Return it for a prompt step and another one at the same time."""
         return replace(self, prompts=self.prompts + self.samples)
 
     def __str__(self) -> str:
@@ -81,19 +80,18 @@ class MeasuredMemory:
 
 
 def unmeasured(free: int, weights: int) -> MeasuredMemory:
-    """Return the memory of a CPU's rank with --max-total-tokens: nothing was measured."""
     return MeasuredMemory(
         memory=free, free=free, weights=weights, prompts=0, token_bytes=0, samples=0, graphs=0, on_gpu=False
     )
 
 
 def sized(size_bytes: float) -> str:
-    """Such as "1.5 GiB" or "20.0 MiB"."""
+    """ "1.5 GiB" or "20.0 MiB"."""
     return f"{size_bytes / 2**30:.1f} GiB" if abs(size_bytes) >= 2**28 else f"{size_bytes / 2**20:.1f} MiB"
 
 
 def static_left(given: EngineConfig, found: MeasuredMemory) -> int:
-    """Return the bytes for pages and states. Raises ConfigError where --mem-fraction-static leaves the steps too little."""
+    """Bytes for pages and states. Raises ConfigError if steps lack room."""
     fraction = given.mem_fraction_static
     if fraction is None:
         if found.on_gpu:
@@ -112,10 +110,7 @@ def static_left(given: EngineConfig, found: MeasuredMemory) -> int:
 def kv_pages(
     given: EngineConfig, config: EngineConfig, found: MeasuredMemory | None, *, page_bytes: int, states: int
 ) -> int:
-    """Count the KV pages: --max-total-tokens, or what memory holds. `config`: resolved. `states`: bytes of recurrent states.
-
-    `found`: None: nothing was measured, since --max-total-tokens says all. Raises ConfigError.
-    """
+    """Number of KV pages, by --max-total-tokens or memory. Raises ConfigError."""
     if given.max_total_tokens is not None:
         pages = given.max_total_tokens // config.page_size
         if found is not None and (most := found.most - states) < pages * page_bytes:
@@ -143,17 +138,14 @@ def kv_pages(
 def with_state_slots(
     given: EngineConfig, config: EngineConfig, found: MeasuredMemory | None, *, slot_bytes: int, drafted: int
 ) -> tuple[EngineConfig, int]:
-    """Let recurrent states take no more than their share of memory. `found`: as of `kv_pages`. Raises ConfigError.
-
-    `drafted`: of how many requests a step should be able to verify drafts: each takes one slot more, a shadow. Return of how many it is.
-    """
+    """Limit recurrent states to their share; return slots for drafts, too. Raises ConfigError."""
     wanted = state_slots(config)
     if found is None or config.max_mamba_cache_size is not None:
         return config, _shadows_beside(wanted, drafted)
     left, ratio = static_left(given, found), STATES_PER_KV
     fitting, asked = int(left * ratio / (1 + ratio)) // slot_bytes, config.speculative_algorithm
     if fitting == LEAST_SLOTS and asked is None:
-        drafted = 0  # what a grammar forces does without
+        drafted = 0  # grammar-forced drafts are skipped
     if fitting < LEAST_SLOTS + (drafted > 0):
         needs = f"three with --speculative-algorithm {asked}" if drafted and asked else "two"
         raise ConfigError(
@@ -167,16 +159,15 @@ def with_state_slots(
 
 
 def _shadows_beside(slots: int, drafted: int) -> int:
-    """As many as requests run at once."""
     return min(drafted, slots // LEAST_SLOTS)
 
 
 def with_running_requests(
     given: EngineConfig, config: EngineConfig, *, pages: int, slots: int, windows: int
 ) -> EngineConfig:
-    """Let no more requests run than memory holds at once. `slots`: of recurrent states; 0: the model has none.
+    """Limit running requests to memory. Raises ConfigError if --max-running-requests is higher.
 
-    `windows`: windows that their pool holds; 0: there is none. Raises ConfigError where --max-running-requests asks for more.
+    `slots` of states and `windows` are 0 if the model has none.
     """
     assert config.max_running_requests is not None, "resolved"
     limits = [pages // LEAST_PAGES, *([slots // LEAST_SLOTS] if slots else []), *([windows] if windows else [])]
@@ -196,10 +187,7 @@ def with_running_requests(
 def with_fitting_prompts(
     given: EngineConfig, config: EngineConfig, found: MeasuredMemory, *, recurrent: bool
 ) -> tuple[EngineConfig, MeasuredMemory]:
-    """Shorten prompt steps, unless a flag says their length, that take more than half of what weights and graphs leave.
-
-    Return `found` for the shorter ones, too. Raises ConfigError.
-    """
+    """Limit unset prompt steps to half of the rest after weights and graphs. Raises ConfigError."""
     most = largest_prompt_step(config)
     fits = found.fitting(most, found.beside_weights // 2)
     if config.chunked_prefill_size == -1:
@@ -207,14 +195,13 @@ def with_fitting_prompts(
     elif given.chunked_prefill_size is not None or fits >= most:
         return config, found
     else:
-        multiple = grid_of(config.page_size) if recurrent else config.page_size  # at which chunks end
+        multiple = grid_of(config.page_size) if recurrent else config.page_size  # chunks end at multiples
         parts = fits * TAIL_SHARE // (TAIL_SHARE + 1) // multiple
         shorter = replace(config, chunked_prefill_size=max(1, parts) * multiple)
     return shorter, found.with_fewer(max(0, most - largest_prompt_step(shorter)))
 
 
 def _with_fitting_batch(given: EngineConfig, config: EngineConfig, found: MeasuredMemory, *, fits: int) -> EngineConfig:
-    """Whole prompts: a step has to hold the longest, and with --max-prefill-tokens more than one."""
     assert config.max_prefill_tokens is not None and config.max_running_requests is not None, "resolved"
     most, longest = largest_prompt_step(config), longest_prompt(config)
     can = found.fitting(most, found.beside_weights)
@@ -235,12 +222,11 @@ def _with_fitting_batch(given: EngineConfig, config: EngineConfig, found: Measur
 
 
 def _smaller_steps(given: EngineConfig) -> str:
-    """Return the flags that make the largest steps smaller."""
     if given.chunked_prefill_size == -1:
         return "leave --chunked-prefill-size -1 out, or lower --context-length and --max-prefill-tokens"
     return "lower --chunked-prefill-size and --max-running-requests"
 
 
 def memory_text(parts: Mapping[str, int]) -> str:
-    """Name what takes how much, such as "weights 1.1 GiB, kv pages 4.0 GiB"."""
+    """ "weights 1.1 GiB, kv pages 4.0 GiB"."""
     return ", ".join(f"{name.replace('_', ' ')} {sized(size)}" for name, size in parts.items() if size)

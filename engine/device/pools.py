@@ -1,4 +1,4 @@
-"""The pools of a rank's KV: of all layers, or apart for layers with a window; and how their memory goes and comes."""
+"""KV pools of a rank, with or without one for window layers, and their release."""
 
 import logging
 from collections.abc import Sequence
@@ -22,10 +22,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pools:
-    """`kv`: of the layers that see all tokens. `windows`: of the others, `group` says its share; None: `kv` has them, too.
-
-    `saver`: of a GPU, with --enable-memory-saver.
-    """
+    """Pool `kv` of all layers, or with `windows` of the others; `group` divides memory."""
 
     kv: KVPool
     windows: KVPool | None = None
@@ -37,7 +34,6 @@ class Pools:
 
     @property
     def num_windows(self) -> int:
-        """Count the windows that their pool holds."""
         return 0 if self.group is None else self.group.window_pages // self.group.pages_of_window
 
     def bytes_by_name(self) -> dict[str, int]:
@@ -45,12 +41,10 @@ class Pools:
         return {"kv_pages": self.kv.buffer.nbytes, **windows}
 
     def buffers(self, states: StatePool | None) -> list[Tensor]:
-        """All memory of requests: pages, and `states`."""
         pools = [self.kv] if self.windows is None else [self.kv, self.windows]
         return [*(pool.buffer for pool in pools), *([] if states is None else [states.buffer])]
 
     def memory(self, config: EngineConfig, states: StatePool | None) -> KVMemory:
-        """Return the way to release and restore this rank's memory of requests."""
         if config.device == "cpu":
             return MappedMemory(self.buffers(states), touched=config.prefault_kv)
         return self.saver or FixedKV("on a GPU KV memory is released by workers that start with --enable-memory-saver")
@@ -65,10 +59,7 @@ def build_pools(
     apart: bool,
     allocate: AllocateBytes,
 ) -> Pools:
-    """`num_pages`: that hold all layers; `units`: of this rank's part of one. `apart`: layers with a window have their own pool.
-
-    Raises ConfigError.
-    """
+    """Build pools; `apart` separates window layers. Raises ConfigError."""
     saver = SavedMemory() if config.enable_memory_saver and config.device == "cuda" else None
     allocate = saver.allocate if saver else allocate
     group = window_group(config, specs, pages=num_pages, units=units) if apart else None
@@ -84,10 +75,7 @@ def build_pools(
 
 
 def why_kept(config: EngineConfig, specs: Sequence[CacheSpec], use: EngineUse, *, recurrent: bool) -> str:
-    """Return what prevents that KV behind windows is freed: it knows one pool alone, so all KV is kept, and windows only mask it.
-
-    "": nothing does, and layers with a window have a pool of their own.
-    """
+    """Return why KV before windows is kept and masked, "" if freed."""
     tiered = config.enable_hierarchical_cache and not use.peers_write_pages
     knows_both = config.attention_backend in ("auto", "cpu", "torch")
     reasons = {
@@ -105,7 +93,6 @@ def why_kept(config: EngineConfig, specs: Sequence[CacheSpec], use: EngineUse, *
 
 
 def behind_windows(specs: Sequence[CacheSpec], kept: str) -> str | None:
-    """Return, and log, what becomes of KV behind windows, for users; None: no layer has one. `kept`: as from `why_kept`."""
     if not any(spec.window for spec in specs):
         return None
     found = f"kept: {kept}" if kept else "freed"

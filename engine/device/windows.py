@@ -1,4 +1,4 @@
-"""Whether an engine keeps layers with a window in a pool of their own, and how its memory is shared out between the pools."""
+"""Division of memory between the pools of full and window layers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,12 +9,12 @@ from engine.flags.resolve import depth, largest_prompt_step
 from engine.flags.speculation import rows_of_request
 from engine.kv.cache_spec import CacheSpec, page_bytes_of
 
-PREFIXES = 2  # windows for each request that may run: its own, and one of a cached prefix
+PREFIXES = 2  # windows per running request: its own, and one of a cached prefix
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowGroup:
-    """`pages_of_window`: that a running request holds. `num_pages`: of the layers that see all; `window_pages`: of the others. `step_tokens`, `steps`, `rows`: as of WindowPages."""
+    """Pages of both pools, and of a request's window."""
 
     window: int
     pages_of_window: int
@@ -36,9 +36,9 @@ class WindowGroup:
 
 
 def window_group(config: EngineConfig, specs: Sequence[CacheSpec], *, pages: int, units: int) -> WindowGroup | None:
-    """Share out the memory of `pages` pages of all layers; None: no layer has a window. `config` is resolved.
+    """Divide the memory of `pages`; None without windows.
 
-    The pool of windows gets what running requests and as many cached prefixes can use at most, the other one the rest.
+    Windows get the maximum for running requests and as many cached prefixes.
     """
     assert config.max_running_requests is not None and config.context_length is not None, "resolved"
     inside = [spec for spec in specs if spec.window]
