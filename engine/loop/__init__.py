@@ -1,1 +1,1 @@
-"""The one event loop, what it talks to, and the role of a worker that runs alone."""
+"""Event loop, its interfaces, and the unified role."""

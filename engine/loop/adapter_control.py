@@ -1,4 +1,4 @@
-"""LoRA adapters are read in a thread, installed between two steps, and unloaded when unused."""
+"""LoRA loading in a thread, installation between steps, unloading when unused."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ class AdapterStore(Protocol):
 
 
 class AdapterControl(LoopListener):
-    """`store` None: the engine has no adapters. `wakeup` ends the loop's rest, from any thread."""
+    """LoRA control; without `store` adapters are off."""
 
     def __init__(
         self,
@@ -44,10 +44,10 @@ class AdapterControl(LoopListener):
         self._reply = reply
         self._wakeup = wakeup
         self._reading: list[tuple[LoadAdapter, Future[Any]]] = []
-        self._unloading: dict[str, str] = {}  # name -> call that waits
+        self._unloading: dict[str, str] = {}  # name -> waiting call
 
     def load_now(self, name: str, path: str) -> None:
-        """Load an adapter before the loop runs. Raises ConfigError."""
+        """Raises ConfigError."""
         assert self._store is not None
         self._adapters.begin_load(name, path)
         self._install(name, self._store.read(path))
@@ -55,7 +55,7 @@ class AdapterControl(LoopListener):
     # ---- requests
 
     def acquire(self, request: GenerateRequest) -> int | TokenOutput:
-        """Keep the adapter of `request` loaded until it ends, and return its number (0: none); or a refusal."""
+        """Hold the adapter until the request's end; return its number, 0 for none, or a refusal."""
         if not request.lora:
             return 0
         if self._store is None:

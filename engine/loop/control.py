@@ -1,9 +1,8 @@
-"""Control of a running engine: pause and continue, other weights.
+"""Pause, continuation and weight updates of a running engine.
 
-    running --PauseGeneration--> pausing --launched steps collected--> paused --ContinueGeneration--> running
-    (any)   --UpdateWeights----> read in a thread --no request has KV of the old weights--> taken, answered
-
-It owns whether steps may be planned (`paused`), whether requests may enter (`blocks_input`), and those that wait.
+running --PauseGeneration--> pausing --launched steps collected--> paused
+    --ContinueGeneration--> running
+(any) --UpdateWeights--> read in a thread --no KV of old weights in use--> taken, answered
 """
 
 import logging
@@ -48,7 +47,10 @@ class Weights(Protocol):
 
 
 class EngineControl:
-    """`wakeup` ends the loop's rest, from any thread. `together`: with DP attention, of all ranks' updates of weights. `also`: values of the answer to an update."""
+    """Control of one engine; `wakeup` is thread-safe.
+
+    `together`: joint weight updates with DP attention; `also`: values for an update's answer.
+    """
 
     def __init__(
         self,
@@ -68,11 +70,11 @@ class EngineControl:
         self._wakeup = wakeup
         self._together = together
         self._also = also
-        self._pause: PauseGeneration | None = None  # the one that holds
+        self._pause: PauseGeneration | None = None  # the active one
         self._unanswered: PauseGeneration | None = None
         self._update: UpdateWeights | None = None
         self._read: Future[Any] | None = None
-        self._model: Any = None  # has been read and fits; waits until no KV of the old weights is in use
+        self._model: Any = None  # read and suitable; waits until no old KV is in use
         self._held: dict[str, GenerateRequest] = {}
 
     # ---- state
@@ -83,17 +85,16 @@ class EngineControl:
 
     @property
     def awaits_ranks(self) -> bool:
-        """Whether no request may get memory or a step: this rank is ready for weights that not all ranks have taken yet."""
+        """Ready for weights that other ranks have not taken: nothing gets memory or steps."""
         return self._together is not None and self._together.holds
 
     @property
     def blocks_input(self) -> bool:
-        """Whether new requests wait: the engine is paused or blocked, or drains for weights that have been read."""
+        """New requests wait: paused, or draining for new weights."""
         return self._pause is not None or self._model is not None
 
     @property
     def updates(self) -> bool:
-        """Whether other weights are read, or wait to be taken."""
         return self._update is not None
 
     @property
@@ -105,7 +106,6 @@ class EngineControl:
         self._held[request.rid] = request
 
     def drop(self, rid: str, reason: FinishReason = ABORTED) -> list[TokenOutput]:
-        """Abort a request if it waits here."""
         request = self._held.pop(rid, None)
         if request is None:
             return []
@@ -127,7 +127,7 @@ class EngineControl:
         return []
 
     def on_turn(self, *, num_launched: int) -> list[TokenOutput]:
-        """Act before a turn plans. `num_launched`: steps in flight."""
+        """Act before planning; `num_launched` steps are in flight."""
         outputs = self._on_read()
         if num_launched == 0:
             self._finish_pause()
@@ -135,7 +135,6 @@ class EngineControl:
         return outputs
 
     def release(self) -> list[GenerateRequest]:
-        """Take the requests that may enter now, in order of arrival."""
         if self.blocks_input or not self._held:
             return []
         released, self._held = list(self._held.values()), {}
@@ -182,7 +181,6 @@ class EngineControl:
         self._read = self._weights.read(message.model_path, when_done=self._wakeup)
 
     def _on_read(self) -> list[TokenOutput]:
-        """Take the checkpoint that has been read; a failure affects no request."""
         if self._update is None or self._read is None or not self._read.done():
             return []
         read, self._read = self._read, None
@@ -193,7 +191,6 @@ class EngineControl:
         return []
 
     def _finish_update(self) -> None:
-        """Take the new weights once no KV of the old ones is in use."""
         if self._update is None or self._model is None:
             return
         if self._together is not None and (rank := self._together.refused_by()) is not None:

@@ -1,4 +1,4 @@
-"""Deadlines of requests: the loop ends a request at its deadline, in any stage."""
+"""Deadlines of requests, in any stage."""
 
 import heapq
 import math
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from engine.loop.listener import LoopListener
 from engine.messages import FinishReason, GenerateRequest, TokenOutput
 
-SPARE = 64  # entries of ended requests that the heap may keep
+SPARE = 64  # entries of ended requests that the heap may hold
 SOON_S = 0.001
 
 
@@ -20,8 +20,8 @@ def too_late(timeout_s: float) -> FinishReason:
 
 class Deadlines(LoopListener):
     def __init__(self) -> None:
-        self._live: dict[str, tuple[float, float]] = {}  # rid: when, and the timeout it comes from
-        self._order: list[tuple[float, str]] = []  # a heap; may name requests that have ended
+        self._live: dict[str, tuple[float, float]] = {}  # rid: deadline and original timeout
+        self._order: list[tuple[float, str]] = []  # heap, may have ended requests
 
     def __len__(self) -> int:
         return len(self._live)
@@ -41,14 +41,12 @@ class Deadlines(LoopListener):
                 self._live.pop(output.rid, None)
 
     def due(self, now_s: float) -> Iterator[tuple[str, FinishReason]]:
-        """Yield each request whose time is over once, and the reason for its end."""
         while self._order and self._order[0][0] <= now_s:
             at_s, rid = heapq.heappop(self._order)
             if self._live.get(rid, (math.nan, 0.0))[0] == at_s:
                 yield rid, too_late(self._live.pop(rid)[1])
 
     def shorten(self, wait_s: float, now_s: float) -> float:
-        """Shorten a rest of `wait_s` so that no deadline is missed."""
         while self._order and self._order[0][1] not in self._live:
             heapq.heappop(self._order)
         return wait_s if not self._order else min(wait_s, max(SOON_S, self._order[0][0] - now_s))

@@ -1,4 +1,4 @@
-"""Records of which experts tokens take: counts from a start to a stop, written to a file that --init-expert-location reads."""
+"""Recording of expert usage to a file for --init-expert-location."""
 
 import json
 import tempfile
@@ -9,18 +9,16 @@ from pathlib import Path
 from engine.messages import ControlReply, RecordExperts
 from service.flags import ConfigError
 
-Loads = list[list[int]]  # of each layer of the model, of each expert
+Loads = list[list[int]]  # by layer and expert
 
 
 class ExpertRecord:
-    """`loads`: tokens since the start of the worker, [] without experts. `name`: of the worker; a part of a file's name."""
-
     def __init__(self, loads: Callable[[], Loads], *, name: str, reply: Callable[[ControlReply], None]) -> None:
         self._loads = loads
         self._name = name
         self._reply = reply
         self._begin: Loads | None = None
-        self._end: Loads | None = None  # None: it is still recorded
+        self._end: Loads | None = None  # None while recording
 
     def on_message(self, message: RecordExperts) -> None:
         try:

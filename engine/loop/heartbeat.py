@@ -1,7 +1,6 @@
-"""A thread of the scheduler process that stamps the time, and answers, while the loop's thread computes.
+"""Heartbeat thread of the scheduler process, alive during steps.
 
-Kernels and waits for a device run without Python's lock, so this thread runs during a step that lasts minutes. Silence means
-that the process is frozen or dead.
+Kernels and device waits release the GIL, so silence means a frozen or dead process.
 """
 
 import logging
@@ -23,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class HeartbeatResponder:
-    """Stamps every EVERY_S, and answers each `GetStep`, until the loop has ended. `name`: of the process, in its stamps."""
+    """Stamps every EVERY_S, and answers `GetStep`, until the loop ends."""
 
     def __init__(
         self, ipc: IpcPaths, turns: TurnClock, *, name: str = "scheduler", clock: Callable[[], float] = time.monotonic

@@ -1,4 +1,4 @@
-"""What the engine did lately: one readable line per interval, and two gauges."""
+"""Recent engine activity: a log line per interval, and metrics."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,18 +10,16 @@ from engine.loop.listener import LoopListener
 
 @dataclass(slots=True)
 class _Sums:
-    """Since `start_s`."""
-
     start_s: float
     prefill_steps: int = 0
     decode_steps: int = 0
     new_tokens: int = 0
     new_requests: int = 0
-    known_rows: int = 0  # of decode steps: rows that read no draft
+    known_rows: int = 0  # rows of decode steps without drafts
 
 
 class IntervalLog(LoopListener):
-    """`steps`: of an interval (--decode-log-interval). A rest ends one, too, but writes at most one line in `QUIET_S`."""
+    """Log every `steps`, and when idle, then at most once in `QUIET_S`."""
 
     QUIET_S = 1.0
 
@@ -31,17 +29,17 @@ class IntervalLog(LoopListener):
         self._steps = steps
         self._sums: _Sums | None = None
         self._last_line_s = float("-inf")
-        self._cached_before = self._generated_before = 0  # the scheduler's counters when the last interval ended
+        self._cached_before = self._generated_before = 0  # counters at the end of the last interval
         self._drafts_before = self._accepted_before = 0
-        self.busy_s = 0.0  # since start, in turns that had something to compute
-        self.gen_throughput = 0.0  # tokens a second in the last interval; 0 at rest
-        self.cache_hit_rate: float | None = None  # of the last interval with a prefill in it
+        self.busy_s = 0.0  # since start, in iterations with work
+        self.gen_throughput = 0.0  # tokens per second in the last interval; 0 when idle
+        self.cache_hit_rate: float | None = None  # of the last interval with prefill
         self.accepted: dict[str, float] = {}  # of the last interval with decodes; the rate of the last one with drafts
         if scheduler.drafting is not None:
             self.accepted = {"spec_accept_length": 1.0, "spec_accept_rate": 0.0}
 
     def on_launch(self, plan: Plan, now_s: float) -> None:
-        if plan.only_drafts:  # a part of the decode step behind it
+        if plan.only_drafts:  # part of the decode step after it
             return
         sums = self._sums = self._sums or _Sums(now_s)
         sums.prefill_steps += plan.extend

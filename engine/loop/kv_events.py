@@ -1,7 +1,7 @@
-"""Publishes the prefix cache's events over ZMQ: a thread with two sockets behind a bounded queue.
+"""ZMQ publisher of prefix cache events: a thread with two sockets and a bounded queue.
 
-Where the queue is full a batch is dropped, and its number with it, so that subscribers see the gap. Sockets, frames and names
-are vLLM's (service/kv_events.py). Both sockets demand the cluster's secret, if there is one: events hold the users' tokens.
+A full queue drops a batch with its number, so subscribers detect the gap. Sockets, frames and names
+are vLLM's (service/kv_events.py). With a cluster secret both require it: events have tokens.
 """
 
 import json
@@ -23,16 +23,13 @@ from service.security.curve import ZapAuthenticator, guard_listener
 
 log = logging.getLogger(__name__)
 
-POLL_MS = 20  # how long a replay request, or the end, may wait while nothing is published
+POLL_MS = 20  # maximum delay of replay requests and the end while idle
 MAX_REQUEST_BYTES = 1024
 LINGER_MS = 200
 
 
 class ZmqPublisher:
-    """Binds at once and sends from a thread of its own. Raises ConfigError. `events`: None: there is no prefix cache.
-
-    `dp_rank`: of several; batches name it.
-    """
+    """Publisher, bound at once; `events` is None without prefix cache. Raises ConfigError."""
 
     def __init__(
         self,
@@ -63,7 +60,7 @@ class ZmqPublisher:
         self._thread.start()
 
     def describe(self) -> str:
-        """Return JSON for /server_info: the ports in use, whether subscribers need the secret, and how blocks are named."""
+        """Return JSON for /server_info: ports, secret, block naming."""
         assert self._pub is not None
         shown = {
             "publisher": self._config.publisher,
@@ -76,7 +73,6 @@ class ZmqPublisher:
         return json.dumps(shown)
 
     def turn(self) -> None:
-        """Publish what has changed since the last call."""
         if self._events is not None and (changes := self._events.take()):
             self.publish(changes)
 
@@ -121,7 +117,7 @@ class ZmqPublisher:
             self._answer(self._replay, self._replay.recv_multipart())
 
     def _answer(self, replay: Any, frames: list[bytes]) -> None:
-        """Send what a subscriber missed, without waiting for one that does not read."""
+        """Send missed batches, not waiting for a slow subscriber."""
         if len(frames) != 3 or len(frames[2]) != 8:
             log.warning("%s: a replay request of another form; ignored", FLAG)
             return

@@ -1,9 +1,9 @@
-"""Memory that an idle worker gives back and takes again: KV pages and weights.
+"""Release and resumption of an idle worker's KV and weight memory.
 
-    holds both --ReleaseMemory (no request lives)--> released --ResumeMemory, UpdateWeights--> holds both
+  holds both --ReleaseMemory (idle)--> released --ResumeMemory, UpdateWeights--> holds both
 
-While a part is released, requests are refused. Weights come again from their checkpoint, as an update reads it. After SGLang's
-release_memory_occupation, for training that shares the machine.
+Requests are refused meanwhile. Weights reload from their checkpoint, like an update. After SGLang's
+release_memory_occupation, for training on the same machine.
 """
 
 import logging
@@ -15,23 +15,21 @@ from engine.messages import ControlReply, FinishReason, ReleaseMemory, ResumeMem
 from service.flags import ConfigError
 
 KV, WEIGHTS, GRAPHS = "kv_cache", "weights", "cuda_graph"
-TAGS = (KV, WEIGHTS, GRAPHS)  # graphs go and come with the weights
+TAGS = (KV, WEIGHTS, GRAPHS)  # graphs follow the weights
 
 log = logging.getLogger(__name__)
 
 
 class KVMemory(Protocol):
-    """Releases and restores the KV pool while no page is in use."""
-
     def release(self) -> None:
-        """Raises ConfigError, with nothing changed."""
+        """Raises ConfigError, changing nothing."""
 
     def resume(self) -> None:
-        """Take it again, zero."""
+        """Restore zeroed memory."""
 
 
 class FixedKV:
-    """KV memory that stays. `why`: and what to do about it."""
+    """KV memory that cannot be released, with the reason and remedy."""
 
     def __init__(
         self, why: str = "the KV memory of this worker cannot be released; name the tag weights alone"
@@ -42,12 +40,10 @@ class FixedKV:
         raise ConfigError(self._why)
 
     def resume(self) -> None:
-        """It was never released."""
+        """Never released."""
 
 
 class ReleasedWeights(Protocol):
-    """`released`: until others, or the same, are taken."""
-
     model_path: str
 
     @property
@@ -57,7 +53,7 @@ class ReleasedWeights(Protocol):
 
 
 class OccupationControl:
-    """`why_busy()`: what keeps the memory in use, "" if nothing does. `flush()` forgets all prefixes. `update` starts an update of the weights, which answers its call."""
+    """Controller; `why_busy()` is "" when idle, `flush()` drops prefixes, `update` reloads."""
 
     def __init__(
         self,
@@ -86,12 +82,10 @@ class OccupationControl:
 
     @property
     def values(self) -> dict[str, int | str]:
-        """Return the fields that answers have once something was released."""
         return {"released": ",".join(self.released)} if self._used else {}
 
     @property
     def refusal(self) -> FinishReason | None:
-        """Return the refusal of a request while something is released."""
         if not self.released:
             return None
         text = f"the worker has released its memory ({', '.join(self.released)}): POST /resume_memory_occupation"

@@ -1,6 +1,6 @@
-"""The loop's sockets: those to the other processes of the worker, and a pipe by which threads call for attention.
+"""Loop's sockets to other processes, and wake-ups from threads.
 
-Of several frontends each receives the outputs of its own requests. The main one receives all replies: others make no calls.
+Each frontend gets its requests' outputs, and the main one all replies.
 """
 
 import os
@@ -19,7 +19,7 @@ CLOSED = -1
 
 class SocketPorts:
     def __init__(self, ipc: IpcPaths, *, num_frontends: int = 1, attention: int | None = None) -> None:
-        """`attention`: an eventfd that other processes write, too, to call for attention; closed with the ports."""
+        """`attention`: an eventfd that other processes also write; closed here."""
         self._inbox: PullSocket[ToScheduler] = PullSocket(ipc.to_scheduler, ToScheduler)
         self._frontends = [PushSocket(ipc.to_frontend_of(row)) for row in range(num_frontends)]
         self._main = self._frontends[MAIN_FRONTEND]
@@ -37,7 +37,7 @@ class SocketPorts:
                 os.eventfd_read(self._attention)
 
     def call_attention(self) -> None:
-        """End the current or next `wait`, from any thread or signal handler, also once closed."""
+        """End the current or next `wait`; safe in threads and signal handlers, even when closed."""
         if (attention := self._attention) != CLOSED:
             with suppress(OSError):  # closed by the loop's thread since the line above
                 os.eventfd_write(attention, EVENTFD_ONE)

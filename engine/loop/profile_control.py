@@ -1,4 +1,4 @@
-"""Profiles of a running engine: one at a time, for a number of steps or until it is stopped."""
+"""Profiles of a running engine, one at a time, for some steps or until stopped."""
 
 import logging
 from collections.abc import Callable
@@ -22,7 +22,7 @@ class ProfileControl(LoopListener):
     def __init__(self, profiler: Profiler, *, reply: Callable[[ControlReply], None]) -> None:
         self._profiler = profiler
         self._reply = reply
-        self._steps_left: int | None = None  # None: until it is stopped
+        self._steps_left: int | None = None  # None: until stopped
 
     def on_message(self, message: StartProfile | StopProfile) -> None:
         if isinstance(message, StartProfile):
@@ -47,7 +47,6 @@ class ProfileControl(LoopListener):
         self._reply(ControlReply(message.call_id, True, "Start profiling.", values={"file": file}))
 
     def _stop(self, call_id: str | None) -> None:
-        """End the profile; `call_id` None: no call waits for an answer."""
         self._steps_left = None
         try:
             file = self._profiler.stop()

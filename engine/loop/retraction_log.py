@@ -1,4 +1,4 @@
-"""The warning that memory ran out: how many requests were retracted, and which flag makes that rarer."""
+"""Warning about retractions for lack of memory, with the flag that helps."""
 
 from collections.abc import Callable
 
@@ -6,11 +6,11 @@ from engine.core.scheduler import Scheduler
 from engine.loop.listener import LoopListener
 
 REMEDY = "--schedule-conservativeness or --mem-fraction-static"
-DECODE_REMEDY = "--num-reserved-decode-tokens or --mem-fraction-static"  # its reserve decides which requests come in
+DECODE_REMEDY = "--num-reserved-decode-tokens or --mem-fraction-static"  # its reserve limits admission
 
 
 class RetractionLog(LoopListener):
-    """Writes at most one line in `EVERY_S`, which covers all since the last one."""
+    """Writes at most one line in `EVERY_S`, for all retractions since."""
 
     EVERY_S = 5.0
 

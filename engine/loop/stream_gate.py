@@ -1,17 +1,16 @@
-"""Sends a request's tokens every `stream_interval` of them, so that the frontend handles fewer messages."""
+"""Batching of output tokens by `stream_interval`, to spare the frontend messages."""
 
 from engine.core.outputs import joined
 from engine.loop.listener import LoopListener
 from engine.messages import GenerateRequest, TokenOutput
 
-FORCED_INTERVAL = 50  # of a request that is not streamed: spreads the work with its text (SGLang's number)
+FORCED_INTERVAL = 50  # requests without streaming: spreads their text work (SGLang's number)
 
 
 class StreamGate(LoopListener):
-    """`interval`: the engine's; a request may bring its own.
+    """Gate with the engine's `interval`, or a request's own.
 
-    With interval n, tokens 1, n+1, 2n+1... are sent at once, with all held ones: the first is never late, as its time is
-    measured where it arrives.
+    With interval n, tokens 1, n+1, 2n+1... leave with all earlier ones; the first is never late.
     """
 
     def __init__(self, *, interval: int) -> None:
@@ -23,7 +22,6 @@ class StreamGate(LoopListener):
         self._interval_of[message.rid] = self._interval_for(message)
 
     def pass_on(self, outputs: list[TokenOutput]) -> list[TokenOutput]:
-        """Return the outputs to send now. The end of a request is never held."""
         return [passed for output in outputs if (passed := self._judge(output)) is not None]
 
     def _interval_for(self, request: GenerateRequest) -> int:

@@ -1,4 +1,4 @@
-"""Notes when requests pass from stage to stage (engine/core/times.py), and writes it into their last output."""
+"""Recorder of stage times (engine/core/times.py) for last outputs."""
 
 from collections.abc import KeysView, Sequence
 
@@ -11,7 +11,10 @@ from engine.messages import TokenOutput
 
 
 class OpenRequests(LoopListener):
-    """The requests whose last output is not sent. The last listener: others look up ending requests."""
+    """Requests without a sent last output.
+
+    Must be the last listener: others look up ending requests.
+    """
 
     def __init__(self) -> None:
         self._open: dict[str, Request] = {}
@@ -39,7 +42,7 @@ class Timekeeper(LoopListener):
         request.times.arrived_s = now_s
 
     def on_launch(self, plan: Plan, now_s: float) -> None:
-        """Note the first times; a retracted request keeps them."""
+        """Record first times; a retracted request keeps them."""
         if not plan.extend:
             return
         for item in plan.items:

@@ -1,8 +1,8 @@
-"""What the loop's thread does, and since when; read by any thread.
+"""Activity of the loop's thread and its start, for any thread.
 
     loading --loaded--> resting <--turning, resting--> turning        any --end--> ended
 
-A turn holds one step at most. The loop's thread takes no lock: a reader may see a new turn without its step.
+An iteration has at most one step. The loop takes no lock: a reader may miss a new iteration's step.
 """
 
 from engine.core.plan import Plan
@@ -11,7 +11,7 @@ from engine.stamps import Stamp
 
 
 class TurnClock:
-    """`limit_s`: longest turn; 0 or less: no limit. Loading has no limit."""
+    """`limit_s`: maximum iteration; 0 or less has no limit. Loading is unlimited."""
 
     def __init__(self, *, limit_s: float, now_s: float = 0.0) -> None:
         self.limit_s = limit_s
@@ -22,21 +22,17 @@ class TurnClock:
         self._num_steps = 0
 
     def loaded(self) -> None:
-        """Note that the model is loaded."""
         self._loading_since_s = None
 
     def turning(self, now_s: float) -> None:
-        """Begin a turn."""
         self._plan = None
         self._turning_since_s = now_s
 
     def computing(self, plan: Plan | None) -> None:
-        """Note the step that this turn launches or waits for, if any."""
         self._plan = plan
         self._num_steps += plan is not None
 
     def resting(self) -> None:
-        """Begin a rest, which has no limit."""
         self._turning_since_s = None
 
     def end(self) -> None:
@@ -44,19 +40,17 @@ class TurnClock:
         self._turning_since_s = None
 
     def stalled_s(self, now_s: float) -> float | None:
-        """Return the duration of the present turn if it is beyond the limit."""
+        """Duration of an iteration beyond the limit."""
         since_s = self._turning_since_s
         if since_s is None or self.limit_s <= 0 or now_s - since_s <= self.limit_s:
             return None
         return now_s - since_s
 
     def stamp(self, stamp: Stamp, now_s: float) -> None:
-        """Write that the process runs, and what its loop does. Nothing once that has ended."""
         if not self._ended:
             stamp.write(now_s, busy_since_s=self._turning_since_s, num_steps=self._num_steps)
 
     def answer(self, call_id: str, now_s: float) -> StepReply | None:
-        """Return what the loop does; None once it has ended."""
         if self._ended:
             return None
         if (loading_since_s := self._loading_since_s) is not None:

@@ -1,4 +1,4 @@
-"""Ends a process whose loop hangs, because a router still sends requests to it."""
+"""Watchdog that ends a process with a hanging loop, since a router still sends it requests."""
 
 import contextlib
 import faulthandler
@@ -22,13 +22,12 @@ DUMP_S = 0.5
 
 
 def end_with_stacks(stalled_s: float, *, found: str = "") -> None:
-    """End the process of a loop that hangs. `found`: what it waits for."""
     why = f"--watchdog-timeout; it {found}" if found else "--watchdog-timeout"
     end_process(f"scheduler: the loop has not turned for {stalled_s:.1f} s ({why})")
 
 
 def end_process(why: str) -> None:
-    """Write `why` and every thread's stack to stderr, and end the process at once."""
+    """Write `why` and all stacks to stderr, and end at once."""
     print(f"{why}; stacks follow", file=sys.stderr)
     faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
     sys.stderr.flush()
@@ -36,12 +35,12 @@ def end_process(why: str) -> None:
 
 
 def dump_when_asked() -> None:
-    """Write every thread's stack to stderr at each ASKED, also while Python itself hangs."""
+    """Write all stacks to stderr on ASKED, even if Python hangs."""
     faulthandler.register(ASKED, file=sys.stderr, all_threads=True)
 
 
 def dump_of_others(pids: Iterable[int]) -> None:
-    """Make processes with `dump_when_asked` write their stacks, and wait for them."""
+    """Trigger `dump_when_asked` in processes, and wait."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, ASKED)
@@ -49,7 +48,7 @@ def dump_of_others(pids: Iterable[int]) -> None:
 
 
 class Watchdog:
-    """`on_stall` receives the length of the stall in seconds."""
+    """`on_stall` receives seconds."""
 
     def __init__(
         self,
