@@ -167,7 +167,7 @@ def _late_of_all(region: SharedRegion, joint: Joint, first: int) -> list[int]:
 
 
 def _late_hosts(followers: Followers, config: EngineConfig) -> list[int]:
-    """Return ranks with silent hosts; all if a GPU hangs, as waiting sums look alike."""
+    """Return ranks with hanging hosts; all if a GPU hangs, as waiting sums look alike."""
     return followers.silent(within_s=SILENT_S) or list(range(config.num_ranks))
 
 

@@ -100,7 +100,7 @@ class HeldRequests:
     # ---- retracted requests
 
     def take_retracted(self) -> list[Request]:
-        """Take newly preempted requests (`resume_elsewhere`)."""
+        """Take newly retracted requests (`resume_elsewhere`)."""
         taken, self._stages.newly_retracted = self._stages.newly_retracted, []
         return taken
 

@@ -1,4 +1,4 @@
-"""DP attention: joint admission of prompts, since one rank's prompt slows all ranks' decodes.
+"""DP attention: joint entry of prompts, since one rank's prompt slows all ranks' decodes.
 
 DP rank 0 decides after each step.
 """

@@ -31,7 +31,7 @@ class Unsent:
 
 @dataclass(slots=True, frozen=True)
 class LoadedAhead:
-    """Pages loaded from the host before admission; `num_read` from files."""
+    """Pages loaded from the host ahead of a waiting request; `num_read` from files."""
 
     begin: int = 0
     end: int = 0

@@ -14,7 +14,7 @@ from engine.core.request import Request
 
 
 class Stages:
-    """`batch_is_full`: the last admission failed and nothing was freed since; skip further ones."""
+    """`batch_is_full`: the last waiting request had no room, and nothing was freed since."""
 
     def __init__(self) -> None:
         self.live: dict[str, Request] = {}
@@ -84,7 +84,7 @@ class Stages:
         return any(r.finish is None for r in self.draining)
 
     def retracted(self) -> list[Request]:
-        """Preempted requests that wait to resume, except the role's."""
+        """Retracted requests that wait to resume, except the role's."""
         waiting = [r for r in self.waiting.values() if r.retractions > 0]
         return [*waiting, *(r for r in self.draining if r.finish is None), *self.newly_retracted]
 

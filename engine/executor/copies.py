@@ -7,6 +7,8 @@ from engine.kv.page_backup import PageBackup
 
 
 class Copies:
+    """Copies for retracted requests (`backup`), and for the host tier."""
+
     def __init__(self, *, backup: PageBackup | None, host_pool: HostPool | None) -> None:
         self._backup = backup
         self._host_pool = host_pool

@@ -1,4 +1,4 @@
-"""Release and resumption of an idle worker's KV and weight memory.
+"""Release and return of an idle worker's KV and weight memory.
 
   holds both --ReleaseMemory (idle)--> released --ResumeMemory, UpdateWeights--> holds both
 

@@ -6,7 +6,7 @@ from engine.core.scheduler import Scheduler
 from engine.loop.listener import LoopListener
 
 REMEDY = "--schedule-conservativeness or --mem-fraction-static"
-DECODE_REMEDY = "--num-reserved-decode-tokens or --mem-fraction-static"  # its reserve limits admission
+DECODE_REMEDY = "--num-reserved-decode-tokens or --mem-fraction-static"  # its reserve limits new requests
 
 
 class RetractionLog(LoopListener):

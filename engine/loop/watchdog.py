@@ -1,4 +1,4 @@
-"""Watchdog that ends a process with a hanging loop, since a router still sends it requests."""
+"""End of a process with a hanging loop, since a router still sends it requests."""
 
 import contextlib
 import faulthandler

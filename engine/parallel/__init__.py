@@ -1,1 +1,1 @@
-"""Ranks of one model: shards and collectives."""
+"""Ranks of one model: their parts and collectives."""

@@ -1,4 +1,4 @@
-"""Shards of a model in a TP x PP group, and checks of sizes. Pure.
+"""Parts of a model on the ranks of a TP x PP group, and checks of sizes. Pure.
 
   heads, KV heads, intermediate, vocabulary   split over TP ranks, in order; with DP attention
                                               the intermediate over all DP ranks' ranks
@@ -62,7 +62,7 @@ ALONE = Place()  # model on one rank
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """Shard of a rank: half-open ranges."""
+    """Part of a rank: half-open ranges."""
 
     heads: range
     kv_heads: range

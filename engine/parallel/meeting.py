@@ -17,7 +17,7 @@ from service.security.secret import derive
 NONCE_BYTES = 32
 PROOF_S = 5.0
 RETRY_S = 0.05
-LOST_S = 15  # after which a silent machine is gone; the kernel probes it
+LOST_S = 15  # after which a dead machine is gone; the kernel tests it
 ASK_S = 3
 
 

@@ -1,7 +1,7 @@
 """DP attention: exchange of rows for the shared MLPs.
 
-  DP rank 0  rows a b   gather -> a b c         -> own MLP shard -> sum over all ranks -> a b
-  DP rank 1  row  c               on every rank                                       -> c
+  DP rank 0  rows a b   gather -> a b c         -> own part of MLP -> sum over all ranks -> a b
+  DP rank 1  row  c               on every rank                                         -> c
 
 Ranks of one DP rank have the same rows; the first sends them. Padding is never read.
 """

@@ -59,7 +59,7 @@ class GroupWeights:
         self._prepared = 0
 
     def load(self, model_path: str, config: ModelConfig, *, progress: bool) -> DenseDecoder:
-        """Read every rank's shard, or none. Raises ConfigError."""
+        """Load all ranks' weights, or none. Raises ConfigError."""
 
         model: DenseDecoder
         model, self._prepared = _on_all_ranks(

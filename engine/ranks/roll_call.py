@@ -4,11 +4,11 @@ The watchdog finds ranks that hang in a step; an idle decode worker would not mi
 """
 
 ASKS_PER_LIMIT = 4
-STEPS_AHEAD = 2.0  # a probe queues after steps, each up to the limit
+STEPS_AHEAD = 2.0  # it queues after steps, each up to the limit
 
 
 class RollCall:
-    """Probe timer; `limit_s`: longest step, 0 or less disables."""
+    """Timer; `limit_s`: longest step, 0 or less disables."""
 
     def __init__(self, limit_s: float) -> None:
         self.every_s = limit_s / ASKS_PER_LIMIT if limit_s > 0 else None
@@ -17,7 +17,7 @@ class RollCall:
         self._waiting = False
 
     def due(self, now_s: float) -> bool:
-        """A probe is due; counts it."""
+        """Return True, and count one, if a probe is due."""
         if self.every_s is None or self._waiting or now_s - (self._asked_at_s or 0.0) < self.every_s:
             return False
         self._asked_at_s, self._waiting = now_s, True

@@ -1,4 +1,4 @@
-"""Loader of a rank's shard of a checkpoint."""
+"""Loader of a rank's part of a checkpoint."""
 
 from collections.abc import Callable
 from functools import partial

@@ -3,8 +3,8 @@
     LOST --proof of death, settled--> dropped
       +-----alive--> CONNECTING (the same incarnation answers again)
 
-Decode does not reconnect to a dead incarnation until `DEAD_S` later: a firewall may have refused
-the port.
+Decode does not return to a dead incarnation until `DEAD_S` later: a firewall may have refused the
+port.
 """
 
 from dataclasses import dataclass

@@ -35,5 +35,6 @@ def installed_torch() -> str | None:
 
 
 def wheel_of(wheels: dict[int | None, str], torch: str | None) -> str:
+    """Return the wheel for torch's CUDA, or the newest."""
     major = torch_cuda_major(torch)
     return wheels.get(major, wheels[13])

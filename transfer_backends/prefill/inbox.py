@@ -12,7 +12,7 @@ from transfer_backends.merge import I64
 from transfer_backends.prefill.paths import DecodePeer
 
 MAX_PAGES = 1 << 22  # page ids in all offers
-MAX_TOKENS = 1 << 22  # token ids in all recompute requests
+MAX_TOKENS = 1 << 22  # token ids in all requests for recomputation
 MAX_IMAGE_BYTES = 1 << 30  # bytes of images in them: 40 of the largest messages
 MAX_REASON_CHARS = 256  # an ended room's reason, perhaps a peer's text
 
