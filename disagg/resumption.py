@@ -1,4 +1,4 @@
-"""Retracted decode requests whose KV a prefill worker recomputes.
+r"""Retracted decode requests whose KV a prefill worker recomputes.
 
     retracted --> a transfer --landed--> running: its next step is a usual one
                     \__ failed, no worker, almost all still cached: this engine computes it
