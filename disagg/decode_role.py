@@ -26,7 +26,7 @@ from disagg.resumption import Resumption
 from engine.core.outputs import StepEffects, refusal, refused
 from engine.core.request import Request
 from engine.core.scheduler import ABORTED, Scheduler
-from engine.loop.role import Peered
+from engine.loop.role import EngineRole
 from engine.messages import FAKE_BOOTSTRAP_HOST, FinishReason, LogprobOptions, TokenOutput
 from transfer_backends.contract import Route
 from transfer_backends.kvpoll import RoomInUse
@@ -37,7 +37,7 @@ PREALLOC_TIMEOUT_S = 300.0  # for memory: as long as prefill keeps the request
 UNJOINED = 502  # the router must not try the same pair again: this worker has tried for long
 
 
-class DecodeRole(RequestTarget[RequestTransfer], Peered):
+class DecodeRole(RequestTarget[RequestTransfer], EngineRole):
     name = "decode"
 
     def __init__(

@@ -6,7 +6,7 @@ from disagg.metadata import MetadataBuffers
 from engine.core.outputs import StepEffects, refusal, refused
 from engine.core.request import Request
 from engine.core.scheduler import ABORTED, Scheduler
-from engine.loop.role import Peered
+from engine.loop.role import EngineRole
 from engine.messages import FinishReason, KVSource, TokenOutput
 
 NO_TOKENS = refusal(
@@ -14,7 +14,7 @@ NO_TOKENS = refusal(
 )
 
 
-class EncodeRole(Peered):
+class EncodeRole(EngineRole):
     name = "encode"
 
     def __init__(

@@ -2,6 +2,7 @@
 
 import os
 import time
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -15,8 +16,10 @@ from engine.device.machine import machine_facts
 from engine.encoder.build import EncoderParts, build_encoder
 from engine.executor.profiler import TorchProfiler
 from engine.ipc import IpcPaths
-from engine.loop.loop import EngineLoop, LoopServices, LoopSettings
+from engine.loop.loop import EngineLoop
+from engine.loop.pipeline import Pipeline, StepStrategy
 from engine.loop.ports import SocketPorts
+from engine.loop.services import LoopServices, LoopSettings
 from engine.loop.turn_clock import TurnClock
 from engine.loop.watchdog import Watchdog
 from engine.messages import KVSource, SchedulerReady
@@ -34,7 +37,7 @@ def serve_encoder(spec: SchedulerSpec, turns: TurnClock, model: ModelConfig, pro
     role = encode_role(spec, parts, wakeup=ports.call_attention)
     loop = EngineLoop(
         scheduler=parts.scheduler,
-        executor=parts.executor,
+        pipeline=partial(Pipeline, strategy=StepStrategy(parts.scheduler), executor=parts.executor, depth=parts.depth),
         role=role,
         ports=ports,
         services=LoopServices(
@@ -45,7 +48,7 @@ def serve_encoder(spec: SchedulerSpec, turns: TurnClock, model: ModelConfig, pro
             name=spec.trace_name(0),
         ),
         turns=turns,
-        settings=LoopSettings(depth=parts.depth, eos_ids=frozenset(), log_interval=parts.config.decode_log_interval),
+        settings=LoopSettings(eos_ids=frozenset(), log_interval=parts.config.decode_log_interval),
         clock=time.monotonic,
     )
     watchdog = Watchdog(turns)

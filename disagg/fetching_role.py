@@ -3,11 +3,11 @@
 from disagg.feature_fetching import FeatureFetches
 from engine.core.request import Request
 from engine.core.scheduler import ABORTED, Scheduler
-from engine.loop.role import Peered, UnifiedRole
+from engine.loop.role import UnifiedRole
 from engine.messages import FinishReason, TokenOutput
 
 
-class FetchingRole(UnifiedRole, Peered):
+class FetchingRole(UnifiedRole):
     def __init__(self, scheduler: Scheduler, features: FeatureFetches) -> None:
         super().__init__(scheduler)
         self._features = features

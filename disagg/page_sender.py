@@ -12,6 +12,7 @@ from collections.abc import Mapping, Set
 from disagg.handover import HandoverStage, PrefillHandover, Purpose
 from disagg.metadata import Checksum, FirstToken, MetadataBuffers
 from engine.core.plan import ItemResult, Plan, PlanItem
+from engine.loop.listener import LoopListener
 from engine.messages import TokenOutput
 from transfer_backends.contract import Gate
 
@@ -74,7 +75,7 @@ class PageSender:
         self._least_pages = max(1, least_bytes // page_bytes)
         self._computed: list[tuple[PrefillHandover, TokenOutput, ItemResult]] = []  # in order of completion
 
-    def on_launch(self, plan: Plan, handovers: Mapping[str, PrefillHandover]) -> None:
+    def send_launched(self, plan: Plan, handovers: Mapping[str, PrefillHandover]) -> None:
         """Layer by layer: hand over what the step will write."""
         if not self.layerwise:
             return
@@ -165,3 +166,14 @@ class PageSender:
         self.counters["kv_transfers"] += 1
         self.counters["kv_sent_bytes"] += moved * self._page_bytes
         self.counters["kv_skipped_bytes"] += skip * self._page_bytes
+
+
+class LaunchedPages(LoopListener):
+    """Sends pages of `handovers` as soon as the step that computes them is launched."""
+
+    def __init__(self, pages: PageSender, handovers: Mapping[str, PrefillHandover]) -> None:
+        self._pages = pages
+        self._handovers = handovers
+
+    def on_launch(self, plan: Plan, now_s: float) -> None:
+        self._pages.send_launched(plan, self._handovers)

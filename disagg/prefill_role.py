@@ -12,15 +12,14 @@ from typing import Protocol
 from disagg.feature_fetching import FeatureFetches
 from disagg.handover import HandoverStage, PrefillHandover, Purpose, Senders
 from disagg.outgoing import Outgoing
-from disagg.page_sender import PageSender
+from disagg.page_sender import LaunchedPages, PageSender
 from disagg.prefix_exchange import OFF, PrefixExchange
 from disagg.recompute import Bounds, images_of, request_for, why_not
 from engine.core.outputs import StepEffects, refusal, refused
-from engine.core.plan import Plan
 from engine.core.request import Request
 from engine.core.scheduler import ABORTED, Scheduler
 from engine.images import ImageInput
-from engine.loop.role import Peered
+from engine.loop.role import EngineRole
 from engine.messages import FAKE_BOOTSTRAP_HOST, FinishReason, KVSource, TokenOutput, TransferPath
 from transfer_backends.contract import Work
 from transfer_backends.kvpoll import RoomInUse
@@ -34,7 +33,7 @@ class Directory(Protocol):
     def close(self) -> None: ...
 
 
-class PrefillRole(Peered):
+class PrefillRole(EngineRole):
     name = "prefill"
 
     def __init__(
@@ -57,6 +56,7 @@ class PrefillRole(Peered):
         self._prefixes = prefixes
         self._features = features
         self._outgoing = Outgoing(scheduler=scheduler, pages=pages, begin=self._compute, name=self.name)
+        self.launched_pages = LaunchedPages(pages, self._outgoing.handovers)
         self._counters: Counter[str] = Counter()
         self._closed_to_peers: str | None = None
 
@@ -124,9 +124,6 @@ class PrefillRole(Peered):
         if self._features is not None:
             self._features.poll(now_s)
         return copied + self._outgoing.poll(now_s)
-
-    def on_launch(self, plan: Plan) -> None:
-        self._pages.on_launch(plan, self._outgoing.handovers)
 
     def on_step(self, effects: StepEffects, now_s: float) -> list[TokenOutput]:
         for request in effects.progressed:
@@ -209,6 +206,7 @@ class PrefillRole(Peered):
         return [] if self._features is None else self._features.avoided()
 
     def transfer_paths(self) -> list[TransferPath]:
+        """Return the transfer paths to the newest decode workers, a bounded number."""
         return [
             TransferPath(
                 peer=path.peer,

@@ -13,7 +13,7 @@ MODULES = (
     "engine.build",
     "engine.device.machine",
     "engine.executor.profiler",
+    "engine.loop_steps",
     "engine.ranks.build",
     "engine.ranks.group",
-    "engine.ranks.leading_executor",
 )

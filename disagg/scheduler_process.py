@@ -9,6 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,6 @@ from engine.config import EngineConfig
 from engine.core.dp_update import UpdateAgreement
 from engine.flags.kv_events_config import parse_kv_events_config
 from engine.flags.nodes import leader_of
-from engine.flags.pdmux import lane_share
 from engine.flags.resolve import agreement_of
 from engine.grammar.compiler import GrammarCompiler, JsonStyle
 from engine.grammar.queue import GrammarQueue
@@ -31,8 +31,10 @@ from engine.ipc import IpcPaths
 from engine.loop.adapter_control import AdapterControl
 from engine.loop.heartbeat import HeartbeatResponder
 from engine.loop.kv_events import ZmqPublisher
-from engine.loop.loop import EngineLoop, LoopServices, LoopSettings
+from engine.loop.loop import EngineLoop
 from engine.loop.ports import SocketPorts
+from engine.loop.role import EngineRole
+from engine.loop.services import LoopServices, LoopSettings
 from engine.loop.turn_clock import TurnClock
 from engine.loop.watchdog import Watchdog, dump_of_others, end_with_stacks
 from engine.lora.names import named_paths
@@ -49,6 +51,7 @@ from transfer_backends.engines.mooncake import protocol_here
 
 if TYPE_CHECKING:
     from engine.build import EngineParts
+    from engine.loop_steps import LoopSteps
     from engine.ranks.group import Group
     from engine.ranks.shared_board import SharedBoard
     from engine.use import EngineUse
@@ -121,19 +124,15 @@ def _serve(
     publisher = _publisher(spec, parts)
     role = make_role(spec, parts, wakeup=ports.call_attention)
     grammars = make_grammar_queue(parts.config, model, tokenizer, wakeup=ports.call_attention)
+    steps = _steps(spec, parts)
+    stops = no_stops if tokenizer is None else partial(stops_of, tokenizer)
+    services = _services(spec, parts, adapters, grammars=grammars, stops=stops, publisher=publisher, steps=steps)
     loop = EngineLoop(
         scheduler=parts.scheduler,
-        executor=parts.executor,
+        pipeline=steps.pipeline,
         role=role,
         ports=ports,
-        services=_services(
-            spec,
-            parts,
-            adapters=adapters,
-            grammars=grammars,
-            stops=no_stops if tokenizer is None else partial(stops_of, tokenizer),
-            publisher=publisher,
-        ),
+        services=_with_role(services, role),
         turns=turns,
         settings=_loop_settings(parts),
         clock=time.monotonic,
@@ -243,21 +242,18 @@ def _load_adapters(parts: "EngineParts", ports: SocketPorts) -> AdapterControl:
 def _services(
     spec: SchedulerSpec,
     parts: "EngineParts",
-    *,
     adapters: AdapterControl,
+    *,
     grammars: GrammarQueue,
     stops: MakeStops,
     publisher: ZmqPublisher | None,
+    steps: "LoopSteps",
 ) -> LoopServices:
-    from engine.executor.lane_executor import LaneExecutor
     from engine.executor.profiler import TorchProfiler
     from engine.ranks.group import GroupProfiler
-    from engine.ranks.leading_executor import LeadingExecutor
 
-    compiles, board = parts.compiles, _board(spec, parts)
-    decodes_only = spec.disagg.disaggregation_mode == "decode"
+    compiles = parts.compiles
     name = spec.trace_name(leader_of(spec.engine))
-    lanes = parts.executor if isinstance(parts.executor, LaneExecutor) else None
     profiler = TorchProfiler(parts.device.executor.call, name=name)
     return LoopServices(
         weights=parts.weights,
@@ -269,16 +265,26 @@ def _services(
         adapters=adapters,
         disk=parts.disk,
         events=publisher,
-        experts=parts.executor.runner.expert_gauges,
+        gauges=steps.gauges,
         expert_loads=parts.executor.runner.expert_loads,
         name=name,
         late_compiles=lambda: 0 if compiles is None else compiles.num_late,
-        watched=parts.executor if isinstance(parts.executor, LeadingExecutor) and parts.config.watches_steps else None,
-        agreement=None if board is None else agreement_of(parts.config, board, spec.dp_rank, decodes_only=decodes_only),
-        updates=None if board is None else UpdateAgreement(board, rank=spec.dp_rank),
-        lanes=lanes,
-        share=None if lanes is None else lane_share(parts.config, parts=lanes.parts),
+        updates=steps.updates,
+        listeners=steps.listeners,
     )
+
+
+def _with_role(services: LoopServices, role: EngineRole) -> LoopServices:
+    """Add what a role serves beside requests."""
+    from disagg.decode_role import DecodeRole
+    from disagg.prefill_role import PrefillRole
+
+    if isinstance(role, DecodeRole):
+        return replace(services, move_out=role.move_out)
+    if isinstance(role, PrefillRole):
+        listeners = (*services.listeners, role.launched_pages)
+        return replace(services, transfer_paths=role.transfer_paths, listeners=listeners)
+    return services
 
 
 def _board(spec: SchedulerSpec, parts: "EngineParts") -> "SharedBoard | None":
@@ -292,9 +298,20 @@ def _board(spec: SchedulerSpec, parts: "EngineParts") -> "SharedBoard | None":
     return SharedBoard(parts.group.joint.region, rank=spec.dp_rank, wakes=wakes)
 
 
+def _steps(spec: SchedulerSpec, parts: "EngineParts") -> "LoopSteps":
+    from engine.loop_steps import loop_steps
+
+    board = _board(spec, parts)
+    if board is None:
+        return loop_steps(parts)
+    decodes_only = spec.disagg.disaggregation_mode == "decode"
+    agreement = agreement_of(parts.config, board, spec.dp_rank, decodes_only=decodes_only)
+    steps = loop_steps(parts, agreement=agreement)
+    return replace(steps, updates=UpdateAgreement(board, rank=spec.dp_rank))
+
+
 def _loop_settings(parts: "EngineParts") -> LoopSettings:
     return LoopSettings(
-        depth=parts.depth,
         eos_ids=frozenset(parts.model.eos_token_ids),
         stream_interval=parts.config.stream_interval,
         log_interval=parts.config.decode_log_interval,

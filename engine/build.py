@@ -33,9 +33,8 @@ from engine.device.pools import Pools, behind_windows, build_pools, why_kept
 from engine.executor.compile_log import CompileLog
 from engine.executor.cuda_gauge import CudaGauge
 from engine.executor.executor import Executor
-from engine.executor.lane_executor import LaneExecutor
 from engine.executor.model_runner import DeviceOutOfMemory
-from engine.executor.warm_up import StepExecutor, by_executor
+from engine.executor.warm_up import by_executor
 from engine.executor.weights import WeightUpdater
 from engine.flags.images import cache_bytes, image_cache
 from engine.flags.resolve import depth, resolve, state_slots
@@ -60,7 +59,6 @@ from engine.parallel.layout import ALONE
 from engine.ranks.future_maps import future_map_of
 from engine.ranks.group import Group, GroupAdapters, GroupKVMemory
 from engine.ranks.group_files import rank_files
-from engine.ranks.leading_executor import LeadingExecutor
 from engine.ranks.links import stage_input
 from engine.ranks.messages import PoolSize, Ready
 from engine.ranks.same_kernels import check_same_kernels, kernels_here
@@ -88,7 +86,7 @@ class EngineParts:
     pool: KVPool
     kv: KVMemory
     device: Device
-    executor: Executor | LeadingExecutor | LaneExecutor
+    executor: Executor
     adapters: LoraStore | GroupAdapters | None
     group: Group | None
     held: HeldKV
@@ -341,14 +339,14 @@ def _rank_inputs(config: EngineConfig, model: ModelConfig, group: Group | None) 
 
 
 def _warm(
-    config: EngineConfig, model: ModelConfig, executor: StepExecutor, use: EngineUse, *, positions: int, progress: bool
+    config: EngineConfig, model: ModelConfig, executor: Executor, use: EngineUse, *, positions: int, progress: bool
 ) -> None:
     """The measured steps again, on what serves: by its graphs, and with its page table. Raises ConfigError."""
     assert config.context_length is not None, "resolved"
     positions = min(positions, config.context_length)
     try:
-        for lane in executor.lanes.values() if isinstance(executor, LaneExecutor) else (executor,):
-            warm(config, model, by_executor(lane), positions=positions, decodes=use.decodes, progress=progress)
+        for stream in executor.streams if config.enable_pdmux else (executor,):
+            warm(config, model, by_executor(stream), positions=positions, decodes=use.decodes, progress=progress)
     except DeviceOutOfMemory as error:
         raise ConfigError(
             f"--mem-fraction-static: no memory is left for the largest step beside the KV cache ({error}); lower it or "
@@ -356,9 +354,9 @@ def _warm(
         ) from None
 
 
-def _leading(config: EngineConfig, device: Device, group: Group, wakeup: Callable[[], None]) -> LeadingExecutor:
-    assert isinstance(device.executor, Executor), "lanes of one rank"
-    return LeadingExecutor(device.executor, group.followers, attention=wakeup if config.watches_steps else None)
+def _leading(config: EngineConfig, device: Device, group: Group, wakeup: Callable[[], None]) -> Executor:
+    attention = wakeup if config.watches_steps else None
+    return Executor(device.executor.streams, ranks=group.followers, attention=attention)
 
 
 def _name_kind(config: EngineConfig) -> None:

@@ -43,7 +43,7 @@ def weight_updater(
 ) -> WeightUpdater[DenseDecoder]:
     """Return the weight updater of all ranks. `stored`: as the checkpoint says it. `rename_pages`: called with version and fingerprint of the new ones."""
 
-    runners = device.executor.runners
+    runners = [stream.runner for stream in device.executor.streams]
 
     def install(other: DenseDecoder) -> None:
         def use() -> None:

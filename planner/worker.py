@@ -6,6 +6,7 @@ timeline: outputs and messages carry that clock's time, and messages that arrive
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from disagg.config import DisaggConfig
@@ -23,8 +24,10 @@ from engine.core.request import Request
 from engine.core.scheduler import Scheduler
 from engine.core.state import SchedulerState
 from engine.flags.resolve import depth, limits, ratio_rule
-from engine.loop.loop import EngineLoop, LoopServices, LoopSettings
+from engine.loop.loop import EngineLoop
+from engine.loop.pipeline import Pipeline, StepStrategy
 from engine.loop.role import EngineRole, UnifiedRole
+from engine.loop.services import LoopServices, LoopSettings
 from engine.loop.turn_clock import TurnClock
 from engine.messages import StateReply, ToFrontend, TokenBatch, TokenOutput, ToScheduler
 from engine.sampling_params import SamplingParams
@@ -81,12 +84,14 @@ class PlanWorker:
         nothing: Any = None  # no weights are updated, no profile is taken
         self._loop = EngineLoop(
             scheduler=self.scheduler,
-            executor=self.executor,
+            pipeline=partial(
+                Pipeline, strategy=StepStrategy(self.scheduler), executor=self.executor, depth=depth(spec.engine)
+            ),
             role=self.role,
             ports=self._ports,
             services=LoopServices(weights=nothing, profiler=nothing),
             turns=TurnClock(limit_s=0),
-            settings=LoopSettings(depth=depth(spec.engine), eos_ids=frozenset()),
+            settings=LoopSettings(eos_ids=frozenset()),
             clock=lambda: self.clock.now_s,
         )
 

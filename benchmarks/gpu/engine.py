@@ -12,7 +12,7 @@ from engine.config import EngineConfig
 from engine.core.plan import Plan, PlanItem, SlotOpen
 from engine.core.request import Request
 from engine.executor.decode_graphs import Capture, Work
-from engine.loop.pipeline import Pipeline
+from engine.loop.pipeline import Pipeline, StepStrategy
 from engine.model_files.model_config import ModelConfig
 from engine.models.decoder import DenseDecoder
 from engine.models.part import ModelPart
@@ -97,7 +97,7 @@ class Run:
         self.parts = parts
         self.tokens: dict[str, list[int]] = {}
         self._pipeline = Pipeline(
-            scheduler=parts.scheduler, executor=parts.executor, depth=depth, on_step=self._on_step
+            self._on_step, strategy=StepStrategy(parts.scheduler), executor=parts.executor, depth=depth
         )
 
     def add(self, rid: str, *, prompt: list[int], new_tokens: int) -> None:

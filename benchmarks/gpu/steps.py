@@ -172,7 +172,8 @@ def gap(target: Target) -> dict[str, Any]:
     flags = {"max_running_requests": max(batches), "max_total_tokens": max(batches) * (prompt_len + 2 * num_steps + 32)}
     parts = make_engine(target, shape, context=1024, **flags)
     timed = TimedRunner(parts.pool.device)
-    parts.device.executor.runner = timed.around(parts.device.executor.runner)
+    [stream] = parts.device.executor.streams
+    stream.runner = timed.around(stream.runner)
     rows = [
         _gap_row(parts, timed, batch=batch, depth=depth, prompt_len=prompt_len, num_steps=num_steps)
         for batch in batches

@@ -20,3 +20,6 @@ class Lane(Enum):
 
     PREFILL = "prefill"
     DECODE = "decode"
+
+
+STREAMS = {Lane.DECODE: 0, Lane.PREFILL: 1}  # of an executor; steps without a lane run on the first

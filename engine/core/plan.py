@@ -9,7 +9,7 @@ import msgspec
 
 from engine.core.dp_step import AgreedStep
 from engine.core.drafts import Guess
-from engine.core.lanes import Lane
+from engine.core.lanes import STREAMS, Lane
 from engine.images import ImageInput, RopePositions
 from engine.messages import LogprobOptions, TokenLogprob
 from engine.sampling_params import SamplingParams
@@ -176,6 +176,7 @@ class Plan:
     `masks`: by item index, the tokens that it may sample (`Grammar.bitmask`); filled in just before sampling is launched.
     `sample_deferred`: some masks follow from tokens in flight, so sampling is launched when these are collected.
     `agreed`: with DP attention, the step as all ranks compute it, filled in before launch; None: it has none of their layers.
+    `joins`: with DP attention, only other ranks have something for the step.
     `lane`: with PD multiplexing, whose steps run in the order of their plans; None: those of all plans do.
 
     `states`: what requests with recurrent state begin from; `snapshots`: copies of states as the step leaves them. Each in order.
@@ -207,7 +208,13 @@ class Plan:
     lands: list[FeatureLand] = field(default_factory=list)
     sample_deferred: bool = False
     agreed: AgreedStep | None = None
+    joins: bool = False
     lane: Lane | None = None
+
+    @property
+    def stream(self) -> int:
+        """Return the number of the executor's stream that runs the step."""
+        return 0 if self.lane is None else STREAMS[self.lane]
 
     @property
     def only_drafts(self) -> bool:

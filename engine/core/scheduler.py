@@ -123,7 +123,7 @@ class Scheduler:
         """Return a plan without items: of a step that only other ranks of DP attention have something for."""
         self._seq += 1
         self.counters.joined_steps += 1
-        return Plan(seq=self._seq, extend=False, items=[])
+        return Plan(seq=self._seq, extend=False, items=[], joins=True)
 
     def _draft(self, now_s: float, *, admits: bool, lane: Lane | None) -> tuple[list[PlanItem], list[SlotOpen]]:
         """Plan prefill first, else every running request by one token, or both. A step that only drafts comes before decodes."""

@@ -16,13 +16,13 @@ from engine.device.graphs import MakeCapture, make_graphs
 from engine.device.host_copies import make_copies
 from engine.executor.decode_graphs import DecodeGraphs
 from engine.executor.decode_tapes import DecodeTapes
+from engine.executor.device_stream import DeviceStream
 from engine.executor.draft_pass import DraftPass, PagedPool
 from engine.executor.executor import Executor
 from engine.executor.forward_pass import ForwardPass
 from engine.executor.future_map import FutureMap, StepInputs
 from engine.executor.image_pass import ImagePass
 from engine.executor.joint_steps import JointSteps
-from engine.executor.lane_executor import LaneExecutor
 from engine.executor.layer_marks import LayerMarks
 from engine.executor.model_runner import ModelRunner
 from engine.executor.prefill_graphs import PrefillGraphs
@@ -48,15 +48,20 @@ from engine.sampler.make import CapturableSampler, TokenSampler, make_sampler
 from service.flags import ConfigError
 
 
+def nothing_to_give(decode_parts: int) -> None:
+    """A device without parts is shared by the priorities of streams, if at all."""
+
+
 @dataclass(frozen=True, slots=True)
 class Device:
     """`layers`: how far the steps have got. `adapters`: None without --enable-lora.
 
     `graphs`, `tapes`: recorded decode steps, on a GPU and on a CPU. `prefill_graphs`: recorded prompts. `states`: of recurrent layers.
-    `windows`: of layers with a window that have a pool of their own.
+    `windows`: of layers with a window that have a pool of their own. `parts`: into which streams share the device; `give` sets how many
+    decode steps have beside prompts.
     """
 
-    executor: Executor | LaneExecutor
+    executor: Executor
     layers: LayerMarks
     adapters: LoraStore | None
     graphs: DecodeGraphs | None
@@ -64,6 +69,8 @@ class Device:
     tapes: DecodeTapes | None
     states: StatePool | None
     windows: KVPool | None
+    parts: int = 1
+    give: Callable[[int], None] = nothing_to_give
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +251,7 @@ def build_device(
         sample_pass=SamplePass(sampler=sampler, future_map=future_map, device=device),
         drafts=drafts,
     )
-    executor = Executor(runner=runner, stream=stream or make_stream(config, device))
+    executor = Executor([DeviceStream(runner=runner, stream=stream or make_stream(config, device))])
     with memory_for_graphs():
         executor.call(runner.running.record)
     adapters = None if parts.adapters is None else adapter_store(config, model, parts.adapters, in_order=executor.call)

@@ -12,10 +12,9 @@ import torch
 
 from engine.config import EngineConfig
 from engine.core.lanes import Lane
-from engine.device.device import Device
+from engine.device.device import Device, nothing_to_give
 from engine.executor.core_share import CoreShare, be_nice
 from engine.executor.executor import Executor
-from engine.executor.lane_executor import LaneExecutor
 from engine.executor.stream import CudaLane, Stream, ThreadStream
 from engine.kernels import tape
 from engine.kernels.linear import linear_kernel
@@ -30,10 +29,10 @@ class Build(Protocol):
 
 
 def build_lanes(build: Build, config: EngineConfig, *, attention: Callable[[], None]) -> Device:
-    """Build both lanes; the device is decode's, with the executor of both. `config` is resolved. `attention`: as of LaneExecutor."""
+    """Build both lanes; the device is decode's, with the executor of both. `config` is resolved. `attention`: as of Executor."""
     assert config.num_threads is not None, "resolved"
     parts = 1
-    give: Callable[[int], None] = _nothing
+    give: Callable[[int], None] = nothing_to_give
     if config.device == "cuda":
         device = torch.device(config.device)
         streams: dict[Lane, Stream] = {
@@ -46,12 +45,8 @@ def build_lanes(build: Build, config: EngineConfig, *, attention: Callable[[], N
         streams = {Lane.DECODE: _decodes(config, share), Lane.PREFILL: _prompts(config, share)}
     decode = build(decodes=True, prefills=False, stream=streams[Lane.DECODE])
     prefill = build(decodes=False, prefills=True, stream=streams[Lane.PREFILL])
-    own: dict[Lane, Executor] = {}
-    for lane, built in ((Lane.DECODE, decode), (Lane.PREFILL, prefill)):
-        assert isinstance(built.executor, Executor), "a lane of lanes"
-        own[lane] = built.executor
-    executor = LaneExecutor(own, parts=parts, give=give, attention=attention)
-    return replace(decode, executor=executor, prefill_graphs=prefill.prefill_graphs)
+    both = Executor([*decode.executor.streams, *prefill.executor.streams], attention=attention)
+    return replace(decode, executor=both, prefill_graphs=prefill.prefill_graphs, parts=parts, give=give)
 
 
 def _decodes(config: EngineConfig, share: CoreShare) -> ThreadStream:
@@ -96,7 +91,3 @@ def _around(
             yield
 
     return with_threads
-
-
-def _nothing(decode_parts: int) -> None:
-    """A GPU's streams have no parts: their priorities are fixed."""

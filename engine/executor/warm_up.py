@@ -164,7 +164,7 @@ def _closing(plans: list[Plan]) -> list[Plan]:
 
 
 class StepExecutor(Protocol):
-    """An `Executor`, of one rank or of all."""
+    """An `Executor`, or one of its streams."""
 
     def launch(self, plan: Plan) -> Any: ...
 

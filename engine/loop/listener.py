@@ -1,6 +1,6 @@
 """Events of the loop for the parts around it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from engine.core.outputs import StepEffects
 from engine.core.plan import Plan
@@ -34,3 +34,13 @@ class LoopListener:
 
     def on_rest(self, now_s: float) -> None:
         """Called when nothing is left to compute."""
+
+    def shorten(self, wait_s: float, now_s: float) -> float:
+        """Shorten a rest of `wait_s` so that the loop turns when it is time to."""
+        return wait_s
+
+
+def methods_for(event: str, listeners: Iterable[LoopListener]) -> list[Callable[..., None]]:
+    """Return the methods of this name of the listeners that have one of their own, in their order."""
+    default = getattr(LoopListener, event)
+    return [getattr(listener, event) for listener in listeners if getattr(type(listener), event) is not default]

@@ -3,16 +3,21 @@
 depth 1                    launch N -> collect N -> launch N+1
 depth 2                    launch N -> launch N+1 -> collect N
 deferred sampling          launch N -> forward N+1 -> collect N -> masks N+1 -> sample N+1
+
+The loop waits in `collect` for the oldest step. Where the ends of steps can be watched, it waits for none: a turn collects
+what has ended and launches what may be, and each end calls for the loop's attention.
 """
 
 from collections import deque
-from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, Protocol, TypeVar
 
 from engine.core.outputs import StepEffects
 from engine.core.plan import Plan, StepResult
 from engine.core.scheduler import Scheduler
 from engine.messages import TokenOutput
+
+OnStep = Callable[[StepEffects], list[TokenOutput]]
 
 
 class Launched(Protocol):
@@ -35,68 +40,159 @@ class StepLauncher(Protocol[L]):
     def collect(self, launched: L) -> StepResult: ...
 
 
-class Pipeline(Generic[L]):
-    """`depth`: steps launched before the oldest is collected."""
+class StepStrategy:
+    """Plans steps, and decides when each may be launched. Subclasses plan for several streams or schedulers."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+
+    def next_plan(self, now_s: float, full: Sequence[bool], *, paused: bool) -> Plan | None:
+        """Plan a step for a stream that is not `full`; None: there is nothing to do."""
+        return None if paused or full[0] else self.scheduler.schedule(now_s)
+
+    def may_launch(self, plan: Plan, num_launched: int) -> bool:
+        """Whether `plan` may follow the steps that its stream has in flight; then it is launched at once."""
+        return not plan.wait or num_launched < self.scheduler.limits.micro_batches
+
+    def collect(self, plan: Plan, result: StepResult) -> StepEffects:
+        return self.scheduler.collect(plan, result)
+
+    def since_s(self, now_s: float) -> float:
+        """Return since when a stream with steps in flight stands still, for the watchdog; now: none does."""
+        return now_s
+
+
+class StepStream(Generic[L]):
+    """The steps of one stream, in the order of their plans. Arguments are as of Pipeline."""
 
     def __init__(
         self,
-        *,
-        scheduler: Scheduler,
+        strategy: StepStrategy,
         executor: StepLauncher[L],
         depth: int,
-        on_step: Callable[[StepEffects], list[TokenOutput]],
+        ended: Callable[[L], bool] | None,
+        on_step: OnStep,
     ) -> None:
-        assert depth >= 1
-        self._scheduler = scheduler
+        self._strategy = strategy
         self._executor = executor
         self._depth = depth
+        self._ended = ended
         self._on_step = on_step
+        self._planned: deque[Plan] = deque()  # not launched yet
         self._launched: deque[L] = deque()
+        self._unsampled: L | None = None  # the last one launched, where its masks follow from tokens in flight
+        self._num_joined = 0  # of both: only other ranks have something for them
         self.worked = False
 
     @property
     def num_launched(self) -> int:
-        return len(self._launched)
+        return len(self._planned) + len(self._launched) - self._num_joined
 
     @property
     def last(self) -> Plan | None:
-        """Return the plan launched last, if its step is not collected."""
+        if self._planned:
+            return self._planned[-1]
         return self._launched[-1].plan if self._launched else None
 
-    def next_plan(self, now_s: float, *, paused: bool) -> Plan | None:
-        return None if paused else self._scheduler.schedule(now_s)
+    @property
+    def full(self) -> bool:
+        return len(self._planned) + len(self._launched) >= self._depth
 
     def advance(self, plan: Plan | None) -> list[TokenOutput]:
-        """Launch `plan`; collect the oldest step if the depth is reached or there is no plan. `worked`: any of it."""
-        self.worked = plan is not None or bool(self._launched)
-        outputs = [] if plan is None else self._launch(plan)
-        if self._launched and (plan is None or len(self._launched) >= self._depth):
-            outputs += self._collect()
+        """Launch `plan` and what waits before it; collect what is due. `worked`: any of it."""
+        self.worked = plan is not None
+        if plan is not None:
+            self._planned.append(plan)
+            self._num_joined += plan.joins
+        self._launch()
+        outputs = self._collect(self._left(plan))
+        if self._planned:
+            self._launch()  # what waited for the end of another
         return outputs
 
-    def _launch(self, plan: Plan) -> list[TokenOutput]:
-        if plan.sample_deferred and not plan.wait:
-            return self._launch_in_two(plan)
-        outputs = self._collect_all_but(0) if plan.wait else []
-        self._scheduler.fill_masks(plan)
-        self._launched.append(self._executor.launch(plan))
-        return outputs
+    def _launch(self) -> None:
+        while self._planned and self._unsampled is None:
+            plan = self._planned[0]
+            if not self._strategy.may_launch(plan, len(self._launched)):
+                return
+            self._planned.popleft()
+            self.worked = True
+            if plan.sample_deferred and self._launched:  # else the tokens for its masks are there
+                self._unsampled = self._executor.launch_forward(plan)
+                self._launched.append(self._unsampled)
+            else:
+                self._strategy.scheduler.fill_masks(plan)
+                self._launched.append(self._executor.launch(plan))
 
-    def _launch_in_two(self, plan: Plan) -> list[TokenOutput]:
-        """Launch the forward, collect the tokens from which the masks follow, then launch sampling."""
-        launched = self._executor.launch_forward(plan)
-        self._launched.append(launched)
-        outputs = self._collect_all_but(1)
-        self._scheduler.fill_masks(plan)
-        self._executor.launch_sampling(launched)
-        return outputs
+    def _left(self, plan: Plan | None) -> int:
+        """Count the steps that stay in flight: one less than the depth, unless others wait for their tokens or ends."""
+        if self._ended is not None or self._planned or self._unsampled is not None:
+            return 0
+        return max(0, len(self._launched) - 1) if plan is None else self._depth - 1
 
-    def _collect_all_but(self, left: int) -> list[TokenOutput]:
+    def _collect(self, left: int) -> list[TokenOutput]:
         outputs: list[TokenOutput] = []
+        ended = self._ended
         while len(self._launched) > left:
-            outputs += self._collect()
+            launched = self._launched[0]
+            if launched is self._unsampled or (ended is not None and not ended(launched)):
+                break
+            self._launched.popleft()
+            self._num_joined -= launched.plan.joins
+            self.worked = True
+            outputs += self._on_step(self._strategy.collect(launched.plan, self._executor.collect(launched)))
+        if self._unsampled is not None and self._unsampled is self._launched[0]:
+            self._strategy.scheduler.fill_masks(self._unsampled.plan)
+            self._executor.launch_sampling(self._unsampled)
+            self._unsampled = None
         return outputs
 
-    def _collect(self) -> list[TokenOutput]:
-        launched = self._launched.popleft()
-        return self._on_step(self._scheduler.collect(launched.plan, self._executor.collect(launched)))
+
+class Pipeline(Generic[L]):
+    """`depth`: steps that each of the `streams` holds before its oldest is collected. `ended`: whether `collect` returns at
+    once; each end calls for the loop's attention. None: the loop waits for the oldest step.
+    """
+
+    def __init__(
+        self,
+        on_step: OnStep,
+        *,
+        strategy: StepStrategy,
+        executor: StepLauncher[L],
+        depth: int,
+        ended: Callable[[L], bool] | None = None,
+        streams: int = 1,
+    ) -> None:
+        assert depth >= 1
+        self._strategy = strategy
+        self._streams = [StepStream(strategy, executor, depth, ended, on_step) for _ in range(streams)]
+        self.worked = False
+
+    @property
+    def num_launched(self) -> int:
+        """Count the steps that are not collected, without those that have nothing of this scheduler."""
+        return sum([stream.num_launched for stream in self._streams])
+
+    @property
+    def last(self) -> Plan | None:
+        """Return the plan made last, if its step is not collected."""
+        plans = [plan for stream in self._streams if (plan := stream.last) is not None]
+        return max(plans, key=lambda plan: plan.seq, default=None)
+
+    def next_plan(self, now_s: float, *, paused: bool) -> Plan | None:
+        return self._strategy.next_plan(now_s, [stream.full for stream in self._streams], paused=paused)
+
+    def since_s(self, now_s: float) -> float:
+        return self._strategy.since_s(now_s)
+
+    def advance(self, plan: Plan | None) -> list[TokenOutput]:
+        """Launch `plan`, and collect what is due (StepStream.advance). `worked`: any of it."""
+        outputs: list[TokenOutput] = []
+        self.worked = False
+        for number, stream in enumerate(self._streams):
+            outputs += stream.advance(plan if plan is not None and plan.stream == number else None)
+            self.worked |= stream.worked
+        return outputs
+
+
+MakePipeline = Callable[[OnStep], Pipeline[Any]]

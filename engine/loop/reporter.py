@@ -5,11 +5,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 
 from engine.core.scheduler import Scheduler
-from engine.grammar.queue import GrammarQueue
-from engine.loop.adapter_control import AdapterControl
-from engine.loop.control import EngineControl
+from engine.loop.controls import Controls
 from engine.loop.interval_log import IntervalLog
-from engine.loop.role import EngineRole, Peered
+from engine.loop.role import EngineRole
+from engine.loop.services import LoopServices
 from engine.loop.timekeeper import OpenRequests
 from engine.messages import StateReply
 
@@ -25,27 +24,21 @@ class Reporter:
         scheduler: Scheduler,
         role: EngineRole,
         requests: OpenRequests,
-        control: EngineControl,
-        grammars: GrammarQueue,
-        adapters: AdapterControl,
+        controls: Controls,
         intervals: IntervalLog,
-        late_compiles: Callable[[], int],
-        memory: Mapping[str, int],
-        experts: Callable[[], Mapping[str, float]],
-        share: Callable[[], Mapping[str, float]] = dict,
+        services: LoopServices,
     ) -> None:
         self._scheduler = scheduler
         self._role = role
-        self._peered = role if isinstance(role, Peered) else None
         self._requests = requests
-        self._control = control
-        self._grammars = grammars
-        self._adapters = adapters
+        self._control = controls.engine
+        self._adapters = controls.adapters
+        self._grammars = services.grammars
         self._intervals = intervals
-        self._late_compiles = late_compiles
-        self._memory = {f"memory_{name}_bytes": float(size) for name, size in memory.items()}
-        self._experts = experts
-        self._share = share
+        self._late_compiles = services.late_compiles
+        self._memory = {f"memory_{name}_bytes": float(size) for name, size in services.memory.items()}
+        self._gauges = services.gauges
+        self._transfer_paths = services.transfer_paths
         self._next_check_s = 0.0
         self._problems: list[str] = []
 
@@ -53,7 +46,6 @@ class Reporter:
         if check:
             self._problems = self._find_problems()
         scheduler, allocator = self._scheduler, self._scheduler.memory.allocator
-        peered = self._peered
         unanswered_or_with_memory = self._requests.rids() | scheduler.stages.live.keys()
         return StateReply(
             call_id=call_id,
@@ -62,7 +54,7 @@ class Reporter:
             queues={
                 "held": self._control.num_held,
                 "grammar": len(self._grammars.rids()),
-                **({"waiting": scheduler.num_waiting} if peered is None else peered.queues()),
+                **self._role.queues(),
             },
             num_pages=allocator.num_pages,
             page_size=allocator.page_size,
@@ -73,7 +65,7 @@ class Reporter:
                 "late_compiles": float(self._late_compiles()),
                 **self._grammars.counters(),
                 **scheduler.memory.counters(),
-                **({} if peered is None else peered.counters()),
+                **self._role.counters(),
             },
             gauges={
                 "used_tokens": float((allocator.num_pages - scheduler.memory.available) * allocator.page_size),
@@ -84,15 +76,14 @@ class Reporter:
                 "batch_is_full": float(scheduler.stages.batch_is_full),
                 **self._adapters.gauges(),
                 **self._memory,
-                **self._experts(),
-                **self._share(),
+                **self._gauges(),
                 **self._intervals.gauges(),
                 **scheduler.memory.gauges(),
-                **({} if peered is None else peered.gauges()),
+                **self._role.gauges(),
             },
             problems=self._problems,
-            transfer_paths=[] if peered is None else peered.transfer_paths(),
-            avoided_encoders=[] if peered is None else peered.avoided_encoders(),
+            transfer_paths=self._transfer_paths(),
+            avoided_encoders=self._role.avoided_encoders(),
         )
 
     def check_when_due(self, now_s: float) -> None:
@@ -104,8 +95,8 @@ class Reporter:
                 log.error("self-check: %s", problem)
 
     def _find_problems(self) -> list[str]:
-        roles = {} if self._peered is None else {f"{self._role.name} role": self._peered.check}
-        return problems_of({**self._scheduler.checks(), "adapters": self._adapters.check, **roles})
+        role = {f"{self._role.name} role": self._role.check}
+        return problems_of({**self._scheduler.checks(), "adapters": self._adapters.check, **role})
 
 
 def problems_of(checks: Mapping[str, Callable[[], None]]) -> list[str]:

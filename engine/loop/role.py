@@ -1,16 +1,18 @@
 """What differs between unified, prefill and decode. Roles of disaggregation live in disagg/."""
 
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from engine.core.outputs import StepEffects
-from engine.core.plan import Plan
 from engine.core.request import Request
 from engine.core.scheduler import ABORTED, Scheduler
-from engine.messages import FinishReason, TokenOutput, TransferPath
+from engine.messages import FinishReason, TokenOutput
 
 
 class EngineRole(Protocol):
-    """Called on the loop's thread; nothing may block. Each call returns the outputs to send now."""
+    """Called on the loop's thread; nothing may block. Calls that return outputs return those to send now.
+
+    A role inherits what does not concern it: defaults are as without peers, which KV or features are exchanged with.
+    """
 
     name: str
 
@@ -26,40 +28,26 @@ class EngineRole(Protocol):
 
     def close(self) -> None: ...
 
-
-@runtime_checkable
-class Peered(Protocol):
-    """A role that exchanges KV with peers. It inherits what does not concern it."""
-
     def close_to_peers(self, why: str | None) -> None:
         """Refuse work of peers because of `why`; None: accept it."""
         return None
 
     def end_peers_work(self, why: str) -> None:
         """End unfinished work for peers, and notify them."""
-
-    def move_out(self, rid: str, room: int, now_s: float) -> list[TokenOutput]:
-        """End a request here, because another worker goes on with it. Its KV waits in `room`, if there is any."""
-        return []
-
-    def on_launch(self, plan: Plan) -> None:
-        """A step is about to be launched."""
         return None
 
     def waits_for_outside(self) -> bool:
         """Whether a transfer, a peer or a timeout may advance a queue: the loop rests briefly."""
+        return False
 
     def queues(self) -> dict[str, int]:
         """Count the requests in each queue, those in the scheduler included."""
 
-    def counters(self) -> dict[str, float]: ...
+    def counters(self) -> dict[str, float]:
+        return {}
 
     def gauges(self) -> dict[str, float]:
         return {}
-
-    def transfer_paths(self) -> list[TransferPath]:
-        """Return the transfer paths to the newest peers, a bounded number."""
-        return []
 
     def avoided_encoders(self) -> list[str]:
         """Control addresses of encoder workers that are asked for nothing at present: they were late, or could not be reached."""
@@ -67,9 +55,10 @@ class Peered(Protocol):
 
     def check(self) -> None:
         """Raise AssertionError if the role's own state is inconsistent."""
+        return None
 
 
-class UnifiedRole:
+class UnifiedRole(EngineRole):
     name = "unified"
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -89,3 +78,6 @@ class UnifiedRole:
 
     def close(self) -> None:
         """End nothing."""
+
+    def queues(self) -> dict[str, int]:
+        return {"waiting": self._scheduler.num_waiting}

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from engine.core.lanes import Lane
 from engine.core.outputs import StepEffects
 from engine.core.plan import Plan
+from engine.core.scheduler import Scheduler
 from engine.loop.listener import LoopListener
 
 
@@ -38,6 +39,14 @@ class StepDurations(LoopListener):
         self._ended_s = now_s
         if not effects.failure and _is_own(plan):
             self._report(plan, taken_s)
+
+
+def durations_of(scheduler: Scheduler) -> list[StepDurations]:
+    """Return what reports to the parts of `scheduler` that learn from the time of a step."""
+    budget, drafting, limits = scheduler.step_budget, scheduler.drafting, scheduler.limits
+    prompts = Lane.PREFILL if limits.multiplexed else None
+    durations = [] if budget is None else [StepDurations(budget.note, stages=limits.pp_size, lane=prompts)]
+    return durations if drafting is None else [*durations, StepDurations(drafting.note, stages=1)]
 
 
 def _is_own(plan: Plan) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Protocol
 
-from engine.core.plan import Plan
+from engine.core.plan import Plan, StepResult
 from engine.ranks.answers import Answers, is_proven
 from engine.ranks.channel import Channel
 from engine.ranks.mail import Mail, MailThread
@@ -122,6 +122,13 @@ class Followers:
         number = 0 if is_proven(plan, copies_beside=self._copies_beside) else self._next_number()
         self._send_all(step_of(plan, answer=number), blind=self._step_without_images(plan, number))
         return Pending(self, number) if number else None
+
+    def on_collected(self, result: StepResult) -> None:
+        """Raises GroupEnded for a step without results: the followers have computed it."""
+        if result.failure:
+            raise GroupEnded(
+                f"step {result.seq}: the other ranks are ahead of this one, which failed: {result.failure}"
+            )
 
     def prepare(self, name: str, **args: Any) -> "Pending":
         """Let every follower read something beside its steps, for an `apply` of the same number."""

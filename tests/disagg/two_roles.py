@@ -54,7 +54,8 @@ class RoleEngine(EngineInATest):
         while plan is not None and (plan.wait or plan.sample_deferred) and len(self.launched) >= at_most:
             self.collect()
         if plan is not None:
-            self.role.on_launch(plan)
+            if isinstance(self.role, PrefillRole):
+                self.role.launched_pages.on_launch(plan, self.now_s)
             self.launch(plan)
             self.overlapped += len(self.launched) > 1
         worked = bool(self.launched)

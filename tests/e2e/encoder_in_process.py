@@ -11,7 +11,7 @@ from engine.config import EngineConfig
 from engine.core.image_cache import ImageCache
 from engine.core.outputs import StepEffects
 from engine.encoder.build import build_encoder
-from engine.loop.pipeline import Pipeline
+from engine.loop.pipeline import Pipeline, StepStrategy
 from engine.messages import FeatureSource, FinishReason, TokenOutput
 from engine.model_files.model_config import load_model_config
 from tests.e2e.two_engines import HOST
@@ -27,10 +27,10 @@ class EncoderInProcess:
         spec = SchedulerSpec(engine=self.parts.config, disagg=own, ipc_dir="", control_host=HOST, bootstrap=None)
         self.role = encode_role(spec, self.parts, wakeup=lambda: None)
         self.pipeline = Pipeline(
-            scheduler=self.parts.scheduler,
+            self._collect,
+            strategy=StepStrategy(self.parts.scheduler),
             executor=self.parts.executor,
             depth=self.parts.depth,
-            on_step=self._collect,
         )
 
     @property

@@ -94,9 +94,7 @@ def ask(system: System, asked: Asked, sources: Sequence[FeatureSource | None], *
 
 
 def fetched(system: System) -> dict[str, float]:
-    peered = system.workers[0].peered
-    assert peered is not None
-    return peered.counters()
+    return system.workers[0].role.counters()
 
 
 def test_the_encoder_s_features_give_the_tokens_of_the_worker_s_own(served: Served) -> None:

@@ -49,9 +49,8 @@ def test_two_workers_give_the_tokens_of_one_by_half_the_bytes(
         with disaggregated(path, decode=TIGHT if way == "nixl" else {}, **flags) as pair:
             tokens = run(pair, ASKED, together=len(ASKED), turns_between=6)
             prefill, decode = pair.workers
-            assert prefill.peered is not None and decode.peered is not None
-            sent[dtype] = prefill.peered.counters()["kv_sent_bytes"]
-            assert decode.peered.counters()["kv_checksum_verified"] == len(ASKED)
+            sent[dtype] = prefill.role.counters()["kv_sent_bytes"]
+            assert decode.role.counters()["kv_checksum_verified"] == len(ASKED)
             assert (decode.parts.scheduler.counters.retractions > 0) == (way == "nixl")
     assert tokens == wanted
     assert sent["fp8_e4m3"] * 64 == sent["bf16"] * 33, "33 bytes a row in place of 64"

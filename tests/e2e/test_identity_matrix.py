@@ -75,7 +75,7 @@ def _assert_is_what_it_says(
     first, last = system.workers[0], system.workers[-1]
     retractions = last.parts.scheduler.counters.retractions
     assert (retractions > 0) == retracted, f"{retractions} retractions"
-    restored = 0 if last.peered is None else last.peered.counters().get("backup_restored_tokens", 0)
+    restored = last.role.counters().get("backup_restored_tokens", 0)
     assert (restored > 0) == (retracted and pd and not mixed), f"{restored} tokens came back from the host"
     for worker in system.workers:
         assert worker.parts.depth == depth

@@ -24,7 +24,7 @@ def test_units_change_no_token(way: str) -> None:
         assert first.pool.units == last.pool.units == UNITS
         assert (last.scheduler.counters.retractions > 0) == (way != "mooncake")
         if way != "unified":
-            counters = system.workers[-1].peered.counters()
+            counters = system.workers[-1].role.counters()
             assert counters["kv_checksum_verified"] == len(asked)
     assert found == {rid: continuation(prompt, new, ignore_eos=True) for rid, prompt, new in asked}
 

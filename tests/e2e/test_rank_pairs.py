@@ -87,7 +87,7 @@ def test_kv_crosses_between_all_ranks_and_comes_back(name: str) -> None:
         assert run(pair, asked, together=4, turns_between=6) == {
             rid: continuation(prompt, new, ignore_eos=True) for rid, prompt, new in asked
         }
-        sent, received = (worker.peered.counters() for worker in pair.workers if worker.peered is not None)
+        sent, received = (worker.role.counters() for worker in pair.workers)
         prefill, decode = (worker.parts for worker in pair.workers)
         layers = prefill.device.layers.watched
     again = received.get("resumed_through_prefill", 0)

@@ -99,8 +99,7 @@ def test_a_chat_goes_on_from_what_decode_has_kept(checkpoint: str) -> None:
         states = decode.memory.part(StateSlots)
         assert states is not None and states.num_snapshots == 1
         found = run(pair, [("next", chat, 16)], turns_between=1)
-        sent = pair.workers[0].peered
-        assert sent is not None
+        sent = pair.workers[0].role
         assert sent.counters()["kv_skipped_bytes"] == 256 // 16 * pair.workers[0].parts.pool.page_bytes
     with EngineInProcess(checkpoint, page_size=16, disable_radix_cache=True) as engine:
         engine.add("next", chat, max_new_tokens=16, ignore_eos=True)

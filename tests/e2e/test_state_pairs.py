@@ -65,7 +65,7 @@ def test_states_cross_between_all_ranks(
             states = scheduler.memory.part(StateSlots)
             assert states is not None and states.allocator.counts()["held"] == 0
         assert (pair.workers[1].parts.scheduler.counters.retractions > 0) != exact
-        sent, received = (worker.peered.counters() for worker in pair.workers)
+        sent, received = (worker.role.counters() for worker in pair.workers)
         assert received["kv_checksum_verified"] == sent["kv_transfers"] >= len(ASKED)
         assert (sent.get("posts_of_followers", 0) > 0) == (cell.prefill != (1, 1))
 

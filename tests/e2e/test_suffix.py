@@ -27,7 +27,7 @@ def test_only_the_missing_suffix_is_sent(layers: str) -> None:
             for rid, prompt in (("first", first), ("second", second)):
                 right = continuation(prompt, NEW, ignore_eos=True)
                 assert run(pair, [(rid, prompt, NEW)], turns_between=1)[rid] == right
-            counters, pool = pair.workers[0].peered.counters(), pair.workers[0].parts.pool
+            counters, pool = pair.workers[0].role.counters(), pair.workers[0].parts.pool
             sent[cached] = [round(counters[f"kv_{what}_bytes"] / pool.page_bytes) for what in ("sent", "skipped")]
     pages = [-(-len(prompt) // pool.page_size) for prompt in (first, second)]
     kept = (len(first) + NEW - 1) // pool.page_size  # the last sampled token has no KV

@@ -69,5 +69,5 @@ def test_windows_cross_between_ranks(name: str, tmp_path: Path) -> None:
         for worker in pair.workers:
             check_all_is_back(worker.parts.scheduler)
         assert pair.workers[1].parts.scheduler.counters.retractions > 0
-        sent, received = (worker.peered.counters() for worker in pair.workers)
+        sent, received = (worker.role.counters() for worker in pair.workers)
         assert received["kv_checksum_verified"] == sent["kv_transfers"] >= len(ASKED)

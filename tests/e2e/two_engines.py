@@ -15,11 +15,12 @@ from bootstrap_server.config import BootstrapConfig
 from bootstrap_server.server import BootstrapServer
 from disagg.compose import make_role
 from disagg.config import DisaggConfig, SchedulerSpec
+from disagg.prefill_role import PrefillRole
 from disagg.scheduler_process import _engine_use
 from engine.core.outputs import StepEffects
 from engine.core.plan import Plan
 from engine.core.request import Request
-from engine.loop.role import EngineRole, Peered
+from engine.loop.role import EngineRole
 from engine.messages import Bootstrap, TokenOutput
 from engine.sampling_params import SamplingParams
 from tests.engine.engine_in_process import EngineInProcess
@@ -80,7 +81,6 @@ class WorkerInProcess(EngineInProcess):
             bootstrap=f"{HOST}:{bootstrap}" if mode == "prefill" else None,
         )
         self.role: EngineRole = make_role(spec, self.parts, wakeup=lambda: None)
-        self.peered = self.role if isinstance(self.role, Peered) else None
         self.prefill_only = mode == "prefill"
         self.seen, self.outputs = Seen(), Outputs()
 
@@ -116,8 +116,8 @@ class WorkerInProcess(EngineInProcess):
         plan = self.parts.scheduler.schedule(monotonic())
         worked = plan is not None or self.pipeline.num_launched > 0
         if plan is not None:
-            if self.peered is not None:
-                self.peered.on_launch(plan)
+            if isinstance(self.role, PrefillRole):
+                self.role.launched_pages.on_launch(plan, monotonic())
             self.seen.plan(plan, in_flight=0 if plan.wait else self.pipeline.num_launched)
         self.outputs.hear(self.pipeline.advance(plan))
         return worked
@@ -127,18 +127,16 @@ class WorkerInProcess(EngineInProcess):
 
     @property
     def at_rest(self) -> bool:
-        waits = self.peered is not None and self.peered.waits_for_outside()
-        return not self.pipeline.num_launched and self.parts.scheduler.idle and not waits
+        return not self.pipeline.num_launched and self.parts.scheduler.idle and not self.role.waits_for_outside()
 
     def check(self) -> None:
         self.parts.scheduler.check()
-        if self.peered is not None:
-            self.peered.check()
+        self.role.check()
         counts = self.parts.scheduler.memory.allocator.counts()
         assert counts["held"] == counts["quarantined"] == 0
 
     def queues(self) -> dict[str, int]:
-        return {} if self.peered is None else self.peered.queues()
+        return self.role.queues()
 
     def close(self) -> None:
         self.role.close()

@@ -11,10 +11,9 @@ from disagg.joint_memory import joint_plan
 from engine.config import EngineConfig
 from engine.flags.resolve import agreement_of
 from engine.kernels.failures import RanksEnded
-from engine.loop.rank_pipeline import RankPipeline
+from engine.loop_steps import loop_steps
 from engine.parallel.region import SharedRegion
 from engine.ranks.group import Group
-from engine.ranks.leading_executor import LeadingExecutor
 from engine.ranks.links import Joint
 from engine.ranks.shared_board import SharedBoard
 from engine.use import EngineUse
@@ -29,20 +28,15 @@ class DpEngine(EngineInProcess):
 
     def __init__(self, model_path: str, *, group: Group, called: threading.Event, **flags: Any) -> None:
         super().__init__(model_path, group=group, wakeup=called.set, **flags)
-        executor, config = self.parts.executor, self.parts.config
-        assert group.joint is not None and isinstance(executor, LeadingExecutor)
+        config = self.parts.config
+        assert group.joint is not None
         rank = group.joint.dp_rank
         others = {other: called.set for other in range(config.dp_size) if other != rank}
         self.board = SharedBoard(group.joint.region, rank=rank, wakes=others)
         self.paused = False
-        self.pipeline = RankPipeline(
-            scheduler=self.parts.scheduler,
-            executor=executor,
-            watched=executor,
-            depth=self.parts.depth,
-            on_step=self.collect,
-            agreement=agreement_of(config, self.board, rank, decodes_only=False),
-        )
+        agreement = agreement_of(config, self.board, rank, decodes_only=False)
+        steps = loop_steps(self.parts, agreement=agreement)
+        self.pipeline = steps.pipeline(self.collect)
 
     def turn(self) -> bool:
         """Whether it did something."""
@@ -112,7 +106,7 @@ def dp_ranks(
 def _end_all_with(engine: DpEngine, region: SharedRegion, errors: list[BaseException]) -> None:
     """A rank whose step raises joins no other: its process would end, and the others with it."""
     executor: Any = engine.parts.executor
-    stream = executor._own._stream
+    stream = executor.streams[0]._stream
     submit = stream.submit
 
     def submit_guarded(work: Callable[[], Any]) -> Any:

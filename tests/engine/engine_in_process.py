@@ -15,12 +15,9 @@ from engine.core.request import Request
 from engine.core.window_pages import WindowPages
 from engine.device.gpu_memory import MemoryGauge
 from engine.executor.decode_graphs import Capture
-from engine.executor.lane_executor import LaneExecutor
-from engine.flags.pdmux import lane_share
 from engine.kv.host_memory import HERE, HostMemory
-from engine.loop.lane_pipeline import LanePipeline
-from engine.loop.pipeline import Pipeline
-from engine.loop.rank_pipeline import RankPipeline
+from engine.loop.pipeline import Pipeline, StepStrategy
+from engine.loop_steps import loop_steps
 from engine.messages import FinishReason, LogprobOptions, TokenLogprob, TokenOutput
 from engine.model_files.model_config import load_model_config
 from engine.models.decoder import DenseDecoder
@@ -62,7 +59,8 @@ class EngineInProcess:
             group=group,
             wakeup=self._on_wakeup,
         )
-        self.pipeline: Pipeline[Any] | RankPipeline[Any] | LanePipeline[Any] = self._pipeline(depth or self.parts.depth)
+        self._steps = loop_steps(self.parts, depth=depth)
+        self.pipeline = self._pipeline(depth or self.parts.depth)
         self.tokens: dict[str, list[int]] = {}
         self.logprobs: dict[str, list[TokenLogprob]] = {}
         self.input_logprobs: dict[str, list[TokenLogprob]] = {}
@@ -70,18 +68,11 @@ class EngineInProcess:
         self.finish: dict[str, FinishReason] = {}
         self.cached: dict[str, int] = {}
 
-    def _pipeline(self, depth: int) -> Pipeline[Any] | LanePipeline[Any]:
-        parts = self.parts
-        if not isinstance(parts.executor, LaneExecutor):
-            return Pipeline(scheduler=parts.scheduler, executor=parts.executor, depth=depth, on_step=self.collect)
-        return LanePipeline(
-            scheduler=parts.scheduler,
-            executor=parts.executor,
-            watched=parts.executor,
-            depth=depth,
-            share=lane_share(parts.config, parts=parts.executor.parts),
-            on_step=self.collect,
-        )
+    def _pipeline(self, depth: int) -> Pipeline[Any]:
+        if self.parts.config.enable_pdmux:
+            return self._steps.pipeline(self.collect)
+        strategy = StepStrategy(self.parts.scheduler)
+        return Pipeline(self.collect, strategy=strategy, executor=self.parts.executor, depth=depth)
 
     def _on_wakeup(self) -> None:
         self._attention.set()
@@ -125,17 +116,21 @@ class EngineInProcess:
     def turn(self) -> bool:
         if self.parts.disk is not None:
             self.parts.disk.turn()
-        if isinstance(self.pipeline, LanePipeline):
-            return self._turn_of_lanes(self.pipeline)
+        if self.parts.config.enable_pdmux:
+            return self._turn_of_lanes()
         plan = self.parts.scheduler.schedule(time.monotonic())
         worked = plan is not None or self.pipeline.num_launched > 0
         self.pipeline.advance(plan)
         return worked
 
-    def _turn_of_lanes(self, pipeline: LanePipeline[Any]) -> bool:
+    def _turn_of_lanes(self) -> bool:
+        pipeline = self.pipeline
         pipeline.advance(pipeline.next_plan(time.monotonic(), paused=False))
         if not pipeline.worked and pipeline.num_launched:
-            self._attention.wait(pipeline.shorten(1.0, time.monotonic()))
+            rest_s = 1.0
+            for listener in self._steps.listeners:
+                rest_s = listener.shorten(rest_s, time.monotonic())
+            self._attention.wait(rest_s)
             self._attention.clear()
         return pipeline.worked or pipeline.num_launched > 0
 

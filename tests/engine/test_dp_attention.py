@@ -144,7 +144,7 @@ def test_a_rank_whose_step_fails_ends_the_waits_of_the_others(model: str) -> Non
         def fail(plan: Any) -> None:
             raise OSError("a step fails")
 
-        executor._own.runner.run = fail
+        executor.runner.run = fail
         for engine, i in zip(group.engines, (0, 1), strict=True):
             add(engine, i)
         group.run()

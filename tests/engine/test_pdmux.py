@@ -10,9 +10,9 @@ import pytest
 from engine.core.lanes import Lane
 from engine.core.plan import Plan
 from engine.executor.core_share import PROMPT_NICENESS, CoreShare
-from engine.executor.lane_executor import LaneExecutor
 from engine.kernels import tape
 from engine.kernels.linear import linear_kernel
+from engine.loop.multiplexing import STREAMS
 from engine.messages import LogprobOptions
 from tests.engine.engine_in_process import EngineInProcess, prompt_of
 from tests.engine.three_requests import two_models
@@ -63,11 +63,10 @@ def test_a_decode_step_ends_while_a_prompt_step_runs(tmp_path: Path) -> None:
     path = make_tiny_checkpoint(tmp_path / "model", "qwen3")
     with EngineInProcess(path, **FLAGS, **LANES) as engine:
         executor = engine.parts.executor
-        assert isinstance(executor, LaneExecutor)
         engine.add("running", prompt_of(5, 1), max_new_tokens=40)
         while not engine.tokens.get("running"):
             engine.turn()
-        gate, runner = threading.Event(), executor.lanes[Lane.PREFILL].runner
+        gate, runner = threading.Event(), executor.streams[1].runner
         forward = runner.forward
 
         def held(plan: Plan) -> Any:
@@ -166,8 +165,9 @@ def test_prompts_threads_let_others_go_first_and_the_process_keeps_its_niceness(
     own = niceness()
     with EngineInProcess(make_tiny_checkpoint(tmp_path / "model", "qwen3"), **FLAGS, **LANES) as engine:
         executor = engine.parts.executor
-        assert isinstance(executor, LaneExecutor)
-        found = {lane: one.call(niceness) for lane, one in executor.lanes.items()}
+        found = {
+            lane: one.call(niceness) for lane, one in zip((Lane.DECODE, Lane.PREFILL), executor.streams, strict=True)
+        }
     assert found == {Lane.DECODE: own, Lane.PREFILL: min(19, own + PROMPT_NICENESS)} and niceness() == own
 
 
@@ -176,14 +176,13 @@ def test_each_kernel_of_a_thread_asks_how_many_threads_make_it(tmp_path: Path) -
     path = make_tiny_checkpoint(tmp_path / "model", "qwen3", dtype="bfloat16")
     with EngineInProcess(path, **FLAGS, **LANES) as engine:
         executor, asked = engine.parts.executor, {lane: 0 for lane in Lane}
-        assert isinstance(executor, LaneExecutor)
 
         def counted(lane: Lane) -> None:
             def count() -> int:
                 asked[lane] += 1
                 return 1
 
-            executor.lanes[lane].call(lambda: tape.let_count(count))
+            executor.streams[STREAMS[lane]].call(lambda: tape.let_count(count))
 
         for lane in Lane:
             counted(lane)

@@ -8,6 +8,7 @@ import random
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from engine.core.dp_agreement import Agreement, PromptGate
@@ -16,8 +17,11 @@ from engine.core.dp_update import UpdateAgreement
 from engine.core.plan import ItemResult, Plan, StepResult
 from engine.core.prefill_gate import PrefillPolicy
 from engine.core.request import Request
-from engine.loop.loop import EngineLoop, LoopServices, LoopSettings
+from engine.loop.joint_strategy import JointStrategy
+from engine.loop.loop import EngineLoop
+from engine.loop.pipeline import Pipeline
 from engine.loop.role import UnifiedRole
+from engine.loop.services import LoopServices, LoopSettings
 from engine.loop.turn_clock import TurnClock
 from engine.messages import ControlReply, TokenBatch, TokenOutput
 from tests.core.engine_in_a_test import EngineInATest
@@ -124,18 +128,22 @@ class Rank:
         group.board.wake[rank] = self.call_attention
         self.loop = EngineLoop(
             scheduler=self.engine.scheduler,
-            executor=self,
+            pipeline=partial(
+                Pipeline,
+                strategy=JointStrategy(self.engine.scheduler, Agreement(group.board, rank=rank, policies=policies)),
+                executor=self,
+                depth=depth,
+                ended=self.ended,
+            ),
             role=Role(self.engine, self.model),
             ports=self,
             services=LoopServices(
                 weights=self.weights,
                 profiler=FakeProfiler(),
-                watched=self,
-                agreement=Agreement(group.board, rank=rank, policies=policies),
                 updates=UpdateAgreement(group.board, rank=rank),
             ),
             turns=TurnClock(limit_s=0),
-            settings=LoopSettings(depth=depth, eos_ids=frozenset()),
+            settings=LoopSettings(eos_ids=frozenset()),
             clock=lambda: float(self.turns),
         )
 

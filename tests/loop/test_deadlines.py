@@ -1,13 +1,16 @@
 """Requests whose time is over end where they are, and their memory is back: the real loop with the hash model, no clock."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 
 from engine.loop.deadlines import SOON_S, SPARE, Deadlines, too_late
-from engine.loop.loop import IDLE_WAIT_S, OUTSIDE_WAIT_S, EngineLoop, LoopServices, LoopSettings
-from engine.loop.role import Peered, UnifiedRole
+from engine.loop.loop import IDLE_WAIT_S, OUTSIDE_WAIT_S, EngineLoop
+from engine.loop.pipeline import Pipeline, StepStrategy
+from engine.loop.role import UnifiedRole
+from engine.loop.services import LoopServices, LoopSettings
 from engine.loop.turn_clock import TurnClock
 from engine.messages import (
     ContinueGeneration,
@@ -27,7 +30,7 @@ from tests.loop.test_control import FakeProfiler, FakeWeights
 from tests.loop.test_pipeline import Recorder
 
 
-class NotedRole(UnifiedRole, Peered):
+class NotedRole(UnifiedRole):
     """A unified role that notes what it hears about peers, which it does not have."""
 
     closed: str | None = None
@@ -70,12 +73,17 @@ class Rig:
         self.turn_clock = TurnClock(limit_s=300.0)
         self.loop = EngineLoop(
             scheduler=self.engine.scheduler,
-            executor=Recorder(self.engine.model),
+            pipeline=partial(
+                Pipeline,
+                strategy=StepStrategy(self.engine.scheduler),
+                executor=Recorder(self.engine.model),
+                depth=depth,
+            ),
             role=self.role,
             ports=self,
-            services=LoopServices(weights=FakeWeights(), profiler=FakeProfiler()),
+            services=LoopServices(weights=FakeWeights(), profiler=FakeProfiler(), move_out=self.role.move_out),
             turns=self.turn_clock,
-            settings=LoopSettings(depth=depth, eos_ids=frozenset()),
+            settings=LoopSettings(eos_ids=frozenset()),
             clock=lambda: self.now_s,
         )
 

@@ -6,7 +6,7 @@ import pytest
 
 from engine.core.outputs import StepEffects
 from engine.core.plan import Plan, StepResult
-from engine.loop.pipeline import Pipeline
+from engine.loop.pipeline import Pipeline, StepStrategy
 from engine.messages import TokenOutput
 from tests.core.engine_in_a_test import EngineInATest
 from tests.core.hash_model import HashModel, expected_tokens
@@ -53,7 +53,7 @@ class Rig(EngineInATest):
     def __init__(self, depth: int, **limits: object) -> None:
         super().__init__(**limits)  # type: ignore[arg-type]
         self.executor = Recorder(self.model)
-        self.pipeline = Pipeline(scheduler=self.scheduler, executor=self.executor, depth=depth, on_step=_outputs)
+        self.pipeline = Pipeline(_outputs, strategy=StepStrategy(self.scheduler), executor=self.executor, depth=depth)
 
     def turn(self) -> bool:
         plan = self.scheduler.schedule()

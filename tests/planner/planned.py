@@ -1,7 +1,6 @@
 """Small planned clusters for tests: a model of 1 MB a KV page, workers with round step times."""
 
 from engine.config import EngineConfig
-from engine.loop.role import Peered
 from planner.cluster import ClusterCosts, PlannedCluster
 from planner.layout import ClusterLayout, parse_layout
 from planner.speculation import Speculation
@@ -82,7 +81,6 @@ def assert_at_rest(planned: PlannedCluster) -> None:
     """Every owner agrees with itself, and nobody holds anything but cached prefixes."""
     for worker in planned.workers():
         worker.scheduler.check()
-        if isinstance(worker.role, Peered):
-            worker.role.check()
-            assert not worker.role.waits_for_outside()
+        worker.role.check()
+        assert not worker.role.waits_for_outside()
         assert worker.scheduler.idle and worker.scheduler.memory.allocator.counts()["held"] == 0

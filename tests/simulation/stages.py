@@ -8,11 +8,14 @@ A stage checks the KV that it reads, so a chunk that overtakes another one, or a
 
 from collections import deque
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from engine.core.plan import Plan, StepResult
-from engine.loop.loop import EngineLoop, LoopServices, LoopSettings
+from engine.loop.loop import EngineLoop
+from engine.loop.pipeline import Pipeline, StepStrategy
 from engine.loop.role import UnifiedRole
+from engine.loop.services import LoopServices, LoopSettings
 from engine.loop.turn_clock import TurnClock
 from engine.messages import GenerateRequest, TokenBatch
 from engine.sampling_params import SamplingParams
@@ -64,12 +67,18 @@ class StagedEngine:
         self._chunk_ends: dict[str, int] = {}
         self.loop = EngineLoop(
             scheduler=self.engine.scheduler,
-            executor=self,
+            pipeline=partial(
+                Pipeline,
+                strategy=StepStrategy(self.engine.scheduler),
+                executor=self,
+                depth=self.engine.scheduler.limits.micro_batches + overlap,
+                ended=self.ended if stages > 1 else None,
+            ),
             role=UnifiedRole(self.engine.scheduler),
             ports=self,
-            services=LoopServices(weights=FakeWeights(), profiler=FakeProfiler(), watched=self if stages > 1 else None),
+            services=LoopServices(weights=FakeWeights(), profiler=FakeProfiler()),
             turns=TurnClock(limit_s=0),
-            settings=LoopSettings(depth=self.engine.scheduler.limits.micro_batches + overlap, eos_ids=frozenset()),
+            settings=LoopSettings(eos_ids=frozenset()),
             clock=lambda: self.now_s,
         )
 

@@ -29,7 +29,7 @@ from engine.frontend.client.engine_client import EngineClient
 from engine.frontend.errors import from_finish
 from engine.loop.control import EngineControl
 from engine.loop.deadlines import Deadlines
-from engine.loop.pipeline import Pipeline
+from engine.loop.pipeline import StepStream
 from router.attempts.pair_attempt import PairAttempt, RoomMinter
 from router.attempts.request import RequestContext
 from router.attempts.upstream_call import UpstreamCall
@@ -749,9 +749,9 @@ CLUSTER.skip("keep streams without a bound", StreamLogs._make_room, "The streams
 # ---- steps in flight
 
 
-@CLUSTER.bug("a step overtakes the one before it", Pipeline._collect, "The newest step in flight is collected first.")
-def _(original, pipeline):
-    pipeline._launched.rotate(1)
-    outputs = original(pipeline)
-    pipeline._launched.rotate(-1)
+@CLUSTER.bug("a step overtakes the one before it", StepStream._collect, "The newest step in flight is collected first.")
+def _(original, stream, left):
+    stream._launched.rotate(1)
+    outputs = original(stream, left)
+    stream._launched.rotate(-1)
     return outputs

@@ -35,7 +35,7 @@ from engine.core.stages import Stages
 from engine.core.state_slots import StateSlots
 from engine.core.usable_prefixes import UsablePrefixes
 from engine.core.window_pages import WindowPages
-from engine.loop.rank_pipeline import RankPipeline
+from engine.loop.joint_strategy import JointStrategy
 from tools.mutants.planting import Bugs
 
 CORE = Bugs()
@@ -150,9 +150,9 @@ def _(original, agreement, step):
     return agree([board.row(rank, step) or Row(step=step, idle=True) for rank in range(board.num_ranks)])
 
 
-@CORE.bug("a paused rank takes part in no step", RankPipeline.next_plan, "The other ranks wait until it goes on.")
-def _(original, pipeline, now_s, *, paused):
-    return None if paused else original(pipeline, now_s, paused=paused)
+@CORE.bug("a paused rank takes part in no step", JointStrategy.next_plan, "The other ranks wait until it goes on.")
+def _(original, strategy, now_s, full, *, paused):
+    return None if paused else original(strategy, now_s, full, paused=paused)
 
 
 @CORE.bug(

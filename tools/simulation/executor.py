@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from engine.core.plan import FeatureLand, Plan, PlanItem, StepResult
+from engine.executor.executor import StepAnswer
 from engine.images import ImageInput
 from tests.core.hash_model import Copy, HashModel, Slot, State, prefix_hash, step_hash
 from tools.simulation.images import PlacedImages, contents, delta_of, seen_at, seen_of
@@ -196,6 +197,7 @@ class SimLaunch:
     computed: StepResult | None = None
     result: StepResult | None = None
     sampling: "Future[StepResult] | None" = None  # of a group, which watches it
+    answer: StepAnswer | None = None  # of its followers
 
 
 class SimExecutor:

@@ -1,6 +1,6 @@
 """The followers of a simulated worker: the leader's and the followers' own code, over channels in virtual time.
 
-    leader    LeadingExecutor(SimExecutor, Followers) --steps--> channel --> Follower(RankRunner over rank_models.py)    follower
+    leader    Executor(SimExecutor, Followers) --steps--> channel --> Follower(RankRunner over rank_models.py)    follower
 
 A message arrives after a lag of its own, in order. A step with items is a sum over all ranks: the leader's part of it waits for every
 follower, which has run whatever came before by then. Some followers run it sooner (another stage always may), and copies
@@ -16,11 +16,11 @@ from typing import Any
 import msgspec
 
 from engine.core.plan import Plan, StepResult
+from engine.executor.executor import Executor
 from engine.kv.held import HeldKV
 from engine.ranks.follower import Follower, LostStep
 from engine.ranks.followers import Followers, GroupEnded
 from engine.ranks.group_checksum import GroupChecksum
-from engine.ranks.leading_executor import GroupLaunch, LeadingExecutor
 from engine.ranks.mail import Take
 from engine.ranks.messages import Failed, PoolSize, Ready, Serving, Step, ToFollower, ToLeader
 from engine.ranks.rank_checksum import OwnChecksum, Parts, Tail
@@ -329,21 +329,22 @@ class GroupExecutor:
     def __init__(self, own: SimExecutor, group: SimGroup, *, attention: Callable[[], None] | None) -> None:
         leading: Any = own
         self._own, self._group = own, group
-        self._leading = LeadingExecutor(leading, group.followers, attention=attention)
+        self._leading = Executor([leading], ranks=group.followers, attention=attention)
 
-    def launch(self, plan: Plan) -> GroupLaunch:
+    def launch(self, plan: Plan) -> Any:
         return self._leading.launch(self._own.named(plan))
 
-    def launch_forward(self, plan: Plan) -> GroupLaunch:
+    def launch_forward(self, plan: Plan) -> Any:
         return self._leading.launch_forward(self._own.named(plan))
 
-    def launch_sampling(self, launch: GroupLaunch) -> None:
+    def launch_sampling(self, launch: Any) -> None:
         self._leading.launch_sampling(launch)
 
-    def ended(self, launch: GroupLaunch) -> bool:
-        return self._leading.ended(launch)
+    @property
+    def ended(self) -> Callable[[Any], bool] | None:
+        return self._leading.ended
 
-    def collect(self, launch: GroupLaunch) -> StepResult:
+    def collect(self, launch: Any) -> StepResult:
         result = self._leading.collect(launch)
         self._group.check_collected(launch.plan)
         return result

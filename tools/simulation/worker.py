@@ -35,7 +35,9 @@ from disagg.recompute import Bounds
 from engine.core.plan import Plan
 from engine.core.state_slots import StateSlots
 from engine.core.window_pages import WindowPages
-from engine.loop.loop import EngineLoop, LoopServices, LoopSettings
+from engine.loop.loop import EngineLoop
+from engine.loop.pipeline import Pipeline, StepStrategy
+from engine.loop.services import LoopServices, LoopSettings, no_moves
 from engine.loop.turn_clock import TurnClock
 from engine.messages import (
     GenerateBatch,
@@ -474,18 +476,31 @@ class Worker:
         return alone(own_checksum(self.model, self.shape.held(0)))
 
     def _loop(self) -> EngineLoop:
+        role = self.role
         idle: Any = SimpleNamespace()
         executor: Any = self.executor
         if self.group is not None:
             executor = GroupExecutor(executor, self.group, attention=self._wake_loop if self.watched else None)
         return EngineLoop(
             scheduler=self.scheduler,
-            executor=executor,
+            pipeline=partial(
+                Pipeline,
+                strategy=StepStrategy(self.scheduler),
+                executor=executor,
+                depth=self.depth,
+                ended=executor.ended if self.watched else None,
+            ),
             role=self.role,
             ports=_Ports(self),
-            services=LoopServices(weights=self.weights, profiler=idle, watched=executor if self.watched else None),
+            services=LoopServices(
+                weights=self.weights,
+                profiler=idle,
+                move_out=role.move_out if isinstance(role, DecodeRole) else no_moves,
+                transfer_paths=role.transfer_paths if isinstance(role, PrefillRole) else list,
+                listeners=[role.launched_pages] if isinstance(role, PrefillRole) else (),
+            ),
             turns=self.turns,
-            settings=LoopSettings(depth=self.depth, eos_ids=frozenset({EOS})),
+            settings=LoopSettings(eos_ids=frozenset({EOS})),
             clock=self.process.clock,
         )
 

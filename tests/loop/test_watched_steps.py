@@ -1,9 +1,12 @@
 """A loop whose steps are watched: it rests while they run, and its watchdog counts the wait. (In time: tests/simulation/test_stages.py.)"""
 
+from functools import partial
+
 from engine.core.plan import Plan, StepResult
-from engine.loop.loop import EngineLoop, LoopServices, LoopSettings
-from engine.loop.rank_pipeline import RankPipeline
+from engine.loop.loop import EngineLoop
+from engine.loop.pipeline import Pipeline, StepStrategy
 from engine.loop.role import UnifiedRole
+from engine.loop.services import LoopServices, LoopSettings
 from engine.loop.turn_clock import TurnClock
 from engine.messages import GenerateRequest
 from engine.sampling_params import SamplingParams
@@ -33,12 +36,12 @@ class Rig(EngineInATest):
     def __init__(self, depth: int, **limits: object) -> None:
         super().__init__(**limits)  # type: ignore[arg-type]
         self.executor = Watched(self.model)
-        self.pipeline = RankPipeline(
-            scheduler=self.scheduler,
+        self.pipeline = Pipeline(
+            lambda effects: effects.outputs,
+            strategy=StepStrategy(self.scheduler),
             executor=self.executor,
-            watched=self.executor,
             depth=depth,
-            on_step=lambda effects: effects.outputs,
+            ended=self.executor.ended,
         )
 
     def move(self) -> Plan | None:
@@ -120,12 +123,14 @@ def test_the_watchdog_counts_the_wait_for_a_step_and_no_rest() -> None:
     ports = Ports()
     loop = EngineLoop(
         scheduler=engine.scheduler,
-        executor=executor,
+        pipeline=partial(
+            Pipeline, strategy=StepStrategy(engine.scheduler), executor=executor, depth=2, ended=executor.ended
+        ),
         role=UnifiedRole(engine.scheduler),
         ports=ports,
-        services=LoopServices(weights=FakeWeights(), profiler=FakeProfiler(), watched=executor),
+        services=LoopServices(weights=FakeWeights(), profiler=FakeProfiler()),
         turns=turns,
-        settings=LoopSettings(depth=2, eos_ids=frozenset()),
+        settings=LoopSettings(eos_ids=frozenset()),
         clock=lambda: ports.now_s,
     )
     loop.run()

@@ -1,17 +1,22 @@
 """The loop of two lanes: it waits for no step, decodes go first where they are due, and each lane's steps are timed by themselves."""
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 
 from engine.core.lane_share import PACE, LaneShare
 from engine.core.lanes import Lane
 from engine.core.outputs import StepEffects
 from engine.core.plan import Plan, StepResult
-from engine.loop.lane_pipeline import POLL_S, LanePipeline
-from engine.loop.loop import EngineLoop, LoopServices, LoopSettings
+from engine.loop.loop import EngineLoop
+from engine.loop.multiplexing import POLL_S, Multiplexing
+from engine.loop.pipeline import Pipeline
 from engine.loop.role import UnifiedRole
+from engine.loop.services import LoopServices, LoopSettings
 from engine.loop.step_durations import StepDurations
 from engine.loop.turn_clock import TurnClock
-from engine.messages import GenerateRequest, TokenBatch
+from engine.messages import GenerateRequest, TokenBatch, TokenOutput
 from engine.sampling_params import SamplingParams
 from tests.core.engine_in_a_test import EngineInATest
 from tests.core.hash_model import HashModel, expected_tokens
@@ -48,14 +53,20 @@ class Rig(EngineInATest):
         super().__init__(multiplexed=True, **limits)  # type: ignore[arg-type]
         self.executor = Lanes(self.model)
         self.share = LaneShare(parts=parts, itl_s=itl_s, waits=True)
-        self.pipeline = LanePipeline(
-            scheduler=self.scheduler,
+        self.strategy = Multiplexing(self.scheduler, share=self.share, give=self.executor.give)
+        self.beside_prompts: list[bool] = []  # for each step that was collected
+        self.pipeline = Pipeline(
+            self._collected,
+            strategy=self.strategy,
             executor=self.executor,
-            watched=self.executor,
             depth=depth,
-            share=self.share,
-            on_step=lambda effects: effects.outputs,
+            ended=self.executor.ended,
+            streams=2,
         )
+
+    def _collected(self, effects: StepEffects) -> list[TokenOutput]:
+        self.beside_prompts.append(self.strategy.beside_prompts)
+        return effects.outputs
 
     def move(self, now_s: float | None = None) -> Plan | None:
         self.now_s = self.now_s if now_s is None else now_s
@@ -95,12 +106,12 @@ def test_beside_a_prompt_the_next_decode_step_waits_until_it_is_due() -> None:
     rig = Rig().beside_a_prompt()
     rig.end(2)
     assert rig.move(0.0) is None
-    assert rig.pipeline.shorten(1.0, 0.0) == DUE_S + POLL_S and rig.pipeline.shorten(0.01, 0.0) == 0.01
+    assert rig.strategy.shorten(1.0, 0.0) == DUE_S + POLL_S and rig.strategy.shorten(0.01, 0.0) == 0.01
     plan = rig.move(DUE_S)
     assert plan is not None and plan.lane is Lane.DECODE
     rig.end(4)
     rig.move(DUE_S)
-    assert rig.pipeline.shorten(1.0, DUE_S) == DUE_S + POLL_S
+    assert rig.strategy.shorten(1.0, DUE_S) == DUE_S + POLL_S
 
 
 def test_without_a_prompt_in_flight_decode_steps_follow_at_once_and_nothing_shortens_the_rest() -> None:
@@ -108,7 +119,7 @@ def test_without_a_prompt_in_flight_decode_steps_follow_at_once_and_nothing_shor
     rig.scheduler.abort("b")
     rig.end(2, 3)
     plan = rig.move(0.0)
-    assert plan is not None and plan.lane is Lane.DECODE and rig.pipeline.shorten(1.0, 0.0) == 1.0
+    assert plan is not None and plan.lane is Lane.DECODE and rig.strategy.shorten(1.0, 0.0) == 1.0
 
 
 def test_a_request_that_comes_from_the_prefill_lane_has_its_next_token_in_time() -> None:
@@ -128,7 +139,7 @@ def test_a_request_that_comes_from_the_prefill_lane_has_its_next_token_in_time()
     plan = rig.move(0.01)
     assert "b" in rig.tokens and plan is not None and plan.lane is Lane.PREFILL
     assert rig.move(0.02) is None
-    assert rig.pipeline.shorten(1.0, 0.02) == pytest.approx(0.01 + 0.5 * DUE_S - 0.02 + POLL_S)
+    assert rig.strategy.shorten(1.0, 0.02) == pytest.approx(0.01 + 0.5 * DUE_S - 0.02 + POLL_S)
 
 
 def test_the_executor_gets_the_share_at_first_and_when_it_changes() -> None:
@@ -136,13 +147,28 @@ def test_the_executor_gets_the_share_at_first_and_when_it_changes() -> None:
     plan = rig.pipeline.last
     assert rig.executor.given == [2] and plan is not None
     for _ in range(3):
-        rig.pipeline.note(plan, 2 * ITL_S)
+        rig.strategy.note(plan, 2 * ITL_S)
     assert rig.executor.given == [2, 3]
     rig.scheduler.abort("b")
     rig.end(2, 3)
     for _ in range(3):
-        rig.pipeline.note(plan, 2 * ITL_S)
+        rig.strategy.note(plan, 2 * ITL_S)
     assert rig.executor.given == [2, 3], "a step alone says nothing"
+
+
+def test_a_decode_step_that_ends_as_a_prompt_is_launched_was_not_beside_it() -> None:
+    rig = Rig()
+    rig.add("a", [1, 2, 3])
+    rig.move()
+    rig.end(1)
+    rig.move()
+    rig.add("b", list(range(40)))
+    rig.executor.ended_steps.add(2)
+    plan = rig.move()
+    assert plan is not None and plan.lane is Lane.PREFILL and rig.beside_prompts == [False, False]
+    rig.end(3)
+    assert rig.beside_prompts == [False, False, False]
+    assert Rig().beside_a_prompt().strategy.beside_prompts
 
 
 def test_a_lane_that_stands_still_is_seen_while_the_other_goes_on() -> None:
@@ -150,11 +176,11 @@ def test_a_lane_that_stands_still_is_seen_while_the_other_goes_on() -> None:
     for seq, now_s in ((2, 1.0), (4, 2.0), (5, 3.0)):
         rig.end(seq)
         rig.move(now_s)
-    assert rig.pipeline.since_s(9.0) == 0.0
+    assert rig.strategy.since_s(9.0) == rig.pipeline.since_s(9.0) == 0.0
     rig.end(3)
     rig.move(4.0)
-    assert rig.pipeline.since_s(9.0) > 0.0
-    assert Rig().pipeline.since_s(9.0) == 9.0
+    assert rig.strategy.since_s(9.0) > 0.0
+    assert Rig().strategy.since_s(9.0) == 9.0
 
 
 def test_a_pause_plans_for_neither_lane() -> None:
@@ -187,50 +213,76 @@ def test_steps_are_timed_by_lane() -> None:
     assert found == [(2, 2.0), (3, 6.0)]
 
 
+class LoopRig:
+    """A loop of two lanes with requests a and b, which is its own ports: only its rests take time."""
+
+    prompts = {"a": [1, 2, 3], "b": list(range(60))}
+
+    def __init__(self, executor: Lanes, engine: EngineInATest, *, until: Callable[["LoopRig"], bool]) -> None:
+        self.now_s, self.rests = 0.0, 0
+        self.stalled_s: float | None = None
+        self.tokens: dict[str, list[int]] = {rid: [] for rid in self.prompts}
+        self.turns = TurnClock(limit_s=1e-9)
+        self._until = until
+        self._inbox = [
+            GenerateRequest(rid, ids, SamplingParams(max_new_tokens=9), stream=True)
+            for rid, ids in self.prompts.items()
+        ]
+        share = LaneShare(parts=2, itl_s=ITL_S, waits=True)
+        strategy = Multiplexing(engine.scheduler, share=share, give=executor.give)
+        self._loop = EngineLoop(
+            scheduler=engine.scheduler,
+            pipeline=partial(Pipeline, strategy=strategy, executor=executor, depth=1, ended=executor.ended, streams=2),
+            role=UnifiedRole(engine.scheduler),
+            ports=self,  # type: ignore[arg-type]
+            services=LoopServices(weights=FakeWeights(), profiler=FakeProfiler(), listeners=[strategy]),
+            turns=self.turns,
+            settings=LoopSettings(eos_ids=frozenset()),
+            clock=lambda: self.now_s,
+        )
+
+    def run(self) -> None:
+        self._loop.run()
+
+    def receive(self) -> list[GenerateRequest]:
+        messages, self._inbox = self._inbox, []
+        return messages
+
+    def wait(self, timeout_s: float) -> None:
+        self.now_s += timeout_s
+        self.rests += 1
+        assert self.rests < 200
+        self.stalled_s = self.turns.stalled_s(self.now_s)
+        self._loop.stopped = self._until(self)
+
+    def to_frontend(self, message: object) -> None:
+        for output in message.outputs if isinstance(message, TokenBatch) else ():
+            self.tokens[output.rid] += output.new_ids
+
+    def call_attention(self) -> None:
+        """It waits for nothing."""
+
+
 def test_the_loop_serves_requests_in_two_lanes_and_wakes_for_a_step_that_is_due() -> None:
     engine = EngineInATest(multiplexed=True)
-    executor = Lanes(engine.model, all_end=True)
-    prompts = {"a": [1, 2, 3], "b": list(range(60))}
-    said: dict[str, list[int]] = {rid: [] for rid in prompts}
-
-    class Ports:
-        now_s = 0.0
-        inbox = [
-            GenerateRequest(rid, ids, SamplingParams(max_new_tokens=9), stream=True) for rid, ids in prompts.items()
-        ]
-        rests = 0
-
-        def receive(self) -> list[GenerateRequest]:
-            messages, self.inbox = self.inbox, []
-            return messages
-
-        def wait(self, timeout_s: float) -> None:
-            self.now_s += timeout_s
-            self.rests += 1
-            loop.stopped = self.rests > 200 or all(len(ids) == 9 for ids in said.values())
-
-        def to_frontend(self, message: object) -> None:
-            for output in message.outputs if isinstance(message, TokenBatch) else ():
-                said[output.rid] += output.new_ids
-
-        def call_attention(self) -> None:
-            """It waits for nothing."""
-
-    ports = Ports()
-    loop = EngineLoop(
-        scheduler=engine.scheduler,
-        executor=executor,
-        role=UnifiedRole(engine.scheduler),
-        ports=ports,  # type: ignore[arg-type]
-        services=LoopServices(
-            weights=FakeWeights(),
-            profiler=FakeProfiler(),
-            lanes=executor,
-            share=LaneShare(parts=2, itl_s=ITL_S, waits=True),
-        ),
-        turns=TurnClock(limit_s=0.0),
-        settings=LoopSettings(depth=1, eos_ids=frozenset()),
-        clock=lambda: ports.now_s,
+    rig = LoopRig(
+        Lanes(engine.model, all_end=True), engine, until=lambda rig: all(len(ids) == 9 for ids in rig.tokens.values())
     )
-    loop.run()
-    assert said == {rid: expected_tokens(ids, 9) for rid, ids in prompts.items()}
+    rig.run()
+    assert rig.tokens == {rid: expected_tokens(ids, 9) for rid, ids in rig.prompts.items()}
+
+
+def test_the_watchdog_counts_a_lane_that_stands_still_while_the_loop_turns() -> None:
+    class Stuck(Lanes):
+        """Steps of request a take a turn, b's prompt takes for ever."""
+
+        def ended(self, launched: Launched) -> bool:
+            seq = launched.plan.seq
+            runs = seq not in self.ended_steps
+            self.ended_steps |= {seq} if launched.plan.items[0].rid == "a" else set()
+            return not runs
+
+    engine = EngineInATest(multiplexed=True, prefill_max_requests=1)
+    rig = LoopRig(Stuck(engine.model), engine, until=lambda rig: len(rig.tokens["a"]) == 9)
+    rig.run()
+    assert rig.stalled_s == rig.now_s > 4 * DUE_S

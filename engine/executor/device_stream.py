@@ -1,0 +1,111 @@
+"""Runs the steps of one stream of the device, in the order of their plans."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from engine.core.plan import ItemResult, Plan, StepResult
+from engine.executor.executor import StepAnswer
+from engine.executor.forward import Forward
+from engine.executor.guess_pass import guesses_of
+from engine.executor.model_runner import DeviceOutOfMemory, ModelRunner
+from engine.executor.sample_pass import StepOutput
+from engine.executor.stream import Stream, StreamTask
+from engine.messages import TokenLogprob
+from engine.sampler.logprobs import Logprobs
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True, eq=False)
+class Launch:
+    """A step on the stream. `forward`: its first half, where `sampling` is launched apart; `left`: what that leaves.
+
+    `answer`: of other ranks that run the step, too.
+    """
+
+    plan: Plan
+    sampling: StreamTask[StepOutput] | None = None
+    forward: StreamTask[None] | None = None
+    left: Forward | None = None
+    answer: StepAnswer | None = None
+
+
+class DeviceStream:
+    """A stream and what runs the model on it."""
+
+    def __init__(self, *, runner: ModelRunner, stream: Stream) -> None:
+        self.runner = runner
+        self._stream = stream
+
+    def launch(self, plan: Plan) -> Launch:
+        """Enqueue a step (an inline stream runs it)."""
+        return Launch(plan, self._stream.submit(lambda: self.runner.run(plan)))
+
+    def launch_forward(self, plan: Plan) -> Launch:
+        """Enqueue a step without its sampling. `launch_sampling` comes before any other launch."""
+        launch = Launch(plan)
+
+        def forward() -> None:
+            launch.left = self.runner.forward(plan)
+
+        launch.forward = self._stream.submit(forward)
+        return launch
+
+    def launch_sampling(self, launch: Launch) -> None:
+        """Enqueue the sampling of a step once `plan.masks` are filled in."""
+        assert launch.sampling is None, f"step {launch.plan.seq} is sampled already"
+        launch.sampling = self._stream.submit(lambda: self.runner.sample(launch.plan, launch.left))
+
+    def collect(self, launch: Launch) -> StepResult:
+        """Wait for a step and read its results. Raises the error of the step, except that a want of memory is its result."""
+        assert launch.sampling is not None, f"step {launch.plan.seq} is not sampled yet"
+        try:
+            if launch.forward is not None:
+                launch.forward.result()  # done by then; its error is the first one
+            output: StepOutput | str = launch.sampling.result()
+        except DeviceOutOfMemory as error:
+            output = str(error)
+        self.runner.wait_for_copies(launch.plan.seq)
+        if isinstance(output, str):
+            items = [ItemResult(token=None) for _ in launch.plan.items]
+            return StepResult(seq=launch.plan.seq, items=items, failure=output)
+        return _step_result(launch.plan, output)
+
+    def call(self, work: Callable[[], T]) -> T:
+        """Run `work` after every launched step, wait for it, and return or raise its outcome."""
+        return self._stream.submit(work).result()
+
+    def close(self) -> None:
+        self._stream.close()
+        self.runner.close()
+
+
+def _step_result(plan: Plan, output: StepOutput) -> StepResult:
+    items = [ItemResult(token=None) for _ in plan.items]
+    for i, token, bad in zip(output.sampled, output.tokens.tolist(), output.bad.tolist(), strict=True):
+        items[i].token, items[i].bad = token, bad
+    for i, logprobs in output.logprobs.items():
+        items[i].logprob = _token_logprobs(logprobs)[0]
+    for i, parts in output.input_logprobs.items():
+        items[i].input_logprobs = [entry for part in parts for entry in _token_logprobs(part)]
+    for i, rows in output.hidden.items():
+        items[i].hidden = rows.numpy().tobytes()
+    for i, guesses in guesses_of(output.drafted).items():
+        items[i].drafted = guesses
+    return StepResult(seq=plan.seq, items=items)
+
+
+def _token_logprobs(logprobs: Logprobs) -> list[TokenLogprob]:
+    ids = logprobs.token_ids.tolist()
+    values, top_ids = logprobs.top_values.tolist(), logprobs.top_ids.tolist()
+    requested = logprobs.requested.tolist()
+    return [
+        TokenLogprob(
+            chosen,
+            token_id,
+            list(zip(values[r], top_ids[r], strict=True)),
+            list(zip(requested[r], logprobs.requested_ids, strict=True)),
+        )
+        for r, (chosen, token_id) in enumerate(zip(logprobs.chosen.tolist(), ids, strict=True))
+    ]

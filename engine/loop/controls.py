@@ -1,0 +1,94 @@
+"""Calls that change a running engine and want no tokens, each with the part that answers it."""
+
+from engine.core.scheduler import Scheduler
+from engine.loop.control import AbortAll, ControlMessage, EngineControl
+from engine.loop.expert_record import ExpertRecord
+from engine.loop.occupation import OccupationControl
+from engine.loop.profile_control import ProfileControl
+from engine.loop.services import LoopServices, Ports
+from engine.loop.timekeeper import OpenRequests
+from engine.messages import (
+    LoadAdapter,
+    RecordExperts,
+    ReleaseMemory,
+    ResumeMemory,
+    StartProfile,
+    StopProfile,
+    TokenOutput,
+    UnloadAdapter,
+)
+
+ControlCall = (
+    ControlMessage
+    | LoadAdapter
+    | UnloadAdapter
+    | ReleaseMemory
+    | ResumeMemory
+    | StartProfile
+    | StopProfile
+    | RecordExperts
+)
+
+
+class Controls:
+    """Pauses and weights (`engine`), memory (`occupation`), adapters, profiles, counts of experts."""
+
+    def __init__(
+        self,
+        *,
+        scheduler: Scheduler,
+        services: LoopServices,
+        ports: Ports,
+        requests: OpenRequests,
+        abort_all: AbortAll,
+    ) -> None:
+        self._scheduler = scheduler
+        self._requests = requests
+        self.adapters = services.adapters
+        self.profiles = ProfileControl(services.profiler, reply=ports.to_frontend)
+        self._experts = ExpertRecord(services.expert_loads, name=services.name, reply=ports.to_frontend)
+        self.engine = EngineControl(
+            scheduler=scheduler,
+            weights=services.weights,
+            abort_all=abort_all,
+            reply=ports.to_frontend,
+            wakeup=ports.call_attention,
+            together=services.updates,
+            also=lambda: self.occupation.values,
+        )
+        self.occupation = OccupationControl(
+            kv=services.kv,
+            weights=services.weights,
+            why_busy=self._why_memory_is_used,
+            flush=scheduler.flush_cache,
+            update=self.engine.on_message,
+            reply=ports.to_frontend,
+        )
+
+    def on_message(self, message: ControlCall) -> list[TokenOutput]:
+        """Answer a call, now or later; return the outputs to send now."""
+        match message:
+            case LoadAdapter() | UnloadAdapter():
+                self.adapters.on_message(message)
+            case ReleaseMemory() | ResumeMemory():
+                self.occupation.on_message(message)
+            case StartProfile() | StopProfile():
+                self.profiles.on_message(message)
+            case RecordExperts():
+                self._experts.on_message(message)
+            case _:
+                return self.engine.on_message(message)
+        return []
+
+    def why_closed(self) -> str | None:
+        """Return why peers are refused; None: they are not."""
+        if self.occupation.released:
+            return "the worker has released its memory"
+        return "generation is paused" if self.engine.blocks_input else None
+
+    def _why_memory_is_used(self) -> str:
+        """Return what keeps memory from being released; "": nothing."""
+        live = len(list(self._requests.rids())) + self.engine.num_held
+        if live or not self._scheduler.idle or not self._scheduler.holds_no_kv:
+            return f"{live} requests live (POST /abort_request ends them)"
+        return "other weights are being read" if self.engine.updates else ""

@@ -1,0 +1,55 @@
+"""The steps of DP attention: each is offered to the other DP ranks, and launched once all of them have posted their row.
+
+    plan --offered, until all ranks have posted their row--> launched --ended--> collected
+
+The pipeline waits for no step: a row of another rank calls for attention, as the end of a step does.
+"""
+
+from collections.abc import Sequence
+
+from engine.core.dp_agreement import Agreement
+from engine.core.plan import Plan
+from engine.core.scheduler import Scheduler
+from engine.loop.pipeline import StepStrategy
+
+
+class JointStrategy(StepStrategy):
+    """Plans the steps that one DP rank offers to the others."""
+
+    def __init__(self, scheduler: Scheduler, agreement: Agreement) -> None:
+        super().__init__(scheduler)
+        assert scheduler.limits.pp_size == 1, "DP attention has one stage"
+        self._agreement = agreement
+        self._offered: dict[int, int] = {}  # by plan, the number of the step to agree on
+
+    def next_plan(self, now_s: float, full: Sequence[bool], *, paused: bool) -> Plan | None:
+        """Plan a step if there is room for one; where other ranks ask for it, at least one without items.
+
+        Its row is posted here, before the loop sends what it has: the other ranks' devices may wait for it.
+        """
+        if full[0]:
+            return None
+        scheduler, agreement = self.scheduler, self._agreement
+        prefillable = not paused and scheduler.prefillable
+        admits = agreement.admits
+        delays = prefillable and not admits
+        plan = None if paused else scheduler.schedule(now_s, admits=admits)
+        if plan is None and (delays or agreement.asked):
+            plan = scheduler.join()
+        scheduler.counters.delayed_steps += delays
+        if plan is not None and (plan.items or delays or agreement.asked):  # else it has copies alone
+            row = agreement.row_of(plan, scheduler, prefillable=prefillable, delays=delays)
+            self._offered[plan.seq] = agreement.post(row)
+        return plan
+
+    def may_launch(self, plan: Plan, num_launched: int) -> bool:
+        """Whether all ranks agree on its step. It becomes `plan.agreed`."""
+        if not super().may_launch(plan, num_launched):
+            return False
+        if (step := self._offered.get(plan.seq)) is None:
+            return True
+        plan.agreed = self._agreement.agreed(step)
+        if plan.agreed is None:
+            return False
+        del self._offered[plan.seq]
+        return True

@@ -1,0 +1,92 @@
+"""The steps of PD multiplexing (engine/core/lanes.py): a turn plans for one lane, decodes first where they are due
+(engine/core/lane_share.py).
+
+Each lane is a stream of the pipeline, which waits for no step: the loop rests until one ends, or until a decode step is due.
+"""
+
+from collections.abc import Callable, Sequence
+
+from engine.core.lane_share import LaneShare
+from engine.core.lanes import STREAMS, Lane
+from engine.core.outputs import StepEffects
+from engine.core.plan import Plan, StepResult
+from engine.core.scheduler import Scheduler
+from engine.loop.listener import LoopListener
+from engine.loop.pipeline import StepStrategy
+
+POLL_S = 0.001  # the loop's rest ends at whole milliseconds: the next one, or it would turn in vain
+
+
+class Multiplexing(StepStrategy, LoopListener):
+    """Plans the steps of both lanes. `share`: of decodes; `give` sets it, in parts of the device, whenever it changes."""
+
+    def __init__(self, scheduler: Scheduler, *, share: LaneShare, give: Callable[[int], None]) -> None:
+        super().__init__(scheduler)
+        self._share = share
+        self._give = give
+        self._now_s = 0.0  # of the turn
+        self._in_flight = dict.fromkeys(STREAMS, 0)  # launched steps
+        self._moved_s = dict.fromkeys(STREAMS, 0.0)  # when a step of the lane was launched or collected last
+        self._launched_s = float("-inf")  # the last decode step
+        self._joined_s: float | None = None  # since then, the first request came from the prefill lane
+        self._waits_until_s = float("inf")
+        give(share.decode_parts)
+
+    @property
+    def beside_prompts(self) -> bool:
+        return self._in_flight[Lane.PREFILL] > 0
+
+    def next_plan(self, now_s: float, full: Sequence[bool], *, paused: bool) -> Plan | None:
+        """Plan a step for a lane that has room for one: decodes if they are due, else prompts."""
+        self._now_s, self._waits_until_s = now_s, float("inf")
+        due_s = self._share.due_s(self._launched_s, self._joined_s) if self.beside_prompts else now_s
+        if now_s < due_s:
+            self._waits_until_s = due_s
+        elif plan := self._plan(Lane.DECODE, full, paused=paused):
+            self._launched_s, self._joined_s = now_s, None
+            return plan
+        return self._plan(Lane.PREFILL, full, paused=paused)
+
+    def _plan(self, lane: Lane, full: Sequence[bool], *, paused: bool) -> Plan | None:
+        if paused or full[STREAMS[lane]]:
+            return None
+        plan = self.scheduler.schedule(self._now_s, lane=lane)
+        if plan is not None:
+            self._moved_s[lane] = self._now_s
+        return plan
+
+    def may_launch(self, plan: Plan, num_launched: int) -> bool:
+        if not super().may_launch(plan, num_launched):
+            return False
+        self._count(plan, 1)
+        return True
+
+    def collect(self, plan: Plan, result: StepResult) -> StepEffects:
+        effects = super().collect(plan, result)
+        self._count(plan, -1)
+        goes_on = any(output.finish is None for output in effects.outputs)
+        if plan.lane is Lane.PREFILL and self._joined_s is None and goes_on:
+            self._joined_s = self._now_s
+        return effects
+
+    def _count(self, plan: Plan, change: int) -> None:
+        assert plan.lane is not None, "with PD multiplexing each plan has a lane"
+        self._in_flight[plan.lane] += change
+        self._moved_s[plan.lane] = self._now_s
+
+    def since_s(self, now_s: float) -> float:
+        """Return since when a lane with steps in flight stands still: the other goes on, and so does the loop."""
+        return min((self._moved_s[lane] for lane, num in self._in_flight.items() if num), default=now_s)
+
+    def shorten(self, wait_s: float, now_s: float) -> float:
+        """Shorten a rest of `wait_s` so that a decode step is planned when it is due."""
+        return min(wait_s, max(0.0, self._waits_until_s - now_s) + POLL_S)
+
+    def note(self, plan: Plan, taken_s: float) -> None:
+        """Learn from a decode step."""
+        if not self.beside_prompts:
+            return
+        before = self._share.decode_parts
+        self._share.note(taken_s)
+        if self._share.decode_parts != before:
+            self._give(self._share.decode_parts)

@@ -1,0 +1,77 @@
+"""Ports, settings and services of an event loop."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from engine.core.dp_update import UpdateAgreement
+from engine.grammar.queue import GrammarQueue
+from engine.hicache.disk import Disk
+from engine.loop.adapter_control import AdapterControl
+from engine.loop.control import Weights
+from engine.loop.expert_record import Loads
+from engine.loop.kv_events import ZmqPublisher
+from engine.loop.listener import LoopListener
+from engine.loop.occupation import FixedKV, KVMemory
+from engine.loop.profile_control import Profiler
+from engine.messages import ToFrontend, TokenOutput, ToScheduler, TransferPath
+from engine.text.stop_search import MakeStops, no_stops
+
+MoveOutRequest = Callable[[str, int, float], list[TokenOutput]]  # rid, room, now_s -> the outputs to send now
+
+
+def no_moves(rid: str, room: int, now_s: float) -> list[TokenOutput]:
+    """Leave the request where it is."""
+    return []
+
+
+class Ports(Protocol):
+    """Where messages come from and go to."""
+
+    def receive(self) -> list[ToScheduler]: ...
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait for a message, for `call_attention`, or for the time to pass."""
+
+    def to_frontend(self, message: ToFrontend) -> None: ...
+
+    def call_attention(self) -> None:
+        """From any thread: end the current or next `wait`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopSettings:
+    """Flags of the same names."""
+
+    eos_ids: frozenset[int]
+    stream_interval: int = 1
+    log_interval: int = 40
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopServices:
+    """What the loop serves besides requests and steps.
+
+    `late_compiles`: kernels that were compiled while serving. `memory`: bytes by what takes them. `gauges`: of the device's
+    part. `expert_loads`: counts of a mixture. `name`: of the worker, in files. `updates`: of weights, on all ranks of DP
+    attention. `move_out`: how a decode worker ends a request that another worker goes on with; the KV waits in the room.
+    `transfer_paths`: to the newest peers of a prefill worker, a bounded number. `listeners`: of the strategy and the role.
+    """
+
+    weights: Weights
+    profiler: Profiler
+    kv: KVMemory = field(default_factory=FixedKV)
+    grammars: GrammarQueue = field(default_factory=lambda: GrammarQueue(None))
+    stops: MakeStops = no_stops
+    adapters: AdapterControl = field(default_factory=AdapterControl)
+    disk: Disk | None = None
+    events: ZmqPublisher | None = None
+    late_compiles: Callable[[], int] = int
+    memory: Mapping[str, int] = field(default_factory=dict)
+    gauges: Callable[[], Mapping[str, float]] = dict
+    expert_loads: Callable[[], Loads] = list
+    name: str = "worker"
+    updates: UpdateAgreement | None = None
+    move_out: MoveOutRequest = no_moves
+    transfer_paths: Callable[[], list[TransferPath]] = list
+    listeners: Sequence[LoopListener] = ()

@@ -1,0 +1,56 @@
+"""Assembles how a loop runs the steps of an engine: the strategy that plans them, the pipeline over its executor."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from engine.build import EngineParts
+from engine.core.dp_agreement import Agreement
+from engine.core.dp_update import UpdateAgreement
+from engine.core.lanes import Lane
+from engine.executor.device_stream import Launch
+from engine.flags.pdmux import lane_share
+from engine.loop.joint_strategy import JointStrategy
+from engine.loop.listener import LoopListener
+from engine.loop.multiplexing import Multiplexing
+from engine.loop.pipeline import MakePipeline, Pipeline, StepStrategy
+from engine.loop.step_durations import StepDurations
+
+
+@dataclass(frozen=True, slots=True)
+class LoopSteps:
+    """Pipeline and listeners for an EngineLoop. `listeners`: of its strategy; `gauges`: of the device and the strategy."""
+
+    pipeline: MakePipeline
+    gauges: Callable[[], Mapping[str, float]]
+    listeners: Sequence[LoopListener] = ()
+    updates: UpdateAgreement | None = None
+
+
+def loop_steps(parts: EngineParts, *, agreement: Agreement | None = None, depth: int | None = None) -> LoopSteps:
+    """Return them for `parts`. `agreement`: with DP attention. `depth`: of the pipeline; None: what the flags resolve to."""
+    executor, scheduler = parts.executor, parts.scheduler
+    alone = agreement is None and scheduler.limits.pp_size == 1
+    assert alone or executor.ended is not None, "a loop that waits for a step does nothing for other ranks"
+    gauges: Callable[[], Mapping[str, float]] = executor.runner.expert_gauges
+    listeners: Sequence[LoopListener] = ()
+    strategy: StepStrategy = StepStrategy(scheduler) if agreement is None else JointStrategy(scheduler, agreement)
+    if parts.config.enable_pdmux:
+        share = lane_share(parts.config, parts=parts.device.parts)
+        strategy = lanes = Multiplexing(scheduler, share=share, give=parts.device.give)
+        listeners = (StepDurations(lanes.note, stages=1, lane=Lane.DECODE), lanes)
+        gauges = partial(_gauges, gauges, share.gauges)
+
+    pipeline = partial(
+        Pipeline[Launch],
+        strategy=strategy,
+        executor=executor,
+        depth=depth or parts.depth,
+        ended=executor.ended,
+        streams=len(executor.streams),
+    )
+    return LoopSteps(pipeline, gauges, listeners)
+
+
+def _gauges(*sources: Callable[[], Mapping[str, float]]) -> dict[str, float]:
+    return {name: value for source in sources for name, value in source().items()}
