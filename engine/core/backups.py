@@ -1,11 +1,11 @@
-"""KV of retracted requests in host memory: what is copied out, back, or forgotten, and when.
+"""Host copies of retracted requests' KV: saving, restoring, dropping.
 
-    retracted --begin--> saving --its step collected--> saved (memory given back) --restore--> running, no forward
-                            \\__ aborted, or no room for the copy: dropped; it waits and is computed again
+  retracted --begin--> saving --step collected--> saved, memory freed --restore--> running
+      +--- aborted, or no room: dropped, recomputed later
 
-Copies travel in plans, in stream order. A copy in flight counts as a step in flight, so pages leave the request only after
-it: a transfer peer may write a freed page next, and does not wait for our stream. Beside its pages a copy has what the next token
-needs of other memory: the pages of the last window, and the recurrent state.
+Copies are ordered plan data. A copy in flight counts as a step, so pages are freed after it: a
+transfer peer may write a freed page next without waiting for our stream. Copies include the last
+window and the recurrent state.
 """
 
 from collections.abc import Iterable
@@ -18,7 +18,7 @@ from engine.core.request import Request
 
 @dataclass(frozen=True, slots=True)
 class CopySize:
-    """Sizes of copies on the host: pages, pages of layers with a window that have their own pool, recurrent states."""
+    """Host copy sizes: pages, window pages, recurrent states."""
 
     pages: int = 0
     windows: int = 0
@@ -35,17 +35,17 @@ NOTHING = CopySize()
 
 
 class Backups:
-    """`room`: of all copies together; KV that does not fit is computed again. `windows`: of layers that have their own pool."""
+    """Copies within `room`; other KV is recomputed. `windows`: of layers with their own pool."""
 
     def __init__(self, *, room: CopySize, page_size: int, windows: Windows) -> None:
         self._room = room
         self._page_size = page_size
         self._windows = windows
-        self._copies: dict[int, CopySize] = {}  # serial of a request -> its copy, also while it is made
+        self._copies: dict[int, CopySize] = {}  # by request serial, from their start
         self._saves: list[PageSave] = []
         self._loads: list[PageLoad] = []
         self._drops: list[int] = []
-        self._copying: dict[int, Request] = {}  # a copy, out or back, is requested or in flight
+        self._copying: dict[int, Request] = {}  # copies requested or in flight
         self.saved_tokens = 0
         self.restored_tokens = 0
 
@@ -67,7 +67,7 @@ class Backups:
         return True
 
     def restore(self, request: Request) -> None:
-        """Fill the memory of a readmitted request, except pages that it found in the cache."""
+        """Fill a readmitted request's memory, except cached pages."""
         assert request.saved_len == request.num_tokens - 1, "all but the token sampled last is in the copy"
         start = request.launched_len // self._page_size
         count, window = self._copies.pop(request.serial).pages, self._windows.window_of(request, request.saved_len)
@@ -79,13 +79,13 @@ class Backups:
         self.restored_tokens += request.launched_len
 
     def drop(self, request: Request) -> None:
-        """Forget the copy of a request that has ended."""
+        """Drop the copy of a finished request."""
         if self._copies.pop(request.serial, None) is not None:
             self._drops.append(request.serial)
             request.saved_len = 0
 
     def forget_all(self, requests: Iterable[Request]) -> None:
-        """Drop all copies, requested ones too. No step may be in flight."""
+        """Drop all copies, requested ones too; no step is in flight."""
         for save in self._saves:
             self._copying.pop(save.key).inflight -= 1
             del self._copies[save.key]
@@ -96,13 +96,13 @@ class Backups:
             request.saved_len = 0
 
     def attach(self, plan: Plan) -> None:
-        """Put every copy requested since the last plan into this one."""
+        """Add all requested copies to this plan."""
         plan.saves, self._saves = self._saves, []
         plan.loads, self._loads = self._loads, []
         plan.drops, self._drops = self._drops, []
 
     def on_collected(self, plan: Plan) -> None:
-        """Note that the copies of a collected step are made."""
+        """Note finished copies of a collected step."""
         for key in [*(save.key for save in plan.saves), *(load.key for load in plan.loads)]:
             self._copying.pop(key).inflight -= 1
 

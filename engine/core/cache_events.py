@@ -1,9 +1,8 @@
-"""KV events: changes of the prefix cache, collected until the next `take`.
+"""KV events: prefix cache changes, collected until `take`.
 
-Pages get names that hold outside (service/prefix_chain.py), by all tokens up to the page's end. A split of a node changes no name.
-
-A token of an image has an id of its own there: 31 bits of its key id behind the highest bit, which no token id has. So a reader finds the
-text before the first image, and the ids of a request match nothing behind it.
+Pages have public names from all tokens up to their end (service/prefix_chain.py), stable when nodes
+split. Image tokens have other ids there: 31 bits of their key id after the top bit, which no token
+has. So readers match text before the first image only.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,22 +12,22 @@ from engine.images import FIRST_KEY_ID
 from service.kv_events import MEDIUM, AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, KVEvent
 from service.prefix_chain import BLOCK_TOKENS, open_chain, page_names, pages_make_blocks, token_seed
 
-SEEN = 1 << 31  # in ids of tokens of images; ids have 32 bits in names
+SEEN = 1 << 31  # marks image tokens in 32-bit ids
 
 
 class CacheEvents(TreePart):
-    """Call `take` once a turn of the loop, or it grows."""
+    """Call `take` every loop turn to bound it."""
 
     def __init__(self, *, page_size: int) -> None:
         self._page_size = page_size
         self._block_size = BLOCK_TOKENS if pages_make_blocks(page_size) else page_size
-        self._names: dict[int, int] = {}  # of cached pages
-        self._links: dict[int, bytes] = {}  # of those that end a block
+        self._names: dict[int, int] = {}  # by cached page
+        self._links: dict[int, bytes] = {}  # of pages that end a block
         self._events: list[KVEvent] = []
 
     @property
     def named(self) -> bool:
-        """Whether routers know its names."""
+        """Check that routers know these names."""
         return pages_make_blocks(self._page_size)
 
     # ---- the tree of a model to which pages are all: what is in the tree can be used
@@ -54,13 +53,13 @@ class CacheEvents(TreePart):
                 self._links[page] = link
 
     def leave(self, node: Node) -> None:
-        """Forget the names of a leaf that goes."""
+        """Forget the names of a removed leaf."""
         for page in node.pages:
             del self._names[page]
             self._links.pop(page, None)
 
     def announce(self, node: Node, start: int, end: int) -> None:
-        """Say that pages `start`..`end` - 1 of `node` can be used, as those before them."""
+        """Announce pages `start`..`end` - 1 of `node` as usable after those before them."""
         branch, hashes = _branch(node), self._hashes(node, start, end)
         self._events.append(
             BlockStored(
@@ -75,17 +74,17 @@ class CacheEvents(TreePart):
         )
 
     def retract(self, node: Node, start: int, end: int) -> None:
-        """Say that pages `start`..`end` - 1 of `node` can no longer be used."""
+        """Announce that pages `start`..`end` - 1 of `node` are unusable."""
         if end > start:
             self._events.append(BlockRemoved(self._hashes(node, start, end), MEDIUM))
 
     def _parent(self, node: Node) -> int | None:
-        """Return the name of the page before `node`; None: a prompt begins with it."""
+        """Name of the page before `node`; None at the start of prompts."""
         above = next(_above(node), None)
         return None if above is None else self._names[above.pages[-1]]
 
     def _before(self, node: Node) -> tuple[bytes, tuple[int, ...]]:
-        """Return the link of the last block before `node`, and the tokens between."""
+        """Link of the last block before `node`, and tokens since."""
         missing = sum(len(above.key) for above in _above(node)) % self._block_size
         tokens: tuple[int, ...] = ()
         for above in _above(node):
@@ -105,25 +104,25 @@ class CacheEvents(TreePart):
         self._events.append(AllBlocksCleared())
 
     def take(self) -> list[KVEvent]:
-        """Take the changes since the last call, in order."""
+        """Take changes since the last call, in order."""
         taken, self._events = self._events, []
         return taken
 
 
 def _shown(tokens: Sequence[int]) -> Sequence[int]:
-    """Return the ids that events have for `tokens`."""
+    """Event ids of `tokens`."""
     if not tokens or max(tokens) < FIRST_KEY_ID:
         return tokens
     return [token if token < FIRST_KEY_ID else SEEN | token % SEEN for token in tokens]
 
 
 def _seed(branch: Branch) -> bytes:
-    """The seed that routers have for requests without an adapter; of an adapter, whose number means nothing outside, one of its own."""
+    """The routers' seed without adapter; adapters, whose numbers are local, have their own."""
     return token_seed(b"#%d" % branch.adapter if branch.adapter else b"", branch.namespace)
 
 
 def _above(node: Node) -> Iterator[Node]:
-    """Yield the nodes with pages above `node`, the nearest first."""
+    """Yield nodes with pages above `node`, nearest first."""
     parent = node.parent
     while parent is not None and parent.pages:
         yield parent
@@ -131,7 +130,6 @@ def _above(node: Node) -> Iterator[Node]:
 
 
 def _branch(node: Node) -> Branch:
-    """Return the branch that holds `node`."""
     while node.parent is not None and node.parent.parent is not None:
         node = node.parent
     return node.branch or TRUNK

@@ -1,7 +1,7 @@
-"""Every running request by one token, as far as rows and pages reach; with pipeline stages a share of them.
+"""One token per running request, limited by rows and pages; a share of them with pipeline stages.
 
-Drafts follow known tokens. So where drafts pay, decodes are planned when none is in flight, and not again before these are collected:
-two half batches in turn would read the weights twice. What the executor's drafter drafts is a step of its own before them.
+Drafts follow known tokens, so where they pay, decodes do not overlap: two half batches would read
+the weights twice. The executor's drafter runs in a step before.
 """
 
 from itertools import chain, islice
@@ -32,10 +32,10 @@ class DecodePlanner:
         self._preemption = preemption
         self._priorities = state.limits.priorities
         self._num_planned = 0
-        self._awaits_tokens = False  # before the drafter is asked: its drafts follow known ones
+        self._awaits_tokens = False  # before drafting: drafts follow known tokens
 
     def ask(self) -> tuple[list[PlanItem], list[SlotOpen]]:
-        """Plan a step of the executor's drafter, where its drafts pay and there are none; nothing: decodes may come."""
+        """Plan a drafter step where drafts pay and are missing; if empty, decodes may follow."""
         self._awaits_tokens = False
         drafting = self._drafting
         if not drafting.passes:
@@ -63,12 +63,12 @@ class DecodePlanner:
         return ask.passes_within(room, passes)
 
     def _with_slots(self, requests: list[Request]) -> list[Request]:
-        """Return the requests that have a row or find a free one; drafts take no row from others."""
+        """Requests with a row or a free one; drafts take no row from others."""
         rowless = [r.rid for r in requests if r.slot is None][self._table.num_free :]
         return [r for r in requests if r.rid not in rowless]
 
     def plan(self, planned: set[str], now_s: float) -> tuple[list[PlanItem], list[SlotOpen]]:
-        """Plan a token for each running request that is not in this step already (`planned`)."""
+        """Plan a token per running request, without `planned`."""
         ready = self._micro_batches.ready(self._stages.running)
         if planned:
             ready = [r for r in ready if r.rid not in planned]
@@ -91,7 +91,7 @@ class DecodePlanner:
         if self._state.limits.test_retract:
             self._retract_sometimes(ready)
         if self._state.limits.max_loras_per_batch:
-            ready.sort(key=lambda r: r.adapter)  # tokens of one adapter lie together: its part of the work is one slice
+            ready.sort(key=lambda r: r.adapter)  # tokens of an adapter form one slice
         opens = [open_slot(r, self._table) for r in ready if r.slot is None or r.lane is Lane.PREFILL]
         for request in ready:
             end = request.launched_len + 1
@@ -106,14 +106,13 @@ class DecodePlanner:
         return [_row(r) for r in ready], opens
 
     def _is_verifying(self) -> bool:
-        """Whether a step with drafts is not judged yet."""
         return any(r.drafts.rows for r in chain(self._stages.running, self._stages.draining))
 
     def _rows(self, ready: list[Request], drafts: dict[str, Draft]) -> list[PlanItem]:
         return [item for r in ready for item in (_row(r), *draft_items(r, drafts.get(r.rid, NO_DRAFT)))]
 
     def _with_rows(self, ready: list[Request], now_s: float) -> list[Request]:
-        """Drop the least urgent of those without a row, where there are too few rows for all."""
+        """Drop the least urgent rowless requests, if rows are short."""
         rowless = [r for r in ready if r.slot is None]
         if len(rowless) <= self._table.num_free:
             return ready
@@ -123,9 +122,9 @@ class DecodePlanner:
         return [r for r in ready if r.rid not in late and r in self._stages.running]
 
     def _grow(self, ready: list[Request]) -> None:
-        """Take a page for each request whose next token starts one. Where memory is short, retract the last in order.
+        """Allocate pages for next tokens. If memory is short, retract the last in order.
 
-        A victim with a step in flight gives its memory back at the next collect: those that need it sit out until then.
+        Victims in flight free memory at the next collect; those in need pause until then.
         """
         needy = sorted((r for r in ready if self._memory.needs_page(r)), key=self._retraction_order)
         counters = self._state.counters
@@ -142,7 +141,7 @@ class DecodePlanner:
                 self._state.ratio.on_retraction(self._stages.running)
 
     def _retract_sometimes(self, ready: list[Request]) -> None:
-        """Retract a request as if memory were short, and leave the others a step (for tests)."""
+        """Force a retraction, and leave the others a step (for tests)."""
         self._num_planned += bool(ready)
         if self._num_planned % self._state.limits.test_retract == 0 and len(ready) > 1:
             victim = max(ready, key=self._retraction_order)
@@ -150,7 +149,7 @@ class DecodePlanner:
             ready.remove(victim)
 
     def _retraction_order(self, request: Request) -> tuple[int, int, int, str]:
-        """Victims come from the end: lowest priority first, longest output, shortest input; rid breaks ties."""
+        """Victims from the end: lowest priority, longest output, shortest input; rid breaks ties."""
         rank = self._priorities.rank(request)
         return (-rank, len(request.output_ids), -len(request.input_ids), request.rid)
 

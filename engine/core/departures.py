@@ -1,13 +1,12 @@
-"""How requests leave the batch: ended, or retracted to wait again.
+"""Exits of requests from the batch: finished, retracted, or moved.
 
-    finish ----+                                  ended: its memory back, gone
-               +--> draining --settle (inflight 0)--<
-    retract ---+                                  retracted: its KV copied to the host (Backups), memory back, waiting
-                                                  (or held by the role)
-    move ---------> leaving ---settle (inflight 0)---> held by the role, which sends its KV to another worker
+  finish ----+                              finished: memory freed
+             +--> draining --settle (inflight 0)--<
+  retract ---+                              retracted: KV saved (Backups), waiting, or the role's
+  move ---------> leaving ---settle (inflight 0)---> held by the role, which sends its KV
 
-A request's pages are released only when no launched step touches them (`inflight == 0`): a transfer peer may write a
-released page next, and does not wait for our stream.
+Pages are released only if no launched step touches them: a transfer peer may write a released page
+next, and does not wait for our stream.
 """
 
 from engine.core.outputs import output_of
@@ -22,7 +21,7 @@ class Departures:
         self._stages = state.stages
 
     def finish(self, request: Request, reason: FinishReason, new_ids: list[int] | None = None) -> TokenOutput:
-        """End a request and return its last output. The role holds a prefill-only one from here on."""
+        """End a request and return its last output."""
         request.finish = reason
         self._state.counters.aborted += reason.kind == "abort"
         if reason.kind not in ("abort", MOVED):
@@ -36,13 +35,13 @@ class Departures:
         return output
 
     def retract(self, victim: Request) -> None:
-        """Queue a running request again; its memory is free once its step in flight has been collected."""
+        """Requeue a running request; memory is freed after its step in flight."""
         self._stages.running.remove(victim)
         self._stages.draining.append(victim)
         self.settle()
 
     def move(self, request: Request) -> None:
-        """Take a running request out of the batch, for another worker; its last step may end it."""
+        """Remove a running request for another worker; its last step may finish it."""
         self._stages.running.remove(request)
         self._stages.leaving.append(request)
         request.moves = True
@@ -56,9 +55,9 @@ class Departures:
         return len(victims)
 
     def settle(self, *, copy: bool = True) -> None:
-        """Take the memory of ended and retracted requests whose last step has been collected.
+        """Free finished and retracted requests after their last step.
 
-        `copy`: False: this engine computes retracted requests again.
+        Without `copy` this engine recomputes retracted ones.
         """
         backups = self._state.backups
         for request in self._stages.take_departed():
@@ -69,7 +68,7 @@ class Departures:
             if request.finish is None and copy and backups.begin(request):
                 self._stages.draining.append(request)  # until its copy is made
             elif request.finish is None:
-                # A recompute request to a prefill worker names no adapter: requests with one resume here.
+                # A recompute request to prefill has no adapter: such requests resume here.
                 self._requeue(request, elsewhere=copy and self._state.limits.resume_elsewhere and not request.adapter)
             else:
                 backups.drop(request)
@@ -77,9 +76,8 @@ class Departures:
                 del self._stages.live[request.rid]
 
     def _requeue(self, request: Request, *, elsewhere: bool) -> None:
-        """Give memory back, and wait again with the generated tokens as known ones."""
         self._give_back(request)
-        request.unsent.input_logprobs.clear()  # of a part of the prompt, which is computed again
+        request.unsent.input_logprobs.clear()  # partial: the prompt is recomputed
         request.retractions += 1
         self._state.counters.retractions += 1
         if elsewhere:

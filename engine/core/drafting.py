@@ -1,18 +1,16 @@
-"""Speculative decoding: which requests get drafts, and how long ones, so that a step yields the most tokens a second.
+"""Speculative decoding: choice of requests and draft lengths for the most tokens per second.
 
-A draft guesses the tokens that a request samples next. Each drafted token is one more row of a decode step: it reads the draft, and
-samples what follows. Results (engine/core/results.py) keep a row if the row before it sampled exactly its draft. A sample is a function of
-seed, position and logits alone, so the tokens equal plain decoding's at any temperature, and no sample is taken twice.
+A draft token is one more row of a decode step: it reads the draft and samples the next token.
+engine/core/results.py accepts a row if the row before sampled exactly its draft. Samples depend
+only on seed, position and logits, so tokens equal plain decoding's at any temperature.
 
-Rows are taken in the order of their chance to be kept, in the number that maximizes
+Rows are taken by acceptance probability, in the number that maximizes
 
-    expected tokens of the step / seconds of a step with these rows
+  expected tokens of the step / seconds of a step with these rows
 
-Chances are learned (engine/core/draft_chances.py), and so are seconds (RowCosts). So in a full batch, where rows cost, drafts become short and
-end; a chain ends where its drafter is not sure, and a tree keeps its likely branches.
-
-A drafter that is a model drafts in the executor (engine/executor/draft_pass.py), in draft steps that come when decodes have no draft:
-`ask` returns the number of passes, whose time is a part of the seconds. Its drafts are drafts as any other.
+Both are learned (engine/core/draft_chances.py, RowCosts), so drafts become short and end in full
+batches. A model drafter runs in the executor (engine/executor/draft_pass.py), in draft steps whose
+time counts.
 """
 
 from bisect import bisect_right
@@ -28,22 +26,22 @@ from engine.core.plan import Plan
 from engine.core.request import Request
 from engine.core.row_costs import RowCosts
 
-LEAST = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)  # chances down to which rows are taken, tried in turn
-LEAST_GAIN = 0.1  # by which drafts must promise more tokens a second: both estimates err
-OVERLAP_GAIN = 0.1  # what overlap saves, which a step with drafts does without
-ROWS_OF_TREES, TRUST_IN_ROWS = 1.5, 32.0  # that verify what a pass guesses; passes that count as much
-PASS_SHARE = 0.1  # of a step with as many rows, that a pass of the executor's drafter takes, until one was measured
-TRY_EVERY = 64  # steps without drafts until the executor's drafter is asked all the same: chances and costs change
+LEAST = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)  # acceptance thresholds, tried in turn
+LEAST_GAIN = 0.1  # minimum gain in tokens per second: both estimates err
+OVERLAP_GAIN = 0.1  # saving of overlap, which draft steps lack
+ROWS_OF_TREES, TRUST_IN_ROWS = 1.5, 32.0  # rows that verify one pass's candidates; weight in passes
+PASS_SHARE = 0.1  # of a step with as many rows: a drafter pass, before measurement
+TRY_EVERY = 64  # steps without drafts until the drafter is tried again: chances and costs change
 
 
 class Drafter(Protocol):
     def draft(self, request: Request) -> Draft:
-        """Guess what follows the known tokens of `request`; called once for each length."""
+        """Draft after the known tokens; called once per length."""
 
 
 class Costs(Protocol):
     def step(self, rows: int) -> float:
-        """Predict what a decode step takes."""
+        """Predict seconds."""
 
     def note(self, rows: int, taken_s: float) -> None:
         """Learn from a decode step."""
@@ -51,9 +49,9 @@ class Costs(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Ranked:
-    """A draft by the chances that its tokens are kept. `order`: most likely first, each behind the one that it follows; None: as they are.
+    """Draft ranked by acceptance; `order` keeps parents first.
 
-    `losses`: of each in this order, minus its chance; `sums`: of the chances so far. `most`: how many a step may verify.
+    `losses`: negative probabilities; `sums`: cumulative; `most`: limit per step.
     """
 
     request: Request
@@ -64,7 +62,6 @@ class _Ranked:
     most: int
 
     def above(self, least: float) -> int:
-        """Count those that are kept with a chance of at least `least`."""
         return max(0, min(self.most, bisect_right(self.losses, -least)))
 
     def first(self, count: int) -> Draft:
@@ -73,25 +70,24 @@ class _Ranked:
 
 @dataclass(frozen=True, slots=True)
 class DraftAsk:
-    """A draft step of the executor's drafter: `passes` by request, each of which guesses `topk` tokens for a place."""
+    """Draft step of the executor's drafter: `passes` by request, `topk` candidates per place."""
 
     passes: dict[str, int]
     topk: int = 1
 
     def places(self, passes: int) -> int:
-        """Count the places behind the known tokens that `passes` passes write to, or a step that verifies one path of them."""
+        """Places that passes write, or one verified path."""
         return max(passes, (passes - 1) * self.topk)
 
     def passes_within(self, places: int, passes: int) -> int:
-        """Return how many of `passes` fit into `places`."""
         return min(passes, places, 1 + places // self.topk) if places > 0 else 0
 
 
 class Drafting:
-    """`drafter`: None: only what a grammar forces is drafted, and in `passes` at most by the executor's drafter; 0: it has none.
+    """Choice of drafts from `drafter`, grammars, and `passes` of the executor's drafter.
 
-    `most`: drafted tokens of a request in a step. `topk`: tokens that a pass may guess for each place: drafts are trees where these pay more
-    than chains. `counts`: whether penalties can be computed for several rows of a request.
+    `most`: draft tokens per request and step. `topk`: candidates per place, if trees beat chains.
+    `counts`: penalties work for several rows of a request.
     """
 
     def __init__(
@@ -106,7 +102,7 @@ class Drafting:
         pass_costs: Costs | None = None,
     ) -> None:
         self.costs: Costs = costs or RowCosts()
-        self.pass_costs: Costs | None = pass_costs  # None: no pass was measured
+        self.pass_costs: Costs | None = pass_costs  # None before a measurement
         self.passes = passes
         self._chances = Chances()
         self._rows_a_pass = {width: Chance() for width in (1, topk)}
@@ -116,15 +112,11 @@ class Drafting:
         self._counts = counts
 
     def able(self, requests: Sequence[Request]) -> Sequence[Request]:
-        """Return the requests that may get drafts."""
         drafts_for_all = self._drafter is not None or self.passes
         return requests if drafts_for_all else [r for r in requests if r.grammar is not None]
 
     def ask(self, requests: Sequence[Request], *, rows: int, overlaps: bool) -> DraftAsk:
-        """Return the passes of the executor's drafter for requests without a draft; `rows`, `overlaps` as in `choose`.
-
-        They maximize the tokens a second of the step that follows.
-        """
+        """Return drafter passes for requests without drafts, for the most tokens per second."""
         bare = [r for r in requests if not self._draft(r).tokens and self._may_ask(r)] if self.passes else []
         if not bare:
             return DraftAsk({})
@@ -139,7 +131,6 @@ class Drafting:
         return self._can_draft(request) and request.drafts.asked_at < request.num_tokens and request.samples_left > 1
 
     def _best_passes(self, bare: Sequence[Request], rows: int, *, overlaps: bool) -> tuple[int, int]:
-        """Return how many passes, and their topk."""
         best, best_rate = (0, 1), self._least_rate(rows, overlaps=overlaps)
         for topk, a_pass in self._rows_a_pass.items():
             chances = [self._chances.of_place(r.drafts, topk) for r in bare]
@@ -156,15 +147,13 @@ class Drafting:
         return best
 
     def _pass(self, rows: int) -> float:
-        """Predict what a pass of the executor's drafter takes."""
         return PASS_SHARE * self.costs.step(rows) if self.pass_costs is None else self.pass_costs.step(rows)
 
     def _least_rate(self, rows: int, *, overlaps: bool) -> float:
-        """Tokens a second that drafts must promise."""
         return (1 + LEAST_GAIN + OVERLAP_GAIN * overlaps) * rows / self.costs.step(rows)
 
     def choose(self, requests: Sequence[Request], *, rows: int, overlaps: bool) -> dict[str, Draft]:
-        """Return drafts of the next step for `requests`, which are `able`. `rows`: of the step without drafts, `overlaps`: then another one."""
+        """Return drafts; `rows`: without drafts, `overlaps`: another step follows."""
         found = [self._ranked(r, draft) for r in requests if (draft := self._draft(r)).tokens]
         best = dict[str, int]()
         if not found:
@@ -193,11 +182,10 @@ class Drafting:
         return _Ranked(request, draft, order, [-chance for chance in chances], list(accumulate(chances)), most)
 
     def note(self, plan: Plan, taken_s: float) -> None:
-        """Learn from a step that took `taken_s`."""
         if plan.extend or not plan.items or taken_s <= 0:
             return
         if plan.rewinds and not plan.only_drafts and not any(item.draft for item in plan.items):
-            return  # the rewinds of an earlier step are no cost of these rows
+            return  # rollbacks of an earlier step are no cost of these rows
         if not plan.only_drafts:
             self.costs.note(len(plan.items), taken_s)
             return
@@ -225,7 +213,6 @@ class Drafting:
         return draft if grammar is None else Draft(fitting(grammar, draft.tokens), draft.match)
 
     def _note_rows(self, draft: Draft, rows: int) -> None:
-        """Learn how many rows verify what a pass of the executor's drafter drafts."""
         a_pass = self._rows_a_pass[len(draft.children(-1))]
         a_pass.hits += rows
         a_pass.tries += len(draft.first_path())
@@ -242,7 +229,7 @@ class NoDrafting(Drafting):
 
 
 def fitting(grammar: Grammar, tokens: Sequence[int]) -> list[int]:
-    """`tokens` before the first that may not stand, or that ends the grammar: nothing is sampled behind it."""
+    """Return `tokens` before the first invalid one, or the grammar's end."""
     fork = grammar.fork() if tokens else grammar
     for i, token in enumerate(tokens):
         if not fork.accept(token) or fork.ended:
@@ -251,5 +238,4 @@ def fitting(grammar: Grammar, tokens: Sequence[int]) -> list[int]:
 
 
 def _expected(chance: float, count: int) -> float:
-    """Tokens that `count` drafts are expected to add."""
     return chance * (1 - chance**count) / (1 - chance)

@@ -1,7 +1,7 @@
-"""When a request ends: all checks, in one place, in one order.
+"""Finish checks of a request, in one order.
 
-1 already finished   2 marked to end (abort)   3 no token: NaN logits, or an id that the model does not have   4 length
-5 grammar ended   6 stop token or EOS   7 stop string or regex, also at the length's end: no client is to see one
+1 finished   2 aborted   3 no token: NaN logits, or an unknown id   4 length   5 grammar ended
+6 stop token or EOS   7 stop string or regex, also at the length's end: clients never see one
 """
 
 from engine.core.limits import ALL_IDS
@@ -12,9 +12,9 @@ NAN_MESSAGE = "the model returned NaN logits for this request"
 
 
 def check_finish(request: Request, *, bad: bool, vocab_size: int = ALL_IDS) -> FinishReason | None:
-    """Return why `request` ends after the last of its `output_ids`, or None.
+    """Return the finish reason after the last token, or None.
 
-    `vocab_size`: ids that the model has; a sample of any other ends the request.
+    Sampled ids from `vocab_size` on end the request.
     """
     if request.finish is not None:
         return request.finish
@@ -30,7 +30,6 @@ def check_finish(request: Request, *, bad: bool, vocab_size: int = ALL_IDS) -> F
 
 
 def _no_token(request: Request, *, bad: bool, vocab_size: int) -> FinishReason | None:
-    """A prefill worker hands both on: the decode worker answers."""
     if request.prefill_only:
         return None
     if bad:
@@ -48,7 +47,7 @@ def _at_limit(request: Request) -> FinishReason:
 
 
 def _grammar_end(request: Request) -> FinishReason:
-    """Report the end token where one was sampled; most grammars just end."""
+    """Report a sampled end token; most grammars just end."""
     last = request.output_ids[-1] if request.output_ids else None
     return FinishReason(kind="stop", matched=last if last in request.eos_ids else None)
 

@@ -1,13 +1,13 @@
-"""KV prefixes below the device: pages in host memory, and files behind them (DiskTier). Which are copied where, and when.
+"""Prefix KV below the device: host pages, and files behind them (DiskTier).
 
-        device page                    host page                     file
-    share, on_read, on_removed --> copied out (plan.to_host) --> written
-    admission, load_ahead <----- copied back (plan.from_host) <-- read while the request waits
+  device page                    host page                     file
+  share, on_read, on_removed --> copied out (plan.to_host) --> written
+  admission, load_ahead <------- copied back (plan.from_host) <-- read while the request waits
 
-Pages are found by their chained keys (engine/core/page_keys.py). Copies run in the stream in the order of plans, so a device
-page may have a new owner as soon as its copy is planned: every owner writes pages through the same stream. (On decode workers
-peers write pages outside it: they have no host tier. A peer that brings or gets a prefix waits until its pages are settled.) A host
-page is pinned until its copy has been collected.
+Pages are found by chained keys (engine/core/page_keys.py). Copies run in plan order on the stream
+where all owners write pages, so a device page may change owner once its copy is planned. Decode
+workers, whose peers write outside it, have no host tier; peers of a prefix wait until pages are
+settled. Host pages are pinned until their copy is collected.
 
 After SGLang's HiCache.
 """
@@ -30,12 +30,15 @@ from engine.core.request import LoadedAhead, Request
 
 WRITE_POLICIES = ("write_through", "write_through_selective", "write_back")
 PREFETCH_POLICIES = ("best_effort", "wait_complete", "timeout")
-USES_TO_WRITE = {"write_through": 1, "write_through_selective": 2}  # requests that computed or read a node
+USES_TO_WRITE = {"write_through": 1, "write_through_selective": 2}  # by requests that computed or read a node
 TIERS = ("device", "host", "disk")
 
 
 class HostCache(MemoryPart, TreePart, LowerTier):
-    """Policies as the flags of these names. `run_id`: of RequestKeys. `ahead_pages`: that a step loads for requests that wait."""
+    """Policies have their flags' names.
+
+    `run_id`: for RequestKeys. `ahead_pages`: early loads per step.
+    """
 
     name = "host cache"
 
@@ -60,7 +63,7 @@ class HostCache(MemoryPart, TreePart, LowerTier):
         self._out: list[PageCopy] = []  # requested since the last plan
         self._in: list[PageCopy] = []
         self._found: list[int] = []  # by `open`, for `start`
-        self._under_way: dict[int, list[PageCopy]] = {}  # of the plans that are not collected, by their number
+        self._under_way: dict[int, list[PageCopy]] = {}  # by uncollected plan number
         self._ahead_pages = self.pages_ahead_left = ahead_pages
         self.disk: DiskTier | None = None
         if disk is not None:
@@ -74,7 +77,7 @@ class HostCache(MemoryPart, TreePart, LowerTier):
             )
 
     def use_identity(self, identity: KVIdentity) -> None:
-        """Name pages for other weights from now on. Call it after `forget`."""
+        """Name pages for other weights; call after `forget`."""
         assert self.pages.num_named == 0
         self.keys.identity = identity
 
@@ -85,12 +88,12 @@ class HostCache(MemoryPart, TreePart, LowerTier):
             self._on_cached(inserted.node, self.keys.of(request, end)[inserted.existing :])
 
     def _on_cached(self, node: Node, keys: list[bytes]) -> None:
-        """Take note of a new node of the tree, and of the keys of its pages."""
+        """Note a new tree node and its page keys."""
         node.keys = keys
         self._write_when_used(node)
 
     def on_read(self, node: Node) -> None:
-        """Take note of an admitted request that reads the path to `node`."""
+        """Note an admitted reader of the path to `node`."""
         path: list[Node] = []
         at: Node | None = node
         while at is not None and at.parent is not None:
@@ -105,7 +108,7 @@ class HostCache(MemoryPart, TreePart, LowerTier):
         upper.keys, lower.keys = lower.keys[:cut], lower.keys[cut:]
 
     def on_removed(self, node: Node, *, evicted: bool) -> None:
-        """Request copies of its pages, which the next planned step may write behind these copies."""
+        """Copy its pages, which the next planned step may overwrite later."""
         if self._writes_back and evicted:
             self._copy_out(node)
 
@@ -117,7 +120,7 @@ class HostCache(MemoryPart, TreePart, LowerTier):
             self._copy_out(node)
 
     def _copy_out(self, node: Node) -> None:
-        """Copy the pages that are not on the host, front first: a chain without its front is never found."""
+        """Copy missing pages, front first: a chain without its front is unusable."""
         for key, page in zip(node.keys, node.pages, strict=True):
             if self.pages.get(key) is not None:
                 continue
@@ -139,36 +142,36 @@ class HostCache(MemoryPart, TreePart, LowerTier):
     # ---- admission
 
     def prefetch(self, request: Request, memory: Memory) -> None:
-        """Start to read what continues the cached prefix from files, up to the first gap."""
+        """Start file reads after the cached prefix, up to the first gap."""
         if self.disk is not None:
             start = len(memory.match_prefix(request).pages)
             keys = self.keys.of(request, self._end_of(request))
-            self._touch(keys)  # or its own front would go for its end
+            self._touch(keys)  # or its own front would be evicted for its end
             self.disk.prefetch(request, keys[start:])
 
     def awaits(self, request: Request, now_s: float) -> bool:
         return self.disk is not None and self.disk.awaits(request, now_s)
 
     def _end_of(self, request: Request) -> int:
-        """Return how many pages of the request may come from caches."""
+        """Return the limit of its cacheable pages."""
         return match_limit(request) // self.keys.identity.page_size
 
     def open(self, request: Request, match: Match, *, lands: bool) -> None:
-        """Pin what continues the match before anything is evicted for the request."""
+        """Pin host pages after the match before any eviction for the request."""
         self._found = self.find(request, start=len(match.pages), end=self._end_of(request))
         self.on_read(match.node)
 
     def start(self, request: Request, match: Match, *, lands: bool) -> None:
-        """Copy what continues the match in this step, before any read."""
+        """Copy host pages after the match in this step, before any read."""
         found, self._found = self._found, []
         self.load(request, found, start=len(match.pages))
         request.launched_len += len(found) * self.keys.identity.page_size
         request.computed_len = request.launched_len
 
     def find(self, request: Request, *, start: int, end: int) -> list[int]:
-        """Return the host pages of pages `start`.. of the request, up to the first gap.
+        """Find and pin host pages from page `start`, up to the first gap.
 
-        Each is pinned until a step that copies it (`load`) has been collected.
+        Pins last until the step of their `load` is collected.
         """
         found = list[int]()
         for key in self.keys.of(request, end)[start:]:
@@ -180,7 +183,7 @@ class HostCache(MemoryPart, TreePart, LowerTier):
         return found
 
     def load(self, request: Request, host_pages: list[int], *, start: int) -> None:
-        """Copy what `find` returned into the request's pages `start`..; count the hits of each tier at its admission."""
+        """Copy found pages into the request's pages from `start`; count tier hits at admission."""
         num_read = self._load(request, request.pages[start : start + len(host_pages)], host_pages, start=start)
         ahead, request.lower_tiers.ahead = request.lower_tiers.ahead, LoadedAhead()
         if not request.admitted:
@@ -199,9 +202,9 @@ class HostCache(MemoryPart, TreePart, LowerTier):
         return self.disk is not None and self.disk.busy
 
     def load_ahead(self, request: Request, memory: Memory, *, earlier: Sequence[Request], most: int) -> None:
-        """Whatever is evicted for the pages, it is nothing that `earlier` requests would find.
+        """Evict nothing that `earlier` requests would find.
 
-        What was loaded ahead before and is gone already stays so.
+        Pages loaded before and evicted since stay evicted.
         """
         match = memory.match_prefix(request)
         start, end = len(match.pages), self._end_of(request)
@@ -227,11 +230,11 @@ class HostCache(MemoryPart, TreePart, LowerTier):
         self.share(request, inserted, start=len(cached), end=num_pages)
 
     def holds(self, request: Request, index: int) -> bool:
-        """Whether page `index` of the request is on the host."""
+        """Check the host for page `index` of the request."""
         return self.pages.get(self.keys.of(request, index + 1)[index]) is not None
 
     def _copy_ahead(self, request: Request, pages: list[int], host_pages: list[int], *, start: int) -> None:
-        """Copy what `find` returned into `pages`, which are pages `start`.. of a request that waits."""
+        """Copy found pages into `pages`, from page `start` of a waiting request."""
         num_read = self._load(request, pages, host_pages, start=start)
         self.pages_ahead_left -= len(pages)
         self.counted["hicache_loaded_ahead_pages"] += len(pages)
@@ -240,7 +243,7 @@ class HostCache(MemoryPart, TreePart, LowerTier):
         request.lower_tiers.ahead = LoadedAhead(begin, end, ahead.num_read + num_read)
 
     def _load(self, request: Request, pages: list[int], host_pages: list[int], *, start: int) -> int:
-        """Request the copies; return how many of the pages were read from files and not used since."""
+        """Request copies; return how many pages came from files and were unused since."""
         self._in += [PageCopy(page, host_page) for page, host_page in zip(pages, host_pages, strict=True)]
         self._touch(self.keys.of(request, start + len(host_pages)))
         self.counted["hicache_loaded_pages"] += len(host_pages)
@@ -252,7 +255,7 @@ class HostCache(MemoryPart, TreePart, LowerTier):
         return bool(self._out or self._in)
 
     def attach(self, plan: Plan) -> None:
-        """Put every copy requested since the last plan into this one."""
+        """Add all requested copies to this plan."""
         plan.to_host, self._out = self._out, []
         plan.from_host, self._in = self._in, []
         if plan.to_host or plan.from_host:
@@ -260,7 +263,7 @@ class HostCache(MemoryPart, TreePart, LowerTier):
         self.pages_ahead_left = self._ahead_pages
 
     def on_collected(self, plan: Plan, *, failed: bool) -> None:
-        """Unpin the copies of a collected step, and write the pages that have reached the host to disk."""
+        """Unpin copies of a collected step, and write new host pages to disk."""
         self._under_way.pop(plan.seq, None)
         for copy in reversed(plan.from_host):
             self.pages.unpin(copy.host_page)
@@ -271,7 +274,7 @@ class HostCache(MemoryPart, TreePart, LowerTier):
             self.pages.unpin(copy.host_page)
 
     def is_settled(self, pages: Sequence[int]) -> bool:
-        """Whether no copy of one of these device pages is requested or under way: a peer may read and write them."""
+        """Check that no copy of these device pages is requested or in flight, for peers."""
         copies = chain(self._out, self._in, *self._under_way.values())
         return {copy.page for copy in copies}.isdisjoint(pages)
 

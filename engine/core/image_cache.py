@@ -1,16 +1,17 @@
-"""Which images have their features on the device: what steps encode for prompts, and what they forget.
+"""Image features on the device: encoding in prefill steps, and eviction.
 
-    needed by a step --encodes--> used --its last token computed--> unused, kept --room for others--> forgotten
-                                    ^___________ needed again, here or by another request ____/
-    sent by an encode worker --lands----------------------------------> unused
+  needed by a step --encodes--> used --last token computed--> unused --room needed--> forgotten
+           ^____________ needed again by any request ___________/
+  sent by an encode worker --lands--------------------------> unused
 
-Features are needed where a step computes tokens of their image: the image whole, even where a chunk cuts it. They count against a bound in
-bytes, used and unused together; the unused go first that were needed longest ago. An image twice in a batch, or in a prompt, is encoded once.
+Steps need features of every image they touch, whole even if a chunk cuts it. Used and unused
+features share a limit in bytes; the least recently needed unused ones are evicted. Repeated images
+in a batch or prompt are encoded once.
 
-A prompt ends its step before an image for which others in use leave no room, or that the step has no budget left to encode. So that it goes
-on at all, what one part of a prompt needs at once must fit: other requests are refused.
+Steps end before an image without room or encode budget. So that prompts progress, one chunk's needs
+must fit; other requests are refused.
 
-After SGLang's and vLLM's caches of embeddings.
+After SGLang's and vLLM's embedding caches.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,19 +28,19 @@ from engine.messages import FinishReason
 
 MEGABYTE = 1 << 20
 
-Use = tuple[int, int]  # serial of a request, and which of its images
+Use = tuple[int, int]  # request serial, image number
 
 
 @dataclass(slots=True, eq=False)
 class _Features:
-    """Features of one image. `uses`: requests that have tokens of it to compute."""
+    """Features of one image, and its `uses` by uncomputed tokens."""
 
     size_bytes: int
     uses: set[Use] = field(default_factory=set)
 
 
 class ImageCache(MemoryPart, Features):
-    """`max_bytes`: of all features. `token_bytes`: of a token's features."""
+    """Features up to `max_bytes`, with `token_bytes` per token."""
 
     name = "image cache"
     sees_images = True
@@ -48,11 +49,11 @@ class ImageCache(MemoryPart, Features):
         assert max_bytes > 0 and token_bytes > 0
         self.max_bytes = max_bytes
         self.token_bytes = token_bytes
-        self._features: dict[bytes, _Features] = {}  # by key; of the unused, those needed longest ago first
+        self._features: dict[bytes, _Features] = {}  # by key; unused ones least recently needed first
         self._encodes: list[ImageInput] = []  # since the last plan
         self._forgets: list[bytes] = []
         self._lands: list[FeatureLand] = []
-        self._copied: list[list[int]] = []  # pages of lands that steps have copied, or that no step will
+        self._copied: list[list[int]] = []  # landed pages that were copied, or never will be
         self._num_bytes = self._used_bytes = 0
         self.num_needed = self.num_hits = self.num_evicted = self.num_encoded = self.num_encoded_tokens = 0
         self.num_landed_tokens = 0
@@ -60,7 +61,7 @@ class ImageCache(MemoryPart, Features):
     # ---- what fits
 
     def most_at_once(self, request: Request, part: int) -> int:
-        """Return the bytes that `part` tokens of the prompt, wherever they begin, may need at once."""
+        """Maximum bytes that any `part` tokens of the prompt need at once."""
         images = request.images
         return max((self._bytes_of(_from(images, first, image.end - 1 + part)) for first, image in enumerate(images)))
 
@@ -82,7 +83,7 @@ class ImageCache(MemoryPart, Features):
         return self._bytes_of(self._unused(_touched(request, start, start + part))) <= self._room
 
     def reach(self, request: Request, start: int, *, part: int, budget: float) -> tuple[int, float]:
-        """Encoding an image costs its tokens. The images of the first `part` tokens are encoded at any cost."""
+        """Images cost their tokens; those of the first `part` tokens are encoded at any cost."""
         room, seen = self._room, set[bytes]()
         for image in _touched(request, start, request.num_tokens):
             if image.key in seen:
@@ -144,7 +145,7 @@ class ImageCache(MemoryPart, Features):
             self.num_evicted += 1
 
     def retire(self, request: Request) -> None:
-        """End its uses of images all of whose tokens have been computed."""
+        """End uses of images whose tokens are all computed."""
         for image in islice(request.images, request.num_seen_images, None):
             if image.end > request.computed_len:
                 return
@@ -152,7 +153,7 @@ class ImageCache(MemoryPart, Features):
             request.num_seen_images += 1
 
     def free(self, request: Request) -> None:
-        """End all its uses. No step of it may be in flight."""
+        """End all uses; no step is in flight."""
         for number in range(request.num_seen_images, len(request.images)):
             self._end_use(request, number)
         request.num_seen_images = 0
@@ -167,7 +168,7 @@ class ImageCache(MemoryPart, Features):
         features = self._features.pop(key)
         self._num_bytes -= features.size_bytes
         self._used_bytes -= features.size_bytes if features.uses else 0
-        if land := next((land for land in self._lands if land.key == key), None):  # no step knows of it yet
+        if land := next((land for land in self._lands if land.key == key), None):  # unknown to steps
             self._lands.remove(land)
             self._copied.append(land.pages)
         else:
@@ -179,9 +180,9 @@ class ImageCache(MemoryPart, Features):
         return key in self._features
 
     def land(self, image: ImageInput, pages: list[int]) -> bool:
-        """Make the next step copy features that lie in `pages`, which `take_copied` then returns.
+        """Copy features from `pages` in the next step; `take_copied` returns the pages later.
 
-        False: they are here already, or features in use leave no room.
+        False: already present, or no room.
         """
         size = image.num_tokens * self.token_bytes
         if image.key in self._features or size > self._room:
@@ -194,12 +195,12 @@ class ImageCache(MemoryPart, Features):
         return True
 
     def take_copied(self) -> list[list[int]]:
-        """Take the pages that no step reads any more."""
+        """Take pages that no step reads any longer."""
         copied, self._copied = self._copied, []
         return copied
 
     def forget(self, *, files: bool) -> None:
-        """Forget the features of all images, as they are of other weights. None may be in use."""
+        """Forget features of other weights; none may be in use."""
         for key in list(self._features):
             assert not self._features[key].uses, "features are forgotten that a request has still to read"
             self._forget(key)
@@ -210,7 +211,7 @@ class ImageCache(MemoryPart, Features):
         return lane is not Lane.DECODE and bool(self._forgets or self._lands)
 
     def attach(self, plan: Plan) -> None:
-        """Put what steps encode, forget and copy since the last plan into this one, unless it only decodes."""
+        """Add requested work to this plan, unless it only decodes."""
         if plan.lane is Lane.DECODE:
             return
         plan.encodes, self._encodes = self._encodes, []
@@ -218,7 +219,7 @@ class ImageCache(MemoryPart, Features):
         plan.lands, self._lands = self._lands, []
 
     def on_collected(self, plan: Plan, *, failed: bool) -> None:
-        """Note which pages have been copied; forget the features of a step that failed: it may not have encoded them."""
+        """Note copied pages; forget features of a failed step, possibly unencoded."""
         self._copied += [land.pages for land in plan.lands]
         if not failed:
             return
@@ -261,7 +262,7 @@ def _megabytes(num_bytes: int) -> str:
 
 
 def _touched(request: Request, start: int, end: int) -> Iterator[ImageInput]:
-    """The images that have tokens among `start`..`end` - 1."""
+    """Images with tokens among `start`..`end` - 1."""
     for image in islice(request.images, request.num_seen_images, None):
         if image.start >= end:
             return
@@ -270,7 +271,7 @@ def _touched(request: Request, start: int, end: int) -> Iterator[ImageInput]:
 
 
 def _from(images: Sequence[ImageInput], first: int, end: int) -> Iterator[ImageInput]:
-    """Image number `first`, and those behind it that begin before `end`."""
+    """Image `first`, and later ones starting before `end`."""
     for image in islice(images, first, None):
         if image.start >= end:
             return

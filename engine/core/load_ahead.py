@@ -1,10 +1,10 @@
-"""Prefixes of requests that wait, loaded from the host before their turn: then the bus works while others compute.
+"""Early host loads for waiting requests: the bus works while others compute.
 
-What is loaded ahead are evictable pages of the tree. So free + evictable, by which admission and growth go, stays the same, and
-at most half of that is for requests that wait: no request lacks a page because of it. It evicts nothing that a running request
-reads or one before it in the queue would find. Nobody owns it: a request that is aborted leaves it to the tree.
+Loaded pages are evictable tree pages without an owner, at most half of free + evictable, so no
+request lacks a page for them. They evict nothing read by running requests or found by earlier
+waiting ones.
 
-A page is loaded ahead once for a request. If it is gone when its turn comes, admission loads it.
+Each page is loaded early once per request; if evicted, admission loads it again.
 """
 
 from collections.abc import Callable
@@ -14,10 +14,10 @@ from engine.core.memory_part import LowerTier
 from engine.core.request import Request
 from engine.core.state import SchedulerState
 
-MOST_REQUESTS = 8  # from the front of the queue: bounds the cost of a plan
-SHARE = 2  # 1 / SHARE of the pages that can be taken is for requests that wait
+MOST_REQUESTS = 8  # from the queue's front: bounds planning cost
+SHARE = 2  # 1 / SHARE of available pages is for waiting requests
 
-InOrder = Callable[[float], list[Request]]  # (time) -> those that wait, in the order of admission
+InOrder = Callable[[float], list[Request]]  # (time) -> waiting requests in order of admission
 
 
 class LoadAhead:
@@ -27,10 +27,10 @@ class LoadAhead:
         self._stages = state.stages
         self._counters = state.counters
         self._in_order = in_order
-        self._done: object = None  # the queue and the host as they were when nothing was left to load
+        self._done: object = None  # queue and host state when nothing was left to load
 
     def plan(self, now_s: float) -> None:
-        """Request loads for the next step, as many as one may carry."""
+        """Request loads for the next step, up to its limit."""
         tier = self._tier
         if not tier.pages_ahead_left or not self._stages.waiting:
             return

@@ -1,6 +1,6 @@
-"""Where a request can begin of what the prefix tree has: the rules of models to which pages are not all.
+"""Usable lengths of cached prefixes: rules of models with more than pages.
 
-A tree has one rule, which the assembler hands to it (radix_cache.MatchRule).
+Each tree has one rule (radix_cache.MatchRule).
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from engine.core.window_pages import WindowPages
 
 
 class ByWindow:
-    """The rule of layers with a window: the last window of a prefix is there."""
+    """Window layers: a prefix's last window is complete."""
 
     def __init__(self, windows: WindowPages) -> None:
         self._windows = windows
@@ -25,7 +25,7 @@ class ByWindow:
 
 
 class ByState:
-    """The rule of recurrent layers: a prefix ends where a state is kept. `whole`: whether layers with a window can use it, too."""
+    """Recurrent layers: a prefix ends at a snapshot. `whole` checks windows, too."""
 
     def __init__(self, states: StateSlots, *, whole: Callable[[Sequence[int]], bool] = lambda window: True) -> None:
         self._states = states

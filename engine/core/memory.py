@@ -1,7 +1,7 @@
-"""The KV memory of requests: admission, growth, sharing, giving back.
+"""KV memory of requests: admission, extension, sharing, release.
 
-The only place where a request's `pages`, `shared_pages`, `dup_pages` and `lock` change (drawn in request.py). What a request has
-besides pages is of the `parts` (memory_part.py): it gets all that it needs, or nothing.
+Only this changes a request's `pages`, `shared_pages`, `dup_pages` and `lock` (request.py). Other
+memory belongs to `parts` (memory_part.py); requests get all they need, or nothing.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,14 +19,14 @@ from engine.messages import FinishReason
 
 @dataclass(slots=True, frozen=True)
 class Detached:
-    """Memory in quarantine: pages, and what the parts detached, each with its allocator."""
+    """Quarantined memory: pages, and that of parts by allocator."""
 
     pages: list[int] = field(default_factory=list)
     beside: list[tuple[PageAllocator, list[int]]] = field(default_factory=list)
 
 
 class Memory:
-    """`parts`: what requests have beside pages, in the order of memory_part.py. `rank`: the priority of a request, higher is more."""
+    """Pages plus `parts`, in the order of memory_part.py. `rank`: priority, higher is more urgent."""
 
     def __init__(
         self,
@@ -42,21 +42,20 @@ class Memory:
         self.rank = rank
 
     def part(self, kind: type[P]) -> P | None:
-        """Return the part of this kind, if there is one."""
         return part_of(kind, self.parts)
 
     def of(self, kind: type[P]) -> P:
-        """Return the part that decides what `kind` describes, or else plain `kind`."""
+        """Return the part of class `kind`, or its default."""
         return self.part(kind) or kind()
 
     @property
     def allocators(self) -> tuple[PageAllocator, ...]:
-        """Return the allocator of pages, and those of the parts."""
+        """Allocators of pages and parts."""
         return (self.allocator, *(allocator for part in self.parts for allocator in part.allocators))
 
     @property
     def available(self) -> int:
-        """Count the pages that can be taken now: free ones, and cached ones without readers."""
+        """Pages available at once: free, or cached without readers."""
         return self.allocator.num_free + self.cache.num_evictable
 
     # ---- admission
@@ -67,10 +66,10 @@ class Memory:
         return next(filter(None, reasons), None)
 
     def admit(self, request: Request, *, reserved_pages: int, lands: bool = False) -> bool:
-        """Lock the cached prefix and take pages for the rest of the known tokens; False: they do not fit.
+        """Lock the cached prefix and allocate the other known tokens; False: no room.
 
-        `reserved_pages`: left free, for the growth of this request and of others. `lands`: what is not cached comes from elsewhere, or back
-        from the host.
+        `reserved_pages` stay free for later extension. With `lands`, uncached KV arrives from
+        elsewhere or the host.
         """
         if not all(part.fits(request) for part in self.parts):
             return False
@@ -83,7 +82,7 @@ class Memory:
         self.cache.unlock(match.node)
         if not fits:
             return False
-        for part in self.parts:  # what makes room for it may lie on its own path
+        for part in self.parts:  # eviction for it may hit its own path
             part.open(request, match, lands=lands)
         self.cache.lock(match.node)
         request.lock = match.node
@@ -92,11 +91,11 @@ class Memory:
         request.launched_len = request.computed_len = len(match.pages) * self.allocator.page_size
         for part in self.parts:
             part.start(request, match, lands=lands)
-        self.share(request)  # what a part copies in this step before any read
+        self.share(request)  # copies of parts run before any read
         return True
 
     def pages_left(self, request: Request, *, without: Sequence[Request]) -> int:
-        """Count the pages left beside the known tokens of `request` if `without` gave theirs back; negative: no room."""
+        """Pages left after the known tokens of `request` without `without`; negative: no room."""
         if not all(part.fits(request, without=without) for part in self.parts):
             return -1
         match = self.match_prefix(request)
@@ -111,11 +110,11 @@ class Memory:
         return available + len(match.pages) - self.allocator.pages_for(request.num_tokens)
 
     def match_prefix(self, request: Request) -> Match:
-        """Find the cached prefix that `request` may use, and mark it as used."""
+        """Find the usable cached prefix and mark it used."""
         return self.cache.match_usable(request.key_tokens(0, match_limit(request)), branch=request.branch)
 
     def forget_prefixes(self, *, files: bool) -> None:
-        """Forget all prefixes (`files`: on disk, too) and what parts keep. Nothing may be locked, and no step in flight."""
+        """Forget all prefixes (`files`: on disk, too) and parts' content; nothing is in flight."""
         self.cache.flush()
         for part in self.parts:
             part.forget(files=files)
@@ -123,7 +122,7 @@ class Memory:
     # ---- growth
 
     def needs_page(self, request: Request) -> bool:
-        """Whether the next token starts a page that the request does not have."""
+        """Check for a missing page for the next token."""
         return request.launched_len == len(request.pages) * self.allocator.page_size
 
     def grow(self, request: Request) -> bool:
@@ -133,9 +132,9 @@ class Memory:
         return True
 
     def make_room(self, request: Request, count: int, *, left_free: int) -> int:
-        """Take free pages for `count` tokens behind the next one, and return for how many there is room. Nothing is evicted for guesses.
+        """Take free pages for `count` drafts after the next token; return how many fit.
 
-        `left_free`: pages that others may need.
+        Nothing is evicted, and `left_free` pages are kept for others.
         """
         size = self.allocator.page_size
         while (room := len(request.pages) * size - request.launched_len - 1) < count:
@@ -145,17 +144,17 @@ class Memory:
         return count
 
     def extend(self, request: Request, end: int, *, answer: bool) -> None:
-        """Take what else the tokens before `end` need in a step that is about to compute them; there is room."""
+        """Allocate in parts for tokens before `end` of this step; there is room."""
         for part in self.parts:
             part.extend(request, end, answer=answer)
 
     def retire(self, request: Request) -> None:
-        """Give back what nothing reads behind the tokens that have been computed."""
+        """Free memory behind computed tokens that nothing reads."""
         for part in self.parts:
             part.retire(request)
 
     def share(self, request: Request) -> None:
-        """Put the computed whole pages into the cache; the request keeps reading its own row."""
+        """Insert computed full pages into the cache; the request keeps its own row."""
         start, end = request.shared_pages, min(request.computed_len, request.num_tokens) // self.allocator.page_size
         if end <= start or not self.cache.enabled or not request.keep_kv:
             return
@@ -171,7 +170,7 @@ class Memory:
         request.lock = inserted.node
 
     def take(self, n: int) -> list[int]:
-        """Take `n` pages, free or evicted; there are as many (`available`)."""
+        """Take `n` pages, free or evicted, within `available`."""
         short = n - self.allocator.num_free
         if short > 0:
             self.cache.evict(short)
@@ -180,7 +179,7 @@ class Memory:
     # ---- ends
 
     def give_back(self, request: Request) -> None:
-        """Take everything from the request; what is computed stays cached. No step may be in flight."""
+        """Release all memory; computed pages stay cached. No step is in flight."""
         assert request.inflight == 0, f"{request.rid}: pages given back while a step may write them"
         self.share(request)
         if request.lock is not None:
@@ -191,7 +190,7 @@ class Memory:
         _forget(request)
 
     def lend(self, request: Request) -> int:
-        """Lock what is cached of the tokens of a request that computes nothing; return how many pages it has of them now."""
+        """Lock cached pages for a request that computes nothing; return their number."""
         match = self.cache.match(request.key_tokens(0, request.num_tokens), branch=request.branch)
         self.cache.lock(match.node)
         request.lock, request.pages, request.shared_pages = match.node, list(match.pages), len(match.pages)
@@ -199,7 +198,7 @@ class Memory:
         return len(match.pages)
 
     def quarantine(self, request: Request) -> Detached:
-        """Detach the own memory, which a transfer peer may still write, and unlock the prefix, which it never had."""
+        """Detach own memory that a peer may still write, and unlock the prefix, which it never had."""
         assert request.inflight == 0 and not request.dup_pages, f"{request.rid}: only untouched pages"
         pages = request.own_pages()
         if request.lock is not None:
@@ -210,28 +209,28 @@ class Memory:
         return detached
 
     def end_quarantine(self, detached: Detached) -> None:
-        """Free memory that no peer can write any more."""
+        """Free memory that no peer can write any longer."""
         self.allocator.end_quarantine(detached.pages)
         for allocator, numbers in detached.beside:
             allocator.end_quarantine(numbers)
 
     def tail(self, request: Request, num_tokens: int) -> tuple[list[int], ...]:
-        """Return what a hand-over of the first `num_tokens` tokens brings along beside pages."""
+        """Return extra memory of the first `num_tokens` tokens for a transfer."""
         return tuple(piece for part in self.parts for piece in part.tail(request, num_tokens))
 
     # ---- plans
 
     def asks_for_a_step(self, lane: Lane | None) -> bool:
-        """Whether a part needs a step of `lane` even if no request has tokens for it."""
+        """Check for a required step of parts without request tokens."""
         return any(part.asks_for_a_step(lane) for part in self.parts)
 
     def attach(self, plan: Plan) -> None:
-        """Put what the parts requested since the last plan into this one."""
+        """Add requested work of parts to this plan."""
         for part in self.parts:
             part.attach(plan)
 
     def on_collected(self, plan: Plan, *, failed: bool) -> None:
-        """Have the parts take note of a collected step. `failed`: the device had no memory for it."""
+        """Notify parts of a collected step. `failed`: out of device memory."""
         for part in self.parts:
             part.on_collected(plan, failed=failed)
 
@@ -244,7 +243,7 @@ class Memory:
         return {name: value for part in self.parts for name, value in part.gauges().items()}
 
     def checks(self, requests: Callable[[], Sequence[Request]]) -> dict[str, Callable[[], None]]:
-        """Return the checks by the name of the owner. `requests`: returns all that are live."""
+        """Return checks by owner; `requests` returns all live ones."""
         parts = {part.name: _check_of(part, requests) for part in self.parts}
         return {"page allocator": self.allocator.check, "radix cache": self.cache.check, **parts}
 
@@ -260,15 +259,16 @@ def _forget(request: Request) -> None:
 
 
 def growth_pages(allocator: PageAllocator, request: Request, num_tokens: int) -> int:
-    """Return the pages that `num_tokens` more tokens will take."""
+    """Pages for `num_tokens` more tokens."""
     known = request.num_tokens
     return allocator.pages_for(known + num_tokens) - allocator.pages_for(known)
 
 
 def match_limit(request: Request) -> int:
-    """Return how many tokens may come from the cache.
+    """Limit the cached tokens of a request.
 
-    At least one is computed; prompt logprobs need the logits from one before their start, hidden states all.
+    At least one token is computed; prompt logprobs need logits from one before their start, hidden
+    states need all.
     """
     limit = min(request.num_tokens - 1, unseen_from(request))
     if request.wants_input_logprobs:

@@ -1,11 +1,11 @@
-"""The token budgets of one prefill step, and the memory left. After SGLang's PrefillAdder.
+"""Token budgets of a prefill step, and remaining memory. After SGLang's PrefillAdder.
 
-input budget   max_prefill_tokens of the step (the first prompt may overdraw it)
-chunk budget   chunked_prefill_size of the step; a longer prompt is cut at a whole page (`Limits.grid`), but its end may
-               be a 16th too long
-work budget    what ends within --max-step-time (engine/core/step_budget.py), cut in the same way
-               of each, an image that the step encodes takes as many as it has tokens
-memory         free + evictable pages, less the expected growth of running requests, less what this step took
+input budget   max_prefill_tokens per step (the first prompt may exceed it)
+chunk budget   chunked_prefill_size per step; longer prompts are cut at pages (`Limits.grid`),
+               but last chunks may be a 16th longer
+work budget    tokens within --max-step-time (engine/core/step_budget.py), cut likewise
+               encoded images cost their tokens in all budgets
+memory         free + evictable pages, less expected pages of running requests and this step's
 """
 
 import math
@@ -20,7 +20,7 @@ from engine.core.step_budget import StepBudget
 
 
 class AddResult(Enum):
-    """NO_TOKEN: memory is short, the batch is full. OTHER: the budget of the step is too small for the request."""
+    """NO_TOKEN: no memory or batch full. OTHER: over the step's budget."""
 
     CONTINUE = "continue"
     NO_TOKEN = "no_token"
@@ -28,7 +28,7 @@ class AddResult(Enum):
 
 
 class PrefillAdder:
-    """Fills one step. `decode_tokens`: of decodes in the same step (mixed chunk)."""
+    """Fills one step with `decode_tokens` of mixed decodes."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class PrefillAdder:
         return max(budget - decode_tokens, budget // 2, self._limits.part_tokens)
 
     def add(self, request: Request) -> AddResult:
-        """Admit `request` if it fits. CONTINUE: it has its pages, and `take` may be called."""
+        """Admit `request` if it fits. CONTINUE: pages are allocated, call `take`."""
         if self._no_budget(request):
             return AddResult.OTHER
         if request.images and request.saved_len == 0 and self._images_wait(request):
@@ -69,17 +69,16 @@ class PrefillAdder:
         return AddResult.CONTINUE
 
     def _images_wait(self, request: Request) -> bool:
-        """Whether features of steps in flight leave no room for the images of `request`."""
         return not self._features.has_room(request, self._limits.part_tokens)
 
     def reserve_for(self, request: Request, *, without: Sequence[Request]) -> int:
-        """Return the pages that `add` needs beside the known tokens of `request`, once `without` have left."""
+        """Pages that `add` needs after the known tokens of `request`, without `without`."""
         left = sum(self._growth_pages.get(r.rid, 0) for r in without)
         growth = self._ratio.new_growth(request)
         return growth_pages(self._memory.allocator, request, growth) + self._reserved_pages - left
 
     def forget(self, gone: Sequence[Request]) -> None:
-        """Drop the expected growth of `gone`."""
+        """Drop expected pages of `gone`."""
         self._reserved_pages -= sum(self._growth_pages.pop(r.rid, 0) for r in gone)
 
     @property
@@ -89,14 +88,14 @@ class PrefillAdder:
         return self._input_left <= 0 or left < self._limits.part_tokens or self.num_requests == limit
 
     def _no_budget(self, request: Request) -> bool:
-        """Without chunking the whole prompt must fit, unless it is the first."""
+        """Without chunking the whole prompt must fit, unless it is first."""
         if self.exhausted:
             return True
         whole = self._limits.chunked_prefill_size is None
         return whole and self.num_requests > 0 and request.num_tokens > self._input_left
 
     def take(self, request: Request) -> int:
-        """Use up budgets, and return how far the step computes the prompt: a page further at least."""
+        """Use budgets; return the prompt's new end, at least a page further."""
         start, total = request.launched_len, request.num_tokens
         left, tail = self._room(start)
         most = total
@@ -120,14 +119,14 @@ class PrefillAdder:
         return end
 
     def _before_images(self, request: Request, start: int, left: float) -> tuple[int, float]:
-        """Return how far images let the step compute, and what encoding them leaves of `left`: a part at least."""
+        """Return the end by images, and the rest of `left` after encoding: at least a chunk."""
         part = self._limits.part_tokens
         budget = min(left, max(self._input_left, part))
         most, rest = self._features.reach(request, start, part=part, budget=budget)
         return most, max(left - (budget - rest), part)
 
     def _room(self, start: int) -> tuple[float, int]:
-        """Return (tokens, a part at least, that fit from `start`; tokens by which a prompt's end may exceed them)."""
+        """Return (tokens from `start`, at least a chunk; allowed excess of a last chunk)."""
         part, tail = self._limits.part_tokens, self._limits.tail_tokens
         left = max(self._chunk_left, part)
         if self._budget is None:

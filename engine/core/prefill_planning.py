@@ -1,8 +1,9 @@
-"""Which prompts, or parts of prompts, the next step computes.
+"""Choice of prompts and chunks for the next step.
 
-The chunked request goes on first, then waiting ones in the policy's order while the budgets of the step last
-(prefill_adder.py). A request is passed over while its prefix is read from disk or comes from another worker, or features of its images do, its adapter has no
-place, or another request computes its beginning (shared_work.py). With images it waits while features of steps in flight leave no room.
+The chunked request continues first, then waiting ones in policy order within budgets
+(prefill_adder.py). Requests are skipped while their prefix or image features load or transfer,
+their adapter has no place, another computes a shared prefix (shared_work.py), or image features
+lack room.
 """
 
 from collections.abc import Iterable
@@ -37,12 +38,11 @@ class PrefillPlanner:
 
     @property
     def prefillable(self) -> bool:
-        """Whether the next step may compute a part of a prompt."""
         stages = self._stages
         return stages.chunked is not None or (bool(stages.waiting) and not stages.batch_is_full)
 
     def plan(self, now_s: float, *, admits: bool) -> tuple[list[PlanItem], list[SlotOpen]]:
-        """Plan the prompts of a step: its items, and the rows that they open. `admits`: waiting ones may enter."""
+        """Plan prompts and their new rows; `admits` allows waiting ones."""
         items: list[PlanItem] = []
         opens: list[SlotOpen] = []
         stages = self._stages
@@ -78,7 +78,7 @@ class PrefillPlanner:
         return items, opens
 
     def in_order(self, now_s: float) -> list[Request]:
-        """Return the waiting requests in the order in which the next step would consider them."""
+        """Waiting requests in the order of the next step."""
         return list(self._in_order(self._stages.adapter_budget(self._limits, now_s=now_s), now_s))
 
     def _adder(self) -> PrefillAdder:
@@ -91,12 +91,12 @@ class PrefillPlanner:
         )
 
     def _num_riders(self) -> int:
-        """Count the decodes that ride along in this step."""
+        """Decodes that ride in this step."""
         batches, running = self._state.micro_batches, self._stages.running
         return batches.share(len(batches.ready(running)), num_running=len(running))
 
     def _in_order(self, adapters: AdapterBudget, now_s: float) -> Iterable[Request]:
-        """Return the waiting requests whose adapter has a place in this step, in the policy's order."""
+        """Waiting requests with a place for their adapter, in policy order."""
         may_run = (r for r in self._stages.waiting.values() if adapters.has_place(r))
         if self._policy == "fcfs" and not self._priorities.enabled:
             return list(islice(may_run, self._limits.max_running_requests))
@@ -111,7 +111,7 @@ class PrefillPlanner:
         )
 
     def _admit(self, request: Request, adder: PrefillAdder, now_s: float) -> AddResult:
-        """Admit `request` if it fits, now or in the place of victims; those with a step in flight make room later."""
+        """Admit `request` if it fits, now or in place of victims, which may free memory later."""
         result = self._fit(request, adder, now_s)
         if result is not AddResult.NO_TOKEN:
             return result
@@ -124,14 +124,14 @@ class PrefillPlanner:
         return AddResult.NO_TOKEN if no_row else adder.add(request)
 
     def _rows_of_others(self, request: Request, now_s: float) -> int:
-        """Count the adopted requests that have memory, wait for a row, and are more urgent."""
+        """Adopted requests with memory that wait for rows and are more urgent."""
         if not self._priorities.enabled:
             return 0
         own = self._priorities.urgency(request, now_s)
         return sum(r.slot is None and self._priorities.urgency(r, now_s) > own for r in self._stages.running)
 
     def _note_full(self) -> None:
-        """Mark the batch full until a request leaves it, unless memory is on its way back."""
+        """Mark the batch full until a request leaves, unless memory is being freed."""
         stages = self._stages
         if not stages.retraction_pending:
             stages.batch_is_full = bool(stages.running or stages.draining or stages.held)
@@ -146,7 +146,7 @@ class PrefillPlanner:
             counters.cached_tokens += request.launched_len
 
     def _extend(self, request: Request, adder: PrefillAdder) -> PlanItem:
-        """Plan as much of `request`'s known tokens as the step allows; it stays `chunked` while some are left."""
+        """Plan as many known tokens as allowed; it stays `chunked` until the last."""
         start, total = request.launched_len, request.num_tokens
         end = adder.take(request)
         self._memory.extend(request, end, answer=False)
@@ -156,7 +156,7 @@ class PrefillPlanner:
         return plan_item(request, start, end, sample=end == total, extend=True)
 
     def _restore(self, request: Request) -> PlanItem:
-        """Copy its KV back from the host, and sample in the same step: a next retraction finds it one token further."""
+        """Copy KV back from the host and sample in the same step, so each retraction gains a token."""
         self._state.backups.restore(request)
         self._stages.running.append(request)
         return plan_item(request, request.launched_len, request.launched_len + 1, sample=True, extend=False)

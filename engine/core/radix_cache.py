@@ -1,10 +1,8 @@
-"""Which token prefixes have their KV in pages: a radix tree whose edges are whole pages.
+"""Radix tree of token prefixes with cached KV; edges are whole pages.
 
-Owns the nodes, their pages and their locks. A node's lock count is at least each child's, so everything unlocked can be
-evicted leaf by leaf, in the order of eviction.py.
-
-Prefixes of the model alone, in no namespace, begin at the root. Each adapter (by the number of its load,
-engine/core/adapters.py) in each namespace has a *branch* under the root, whose top is a node without pages.
+Owns nodes, pages and locks. Lock counts are at least those of children, so unlocked nodes can be
+evicted leaf by leaf (eviction.py). Prefixes of the base model without namespace start at the root;
+each adapter load (engine/core/adapters.py) and namespace has a *branch*, whose top has no pages.
 
 After SGLang's RadixAttention (arXiv:2312.07104).
 """
@@ -19,9 +17,10 @@ from engine.core.radix_node import TRUNK, Branch, Node, TreePart
 
 @dataclass(slots=True, frozen=True)
 class Match:
-    """The longest usable prefix. `node` is where it ends: lock it before anything else may evict.
+    """Longest usable prefix; lock its end `node` before any eviction.
 
-    `window`: beside `pages`, 0 where a page is gone. `state`: slot of the recurrent state there; 0: none. `num_cached`: tokens of the longest prefix that has pages.
+    `window` parallels `pages`, 0 if missing. `state`: recurrent state slot, or 0. `num_cached`:
+    tokens of the longest prefix with pages.
     """
 
     pages: list[int]
@@ -33,23 +32,26 @@ class Match:
 
 @dataclass(slots=True, frozen=True)
 class Inserted:
-    """`node` covers the inserted prefix. The tree had its first `existing` pages: the caller keeps its copies of these."""
+    """`node` covers the prefix. The tree had the first `existing` pages: callers keep their copies."""
 
     existing: int
     node: Node
 
 
-# (tree, tokens, branch) -> the longest prefix that a request can begin from, marked as used
+# (tree, tokens, branch) -> longest usable prefix, marked used
 MatchRule = Callable[["RadixCache", Sequence[int], Branch], Match]
 
 
 def by_pages(cache: "RadixCache", tokens: Sequence[int], branch: Branch) -> Match:
-    """The rule of a model to which pages are all."""
+    """Rule of models with pages only."""
     return cache.match(tokens, branch=branch)
 
 
 class RadixCache:
-    """The prefix tree; with `enabled=False` it stays empty. `parts`: are called in this order. `rule`: of `match_usable`."""
+    """Prefix tree, empty unless `enabled`.
+
+    `parts` are called in order; `rule` is for `match_usable`.
+    """
 
     def __init__(
         self,
@@ -75,11 +77,11 @@ class RadixCache:
         self.num_evictable = 0
 
     def num_cached(self, tokens: Sequence[int], *, branch: Branch = TRUNK) -> int:
-        """Count the pages that `match` would find; changes nothing."""
+        """Pages that `match` would find, without side effects."""
         return sum(shared for _, shared in self.path(tokens, branch=branch))
 
     def match(self, tokens: Sequence[int], *, branch: Branch = TRUNK) -> Match:
-        """Find the longest page-aligned prefix of `tokens`, mark it as used, and split the node in which it ends."""
+        """Find the longest page-aligned prefix, mark it used, and split its last node."""
         node = self._top(branch) if self.enabled else None
         if node is None:
             return Match([], self.root)
@@ -93,23 +95,23 @@ class RadixCache:
         return Match(pages, node)
 
     def match_usable(self, tokens: Sequence[int], *, branch: Branch = TRUNK) -> Match:
-        """Find the longest prefix of `tokens` that a request can begin from, by the rule, and mark it as used."""
+        """Find the longest usable prefix by the rule, and mark it used."""
         return self._rule(self, tokens, branch)
 
     def path(self, tokens: Sequence[int], *, branch: Branch = TRUNK) -> list[tuple[Node, int]]:
-        """Return the nodes on the path of `tokens`, each with how many of its pages agree; changes nothing."""
+        """Nodes on the path with their matching pages, without side effects."""
         top = self._top(branch) if self.enabled else None
         return [] if top is None else list(self._walk(tokens, top))
 
     def touch(self, nodes: Sequence[Node]) -> None:
-        """Mark `nodes`, which lie on one path, as used."""
+        """Mark `nodes` of one path as used."""
         self._clock += 1
         for node in nodes:
             node.last_used = self._clock
             self._note_leaf(node)
 
     def use(self, node: Node, *, priority: int = 0) -> None:
-        """Count an admitted request that reads the path to `node`, which it has locked."""
+        """Count an admitted reader of the path to `node`, which it locked."""
         assert node.locks > 0
         while node.parent is not None:
             node.uses += 1
@@ -147,7 +149,7 @@ class RadixCache:
         return Inserted(existing=existing, node=leaf)
 
     def lock(self, node: Node) -> None:
-        """Keep the path to `node` from eviction until `unlock`. Locks are counted."""
+        """Protect the path to `node` from eviction until `unlock`; locks are counted."""
         while node.parent is not None:
             if node.locks == 0:
                 self.num_evictable -= len(node.pages)
@@ -164,7 +166,7 @@ class RadixCache:
             node = node.parent
 
     def evict(self, n: int) -> int:
-        """Free at least `n` pages, or all that are evictable; return how many were freed."""
+        """Free at least `n` pages, or all evictable ones; return the number freed."""
         freed = 0
         while freed < n and (leaf := self._eviction_order.pop()) is not None:
             freed += self._remove(leaf)
@@ -173,12 +175,12 @@ class RadixCache:
     def forget(self, adapter: int) -> None:
         """Free the branches of an unloaded adapter; locked nodes are evicted later."""
         tops = [top for branch, top in self._tops.items() if adapter and branch.adapter == adapter]
-        for node in reversed(list(self._nodes(tops))):  # children after parents, so reversed leaves come first
+        for node in reversed(list(self._nodes(tops))):  # reversed: leaves first
             if node.is_evictable:
                 self._remove(node)
 
     def flush(self) -> None:
-        """Drop everything. Nothing may be locked."""
+        """Drop everything; nothing is locked."""
         assert self.num_evictable == self.num_pages, "flush with locked nodes"
         while (leaf := self._eviction_order.pop()) is not None:
             self._remove(leaf, evicted=False)
@@ -188,7 +190,7 @@ class RadixCache:
             part.on_cleared()
 
     def _top(self, branch: Branch) -> Node | None:
-        """Return the node under which the prefixes of `branch` begin."""
+        """Top node of `branch`."""
         return self.root if branch == TRUNK else self._tops.get(branch)
 
     def _add_top(self, branch: Branch) -> None:
@@ -196,7 +198,7 @@ class RadixCache:
         self._tops[branch] = Node(key=(), pages=[], parent=self.root, serial=self._serial, branch=branch)
 
     def _walk(self, tokens: Sequence[int], node: Node) -> Iterator[tuple[Node, int]]:
-        """Yield (child, pages of its key that agree) along the path from `node`, up to the first partial one."""
+        """Yield (child, matching pages) along the path, up to the first partial one."""
         size, at = self.page_size, 0
         while child := node.children.get(tuple(tokens[at : at + size])):
             shared, whole, end = self._shared_pages(child.key, tokens, at), len(child.pages), at + len(child.key)
@@ -206,7 +208,7 @@ class RadixCache:
             node, at = child, end
 
     def _shared_pages(self, key: tuple[int, ...], tokens: Sequence[int], at: int) -> int:
-        """Count the leading pages of `key` that equal tokens[at:]. Slices compare in C; halving finds the difference."""
+        """Leading pages of `key` equal to tokens[at:], by C slice comparison and bisection."""
         part = tuple(tokens[at : at + len(key)])
         if part == key:
             return len(key) // self.page_size
@@ -221,7 +223,7 @@ class RadixCache:
         return low
 
     def _split(self, node: Node, num_pages: int) -> Node:
-        """Cut `node` after `num_pages` pages and return the new upper part."""
+        """Cut `node` after `num_pages` pages; return the new upper part."""
         assert 0 < num_pages < len(node.pages) and node.parent is not None
         cut, parent = num_pages * self.page_size, node.parent
         upper = self._new_node(node.key[:cut], node.pages[:num_pages], parent)
@@ -240,7 +242,7 @@ class RadixCache:
         return node
 
     def _remove(self, node: Node, *, evicted: bool = True) -> int:
-        """Take a leaf out of the tree, and return how many pages that frees. `evicted`: False: all nodes go."""
+        """Remove a leaf; return pages freed. `evicted`: False if all nodes are dropped."""
         assert node.parent is not None
         if node.branch is None:
             del node.parent.children[node.key[: self.page_size]]
@@ -259,7 +261,7 @@ class RadixCache:
         self._eviction_order.note(node, num_pages=self.num_pages)
 
     def _nodes(self, tops: Iterable[Node]) -> Iterator[Node]:
-        """Yield `tops` and all below them, parents before children."""
+        """Yield `tops` and all descendants, parents first."""
         stack = list(tops)
         while stack:
             node = stack.pop()
@@ -267,7 +269,7 @@ class RadixCache:
             stack.extend(node.children.values())
 
     def check(self) -> None:
-        """Check counters, locks, keys and page states, and that eviction finds every evictable leaf."""
+        """Check counters, locks, keys, page states, and evictable leaves."""
         noted = self._eviction_order.serials()
         pages: list[int] = []
         evictable = 0

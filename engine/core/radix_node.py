@@ -1,4 +1,4 @@
-"""Nodes of the prefix tree."""
+"""Prefix tree nodes."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,7 @@ Rank = tuple[int, int]
 
 
 class Branch(NamedTuple):
-    """The identity of a prefix besides its tokens: the load of an adapter (0: the model alone), and the namespace of the request."""
+    """Prefix identity besides tokens: adapter load (0: base model), and namespace."""
 
     adapter: int = 0
     namespace: tuple[str, ...] = ()
@@ -16,7 +16,7 @@ TRUNK = Branch()
 
 
 class Node:
-    """`key`: the tokens of this edge; `pages`: one per page_size tokens. `branch`: of a branch's top, which has neither."""
+    """Edge tokens `key`, a page per page_size tokens; branch tops have only `branch`."""
 
     __slots__ = (
         "branch",
@@ -52,36 +52,34 @@ class Node:
         self.children: dict[tuple[int, ...], Node] = {}
         self.locks = 0
         self.created = self.last_used = 0  # by the tree's clock
-        self.noted: Rank | None = None  # the rank under which the eviction order has it
+        self.noted: Rank | None = None  # its rank in the eviction order
         self.serial = serial
-        self.keys: list[bytes] = []  # of its pages, where a tier below listens
-        self.uses = 1  # requests that computed or read it
+        self.keys: list[bytes] = []  # of pages, for lower tiers
+        self.uses = 1  # by requests that computed or read it
         self.priority = 0  # the highest of these requests
-        self.window: list[
-            int
-        ] = []  # of a model with windows, beside `pages`: 0 where a page is gone (engine/core/window_pages.py)
-        self.state = 0  # slot of a snapshot of the recurrent state at the node's end (engine/core/state_slots.py)
+        self.window: list[int] = []  # parallel to `pages`, 0 if missing (engine/core/window_pages.py)
+        self.state = 0  # recurrent state slot at the node's end (engine/core/state_slots.py)
 
     @property
     def is_evictable(self) -> bool:
-        """An unlocked leaf, still in the tree."""
+        """An unlocked leaf in the tree."""
         return self.locks == 0 and not self.children and self.parent is not None
 
 
 class TreePart:
-    """The base of what follows the nodes of a tree; a hook that a part does not have does nothing."""
+    """Base of tree followers, with empty hooks."""
 
     def on_stored(self, node: Node) -> None:
         """Note a new leaf."""
 
     def on_split(self, upper: Node, lower: Node) -> None:
-        """`upper` has got the first pages of `lower`."""
+        """Move the first pages' data from `lower` to `upper`."""
 
     def on_removed(self, node: Node, *, evicted: bool) -> None:
-        """Note that a leaf goes. `evicted`: False: with all other nodes."""
+        """Note a removed leaf. `evicted`: False if all nodes are dropped."""
 
     def on_cleared(self) -> None:
-        """Note that all nodes have gone, each as a leaf that was not evicted."""
+        """Note that all nodes are gone, each removed without eviction."""
 
     def check_node(self, node: Node) -> None:
-        """Raise AssertionError unless `node` has what this part keeps in the nodes of the tree."""
+        """Raise AssertionError unless `node` has its data of this part."""

@@ -1,9 +1,9 @@
-"""How many pages decode leaves free when it gives some to one more request: four rules over those that run or come.
+"""Pages that decode keeps free when admitting a request: four rules over present and new ones.
 
-measured growth     what all will need at once, by ended answers (growth.py), or at first by the new-token ratio
-reserved tokens     each grows by the floor at least (--num-reserved-decode-tokens), within its own limit
-the largest single  the request that may still grow most can finish
-the worst case      at most what all of them take at their limits
+measured growth     joint need, by finished answers (growth.py), or the new-token ratio at first
+reserved tokens     minimum per request (--num-reserved-decode-tokens), within limits
+the largest single  the request that may add most can finish
+the worst case      at most all limits together
 """
 
 from collections.abc import Callable
@@ -14,8 +14,6 @@ from engine.core.request import Request
 
 
 class DecodeReserve:
-    """`floor`: tokens for each request; `pages_for(tokens)`: as the allocator rounds."""
-
     def __init__(
         self, *, floor: int, ratio: NewTokenRatio, growth: MeasuredGrowth, pages_for: Callable[[int], int]
     ) -> None:
@@ -25,8 +23,8 @@ class DecodeReserve:
         self._pages_for = pages_for
 
     def pages(self, coming: list[Request]) -> int:
-        """Return the pages to keep free beyond the known tokens of `coming`."""
-        pages_for = self._pages_for  # the last page of a request may have room
+        """Pages to keep free for tokens that `coming` will add."""
+        pages_for = self._pages_for  # a request's last page may have room
         to_finish = [pages_for(r.num_tokens + r.tokens_left) - pages_for(r.num_tokens) for r in coming]
         expected = pages_for(int(self._expected_tokens(coming)))
         return max(min(expected, sum(to_finish)), max(to_finish))

@@ -1,4 +1,4 @@
-"""What a finished step means: tokens committed, KV shared, ends noticed, memory given back."""
+"""Handling of step results: tokens, sharing, finish checks, memory."""
 
 from engine.core.departures import Departures
 from engine.core.drafting import fitting
@@ -11,7 +11,7 @@ from engine.core.request import Request
 from engine.core.state import SchedulerState
 from engine.messages import TokenOutput
 
-NO_TOKEN = -1  # a peer's first token that is missing
+NO_TOKEN = -1  # a peer's missing first token
 
 
 class Results:
@@ -22,7 +22,7 @@ class Results:
         self._share = 1 / state.limits.micro_batches
 
     def collect(self, plan: Plan, result: StepResult) -> StepEffects:
-        """Take the results of the oldest launched step."""
+        """Process results of the oldest launched step."""
         assert result.seq == plan.seq and len(result.items) == len(plan.items)
         effects, live = StepEffects(failure=result.failure, lane=plan.lane), self._state.stages.live
         memory, step_ends = self._state.memory, self._state.step_ends
@@ -70,7 +70,7 @@ class Results:
         return effects
 
     def _lose(self, request: Request, effects: StepEffects) -> None:
-        """A step in flight behind the failed one reads KV that was never written: others must not find what it computes."""
+        """Steps behind a failed one read unwritten KV: keep their results private."""
         request.keep_kv = False
         if request.finish is None:
             effects.lost.append(request.rid)
@@ -96,9 +96,9 @@ class Results:
             effects.outputs.append(output)
 
     def commit_sample(self, request: Request, result: ItemResult) -> TokenOutput:
-        """Append the sampled token and run the finish checks; return what is new."""
+        """Append the sampled token, run finish checks, and return the output."""
         new_ids = []
-        if request.max_new_tokens > 0:  # 0: only the prompt's logprobs were requested
+        if request.max_new_tokens > 0:  # 0: only prompt logprobs were requested
             token = NO_TOKEN if result.token is None else result.token
             request.output_ids.append(token)
             self._state.counters.generation_tokens += 1
@@ -121,7 +121,7 @@ class Results:
 
 
 def _take_drafts(request: Request, item: PlanItem, result: ItemResult) -> None:
-    """Take the drafter's draft of the request. A step that failed has none: the request decodes without."""
+    """Take the drafter's draft; after a failed step decode without one."""
     request.drafts.is_asked = False
     if request.finish is not None or request.num_tokens != item.kv_len:
         return
@@ -132,16 +132,16 @@ def _take_drafts(request: Request, item: PlanItem, result: ItemResult) -> None:
 
 
 def _may_branch(request: Request) -> bool:
-    """Whether rows of a tree give what rows of a chain do: masks, counts and hidden states follow one path."""
+    """Check that tree rows equal chain rows: masks, counts and hidden states follow one path."""
     return request.grammar is None and not request.sampling.penalized and not request.return_hidden_states
 
 
 def _was_right(request: Request, item: PlanItem, number: int) -> bool:
-    """Whether the row that it follows sampled what the draft guessed, and so did all before that. `number`: of the item in its step."""
+    """Check that the draft path up to item `number` was sampled."""
     follows = request.finish is None and request.drafts.last == number - item.behind
     return follows and request.num_tokens == item.kv_len and request.output_ids[-1] == item.tokens[0]
 
 
 def _take_back(request: Request) -> None:
-    """The next step computes what is behind the newest token again, with the token that was sampled."""
+    """Compute again from the newest token, with the sampled one."""
     request.launched_len = request.hidden_launched = request.computed_len

@@ -1,4 +1,4 @@
-"""The state that the parts of the scheduler share, each piece with its owner."""
+"""Shared scheduler state, each piece with its owner."""
 
 from dataclasses import dataclass
 
@@ -19,7 +19,7 @@ from engine.messages import FinishReason
 
 @dataclass(slots=True)
 class Counters:
-    """Totals since start; they only grow."""
+    """Totals since start, never decreasing."""
 
     requests: int = 0
     aborted: int = 0
@@ -27,25 +27,25 @@ class Counters:
     cached_tokens: int = 0
     generation_tokens: int = 0
     retractions: int = 0
-    out_of_memory: int = 0  # of them, of running requests whose memory others needed to grow
-    out_of_memory_tokens: int = 0  # whose KV these gave up
+    out_of_memory: int = 0  # of them, for others' extension
+    out_of_memory_tokens: int = 0  # tokens whose KV these gave up
     preemptions: int = 0
-    resumed_computed: int = 0  # retracted requests whose KV this engine computed again
-    resumed_restored: int = 0  # ... came back from the host
+    resumed_computed: int = 0  # retracted requests recomputed here
+    resumed_restored: int = 0  # ... restored from the host
     steps: int = 0
-    prefill_steps: int = 0  # of them, those with a part of a prompt
-    mixed_steps: int = 0  # of these, those in which decodes rode along
-    wasted_samples: int = 0  # of requests that had ended
-    failed_steps: int = 0  # for lack of device memory; their requests were aborted
-    joined_steps: int = 0  # that only other ranks of DP attention had something for
-    delayed_steps: int = 0  # in which a prompt waited for prompts of other ranks
-    deferred_samples: int = 0  # steps whose sampling waited for masks
-    draft_steps: int = 0  # of the executor's drafter alone
+    prefill_steps: int = 0  # of them, with prompt chunks
+    mixed_steps: int = 0  # of these, with decodes riding along
+    wasted_samples: int = 0  # for finished requests
+    failed_steps: int = 0  # out of device memory; their requests were aborted
+    joined_steps: int = 0  # with work only on other DP attention ranks
+    delayed_steps: int = 0  # whose prompts waited for other ranks' prompts
+    deferred_samples: int = 0  # whose sampling waited for masks
+    draft_steps: int = 0  # only of the executor's drafter
     verify_steps: int = 0  # decode steps with drafts
-    verified_runs: int = 0  # requests with drafts in them, each step anew
-    drafts: int = 0  # drafted tokens whose step was collected
+    verified_runs: int = 0  # requests with drafts, per step
+    drafts: int = 0  # draft tokens collected
     accepted_drafts: int = 0  # of them
-    wrong_drafts: int = 0  # of them, those that were wrong behind right ones
+    wrong_drafts: int = 0  # of them, wrong after right ones
 
 
 class SchedulerState:
@@ -62,7 +62,7 @@ class SchedulerState:
         self.limits = limits
         self.memory = memory
         self.ratio = ratio or NewTokenRatio()
-        self.growth = MeasuredGrowth()  # from answers that have ended
+        self.growth = MeasuredGrowth()  # from finished answers
         self.stages = Stages()
         self.micro_batches = MicroBatches(limits.micro_batches)
         self.table = RequestTable(limits.max_running_requests)
@@ -102,7 +102,7 @@ class SchedulerState:
         return None
 
     def check(self) -> None:
-        """Check that every held page has one owner, and that no more adapters run than a batch may hold."""
+        """Check that held pages have one owner each, and the adapter limit."""
         allocator, requests = self.memory.allocator, self.stages.all()
         held = [p for r in requests for p in r.own_pages()]
         assert len(held) == len(set(held)) == allocator.counts()["held"], "held pages and owners differ"

@@ -1,21 +1,21 @@
-"""Slots of recurrent states: one of each request that has memory, and snapshots at nodes of the prefix tree.
+"""Recurrent state slots: one per running request, and snapshots at prefix tree nodes.
 
-    FREE --open, adopt--> HELD by a request  --free-->                       FREE
-    FREE --snapshot---->  HELD, on its way   --keep--> CACHED at a node --evict, drop--> FREE
+  FREE --open, adopt--> HELD by a request  --free-->                       FREE
+  FREE --snapshot---->  HELD, on its way   --keep--> CACHED at a node --evict, drop--> FREE
 
-A state cannot be cut like pages: it is of one length. So a prefix can be used up to a node with a snapshot, and prompts are
-computed in parts that end at multiples of `grid`, where a state does not depend on how the prompt was cut. A snapshot is a copy
-in the step that ends there. Of an answer the last one at a multiple of `every` tokens is kept: the next turn of a chat begins there.
+States have no length to cut, so prefixes are usable up to a node with a snapshot. Prefill chunks
+end at multiples of `grid`, where rounding does not depend on the chunks; a snapshot copies the
+state after such a step. An answer keeps its last one at a multiple of `every`, the start of the
+next turn.
 
-A snapshot needs no lock: copies are plan data and run in order, so a slot may have its next owner as soon as the copy from it is
-planned. Where peers write slots, which they do outside that order, a snapshot stays while a request reads its node: until then a
-copy from it may not have run.
+Copies are ordered plan data, so a slot may change owner once its copy is planned, and snapshots
+need no lock. Peers write slots outside that order: there a snapshot stays while its node is read.
 
-Drafts: a step passes a state over all of a request's rows in turn. If some are rejected, the next plan takes the state back, before
-anything else reads it; until that step is collected, the slot stays with its request. Rows of one step do not cross a multiple of
-`every`, so a snapshot is of all of them, or dropped.
+Verify steps pass a state over all draft rows. After a rejection the next plan rolls the state back
+first; until that step is collected, the request keeps the slot. Rows do not cross a multiple of
+`every`, so a snapshot covers all of them or is dropped.
 
-After SGLang's MambaRadixCache; snapshots where prompts part are Marconi's (arXiv:2411.19379).
+After SGLang's MambaRadixCache; snapshots at branch points are Marconi's (arXiv:2411.19379).
 """
 
 from collections import OrderedDict
@@ -30,18 +30,20 @@ from engine.core.radix_cache import Match
 from engine.core.radix_node import Node, TreePart
 from engine.core.request import Request
 
-CHUNK = 64  # tokens that recurrent layers compute in one piece: other cuts round otherwise
-EVERY = 256  # tokens of an answer between two snapshots
+CHUNK = 64  # tokens per piece of recurrent layers: other cuts round differently
+EVERY = 256  # answer tokens between snapshots
 
 
 class StateSlots(MemoryPart, TreePart, StepEnds):
-    """`grid`: tokens, a multiple of the page. `keeps_snapshots`: False: no prefix is found again.
+    """State slots by `grid` tokens, a multiple of the page.
 
-    `num_shadows`: of how many requests a step may verify drafts: the executor keeps their states as they were before.
+    Without `keeps_snapshots` nothing is reused.
+
+    `num_shadows`: requests that may verify drafts in a step; the executor keeps their old states.
     """
 
     name = "state slots"
-    one_verify_step = True  # what takes a state back knows one step with drafts that are not judged yet
+    one_verify_step = True  # rollbacks handle one unverified step
 
     def __init__(
         self,
@@ -60,12 +62,12 @@ class StateSlots(MemoryPart, TreePart, StepEnds):
         self._peers_write = peers_write
         self._num_shadows = num_shadows
         self.num_snapshots = 0  # kept since start
-        self.on_change: Callable[[Node], None] = lambda node: None  # a snapshot has come to a node, or gone
-        self._nodes: OrderedDict[int, Node] = OrderedDict()  # slot of a snapshot -> node, least recently used first
+        self.on_change: Callable[[Node], None] = lambda node: None  # a node's snapshot came or went
+        self._nodes: OrderedDict[int, Node] = OrderedDict()  # by snapshot slot, least recently used first
         self._begins: list[StateCopy] = []  # since the last plan
         self._snapshots: list[StateCopy] = []
         self._rewinds: dict[int, Request] = {}  # since the last plan, by slot
-        self._rewinding: dict[int, list[Request]] = {}  # by the plan in flight that does it
+        self._rewinding: dict[int, list[Request]] = {}  # by the plan that does it
 
     @property
     def allocators(self) -> tuple[PageAllocator, ...]:
@@ -91,14 +93,14 @@ class StateSlots(MemoryPart, TreePart, StepEnds):
             self.aim(request, start=request.computed_len, cached=match.num_cached)
 
     def begin(self, request: Request, *, source: int) -> None:
-        """Give `request` a slot that begins as a copy of snapshot `source`; 0: as the state before the first token."""
+        """Copy snapshot `source` into a slot for `request`; 0: the initial state."""
         slot = self._take()
-        if slot != source:  # else the snapshot itself went for it
+        if slot != source:  # else the snapshot itself was evicted for it
             self._begins.append(StateCopy(source or None, slot))
         request.state = slot
 
     def adopt(self, request: Request) -> None:
-        """Give `request` a slot whose content comes from elsewhere: it must not be zeroed behind it."""
+        """Allocate a slot whose content arrives from elsewhere, so it must not be zeroed."""
         request.state = self._take()
 
     def free(self, request: Request) -> None:
@@ -112,16 +114,16 @@ class StateSlots(MemoryPart, TreePart, StepEnds):
         return [(self.allocator, self.quarantine(request))]
 
     def quarantine(self, request: Request) -> list[int]:
-        """Detach the slot of `request`, which a transfer peer may still write."""
+        """Detach a slot that a transfer peer may still write."""
         slots = [request.state] if request.state else []
         self.allocator.quarantine(slots)
         request.state = 0
         return slots
 
     def aim(self, request: Request, *, start: int, cached: int) -> None:
-        """Choose where to keep snapshots of `request`, which begins at `start`: of its prompt, and where others part from it.
+        """Choose snapshots of `request` after `start`: at its last chunk, and where prompts branch.
 
-        `cached`: its first tokens that the tree has pages of.
+        `cached`: leading tokens with pages in the tree.
         """
         last = (request.num_tokens - 1) // self.grid * self.grid
         parting = min(cached // self.grid * self.grid, last)
@@ -137,35 +139,33 @@ class StateSlots(MemoryPart, TreePart, StepEnds):
         return self._num_shadows
 
     def cut(self, request: Request, start: int, end: int) -> int:
-        """A snapshot is taken at a step's end."""
         return next((at for at in request.snapshots_at if start < at < end), end)
 
     def extend(self, request: Request, end: int, *, answer: bool) -> None:
-        """Keep the state that the planned step leaves, if later requests may begin from it."""
+        """Take a reusable snapshot of the planned step's state."""
         if answer:
             self.snapshot_answer(request, end)
         else:
             self.snapshot(request, end)
 
     def snapshot(self, request: Request, at: int) -> None:
-        """Copy the state of `request` when the step that is being planned has computed its first `at` tokens, if there is room."""
+        """Snapshot the state after `at` tokens in this plan, if there is room."""
         if at in request.snapshots_at and self.num_available:
             self._copy(request, at)
 
     def snapshot_answer(self, request: Request, at: int) -> None:
-        """The same of a step that computes tokens of its answer up to there."""
+        """Snapshot an answer's state after `at` tokens."""
         if at % self._every == 0 and self._keeps(request) and self.num_available:
             self._copy(request, at)
 
     def cut_answer(self, request: Request, start: int, end: int) -> int:
-        """A snapshot is taken at the end of all rows of a request."""
         return min(end, (start // self._every + 1) * self._every) if self._keeps(request) else end
 
     def _keeps(self, request: Request) -> bool:
         return self.keeps_snapshots and request.keep_kv
 
     def keep(self, request: Request, at: int, memory: Memory) -> None:
-        """Give the snapshot after `at` tokens, if one was taken, to the tree, where `request` is shared so far."""
+        """Give the tree a taken snapshot after `at` tokens, where `request` is shared so far."""
         if (slot := request.snapshots.pop(at, 0)) == 0:
             return
         above = request.answer_snapshot if at > len(request.input_ids) else None
@@ -178,14 +178,14 @@ class StateSlots(MemoryPart, TreePart, StepEnds):
             self.drop(slot)
 
     def reject(self, request: Request, at: int) -> None:
-        """Take back what a step has made of a state that passed a rejected draft, and forget the snapshot after `at` tokens."""
+        """Roll back a state that passed a rejected draft, and drop its snapshot at `at`."""
         if slot := request.snapshots.pop(at, 0):
             self.drop(slot)
         if request.finish is None:
             self.rewind(request)
 
     def rewind(self, request: Request) -> None:
-        """Take its state back behind the tokens computed so far, in the next plan: it is behind rejected drafts."""
+        """Roll the state back to the computed tokens in the next plan."""
         self._rewinds[request.state] = request
 
     def _copy(self, request: Request, at: int) -> None:
@@ -197,10 +197,10 @@ class StateSlots(MemoryPart, TreePart, StepEnds):
     # ---- the tree
 
     def keep_at(self, slot: int, node: Node, *, above: Node | None = None) -> None:
-        """Keep a snapshot, which has been made, at the end of `node`. `above`: of the same answer: it goes, if no other request reads it."""
+        """Keep a finished snapshot at `node`; it replaces the answer's `above`, unless shared."""
         if above is not None and above.state and above.locks == 1:
             self._evict(above)
-        if node.state:  # another request's, of the same tokens
+        if node.state:  # another request's for the same tokens
             self.drop(slot)
             return
         self.allocator.to_cache([slot])
@@ -210,11 +210,10 @@ class StateSlots(MemoryPart, TreePart, StepEnds):
         self.num_snapshots += 1
 
     def drop(self, slot: int) -> None:
-        """Free a snapshot that no request may begin from."""
+        """Free an unusable snapshot."""
         self.allocator.free([slot])
 
     def touch(self, node: Node) -> None:
-        """Mark the snapshot at the end of `node` as used."""
         self._nodes.move_to_end(node.state)
 
     def on_removed(self, node: Node, *, evicted: bool) -> None:
@@ -241,7 +240,7 @@ class StateSlots(MemoryPart, TreePart, StepEnds):
     # ---- steps
 
     def attach(self, plan: Plan) -> None:
-        """Put every copy requested since the last plan into this one."""
+        """Add all requested copies to this plan."""
         plan.states, self._begins = self._begins, []
         plan.snapshots, self._snapshots = self._snapshots, []
         if self._rewinds:

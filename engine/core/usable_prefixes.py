@@ -1,13 +1,13 @@
-"""How far the prefixes of a model with windows or recurrent states can be used, for its KV events.
+"""Usable prefixes of models with windows or recurrent states, for KV events.
 
-A page stays in the tree when the window or the state behind it is gone; no request can use it then. So a page is announced while some
-prefix that can be used goes through it: a router counts the pages of a prompt that are announced one after another. A prompt that
-parts from such a prefix before its end finds less: the format of the events has no word for it.
+Pages stay in the tree without their window or state, but are then unusable. So a page is announced
+while a usable prefix goes through it; routers count consecutive announced pages. Prompts that
+branch off earlier find less, which the event format cannot express.
 
-    root -- page -- page -- page(state) -- page -- page        announced: the first three
-                       \\-- page -- page                        nothing of it
+  root -- page -- page -- page(state) -- page -- page    announced: the first three
+     +--- page -- page                                   none announced
 
-Changes are settled when the events are taken: between two of them a window comes and goes page by page.
+Changes settle when events are taken, as windows come and go page by page.
 """
 
 from collections import Counter
@@ -20,16 +20,16 @@ from service.kv_events import KVEvent
 
 
 class UsablePrefixes(TreePart):
-    """Between the tree and its `events`. `states`, `windows`: as of the tree, one of them is there."""
+    """Between the tree and its `events`, with its `states` or `windows`."""
 
     def __init__(self, events: CacheEvents, *, states: StateSlots | None, windows: WindowPages | None) -> None:
         assert states is not None or windows is not None
         self._events = events
         self._states = states
         self._windows = windows
-        self._announced: dict[Node, int] = {}  # pages of a node, if there are any
-        self._below = Counter[Node]()  # children of which pages are announced
-        self._changed: dict[Node, bool] = {}  # node -> whether prefixes that end below it have changed, too
+        self._announced: dict[Node, int] = {}  # pages per node, if any
+        self._below = Counter[Node]()  # children with announced pages
+        self._changed: dict[Node, bool] = {}  # node -> descendants changed, too
         if states is not None:
             states.on_change = self._on_state
         if windows is not None:
@@ -56,7 +56,7 @@ class UsablePrefixes(TreePart):
             self._changed[upper] = self._changed[lower]
 
     def on_removed(self, node: Node, *, evicted: bool) -> None:
-        """Note that a leaf goes, whose window and state have gone."""
+        """Note a removed leaf, whose window and state are gone."""
         if not evicted:
             return
         self._changed.pop(node, None)
@@ -81,7 +81,7 @@ class UsablePrefixes(TreePart):
     # ---- what is announced
 
     def take(self) -> list[KVEvent]:
-        """Take the changes since the last call, in order."""
+        """Take changes since the last call, in order."""
         while self._changed:
             node, deep = self._changed.popitem()
             self._settle(node)
@@ -90,7 +90,7 @@ class UsablePrefixes(TreePart):
         return self._events.take()
 
     def _settle_below(self, top: Node) -> None:
-        """Settle the nodes that end where a query may read pages of `top`."""
+        """Settle nodes whose queries may read pages of `top`."""
         assert self._windows is not None
         reach = self._windows.allocator.pages_for(self._windows.window)
         stack = [(child, reach) for child in top.children.values()]
@@ -101,7 +101,7 @@ class UsablePrefixes(TreePart):
                 stack += [(child, left - len(node.pages)) for child in node.children.values()]
 
     def _settle(self, node: Node) -> None:
-        """Announce and retract pages of `node`, and of the path to it."""
+        """Announce and retract pages of `node` and its path."""
         grown, shrunk, at = list[tuple[Node, int, int]](), list[tuple[Node, int, int]](), node
         while True:
             old, new = self._announced.get(at, 0), len(at.pages) if self._below[at] else self._usable(at)
@@ -117,7 +117,7 @@ class UsablePrefixes(TreePart):
             self._events.announce(changed, old, new)
 
     def _count(self, node: Node, by: int) -> Node | None:
-        """Count `node` with its parent, and return that; None: a prompt begins with `node`."""
+        """Count `node` in its parent, and return that; None at the start of prompts."""
         parent = node.parent
         assert parent is not None
         if not parent.pages:
@@ -126,7 +126,7 @@ class UsablePrefixes(TreePart):
         return parent
 
     def _usable(self, node: Node) -> int:
-        """Count the pages of `node` before the last length in it that a request can begin from."""
+        """Pages of `node` up to the last usable length."""
         pages = len(node.pages)
         reach = pages if self._windows is None else self._windows.reach(node)
         if self._states is not None and not (node.state and reach == pages):
@@ -138,6 +138,6 @@ PrefixEvents = CacheEvents | UsablePrefixes
 
 
 def events_of_tree(page_size: int, *, states: StateSlots | None, windows: WindowPages | None) -> PrefixEvents:
-    """Return what a tree tells of its changes."""
+    """Return the event source of a tree."""
     events = CacheEvents(page_size=page_size)
     return events if states is None and windows is None else UsablePrefixes(events, states=states, windows=windows)

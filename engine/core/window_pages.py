@@ -1,17 +1,17 @@
-"""Pages of the layers that see a window: a pool of their own, from which a page goes as soon as no step can read it any more.
+"""Pages of sliding window layers: a separate pool that frees pages no later step reads.
 
-A request's `window` lies beside its `pages`: page i holds the same tokens in both, 0 where it is gone or still to come.
+`window` parallels a request's `pages`, with 0 for freed or future pages.
 
-    FREE --extend--> HELD by one request --share--> CACHED: in the prefix tree, read by any number of requests
-                       |                              |  no reader left: idle, and evicted least recently used first
-                       +--retire, free--> FREE <------+
+  FREE --extend--> HELD by one request --share--> CACHED: in the prefix tree, any number of readers
+      |                              |  without readers: idle, evicted least recently used first
+      +--retire, free--> FREE <------+
 
-A query at position p reads keys from p - W + 1 on. Steps in flight still read, so pages retire by what has been *collected*. A
-prefix can be used up to a length of which the pages of one window are there. A full page that is evicted takes its window page
-along; a window page goes alone. What an admitted request needs at once is bounded, and admission counts these bounds: growth
-never fails here.
+Queries at p read keys from p - W + 1. Steps in flight still read, so pages retire by *collected*
+tokens. A prefix is usable at lengths whose last window is present. Evicting a full page evicts its
+window page, not the reverse. Admission counts bounds on simultaneous pages, so extension never
+fails.
 
-After SGLang's SWARadixCache; counts of readers as vLLM has them.
+After SGLang's SWARadixCache; reader counts as in vLLM.
 """
 
 from collections import Counter, OrderedDict
@@ -27,8 +27,10 @@ from engine.messages import FinishReason
 
 
 class WindowPages(MemoryPart, TreePart, Windows):
-    """`window`: tokens that a query sees, its own included. `steps`: in flight at most. `step_tokens`: prompt tokens of a step; None: a
-    prompt goes whole. `rows`: tokens of an answer in one step.
+    """`window`: tokens per query, including its own.
+
+    `steps`: maximum in flight. `step_tokens`: prompt tokens per step; None: whole prompts. `rows`:
+    answer tokens per step.
     """
 
     name = "window pages"
@@ -46,14 +48,14 @@ class WindowPages(MemoryPart, TreePart, Windows):
         self.allocator = PageAllocator(num_pages=num_pages, page_size=page_size)
         self.window = window
         self.num_retired = 0  # pages since start
-        self.on_change: Callable[[Node], None] = lambda node: None  # a page of a window has come to a node, or gone
+        self.on_change: Callable[[Node], None] = lambda node: None  # a node's window page came or went
         self._steps = steps
         self._step_tokens = step_tokens
-        self._answer_tokens = max(steps, rows)  # in flight: drafts follow known tokens, so their step is alone
-        self._bounds: dict[int, tuple[int, int]] = {}  # serial of a request with memory -> `_bound`
+        self._answer_tokens = max(steps, rows)  # in flight: verify steps run without overlap
+        self._bounds: dict[int, tuple[int, int]] = {}  # by request serial -> `_bound`
         self._readers: dict[int, int] = {}  # of cached pages
         self._homes: dict[int, Node] = {}
-        self._idle: OrderedDict[int, None] = OrderedDict()  # cached pages that nothing reads, least recently used first
+        self._idle: OrderedDict[int, None] = OrderedDict()  # cached pages without readers, least recently used first
 
     @property
     def allocators(self) -> tuple[PageAllocator, ...]:
@@ -64,7 +66,7 @@ class WindowPages(MemoryPart, TreePart, Windows):
         return self.allocator.num_free + len(self._idle)
 
     def first_page(self, num_tokens: int) -> int:
-        """Return the first page that the query behind `num_tokens` tokens reads."""
+        """First page read by the query after `num_tokens` tokens."""
         return max(0, num_tokens - self.window + 1) // self.allocator.page_size
 
     # ---- admission
@@ -79,19 +81,19 @@ class WindowPages(MemoryPart, TreePart, Windows):
         )
 
     def fits(self, request: Request, *, without: Sequence[Request] = ()) -> bool:
-        """Whether the bounds of all that have memory leave room for `request`, once `without` have left."""
+        """Check that all bounds leave room for `request`, without `without`."""
         gone = {r.serial for r in without}
         bounds = [bound for serial, bound in self._bounds.items() if serial not in gone]
         quarantined = self.allocator.counts()["quarantined"]
         return self._most([*bounds, self._bound(request)]) <= self.allocator.num_pages - quarantined
 
     def _most(self, bounds: list[tuple[int, int]]) -> int:
-        """Two bounds, each of all that requests can hold at once: windows with the prompt tokens in flight, and whole requests."""
+        """Minimum of two bounds: windows plus prompt tokens in flight, and whole requests."""
         in_flight = self.allocator.pages_for((self._step_tokens or 0) * self._steps)
         return min(sum(w for w, _ in bounds) + in_flight, sum(t for _, t in bounds))
 
     def _bound(self, request: Request) -> tuple[int, int]:
-        """(pages of its window at any time, pages of all its tokens); tokens of the answer are in flight beside the prompts'."""
+        """(window pages at any time, pages of all tokens), with answer tokens in flight."""
         whole = self.allocator.pages_for(request.num_tokens + request.tokens_left)
         if self._step_tokens is None:
             return whole, whole
@@ -106,7 +108,7 @@ class WindowPages(MemoryPart, TreePart, Windows):
             self.begin(request, match.window)
 
     def begin(self, request: Request, cached: Sequence[int]) -> None:
-        """Begin with `cached` pages of the tree and lock the pages of the last window, all of which are there."""
+        """Start with `cached` tree pages and lock the last window, which is complete."""
         self._bounds[request.serial] = self._bound(request)
         first = self.first_page(len(cached) * self.allocator.page_size)
         request.window = [0] * first + list(cached[first:])
@@ -116,7 +118,7 @@ class WindowPages(MemoryPart, TreePart, Windows):
             self._idle.pop(page, None)
 
     def adopt(self, request: Request) -> None:
-        """Take pages for the last window of known tokens whose KV comes from elsewhere (of all tokens, or of all but the last)."""
+        """Allocate the last window of tokens with KV from elsewhere (all, or all but the last)."""
         self._bounds[request.serial] = self._bound(request)
         first = self.first_page(request.num_tokens - 1)
         request.window = [0] * first + self._take(self.allocator.pages_for(request.num_tokens) - first)
@@ -132,7 +134,7 @@ class WindowPages(MemoryPart, TreePart, Windows):
         return [(self.allocator, self.quarantine(request))] if request.pages else []
 
     def quarantine(self, request: Request) -> list[int]:
-        """Detach the pages of an adopted request, which a transfer peer may still write."""
+        """Detach pages of an adopted request that a peer may still write."""
         pages = request.window[request.window_first :]
         self.allocator.quarantine(pages)
         request.window, request.window_first = [], 0
@@ -145,7 +147,7 @@ class WindowPages(MemoryPart, TreePart, Windows):
             request.window += self._take(missing)
 
     def retire(self, request: Request) -> None:
-        """Free the pages that no later step and no step in flight reads."""
+        """Free pages that no step reads any longer."""
         first = min(self.first_page(request.computed_len), len(request.window))
         for i in range(request.window_first, first):
             self._release(request.window[i])
@@ -160,7 +162,7 @@ class WindowPages(MemoryPart, TreePart, Windows):
         self._bounds.pop(request.serial, None)
 
     def own(self, request: Request) -> list[int]:
-        """Return the pages that `request` alone holds."""
+        """Pages held only by `request`."""
         return [page for page in request.window if page and self.allocator.state_of(page) == "held"]
 
     def _release(self, page: int) -> None:
@@ -179,7 +181,7 @@ class WindowPages(MemoryPart, TreePart, Windows):
     # ---- the tree
 
     def usable(self, cached: Sequence[int]) -> int:
-        """Return the longest prefix of `cached` (0 where a page is gone) of which the last window is there."""
+        """Longest prefix of `cached` (0: missing page) with a complete last window."""
         alive, best = 0, 0
         for i, page in enumerate(cached):
             alive = alive + 1 if page else 0
@@ -189,11 +191,11 @@ class WindowPages(MemoryPart, TreePart, Windows):
         return best
 
     def is_whole(self, cached: Sequence[int]) -> bool:
-        """Whether the last window of this prefix is there."""
+        """Check for a complete last window."""
         return all(cached[self.first_page(len(cached) * self.allocator.page_size) :])
 
     def reach(self, node: Node) -> int:
-        """Count the pages of `node` before the last length in it of which the last window is there."""
+        """Pages of `node` up to its last length with a complete window."""
         depth, alive, best = _before(node), self._alive_before(node), 0
         for i, page in enumerate(node.window, 1):
             alive = alive + 1 if page else 0
@@ -203,7 +205,7 @@ class WindowPages(MemoryPart, TreePart, Windows):
         return best
 
     def _alive_before(self, node: Node) -> int:
-        """Count the pages of windows right before `node`, one after another, that are there; no more than a window has."""
+        """Consecutive present window pages right before `node`, up to one window."""
         alive, at = 0, node.parent
         while at is not None and at.pages and alive <= self.window:
             for page in reversed(at.window):
@@ -278,7 +280,6 @@ class WindowPages(MemoryPart, TreePart, Windows):
 
 
 def _before(node: Node) -> int:
-    """Count the pages before `node`."""
     count, at = 0, node.parent
     while at is not None:
         count, at = count + len(at.pages), at.parent
