@@ -1,7 +1,8 @@
-"""A drafter's guesses: passes behind the last known tokens, each a token further.
+"""Drafter passes behind the last known tokens, each one token further.
 
-With topk above 1 they are a tree: each pass goes on from the topk most probable paths, and guesses topk tokens behind each (EAGLE-2,
-arXiv:2406.16858). What the passes keep of them lies behind the known tokens, path beside path, until a step of the model overwrites it.
+With topk above 1 drafts form a tree: each pass extends the topk most probable paths by topk tokens
+each (EAGLE-2, arXiv:2406.16858). Their entries lie behind the known tokens, path by path, until
+overwritten by a model step.
 """
 
 from collections.abc import Sequence
@@ -24,10 +25,10 @@ from engine.sampler.make import TokenSampler
 
 @dataclass(frozen=True, slots=True)
 class Drafted:
-    """The guesses of a pass for the items `of`, on the device or the host.
+    """Candidates of a pass for items `of`, on device or host.
 
-    `tokens` [n, paths, topk] int64 and `confidences`, float32: behind each path. `paths` [n, topk] int64: the guesses, numbered in each
-    item, that the next pass goes on from; the first pass has one path, of known tokens.
+    `tokens` [n, paths, topk] int64 and float32 `confidences` follow each path. `paths` [n, topk]
+    int64: chosen candidates, numbered per item; the first pass has one path.
     """
 
     of: list[int]
@@ -37,9 +38,9 @@ class Drafted:
 
 
 def guesses_of(passes: Sequence[Drafted]) -> dict[int, list[Guess]]:
-    """The guesses of each item, by passes that are on the host."""
+    """Candidates by item, from passes on the host."""
     guesses: dict[int, list[Guess]] = {}
-    parents: dict[int, list[int]] = {}  # of the paths of the next pass
+    parents: dict[int, list[int]] = {}  # of the next pass's paths
     for one in passes:
         each = zip(one.of, one.tokens.tolist(), one.confidences.tolist(), one.paths.tolist(), strict=True)
         for i, tokens, confidences, paths in each:
@@ -51,9 +52,9 @@ def guesses_of(passes: Sequence[Drafted]) -> dict[int, list[Guess]]:
 
 
 class Tails:
-    """Keeps of each page the features of its newest token, which the drafter's next entry is computed with.
+    """Features of each page's newest token, an input of the drafter's next entry.
 
-    `rows` [1 + num_pages, units, size]: in each unit the same.
+    `rows` [1 + num_pages, units, size] are equal in each unit.
     """
 
     def __init__(self, rows: Tensor, page_table: PageTable) -> None:
@@ -61,7 +62,7 @@ class Tails:
         self._page_table = page_table
 
     def before(self, slots: Tensor, positions: Tensor) -> Tensor:
-        """[n, size]: what the tails say of the tokens before `positions`; of the first one: zero."""
+        """Features [n, size] before `positions`; zero for the first token."""
         pages, _ = self._page_table.locate(slots, (positions - 1).clamp_min(0))
         return self._rows[pages, 0].masked_fill((positions == 0)[:, None], 0)
 
@@ -72,10 +73,11 @@ class Tails:
 
 @dataclass(frozen=True, slots=True)
 class _Paths:
-    """The input of a pass: paths of drafts, equally many for each item. Rows of a pass: item after item, path after path.
+    """Input of a pass: equally many draft paths per item; rows go by item, then path.
 
-    `of`: numbers of `items` in the step; `slots`, `starts`, `turns` [n] int64: theirs, and RoPE positions of their known tokens. `ids` [n, paths] int64 and
-    `hidden` [n * paths, size]: of each path's newest token; `scores` [n, paths]: log of the confidence in all of it; `places` [n, paths, drafts] int64: of its drafts' entries.
+    `of` numbers `items` in the step; `slots`, `starts` and RoPE `turns` are [n] int64. For each
+    path's newest token: `ids` [n, paths] int64, `hidden` [n * paths, size]; `scores` [n, paths] are
+    log confidences, `places` [n, paths, drafts] int64 their entries.
     """
 
     of: list[int]
@@ -94,11 +96,11 @@ class _Paths:
 
     @property
     def topk(self) -> int:
-        """Count the paths that go on."""
+        """Paths that continue."""
         return self.items[0].topk
 
     def only(self, chosen: list[int], at: Tensor) -> "_Paths":
-        """Return the paths of the items `chosen`; `at`: `chosen` on the device."""
+        """Paths of items `chosen`; `at`: `chosen` on the device."""
         hidden = None if self.hidden is None else self.hidden.unflatten(0, (-1, self.width))[at].flatten(0, 1)
         slots, starts, turns, ids, scores, places = (
             x[at] for x in (self.slots, self.starts, self.turns, self.ids, self.scores, self.places)
@@ -107,7 +109,7 @@ class _Paths:
         return _Paths(of, items, slots, starts, turns, ids, hidden, scores, places)
 
     def extended(self, drafted: Drafted, out: Tensor, *, scores: Tensor, places: Tensor) -> "_Paths":
-        """Return the paths that `drafted` chooses, and their `scores`. `out` [n * paths, size], `places` [n, paths, drafts]: of its pass."""
+        """Paths chosen by `drafted`, from `out` [n * paths, size], `places` [n, paths, drafts]."""
         chosen = drafted.paths
         above = chosen // self.topk
         hidden = None
@@ -124,7 +126,7 @@ class _Paths:
 
 
 class GuessPass:
-    """As DraftPass. `tails`: None: the drafter reads none."""
+    """Passes for DraftPass. `tails` is for drafters that read them."""
 
     def __init__(
         self,
@@ -143,9 +145,9 @@ class GuessPass:
         self._device = page_table.device
 
     def run(self, drafter: DraftModel, items: Sequence[PlanItem]) -> list[Drafted]:
-        """Draft in `to_draft` passes behind each of `items`, whose last known token no step has computed yet.
+        """Draft in `to_draft` passes after each item's uncomputed last known token.
 
-        With the seeds and parameters of the requests, as the model will sample: so drafts are often right at any temperature.
+        Uses the requests' seeds and parameters, so drafts are often right at any temperature.
         """
         paths, found = self._known(items), list[Drafted]()
         for number in range(max(item.to_draft for item in items)):
@@ -157,7 +159,7 @@ class GuessPass:
         return found
 
     def _known(self, items: Sequence[PlanItem]) -> _Paths:
-        """One path of each: its last known token."""
+        """One path per item: its last known token."""
         slots, starts = self._ids([item.slot for item in items]), self._ids([item.start for item in items])
         return _Paths(
             of=list(range(len(items))),
@@ -172,7 +174,7 @@ class GuessPass:
         )
 
     def _pass(self, drafter: DraftModel, paths: _Paths, number: int) -> tuple[Drafted, _Paths]:
-        """Compute the newest token of each path; return what follows, and the paths of the next pass."""
+        """Compute each path's newest token; return candidates and the next paths."""
         own = self._own_places(paths, number)
         places = paths.places if number == 0 else torch.cat((paths.places, own[:, :, None]), 2)
         positions = (paths.turns + number).repeat_interleave(paths.width)
@@ -184,12 +186,15 @@ class GuessPass:
         return drafted, paths.extended(drafted, out, scores=best.values, places=places)
 
     def _own_places(self, paths: _Paths, number: int) -> Tensor:
-        """[n, paths]: where pass `number` keeps the entries of its tokens: that of the known one is its own."""
+        """Entry places [n, paths] of pass `number`; the known token's is its own."""
         behind = 1 + (number - 1) * paths.topk if number else 0
         return paths.starts[:, None] + behind + torch.arange(paths.width, device=self._device)
 
     def _step(self, paths: _Paths, own: Tensor, places: Tensor, number: int) -> StepBatch:
-        """Pass `number` as attention sees it. `own` [n, paths]: places of its tokens, `places` [n, paths, drafts]: of all drafts."""
+        """Attention batch of pass `number`.
+
+        `own` [n, paths]: token places, `places` [n, paths, drafts]: all.
+        """
         width, slots = paths.width, paths.slots.repeat_interleave(paths.width)
         pages, offsets = self._page_table.locate(slots, own.flatten())
         rows = len(slots)
@@ -210,7 +215,7 @@ class GuessPass:
         return TreePaths(starts=starts.to(torch.int32), places=places.flatten(0, 1).to(torch.int32))
 
     def _guesses(self, drafter: DraftModel, out: Tensor, paths: _Paths, number: int) -> tuple[Tensor, Tensor]:
-        """([n, paths, topk] int64, float32 alike): the best tokens that the rows of `out` say, and confidences in them; on all ranks."""
+        """Best tokens [n, paths, topk] int64 and float32 confidences from `out`, on all ranks."""
         logits, best = drafter.logits(out), torch.zeros(2, len(out), paths.topk, device=self._device)
         if self._sampler is not None:
             assert logits is not None, "the rank that samples has all logits"
@@ -224,7 +229,7 @@ class GuessPass:
     def _sample(
         self, sampler: TokenSampler, logits: Tensor, rows: Sequence[PlanItem], number: int, *, into: Tensor
     ) -> None:
-        """The next best token is what is sampled without those before it. `into` [2, rows, topk]: tokens, exact in float32, and confidences."""
+        """Sample topk distinct tokens `into` [2, rows, topk]: float32 tokens and confidences."""
         slots, lens = [item.slot for item in rows], [item.output_len + number for item in rows]
         total = logits.logsumexp(1, keepdim=True)
         topk = into.shape[2]
