@@ -1,9 +1,9 @@
-"""Features of images that a worker gets from encode workers, for prompts that wait for them.
+"""Image features fetched from encode workers for waiting prompts.
 
-    begin -> a transfer --landed--> the image cache: a step copies them, and the pages are free
-                 \\____ failed, late, no room: the prompts go on, and their steps encode the image
+  begin -> a transfer --landed--> image cache: a step copies them, then frees the pages
+     +---- failed, late, no room: the prompts encode the image in their steps
 
-Prompts with the same image wait for one fetch. An image whose KV is cached here needs no features.
+Prompts with the same image share a fetch. Images with cached KV need none.
 """
 
 import hashlib
@@ -29,14 +29,14 @@ from transfer_backends.kvpoll import RoomInUse
 
 log = logging.getLogger(__name__)
 
-MOST_FETCHES = 256  # at a time; more images than that are encoded here meanwhile
-ATTEMPT = 1  # attempt 0 has a request of a router
-AVOIDED_S = 5.0  # an encoder that was late, failed or refused: other prompts do not wait for it meanwhile
+MOST_FETCHES = 256  # at a time; more are encoded here
+ATTEMPT = 1  # attempt 0 is a router's request
+AVOIDED_S = 5.0  # time without requests for encoders that were late, failed or refused
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class FeatureFetch(IncomingTransfer):
-    """The key is the image's. `control`: address of the encoder. `waiting`: prompts by rid."""
+    """A fetch by image key from encoder `control`, for `waiting` prompts by rid."""
 
     image: ImageInput
     control: str
@@ -44,7 +44,7 @@ class FeatureFetch(IncomingTransfer):
 
 
 class FeatureFetches:
-    """Owns the pages in which features arrive: from `begin` until a step has copied them, or no peer writes them any more."""
+    """Owns feature pages until a step copied them, or no peer writes them."""
 
     def __init__(
         self,
@@ -57,7 +57,10 @@ class FeatureFetches:
         timeout_s: float,
         checksum: Checksum | None = None,
     ) -> None:
-        """`allocator`: of the pool in which features arrive. `rooms`: numbers that no other worker has. `timeout_s`: of a prompt's wait."""
+        """`allocator`: of the feature pool.
+
+        `rooms`: globally unique. `timeout_s`: of a prompt's wait.
+        """
         images = memory.part(ImageCache)
         assert images is not None, "the model sees images"
         late = f"they did not come within {timeout_s:g} s"
@@ -69,19 +72,19 @@ class FeatureFetches:
         self._allocator = allocator
         self._rooms = rooms
         self._timeout_s = timeout_s
-        self._landed: list[list[int]] = []  # pages that the image cache has
-        self._avoided: dict[str, float] = {}  # control addresses, and until when
+        self._landed: list[list[int]] = []  # pages owned by the image cache
+        self._avoided: dict[str, float] = {}  # control address -> end time
         self.counters = self.incoming.counters
 
     def begin(self, request: Request, now_s: float) -> None:
-        """Have `request` wait for the features of its images that an encoder computes."""
+        """Make `request` wait for its images' features from encoders."""
         cached = len(self._memory.match_prefix(request).pages) * self._memory.allocator.page_size
         for image, source in zip(request.images, request.encoders, strict=False):
             if source is not None and image.end > cached and not self._images.has(image.key):
                 self._wait(request, image, source, now_s)
 
     def leave(self, rid: str) -> None:
-        """The client of request `rid` is gone. Fetches for it alone end."""
+        """Remove a request without client; unneeded fetches end."""
         for fetch in list(self.incoming.transfers.values()):
             request = fetch.waiting.pop(rid, None)
             if request is not None:
@@ -98,7 +101,7 @@ class FeatureFetches:
 
     def _wait(self, request: Request, image: ImageInput, source: FeatureSource, now_s: float) -> None:
         fetch = self.incoming.transfers.get(image.key.hex()) or self._open(image, source, now_s)
-        if fetch is not None and request.rid not in fetch.waiting:  # an image may come twice
+        if fetch is not None and request.rid not in fetch.waiting:  # an image may repeat
             fetch.waiting[request.rid] = request
             request.features_arriving += 1
 
@@ -111,7 +114,7 @@ class FeatureFetches:
         room, route = next(self._rooms), Route(control=source.control, incarnation=source.incarnation, shared=True)
         try:
             receiver = self._manager.receiver(room, bootstrap="", room_attempt=ATTEMPT, route=route)
-        except (RoomInUse, ValueError):  # a router of another make named it
+        except (RoomInUse, ValueError):  # named by an incompatible router
             self.counters["feature_fetches_forgone"] += 1
             return None
         fetch = FeatureFetch(
@@ -129,7 +132,7 @@ class FeatureFetches:
     # ---- as the target of its transfers
 
     def reserve(self, ready: Sequence[FeatureFetch]) -> None:
-        """Send pages and a row to the encoders, with the pixels; later, where none is free."""
+        """Send pages, a row and pixels to encoders, or later if none is free."""
         for fetch in ready:
             if self.incoming.now_s < fetch.deadline_s and self.incoming.reserve(fetch, partial(self._allocate, fetch)):
                 alone = _alone(fetch.image)
@@ -166,7 +169,7 @@ class FeatureFetches:
         self._allocator.end_quarantine(detached.pages)
 
     def failed(self, fetch: FeatureFetch, failure: TransferFailure, reason: str) -> None:
-        """Let the prompts that wait encode the image. Its encoder gets no other for a while."""
+        """Let waiting prompts encode the image; avoid its encoder for a while."""
         lacked_pages = fetch.reached and fetch.metadata_row is None
         if failure is not TransferFailure.ABORTED and not (failure is TransferFailure.LATE and lacked_pages):
             self._avoided[fetch.control] = self.incoming.now_s + AVOIDED_S
@@ -189,7 +192,7 @@ class FeatureFetches:
     # ---- reports
 
     def avoided(self) -> list[str]:
-        """Return the control addresses of encoders that are not asked at present: a router names others."""
+        """Control addresses of avoided encoders, so that routers choose others."""
         return list(self._avoided)
 
     @property
@@ -223,12 +226,12 @@ class FeatureFetches:
 
 
 def _alone(image: ImageInput) -> ImageInput:
-    """The image of a prompt that has nothing else."""
+    """Make it the first image of a prompt."""
     return msgspec.structs.replace(image, start=0)
 
 
 def rooms_of(incarnation: str) -> Iterator[int]:
-    """Yield numbers of rooms, 1..2**63 - 1, that those of other incarnations are not."""
+    """Yield room numbers, 1..2**63 - 1, unique to this incarnation."""
     number = 0
     while True:
         digest = hashlib.sha256(f"{incarnation}/{number}".encode()).digest()

@@ -1,10 +1,10 @@
-"""Transfers from other workers: KV of requests, prefixes, features of images.
+"""Incoming transfers: request KV, prefixes, image features.
 
-    begin -> WAITING -> RESERVED -> RECEIVING --Success, a good row--> LANDED -> DONE
-                \\__________\\___________\\__ failed, late, aborted --> FAILED -> (QUARANTINED) -> DONE
+  begin -> WAITING -> RESERVED -> RECEIVING --Success, good row--> LANDED -> DONE
+     +--------+----------+--- failed, late, aborted --> FAILED -> (QUARANTINED) -> DONE
 
-The mirror of disagg/outgoing.py. A *target* uses it: it reserves memory, takes over what has
-landed, and knows what a failure means.
+The mirror of disagg/outgoing.py. *Targets* reserve memory, take over landed data, and handle
+failures.
 """
 
 import math
@@ -27,7 +27,7 @@ from transfer_backends.ports import KVReceiver
 
 
 class TransferStage(Enum):
-    """The state of a transfer: what it is, and what may come next."""
+    """Transfer state: description, and next states."""
 
     WAITING = "for its peer, and for memory here", ("RESERVED", "FAILED")
     RESERVED = "memory and a metadata row are taken", ("RECEIVING", "FAILED")
@@ -42,25 +42,24 @@ class TransferStage(Enum):
 
 
 class TransferFailure(Enum):
-    REFUSED = "refused"  # the peer failed, or what it sent is of no use here
+    REFUSED = "refused"  # the peer failed, or its data is unusable here
     CORRUPT = "corrupt"
     LATE = "late"
     ABORTED = "aborted"
 
     @property
     def counted(self) -> str:
-        """Return its name in counters: what is corrupt counts as refused."""
+        """Counter name; corrupt counts as refused."""
         return TransferFailure.REFUSED.value if self is TransferFailure.CORRUPT else self.value
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class IncomingTransfer:
-    """One transfer.
+    """One transfer, by `key` in its target.
 
-    `key`: its name among those of a target. `moves_bytes`: False for a fake transfer, which writes
-    no metadata row. `reached`: the peer was found. `pages`, `tail`: what it may write.
-    `num_tokens`: up to the end of the last page, unless pages are filled. `checksum`: of pages and
-    tail, once they have landed. `detached`: memory in quarantine.
+    `moves_bytes`: False for fakes, without metadata row. `reached`: peer found. `pages`, `tail`:
+    writable by it. `num_tokens`: end within the last page. `checksum`: of landed pages and tail.
+    `detached`: quarantined memory.
     """
 
     key: str
@@ -87,25 +86,25 @@ AnyTransfer = TypeVar("AnyTransfer", bound=IncomingTransfer, contravariant=True)
 
 
 class TransferTarget(Protocol[AnyTransfer]):
-    """The owner of the memory in which transfers land."""
+    """Owner of the destination memory."""
 
     def reserve(self, ready: Sequence[AnyTransfer]) -> None:
-        """Give memory to those whose turn it is, by `Incoming.reserve` and `Incoming.provide`."""
+        """Allocate in order, by `Incoming.reserve` and `Incoming.provide`."""
 
     def landed(self, transfer: AnyTransfer, first: FirstToken) -> str:
-        """Take over what has landed; or return why it is of no use, and the transfer fails."""
+        """Take over landed data, or return why it is unusable: the transfer fails."""
 
     def detach(self, transfer: AnyTransfer) -> Detached:
-        """Take over the memory that its peer may still write, until `free_detached`."""
+        """Take over memory that the peer may still write, until `free_detached`."""
 
     def free_detached(self, detached: Detached) -> None: ...
 
     def failed(self, transfer: AnyTransfer, failure: TransferFailure, reason: str) -> None:
-        """Free the memory that the transfer has left. Its peer was sent the reason."""
+        """Free the transfer's remaining memory; the peer was sent the reason."""
 
 
 class Receivers(Protocol):
-    """The part of the decode manager that targets use."""
+    """The decode manager's interface for targets."""
 
     @property
     def counters(self) -> dict[str, int]: ...
@@ -120,9 +119,9 @@ class Receivers(Protocol):
 
 
 class Incoming(Generic[Transfer]):
-    """Owns rooms and metadata rows from `begin` until no peer can write any more.
+    """Owns rooms and metadata rows until no peer can write.
 
-    `now_s`: of the last `poll`.
+    `now_s`: time of the last `poll`.
     """
 
     def __init__(
@@ -133,7 +132,7 @@ class Incoming(Generic[Transfer]):
         checksum: Checksum | None = None,
         late: str = "",
     ) -> None:
-        """`checksum`: of what lands, compared with the sender's. `late`: why a late one has failed."""
+        """`checksum`: compared with the sender's. `late`: the failure reason of late transfers."""
         self.now_s = 0.0
         self.counters: Counter[str] = Counter()
         self._rows = rows
@@ -148,7 +147,7 @@ class Incoming(Generic[Transfer]):
         self._transfers[transfer.key] = transfer
 
     def reserve(self, transfer: Transfer, take_memory: Callable[[], bool]) -> bool:
-        """Take a metadata row and memory; False: one of them is not there now."""
+        """Take a metadata row and memory; False: unavailable now."""
         row = self._rows.allocate()
         if row is None:
             return False
@@ -162,7 +161,7 @@ class Incoming(Generic[Transfer]):
     def provide(
         self, transfer: Transfer, pages: Sequence[int], *, skip_pages: int = 0, work: Work | None = None
     ) -> None:
-        """Send the peer what it may write from now on, as `KVReceiver.provide`."""
+        """Send the peer its writable pages, as `KVReceiver.provide`."""
         assert transfer.metadata_row is not None
         transfer.pages = pages
         transfer.move(TransferStage.RECEIVING)
@@ -177,7 +176,7 @@ class Incoming(Generic[Transfer]):
             self.cancel(transfer, why)
 
     def poll(self, now_s: float) -> None:
-        """Advance all. What is ready gets memory before it can be late for it."""
+        """Advance all; ready ones get memory before expiry."""
         self.now_s = now_s
         self.end_quarantine()
         ready: list[Transfer] = []
@@ -199,7 +198,7 @@ class Incoming(Generic[Transfer]):
                 self._expire(transfer)
 
     def end_quarantine(self) -> None:
-        """Free the memory that no peer can write any more."""
+        """Free memory that no peer can write any longer."""
         for transfer in [t for t in self._quarantined if t.receiver.drained()]:
             self._quarantined.remove(transfer)
             self._target.free_detached(transfer.detached)
@@ -224,7 +223,7 @@ class Incoming(Generic[Transfer]):
         self._close(transfer)
 
     def _read(self, transfer: Transfer) -> FirstToken | None:
-        """Return the row; None: the checksum of what has landed is under way.
+        """Read the row; None: checksum in progress.
 
         Raises MetadataCorrupt and KVCorrupt.
         """
@@ -241,7 +240,7 @@ class Incoming(Generic[Transfer]):
             self._fail(transfer, TransferFailure.LATE, self._late)
 
     def _fail(self, transfer: Transfer, failure: TransferFailure, reason: str) -> None:
-        """Memory is free at once, or once its peer cannot write it any more."""
+        """Memory is freed at once, or after the peer's last write."""
         transfer.move(TransferStage.FAILED)
         transfer.receiver.abort(reason)
         del self._transfers[transfer.key]
@@ -263,7 +262,7 @@ class Incoming(Generic[Transfer]):
 
     @property
     def transfers(self) -> Mapping[str, Transfer]:
-        """Return those that have not ended, by key, in order of their beginning."""
+        """Active transfers by key, oldest first."""
         return self._transfers
 
     @property
@@ -290,17 +289,17 @@ class Incoming(Generic[Transfer]):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class RequestTransfer(IncomingTransfer):
-    """The key is the rid of the request."""
+    """A transfer keyed by rid."""
 
     request: Request
 
     @property
     def log_fields(self) -> dict[str, dict[str, str | int | float]]:
-        """Return the fields of its log lines, for `extra=`."""
+        """Log fields for `extra=`."""
         return about(request_id=self.request.request_id, rid=self.key, room=self.room)
 
     def take_over(self, first: FirstToken) -> None:
-        """Note retries, and other weights than this worker's: such KV stays out of the cache."""
+        """Note retries, and other weights: such KV is not cached."""
         self.request.keep_kv = self.request.keep_kv and not first.other_weights
         self.request.transfer_retries += self.receiver.retries()
 
@@ -309,7 +308,7 @@ AnyRequestTransfer = TypeVar("AnyRequestTransfer", bound=RequestTransfer)
 
 
 class RequestTarget(ABC, Generic[AnyRequestTransfer]):
-    """The base of targets that reserve memory for requests, whose KV comes from a peer."""
+    """Base of targets that reserve request memory for KV from peers."""
 
     def __init__(
         self, scheduler: Scheduler, rows: MetadataBuffers, *, checksum: Checksum | None = None, late: str = ""
@@ -327,7 +326,7 @@ class RequestTarget(ABC, Generic[AnyRequestTransfer]):
     def failed(self, transfer: AnyRequestTransfer, failure: TransferFailure, reason: str) -> None: ...
 
     def provide_tokens(self, transfer: AnyRequestTransfer, end: int, *, work: Work | None = None) -> None:
-        """Send the peer the pages of the first `end` tokens but the cached ones, and what goes behind them."""
+        """Send the peer uncached pages of the first `end` tokens, and the tail."""
         request, memory = transfer.request, self._scheduler.memory
         skip = request.shared_pages
         transfer.num_tokens, transfer.tail = end, memory.tail(request, end)
@@ -335,7 +334,7 @@ class RequestTarget(ABC, Generic[AnyRequestTransfer]):
         self.incoming.provide(transfer, pages, skip_pages=skip, work=work)
 
     def end(self, rid: str, reason: FinishReason) -> list[TokenOutput] | None:
-        """End a request whose KV arrives; None: it is not here."""
+        """End a request whose KV is arriving; None: unknown."""
         transfer = self.incoming.transfers.get(rid)
         if transfer is None:
             return None
@@ -351,7 +350,7 @@ class RequestTarget(ABC, Generic[AnyRequestTransfer]):
 
 
 def check_quarantine(memory: Memory, quarantined: Iterable[IncomingTransfer]) -> None:
-    """Raise AssertionError unless the memory in quarantine is that of these transfers."""
+    """Raise AssertionError unless quarantined memory is that of these transfers."""
     counted = [allocator.counts()["quarantined"] for allocator in memory.allocators]
     all_detached = [transfer.detached for transfer in quarantined]
     pieces = [piece for one in all_detached for piece in [(memory.allocator, one.pages), *one.beside]]

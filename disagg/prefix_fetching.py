@@ -1,13 +1,13 @@
-"""Prefixes that a prefill worker gets from another one, for requests that wait for them.
+"""Prefixes fetched by a prefill worker from another one for waiting requests.
 
-    begin -> a transfer --landed--> the tree has them: the requests find them there
-                 \\____ failed, late, no memory: the requests go on, and compute
+  begin -> a transfer --landed--> in the tree: the requests find them there
+     +---- failed, late, no memory: the requests compute
 
-A *carrier*, a request without a client, has the pages meanwhile: of all whole pages of the prompt, as the source may have more than
-the router knows. Requests with the same beginning wait for one fetch. The engine computes others meanwhile. Of a prompt with images the
-text before the first comes.
+A *carrier*, a request without client, reserves all full prompt pages meanwhile, as the source may
+have more than the router knows. Requests with the same prefix share a fetch. Prompts with images
+fetch text before the first.
 
-The room is that of the request whose router named the source, under an attempt that no other transfer of the room has.
+The room is that of the request whose router named the source, with a unique attempt.
 """
 
 import logging
@@ -34,15 +34,15 @@ from transfer_backends.kvpoll import RoomInUse
 
 log = logging.getLogger(__name__)
 
-FETCH_ATTEMPT = 2**31 - 1  # decode's are numbers of retractions
-MOST_FETCHES = 8  # at a time: more prompts than that are better computed meanwhile
+FETCH_ATTEMPT = 2**31 - 1  # decode's are retraction counts
+MOST_FETCHES = 8  # at a time: more are better computed
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class PrefixFetch(RequestTransfer):
-    """`request` is the carrier. `waiting`: those that get the prefix, by rid.
+    """A fetch into its carrier `request` for `waiting` requests by rid.
 
-    `num_known`: tokens that the source has, as the router knows. `given_s`: when it got the pages.
+    `num_known`: source tokens by the router. `given_s`: when it got pages.
     """
 
     waiting: dict[str, Request] = field(default_factory=dict)
@@ -51,7 +51,7 @@ class PrefixFetch(RequestTransfer):
 
 
 class PrefixFetches(RequestTarget[PrefixFetch]):
-    """Owns carriers from `begin` until their memory is the tree's, free, or in quarantine."""
+    """Owns carriers until their memory is the tree's, free, or quarantined."""
 
     def __init__(
         self,
@@ -66,11 +66,11 @@ class PrefixFetches(RequestTarget[PrefixFetch]):
         self._manager = manager
         self.counters = self.incoming.counters
         self._policy = policy
-        self._copies: dict[str, Request] = {}  # those that a router asked for, by rid
+        self._copies: dict[str, Request] = {}  # requested by routers, by rid
         self._page_size = scheduler.memory.allocator.page_size
 
     def begin(self, request: Request, source: PrefixSource | None, now_s: float) -> None:
-        """Have `request` wait for its prefix, if that is worth it. `source`: the worker that has it; None: none is known."""
+        """Make `request` wait for its prefix at `source`, if worthwhile."""
         if request.adapter or not request.keep_kv:
             return
         if (fetch := self._same(request)) is not None:
@@ -79,14 +79,14 @@ class PrefixFetches(RequestTarget[PrefixFetch]):
             self._open(request, request.bootstrap.room, source, now_s)
 
     def begin_copy(self, request: Request, now_s: float) -> bool:
-        """Get the prefix of `request` for later ones, whose requests need not wait; False: it cannot be had, or is not worth it."""
+        """Fetch the prefix of `request` for later ones; False: impossible or not worthwhile."""
         self.begin(request, request.prefix_source, now_s)
         if request.arriving:
             self._copies[request.rid] = request
         return request.arriving
 
     def end_copy(self, rid: str) -> Request | None:
-        """Return the request of a copy that is given up; None: there is none of this name."""
+        """Cancel a copy and return its request, if any."""
         request = self._copies.pop(rid, None)
         if request is not None:
             self.leave(request)
@@ -98,7 +98,7 @@ class PrefixFetches(RequestTarget[PrefixFetch]):
         return ended
 
     def leave(self, request: Request) -> None:
-        """The client of `request` is gone. A fetch for it alone ends."""
+        """Remove a request without client; unneeded fetches end."""
         for fetch in list(self.incoming.transfers.values()):
             if fetch.waiting.pop(request.rid, None) is not None and not fetch.waiting:
                 self.incoming.cancel(fetch, "the client has gone")
@@ -106,7 +106,7 @@ class PrefixFetches(RequestTarget[PrefixFetch]):
     # ---- the beginning
 
     def _same(self, request: Request) -> PrefixFetch | None:
-        """Return a fetch under way that brings the beginning of `request`."""
+        """Find a fetch in progress for the prefix of `request`."""
         for fetch in self.incoming.transfers.values():
             carrier = fetch.request
             known = carrier.input_ids[: fetch.num_known]
@@ -133,7 +133,7 @@ class PrefixFetches(RequestTarget[PrefixFetch]):
         route = Route(control=source.control, incarnation=source.incarnation, shared=True)
         try:
             receiver = self._manager.receiver(room, bootstrap="", room_attempt=FETCH_ATTEMPT, route=route)
-        except (RoomInUse, ValueError):  # a router of another make chose it
+        except (RoomInUse, ValueError):  # named by an incompatible router
             self.counters["prefix_fetches_forgone"] += 1
             return
         unfit = self._scheduler.held.carry(carrier)
@@ -162,7 +162,7 @@ class PrefixFetches(RequestTarget[PrefixFetch]):
                 self._reserve(fetch)
 
     def _reserve(self, fetch: PrefixFetch) -> None:
-        """Reserve memory, and send it to the source once no copy of its last owner is under way."""
+        """Reserve memory; send it to the source after pending copies of its last owner."""
         carrier, held = fetch.request, self._scheduler.held
         if fetch.stage is TransferStage.WAITING and not self.incoming.reserve(fetch, lambda: held.reserve(carrier)):
             return self.incoming.cancel(fetch, "there is no memory for it")
@@ -183,7 +183,7 @@ class PrefixFetches(RequestTarget[PrefixFetch]):
         self.counters["prefix_fetched"] += 1
         self.counters["prefix_fetched_tokens"] += num_new * self._page_size
         for request in fetch.waiting.values():
-            request.cached_tokens = end * self._page_size  # of a copy: others count it when they are admitted
+            request.cached_tokens = end * self._page_size  # of a copy: others count when admitted
             request.arriving = False
         self._scheduler.held.keep(fetch.request, num_pages=end)
         return ""
@@ -193,7 +193,7 @@ class PrefixFetches(RequestTarget[PrefixFetch]):
             self._policy.note_fetch(num_tokens, self.incoming.now_s - fetch.given_s, self.incoming.now_s)
 
     def failed(self, fetch: PrefixFetch, failure: TransferFailure, reason: str) -> None:
-        """Let the requests that wait compute the prefix."""
+        """Let waiting requests compute the prefix."""
         if failure is TransferFailure.LATE:
             self._note_fetch(fetch, fetch.num_known)
         elif failure is TransferFailure.CORRUPT:
@@ -223,12 +223,12 @@ class PrefixFetches(RequestTarget[PrefixFetch]):
 
 
 def _text_before_images(request: Request) -> int:
-    """Count the tokens before its first image: workers name these alone to one another."""
+    """Tokens before the first image, all that workers exchange."""
     return request.images[0].start if request.images else request.num_tokens
 
 
 def carrier_of(tokens: list[int], namespace: tuple[str, ...], *, rid: str, now_s: float) -> Request:
-    """Return a request without a client, for the KV of `tokens` that another worker sends or gets."""
+    """Return a request without client for KV of `tokens` from or to another worker."""
     return Request(
         rid=rid,
         input_ids=tokens,
@@ -242,5 +242,5 @@ def carrier_of(tokens: list[int], namespace: tuple[str, ...], *, rid: str, now_s
 
 
 def fits_weights(first: FirstToken) -> bool:
-    """Whether the source computes with the weights of this worker, and without NaN."""
+    """Check for equal weights at the source, and no NaN."""
     return not first.other_weights and not first.result.bad and first.result.token is None

@@ -1,8 +1,8 @@
-"""Prefixes that a prefill worker sends to another one: the part of the tokens in its tree; nothing is computed.
+"""Prefixes sent by a prefill worker to another one, from its tree without computation.
 
-    take --locked in the tree, settled--> Outgoing, as a prompt whose KV is computed --> unlocked once nothing reads it
+  take --locked, settled--> Outgoing, as a computed prompt --> unlocked after the last read
 
-What is not there, or too much at a time, is refused at once: the other worker computes it.
+Missing or excess prefixes are refused at once: the other worker computes them.
 """
 
 from collections import Counter
@@ -17,7 +17,7 @@ from engine.core.scheduler import Scheduler
 from engine.messages import FinishReason, TokenOutput
 from transfer_backends.contract import RecomputeRequest
 
-MOST_SERVED = 4  # at a time: they read the memory that the steps read
+MOST_SERVED = 4  # at a time: they share memory bandwidth with steps
 
 
 class PrefixServer:
@@ -30,7 +30,7 @@ class PrefixServer:
         self.counters: Counter[str] = Counter()
 
     def take(self, wanted: RecomputeRequest, now_s: float, *, refused: str | None) -> None:
-        """Open what a peer asked for; it is refused because of `refused`, or where nothing is cached behind what the peer has."""
+        """Open a requested prefix, or refuse it for `refused`, or if nothing new is cached."""
         sender = self._manager.sender(wanted.room, room_attempt=wanted.room_attempt)
         rid = f"prefix-{wanted.room}-{wanted.room_attempt}"
         carrier = carrier_of(list(wanted.work.tokens), wanted.work.namespace, rid=rid, now_s=now_s)
@@ -61,7 +61,7 @@ class PrefixServer:
         return []
 
     def _send_settled(self) -> None:
-        """Pages that a planned step still fills from the host hold nothing yet."""
+        """Pages still being filled from the host are empty."""
         for handover in list(self._unsettled):
             if self._scheduler.lower_tier.is_settled(handover.request.pages):
                 self._unsettled.remove(handover)
