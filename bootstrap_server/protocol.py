@@ -21,7 +21,7 @@ import msgspec
 MAX_BODY_BYTES = 1 << 20
 MAX_ROOMS_A_BATCH = 4096
 MAX_BUT = 64  # incarnations per look-up
-MAX_RANKS = 64  # of a worker
+MAX_RANKS = 64  # per worker
 
 Room = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]

@@ -21,7 +21,7 @@ BYTES_PER_TOKEN = 4  # of text; an estimate for load balancing
 TOKENS_PER_IMAGE = 1024  # likewise
 DEFAULT_OUTPUT_TOKENS = 128  # assumed when the request does not bound its answer
 MAX_COUNTED_OUTPUT_TOKENS = 512  # answers are mostly far shorter than the bound that clients send
-MAX_SAMPLES = 4096  # of one request
+MAX_SAMPLES = 4096  # per request
 
 HISTORY_FIELD = "history"  # items before a response's input, which the router stores
 BOOTSTRAP_FIELDS = ("bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key")

@@ -72,7 +72,7 @@ class _Known:
 class SentPrompt(msgspec.Struct):
     """A request at one worker. `ahead_tokens` are computed before its first token."""
 
-    known: _Known  # of the incarnation that the request was sent to
+    known: _Known  # the incarnation that it was sent to
     tokens: int
     ahead_tokens: int
     sent_s: float

@@ -99,7 +99,7 @@ class UpstreamCall:
         # Set once the client has a part of the answer: whether another worker can continue.
         self.goes_on: Callable[[], bool] | None = None
         self.rooms_to_leave: Callable[[], Mapping[str, int]] = dict
-        self.names_owner = ""  # of the names of its samples
+        self.names_owner = ""  # owner of its samples' names
         self._leaves = False
 
     @property

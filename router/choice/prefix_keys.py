@@ -12,7 +12,7 @@ from service.http.json_depth import JSON_ERRORS, decode_or_none
 from service.kv_events import namespace_of
 from service.prefix_chain import BLOCK_BYTES, name_of, named, next_link, open_chain, token_bytes, token_seed
 
-MAX_KEYS = 4096  # of one prompt: 2 MiB of text
+MAX_KEYS = 4096  # per prompt: 2 MiB of text
 
 _ids_decoder = msgspec.json.Decoder(list[int])
 _batch_decoder = msgspec.json.Decoder(list[list[int]])

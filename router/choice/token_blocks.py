@@ -20,7 +20,7 @@ from service.prefix_chain import (
     token_seed,
 )
 
-MAX_BLOCKS = 1 << 20  # of one worker; further ones are ignored
+MAX_BLOCKS = 1 << 20  # per worker; further ones are ignored
 
 
 @dataclass(frozen=True, slots=True, eq=False)

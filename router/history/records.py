@@ -47,7 +47,7 @@ class DashboardRequest(msgspec.Struct):
     status: int = 0
     failure: str = ""
     caller: str = ""  # name of its API key
-    rooms: list[int] = []  # of all its attempts
+    rooms: list[int] = []  # all its attempts'
 
 
 class DashboardSnapshot(msgspec.Struct):

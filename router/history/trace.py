@@ -23,7 +23,7 @@ from service.telemetry.tracer import SpanContext, Tracer, unix_offset_s
 
 log = logging.getLogger(__name__)
 
-MAX_MODEL_BYTES = 256  # of a client's value
+MAX_MODEL_BYTES = 256  # longest value of a client
 MAX_ROOMS = 16  # likewise
 MAX_ID_CHARS = 128  # shown on the dashboard
 MAX_FAILURE_CHARS = 300

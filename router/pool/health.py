@@ -57,8 +57,8 @@ _ROLES = {  # by --disaggregation-mode
     "null": Role.UNIFIED,
     "encode": Role.ENCODE,
 }
-MOST_BEATS_PER_S = 4096  # of all workers
-MOST_CHECKS_PER_S = 64  # of all workers with requests and without heartbeats: about 3 % of a core
+MOST_BEATS_PER_S = 4096  # over all workers
+MOST_CHECKS_PER_S = 64  # over all workers with requests and without heartbeats: about 3 % of a core
 BETWEEN_S = 0.0005  # delay between first checks
 GOLDEN = 0.6180339887  # its multiples spread evenly over an interval (Knuth, vol. 3, 6.4)
 NO_WORKER = "/health answers, but neither /server_info nor /v1/models says anything: is this URL a worker's?"

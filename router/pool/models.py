@@ -11,7 +11,7 @@ from typing import Any
 
 from service.http.errors import ApiError
 
-MAX_NAMES = 1024  # of one worker
+MAX_NAMES = 1024  # per worker
 
 Names = tuple[str, ...]
 

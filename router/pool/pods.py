@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-MAX_PODS = 16384  # of one role
+MAX_PODS = 16384  # per role
 PORT_ANNOTATION = "sglang.ai/bootstrap-port"  # of a prefill pod, as in SGLang
 _ENDED = ("Failed", "Succeeded")
 

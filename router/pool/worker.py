@@ -17,7 +17,7 @@ from router.pool.states import Check, Health
 if TYPE_CHECKING:
     from router.pool.active_calls import ActiveCall
 
-MAX_WORKERS = 16384  # of one table
+MAX_WORKERS = 16384  # per table
 
 
 class Role(StrEnum):

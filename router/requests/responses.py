@@ -25,7 +25,7 @@ from service.responses.items import REFERENCE
 from service.responses.store import StoredResponse
 
 PEER_PATH = "/peers/responses"  # route for peers
-MAX_RESPONSES = 100_000  # of one conversation
+MAX_RESPONSES = 100_000  # per conversation
 
 _BEGINS = b"event: response.created\n"
 _ENDS = (b"event: response.completed\n", b"event: response.incomplete\n")

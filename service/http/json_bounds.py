@@ -7,7 +7,7 @@ from service.http.errors import ApiError
 
 MOST_PARTS = 1 << 18  # lists, objects, texts and names: 50,000 messages of a chat
 MOST_VALUES = 1 << 21  # entries of lists and objects: token ids
-MOST_FIELDS = 1024  # of the body itself
+MOST_FIELDS = 1024  # top-level fields
 _PIECE_BYTES = 4 << 20  # per call
 _STRINGS = re.compile(rb'"[^"]*+"?')  # optional end: truncated text is scanned once
 _DROPPED = bytes(c for c in range(256) if c not in b'[{,"')

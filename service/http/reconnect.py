@@ -24,8 +24,8 @@ from service.http.resume import MOST_FRAME_BYTES, FrameRecord, Name
 KEEP_HEADER = "X-Tandem-Keep"
 LAST_EVENT_HEADER = "Last-Event-ID"
 KEPT_PATH = "/kept_stream"
-MOST_KEPT_BYTES = 64 << 20  # of all ended streams in a process
-OVERHEAD_BYTES = 512  # of a stream in addition to its frames
+MOST_KEPT_BYTES = 64 << 20  # ended streams of a process
+OVERHEAD_BYTES = 512  # per stream, in addition to its frames
 
 _EVENT_ID = re.compile(r"([0-9a-f]{8,32})-(\d{1,9})(?:\.(\d{1,4}))?")
 

@@ -35,8 +35,8 @@ FRAMES_HEADER = "X-Tandem-Frames"
 FRAMES_TYPE = "application/x-tandem-frames"
 RESUME_HEADER = "X-Tandem-Resume"
 RESUME_FIELD = "resume"
-MOVE_OUT = "/move_out"  # of a decode worker: migrates answers to others
-MOST_FRAME_BYTES = 8 << 20  # of one request: about a million tokens; longer answers are not resumed
+MOVE_OUT = "/move_out"  # route of a decode worker that migrates answers to others
+MOST_FRAME_BYTES = 8 << 20  # per request: about a million tokens; longer answers are not resumed
 
 _BEGIN, _UNIT, _IDS, _LOGPROBS, _PROMPT = b":begin ", b":unit ", b":ids ", b":logprobs ", b":prompt "
 _END, _EVENTS, _LAST, _FAILED, _MOVED = b":end ", b":events ", b":last\n", b":failed ", b":moved "

@@ -22,7 +22,7 @@ from service.images.names import NameLookup
 
 MAX_REDIRECTS = 5
 FETCH_TIMEOUT_S = 5.0  # with redirects
-MAX_IMAGE_BYTES = 32 << 20  # of any file
+MAX_IMAGE_BYTES = 32 << 20  # per file
 AT_A_TIME = 128  # concurrent fetches of a process
 CHUNK_BYTES = 1 << 16
 HEADERS = {"Accept": "image/*,*/*;q=0.1", "Accept-Encoding": "identity", "User-Agent": "tandem"}

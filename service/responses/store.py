@@ -10,7 +10,7 @@ from collections import OrderedDict
 
 import msgspec
 
-OVERHEAD_BYTES = 512  # of an entry besides its texts
+OVERHEAD_BYTES = 512  # per entry, besides its texts
 
 
 class StoredResponse(msgspec.Struct, frozen=True, kw_only=True):
