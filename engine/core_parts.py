@@ -1,4 +1,4 @@
-"""Puts the core of an engine together: its memory's bookkeeping and the scheduler over it. Never torch."""
+"""Builds an engine's core: the bookkeeping of its memory, and the scheduler. Never torch."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -30,9 +30,9 @@ from engine.use import EngineUse
 def build_memory(
     config: EngineConfig, parts: Sequence[MemoryPart | None], *, num_pages: int
 ) -> tuple[Memory, PrefixEvents | None]:
-    """Return the bookkeeping of all memory, and the events of its prefix cache if they are published.
+    """Return the bookkeeping of all memory, and the prefix cache's events if published.
 
-    `config` is resolved. `parts`: in the order of engine/core/memory_part.py; None: the engine has no such part.
+    `parts`: in the order of engine/core/memory_part.py, None for parts that the engine lacks.
     """
     enabled = not config.disable_radix_cache
     return memory_of(
@@ -54,7 +54,10 @@ def memory_of(
     publishes: bool = False,
     rank: Callable[[Request], int] = lambda request: 0,
 ) -> tuple[Memory, PrefixEvents | None]:
-    """Return Memory over `parts`, and the events of its prefix tree (`enabled`, `policy`: as of RadixCache) if it `publishes`."""
+    """Return the `Memory` of `parts`, and its prefix tree's events if it `publishes`.
+
+    `enabled` and `policy`: as in RadixCache.
+    """
     present = [part for part in parts if part is not None]
     states, windows = part_of(StateSlots, present), part_of(WindowPages, present)
     events = events_of_tree(allocator.page_size, states=states, windows=windows) if publishes else None
@@ -64,7 +67,7 @@ def memory_of(
 
 
 def _match_rule(states: StateSlots | None, windows: WindowPages | None) -> MatchRule:
-    """Return which prefixes of the tree a request can begin from."""
+    """Return the rule for prefixes that a request can start from."""
     if states is not None:
         return ByState(states) if windows is None else ByState(states, whole=windows.is_whole)
     return by_pages if windows is None else ByWindow(windows)
