@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
-from typing import Any
 
 import torch
 
@@ -17,7 +16,6 @@ from engine.core_parts import build_memory, build_scheduler
 from engine.device.device import Device, build_device
 from engine.device.feature_pool import arriving_pages, feature_page_bytes, feature_pool
 from engine.device.gpu_memory import MemoryGauge, await_share
-from engine.device.graphs import MakeCapture
 from engine.device.host_copies import backup_bytes, backup_room
 from engine.device.kv_memory import held_by, kept_specs, note_memory
 from engine.device.lanes import build_lanes
@@ -30,6 +28,7 @@ from engine.device.memory_plan import (
     with_state_slots,
 )
 from engine.device.pools import Pools, behind_windows, build_pools, why_kept
+from engine.device.step_memory import MakeCapture, RankSeat, Recording, StepMemory
 from engine.executor.compile_log import CompileLog
 from engine.executor.cuda_gauge import CudaGauge
 from engine.executor.executor import Executor
@@ -55,7 +54,7 @@ from engine.lora.store import LoraStore
 from engine.model_files.model_config import ModelConfig
 from engine.models.decoder import DenseDecoder
 from engine.models.load import load_model
-from engine.parallel.layout import ALONE
+from engine.parallel.layout import ALONE, Place
 from engine.ranks.future_maps import future_map_of
 from engine.ranks.group import Group, GroupAdapters, GroupKVMemory
 from engine.ranks.group_files import rank_files
@@ -147,7 +146,7 @@ def build_engine(
     place = group.links.place if group else ALONE
     if group is not None and config.max_total_tokens is None:
         group.followers.await_loaded(timeout_s=group.timeout_s)
-    inputs = _rank_inputs(config, model_config, group)
+    seat = _seat(config, model_config, place, group)
     found = measured(
         config,
         model_config,
@@ -159,7 +158,7 @@ def build_engine(
         decodes=use.decodes,
         prefills=use.prefills,
         progress=progress,
-        steps_over=partial(own_steps, config, model_config, model, progress=progress, place=place, **inputs),
+        steps_over=partial(own_steps, config, model_config, model, seat),
         place=place,
     )
     if found is not None:
@@ -221,27 +220,17 @@ def build_engine(
         )
         group.followers.place(agreed)
     arrivals = _arrivals(config, model_config, use)
-    make = partial(
-        build_device,
-        config,
-        model_config,
-        model,
-        pool,
-        host_pool=tier.pool if tier else None,
-        backup_room=room,
-        capture=capture,
-        progress=progress,
-        place=place,
+    own = StepMemory(
+        pool=pool,
         windows=pools.windows,
         shadows=shadows,
         arrivals=arrivals,
-        **_rank_inputs(config, model_config, group),
+        host_pool=tier.pool if tier else None,
+        backup_room=room,
     )
-    device = (
-        build_lanes(make, config, attention=wakeup)
-        if config.enable_pdmux
-        else make(decodes=use.decodes, prefills=use.prefills)
-    )
+    records = Recording(decodes=use.decodes, prefills=use.prefills, capture=capture, progress=progress)
+    make = partial(build_device, config, model_config, model, own, seat=_seat(config, model_config, place, group))
+    device = build_lanes(make, config, records, attention=wakeup) if config.enable_pdmux else make(records=records)
     executor = _leading(config, device, group, wakeup) if group else device.executor
     if group is not None:
         group.followers.await_serving(timeout_s=group.timeout_s)
@@ -325,17 +314,18 @@ def _kv_memory(config: EngineConfig, use: EngineUse, pools: Pools, device: Devic
     return own if group is None else GroupKVMemory(own, group.followers)
 
 
-def _rank_inputs(config: EngineConfig, model: ModelConfig, group: Group | None) -> dict[str, Any]:
-    """Return the inputs of a leader's steps from other ranks, for `build_device`."""
+def _seat(config: EngineConfig, model: ModelConfig, place: Place, group: Group | None) -> RankSeat:
+    """Return what a leader's steps have of other ranks."""
     if group is None:
-        return {}
+        return RankSeat(place=place)
     assert config.max_running_requests is not None, "resolved"
     device, slots = torch.device(config.device), config.max_running_requests
-    return {
-        "exchange": group.links.exchange,
-        "future_map": future_map_of(group.links, leads=True, device=device, num_slots=slots),
-        "inputs": stage_input(group.links, config, model),
-    }
+    return RankSeat(
+        place=place,
+        exchange=group.links.exchange,
+        future_map=future_map_of(group.links, leads=True, device=device, num_slots=slots),
+        inputs=stage_input(group.links, config, model),
+    )
 
 
 def _warm(

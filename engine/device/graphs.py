@@ -1,63 +1,58 @@
 """Which steps of an engine run as graphs."""
 
 import logging
-from collections.abc import Callable
 from functools import partial
 
-from engine.attention.backend import AttentionBackend, CapturableBackend
+from engine.attention.backend import CapturableBackend
 from engine.config import EngineConfig
-from engine.executor.decode_graphs import Capture, CudaCapture, DecodeGraphs, graph_sizes
+from engine.device.forward_parts import ForwardParts
+from engine.device.step_memory import Recording
+from engine.executor.decode_graphs import CudaCapture, DecodeGraphs, graph_sizes
 from engine.executor.future_map import StepInputs
 from engine.executor.prefill_graphs import PrefillGraphs, prefill_graph_sizes
 from engine.executor.recorded_ends import RecordedEnd
+from engine.executor.step_part import RecordedSteps
 from engine.flags.speculation import passes_of, topk_of
-from engine.kv.page_table import PageTable
-from engine.lora.bank import AdapterBank
+from engine.models.decoder import DenseDecoder
 
 MOST_PREFILL_TOKENS = 512  # by default: a GPU computes more for longer than the host needs to launch them
 
 log = logging.getLogger(__name__)
 
-MakeCapture = Callable[[], Capture]
-
 
 def make_graphs(
     config: EngineConfig,
+    model: DenseDecoder,
+    parts: ForwardParts,
+    records: Recording,
     *,
-    decodes: bool,
-    prefills: bool,
-    capture: MakeCapture | None,
-    backend: AttentionBackend,
-    page_table: PageTable,
     inputs: StepInputs,
     end: RecordedEnd | None,
-    adapters: AdapterBank | None,
-    has_states: bool,
-    is_watched: bool = False,
-    sees: bool = False,
-    progress: bool,
-) -> tuple[DecodeGraphs | None, PrefillGraphs | None]:
-    """Return the graphs of decode steps and of short prompts, still to be recorded. `capture` takes the place of CUDA's.
+    sees: bool,
+) -> list[RecordedSteps]:
+    """Return the graphs of decode steps and of short prompts, still to be recorded.
 
-    `config` is resolved. `decodes`, `prefills`: whether the worker has such steps. `end`: of decode steps; None: they cannot be
-    recorded. `is_watched`: as of DenseDecoder. `sees`: as of ForwardPass.
+    `config` is resolved. `end`: of decode steps; None: they cannot be recorded. `sees`: as of
+    DecodeGraphs.
     """
+    capture, page_table, backend = records.capture, parts.page_table, parts.backend
     if capture is None and page_table.device.type == "cuda":
         capture = partial(CudaCapture, page_table.device)
-    if capture is None or config.disable_cuda_graph or not (decodes or prefills):
-        return None, None
-    if has_states:
+    if capture is None or config.disable_cuda_graph or not (records.decodes or records.prefills):
+        return []
+    if parts.states is not None:
         log.warning("no graphs: the model has recurrent states, which no recorded step knows")
-        return None, None
-    if is_watched:
+        return []
+    if model.is_watched:
         log.warning("no graphs: the drafter reads hidden states inside the model, which no recorded step gives")
-        return None, None
+        return []
     if not isinstance(backend, CapturableBackend) or end is None:
         log.warning("no graphs: the attention backend asks the host for lengths; triton does not")
-        return None, None
-    decode_graphs = prefill_graphs = None
-    if decodes:
-        decode_graphs = DecodeGraphs(
+        return []
+    found = list[RecordedSteps]()
+    if records.decodes:
+        adapters = parts.adapters
+        graphs = DecodeGraphs(
             sizes=_decode_sizes(config),
             capture=capture,
             backend=backend,
@@ -68,18 +63,20 @@ def make_graphs(
             adapters=adapters if adapters is not None and adapters.records else None,
             depth=passes_of(config) if topk_of(config) > 1 else 0,
             sees=sees,
-            progress=progress,
+            progress=records.progress,
         )
-    if prefills and (prefill_sizes := _prefill_sizes(config)):
-        prefill_graphs = PrefillGraphs(
+        found.append(graphs)
+    if records.prefills and (prefill_sizes := _prefill_sizes(config)):
+        prompts = PrefillGraphs(
             sizes=prefill_sizes,
             capture=capture,
             backend=backend,
             page_table=page_table,
             inputs=inputs,
-            progress=progress,
+            progress=records.progress,
         )
-    return decode_graphs, prefill_graphs
+        found.append(prompts)
+    return found
 
 
 def num_graphs(config: EngineConfig, *, decodes: bool, prefills: bool) -> int:

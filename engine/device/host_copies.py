@@ -5,7 +5,9 @@ import logging
 from engine.config import EngineConfig
 from engine.core.backups import NOTHING, CopySize
 from engine.device.pools import Pools
+from engine.device.step_memory import StepMemory
 from engine.executor.copies import Copies
+from engine.executor.states import States
 from engine.flags.resolve import backup_pages
 from engine.kv.host_pool import HostPool, allocate_host_pool
 from engine.kv.kv_pool import KVPool
@@ -42,18 +44,17 @@ def backup_bytes(room: CopySize, pools: Pools, *, slot_bytes: int) -> int:
     return room.pages * pools.kv.page_bytes + room.windows * windows + room.states * slot_bytes
 
 
-def make_copies(
-    room: CopySize, *, host_pool: HostPool | None, pool: KVPool, windows: KVPool | None, states: StatePool | None
-) -> Copies:
-    """`room`: for copies of retracted requests, of which this rank has its part. Raises ConfigError."""
+def make_copies(memory: StepMemory, states: States | None) -> Copies:
+    """Return the copies of this rank's part. Raises ConfigError."""
+    room, windows = memory.backup_room, memory.windows
     if room == NOTHING:
-        return Copies(backup=None, host_pool=host_pool)
+        return Copies(backup=None, host_pool=memory.host_pool)
     backup = PageBackup(
-        _host(pool, room.pages),
+        _host(memory.pool, room.pages),
         windows=None if windows is None else _host(windows, room.windows),
-        states=None if states is None else _host(states, room.states),
+        states=None if states is None else _host(states.pool, room.states),
     )
-    return Copies(backup=backup, host_pool=host_pool)
+    return Copies(backup=backup, host_pool=memory.host_pool)
 
 
 def _host(pool: KVPool | StatePool, count: int) -> HostPool:

@@ -13,6 +13,7 @@ import torch
 from engine.config import EngineConfig
 from engine.core.lanes import Lane
 from engine.device.device import Device, nothing_to_give
+from engine.device.step_memory import Recording
 from engine.executor.core_share import CoreShare, be_nice
 from engine.executor.executor import Executor
 from engine.executor.stream import CudaLane, Stream, ThreadStream
@@ -25,10 +26,10 @@ FIRST, NEXT = -1, 0  # priorities of streams
 class Build(Protocol):
     """As `build_device`, but for what the lanes differ in."""
 
-    def __call__(self, *, decodes: bool, prefills: bool, stream: Stream) -> Device: ...
+    def __call__(self, *, records: Recording, stream: Stream) -> Device: ...
 
 
-def build_lanes(build: Build, config: EngineConfig, *, attention: Callable[[], None]) -> Device:
+def build_lanes(build: Build, config: EngineConfig, records: Recording, *, attention: Callable[[], None]) -> Device:
     """Build both lanes; the device is decode's, with the executor of both. `config` is resolved. `attention`: as of Executor."""
     assert config.num_threads is not None, "resolved"
     parts = 1
@@ -43,10 +44,10 @@ def build_lanes(build: Build, config: EngineConfig, *, attention: Callable[[], N
         share = CoreShare(config.num_threads)
         parts, give = share.num_threads, share.give
         streams = {Lane.DECODE: _decodes(config, share), Lane.PREFILL: _prompts(config, share)}
-    decode = build(decodes=True, prefills=False, stream=streams[Lane.DECODE])
-    prefill = build(decodes=False, prefills=True, stream=streams[Lane.PREFILL])
+    decode = build(records=replace(records, decodes=True, prefills=False), stream=streams[Lane.DECODE])
+    prefill = build(records=replace(records, decodes=False, prefills=True), stream=streams[Lane.PREFILL])
     both = Executor([*decode.executor.streams, *prefill.executor.streams], attention=attention)
-    return replace(decode, executor=both, prefill_graphs=prefill.prefill_graphs, parts=parts, give=give)
+    return replace(decode, executor=both, parts=parts, give=give)
 
 
 def _decodes(config: EngineConfig, share: CoreShare) -> ThreadStream:

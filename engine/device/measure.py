@@ -12,12 +12,13 @@ import torch
 from engine.config import EngineConfig
 from engine.core.dp_step import Row, agree
 from engine.core.plan import Plan
-from engine.device.device import build_device, context_pages
+from engine.device.device import build_device
+from engine.device.forward_parts import context_pages
 from engine.device.gpu_memory import GRAPH_BYTES, MemoryGauge
 from engine.device.graphs import logits_bytes, num_graphs
 from engine.device.kv_memory import held_by, kept_specs
 from engine.device.memory_plan import MeasuredMemory, unmeasured
-from engine.executor.future_map import FutureMap, StepInputs
+from engine.device.step_memory import RankSeat, Recording, StepMemory
 from engine.executor.model_runner import DeviceOutOfMemory
 from engine.executor.warm_up import WarmUp, by_executor, warm_up
 from engine.flags.images import blank_image, most_image_tokens, token_flops
@@ -29,7 +30,6 @@ from engine.model_files.model_config import ModelConfig
 from engine.model_files.vision_config import VisionConfig
 from engine.models.decoder import DenseDecoder
 from engine.parallel.layout import ALONE, Place
-from engine.parallel.row_exchange import RowExchange
 from service.flags import ConfigError
 
 log = logging.getLogger(__name__)
@@ -215,33 +215,16 @@ def _agreed(plan: Plan, config: EngineConfig) -> Plan:
 
 @contextmanager
 def own_steps(
-    config: EngineConfig,
-    model_config: ModelConfig,
-    model: DenseDecoder,
-    pool: KVPool,
-    *,
-    progress: bool,
-    place: Place = ALONE,
-    exchange: RowExchange | None = None,
-    future_map: FutureMap | None = None,
-    inputs: StepInputs | None = None,
+    config: EngineConfig, model_config: ModelConfig, model: DenseDecoder, seat: RankSeat, pool: KVPool
 ) -> Iterator[RunStep]:
-    """The steps of a rank that samples. The rest as in `build_device`."""
+    """The steps of a rank that samples, none of them recorded."""
     device = build_device(
         replace(config, enable_lora=False, max_mamba_cache_size=2),
         model_config,
         model,
-        pool,
-        host_pool=None,
-        capture=None,
-        decodes=False,
-        prefills=False,
-        progress=progress,
-        max_pages=context_pages(config),
-        place=place,
-        exchange=exchange,
-        future_map=future_map,
-        inputs=inputs,
+        StepMemory(pool=pool, max_pages=context_pages(config)),
+        records=Recording(),
+        seat=seat,
     )
     try:
         yield by_executor(device.executor)

@@ -33,7 +33,7 @@ class EncodeRunner:
     def use(self, model: TowerModel | None) -> None:
         """Encode by another tower of the same shape from the next step on; None: no step comes until there is one."""
         self._model = model
-        self._images.forget_all()
+        self._images.forget()
 
     def run(self, plan: Plan) -> None:
         """Raises DeviceOutOfMemory."""
@@ -43,7 +43,7 @@ class EncodeRunner:
         compute(lambda: self._encode(model, plan))
 
     def _encode(self, model: TowerModel, plan: Plan) -> None:
-        self._images.run(model, plan)
+        self._images.prepare(model, plan)
         found = self._images.rows(plan.items)
         if found is None:
             return

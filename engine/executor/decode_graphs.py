@@ -19,10 +19,10 @@ from tqdm import tqdm
 
 from engine.attention.backend import CapturableBackend
 from engine.core.plan import Plan, PlanItem
-from engine.executor.forward import Forward
+from engine.executor.draft_rows import tree_rows
 from engine.executor.future_map import StepInputs
 from engine.executor.recorded_ends import RecordedEnd
-from engine.executor.tree_paths import tree_rows
+from engine.executor.step_part import Batch, Forward
 from engine.kv.page_table import PageTable
 from engine.kv.step_batch import DeviceStep, TreePaths
 from engine.kv.upload import upload_into
@@ -76,7 +76,7 @@ class CudaCapture:
 class DecodeGraphs:
     """`sizes`: batch sizes to record, ascending. `adapters`: each size is recorded once more, computing with them.
 
-    `depth`: drafts on a path of a tree, at most; 0: drafts are chains. `sees`: as of ForwardPass.
+    `depth`: drafts on a path of a tree, at most; 0: drafts are chains. `sees`: tokens may be those of images.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class DecodeGraphs:
             if self._adapters is not None:
                 self._adapters.begin_recording(size)
                 adapted[size] = capture.capture(self._work(model, size))
-                self._adapters.begin(())
+                self._adapters.rest()
         self._graphs, self._adapted = graphs, adapted
 
     def takes(self, plan: Plan) -> bool:
@@ -141,17 +141,20 @@ class DecodeGraphs:
         """Return the rows of the graph that computes a step of `items`."""
         return self.sizes[bisect_left(self.sizes, len(items))]
 
-    def run(self, plan: Plan, *, adapted: bool) -> Forward:
-        """Compute a step, and sample it unless it has masks; valid until the next step begins.
-
-        `adapted`: some row computes with an adapter, and the bank has begun the step.
-        """
+    def run(self, batch: Batch) -> Forward | None:
+        """Compute a step, and sample it unless it has masks; valid until the next step begins. No layer of it is marked."""
+        plan = batch.plan
+        if not self.takes(plan) or batch.layers.watched or (batch.adapted and self._adapters is None):
+            return None
         size, samples = self.size_of(plan.items), not plan.masks and not plan.sample_deferred
+        if self._adapters is not None:
+            self._adapters.compute(recorded=size)
+        batch.arrival.hold_all()
         self._step_inputs.fill(len(plan.items))
         upload_into(self._inputs[size], self._rows(plan.items, size, samples=samples))
         if self._trees:
             upload_into(self._trees[size], tree_rows(plan.items, like=self._trees[size]))
-        return (self._adapted if adapted else self._graphs)[size]().rows(len(plan.items), sampled=samples)
+        return (self._adapted if batch.adapted else self._graphs)[size]().rows(len(plan.items), sampled=samples)
 
     def _rows(self, items: list[PlanItem], size: int, *, samples: bool) -> Tensor:
         """[4, size] int64 on the host: token ids or placeholders, positions, slots, output lengths; and where the model sees RoPE positions."""

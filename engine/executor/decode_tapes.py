@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.executor.step_part import Batch, Forward
 from engine.kernels.tape import Tape, Workspace
 from engine.models.attention import Attend
 from engine.models.decoder import Begun, DenseDecoder
@@ -60,6 +61,18 @@ class DecodeTapes:
     def forget(self) -> None:
         """The next step may be another model's."""
         self._tapes = {}
+
+    def record(self, model: DenseDecoder) -> None:
+        """Wait for the first steps: each records its size."""
+
+    def run(self, batch: Batch) -> Forward | None:
+        """Compute a decode step. Tapes know no adapters, and mark no layers."""
+        if not batch.tapes or batch.adapted or batch.layers.watched or not self.takes(len(batch.items)):
+            return None
+        attend, rows = batch.begin(), batch.rows
+        inputs = batch.inputs()
+        batch.arrival.hold_all()
+        return Forward(self.forward(batch.model, inputs, rows.positions, attend, drafts=rows.step.drafts))
 
     def takes(self, num_rows: int) -> bool:
         """Whether a decode step of `num_rows` requests can be recorded."""

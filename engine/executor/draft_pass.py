@@ -20,17 +20,15 @@ from torch import Tensor
 
 from engine.attention.backend import AttentionBackend
 from engine.core.plan import PlanItem
+from engine.executor.draft_rows import JudgedRows, has_trees, judged_rows
 from engine.executor.guess_pass import Drafted, GuessPass, Tails
-from engine.executor.judged_rows import JudgedRows, judged_rows
 from engine.executor.logit_rows import first_rows, runs_of
-from engine.executor.tree_paths import has_trees
+from engine.executor.step_part import Batch, StepPart
 from engine.kv.kv_pool import KVPool
 from engine.kv.page_table import PageTable
-from engine.kv.step_batch import StepBatch
 from engine.kv.upload import upload
 from engine.models.decoder import DenseDecoder
 from engine.models.draft_model import DraftModel
-from engine.models.vision.tower import ImageRows
 from engine.parallel.collectives import Collectives
 from engine.sampler.make import TokenSampler
 
@@ -42,7 +40,7 @@ class PagedPool(NamedTuple):
     page_table: PageTable
 
 
-class DraftPass:
+class DraftPass(StepPart):
     """`sampler`: of the rank that samples; None: another one does. `collectives`: of the ranks of the model, if there are several.
 
     `pools`: of the KV of all layers, the drafter's in the first; `backend`: of the drafter's. Calls come in stream order.
@@ -71,28 +69,25 @@ class DraftPass:
         )
         self._features: Tensor | None = None  # of the step that was followed last
 
-    def follow(
-        self,
-        model: DenseDecoder,
-        items: Sequence[PlanItem],
-        step: StepBatch,
-        ids: Tensor,
-        positions: Tensor,
-        hidden: Tensor,
-        images: ImageRows | None = None,
-    ) -> None:
-        """Keep what the drafter needs of a step's tokens, item after item: their `ids` [T], and the model's `hidden` states [T, H].
+    def forget(self) -> None:
+        self._features = None
 
-        `images`: what stood in for embeddings. Tails of requests with drafts wait for `accept`.
-        """
-        drafter, starts = _drafter(model), first_rows(items)
-        features = drafter.features(hidden)
+    def expect(self, batch: Batch) -> None:
+        """Read the step's tokens now: a recorded step stores other ones."""
+        batch.inputs()
+
+    def end(self, batch: Batch, hidden: Tensor) -> None:
+        """Keep what the drafter needs of the step's tokens. Tails of requests with drafts wait for `accept`."""
+        batch.arrival.hold_all()
+        items, rows, drafter = batch.items, batch.rows, _drafter(batch.model)
+        starts, features = first_rows(items), drafter.features(hidden)
         before = None if features is None else self._before(items, starts, features)
-        self._backend.begin(step)
-        drafter.forward(ids, before, positions, self._backend.attend, images)
+        self._backend.begin(rows.step)
+        drafter.forward(batch.inputs(), before, rows.positions, self._backend.attend, batch.images)
         self._features = features
         if features is not None:
             self._keep_tails([run for run in runs_of(items) if len(run) == 1], starts, items, features)
+        batch.layers.all_written(batch.plan.seq)
 
     def accept(self, items: Sequence[PlanItem], tokens: Tensor | None) -> None:
         """Note which rows count of the step with drafts that was followed last: keep their tails, and put their KV in its place.

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from engine.core.plan import FeatureLand, Plan, PlanItem
 from engine.executor.encoder_ranks import EncoderRanks
+from engine.executor.step_part import Batch, StepPart, StepRows
 from engine.images import ImageInput
 from engine.kv.kv_pool import KVPool
 from engine.kv.upload import upload
@@ -31,7 +32,7 @@ class Seeing(Protocol):
     def collectives(self) -> Collectives | None: ...
 
 
-class ImagePass:
+class ImagePass(StepPart):
     """Calls come in stream order. `shares`: the ranks of the stage share the images of a step; else each encodes all.
 
     `arrivals`: where encode workers write features, on rank 0 alone.
@@ -50,11 +51,10 @@ class ImagePass:
     def num_bytes(self) -> int:
         return sum(features.nbytes for features in self._features.values())
 
-    def forget_all(self) -> None:
-        """The next step may be another model's."""
+    def forget(self) -> None:
         self._features = {}
 
-    def run(self, model: Seeing, plan: Plan) -> None:
+    def prepare(self, model: Seeing, plan: Plan) -> None:
         """Forget, copy and encode what `plan` says. Raises torch.OutOfMemoryError."""
         for key in plan.forgets:
             self._features.pop(key, None)
@@ -83,6 +83,10 @@ class ImagePass:
             return self._ranks.encode(model.vision, images, model.collectives)
         return model.vision.encode([self._pixels(image) for image in images])
 
+    def begin(self, batch: Batch) -> None:
+        """Raises torch.OutOfMemoryError."""
+        batch.images = self.rows(batch.items)
+
     def rows(self, items: Sequence[PlanItem]) -> ImageRows | None:
         """Return the rows of a step of `items` that are parts of images; None: there are none. Raises torch.OutOfMemoryError."""
         rows, features, begin = list[int](), list[Tensor](), 0
@@ -102,6 +106,13 @@ class ImagePass:
     def _pixels(self, image: ImageInput) -> Pixels:
         values = torch.frombuffer(bytearray(image.pixels), dtype=torch.uint8)
         return Pixels(upload(values.view(*image.size, CHANNELS), self._device), image.grid)
+
+
+class ImagePositions(StepPart):
+    """RoPE positions that images move: of all stages. Only the first has an ImagePass."""
+
+    def fill(self, rows: StepRows) -> None:
+        rows.positions = rope_positions(rows.items, rows.positions)
 
 
 def rope_positions(items: Sequence[PlanItem], places: Tensor) -> Tensor:

@@ -4,16 +4,19 @@ A decode step that all ranks replay from tapes has as many rows on each, the mos
 page 0, whose results nothing reads. Any other step has the rows that were agreed on.
 """
 
+from collections.abc import Sequence
+
 from engine.core.dp_step import AgreedStep
 from engine.core.plan import PlanItem
 from engine.executor.decode_tapes import DecodeTapes
+from engine.executor.step_part import Batch, StepPart
 from engine.parallel.row_exchange import RowExchange
 
 
-class JointSteps:
-    """`tapes`: None on every rank or on none. `scratch_slot`: whose pages are page 0."""
+class JointSteps(StepPart):
+    """`tapes`: there are some on every rank or on none. `scratch_slot`: whose pages are page 0."""
 
-    def __init__(self, exchange: RowExchange, *, tapes: DecodeTapes | None, scratch_slot: int) -> None:
+    def __init__(self, exchange: RowExchange, *, tapes: Sequence[DecodeTapes], scratch_slot: int) -> None:
         self._exchange = exchange
         self._tapes = tapes
         self._padding = PlanItem(
@@ -28,15 +31,18 @@ class JointSteps:
             extend=False,
         )
 
-    def replays(self, agreed: AgreedStep) -> bool:
-        """Whether all ranks play a tape of this step, or record it."""
-        return agreed.graph and self._tapes is not None and self._tapes.takes(max(agreed.tokens))
-
-    def begin(self, agreed: AgreedStep, items: list[PlanItem]) -> list[PlanItem]:
-        """Expect the rows of a step; return `items`, filled up where it is replayed."""
-        if not self.replays(agreed):
+    def expect(self, batch: Batch) -> None:
+        """Expect the rows of a step, and fill its items up where it is replayed."""
+        agreed = batch.plan.agreed
+        assert agreed is not None, "a forward that the other DP ranks know nothing of"
+        batch.tapes = self._replays(agreed)
+        if not batch.tapes:
             self._exchange.begin(agreed.tokens)
-            return items
+            return
         most = max(agreed.tokens)
         self._exchange.begin([most] * len(agreed.tokens))
-        return items + [self._padding] * (most - len(items))
+        batch.items = batch.items + [self._padding] * (most - len(batch.items))
+
+    def _replays(self, agreed: AgreedStep) -> bool:
+        """Return whether all ranks play a tape of this step, or record it."""
+        return agreed.graph and any(tapes.takes(max(agreed.tokens)) for tapes in self._tapes)

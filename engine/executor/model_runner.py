@@ -11,10 +11,11 @@ import torch
 from engine.core.plan import Plan
 from engine.executor.copies import Copies
 from engine.executor.draft_pass import DraftPass
-from engine.executor.forward import Forward
 from engine.executor.forward_pass import ForwardPass
 from engine.executor.running_model import RunningModel
 from engine.executor.sample_pass import SamplePass, StepOutput, nothing_sampled
+from engine.executor.states import States
+from engine.executor.step_part import Forward
 from engine.models.decoder import DenseDecoder
 from engine.models.expert_balance import ExpertBalance
 from engine.models.expert_loads import expert_gauges, expert_loads
@@ -27,7 +28,7 @@ class DeviceOutOfMemory(Exception):
 
 
 class ModelRunner:
-    """`drafts`: of a model with a drafter."""
+    """`drafts`: of a model with a drafter; `states`: of one with recurrent layers."""
 
     def __init__(
         self,
@@ -37,12 +38,14 @@ class ModelRunner:
         forward_pass: ForwardPass,
         sample_pass: SamplePass,
         drafts: DraftPass | None = None,
+        states: States | None = None,
     ) -> None:
         self.running = RunningModel(model, forward_pass)
         self._copies = copies
         self._forward_pass = forward_pass
         self._sample_pass = sample_pass
         self._drafts = drafts
+        self._states = states
 
     @property
     def balance(self) -> ExpertBalance | None:
@@ -66,21 +69,21 @@ class ModelRunner:
         Raises DeviceOutOfMemory. A torch.OutOfMemoryError of copies or slots is not one: later steps rely on them.
         """
         if plan.rewinds:
-            self._forward_pass.rewind(self.running.model, plan)
+            assert self._states is not None, "the model has no states"
+            self._states.rewind(self.running.model, plan.rewinds)
         arrival = self._copies.begin(plan)
         for slot in plan.closes:
             self._sample_pass.sampler.close(slot)
         for opened in plan.opens:
             self._sample_pass.sampler.open(opened)
             self._forward_pass.open(opened)
-        if plan.forgets or plan.lands or plan.encodes:
-            compute(lambda: self._forward_pass.see(self.running.model, plan))
+        compute(lambda: self._forward_pass.prepare(self.running.model, plan))
         if not plan.items:
             compute(lambda: self._forward_pass.join(self.running.model, plan, arrival))
             return None
         if plan.only_drafts:
             arrival.hold_all()
-            self._forward_pass.place(plan.items)
+            self._forward_pass.place(plan)
             return None
         return compute(lambda: self._forward_pass.run(self.running.model, plan, arrival))
 

@@ -17,6 +17,7 @@ from engine.attention.backend import CapturableBackend
 from engine.core.plan import Plan, PlanItem
 from engine.executor.decode_graphs import Capture, Work
 from engine.executor.future_map import StepInputs
+from engine.executor.step_part import Batch, Forward
 from engine.kernels.extend_plan import MOST_WHOLE
 from engine.kv.page_table import PageTable
 from engine.kv.step_batch import DeviceExtend
@@ -72,8 +73,14 @@ class PrefillGraphs:
             return False
         return is_short and sum(item.q_len for item in items) <= self.sizes[-1]
 
-    def run(self, items: list[PlanItem]) -> Tensor:
-        """Return the hidden states [T, hidden] of the new tokens; valid until the next step begins."""
+    def run(self, batch: Batch) -> Forward | None:
+        """Compute the hidden states [T, hidden] of the new tokens; valid until the next step begins. They know no adapters."""
+        if batch.adapted or not self.takes(batch.plan):
+            return None
+        batch.arrival.hold_all()
+        return Forward(batch.layers.whole(batch.plan.seq, lambda: self._replayed(batch.items)))
+
+    def _replayed(self, items: list[PlanItem]) -> Tensor:
         num_tokens = sum(item.q_len for item in items)
         size = self.sizes[bisect_left(self.sizes, num_tokens)]
         self._step_inputs.fill(num_tokens)

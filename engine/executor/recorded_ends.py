@@ -5,8 +5,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.executor.forward import Forward
 from engine.executor.future_map import FutureMap
+from engine.executor.step_part import Forward
 from engine.models.decoder import DenseDecoder
 from engine.sampler.make import CapturableSampler
 

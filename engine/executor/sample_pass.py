@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from engine.core.plan import Plan, PlanItem
-from engine.executor.forward import Forward
 from engine.executor.future_map import FutureMap
 from engine.executor.guess_pass import Drafted
 from engine.executor.logit_rows import first_rows, prompt_parts, sampled_rows
+from engine.executor.step_part import Forward
 from engine.kv.upload import upload
 from engine.messages import LogprobOptions
 from engine.models.decoder import DenseDecoder

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from engine.core.plan import Plan, PlanItem, SlotOpen, StateCopy, StateRewind
 from engine.executor.logit_rows import first_rows, runs_of
+from engine.executor.step_part import Batch, StepPart, StepRows
 from engine.kv.state_pool import StatePool, StateTable
-from engine.kv.step_batch import StepBatch
 from engine.kv.upload import upload
 from engine.models.decoder import DenseDecoder
 
@@ -34,7 +34,7 @@ class _Verified:
     shadow: int
 
 
-class States:
+class States(StepPart):
     def __init__(self, pool: StatePool, *, num_rows: int) -> None:
         self.pool = pool
         self._table = StateTable(num_rows=num_rows, device=pool.device)
@@ -48,16 +48,17 @@ class States:
         self._table.open(opened.slot, opened.state)
         self._slots[opened.slot] = opened.state
 
-    def of(self, slots: Tensor) -> Tensor:
-        """Return the state slots [B] int32 of the requests in rows `slots` [B] int64."""
-        return self._table.rows[slots]
-
-    def begin(self, plan: Plan, items: Sequence[PlanItem], step: StepBatch) -> None:
-        """`items`: of the step; `plan` may have fewer."""
+    def prepare(self, model: DenseDecoder, plan: Plan) -> None:
         self.pool.run(plan.states)
+
+    def fill(self, rows: StepRows) -> None:
+        rows.step.state_slots = self._table.rows[rows.step.slots]
+
+    def begin(self, batch: Batch) -> None:
+        step = batch.rows.step
         self.pool.step = step
         if step.drafts:
-            self._note_runs(items)
+            self._note_runs(batch.items)
             self.pool.run([StateCopy(run.slot, run.shadow) for run in self._verified.values()])
 
     def _note_runs(self, items: Sequence[PlanItem]) -> None:
@@ -67,8 +68,8 @@ class States:
             for number, (i, row) in enumerate((i, items[i].slot) for i in drafted)
         }
 
-    def end(self, plan: Plan) -> None:
-        self.pool.run(plan.snapshots)
+    def end(self, batch: Batch, hidden: Tensor) -> None:
+        self.pool.run(batch.plan.snapshots)
 
     def rewind(self, model: DenseDecoder, rewinds: Sequence[StateRewind]) -> None:
         """Let states be behind the rows that count of the last step with drafts."""

@@ -25,10 +25,6 @@ class PageTable:
         """Append each item's new pages to its row, in one scatter."""
         self._append((item.slot, item.page_start, item.new_pages) for item in items)
 
-    def update_windows(self, items: list[PlanItem]) -> None:
-        """Update the pages of layers with a window."""
-        self._append((item.slot, item.window_start, item.new_window) for item in items)
-
     def _append(self, new: Iterable[tuple[int, int, list[int]]]) -> None:
         """`new`: (row, column, pages from there on)."""
         slots: list[int] = []
@@ -47,3 +43,15 @@ class PageTable:
         """Return the (pages, offsets) of positions of the slots' requests, all [T] int64."""
         column = positions // self.page_size
         return self.rows[slots, column].to(torch.int64), positions - column * self.page_size
+
+
+class WindowedPageTable(PageTable):
+    """A page table of layers that see all, and `windows`: of layers with a pool apart."""
+
+    def __init__(self, *, num_slots: int, max_pages: int, page_size: int, device: torch.device) -> None:
+        super().__init__(num_slots=num_slots, max_pages=max_pages, page_size=page_size, device=device)
+        self.windows = PageTable(num_slots=num_slots, max_pages=max_pages, page_size=page_size, device=device)
+
+    def update(self, items: list[PlanItem]) -> None:
+        super().update(items)
+        self.windows._append((item.slot, item.window_start, item.new_window) for item in items)

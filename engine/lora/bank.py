@@ -39,13 +39,14 @@ class AdapterBank:
         self._steps = steps
         self._adapters: dict[int, AdapterWeights] = {}
         self._of_slot: dict[int, int] = {}  # slot -> adapter of the request that has it, or had it last
-        self.active = False  # whether some token of this step computes with an adapter
+        self._runs: list[Run] = []  # of the step that was begun last
 
     def attach(self, sites: Sequence[LinearSite]) -> None:
         """Let the adapters change the results of `sites`; once for each model."""
         for index, site in enumerate(sites):
             site.linear.delta = self._steps.delta(index)
         self._steps.compile()
+        self.rest()
 
     def add(self, number: int, weights: AdapterWeights) -> None:
         assert number > 0 and number not in self._adapters
@@ -54,18 +55,25 @@ class AdapterBank:
 
     def remove(self, number: int) -> AdapterWeights:
         """Return the weights to keep until the device is done with earlier steps."""
-        self.active = False
         self._steps.remove(number)
         return self._adapters.pop(number)
 
     def open(self, opened: SlotOpen) -> None:
         self._of_slot[opened.slot] = opened.adapter
 
-    def begin(self, items: Iterable[PlanItem], *, recorded: int | None = None) -> None:
-        """Prepare for the step of `items`. `recorded`: rows of the recorded step that may compute it."""
-        runs = adapter_runs((self._of_slot[item.slot], item.q_len) for item in items)
-        self.active = bool(runs)
-        self._steps.begin(runs, recorded=recorded)
+    def begin(self, items: Iterable[PlanItem]) -> bool:
+        """Note the step of `items`; return whether some token of it computes with an adapter."""
+        self._runs = adapter_runs((self._of_slot[item.slot], item.q_len) for item in items)
+        return bool(self._runs)
+
+    def compute(self, *, recorded: int | None = None) -> None:
+        """Prepare for the step begun last. `recorded`: rows of the recorded step; None: none."""
+        self._steps.begin(self._runs, recorded=recorded)
+
+    def rest(self) -> None:
+        """Change no layer until the next step."""
+        self._runs = []
+        self.compute()
 
     @property
     def records(self) -> bool:
@@ -73,7 +81,7 @@ class AdapterBank:
         return self._steps.records
 
     def begin_recording(self, rows: int) -> None:
-        """Compute from now on as a recorded step of `rows` rows with adapters does, until the next `begin`."""
+        """Compute from now on as a recorded step of `rows` rows with adapters does, until `rest`."""
         self._steps.begin_recording(rows)
 
 

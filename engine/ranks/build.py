@@ -11,15 +11,15 @@ import msgspec
 import torch
 
 from engine.config import EngineConfig
-from engine.core.backups import CopySize
 from engine.core.page_keys import KVIdentity
-from engine.device.device import ForwardParts, adapter_store, memory_for_graphs
+from engine.device.device import adapter_store
+from engine.device.forward_parts import ForwardParts
 from engine.device.gpu_memory import MemoryGauge, await_share
-from engine.device.graphs import MakeCapture
 from engine.device.kv_memory import held_by, kept_specs
 from engine.device.measure import measured
 from engine.device.memory_plan import kv_pages, with_fitting_prompts, with_state_slots
 from engine.device.pools import build_pools
+from engine.device.step_memory import MakeCapture, Recording, StepMemory, memory_for_graphs
 from engine.executor.cuda_gauge import CudaGauge
 from engine.executor.profiler import TorchProfiler
 from engine.flags.images import cache_bytes
@@ -102,11 +102,7 @@ def build_follower(
         decodes=use.decodes,
         prefills=use.prefills,
         progress=False,
-        steps_over=partial(
-            steps_of_rank,
-            partial(rank_parts, replace(config, enable_lora=False, max_mamba_cache_size=2), model_config, model, links),
-            config,
-        ),
+        steps_over=partial(steps_of_rank, config, model_config, model, links),
         place=links.place,
     )
     recurrent = bool(model.state_specs())
@@ -141,18 +137,20 @@ def build_follower(
         model_config,
         model,
         links,
-        pool,
-        host_pool=host_pool,
-        backup_room=CopySize(agreed.backup_pages, agreed.backup_windows, agreed.backup_states),
-        use=use,
-        capture=capture,
-        windows=pools.windows,
-        shadows=agreed.shadow_slots,
+        Recording(decodes=use.decodes, prefills=use.prefills, capture=capture),
+        StepMemory(
+            pool=pool,
+            windows=pools.windows,
+            shadows=agreed.shadow_slots,
+            host_pool=host_pool,
+            backup_room=agreed.backup_room,
+        ),
     )
     with memory_for_graphs():
         runner.running.record()
     readers: dict[str, Reader] = {"weights": lambda path: load(path, load_model_config(path))}
-    kv_memory = pools.memory(config, None if parts.states is None else parts.states.pool)
+    states = None if parts.states is None else parts.states.pool
+    kv_memory = pools.memory(config, states)
     actions: dict[str, Action] = {
         "use_weights": runner.running.use,
         "drop_weights": runner.running.drop,
@@ -181,7 +179,6 @@ def build_follower(
             ),
             actions,
         )
-    states = None if parts.states is None else parts.states.pool
     own = RankPools(kv=pool, held=held, states=states, windows=pools.windows)
     _add_checksum(own, actions)
     channel.send(Serving())

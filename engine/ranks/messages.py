@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from engine.core.backups import CopySize
 from engine.core.dp_step import AgreedStep
 from engine.core.plan import (
     FeatureLand,
@@ -73,6 +74,10 @@ class PoolSize(_Frame, frozen=True):
     shadow_slots: int = 0
     apart: bool = False
     chunked_prefill_size: int = -1
+
+    @property
+    def backup_room(self) -> CopySize:
+        return CopySize(self.backup_pages, self.backup_windows, self.backup_states)
 
 
 class Serving(_Frame, frozen=True):

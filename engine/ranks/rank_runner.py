@@ -11,13 +11,17 @@ if TYPE_CHECKING:  # they import torch, which a simulated rank does without
     from engine.executor.draft_pass import DraftPass
     from engine.executor.forward_pass import ForwardPass
     from engine.executor.future_map import FutureMap
+    from engine.executor.states import States
     from engine.kv.arrival import Arrival
     from engine.models.decoder import DenseDecoder
     from engine.parallel.stage_link import HiddenStates
 
 
 class RankRunner:
-    """`after`: link to the next stage; None: this is the last one, whose ranks compute logits together. `drafts`: of a model with a drafter."""
+    """A follower's part of steps. `drafts`, `states`: as of ModelRunner.
+
+    `after`: link to the next stage; None: this is the last, whose ranks compute logits together.
+    """
 
     def __init__(
         self,
@@ -28,6 +32,7 @@ class RankRunner:
         future_map: "FutureMap",
         after: "HiddenStates | None",
         drafts: "DraftPass | None" = None,
+        states: "States | None" = None,
     ) -> None:
         self.running = RunningModel(model, forward_pass)
         self._copies = copies
@@ -35,6 +40,7 @@ class RankRunner:
         self._future_map = future_map
         self._after = after
         self._drafts = drafts
+        self._states = states
 
     def run(self, plan: Plan) -> None:
         """Return once no copy of the step touches the pages of this rank. On a CPU the rest is done, too.
@@ -42,12 +48,12 @@ class RankRunner:
         On a GPU it is in the stream, and the leader's result says when it is done.
         """
         if plan.rewinds:
-            self._forward_pass.rewind(self.running.model, plan)
+            assert self._states is not None, "the model has no states"
+            self._states.rewind(self.running.model, plan.rewinds)
         arrival = self._copies.begin(plan)
         for opened in plan.opens:
             self._forward_pass.open(opened)
-        if plan.forgets or plan.lands or plan.encodes:
-            self._forward_pass.see(self.running.model, plan)
+        self._forward_pass.prepare(self.running.model, plan)
         if not plan.items:
             self._forward_pass.join(self.running.model, plan, arrival)
             self._copies.wait(plan.seq)
@@ -70,6 +76,6 @@ class RankRunner:
     def _draft(self, plan: Plan, arrival: "Arrival") -> None:
         assert self._drafts is not None, "a plan asks a drafter, and there is none"
         arrival.hold_all()
-        self._forward_pass.place(plan.items)
+        self._forward_pass.place(plan)
         self._drafts.draft(self.running.model, plan.items)
         self._copies.wait(plan.seq)

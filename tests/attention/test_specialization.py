@@ -139,7 +139,7 @@ class Day:
         )
         make = partial(ForwardPass, backend=backend, page_table=table, inputs=future_map, layers=LayerMarks(cpu))
         prompts = PrefillGraphs(sizes=[16, 64, 300], capture=Anew, backend=backend, page_table=table, inputs=future_map)
-        self._eager, self._recorded = make(), make(graphs=graphs, prefill_graphs=prompts)
+        self._eager, self._recorded = make(), make(recorded=[graphs, prompts])
         self._recorded.record(model)
 
     def step(self) -> None:

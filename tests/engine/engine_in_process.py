@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from engine.build import EngineParts, build_engine
 from engine.config import EngineConfig
@@ -25,6 +25,8 @@ from engine.models.load import load_model
 from engine.ranks.group import Group
 from engine.sampling_params import SamplingParams
 from engine.use import EngineUse
+
+T = TypeVar("T")
 
 
 class EngineInProcess:
@@ -67,6 +69,11 @@ class EngineInProcess:
         self.hidden: dict[str, list[bytes]] = {}
         self.finish: dict[str, FinishReason] = {}
         self.cached: dict[str, int] = {}
+
+    def recorded(self, kind: type[T]) -> T | None:
+        """Return its recorded steps of a kind."""
+        runner = self.parts.device.executor.streams[0].runner
+        return next((one for one in runner._forward_pass._recorded if isinstance(one, kind)), None)
 
     def _pipeline(self, depth: int) -> Pipeline[Any]:
         if self.parts.config.enable_pdmux:

@@ -14,8 +14,9 @@ import torch
 
 import tests.triton_interpreter  # noqa: F401 (before kernels run)
 from benchmarks import random_model
-from engine.executor.decode_graphs import T
-from engine.executor.forward import Forward
+from engine.executor.decode_graphs import DecodeGraphs, T
+from engine.executor.prefill_graphs import PrefillGraphs
+from engine.executor.step_part import Forward
 from engine.kernels import triton_sample
 from engine.models.load import load_model
 from engine.use import EngineUse
@@ -100,7 +101,7 @@ def check(folder: str, other: str) -> None:
         cuda_graph_max_prefill_tokens=0,
         **flags,
     )
-    graphs, pool = engine.parts.device.graphs, engine.parts.pool
+    graphs, pool = engine.recorded(DecodeGraphs), engine.parts.pool
     assert graphs is not None and graphs.sizes == [1, 2, 4], graphs
     pool.k(0)[0] = 7.0
     found, logprobs = run(engine, LENGTHS)
@@ -133,7 +134,7 @@ def check_prompts(folder: str) -> None:
         **flags,
     )
     device, pool = engine.parts.device, engine.parts.pool
-    assert device.graphs is None and device.prefill_graphs is not None
+    assert engine.recorded(DecodeGraphs) is None and engine.recorded(PrefillGraphs) is not None
     device.layers.watch([1], lambda: marks.append(device.layers.reached()))
     pool.k(0)[0] = 7.0
     found, logprobs = run(engine, dict.fromkeys(PROMPTS, 1))

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from engine.config import EngineConfig
 from engine.device.gpu_memory import MemoryGauge
-from engine.device.graphs import MakeCapture
+from engine.device.step_memory import MakeCapture
 from engine.flags.nodes import ENGINE, PLAN, Wire, leader_of, node_of, wires
 from engine.flags.resolve import resolve
 from engine.kv.host_memory import HERE, HostMemory

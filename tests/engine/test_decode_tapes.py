@@ -57,7 +57,7 @@ def test_tokens_and_logprobs_are_the_same_to_the_bit(
 ) -> None:
     expected, expected_of_other = (run(start(path, disable_cuda_graph=True), LENGTHS) for path in models)
     engine = start(models[0], stream=stream)
-    tapes = engine.parts.device.tapes
+    tapes = engine.recorded(DecodeTapes)
     assert (tapes is not None) == bool(KERNELS)
     for again in (1, 2):
         assert run(engine, LENGTHS) == expected
@@ -82,7 +82,7 @@ def test_steps_of_families_with_arithmetic_of_their_own_are_played(
 
 
 def test_the_flag_turns_them_off(models: tuple[str, str], start: Callable[..., EngineInProcess]) -> None:
-    assert start(models[0], disable_cuda_graph=True).parts.device.tapes is None
+    assert start(models[0], disable_cuda_graph=True).recorded(DecodeTapes) is None
 
 
 class TwoProducts:

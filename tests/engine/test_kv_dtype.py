@@ -8,6 +8,7 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.core.host_cache import HostCache
+from engine.executor.decode_tapes import DecodeTapes
 from engine.flags.kv_dtype import kv_dtype
 from engine.flags.resolve import resolve
 from engine.kernels.linear import linear_kernel
@@ -55,9 +56,9 @@ def test_the_way_changes_no_bit(way: str, path: str, plain: dict[str, Any]) -> N
 def test_without_tapes_and_over_two_ranks_the_bits_are_the_same(path: str) -> None:
     with EngineInProcess(path, **FP8, reduce_units=2) as engine:
         whole = answers(engine, PROMPTS)
-        assert engine.parts.device.tapes is not None
+        assert engine.recorded(DecodeTapes) is not None
     with EngineInProcess(path, **FP8, reduce_units=2, disable_cuda_graph=True) as engine:
-        assert answers(engine, PROMPTS) == whole and engine.parts.device.tapes is None
+        assert answers(engine, PROMPTS) == whole and engine.recorded(DecodeTapes) is None
     with ranks(path, tp_size=2, **FP8, reduce_units=2) as group:
         assert answers(group.engine, PROMPTS) == whole
         assert group.engine.parts.pool.page_bytes == 4 * 4 * 2 * 2 * 33, "layers, tokens, K and V, heads, bytes"

@@ -18,6 +18,7 @@ from triton.runtime.jit import JITFunction
 from engine.config import EngineConfig
 from engine.core.plan import Plan, PlanItem, SlotOpen
 from engine.device.device import build_device
+from engine.device.step_memory import RankSeat, Recording, StepMemory
 from engine.executor.decode_graphs import Work
 from engine.executor.model_runner import ModelRunner
 from engine.flags.resolve import resolve
@@ -162,12 +163,9 @@ def build(recorder: Recorder, model_config: ModelConfig) -> ModelRunner:
             config,
             model_config,
             model,
-            KVPool(model.cache_specs(), num_pages=256, page_size=16, device=META),
-            host_pool=None,
-            capture=lambda: OneLaunch(recorder),
-            decodes=True,
-            prefills=False,
-            progress=False,
+            StepMemory(pool=KVPool(model.cache_specs(), num_pages=256, page_size=16, device=META)),
+            records=Recording(decodes=True, capture=lambda: OneLaunch(recorder)),
+            seat=RankSeat(),
         )
     return device.executor.runner
 

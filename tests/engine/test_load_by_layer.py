@@ -14,6 +14,7 @@ from torch import Tensor
 
 from engine.core.host_cache import HostCache
 from engine.core.plan import Plan
+from engine.executor.decode_tapes import DecodeTapes
 from engine.executor.layer_marks import LayerMarks
 from engine.kernels.tape import Tape
 from engine.kv import page_copies
@@ -135,7 +136,7 @@ def test_a_recorded_step_waits_for_all_of_it(tmp_path: Path, monkeypatch: pytest
         monkeypatch.setattr(forward_pass(engine), "run", lambda model, plan, _: run(model, plan, arrival(log)))
         engine.add("r", PROMPT, max_new_tokens=4)
         engine.run()
-        plays = [("plays", 0)] * (engine.parts.device.tapes is not None)
+        plays = [("plays", 0)] * (engine.recorded(DecodeTapes) is not None)
     assert log[-LAYERS - len(plays) :] == [*(("held", layer) for layer in range(LAYERS)), *plays]
 
 

@@ -12,6 +12,7 @@ from triton.runtime.jit import JITFunction
 
 from engine.attention.triton_backend import TritonBackend
 from engine.core.plan import Plan, PlanItem, SlotOpen
+from engine.executor.decode_graphs import DecodeGraphs
 from engine.executor.warm_up import LOGPROBS, WarmUp, by_executor, warm_up
 from engine.kernels.triton_elementwise import TritonElementwise
 from engine.messages import LogprobOptions
@@ -108,7 +109,7 @@ def test_no_later_step_launches_anything_new(checkpoint: str, kernels: dict[str,
     rng = random.Random(graphs)
     with EngineInProcess(checkpoint, capture=Anew if graphs else None, **flags) as engine:
         executor = engine.parts.device.executor
-        assert (engine.parts.device.graphs is not None) == graphs
+        assert (engine.recorded(DecodeGraphs) is not None) == graphs
         warm_up(by_executor(executor), STEPS, progress=False)
         warm = {name: set(seen) for name, seen in kernels.items()}
         assert len(warm) > 5, "kernels of Triton, too"

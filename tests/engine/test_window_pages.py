@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from engine.core.window_pages import WindowPages
+from engine.executor.decode_tapes import DecodeTapes
 from engine.kernels.linear import linear_kernel
 from engine.kv.kv_pool import DTYPES, KVPool
 from engine.messages import LogprobOptions
@@ -87,7 +88,7 @@ def test_freed_pages_are_not_read(family: str, dtype: str, overlap: bool, tmp_pa
     with engine_of(family, tmp_path, dtype, **stream) as engine:
         for i, prompt in enumerate(PROMPTS):
             engine.add(str(i), prompt, max_new_tokens=NEW)
-        assert (engine.parts.device.tapes is not None) == (dtype == "bfloat16"), "decode steps are played as ever"
+        assert (engine.recorded(DecodeTapes) is not None) == (dtype == "bfloat16"), "decode steps are played as ever"
         most = 0
         while engine.turn():
             engine.parts.device.executor.call(engine.poison)

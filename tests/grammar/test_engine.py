@@ -9,8 +9,8 @@ import pytest
 
 from engine.core.plan import Plan
 from engine.executor.executor import Launch
-from engine.executor.forward import Forward
 from engine.executor.sample_pass import StepOutput
+from engine.executor.step_part import Forward
 from engine.grammar.compiler import GrammarCompiler, JsonStyle
 from engine.grammar.queue import Compiler
 from engine.sampling_params import GrammarSpec

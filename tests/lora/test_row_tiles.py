@@ -1,8 +1,12 @@
 """Rows of a step by adapter: each row with an adapter is in one tile, and no other row is."""
 
 import random
+from collections.abc import Sequence
 
-from engine.lora.row_tiles import most_tiles, row_tiles
+from engine.core.plan import PlanItem, SlotOpen
+from engine.lora.bank import AdapterBank, SlicedAdapters
+from engine.lora.row_tiles import Run, most_tiles, row_tiles
+from engine.sampling_params import SamplingParams
 
 
 def test_tiles_cover_the_rows_of_each_adapter_and_no_other() -> None:
@@ -31,3 +35,21 @@ def test_the_bound_is_reached() -> None:
     """Two adapters with one row beyond a tile each."""
     _, tiles = row_tiles([(0, slice(0, 17)), (1, slice(17, 34))], tile_rows=16)
     assert len(tiles) == most_tiles(34, places=2, tile_rows=16) == 4
+
+
+class LastRuns(SlicedAdapters):
+    def begin(self, runs: Sequence[Run], *, recorded: int | None) -> None:
+        self.runs = list(runs)
+
+
+def test_steps_of_other_weights_are_recorded_without_the_last_ones_rows() -> None:
+    bank = AdapterBank(steps := LastRuns())
+    bank.open(SlotOpen(slot=0, sampling=SamplingParams(), prompt_ids=[1], output_ids=[], eos_ids=(), adapter=1))
+    item = PlanItem(
+        rid="", slot=0, tokens=[1], start=0, page_start=0, new_pages=[], sample=True, output_len=0, extend=True
+    )
+    assert bank.begin([item])
+    bank.compute()
+    assert steps.runs
+    bank.attach([])
+    assert not steps.runs

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from msgspec import structs
 
-from engine.executor import judged_rows, tree_paths
+from engine.executor import draft_rows
 from engine.executor.draft_pass import DraftPass
 from engine.executor.guess_pass import GuessPass
 from engine.layers.norm import rms_norm
@@ -44,20 +44,20 @@ def _(original, drafts, runs, starts, items, features):
     original(drafts, [run for run in runs if items[run[0]].extend], starts, items, features)
 
 
-@DRAFTERS.bug("the tail is that of a rejected draft", judged_rows._with_all_before, "Every draft passes for accepted.")
+@DRAFTERS.bug("the tail is that of a rejected draft", draft_rows._with_all_before, "Every draft passes for accepted.")
 def _(original, right, parents, deepest):
     return torch.ones_like(original(right, parents, deepest))
 
 
 @DRAFTERS.bug(
-    "the tail is that of the token known before", judged_rows._with_all_before, "No draft passes for accepted."
+    "the tail is that of the token known before", draft_rows._with_all_before, "No draft passes for accepted."
 )
 def _(original, right, parents, deepest):
     return original(right, parents, deepest) & (parents == torch.arange(len(parents)))
 
 
 @DRAFTERS.bug(
-    "other ranks keep other tails", judged_rows.judged_rows, "A rank that samples nothing takes no draft for right."
+    "other ranks keep other tails", draft_rows.judged_rows, "A rank that samples nothing takes no draft for right."
 )
 def _(original, items, tokens, *, collectives, device):
     rows = original(items, tokens, collectives=collectives, device=device)
@@ -100,11 +100,11 @@ def _(original, drafts, items, starts, features):
 
 
 @DRAFTERS.bug(
-    "entries of verified rows are not kept", DraftPass.follow, "Steps with drafts leave what the drafter had guessed."
+    "entries of verified rows are not kept", DraftPass.end, "Steps with drafts leave what the drafter had guessed."
 )
-def _(original, drafts, model, items, step, ids, positions, hidden):
-    if not step.drafts:
-        original(drafts, model, items, step, ids, positions, hidden)
+def _(original, drafts, batch, hidden):
+    if not batch.rows.step.drafts:
+        original(drafts, batch, hidden)
 
 
 @DRAFTERS.bug("a pass reads one entry too few", GuessPass._step, "It does not see the token it is behind.")
@@ -126,7 +126,7 @@ DRAFTERS.skip("what counts stays where the tree had it", DraftPass._move, "Its o
 
 
 @DRAFTERS.bug(
-    "rows of a tree see the first path", tree_paths.paths_of, "All tokens are looked for in their own places."
+    "rows of a tree see the first path", draft_rows.paths_of, "All tokens are looked for in their own places."
 )
 def _(original, items, device):
     paths = original(items, device)

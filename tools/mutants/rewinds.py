@@ -39,10 +39,10 @@ def _(original, pool, copies):
 
 
 @REWINDS.bug("states are kept when the rows have passed", States.end, "The shadow is the state that it should undo.")
-def _(original, states, plan):
-    if any(item.draft for item in plan.items):
+def _(original, states, batch, hidden):
+    if any(item.draft for item in batch.items):
         states.pool.run([StateCopy(run.slot, run.shadow) for run in states._verified.values()])
-    original(states, plan)
+    original(states, batch, hidden)
 
 
 @REWINDS.bug("all requests have one shadow", StatePool.shadow, "The last one's state is everybody's.")

@@ -133,7 +133,7 @@ class SimForward:
     def open(self, opened: SlotOpen) -> None:
         self._model.adapters[opened.slot] = opened.adapter
 
-    def see(self, model: Any, plan: Plan) -> None:
+    def prepare(self, model: Any, plan: Plan) -> None:
         self._model.see(plan)
 
     def join(self, model: Any, plan: Plan, arrival: SimCopies) -> None:

@@ -1,0 +1,112 @@
+"""The parts of a rank's steps, by feature, and the memory that each has on the device."""
+
+from collections.abc import Sequence
+
+import torch
+
+from engine.attention.backend import make_attention_backend
+from engine.config import EngineConfig
+from engine.device.step_memory import StepMemory
+from engine.executor.draft_pass import DraftPass, PagedPool
+from engine.executor.draft_rows import DraftTrees
+from engine.executor.image_pass import ImagePass, ImagePositions
+from engine.executor.parts import AdapterPart, BalancedExperts, WindowPart
+from engine.executor.states import States
+from engine.executor.step_part import StepPart
+from engine.flags.resolve import state_slots
+from engine.flags.speculation import topk_of
+from engine.kv.kv_pool import DTYPES
+from engine.kv.page_table import PageTable, WindowedPageTable
+from engine.kv.state_pool import StatePool
+from engine.lora.bank import AdapterBank
+from engine.lora.build import make_bank
+from engine.models.decoder import DenseDecoder
+from engine.sampler.make import TokenSampler
+from service.flags import ConfigError
+
+
+def make_parts(
+    config: EngineConfig,
+    model: DenseDecoder,
+    memory: StepMemory,
+    page_table: PageTable,
+    *,
+    adapters: AdapterBank | None,
+    states: States | None,
+    sees: bool,
+) -> list[StepPart]:
+    """Return the parts of steps in their order; the drafter's follows.
+
+    Windows use the places that trees of drafts fill in. `config` is resolved. `sees`: tokens may be
+    those of images.
+    """
+    parts = list[StepPart]()
+    if topk_of(config) > 1:
+        parts.append(DraftTrees(page_table))
+    if isinstance(page_table, WindowedPageTable):
+        parts.append(WindowPart(page_table))
+    if model.balance is not None:
+        parts.append(BalancedExperts())
+    if adapters is not None:
+        parts.append(AdapterPart(adapters))
+    if states is not None:
+        parts.append(states)
+    if sees:
+        parts.append(ImagePositions())
+    if model.vision is not None:
+        device, dtype = page_table.device, DTYPES[config.dtype]
+        parts.append(ImagePass(device, dtype=dtype, shares=config.mm_enable_dp_encoder, arrivals=memory.arrivals))
+    return parts
+
+
+def make_adapters(config: EngineConfig, model: DenseDecoder, *, grouped: bool) -> AdapterBank | None:
+    """Return the adapters of --enable-lora. `grouped`: by kernels for all of a step."""
+    if not config.enable_lora:
+        return None
+    return make_bank(
+        [site.shape for site in model.linear_sites()],
+        grouped=grouped,
+        places=config.max_loras_per_batch,
+        max_rank=config.max_lora_rank,
+        dtype=DTYPES[config.dtype],
+        device=torch.device(config.device),
+    )
+
+
+def make_states(config: EngineConfig, model: DenseDecoder, device: torch.device, *, shadows: int) -> States | None:
+    """Return the states of a model with recurrent layers. Raises ConfigError."""
+    assert config.max_running_requests is not None, "resolved"
+    specs, num_slots = model.state_specs(), state_slots(config)
+    if not specs:
+        return None
+    try:
+        pool = StatePool(specs, num_slots=num_slots, num_shadows=shadows, device=device)
+    except (MemoryError, OSError, torch.OutOfMemoryError) as error:
+        size = (num_slots + shadows) * StatePool.slot_bytes_of(specs) / 2**30
+        beside = f" and {shadows} copies for drafts" if shadows else ""
+        raise ConfigError(
+            f"--max-running-requests {config.max_running_requests}: no memory for {num_slots} recurrent states{beside} of {size:.1f} GiB "
+            f"({error}); lower it"
+        ) from error
+    return States(pool, num_rows=config.max_running_requests)
+
+
+def make_draft_pass(
+    config: EngineConfig, model: DenseDecoder, pools: Sequence[PagedPool], *, sampler: TokenSampler | None
+) -> DraftPass | None:
+    """Return the drafter's part of a rank's steps; None: the model has no drafter.
+
+    `pools`: of all layers. `sampler`: of the rank that samples. Raises ConfigError.
+    """
+    drafter, pool = model.drafter, pools[0].pool
+    if drafter is None:
+        return None
+    assert pool.drafter is not None, "pages have room for what the drafter keeps"
+    return DraftPass(
+        pools=pools,
+        backend=make_attention_backend(
+            config.attention_backend, pool.drafter, num_heads=drafter.num_heads, needs=drafter.attention_needs
+        ),
+        sampler=sampler,
+        collectives=model.collectives,
+    )

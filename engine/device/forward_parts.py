@@ -1,0 +1,116 @@
+"""The first half of a rank's steps, put together: attention, page tables, parts, tapes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from engine.attention.backend import AttentionBackend, CapturableBackend, make_attention_backend
+from engine.attention.cpu_backend import CpuBackend
+from engine.attention.windowed import WindowedBackend, windowed
+from engine.config import EngineConfig
+from engine.device.feature_parts import make_adapters, make_parts, make_states
+from engine.device.step_memory import StepMemory
+from engine.executor.decode_tapes import DecodeTapes
+from engine.executor.draft_pass import DraftPass, PagedPool
+from engine.executor.forward_pass import ForwardPass
+from engine.executor.future_map import StepInputs
+from engine.executor.joint_steps import JointSteps
+from engine.executor.layer_marks import LayerMarks
+from engine.executor.states import States
+from engine.executor.step_part import RecordedSteps, StepPart
+from engine.kernels.linear import linear_kernel
+from engine.kernels.tape import tape_library
+from engine.kv.page_table import PageTable, WindowedPageTable
+from engine.lora.bank import AdapterBank
+from engine.models.decoder import DenseDecoder
+from engine.parallel.row_exchange import RowExchange
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardParts:
+    """All that computes the first half of steps.
+
+    `adapters`, `states`: of those parts, for what else they do. `pools`: of all layers. `tapes`:
+    recorded decode steps on a CPU, if there are any.
+    """
+
+    backend: AttentionBackend
+    page_table: PageTable
+    layers: LayerMarks
+    parts: list[StepPart]
+    pools: list[PagedPool]
+    tapes: list[DecodeTapes]
+    adapters: AdapterBank | None
+    states: States | None
+
+    def forward_pass(
+        self, inputs: StepInputs, graphs: Sequence[RecordedSteps], drafts: DraftPass | None
+    ) -> ForwardPass:
+        return ForwardPass(
+            backend=self.backend,
+            page_table=self.page_table,
+            inputs=inputs,
+            layers=self.layers,
+            parts=[*self.parts, *([] if drafts is None else [drafts])],
+            recorded=[*graphs, *self.tapes],
+        )
+
+
+def build_forward(
+    config: EngineConfig,
+    model: DenseDecoder,
+    memory: StepMemory,
+    *,
+    num_heads: int,
+    tapes: bool,
+    exchange: RowExchange | None,
+    sees: bool,
+) -> ForwardParts:
+    """Put together what computes the first half of steps. `config` is resolved. Raises ConfigError.
+
+    `num_heads`: query heads of `model`. `tapes`: decode steps are recorded where they can be.
+    `exchange`: with DP attention. `sees`: as of `make_parts`.
+    """
+    backend, pools = _attention(config, model, memory, num_heads)
+    page_table, shared_by = pools[0].page_table, config.dp_size if exchange is not None else 1
+    recorded = [DecodeTapes(shared_by=shared_by)] if tapes and model.recordable and _can_tape(config, backend) else []
+    adapters = make_adapters(config, model, grouped=isinstance(backend, CapturableBackend))
+    states = make_states(config, model, page_table.device, shadows=memory.shadows)
+    parts = make_parts(config, model, memory, page_table, adapters=adapters, states=states, sees=sees)
+    if exchange is not None:
+        parts.insert(0, JointSteps(exchange, tapes=recorded, scratch_slot=page_table.scratch_slot))
+    layers = LayerMarks(page_table.device, more_follows=model.drafter is not None)
+    return ForwardParts(backend, page_table, layers, parts, pools, recorded, adapters, states)
+
+
+def _attention(
+    config: EngineConfig, model: DenseDecoder, memory: StepMemory, num_heads: int
+) -> tuple[AttentionBackend, list[PagedPool]]:
+    """Return the attention of all layers, and the pools of their KV, the drafter's in the first."""
+    assert config.max_running_requests is not None, "resolved"
+    pool, windows = memory.pool, memory.windows
+    make = partial(make_attention_backend, config.attention_backend, num_heads=num_heads, needs=model.attention_needs)
+    rows, device, size = config.max_running_requests, pool.device, config.page_size
+    max_pages = memory.max_pages or min(pool.num_pages, context_pages(config))
+    if windows is None:
+        table = PageTable(num_slots=rows, max_pages=max_pages, page_size=size, device=device)
+        return make(pool), [PagedPool(pool, table)]
+    both = WindowedPageTable(num_slots=rows, max_pages=max_pages, page_size=size, device=device)
+    inside = [spec.window > 0 for spec in model.cache_specs()]
+    backend = windowed(make(pool) if pool.specs else None, make(windows), in_window=inside)
+    return backend, [PagedPool(pool, both), PagedPool(windows, both.windows)]
+
+
+def _can_tape(config: EngineConfig, backend: AttentionBackend) -> bool:
+    """Return whether decode steps are calls of C kernels alone."""
+    by_c_kernels = (
+        config.dtype == "bfloat16" and isinstance(backend, CpuBackend | WindowedBackend) and backend.has_kernel
+    )
+    recordable = by_c_kernels and not config.sums_span_nodes  # between machines Python moves the bytes of a sum
+    return recordable and not config.disable_cuda_graph and linear_kernel() is not None and tape_library() is not None
+
+
+def context_pages(config: EngineConfig) -> int:
+    """Return the pages that the longest request needs."""
+    assert config.context_length is not None, "resolved"
+    return -(-(config.context_length + 1) // config.page_size)

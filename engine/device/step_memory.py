@@ -1,0 +1,76 @@
+"""The memory of a rank's steps, the choice of recorded ones, and the rank's place among others."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from engine.core.backups import NOTHING, CopySize
+from engine.executor.decode_graphs import Capture
+from engine.executor.future_map import FutureMap, StepInputs
+from engine.kv.host_pool import HostPool
+from engine.kv.kv_pool import KVPool
+from engine.parallel.layout import ALONE, Place
+from engine.parallel.row_exchange import RowExchange
+from service.flags import ConfigError
+
+MakeCapture = Callable[[], Capture]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMemory:
+    """The memory that steps read and write: KV in `pool`, of layers with a pool apart in `windows`.
+
+    `max_pages`: of a request, if not as many as the pool has and the context needs. `shadows`: of
+    how many requests with recurrent states a step may verify drafts. `arrivals`: as of ImagePass.
+    `host_pool`: of the host tier. `backup_room`: for copies of retracted requests.
+    """
+
+    pool: KVPool
+    max_pages: int | None = None
+    windows: KVPool | None = None
+    shadows: int = 0
+    arrivals: KVPool | None = None
+    host_pool: HostPool | None = None
+    backup_room: CopySize = NOTHING
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recording:
+    """The steps that are recorded: `decodes`, `prefills`.
+
+    They are CUDA graphs or (decode steps) tapes of C kernels. `capture`: records graphs in place of
+    CUDA. `progress`: bars show how far recording has come.
+    """
+
+    decodes: bool = False
+    prefills: bool = False
+    capture: MakeCapture | None = None
+    progress: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSeat:
+    """The place of this rank in the model, and what it shares with others.
+
+    `exchange`: with DP attention. `future_map`: if not one of its own. `inputs`: of steps, if not
+    the tokens of the future map.
+    """
+
+    place: Place = ALONE
+    exchange: RowExchange | None = None
+    future_map: FutureMap | None = None
+    inputs: StepInputs | None = None
+
+
+@contextmanager
+def memory_for_graphs() -> Iterator[None]:
+    """Raises ConfigError where the block finds no memory."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"--mem-fraction-static: no memory is left for the decode graphs ({error}); lower it or --cuda-graph-max-bs, "
+            "or give --disable-cuda-graph"
+        ) from error

@@ -1,0 +1,185 @@
+"""A step of one rank, the parts that add to it, each of a feature, and what computes it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from engine.attention.backend import AttentionBackend
+from engine.core.plan import Plan, PlanItem, SlotOpen
+from engine.executor.future_map import StepInputs
+from engine.executor.layer_marks import LayerMarks
+from engine.kv.arrival import Arrival
+from engine.kv.page_table import PageTable
+from engine.kv.step_batch import StepBatch
+from engine.kv.upload import upload
+from engine.models.attention import Attend
+from engine.models.decoder import DenseDecoder
+from engine.models.vision.tower import ImageRows
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """The hidden states [T, hidden] of a step's new tokens, left for the second half of the step.
+
+    `logits` [T, V] float32: of a recorded step. `tokens` [T] int64 and `bad` [T] bool: it is
+    sampled, too, and the future map has the tokens. `gave_logits`: of a recorded step on a rank
+    that samples nothing: the leader has its columns.
+    """
+
+    hidden: Tensor
+    logits: Tensor | None = None
+    tokens: Tensor | None = None
+    bad: Tensor | None = None
+    gave_logits: bool = False
+
+    def rows(self, n: int, *, sampled: bool) -> "Forward":
+        """Return the first `n` rows of a recorded step; its tokens only if they are `sampled`."""
+        if self.logits is None or self.tokens is None or self.bad is None:
+            return replace(self, hidden=self.hidden[:n])
+        if not sampled:
+            return Forward(self.hidden[:n], self.logits[:n])
+        return Forward(self.hidden[:n], self.logits[:n], self.tokens[:n], self.bad[:n])
+
+
+@dataclass(slots=True)
+class StepRows:
+    """The new tokens of `items`, item after item.
+
+    `step`: as kernels see it. `ids` [T] int64, some of them placeholders. `positions`: of RoPE, [T]
+    int64, or with tokens of images [3, T] (time, row, column). `token_slots`, `places`: [T] int64,
+    whose pages a token's KV goes to, and where in them.
+    """
+
+    items: list[PlanItem]
+    step: StepBatch
+    ids: Tensor
+    positions: Tensor
+    token_slots: Tensor
+    places: Tensor
+
+
+class Batch:
+    """A step of one rank. Its rows are uploaded when something reads them first.
+
+    Most recorded steps have rows of their own. `items`: of `plan`, and with DP attention padding.
+    `tapes`: whether a tape may play it. `adapted`: some row computes with an adapter. `images`:
+    what stands in for embeddings. Parts fill in the last four.
+    """
+
+    def __init__(
+        self,
+        model: DenseDecoder,
+        plan: Plan,
+        arrival: Arrival,
+        *,
+        backend: AttentionBackend,
+        page_table: PageTable,
+        inputs: StepInputs,
+        layers: LayerMarks,
+        parts: "Sequence[StepPart]",
+    ) -> None:
+        self.model = model
+        self.plan = plan
+        self.arrival = arrival
+        self.layers = layers
+        self.items = plan.items
+        self.tapes = not plan.extend
+        self.adapted = False
+        self.images: ImageRows | None = None
+        self._backend = backend
+        self._page_table = page_table
+        self._step_inputs = inputs
+        self._parts = parts
+        self._resolved: Tensor | None = None
+
+    def begin(self) -> Attend:
+        """Prepare parts and attention for layers that are computed now; return the attention."""
+        for part in self._parts:
+            part.begin(self)
+        self._backend.begin(self.rows.step)
+        return self._backend.attend
+
+    def inputs(self) -> Tensor:
+        """Return the ids without placeholders, or hidden states of the stage before."""
+        if self._resolved is None:
+            self._resolved = self._step_inputs.resolve(self.rows.ids)
+        return self._resolved
+
+    @cached_property
+    def rows(self) -> StepRows:
+        items, plan, table = self.items, self.plan, self._page_table
+        ids = self._ids([t for item in items for t in item.tokens])
+        positions = self._ids([p for i in items for p in range(i.start, i.kv_len)])
+        slots = self._ids([item.slot for item in items])
+        token_slots = slots if not plan.extend else self._ids([item.slot for item in items for _ in range(item.q_len)])
+        token_pages, token_offsets = table.locate(token_slots, positions)
+        step = StepBatch(
+            extend=plan.extend,
+            q_lens=[item.q_len for item in items],
+            kv_lens=[item.kv_len for item in items],
+            page_table=table.rows,
+            slots=slots,
+            token_pages=token_pages,
+            token_offsets=token_offsets,
+            riders=[i for i, item in enumerate(items) if not item.extend],
+            drafted=frozenset(i for i, item in enumerate(items) if item.draft),
+        )
+        rows = StepRows(items, step, ids, positions, token_slots, positions)
+        for part in self._parts:
+            part.fill(rows)
+        return rows
+
+    def _ids(self, values: list[int]) -> Tensor:
+        return upload(torch.tensor(values), self._page_table.device)
+
+
+class StepPart:
+    """A feature in the steps of a rank, by the hooks that it overrides; all run in stream order.
+
+    One part follows another as `make_parts` has them (engine/device/feature_parts.py). No hook has
+    fewer than two users.
+    """
+
+    def forget(self) -> None:
+        """Drop what was kept of a model."""
+
+    def attach(self, model: DenseDecoder) -> None:
+        """Work with `model` from the next step on."""
+
+    def open(self, opened: SlotOpen) -> None:
+        """Note a request that gets a row of the request table."""
+
+    def prepare(self, model: DenseDecoder, plan: Plan) -> None:
+        """Do what else `plan` holds than its items, of which it may have none.
+
+        Raises torch.OutOfMemoryError.
+        """
+
+    def expect(self, batch: Batch) -> None:
+        """Note the step's items, before anything computes them, be it recorded or not."""
+
+    def fill(self, rows: StepRows) -> None:
+        """Fill in what layers need of a step's rows, when something reads them first."""
+
+    def begin(self, batch: Batch) -> None:
+        """Prepare for layers that are computed now, not replayed."""
+
+    def end(self, batch: Batch, hidden: Tensor) -> None:
+        """Keep what is needed of the step. `hidden` [T, hidden]: what layers gave its tokens."""
+
+
+class RecordedSteps(Protocol):
+    """Steps recorded for some sizes: they compute a step, or leave it to the next that may."""
+
+    def forget(self) -> None:
+        """Drop what was recorded of a model."""
+
+    def record(self, model: DenseDecoder) -> None:
+        """Record all sizes before the first step. Raises torch.OutOfMemoryError."""
+
+    def run(self, batch: Batch) -> Forward | None:
+        """Compute the step, behind all that it has to wait for; None: it is not one of these."""
