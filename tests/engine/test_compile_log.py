@@ -82,7 +82,7 @@ def test_every_kernel_compile_of_an_engine_is_counted(
 
     monkeypatch.setattr(JITFunction, "_do_compile", only_hooks)
     monkeypatch.setattr(
-        "engine.device.device.make_attention_backend",
+        "engine.device.forward_parts.make_attention_backend",
         lambda name, pool, num_heads, needs: TritonBackend(pool, num_heads=num_heads),
     )
     monkeypatch.setattr(torch, "empty", torch.zeros)  # what a kernel leaves unwritten here must be a token

@@ -92,7 +92,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, set[str]]]:
     seen: dict[str, set[str]] = defaultdict(set)
     monkeypatch.setattr(JITFunction, "run", recorder(seen))
     monkeypatch.setattr(
-        "engine.device.device.make_attention_backend",
+        "engine.device.forward_parts.make_attention_backend",
         lambda name, pool, num_heads, needs: TritonBackend(pool, num_heads=num_heads),
     )
     monkeypatch.setattr(torch, "empty", torch.zeros)  # what a kernel leaves unwritten here must be a token
