@@ -1,106 +1,170 @@
-"""Bugs that can be planted: each replaces one function of the product in a process of its own.
+"""Bugs that can be planted: rows of the tables beside this file, each a change of one function of the product.
 
-A bug receives the function that it replaces as its first argument, then that function's arguments. With `called_by` it acts
-only where that function calls it directly; anywhere else the product runs as it is.
+`at` names a file and the function. What is changed there, in this order:
 
-A bug that no longer fits the product must not pass for a bug that was found: a name that is gone fails when the table is
-imported, and an error that the bug's own lines raise ends the process with `BROKEN`.
+    old, new      text of the function, which stands there `times` (once), and what stands there instead; or lists of both
+    result        what is returned in place of each `result`
+    body          statements in place of all
+    first, last   statements before and behind them
+
+`same_as = "table/name"`: the change of another row. A row that no longer fits the product raises `OutOfDate`.
 """
 
-import functools
-import inspect
-import os
+import ast
+import builtins
+import dis
+import re
 import sys
-import traceback
-from collections.abc import Callable
+import textwrap
+import tomllib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from types import CodeType, FunctionType
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from importlib.util import spec_from_loader
+from pathlib import Path
+from types import CodeType
 from typing import Any
 
-BROKEN = 70  # exit status: the bug itself is out of date
+ROOT = Path(__file__).resolve().parents[2]
+# What `make mutants` and `make sim-mutants` plant, by the files that hold it.
+TABLES = {
+    "core": ("core", "drafts", "images"),
+    "cluster": ("cluster", "ranks", "image_sharing"),
+    **{name: (name,) for name in ("encoders", "drafters", "experts", "states", "rewinds", "ways", "prefixes")},
+}
+_BLAMED = re.compile(r"(?<!'NoneType' object )(?:has no attribute|unexpected keyword argument) '(\w+)'")
 
-Function = Callable[..., Any]
+
+class OutOfDate(Exception):
+    """The product has changed: the bug says nothing any more."""
 
 
 @dataclass(frozen=True)
 class Bug:
-    """`what`: one sentence. `target`: the function, method or property that `replacement` takes the place of."""
+    """`what`: one sentence. `change`: the row, whose keys the module explains."""
 
     name: str
     what: str
-    target: Any
-    replacement: Function
-    called_by: Function | None = None
+    change: Mapping[str, Any]
 
     def plant(self) -> None:
-        """Put the bug into this process. Nothing takes it out again."""
-        original = _function_of(self.target)
-        planted: Any = _planted(self, original)
-        if isinstance(self.target, property):
-            planted = property(planted)
-        owner, attribute = _place_of(original)
-        if owner is not None:
-            setattr(owner, attribute, planted)
-            return
-        for module in list(sys.modules.values()):  # wherever it has been imported by name
-            if vars(module).get(attribute) is original:
-                setattr(module, attribute, planted)
+        """Put the bug into the modules that this process is going to import. Nothing takes it out again."""
+        path, _ = self._place
+        name = path.removesuffix(".py").replace("/", ".")
+        assert name not in sys.modules, f"{name} is there already, without the bug"
+        sys.meta_path.insert(0, _Planted(name, str(ROOT / path), self.code()))  # type: ignore[arg-type]
+
+    def code(self) -> CodeType:
+        """Return the module with the bug in it. Raises `OutOfDate`."""
+        path, function = self._place
+        text = (ROOT / path).read_text()
+        node = _function(ast.parse(text), function)
+        if node is None:
+            raise OutOfDate(f"{self.name}: no {function} in {path}")
+        lines = text.splitlines(keepends=True)
+        block = textwrap.dedent("".join(lines[node.lineno - 1 : node.end_lineno]))
+        lines[node.lineno - 1 : node.end_lineno] = [textwrap.indent(self._changed(block), " " * node.col_offset), "\n"]
+        code = compile("".join(lines), str(ROOT / path), "exec", dont_inherit=True)
+        if unknown := set(_globals(code)) - set(_stored(code)) - vars(builtins).keys() - {"__file__"}:
+            raise OutOfDate(f"{self.name}: {path} knows no {', '.join(sorted(unknown))}")
+        return code
+
+    def explains(self, error: str) -> bool:
+        """Whether `error` speaks of a name that the bug's own lines use: then they are out of date, and nothing was found."""
+        own = " ".join(str(self.change.get(key, "")) for key in ("new", "result", "body", "first", "last"))
+        return any(re.search(rf"\b{name}\b", own) for name in _BLAMED.findall(error))
+
+    @property
+    def _place(self) -> tuple[str, str]:
+        path, _, function = self.change["at"].partition(" ")
+        return path, function
+
+    def _changed(self, block: str) -> str:
+        change = self.change
+        for old, new in zip(_listed(change.get("old", [])), _listed(change.get("new", [])), strict=True):
+            if block.count(old) != change.get("times", 1):
+                raise OutOfDate(f"{self.name}: {block.count(old)} times {old!r} in {change['at']}")
+            block = block.replace(old, new)
+        node = ast.parse(block).body[0]
+        assert isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        for returned in _returns(node) if "result" in change else ():
+            call = ast.parse(f"(lambda result: ({change['result']}))(None)", mode="eval").body
+            assert isinstance(call, ast.Call)
+            call.args = [returned.value or call.args[0]]
+            returned.value = call
+        own = _statements(change["body"]) if "body" in change else node.body
+        node.body = [*_statements(change.get("first", "")), *own, *_statements(change.get("last", ""))]
+        return ast.unparse(node)
 
 
-class Bugs(dict[str, Bug]):
-    """A table of bugs by name."""
-
-    def bug(self, name: str, target: Any, what: str, *, called_by: Function | None = None) -> Callable[[Function], Bug]:
-        """Enter the decorated function."""
-
-        def enter(replacement: Function) -> Bug:
-            _place_of(_function_of(target))
-            assert name not in self, f"two bugs are called {name!r}"
-            self[name] = Bug(name, what, target, replacement, called_by)
-            return self[name]
-
-        return enter
-
-    def skip(self, name: str, target: Any, what: str, *, called_by: Function | None = None) -> None:
-        """A bug that leaves out the call."""
-        self.bug(name, target, what, called_by=called_by)(lambda original, *args, **kwargs: None)
+def bugs_of(table: str) -> dict[str, Bug]:
+    """All bugs of one of `TABLES`, by name."""
+    found: dict[str, Bug] = {}
+    for file in TABLES[table]:
+        for name, row in _rows(file).items():
+            assert name not in found, f"two bugs are called {name!r}"
+            other, _, there = row.get("same_as", "").partition("/")
+            found[name] = Bug(name, row["what"], _rows(other)[there] if other else row)
+    return found
 
 
-def _function_of(target: Any) -> FunctionType:
-    function = target.fget if isinstance(target, property) else target
-    assert isinstance(function, FunctionType), f"{target!r} is no function of ours"
-    return function
+def finders_of(table: str) -> list[str]:
+    """Return the tests that must find the bugs; none: stories or simulated clusters must."""
+    return [path for file in TABLES[table] for path in _read(file).get("finders", [])]
 
 
-def _place_of(function: FunctionType) -> tuple[type | None, str]:
-    """The class that holds `function` (None: a module does) and its name there."""
-    *outer, name = function.__qualname__.split(".")
-    owner: Any = sys.modules[function.__module__]
-    for part in outer:
-        owner = getattr(owner, part)
-    return (owner if outer else None), name
+def _rows(file: str) -> dict[str, dict[str, Any]]:
+    return {name: row for name, row in _read(file).items() if name != "finders"}
 
 
-def _planted(bug: Bug, original: FunctionType) -> Function:
-    caller: CodeType | None = None if bug.called_by is None else bug.called_by.__code__  # type: ignore[attr-defined]
-    assert not inspect.iscoroutinefunction(bug.replacement), f"{bug.name}: a coroutine's errors would not be seen here"
-
-    @functools.wraps(original)
-    def planted(*args: Any, **kwargs: Any) -> Any:
-        if caller is not None and sys._getframe(1).f_code is not caller:
-            return original(*args, **kwargs)
-        try:
-            return bug.replacement(original, *args, **kwargs)
-        except (AttributeError, NameError, TypeError) as error:
-            if _raised_in(error) == bug.replacement.__code__.co_filename:
-                traceback.print_exception(error)
-                sys.stderr.flush()
-                os._exit(BROKEN)
-            raise
-
-    return planted
+def _read(file: str) -> dict[str, Any]:
+    return tomllib.loads(Path(__file__).with_name(f"{file}.toml").read_text())
 
 
-def _raised_in(error: BaseException) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
-    return frames[-1].filename
+class _Planted(SourceFileLoader):
+    """A finder and the loader of one module, whose code is given."""
+
+    def __init__(self, name: str, path: str, code: CodeType) -> None:
+        super().__init__(name, path)
+        self._code = code
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        return spec_from_loader(name, self) if name == self.name else None
+
+    def get_code(self, fullname: str) -> CodeType:
+        return self._code
+
+
+def _function(node: Any, name: str) -> Any:
+    for part in name.split("."):
+        node = next((one for one in getattr(node, "body", ()) if getattr(one, "name", None) == part), None)
+    return node
+
+
+def _returns(node: ast.AST) -> Iterator[ast.Return]:
+    """Its own, not those of functions inside."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Return):
+            yield child
+        elif not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            yield from _returns(child)
+
+
+def _statements(text: str) -> list[ast.stmt]:
+    return ast.parse(text).body
+
+
+def _listed(value: str | list[str]) -> list[str]:
+    return [value] if isinstance(value, str) else value
+
+
+def _globals(code: CodeType) -> Iterator[str]:
+    """The names that functions of a module look up in it."""
+    yield from (one.argval for one in dis.get_instructions(code) if one.opname == "LOAD_GLOBAL")
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _globals(inner)
+
+
+def _stored(code: CodeType) -> Iterator[str]:
+    yield from (one.argval for one in dis.get_instructions(code) if one.opname == "STORE_NAME")

@@ -5,10 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from deploy.bench.environment import commit
-from tools.mutants.cluster import CLUSTER
-from tools.mutants.encoders import ENCODERS
-from tools.mutants.image_sharing import IMAGE_SHARING
-from tools.mutants.ranks import RANKS
+from tools.mutants.planting import bugs_of
 from tools.simulation import scenario
 from tools.simulation.run import Outcome
 
@@ -73,8 +70,8 @@ def write(total: Total, path: Path) -> None:
 | longest time from the last fault to full rest (virtual) | {total.longest_rest_s:.1f} s |
 | failed | {len(total.failed)} |"""
     seen = "\n".join(f"| {what} | {count} |" for what, count in sorted(total.seen.items()))
-    tables = (CLUSTER, RANKS, IMAGE_SHARING, ENCODERS)
-    planted = "\n".join(f"- {bug.name}: {bug.what}" for table in tables for bug in table.values())
+    bugs = [bug for table in ("cluster", "encoders") for bug in bugs_of(table).values()]
+    planted = "\n".join(f"- {bug.name}: {bug.what}" for bug in bugs)
     path.write_text(
         template.replace("{{figures}}", figures)
         .replace("{{faults}}", faults)
