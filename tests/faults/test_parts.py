@@ -33,8 +33,7 @@ from tools.faults.matrix import lanes
 from tools.faults.memory import Curve, trend
 from tools.faults.network import Link, Network
 from tools.faults.progress import progress
-from tools.faults.ranks.cells import RankFault, RankPhase, rank_cells
-from tools.faults.ranks.rig import FOLLOWER, LEADER
+from tools.faults.ranks.rig import FOLLOWER, LEADER, RankFault, RankPhase, rank_cells
 from tools.faults.ranks.shapes import DECODES, PREFILLS
 from tools.faults.report import write_page
 from tools.faults.rig import WORKERS

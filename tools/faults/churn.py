@@ -9,14 +9,13 @@ veterans, are never touched: what leaks when others die shows there.
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import httpx2 as httpx
 
 from deploy.launcher.ports import free_ports
 from tests.e2e.cluster import READY_S
-from tools.faults.household import Household, Part
+from tools.faults.household import Household, Part, until
 
 ROLES = ("prefill", "decode")
 MORTAL_ROUTER = "router-1"
@@ -90,7 +89,7 @@ class Fleet:
         else:
             victim = part.tree()[0] if how == "kill -9" else part.child("scheduler")
             victim.kill()
-        await self._until(lambda: not part.alive, GRACE_S + READY_S, f"{part.name} has ended")
+        await until(lambda: not part.alive, GRACE_S + READY_S, f"{part.name} has ended")
         if rng.random() < 0.5:
             self.events["back at its address"] += 1
             port = int(part.url.rpartition(":")[2])
@@ -108,7 +107,7 @@ class Fleet:
         self.router_changes += 1
         part = self.household.parts[MORTAL_ROUTER]
         part.process.kill()
-        await self._until(lambda: not part.alive, GRACE_S, f"{part.name} has ended")
+        await until(lambda: not part.alive, GRACE_S, f"{part.name} has ended")
         await self._ready(self._begin_router(MORTAL_ROUTER))
         for worker in [part for name, part in self.household.parts.items() if name.partition("-")[0] in ROLES]:
             await self._introduce(worker, self.routers[MORTAL_ROUTER])
@@ -130,14 +129,7 @@ class Fleet:
         assert answer.status_code in (200, 201), answer.text
 
     async def _ready(self, part: Part) -> None:
-        await self._until(part.is_ready, READY_S, f"{part.name} ready")
-
-    async def _until(self, is_so: Callable[[], bool], within_s: float, what: str) -> None:
-        loop = asyncio.get_running_loop()
-        deadline_s = loop.time() + within_s
-        while not await asyncio.to_thread(is_so):
-            assert loop.time() < deadline_s, f"not within {within_s:g} s: {what}"
-            await asyncio.sleep(0.05)
+        await until(part.is_ready, READY_S, f"{part.name} ready")
 
     def close(self) -> list[str]:
         return self.household.close()

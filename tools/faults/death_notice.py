@@ -18,7 +18,7 @@ import httpx2 as httpx
 from tests.e2e.cluster import wait_until
 from tools.faults.cells import Victim
 from tools.faults.load import Load
-from tools.faults.report import NOTICE, about_run, keep, write_page
+from tools.faults.report import NOTICE, REPORTS, about_run, keep, write_page
 from tools.faults.rig_on_links import RigOnLinks
 
 LIMIT_S = 3.0
@@ -93,7 +93,7 @@ def main() -> int:
         rows = [measure(rig, fault, victim, times=args.times, draw=draw) for fault, victim in ROWS]
     finally:
         left = rig.close()
-    keep(NOTICE, {"about": about, "rows": rows, "alarms": found})
+    keep(REPORTS / NOTICE, {"about": about, "rows": rows, "alarms": found})
     write_page()
     late = [row for row in rows if max(row["noticed_s"]) >= LIMIT_S]
     return 1 if left or late else 0

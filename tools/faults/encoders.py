@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from disagg.feature_transfers import FETCH_TIMEOUT_S
-from tests.e2e.client import left_over
 from tests.e2e.cluster import READY_S, wait_until
 from tools.faults.cells import BACKENDS
+from tools.faults.household import SETTLE_S, unclean, until
 from tools.faults.report import REPORTS, about_run, keep
 from tools.faults.rig_with_encoder import ENCODE, RigWithEncoder, body_of
 
@@ -26,47 +26,22 @@ REPORT = "encoder_faults.json"
 PROMPTS = 3  # of two images each
 STOP_S = 2.0
 PHASE_S = 30.0
-SETTLE_S = 60.0
 
 
-def _killed(rig: RigWithEncoder) -> None:
-    rig.kill_encoder()
-
-
-def _frozen(rig: RigWithEncoder) -> None:
-    for process in rig.tree():
-        process.suspend()
-
-
-def _stopped(rig: RigWithEncoder) -> None:
-    tree = rig.tree()
-    for process in tree:
-        process.suspend()
+def _stop(rig: RigWithEncoder) -> None:
+    rig.stop(ENCODE)
     time.sleep(STOP_S)
-    for process in tree:
-        process.resume()
-
-
-def _drained(rig: RigWithEncoder) -> None:
-    rig.parts[ENCODE].process.terminate()
-
-
-def _failing(rig: RigWithEncoder) -> None:
-    rig.switch("fail", str(2 * PROMPTS))
-
-
-def _slow(rig: RigWithEncoder) -> None:
-    time.sleep(FETCH_TIMEOUT_S + 1.0)
+    rig.resume(ENCODE)
 
 
 # Name -> what is done, and how it is done. Rows of AWAY leave no encoder worker behind.
 ROWS: dict[str, tuple[str, Callable[[RigWithEncoder], None]]] = {
-    "kill": ("SIGKILL", _killed),
-    "freeze": ("SIGSTOP for good, then SIGKILL", _frozen),
-    "stop": (f"SIGSTOP for {STOP_S:g} s", _stopped),
-    "drain": ("SIGTERM", _drained),
-    "error": ("the first write of each image fails", _failing),
-    "slow": ("writes begin after the prompts have given up", _slow),
+    "kill": ("SIGKILL", lambda rig: rig.kill(ENCODE)),
+    "freeze": ("SIGSTOP for good, then SIGKILL", lambda rig: rig.stop(ENCODE)),
+    "stop": (f"SIGSTOP for {STOP_S:g} s", _stop),
+    "drain": ("SIGTERM", lambda rig: rig.drain(ENCODE)),
+    "error": ("the first write of each image fails", lambda rig: rig.switch("fail", str(2 * PROMPTS))),
+    "slow": ("writes begin after the prompts have given up", lambda rig: time.sleep(FETCH_TIMEOUT_S + 1.0)),
 }
 AWAY = ("kill", "freeze", "drain")
 OTHER = "other-weights"
@@ -74,33 +49,31 @@ OTHER = "other-weights"
 
 async def play(rig: RigWithEncoder, name: str, seeds: range, right: dict[int, Any]) -> dict[str, Any]:
     """One row: what was wrong (nothing, if all is well), and the seconds it took."""
-    problems, fetched = list[str](), rig.num_fetched
+    fetched, encode = rig.count("features_fetched"), rig.parts[ENCODE]
+    pair = [rig.parts["prefill"], rig.parts["decode"]]
     rig.switch("hold", "")
-    asked = asyncio.create_task(rig.ask(*(body_of(seed) for seed in seeds)))
-    await _until(lambda: rig.num_fetching == 2 * PROMPTS, PHASE_S, "all images are being fetched")
+    asked = asyncio.create_task(_problems(rig, seeds, right))
+    await until(lambda: rig.num_fetching == 2 * PROMPTS, PHASE_S, "all images are being fetched")
     rig.household.note_segments()
     at_s = time.monotonic()
     await asyncio.to_thread(ROWS[name][1], rig)
     rig.switch("hold", None)
-    answers = await asked
+    problems = await asked
     slowest_s = time.monotonic() - at_s
-    problems += [
-        f"status {status}: {got}" for (status, got), seed in zip(answers, seeds, strict=True) if got != right[seed]
-    ]
     if name == "freeze":
-        await asyncio.to_thread(rig.kill_encoder)
+        await asyncio.to_thread(rig.kill, ENCODE)
     if name in AWAY:
-        await _until(lambda: not rig.parts[ENCODE].alive, SETTLE_S, "the encoder worker has ended")
-    problems += await _unclean(rig, ["prefill", "decode"])
+        await until(lambda: not encode.alive, SETTLE_S, "the encoder worker has ended")
+    problems += await unclean(pair)
     settled_s = time.monotonic() - at_s
-    came = rig.num_fetched - fetched
+    came = rig.count("features_fetched") - fetched
     if name in AWAY:
         rig.begin(ENCODE)
-        await _until(rig.parts[ENCODE].is_ready, READY_S, "the encoder worker is back")
+        await until(rig.parts[ENCODE].is_ready, READY_S, "the encoder worker is back")
     back_s = time.monotonic()
     await asyncio.to_thread(rig.await_encoder)
     serves_s = time.monotonic() - back_s
-    problems += await _unclean(rig, ["prefill", "decode", ENCODE])
+    problems += await unclean([*pair, rig.parts[ENCODE]])
     problems += [f"left behind: {what}" for what in rig.household.left_behind()]
     times = {"slowest_s": slowest_s, "settled_s": settled_s, "serves_s": serves_s}
     rounded = {what: round(seconds, 1) for what, seconds in times.items()}
@@ -112,40 +85,30 @@ async def play_other_weights(rig: RigWithEncoder, seeds: range, right: dict[int,
 
     It starts in this thread: a worker ends with the thread that started it.
     """
-    fetched = rig.num_fetched
+    fetched = rig.count("features_fetched")
     _restart(rig, True)
     await asyncio.to_thread(rig.await_refusal)
-    answers = await rig.ask(*(body_of(seed) for seed in seeds))
-    problems = [
-        f"status {status}: {got}" for (status, got), seed in zip(answers, seeds, strict=True) if got != right[seed]
-    ]
-    if rig.num_fetched != fetched:
+    problems = await _problems(rig, seeds, right)
+    if rig.count("features_fetched") != fetched:
         problems.append("features of other weights were taken")
     _restart(rig, False)
     await asyncio.to_thread(rig.await_encoder)
-    problems += await _unclean(rig, ["prefill", "decode", ENCODE])
+    problems += await unclean([rig.parts[name] for name in ("prefill", "decode", ENCODE)])
     return {"what": "SIGKILL, a start with another checkpoint", "ok": not problems, "problems": problems, "fetched": 0}
 
 
+async def _problems(rig: RigWithEncoder, seeds: range, right: dict[int, Any]) -> list[str]:
+    """Ask all prompts at once; return what is wrong with their answers."""
+    answers = await rig.ask(*map(body_of, seeds))
+    pairs = zip(answers, seeds, strict=True)
+    return [f"status {status}: {got}" for (status, got), seed in pairs if got != right[seed]]
+
+
 def _restart(rig: RigWithEncoder, other: bool) -> None:
-    rig.kill_encoder()
+    rig.kill(ENCODE)
     rig.use_other_weights(other)
     rig.begin(ENCODE)
     wait_until(rig.parts[ENCODE].is_ready, within_s=READY_S, what="the encoder worker is back")
-
-
-async def _unclean(rig: RigWithEncoder, names: list[str]) -> list[str]:
-    problems = []
-    for name in names:
-        try:
-            await _until(lambda name=name: left_over(rig.state(name)) is None, SETTLE_S, f"{name} is clean")  # type: ignore[misc]
-        except AssertionError:
-            problems.append(f"{name} is not clean: {left_over(rig.state(name))}")
-    return problems
-
-
-async def _until(is_so: Callable[[], bool], within_s: float, what: str) -> None:
-    await asyncio.to_thread(wait_until, is_so, within_s=within_s, what=what)
 
 
 def run(backend: str, names: list[str]) -> dict[str, Any]:
@@ -177,15 +140,13 @@ def run(backend: str, names: list[str]) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--backend", choices=BACKENDS, action="append", help="default: all")
-    parser.add_argument(
-        "--only", choices=[*ROWS, OTHER], action="append", help="default: all; then no report is written"
-    )
+    parser.add_argument("--only", choices=[*ROWS, OTHER], action="append", help="a row; then no report is written")
     parser.add_argument("--report", type=Path, default=REPORTS)
     args = parser.parse_args()
     about, names = about_run(), args.only or [*ROWS, OTHER]
     found = {backend: run(backend, names) for backend in args.backend or BACKENDS}
     if not args.only and not args.backend:
-        keep(REPORT, {"about": about, "rows": found}, args.report)
+        keep(args.report / REPORT, {"about": about, "rows": found})
     bad = [row for rows in found.values() for row in rows.values() if not row["ok"]]
     return int(bool(bad) or any(len(rows) <= len(names) for rows in found.values()))
 

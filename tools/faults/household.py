@@ -4,7 +4,9 @@ Owns a temporary directory that all of them use (ipc directories appear there) a
 that they mapped. Knows nothing of what the parts are to each other.
 """
 
+import asyncio
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -12,16 +14,18 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx2 as httpx
 import psutil
 
 from service.process.fork_messages import HTTP_SERVER_VARIABLE, SERVER_VARIABLE
 from service.security.secret import ROUTER_SECRET
-from tests.e2e.cluster import SECRET, end_tree
+from tests.e2e.client import left_over
+from tests.e2e.cluster import SECRET, end_tree, wait_until
 from tests.e2e.leaders import Leader, start_process
 from tools.family import family
 
@@ -31,7 +35,8 @@ UNFORKED = {
 }  # what `ps` shows of a forked process's environment has no mark
 MARK = "TANDEM_FAULTS_RIG"
 ROOT = Path(__file__).resolve().parents[2]
-LEFT_S = 60.0
+LEFT_S = SETTLE_S = 60.0
+State = dict[str, Any]  # what GET /check says
 
 
 @dataclass
@@ -63,6 +68,22 @@ class Part:
         with contextlib.suppress(httpx.HTTPError):
             return httpx.get(self.url + self.health).status_code == 200
         return False
+
+    def is_routable(self) -> bool:
+        """Whether a router has found its workers."""
+        with contextlib.suppress(httpx.HTTPError):
+            return httpx.get(f"{self.url}/readiness").status_code == 200
+        return False
+
+    def check(self) -> State:
+        answer = httpx.get(f"{self.url}/check", timeout=20.0)
+        assert answer.status_code == 200, f"{self.name}: {answer.text}"
+        return json.loads(answer.text)  # type: ignore[no-any-return]
+
+    def log_tail(self, num_bytes: int = 200_000) -> bytes:
+        with self.log.open("rb") as log:
+            log.seek(max(0, os.fstat(log.fileno()).st_size - num_bytes))
+            return log.read()
 
 
 @dataclass
@@ -172,7 +193,19 @@ def _sysv_owners() -> list[int]:
     return [int(line.split()[4]) for line in Path("/proc/sysvipc/shm").read_text().splitlines()[1:]]
 
 
-def log_of(part: Part, num_bytes: int = 200_000) -> bytes:
-    with part.log.open("rb") as log:
-        log.seek(max(0, os.fstat(log.fileno()).st_size - num_bytes))
-        return log.read()
+async def until(is_so: Callable[[], bool], within_s: float, what: str | Callable[[], str]) -> None:
+    await asyncio.to_thread(wait_until, is_so, within_s=within_s, what=what)
+
+
+async def unclean(
+    parts: Iterable[Part], *, within_s: float = SETTLE_S, but: Callable[[State], State] = dict
+) -> list[str]:
+    """Which of the workers do not come to rest, and why. `but`: their states without what may be left."""
+    problems = []
+    for part in parts:
+        try:
+            await until(lambda part=part: left_over(but(part.check())) is None, within_s, part.name)  # type: ignore[misc]
+        except AssertionError:
+            state = part.check()
+            problems.append(f"{part.name} is not clean: {left_over(but(state))}: {str(state)[:400]}")
+    return problems

@@ -1,7 +1,4 @@
-"""Runs cells one after the other on one cluster; `python -m tools.faults.lane --results DIR CELL...`, by the matrix.
-
-One JSON file a cell. After a cell that failed the cluster is a new one, so that no failure causes another.
-"""
+"""Runs cells one after the other on one cluster; `python -m tools.faults.lane --results DIR CELL...`, by the matrix: a JSON file a cell."""
 
 import argparse
 import asyncio
@@ -9,38 +6,65 @@ import json
 import os
 import signal
 import time
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 from deploy.bench.environment import commit
 from tools.faults.cells import SILENCE_S, Cell, Layout, Size, all_cells, layout_of
-from tools.faults.household import log_of
 from tools.faults.rig import Rig
 from tools.faults.rig_on_links import RigOnLinks
 from tools.faults.rig_on_machines import RigOnMachines
-from tools.faults.run_cell import Result, run_cell
+from tools.faults.run_cell import Ended, Result, run_cell
 
+AnyRig = TypeVar("AnyRig", bound=Rig)
+AnyCell = TypeVar("AnyCell")
+AnyResult = TypeVar("AnyResult", bound=Ended)
 RIGS = {Layout.PLAIN: Rig, Layout.LINKS: RigOnLinks, Layout.MACHINES: RigOnMachines}
 
 
 def run_lane(cells: list[Cell], results: Path) -> None:
     """`cells` need the same kind of cluster (`group_of`)."""
-    rig: Rig | None = None
+    load = os.getloadavg()[0]
+
+    def play(rig: Rig, cell: Cell) -> Result:
+        result = asyncio.run(run_cell(rig, cell, seed=_seed(cell)))
+        hold_to_bounds(cell, result)
+        return result
+
+    for cell, result, rig in on_one_cluster(cells, lambda cell: RIGS[layout_of(cell)](cell.backend, cell.size), play):
+        if not result.ok and rig is not None:
+            _keep_logs(rig, results, cell)
+        _write(results, cell, result, load)
+        load = os.getloadavg()[0]
+
+
+def on_one_cluster(
+    cells: Iterable[AnyCell], make: Callable[[AnyCell], AnyRig], play: Callable[[AnyRig, AnyCell], AnyResult]
+) -> Iterator[tuple[AnyCell, AnyResult, AnyRig | None]]:
+    """Play `cells`; yield each and what it came to, with the cluster that still runs.
+
+    After one that failed the cluster is a new one, so that no failure causes another. What is left behind at the end is a failure of
+    the last: it is yielded again, without a cluster.
+    """
+    rig: AnyRig | None = None
     try:
         for cell in cells:
             if rig is None:
-                rig = _started(cell)
-            load_before = os.getloadavg()[0]
-            result = asyncio.run(run_cell(rig, cell, seed=_seed(cell)))
-            hold_to_bounds(cell, result)
+                rig = make(cell)
+                rig.start_all()
+            result = play(rig, cell)
+            yield cell, result, rig
             if not result.ok:
-                _keep_logs(rig, results, cell)
                 rig.close()
                 rig = None
-            _write(results, cell, result, load_before)
-    finally:
-        if rig is not None and (left := rig.close()):
-            result.ok, result.problems = False, [f"left behind at the end: {what}" for what in left]
-            _write(results, cell, result, load_before)
+    except BaseException:
+        if rig is not None:
+            rig.close()
+        raise
+    if rig is not None and (left := rig.close()):
+        result.ok, result.problems = False, [f"left behind at the end: {what}" for what in left]
+        yield cell, result, None
 
 
 def hold_to_bounds(cell: Cell, result: Result) -> None:
@@ -61,16 +85,6 @@ def path_of(results: Path, cell: Cell) -> Path:
     return results / f"{cell.name.replace(':', '.')}.json"
 
 
-def _started(cell: Cell) -> Rig:
-    rig = RIGS[layout_of(cell)](cell.backend, cell.size)
-    try:
-        rig.start_all()
-    except BaseException:
-        rig.close()
-        raise
-    return rig
-
-
 def _seed(cell: Cell) -> int:
     return sum(cell.name.encode()) * 1000
 
@@ -84,7 +98,7 @@ def _write(results: Path, cell: Cell, result: Result, load: float) -> None:
 
 def _keep_logs(rig: Rig, results: Path, cell: Cell) -> None:
     for part in rig.parts.values():
-        (results / f"{cell.name.replace(':', '.')}.{part.name}.log").write_bytes(log_of(part))
+        (results / f"{cell.name.replace(':', '.')}.{part.name}.log").write_bytes(part.log_tail())
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ from typing import Any
 from tools.faults.cells import Cell, chosen
 from tools.faults.lane import group_of, path_of
 from tools.faults.progress import progress
-from tools.faults.report import MATRIX, RESULTS, about_run, keep, write_page
+from tools.faults.report import MATRIX, REPORTS, RESULTS, about_run, keep, write_page
 
 LANE_CELLS = 12
 POLL_S = 0.2
@@ -81,7 +81,7 @@ def main() -> int:
     if missing:
         run(missing, results=args.results, jobs=args.jobs)
     if all(path_of(args.results, cell).exists() for cell in chosen([])):
-        keep(MATRIX, {"about": about, "cells": {cell.name: _read(args.results, cell) for cell in chosen([])}})
+        keep(REPORTS / MATRIX, {"about": about, "cells": {cell.name: _read(args.results, cell) for cell in chosen([])}})
         write_page()
     return _summary(cells, args.results)
 

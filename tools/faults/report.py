@@ -18,77 +18,14 @@ REPORTS = ROOT / "docs" / "reports"
 PAGE = REPORTS / "reliability.md"
 MATRIX = "fault_matrix.json"
 NOTICE = "death_notice.json"
+RANK_FAULTS = (
+    REPORTS / "rank_faults.json"
+)  # pairs of shapes, cells of faults, the soak; each part with where it was run
 TITLES = {Size.SINGLE: "", Size.PAIRS: ", pairs"}
 WHERE = {Size.SINGLE: "", Size.PAIRS: "pairs: "}
 SOAKS = {backend: f"churn_soak_{backend}.json" for backend in BACKENDS}
 
-INTRO = """# Reliability
-
-`make fault-matrix`, `make death-notice` and `make churn-soak` write this page from runs with real processes. Do not edit it.
-Each section names the commit of its run. `make sim` plays far more faults in virtual time ([simulation.md](simulation.md)).
-
-## Fault matrix
-
-A standalone bootstrap server, one prefill worker, one decode worker and a router with default timeouts, over the real transfer
-engines; {requests} requests of the shipped model in flight, half of them streaming. **Pairs**: two workers of each role, {twice} requests, and
-one worker is lost. Each cell brings the requests into a phase, causes one fault, and demands that
-
-- every request ends in bounded time, with exactly the right tokens, no event twice, or an error that says what happened; in pairs
-  all are right, and no stream is silent for more than {silence_s:g} s,
-- the survivors return to an empty state and their `GET /check` is clean,
-- the same survivors serve again, without a restart,
-- no process, ipc directory or shared-memory segment is left behind.
-
-| fault | what is done |
-|---|---|
-| kill | SIGKILL; the victim stays away until all requests have ended and the survivors are clean, then starts at its address |
-| restart | SIGKILL, and an immediate start at the same address |
-| stop | SIGSTOP for {fault_s:g} s, then SIGCONT; a worker freezes with its children |
-| cut | all TCP connections between the victim and the other parts are a black hole for {fault_s:g} s, then reset (by a proxy). The engines' own data paths (shared memory, CMA, Mooncake's sockets) are cut in the next two rows |
-| unplug | prefill and decode have machines of their own (network namespaces on a bridge) and move KV by TCP; the victim's cable is pulled for {fault_s:g} s: everything from and to it is lost, nothing is reset |
-| unplug-for-good | the same; the cable stays out until all requests have ended and the survivors are clean. Pages that the lost machine may still write stay quarantined until it is back |
-| freeze | SIGSTOP for good; SIGKILL once all requests have ended (a frozen router: after {fault_s:g} s), as a supervisor would, then as kill |
-| drain | SIGTERM: it finishes what runs and exits 0, then as kill |
-| error | the next KV write of each request fails in prefill's engine before it begins (a switch around the real engine: `tools/faults/inject/`); the real recovery follows. In "decoding": of one more request |
-| error-twice | the same, and the second write try fails, too: the router sends the request once more |
-| error-always | every write fails until all requests have ended: a clear error |
-
-| phase | how it is held until the fault has begun |
-|---|---|
-| bootstrapping | both workers have the requests; decode's link to the bootstrap server is clogged, so no handshake can end |
-| waiting | handshakes done; one request that may fill decode's pool runs, so decode has no pages to give |
-| transferring | prefill has computed, the switch holds its writes; decode's pages are exposed |
-| decoding | streams have had their first tokens; each asks for {long} |
-
-A cell shows how the {requests} requests ended (`cut`: the router was killed and the connection broke), the seconds from the fault to
-the end of the last one, and those until the survivors were clean (for faults that pass: until all are clean and serve). In the rows
-kill and restart up to 2 s are the harness's own. A child's death ends its worker, which a supervisor starts again. With one worker
-a role, errors are right while the victim is away; "right" is demanded wherever what the request needs is left (`must_be_right` in
-`tools/faults/cells.py`). Pairs add the longest silence of a stream, from the fault on (in a held phase: from the end of the hold).
-
-A bootstrap server that stays dead is
-named in the error after 5 s. A silent worker costs its requests `--dead-worker-timeout` (30 s;
-[operations.md](../operations.md#dead-workers-and-bootstrap-servers)).
-"""
-
-NOTICED = """
-## How soon silence is noticed
-
-The same parts with default flags. A worker is frozen (`stop`) or cut off (`cut`) at a random moment. Noticed: seconds until the
-router prefers others (`/workers` shows `silent`). Back: seconds from the end of the fault until it is used again. Median; longest.
-
-| fault | victim | times | noticed | back |
-|---|---|---|---|---|
-{rows}
-A worker in a long step is busy, not silent: a thread of its scheduler process stamps the time meanwhile
-([operations.md](../operations.md#health)). `--watchdog-timeout` ends a step that never ends.
-
-False alarms: {silent} in {seconds:.0f} s with {streams} streams at a time on this machine, in which {answers} answers came.
-"""
-
-NO_SOAK = """
-No run of the present processes yet: `make churn-soak` adds it.
-"""
+NO_SOAK = "\nNo run of the present processes yet: `make churn-soak` adds it.\n"
 
 
 def about_run() -> dict[str, Any]:
@@ -96,15 +33,23 @@ def about_run() -> dict[str, Any]:
     return {**describe(), "began_s": time.time()}
 
 
-def keep(name: str, value: object, reports: Path = REPORTS) -> None:
+def keep(path: Path, value: object) -> None:
     """A report to commit: one JSON file of docs/reports."""
-    (reports / name).write_text(json.dumps(value, indent=1, sort_keys=True) + "\n")
+    path.write_text(json.dumps(value, indent=1, sort_keys=True) + "\n")
+
+
+def begun(path: Path, part: str) -> dict[str, Any]:
+    """The report at `path` as it is, for results of `part` to be added."""
+    report: dict[str, Any] = _read(path) or {}
+    report.setdefault("about", {})[part] = about_run()
+    report.setdefault(part, {})
+    return report
 
 
 def write_page(reports: Path = REPORTS, page: Path = PAGE) -> None:
     """From the reports that there are; the other run's part of the page stays as it was."""
     figures = {"requests": NUM_REQUESTS, "twice": Size.PAIRS.workers * NUM_REQUESTS, "silence_s": SILENCE_S}
-    text = INTRO.format(**figures, fault_s=FAULT_S, long=LONG)
+    text = _text("matrix").format(**figures, fault_s=FAULT_S, long=LONG)
     page.write_text(text + _matrix(_read(reports / MATRIX)) + _notice(_read(reports / NOTICE)) + _soaks(reports))
 
 
@@ -190,7 +135,7 @@ def _notice(report: dict[str, Any] | None) -> str:
         f"| {row['fault']} | {row['victim']} | {len(row['noticed_s'])} | {_spread(row['noticed_s'])} | {_spread(row['back_s'])} |\n"
         for row in report["rows"]
     )
-    return NOTICED.format(rows=rows, **report["alarms"]) + "\n" + _where(report["about"]) + "\n"
+    return _text("notice").format(rows=rows, **report["alarms"]) + "\n" + _where(report["about"]) + "\n"
 
 
 def _spread(seconds: list[float]) -> str:
@@ -210,6 +155,10 @@ def _where(about: dict[str, Any]) -> str:
         f"Run `{about['command']}` at commit {about['commit']}, {when}; {about['cpu']}, {about['cores']} cores, "
         f"{about['memory_gib']} GiB, Python {about['python']}, {versions}."
     )
+
+
+def _text(section: str) -> str:
+    return (Path(__file__).parent / "pages" / f"{section}.md").read_text()
 
 
 def _read(path: Path) -> dict[str, Any] | None:

@@ -15,11 +15,8 @@ cut, is the layout's:
                 (`rig_on_machines.py`)
 """
 
-import contextlib
-import json
 import os
 from collections.abc import Mapping
-from typing import Any
 
 import httpx2 as httpx
 import psutil
@@ -27,7 +24,7 @@ import psutil
 from deploy.launcher.ports import free_ports
 from tests.e2e.cluster import READY_S, wait_until
 from tools.faults.cells import CHILDREN, Layout, Size, Victim
-from tools.faults.household import ROOT, Household
+from tools.faults.household import ROOT, Household, State
 from tools.faults.network import LOOPBACK, Link, Network
 
 WORKERS = ("prefill", "decode")
@@ -85,7 +82,7 @@ class Rig:
         for name in self._begun_first:
             wait_until(self.parts[name].is_ready, within_s=READY_S, what=f"{name} ready")
         self.begin("router")
-        wait_until(self._is_routable, within_s=READY_S, what="the router has found its workers")
+        wait_until(self.parts["router"].is_routable, within_s=READY_S, what="the router has found its workers")
 
     def begin(self, name: str) -> None:
         """Start a part at its address, the one that it always has."""
@@ -101,11 +98,6 @@ class Rig:
             health="/health" if name == "bootstrap" else None,
             before=self._before(name),
         )
-
-    def _is_routable(self) -> bool:
-        with contextlib.suppress(httpx.HTTPError):
-            return httpx.get(f"{self.router}/readiness").status_code == 200
-        return False
 
     def is_balanced(self) -> bool:
         """Whether the router gives each worker its share: none is silent, and no circuit is open."""
@@ -156,29 +148,29 @@ class Rig:
 
     # ---- faults
 
-    def processes(self, victim: Victim) -> list[psutil.Process]:
-        """What freezes with `victim`: a worker as a whole, or one child."""
+    def processes(self, victim: str) -> list[psutil.Process]:
+        """What freezes with `victim`: a part as a whole, or one child of a worker."""
         if victim in CHILDREN:
-            part, word = CHILDREN[victim]
+            part, word = CHILDREN[Victim(victim)]
             return [self.parts[part].child(word)]
         return self.parts[str(victim)].tree()
 
-    def kill(self, victim: Victim) -> None:
+    def kill(self, victim: str) -> None:
         """SIGKILL to the victim alone (stopped or not); its children notice by themselves. Returns when all of them are gone."""
         dying = self.processes(victim)
         dying[0].kill()
         _, living = psutil.wait_procs(dying, timeout=DEATH_S)
         assert not living, f"outlive the {victim} that was killed: {living}"
 
-    def stop(self, victim: Victim) -> None:
+    def stop(self, victim: str) -> None:
         for process in self.processes(victim):
             process.suspend()
 
-    def resume(self, victim: Victim) -> None:
+    def resume(self, victim: str) -> None:
         for process in self.processes(victim):
             process.resume()
 
-    def drain(self, victim: Victim) -> None:
+    def drain(self, victim: str) -> None:
         """SIGTERM."""
         self.parts[str(victim)].process.terminate()
 
@@ -206,8 +198,5 @@ class Rig:
         path = self._switches / name
         path.unlink(missing_ok=True) if text is None else path.write_text(text)
 
-    def state(self, worker: str) -> dict[str, Any]:
-        """GET /check of a worker, asked directly."""
-        answer = httpx.get(f"{self.parts[worker].url}/check", timeout=10.0)
-        assert answer.status_code == 200, f"{worker}: {answer.text}"
-        return json.loads(answer.text)  # type: ignore[no-any-return]
+    def state(self, worker: str) -> State:
+        return self.parts[worker].check()

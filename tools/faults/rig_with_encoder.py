@@ -9,12 +9,11 @@ from typing import Any
 
 import aiohttp
 import httpx2 as httpx
-import psutil
 
 from tests.e2e.cluster import READY_S, wait_until
 from tests.frontend.vision import file_of, picture, url_of
 from tests.models.tiny_seeing import END, IMAGE, START, make_seeing_checkpoint
-from tools.faults.rig import DEATH_S, Rig, role_of
+from tools.faults.rig import Rig, role_of
 
 ENCODE = "encode"
 NEW = 8
@@ -55,34 +54,24 @@ class RigWithEncoder(Rig):
         self.await_encoder()
 
     def await_encoder(self) -> None:
-        wait_until(lambda: self._serves(), within_s=READY_S, what="prompts get features from the encoder worker")
+        what = "prompts get features from the encoder worker"
+        wait_until(lambda: self._counts_a_probe("features_fetched"), within_s=READY_S, what=what)
 
     def await_refusal(self) -> None:
-        wait_until(lambda: self._is_refused(), within_s=READY_S, what="features of the encoder worker are refused")
+        what = "features of the encoder worker are refused"
+        wait_until(lambda: self._counts_a_probe("feature_fetches_refused"), within_s=READY_S, what=what)
 
-    def _serves(self) -> bool:
-        before = self.num_fetched
-        self._probe()
-        return self.num_fetched > before
-
-    def _is_refused(self) -> bool:
-        before = self.num_refused
-        self._probe()
-        return self.num_refused > before
-
-    def _probe(self) -> None:
-        """Ask for images that nobody has asked for."""
+    def _counts_a_probe(self, counter: str) -> bool:
+        """Ask for images that no request had before; return whether prefill counts them there."""
+        before = self.count(counter)
         self._num_probes += 1
         body = body_of(FIRST_PROBE + self._num_probes)
         httpx.post(f"{self.router}/generate", json=body, timeout=ANSWER_S).raise_for_status()
+        return self.count(counter) > before
 
-    @property
-    def num_fetched(self) -> int:
-        return int(self.state("prefill")["counters"].get("features_fetched", 0))
-
-    @property
-    def num_refused(self) -> int:
-        return int(self.state("prefill")["counters"].get("feature_fetches_refused", 0))
+    def count(self, counter: str) -> int:
+        """Of the prefill worker."""
+        return int(self.state("prefill")["counters"].get(counter, 0))
 
     @property
     def num_fetching(self) -> int:
@@ -102,16 +91,6 @@ class RigWithEncoder(Rig):
 
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=ANSWER_S)) as http:
             return await asyncio.gather(*(one(http, body) for body in bodies))
-
-    def tree(self) -> list[psutil.Process]:
-        """Of the encoder worker."""
-        return self.parts[ENCODE].tree()
-
-    def kill_encoder(self) -> None:
-        dying = self.tree()
-        dying[0].kill()
-        _, living = psutil.wait_procs(dying, timeout=DEATH_S)
-        assert not living, f"outlive the encoder worker that was killed: {living}"
 
     def _command(self, name: str) -> list[str]:
         command = super()._command(name)

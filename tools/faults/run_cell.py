@@ -15,13 +15,13 @@ The fault comes when `/check` of both workers (or the streams) show the phase; t
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from tests.e2e.client import left_over
 from tests.e2e.cluster import READY_S
 from tools.faults.cells import AWAY, DIES, ERRORS, Cell, Fault, Phase, Victim, must_be_right
+from tools.faults.household import SETTLE_S, State, unclean, until
 from tools.faults.load import Hog, Load, Outcome
 from tools.faults.rig import POOL_TOKENS, Rig, role_of
 
@@ -35,15 +35,12 @@ FAULT_S = 10.0  # how long SIGSTOP and a cut last
 DRAIN_S = 40.0  # --drain-timeout is 30 s
 ALL_WRITES = 1_000_000
 BOUND_S = 60.0  # of every request, after the fault
-SETTLE_S = 60.0
-POLL_S = 0.02
+TRY_S = 0.02  # between requests that show whether it serves
 
 
 @dataclass
-class Result:
-    """Seconds since the fault: `slowest_s` the last request's end, `settled_s` survivors clean, `serves_s` right again
-    (after the fault was over and the victim, if it died, was ready: `down_s`). `silence_s`: the longest in which the client of a
-    stream heard nothing, since the fault, or the end of the hold on its phase."""
+class Ended:
+    """What any cell came to. Seconds since the fault: `slowest_s` the last request's end, `settled_s` survivors clean."""
 
     cell: str
     ok: bool = False
@@ -51,25 +48,47 @@ class Result:
     ends: dict[str, int] = field(default_factory=dict)
     details: list[str] = field(default_factory=list)
     slowest_s: float = 0.0
-    silence_s: float = 0.0
     settled_s: float = 0.0
-    down_s: float = 0.0
-    serves_s: float = 0.0
-    took_s: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
+
+    async def of(self, work: Awaitable[None]) -> None:
+        """Do it; an error is a problem."""
+        try:
+            await work
+        except Exception as error:
+            self.problems.append(f"{type(error).__name__}: {str(error)[-600:]}")
+        self.ok = not self.problems
+
+    def note(self, outcomes: list[Outcome], at_s: float, allowed: Callable[[int], Collection[str]]) -> None:
+        """`allowed`: how a request may end, by its number."""
+        for i, outcome in enumerate(outcomes):
+            self.ends[outcome.end] = self.ends.get(outcome.end, 0) + 1
+            if outcome.end not in allowed(i):
+                self.problems.append(f"a request ended {outcome.end}: {outcome.detail}")
+        self.details = sorted({o.detail for o in outcomes if o.detail})
+        self.slowest_s = max(o.at_s for o in outcomes) - at_s
+
+
+@dataclass
+class Result(Ended):
+    """`serves_s`: seconds until right again (after the fault was over and the victim, if it died, was ready: `down_s`).
+
+    `silence_s`: the longest in which the client of a stream heard nothing, since the fault, or the end of the hold on its phase.
+    """
+
+    silence_s: float = 0.0
+    down_s: float = 0.0
+    serves_s: float = 0.0
+    took_s: float = 0.0
 
 
 async def run_cell(rig: Rig, cell: Cell, *, seed: int, fault_s: float = FAULT_S) -> Result:
     """`rig` is whole before and, if nothing failed, after. What goes wrong is in `problems`."""
     result, started_s = Result(cell.name), time.monotonic()
-    try:
-        await _run(rig, cell, result, seed=seed, fault_s=fault_s)
-    except Exception as error:
-        result.problems.append(f"{type(error).__name__}: {str(error)[-600:]}")
+    await result.of(_run(rig, cell, result, seed=seed, fault_s=fault_s))
     result.took_s = time.monotonic() - started_s
-    result.ok = not result.problems
     return result
 
 
@@ -84,25 +103,26 @@ async def _run(rig: Rig, cell: Cell, result: Result, *, seed: int, fault_s: floa
     free_s = at_s if cell.phase is Phase.DECODING else time.monotonic()
     fault = asyncio.create_task(_end(rig, cell, at_s + fault_s))
     outcomes = await load.outcomes(BOUND_S)
-    _note(result, cell, outcomes, at_s)
+    result.note(outcomes, at_s, lambda number: _allowed(cell, number))
     result.silence_s = max(outcome.silence_s(free_s) for outcome in outcomes)
     await fault
     if cell.fault is Fault.FREEZE and rig.parts[cell.part].alive:
         rig.kill(cell.victim)  # as a supervisor would; before that it may wake and write, so pages wait for it
         await until(lambda: not rig.parts[cell.part].alive, SETTLE_S, f"{cell.part} has ended")
     if cell.fault in (*AWAY, Fault.UNPLUG_FOR_GOOD):
-        survivors = [name for name in rig.workers if name != cell.part]
-        await until_clean(rig, survivors, result, may_write=cell.fault is Fault.UNPLUG_FOR_GOOD)
+        survivors = [rig.parts[name] for name in rig.workers if name != cell.part]
+        but = _without_quarantine if cell.fault is Fault.UNPLUG_FOR_GOOD else dict
+        result.problems += await unclean(survivors, but=but)
         result.settled_s = time.monotonic() - at_s
         _bring_back(rig, cell, result)
     if cell.fault is Fault.ERROR_ALWAYS:
         rig.switch("fail", None)
     if cell.fault in DIES:
         back_s = time.monotonic()
-        await until(lambda: rig.parts[cell.part].is_ready(), READY_S, f"{cell.part} is back")
+        await until(rig.parts[cell.part].is_ready, READY_S, f"{cell.part} is back")
         result.down_s = time.monotonic() - back_s
-    await until_serves(rig, result, seed=seed)
-    await until_clean(rig, rig.workers, result)
+    result.serves_s = await until_serves(rig, seed=seed)
+    result.problems += await unclean([rig.parts[name] for name in rig.workers])
     if not result.settled_s:
         result.settled_s = time.monotonic() - at_s
     result.problems += [f"left behind: {what}" for what in rig.household.left_behind()]
@@ -246,58 +266,30 @@ async def _end(rig: Rig, cell: Cell, at_s: float) -> None:
             rig.kill(cell.victim)
 
 
-def _note(result: Result, cell: Cell, outcomes: list[Outcome], at_s: float) -> None:
-    for outcome in outcomes:
-        result.ends[outcome.end] = result.ends.get(outcome.end, 0) + 1
-    result.details = sorted({o.detail for o in outcomes if o.detail})
-    result.slowest_s = max(o.at_s for o in outcomes) - at_s
+def _allowed(cell: Cell, number: int) -> set[str]:
+    if cell.fault is Fault.ERROR_ALWAYS and number >= NUM_REQUESTS:
+        return {"error"}  # of the fault, beside those that decode
     allowed = {"right"} if must_be_right(cell) else {"right", "error"}
     if cell.victim is Victim.ROUTER and cell.fault in (Fault.KILL, Fault.RESTART, Fault.FREEZE):
         allowed.add("cut")  # who answers is gone
-    for i, outcome in enumerate(outcomes):
-        is_victim = cell.fault is Fault.ERROR_ALWAYS and i >= NUM_REQUESTS  # of the fault, beside those that decode
-        if outcome.end not in ({"error"} if is_victim else allowed):
-            result.problems.append(f"a request ended {outcome.end}: {outcome.detail}")
+    return allowed
 
 
-async def until_clean(rig: Rig, workers: Sequence[str], result: Result, *, may_write: bool = False) -> None:
-    """`may_write`: a peer that cannot be reached may be alive. Pages that it may write stay quarantined, and no others."""
-    for name in workers:
-        last: list[str | None] = [None]
-
-        def clean(name: str = name, last: list[str | None] = last) -> bool:
-            state = rig.state(name)
-            last[0] = left_over(_without_quarantine(state) if may_write else state)
-            return last[0] is None
-
-        try:
-            await until(clean, SETTLE_S, name)
-        except AssertionError:
-            result.problems.append(f"{name} is not clean: {last[0]}: {str(rig.state(name))[:400]}")
-
-
-def _without_quarantine(state: dict[str, Any]) -> dict[str, Any]:
+def _without_quarantine(state: State) -> State:
+    """A peer that cannot be reached may be alive: pages that it may write stay quarantined, and no others."""
     counters = {name: 0 if name in ("rooms", "exposed_rooms") else count for name, count in state["counters"].items()}
     queues = {**state["queues"], "quarantined": 0}
     return {**state, "queues": queues, "pages": {**state["pages"], "quarantined": 0}, "counters": counters}
 
 
-async def until_serves(rig: Rig, result: Result, *, seed: int) -> None:
-    """Right answers again, by the same router; how often it took a try is not held against it, wrong answers are."""
+async def until_serves(rig: Rig, *, seed: int) -> float:
+    """Right answers again, by the same router; how often it took a try is not held against it, wrong answers are. Return the seconds."""
     began_s = time.monotonic()
     while True:
         outcomes = await Load(rig.router, count=2, new_tokens=4, seed=seed + 7).outcomes(BOUND_S)
         if all(o.end == "right" for o in outcomes):
-            break
+            return time.monotonic() - began_s
         bad = [o for o in outcomes if o.end in ("wrong", "hangs")]
         assert not bad, f"afterwards a request ended {bad[0].end}: {bad[0].detail}"
         assert time.monotonic() - began_s < SETTLE_S, f"does not serve again: {outcomes}"
-        await asyncio.sleep(POLL_S)
-    result.serves_s = time.monotonic() - began_s
-
-
-async def until(is_so: Callable[[], bool], within_s: float, what: str) -> None:
-    deadline_s = time.monotonic() + within_s
-    while not await asyncio.to_thread(is_so):
-        assert time.monotonic() < deadline_s, f"not within {within_s:g} s: {what}"
-        await asyncio.sleep(POLL_S)
+        await asyncio.sleep(TRY_S)

@@ -9,116 +9,74 @@ checked against the oracle of the shipped model. Exit status 1 when anything of 
 import argparse
 import asyncio
 import contextlib
-import json
 import os
 import random
-import re
 import sys
 import time
-from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import aiohttp
-import httpx2 as httpx
-
-from tests.e2e.client import left_over
-from tests.e2e.workload import recall_body
 from tools.faults.cells import BACKENDS
 from tools.faults.churn import MORTAL_ROUTER, ROLES, ROUTERS, Fleet
-from tools.faults.load import judge
+from tools.faults.household import unclean
 from tools.faults.memory import Watch
 from tools.faults.progress import progress
 from tools.faults.report import PAGE, REPORTS, RESULTS, SOAKS, about_run, keep, write_page
 from tools.faults.soak_report import BY_ROUTER, verdict
+from tools.faults.traffic import Mix, Traffic, session
 
-AT_ONCE = 16
-ABORTS = 0.1  # share of clients that leave
+MIX = Mix(at_once=16, most_pairs=100, most_new=24, aborts=0.1, abort_s=0.3)
 SAMPLE_S = 2.0
 QUIET_S = (4.0, 14.0)  # between a worker's return and the next death
-SLOW_S = 120.0
-SETTLE_S = 60.0
-LAST_PAIRS, LAST_NEW = 100, 24
 
 
 class Soak:
     def __init__(self, fleet: Fleet, *, minutes: float, requests: int, seed: int) -> None:
         self._fleet, self._wanted, self._rng = fleet, requests, random.Random(seed)
         self._least_s, self._most_s = minutes * 60, minutes * 180
-        self._ends: Counter[str] = Counter()
-        self._errors: Counter[str] = Counter()
-        self._wrong: list[str] = []
-        self._slowest_s = 0.0
-        self._begun = 0
         self._watch = Watch()
         self._problems: list[str] = []
         self._start_s = 0.0
+        self._stopped = False
+        self._traffic = Traffic(MIX, self._rng, self._more, self._router, self._judged)
 
     async def run(self) -> dict[str, Any]:
         await self._fleet.start()
         self._start_s = time.monotonic()
-        with progress(self._wanted, unit="req") as self._bar:
+        with progress(self._wanted, unit="req") as bar:
+            self._traffic.on_end = lambda: bar.update(1)
             others = [asyncio.create_task(self._disturb()), asyncio.create_task(self._sample())]
-            async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
-                await asyncio.gather(*(self._client(http) for _ in range(AT_ONCE)))
+            async with session() as http:
+                await self._traffic.run(http)
             took_s = self._now_s()
             self._stopped = True
             await others[0]
             others[1].cancel()
             await asyncio.gather(*others, return_exceptions=True)
+        workers = [part for name, part in self._fleet.household.parts.items() if name.partition("-")[0] in ROLES]
+        self._problems += await unclean(workers)
         return await asyncio.to_thread(self._result, took_s)
-
-    _stopped = False
 
     def _now_s(self) -> float:
         return time.monotonic() - self._start_s
 
     def _more(self) -> bool:
         now_s = self._now_s()
-        return (now_s < self._least_s or self._begun < self._wanted) and now_s < self._most_s
+        return (now_s < self._least_s or self._traffic.begun < self._wanted) and now_s < self._most_s
 
-    async def _client(self, http: aiohttp.ClientSession) -> None:
-        while self._more():
-            self._begun += 1
-            rng = random.Random(self._rng.random())
-            began_s = time.monotonic()
-            end, detail = await self._one(http, rng)
-            self._slowest_s = max(self._slowest_s, time.monotonic() - began_s)
-            self._ends[end] += 1
-            if end in ("error", BY_ROUTER):
-                self._errors[_class_of(detail)] += 1
-                await asyncio.sleep(0.05)  # a client that backs off
-            elif end not in ("right", "left"):
-                self._wrong.append(f"{end}: {detail}"[:400])
-            self._bar.update(1)
+    def _router(self, rng: random.Random) -> str:
+        return self._fleet.routers[rng.choice(ROUTERS)]
 
-    async def _one(self, http: aiohttp.ClientSession, rng: random.Random) -> tuple[str, str]:
-        body, _ = recall_body(rng, rng.randint(5, LAST_PAIRS))
-        new = rng.randint(1, LAST_NEW)
-        body["sampling_params"] |= {"max_new_tokens": new, "ignore_eos": True}
-        body["stream"] = rng.random() < 0.5
-        task = asyncio.create_task(self._ask(http, rng.choice(ROUTERS), body, new))
-        if rng.random() < ABORTS:
-            await asyncio.wait({task}, timeout=rng.random() * 0.3)
-            if not task.done():
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
-                return "left", ""
-        return await task
+    def _judged(self, router: str) -> Callable[[str], str]:
+        """The mortal router may die meanwhile, or may not know all workers again."""
+        changes, is_mortal = self._fleet.router_changes, router == self._fleet.routers[MORTAL_ROUTER]
 
-    async def _ask(self, http: aiohttp.ClientSession, router: str, body: dict[str, Any], new: int) -> tuple[str, str]:
-        changes = self._fleet.router_changes
-        try:
-            async with asyncio.timeout(SLOW_S):
-                async with http.post(f"{self._fleet.routers[router]}/generate", json=body) as response:
-                    whole = await response.read()
-            end, detail = judge(response.status, whole, body["input_ids"], new)
-        except TimeoutError:
-            return "hangs", f"no end within {SLOW_S:g} s"
-        except (aiohttp.ClientError, ConnectionError) as error:
-            end, detail = "cut", f"{type(error).__name__}: {error}"
-        died = router == MORTAL_ROUTER and (changes % 2 or changes != self._fleet.router_changes)
-        return (BY_ROUTER, detail) if died and end in ("cut", "error") else (end, detail)
+        def judge(end: str) -> str:
+            died = is_mortal and (changes % 2 or changes != self._fleet.router_changes)
+            return BY_ROUTER if died and end in ("cut", "error") else end
+
+        return judge
 
     async def _disturb(self) -> None:
         rng = random.Random(self._rng.random())
@@ -137,42 +95,23 @@ class Soak:
             await asyncio.to_thread(self._fleet.household.note_segments)
             await asyncio.sleep(SAMPLE_S)
 
-    # ---- afterwards
-
     def _result(self, took_s: float) -> dict[str, Any]:
-        workers = [part for name, part in self._fleet.household.parts.items() if name.partition("-")[0] in ROLES]
-        for part in workers:
-            if (left := _left_in(part.url)) is not None:
-                self._problems.append(f"{part.name} is not clean: {left}")
         self._problems += self._fleet.household.left_behind()
+        traffic = self._traffic
         return {
             "backend": self._fleet.backend,
-            "requests": self._begun,
+            "requests": traffic.begun,
             "took_s": took_s,
-            "ends": dict(self._ends),
-            "errors": dict(self._errors.most_common(12)),
-            "wrong": self._wrong[:10],
-            "slowest_s": self._slowest_s,
+            "ends": dict(traffic.ends),
+            "errors": dict(traffic.errors.most_common(12)),
+            "wrong": traffic.wrong[:10],
+            "slowest_s": traffic.slowest_s,
             "events": dict(self._fleet.events),
             "load": os.getloadavg()[2],
             "processes": self._watch.num_processes,
             "trends": [vars(one) for one in self._watch.trends()],
             "problems": self._problems,
         }
-
-
-def _class_of(detail: str) -> str:
-    """A message without its addresses and numbers."""
-    return re.sub(r"\d+", "N", re.sub(r"http://\S+", "URL", detail))[:160]
-
-
-def _left_in(url: str) -> str | None:
-    deadline_s = time.monotonic() + SETTLE_S
-    while True:
-        state = json.loads(httpx.get(f"{url}/check", timeout=10.0).text)
-        if (left := left_over(state)) is None or time.monotonic() > deadline_s:
-            return left
-        time.sleep(0.1)
 
 
 def main() -> int:
@@ -204,16 +143,15 @@ def _soak(backend: str, args: argparse.Namespace) -> list[str]:
         with contextlib.suppress(KeyboardInterrupt):
             left = fleet.close()
     result["problems"] += [f"left behind: {what}" for what in left]
-    keep(SOAKS[backend], {"about": about, **result}, args.reports)
+    keep(args.reports / SOAKS[backend], {"about": about, **result})
     write_page(args.reports, args.reports / PAGE.name)
     return verdict(result)
 
 
 def _keep_logs(fleet: Fleet, results: Path) -> None:
     for name in (*fleet.veterans(), *ROUTERS, "bootstrap"):
-        (results / f"soak.{fleet.backend}.{name}.log").write_bytes(
-            fleet.household.parts[name].log.read_bytes()[-500_000:]
-        )
+        log = fleet.household.parts[name].log_tail(500_000)
+        (results / f"soak.{fleet.backend}.{name}.log").write_bytes(log)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
 """What a soak came to: the verdict, and its section of docs/reports/reliability.md. Pure."""
 
+from pathlib import Path
 from typing import Any
 
 from tools.faults.memory import WARM_UP_S
 
 BY_ROUTER = "cut by a router's death"  # the connection broke, or it has not been told of all workers again
 FLAT_KIB_A_REQUEST = 0.25  # 5 MiB over 20,000 requests; a request that is never forgotten costs more
+DEATHS = ("kill -9", "child killed", "SIGTERM")
 
 
 def verdict(result: dict[str, Any]) -> list[str]:
@@ -32,21 +34,27 @@ def _growth(trend: dict[str, Any], result: dict[str, Any]) -> float:
 
 
 def render(result: dict[str, Any]) -> str:
-    ends, events = result["ends"], result["events"]
-    said = ", ".join(f"{count:,} {end}" for end, count in sorted(ends.items(), key=lambda item: -item[1]))
-    deaths = sum(events.get(how, 0) for how in ("kill -9", "child killed", "SIGTERM"))
-    bad = verdict(result)
+    events, bad = result["events"], verdict(result)
+    ends = sorted(result["ends"].items(), key=lambda item: -item[1])
     return (
-        f"{result['requests']:,} requests of the shipped model over {result['backend']} in {result['took_s'] / 60:.1f} minutes, 16 at a time "
-        f"(10 to 201 prompt tokens, 1 to 24 new ones, half of them streaming), every answer compared with the oracle; one client in ten "
-        f"leaves within 0.3 s. Meanwhile {deaths} workers died ({_list(events, ('kill -9', 'child killed', 'SIGTERM'))}) and a router {events.get('router killed', 0)} times (kill -9, back at once); "
-        f"{_list(events, ('back at its address', 'replaced at a new address'))} (POST and DELETE /workers of the routers). Two prefill "
-        f"and two decode workers and two routers, of which one each, the veterans, is never touched; a bootstrap server.\n\n"
-        f"The machine was shared (load average {result['load']:.1f} over the last 15 minutes). How they ended: {said} (left: the client went away; cut: at the router that was killed, until it knew all workers again). Wrong: {len(result['wrong'])}. The slowest took {result['slowest_s']:.1f} s. "
-        f"{'All holds.' if not bad else 'DOES NOT HOLD: ' + '; '.join(bad)}\n\n"
-        f"{_errors(result)}"
-        f"Resident memory of every process that lived long enough ({len(result['trends'])} of {result['processes']}), a straight line "
-        f"fitted after {WARM_UP_S:g} s of warm-up (tables with a time to live fill meanwhile: prefill remembers ended rooms for 300 s); flat means at most {FLAT_KIB_A_REQUEST:g} KiB a request:\n\n{_trends(result)}"
+        (Path(__file__).parent / "pages" / "soak.md")
+        .read_text()
+        .format(
+            **result,
+            minutes=result["took_s"] / 60,
+            deaths=sum(events.get(how, 0) for how in DEATHS),
+            died=_list(events, DEATHS),
+            routers=events.get("router killed", 0),
+            came=_list(events, ("back at its address", "replaced at a new address")),
+            said=", ".join(f"{count:,} {end}" for end, count in ends),
+            num_wrong=len(result["wrong"]),
+            verdict="All holds." if not bad else "DOES NOT HOLD: " + "; ".join(bad),
+            errors_table=_errors(result),
+            num_trends=len(result["trends"]),
+            warm_up_s=WARM_UP_S,
+            flat=FLAT_KIB_A_REQUEST,
+            trends_table=_trends(result),
+        )
     )
 
 

@@ -8,17 +8,15 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import psutil
 
+from tools.faults.household import unclean, until
 from tools.faults.load import Load
-from tools.faults.ranks.cells import RankCell, RankFault, RankPhase
-from tools.faults.ranks.rig import LEADER, WATCHDOG_S, RankRig
+from tools.faults.ranks.rig import LEADER, WATCHDOG_S, RankCell, RankFault, RankPhase, RankRig
 from tools.faults.rig import WORKERS
-from tools.faults.run_cell import BOUND_S, LONG, NUM_REQUESTS, SHORT, until, until_clean, until_serves
-from tools.faults.run_cell import Result as CellResult
+from tools.faults.run_cell import BOUND_S, LONG, NUM_REQUESTS, SHORT, Ended, until_serves
 
 WITHIN_S = 60.0
 ORPHAN_S = 5.0  # for which pages must stay where a living follower may write them
@@ -27,32 +25,17 @@ OF_A_FOLLOWER = "disagg/rank_process.py"  # a file in the stack of its main thre
 
 
 @dataclass
-class RankResult:
-    """Seconds from the fault: `ended_s` all processes of the worker are gone, `slowest_s` the last request has ended, `settled_s` the
-    other worker is clean."""
+class RankResult(Ended):
+    """`ended_s`: seconds from the fault until all processes of the worker are gone. `said`: its line that names the rank."""
 
-    cell: str
-    ok: bool = False
-    problems: list[str] = field(default_factory=list)
-    ends: dict[str, int] = field(default_factory=dict)
-    details: list[str] = field(default_factory=list)
     said: str = ""
     ended_s: float = 0.0
-    slowest_s: float = 0.0
-    settled_s: float = 0.0
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 async def run_rank_cell(rig: RankRig, cell: RankCell, *, seed: int) -> RankResult:
     """`rig` is whole before and, if nothing failed, after."""
     result = RankResult(cell.name)
-    try:
-        await _run(rig, cell, result, seed=seed)
-    except Exception as error:
-        result.problems.append(f"{type(error).__name__}: {str(error)[-600:]}")
-    result.ok = not result.problems
+    await result.of(_run(rig, cell, result, seed=seed))
     return result
 
 
@@ -75,20 +58,14 @@ async def _run(rig: RankRig, cell: RankCell, result: RankResult, *, seed: int) -
     result.ended_s = time.monotonic() - at_s
     result.said = _said(rig.log(cell.part)[log_size:], cell, result)
     if load is not None:
-        outcomes = await load.outcomes(BOUND_S)
-        for outcome in outcomes:
-            result.ends[outcome.end] = result.ends.get(outcome.end, 0) + 1
-        result.details = sorted({o.detail for o in outcomes if o.detail})
-        result.problems += [f"a request ended {o.end}: {o.detail}" for o in outcomes if o.end not in ("right", "error")]
-        result.slowest_s = max(o.at_s for o in outcomes) - at_s
-    clean = CellResult(cell.name)
-    await until_clean(rig, [name for name in WORKERS if name != cell.part], clean)
+        result.note(await load.outcomes(BOUND_S), at_s, lambda number: ("right", "error"))
+    result.problems += await unclean([rig.parts[name] for name in WORKERS if name != cell.part])
     result.settled_s = time.monotonic() - at_s
     rig.begin(cell.part)
     await until(rig.parts[cell.part].is_ready, WITHIN_S, f"{cell.part} is back")
-    await until_serves(rig, clean, seed=seed)
-    await until_clean(rig, list(WORKERS), clean)
-    result.problems += clean.problems + [f"left behind: {what}" for what in rig.household.left_behind()]
+    await until_serves(rig, seed=seed)
+    result.problems += await unclean([rig.parts[name] for name in WORKERS])
+    result.problems += [f"left behind: {what}" for what in rig.household.left_behind()]
 
 
 async def _start_again(rig: RankRig, cell: RankCell, seed: int) -> None:
@@ -102,7 +79,7 @@ async def _start_again(rig: RankRig, cell: RankCell, seed: int) -> None:
     rig.begin(cell.part)
     await until(rig.parts[cell.part].is_ready, WITHIN_S, f"{cell.part} is ready")
     rig.switch("orphans", None)
-    await until_serves(rig, CellResult(cell.name), seed=seed)
+    await until_serves(rig, seed=seed)
 
 
 @contextlib.asynccontextmanager

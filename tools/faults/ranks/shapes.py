@@ -9,7 +9,6 @@ states and windows cross between the same shapes; stages keep KV behind windows,
 
 import argparse
 import asyncio
-import json
 import random
 import sys
 import tempfile
@@ -18,15 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx2 as httpx
-
 from deploy.launcher.ports import free_ports
-from tests.e2e.client import generate, left_over, session
+from tests.e2e.client import generate, session
 from tests.e2e.cluster import READY_S, wait_until
 from tools.faults.cells import BACKENDS
-from tools.faults.household import Household
-from tools.faults.ranks.report import REPORT, begun, keep
+from tools.faults.household import Household, unclean
 from tools.faults.ranks.subjects import TINY, Subject, tiny
+from tools.faults.report import RANK_FAULTS, begun, keep
 
 PROMPTS, NEW = 4, 24
 TIGHT = 560  # tokens: what begins does not fit to its end
@@ -119,14 +116,11 @@ class Fleet:
         for part in self.household.parts.values():
             wait_until(part.is_ready, within_s=START_S, what=lambda part=part: f"{part.name}: {part.log.read_text()}")  # type: ignore[misc]
 
-    def state(self, name: str) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(httpx.get(f"{self.household.parts[name].url}/check", timeout=20.0).text)
-        return found
-
     async def cell(self, prefill: Shape, decode: Shape, *, room: int) -> dict[str, Any]:
         """One pair: what was asked and how it went; `problems` is empty when all holds."""
         p, d = f"prefill-{prefill.name}", f"decode-{decode.name}"
-        before = {name: self.state(name)["counters"] for name in (p, d)}
+        parts = [self.household.parts[name] for name in (p, d)]
+        before = [part.check()["counters"] for part in parts]
         rng, new = random.Random(room), TIGHT_NEW if decode.tight else NEW
         prompts = self.subject.prompts(rng, PROMPTS)
         rights = self.subject.right(prompts, new)
@@ -139,13 +133,9 @@ class Fleet:
             for i, (right, found) in enumerate(zip(rights, answers, strict=True))
             if found != right
         ]
-        problems += await self._left(p) + await self._left(d)
-        counts = {name: _grown(before[name], self.state(name)["counters"]) for name in (p, d)}
-        return {
-            "prefill": counts[p],
-            "decode": counts[d],
-            "problems": problems + _unlike(counts[p], counts[d], prefill, decode),
-        }
+        problems += await unclean(parts, within_s=SETTLE_S)
+        sent, got = (_grown(old, part.check()["counters"]) for old, part in zip(before, parts, strict=True))
+        return {"prefill": sent, "decode": got, "problems": problems + _unlike(sent, got, prefill, decode)}
 
     async def _ask(self, http: Any, p: str, d: str, ids: list[int], new: int, room: int) -> list[int]:
         sampling = {"temperature": 0, "max_new_tokens": new, "ignore_eos": True}
@@ -155,32 +145,10 @@ class Fleet:
         _, answer = await asyncio.gather(*(generate(http, url, body) for url in urls))
         return list(answer["output_ids"])
 
-    async def _left(self, name: str) -> list[str]:
-        for _ in range(int(SETTLE_S / 0.1)):
-            if (left := left_over(self.state(name))) is None:
-                return []
-            await asyncio.sleep(0.1)
-        return [f"{name}: {left}"]
 
-
-COUNTED = (
-    "prompt_tokens",
-    "cached_tokens",
-    "prefill_steps",
-    "steps",
-    "retractions",
-    "kv_transfers",
-    "kv_sent_bytes",
-    "posts",
-)
-COUNTED += (
-    "posts_of_followers",
-    "kv_checksum_verified",
-    "resumed_computed",
-    "resumed_through_prefill",
-    "recomputed",
-    "retried",
-)
+COUNTED = ["prompt_tokens", "cached_tokens", "prefill_steps", "steps", "retractions", "recomputed", "retried"]
+COUNTED += ["kv_transfers", "kv_sent_bytes", "posts", "posts_of_followers", "kv_checksum_verified"]
+COUNTED += ["resumed_computed", "resumed_through_prefill"]
 
 
 def _grown(before: dict[str, float], after: dict[str, float]) -> dict[str, int]:
@@ -226,7 +194,7 @@ def run(backend: str, subject: Subject, path: Path) -> int:
                 failed += bool(found["problems"])
                 print(f"{'FAILED' if found['problems'] else 'ok    '} {name} {found}", flush=True)
                 report[part][name] = found
-                keep(report, path)
+                keep(path, report)
         for part in fleet.household.parts.values():
             if text := part.log.read_text():
                 print(f"---- {part.name}\n{text[-2000:]}", file=sys.stderr)
@@ -240,7 +208,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.faults.ranks.shapes", description="pairs of shapes")
     parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=BACKENDS)
     parser.add_argument("--subjects", nargs="+", choices=(RECALL, *TINY), default=(RECALL, *TINY))
-    parser.add_argument("--report", type=Path, default=REPORT)
+    parser.add_argument("--report", type=Path, default=RANK_FAULTS)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="tandem-shapes-") as folder:
         return 1 if run_all(args.backends, args.subjects, args.report, Path(folder)) else 0

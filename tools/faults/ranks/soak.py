@@ -8,7 +8,6 @@ and go. Every answer is the oracle's: new weights are the old ones, and the adap
 
 import argparse
 import asyncio
-import contextlib
 import json
 import random
 import sys
@@ -18,27 +17,20 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import httpx2 as httpx
 
 from deploy.launcher.ports import free_ports
 from engine.model_files.model_config import WIDE_MODEL_PATH
-from tests.e2e.client import left_over, post
+from tests.e2e.client import post
 from tests.e2e.cluster import READY_S, wait_until
-from tests.e2e.workload import recall_body
 from tests.lora.tiny_adapters import make_tiny_adapter
-from tools.faults.household import Household
-from tools.faults.load import judge
-from tools.faults.ranks.report import REPORT, begun, keep
+from tools.faults.household import Household, unclean
+from tools.faults.report import RANK_FAULTS, begun, keep
+from tools.faults.traffic import SLOW_S, Mix, Traffic, session
 
-AT_ONCE = 12
-ABORTS, ADAPTED = 0.15, 0.3  # shares of the requests
-LAST_PAIRS, LAST_NEW = 90, 160
-POOL_TOKENS = 1280
-SLOW_S = 120.0
+MIX = Mix(at_once=12, most_pairs=90, most_new=160, aborts=0.15, abort_s=0.5, adapted=0.3)
 PAUSED_S = 0.3
-SETTLE_S = 60.0
 MODES = ("in_place", "retract", "block", "abort")
-COMMON = (
+COMMON = [
     "--model-path",
     "recall-wide",
     "--chunked-prefill-size",
@@ -47,9 +39,11 @@ COMMON = (
     "warning",
     "--watchdog-timeout",
     "30",
-)
-TIGHT = ("--max-total-tokens", str(POOL_TOKENS), "--schedule-conservativeness", "0", "--max-queued-requests", "256")
-COUNTED = (
+]
+TIGHT = ["--max-total-tokens", "1280", "--schedule-conservativeness", "0", "--max-queued-requests", "256"]
+PAIR = ["--tp-size", "2", "--kv-units", "2", "--disaggregation-kv-checksum", "--disaggregation-mode"]
+RESUMES = ["--disaggregation-decode-retraction-backup", "prefill", "--num-reserved-decode-tokens", "0"]
+COUNTED = [
     "requests",
     "steps",
     "retractions",
@@ -58,133 +52,74 @@ COUNTED = (
     "resumed_through_prefill",
     "recomputed",
     "kv_transfers",
-)
+]
 
 
 class Soak:
-    def __init__(self, way: str, folder: Household, *, minutes: float, seed: int) -> None:
-        self._way, self._household, self._rng = way, folder, random.Random(seed)
-        self._adapter = make_tiny_adapter(folder.folder / "adapter", WIDE_MODEL_PATH, seed=1, lora_alpha=1e-9)
+    def __init__(self, way: str, household: Household, *, minutes: float, seed: int) -> None:
+        self._way, self._household, self._rng = way, household, random.Random(seed)
+        self._adapter = make_tiny_adapter(household.folder / "adapter", WIDE_MODEL_PATH, seed=1, lora_alpha=1e-9)
         self._minutes = minutes
         self._until_s = 0.0
-        self._ends: Counter[str] = Counter()
         self._events: Counter[str] = Counter()
-        self._errors: Counter[str] = Counter()
         self._problems: list[str] = []
-        self._slowest_s = 0.0
         self._workers: list[str] = []
         self._url = ""
+        self._traffic = Traffic(MIX, self._rng, self._goes_on, lambda rng: self._url)
+
+    def _goes_on(self) -> bool:
+        return time.monotonic() < self._until_s and not self._problems and not self._traffic.wrong
 
     async def run(self) -> dict[str, Any]:
         self._start()  # in this thread: processes end with the one that started them
         began_s = time.monotonic()
         self._until_s = began_s + 60 * self._minutes
-        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
-            await asyncio.gather(*(self._client(http) for _ in range(AT_ONCE)), self._disturb(http))
-        took_s = time.monotonic() - began_s
-        await asyncio.to_thread(self._settle)
-        counters = {url: json.loads(httpx.get(f"{url}/check").text) for url in self._workers}
+        async with session() as http:
+            await asyncio.gather(self._traffic.run(http), self._disturb(http))
+        took_s, traffic = time.monotonic() - began_s, self._traffic
+        parts = [part for part in self._household.parts.values() if part.url in self._workers]
+        problems = [*traffic.wrong, *self._problems, *await unclean(parts)]
+        states = [part.check() for part in parts]
         return {
             "minutes": round(took_s / 60, 1),
-            "ends": dict(self._ends),
+            "ends": dict(traffic.ends),
             "events": dict(self._events),
-            "errors": dict(self._errors.most_common(8)),
-            "slowest_s": round(self._slowest_s, 1),
+            "errors": dict(traffic.errors.most_common(8)),
+            "slowest_s": round(traffic.slowest_s, 1),
             "workers": {
                 state["role"]: {name: int(state["counters"][name]) for name in COUNTED if name in state["counters"]}
-                for state in counters.values()
+                for state in states
             },
-            "problems": self._problems[:10],
+            "problems": problems[:10],
         }
 
     def _start(self) -> None:
-        ports = free_ports(4)
-        urls = [f"http://127.0.0.1:{port}" for port in ports]
-        flags = (*COMMON, "--lora-paths", f"steady={self._adapter}", "--max-lora-rank", "8")
+        *ports, bootstrap = (str(port) for port in free_ports(4))
+        flags = [*COMMON, "--lora-paths", f"steady={self._adapter}", "--max-lora-rank", "8"]
         if self._way == "unified":
-            self._begin("unified", ["--tp-size", "2", "--pp-size", "2", *flags, *TIGHT], urls[0])
-            self._url = urls[0]
+            self._url = self._begin("unified", ports[0], ["--tp-size", "2", "--pp-size", "2", *flags, *TIGHT])
         else:
-            units = ("--kv-units", "2", "--disaggregation-kv-checksum")
-            mode = (
-                "--disaggregation-bootstrap-port",
-                str(ports[3]),
-                "--disaggregation-mode",
-                "prefill",
-                "--tp-size",
-                "2",
-            )
-            self._begin("prefill", [*mode, *units, *flags, "--max-total-tokens", "8192"], urls[0])
-            mode = ("--disaggregation-decode-retraction-backup", "prefill", "--disaggregation-mode", "decode")
-            self._begin("decode", [*mode, *units, "--num-reserved-decode-tokens", "0", *flags, *TIGHT], urls[1])
+            own = ["--disaggregation-bootstrap-port", bootstrap, "--max-total-tokens", "8192"]
+            prefill = self._begin("prefill", ports[0], [*PAIR, "prefill", *flags, *own])
+            decode = self._begin("decode", ports[1], [*PAIR, "decode", *RESUMES, *flags, *TIGHT])
         for part in list(self._household.parts.values()):
             wait_until(part.is_ready, within_s=READY_S, what=lambda part=part: part.log.read_text())  # type: ignore[misc]
         if self._way == "pd":
-            ends = ["--prefill", urls[0], str(ports[3]), "--decode", urls[1]]
-            self._begin_router(ends, urls[2])
+            args = ["router", "--prefill", prefill, bootstrap, "--decode", decode, "--port", ports[2]]
+            self._url = f"http://127.0.0.1:{ports[2]}"
+            router = self._household.begin("router", [*args, "--log-level", "warning"], url=self._url)
+            wait_until(router.is_routable, within_s=READY_S, what="the router has found its workers")
 
-    def _begin(self, name: str, flags: list[str], url: str) -> None:
-        self._household.begin(name, ["serve", "--port", url.rpartition(":")[2], *flags], url=url)
+    def _begin(self, name: str, port: str, flags: list[str]) -> str:
+        url = f"http://127.0.0.1:{port}"
+        self._household.begin(name, ["serve", "--port", port, *flags], url=url)
         self._workers.append(url)
-
-    def _begin_router(self, ends: list[str], url: str) -> None:
-        self._household.begin(
-            "router", ["router", *ends, "--port", url.rpartition(":")[2], "--log-level", "warning"], url=url
-        )
-        self._url = url
-
-        def routable() -> bool:
-            with contextlib.suppress(httpx.HTTPError):
-                return httpx.get(f"{url}/readiness").status_code == 200
-            return False
-
-        wait_until(routable, within_s=READY_S, what="the router has found its workers")
-
-    # ---- the clients
-
-    async def _client(self, http: aiohttp.ClientSession) -> None:
-        while time.monotonic() < self._until_s and not self._problems:
-            rng = random.Random(self._rng.random())
-            began_s = time.monotonic()
-            end, detail = await self._one(http, rng)
-            self._slowest_s = max(self._slowest_s, time.monotonic() - began_s)
-            self._ends[end] += 1
-            if end == "error":
-                self._errors[detail[:120]] += 1
-            elif end not in ("right", "left"):
-                self._problems.append(f"{end}: {detail}"[:400])
-
-    async def _one(self, http: aiohttp.ClientSession, rng: random.Random) -> tuple[str, str]:
-        body, _ = recall_body(rng, rng.randint(5, LAST_PAIRS))
-        new = rng.randint(1, LAST_NEW)
-        body["sampling_params"] |= {"max_new_tokens": new, "ignore_eos": True}
-        body["stream"] = rng.random() < 0.5
-        if rng.random() < ADAPTED:
-            body["lora_path"] = "steady"
-        task = asyncio.create_task(self._ask(http, body, new))
-        if rng.random() < ABORTS:
-            await asyncio.wait({task}, timeout=rng.random() * 0.5)
-            if not task.done():
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
-                return "left", ""
-        return await task
-
-    async def _ask(self, http: aiohttp.ClientSession, body: dict[str, Any], new: int) -> tuple[str, str]:
-        try:
-            async with asyncio.timeout(SLOW_S), http.post(f"{self._url}/generate", json=body) as response:
-                return judge(response.status, await response.read(), body["input_ids"], new)
-        except TimeoutError:
-            return "hangs", f"no end within {SLOW_S:g} s"
-        except (aiohttp.ClientError, ConnectionError) as error:
-            return "cut", f"{type(error).__name__}: {error}"
-
-    # ---- what happens meanwhile
+        return url
 
     async def _disturb(self, http: aiohttp.ClientSession) -> None:
         rng = random.Random(self._rng.random())
         doings = (self._pause, self._pause, self._new_weights, self._adapters)
-        while time.monotonic() < self._until_s and not self._problems:
+        while self._goes_on():
             await asyncio.sleep(rng.uniform(0.2, 2.0))
             try:
                 async with asyncio.timeout(SLOW_S):
@@ -201,9 +136,8 @@ class Soak:
 
     async def _new_weights(self, http: aiohttp.ClientSession, rng: random.Random) -> None:
         self._events["weights read again"] += 1
-        await self._control(
-            http, rng.choice(self._workers), "update_weights_from_disk", {"model_path": WIDE_MODEL_PATH}
-        )
+        url = rng.choice(self._workers)
+        await self._control(http, url, "update_weights_from_disk", {"model_path": WIDE_MODEL_PATH})
 
     async def _adapters(self, http: aiohttp.ClientSession, rng: random.Random) -> None:
         self._events["an adapter came and went"] += 1
@@ -214,15 +148,6 @@ class Soak:
     async def _control(self, http: aiohttp.ClientSession, url: str, name: str, body: dict[str, Any]) -> None:
         status, answer = await post(http, f"{url}/{name}", body)
         assert status == 200, f"{name}: {answer}"
-
-    def _settle(self) -> None:
-        for url in self._workers:
-            deadline_s = time.monotonic() + SETTLE_S
-            while (left := left_over(json.loads(httpx.get(f"{url}/check", timeout=20.0).text))) is not None:
-                if time.monotonic() > deadline_s:
-                    self._problems.append(f"{url}: {left}")
-                    break
-                time.sleep(0.1)
 
 
 def run(way: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -244,13 +169,13 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=15.0, help="of each way")
     parser.add_argument("--ways", nargs="+", choices=("unified", "pd"), default=("unified", "pd"))
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--report", type=Path, default=REPORT)
+    parser.add_argument("--report", type=Path, default=RANK_FAULTS)
     args = parser.parse_args()
     report, bad = begun(args.report, "soak"), False
     for way in args.ways:
         report["soak"][way] = found = run(way, args)
         print(f"{way}: {json.dumps(found, indent=1)}", flush=True)
-        keep(report, args.report)
+        keep(args.report, report)
         bad |= bool(found["problems"])
     return 1 if bad else 0
 

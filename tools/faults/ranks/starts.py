@@ -15,7 +15,7 @@ from typing import Any
 from engine.model_files.model_config import WIDE_MODEL_PATH
 from tests.e2e.cluster import wait_until
 from tools.faults.household import ROOT, Household
-from tools.faults.ranks.report import REPORT, begun, keep
+from tools.faults.report import RANK_FAULTS, begun, keep
 
 DIST_TIMEOUT_S = 15.0
 SWITCHES = "TANDEM_FAULTS_DIR"
@@ -76,16 +76,8 @@ def run(start: Start) -> dict[str, Any]:
 
 
 def _flags(start: Start, folder: Path, taken: int) -> list[str]:
-    flags = [
-        "--tp-size",
-        "2",
-        "--dist-timeout",
-        str(DIST_TIMEOUT_S),
-        "--log-level",
-        "warning",
-        "--max-total-tokens",
-        "4096",
-    ]
+    flags = ["--tp-size", "2", "--dist-timeout", str(DIST_TIMEOUT_S), "--log-level", "warning"]
+    flags += ["--max-total-tokens", "4096"]
     port, model = "0", folder / "model"
     shutil.copytree(WIDE_MODEL_PATH, model)
     if start.name == "no weights":
@@ -102,14 +94,14 @@ def _flags(start: Start, folder: Path, taken: int) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.faults.ranks.starts", description="starts that fail")
-    parser.add_argument("--report", type=Path, default=REPORT)
+    parser.add_argument("--report", type=Path, default=RANK_FAULTS)
     args = parser.parse_args()
     report, bad = begun(args.report, "starts"), 0
     for start in STARTS:
         report["starts"][start.name] = found = run(start)
         print(f"{'FAILED' if found['problems'] else 'ok    '} {start.name} {found}", flush=True)
         bad += bool(found["problems"])
-        keep(report, args.report)
+        keep(args.report, report)
     return 1 if bad else 0
 
 
