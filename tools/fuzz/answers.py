@@ -5,24 +5,13 @@ arguments are a JSON object; a text without calls and markers comes out as it is
 """
 
 import json
+import tomllib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from engine.frontend.apis.chat.reading import GPT_OSS, Reading
-from engine.text.call_formats import (
-    ARRAY,
-    CALL_FORMATS,
-    DEEPSEEK_V3,
-    DEEPSEEK_V31,
-    GLM45,
-    KIMI_K2,
-    LLAMA3,
-    LLAMA4,
-    MISTRAL,
-    PYTHONIC,
-    QWEN3_CODER,
-    QWEN25,
-    CallFormat,
-)
+from engine.text import call_formats
+from engine.text.call_formats import ARRAY, CALL_FORMATS, CallFormat
 from engine.text.harmony import ENDS, HEADS, MESSAGE
 from engine.text.parts import PartReader, PlainReader, WholeAnswer, joined
 from engine.text.reasoning import REASONING_FORMATS, Opening, ReasoningFormat
@@ -39,63 +28,10 @@ FUNCTIONS = {
 CUSTOM = "run"
 MAX_ANSWERS = 12
 
-_OBJECTS = (
-    '{"a": 1, "b": [2, {"c": "}\\"{"}]}',
-    '{"input": "x\\ny <b>"}',
-    "{}",
-    "null",
-    '"{\\"a\\": 1}"',
-    "[1]",
-    "NaN",
-)
-_NAMES = ("add", "run", "add", "no", "run", "rm", " add", "")
-_SLIPS = (
-    "\n",
-    "}",
-    "{",
-    '"',
-    "\\",
-    ",",
-    ":",
-    "True",
-    "\\ud83d",
-    "\\u12",
-    "\t",
-    "'",
-    "]",
-    "[",
-    "(",
-    ")",
-    "=",
-    "-",
-    "1e999",
-)
-_WORDS = (
-    "so ",
-    "é鬱",
-    " \n",
-    "a",
-    "<",
-    "|",
-    "functions.add:0",
-    "<tool",
-    "name",
-    "arguments",
-    "parameters",
-    "input",
-    "\ufffd",
-)
-_TAGS = (
-    "<arg_key>",
-    "</arg_key>",
-    "<arg_value>",
-    "</arg_value>",
-    "<parameter=a>",
-    "<parameter=input>",
-    "</parameter>",
-    ">",
-)
-_MORE = ("</function>", "<｜tool▁sep｜>", "[ARGS]", "[CALL_ID]", "<|tool_call_argument_begin|>", MESSAGE, *HEADS, *ENDS)
+_DATA = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+_OBJECTS, _NAMES, _SLIPS = _DATA["objects"], _DATA["names"], _DATA["slips"]
+_CALLS = {None if name == "none" else getattr(call_formats, name): calls for name, calls in _DATA["calls"].items()}
+_EVERY = [call for calls in _CALLS.values() for call in calls]
 
 
 def _marks() -> Iterator[str]:
@@ -106,40 +42,22 @@ def _marks() -> Iterator[str]:
         yield from (reasoning.start, reasoning.end, reasoning.answer)
 
 
-_PIECES = tuple(dict.fromkeys(text for text in (*_WORDS, *_SLIPS, *_TAGS, *_MORE, *_marks()) if text))
-
-
-_OBJECT = '{"name": "NAME", "arguments": ARGUMENTS}'
-_CALLS: tuple[tuple[CallFormat | None, str], ...] = (
-    (QWEN25, f"<tool_call>\n{_OBJECT}\n</tool_call>"),
-    (LLAMA3, f"<|python_tag|>{_OBJECT}"),
-    (LLAMA3, f"{_OBJECT}; "),
-    (ARRAY, f"[{_OBJECT}, {_OBJECT}]"),
-    (MISTRAL, f"[TOOL_CALLS] [{_OBJECT}]"),
-    (MISTRAL, "[TOOL_CALLS]NAME[ARGS]ARGUMENTS"),
-    (PYTHONIC, "[NAME(a=1, b=[2, {'c': 'd'}]), NAME(input='x')]"),
-    (LLAMA4, "<|python_start|>[NAME(a=1), NAME(input='\\ud800')]<|python_end|>"),
-    (DEEPSEEK_V3, "<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\nARGUMENTS\n```<｜tool▁call▁end｜>"),
-    (DEEPSEEK_V31, "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>NAME<｜tool▁sep｜>ARGUMENTS<｜tool▁call▁end｜>"),
-    (KIMI_K2, "<|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>ARGUMENTS<|tool_call_end|>"),
-    (GLM45, "<tool_call>NAME\n<arg_key>a</arg_key>\n<arg_value>ARGUMENTS</arg_value>\n</tool_call>"),
-    (GLM45, "<tool_call>NAME\n<arg_key>input</arg_key>\n<arg_value>x\ny</arg_value>\n</tool_call>"),
-    (QWEN3_CODER, "<function=NAME>\n<parameter=input>\nx\n</parameter>\n<parameter=a>\n1\n</parameter>\n</function>"),
-    (QWEN3_CODER, "<tool_call>\n<function=NAME>\n<parameter=b>\nARGUMENTS\n</parameter>\n</function>\n</tool_call>"),
-    (None, "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>ARGUMENTS<|call|><|start|>assistant"),
+_PIECES = tuple(
+    dict.fromkeys(
+        text for text in (*_DATA["words"], *_SLIPS, *_DATA["tags"], MESSAGE, *HEADS, *ENDS, *_marks()) if text
+    )
 )
 
 
 def _text(source: Source, format: CallFormat | None) -> str:
     """Calls, mostly of the format, and pieces of calls between words; often cut short, or with letters changed."""
-    own = [call for of, call in _CALLS if of is format]
-    every = [call for _, call in _CALLS]
+    own = _CALLS[format]
     parts: list[str] = []
     for _ in range(1 + source.below(5)):
         if source.once_in(2):
             parts.append(source.pick(_PIECES))
             continue
-        call = source.pick(every if source.once_in(4) else own)
+        call = source.pick(_EVERY if source.once_in(4) else own)
         call = call.replace("NAME", source.pick(_NAMES)).replace("ARGUMENTS", source.pick(_OBJECTS))
         parts.append(call[: source.below(len(call) + 1)] if source.once_in(4) else call)
     text = "".join(parts)
@@ -162,8 +80,11 @@ class Answers:
     """Reads answers; counts them, and the calls that were found."""
 
     def __init__(self) -> None:
-        self.num_answers = 0
+        self.num_inputs = 0
         self.num_calls = 0
+
+    def result(self) -> str:
+        return f"{self.num_calls:,} calls were found"
 
     def run(self, data: bytes) -> None:
         source = Source(data)
@@ -186,7 +107,7 @@ class Answers:
         for call in whole.calls:
             assert call.name in FUNCTIONS, about
             assert call.name in reading.customs or isinstance(_strict(call.arguments), dict), about
-        self.num_answers += 1
+        self.num_inputs += 1
         self.num_calls += len(whole.calls)
 
 

@@ -15,7 +15,9 @@ from urllib.parse import quote
 from bootstrap_server.config import BootstrapConfig
 from bootstrap_server.server import BootstrapServer
 from service.security.signing import AUTH_HEADER, CHALLENGE_HEADER, Call, Signer
-from tools.fuzz.source import Source, mangled
+from tests.transfer.rig import until
+from tools.fuzz.footprint import SETTLE_S
+from tools.fuzz.source import Source, mangled, told
 
 CONFIG = BootstrapConfig(port=0, max_workers=8, max_rooms=64)
 STATUSES = frozenset((200, 400, 401, 404, 405, 413, 503))
@@ -91,12 +93,14 @@ class Caller:
     """Calls one server over a connection that is kept."""
 
     def __init__(self, server: BootstrapServer, secret: bytes | None) -> None:
-        self.num_calls = 0
+        self.num_inputs = 0
         self.statuses: Counter[int] = Counter()
         self._server = server
         self._signer = None if secret is None else Signer(secret)
         self._used = ""
         self._connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
+        self.run(bytes(8))
+        self._tasks_at_rest = self._num_tasks
 
     def run(self, data: bytes) -> None:
         source = Source(data)
@@ -110,7 +114,7 @@ class Caller:
         assert registry.num_workers <= CONFIG.max_workers and registry.num_rooms <= CONFIG.max_rooms
 
     def _call(self, method: str, path: str, body: bytes, source: Source) -> None:
-        self.num_calls += 1
+        self.num_inputs += 1
         headers = {"Content-Type": "application/json"} | self._headers(Call(method, path, body), source)
         self._connection.request(method, path, body or None, headers)
         response = self._connection.getresponse()
@@ -134,9 +138,14 @@ class Caller:
         return {AUTH_HEADER: quote(mangled(source, self._used.encode()), safe=":") if kind == 9 else self._used}
 
     @property
-    def num_tasks(self) -> int:
+    def _num_tasks(self) -> int:
         """Of the server's loop."""
         return len(asyncio.all_tasks(self._server._loop))
+
+    def result(self) -> str:
+        at_rest = self._tasks_at_rest
+        until(lambda: self._num_tasks <= at_rest, timeout_s=SETTLE_S, what="its tasks are as many as before")
+        return told(self.statuses)
 
     def close(self) -> None:
         self._connection.close()

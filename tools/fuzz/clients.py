@@ -14,6 +14,7 @@ import functools
 import gzip
 import json
 import tempfile
+import tomllib
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -35,48 +36,14 @@ from tests.frontend.conftest import Worker, start_worker
 from tests.hostile.doors import Answer, ask
 from tests.hostile.table import RESUME, Call, post
 from tests.transfer.rig import until
-from tools.fuzz.source import Source, mangled
+from tools.fuzz.source import Source, mangled, told
 
 MAX_CALLS = 25
 MAX_BODY = 1 << 18  # of both servers
 SERVED = frozenset((200, 400, 403, 404, 405, 409, 413, 415))
 RID, SLOW, BRIEF = "victim", "SLOW", {"max_new_tokens": 1}
-ADMINS = ("flush_cache", "check", "pause_generation", "traces", "workers/role", "load_lora_adapter", "stop_profile")
-PLACES = ("/v1/models/", "/v1/responses/", "/traces/", "/dashboard/requests/", "/health/", "/", "/v1/", "//")
-PIECES = (
-    "../",
-    "%2e%2e/",
-    "..%2f",
-    ".%2E%5c",
-    "..\\",
-    "./",
-    "/",
-    "x/",
-    "%2f",
-    "%252e%252e/",
-    "..;/",
-    "%00/",
-    "\xff/",
-    "...",
-)
-HEADERS = (
-    *(
-        "X-Tandem-Resume",
-        "X-Tandem-Keep",
-        "X-Tandem-Frames",
-        "X-Tandem-Caller",
-        "X-Tandem-Prefix-Source",
-        "X-Tandem-Sibling",
-    ),
-    *(
-        "X-Tandem-Image-Encoders",
-        "X-Tandem-No-Beats",
-        "X-Cluster-Voucher",
-        "X-Cluster-Auth",
-        "x-data-parallel-rank",
-        "Last-Event-ID",
-    ),
-)
+_DATA = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+ADMINS, PLACES, PIECES, HEADERS = (_DATA[name] for name in ("admins", "places", "pieces", "headers"))
 OTHER_SECRET = b"a secret of another cluster"
 _RESUME = json.dumps(RESUME).encode()
 WORDS = (
@@ -98,7 +65,7 @@ class Clients:
     doors: Mapping[str, tuple[str, Worker]]
     router: Started
     http: httpx.Client
-    num_calls: int = 0
+    num_inputs: int = 0
     statuses: Counter[int] = field(default_factory=Counter)
     _read: dict[Path, int] = field(default_factory=dict)
 
@@ -123,6 +90,9 @@ class Clients:
             done = [line for line in worker.http.get("/metrics").text.splitlines() if 'endpoint="/flush_cache"' in line]
             assert not any('status="200"' in line for line in done), done
 
+    def result(self) -> str:
+        return told(self.statuses)
+
     def _news(self, log: Path) -> str:
         """Return what was added to a log since the story before."""
         with log.open(errors="replace") as file:
@@ -132,7 +102,7 @@ class Clients:
         return text
 
     def _play(self, url: str, call: Call) -> None:
-        self.num_calls += 1
+        self.num_inputs += 1
         answer = ask(url, call)
         self.statuses[answer.status] += 1
         _check(call, answer)

@@ -49,6 +49,19 @@ class Refuted(AssertionError):
 
 
 @dataclass(frozen=True)
+class Cases:
+    """What schemathesis draws: its command, the most examples for an operation."""
+
+    schemathesis: Path
+    examples: int
+    seed: int
+
+    def command(self, url: str, selection: Sequence[str]) -> list[str]:
+        words = f"run {url}/openapi.json --phases coverage,fuzzing -n {self.examples} --seed {self.seed} -c {CHECKS}"
+        return [str(self.schemathesis.absolute()), *words.split(), "--request-timeout", "30", *selection]
+
+
+@dataclass(frozen=True)
 class Doors:
     """A cluster to be fuzzed. `warm`: what each of its processes held once it had served."""
 
@@ -56,20 +69,21 @@ class Doors:
     folder: Path
     processes: dict[str, psutil.Process]
     warm: dict[str, Footprint]
+    cases: Cases
 
     def url(self, door: str) -> str:
         return self.cluster.router if door == "router" else self.cluster.of(door)[0].url
 
 
 @contextlib.contextmanager
-def doors() -> Iterator[Doors]:
+def doors(cases: Cases) -> Iterator[Doors]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         with cluster(folder, *FLAGS, "--run-dir", f"{folder}/logs") as c:
             for number in range(WARM_ROUNDS):  # other prompts each time, until every page has been used once
                 _serve_well(c, seed=number)
             processes = dict(_processes(c))
-            yield Doors(c, folder, processes, {name: footprint(p) for name, p in processes.items()})
+            yield Doors(c, folder, processes, {name: footprint(p) for name, p in processes.items()}, cases)
 
 
 def _processes(c: Cluster) -> Iterator[tuple[str, psutil.Process]]:
@@ -84,34 +98,21 @@ def _processes(c: Cluster) -> Iterator[tuple[str, psutil.Process]]:
             yield "router", process
 
 
-def fuzz_door(at: Doors, door: str, *, schemathesis: Path, examples: int, seed: int, progress: Progress) -> str:
+def fuzz_door(at: Doors, door: str, progress: Progress) -> str:
     """One door, except for what stops generation."""
     selection = ("--exclude-path-regex", f"{LAST}|{NEVER}")
-    said = _run(_command(schemathesis, at.url(door), examples, seed, selection), at.folder / door, progress)
+    said = _run(at.cases.command(at.url(door), selection), at.folder / door, progress)
     return f"{said}; {_same_as_before(at)}"
 
 
-def fuzz_control(at: Doors, *, schemathesis: Path, examples: int, seed: int, progress: Progress) -> str:
+def fuzz_control(at: Doors, progress: Progress) -> str:
     """What stops and continues generation, at all doors."""
     said = []
     for door in DOORS:
-        command = _command(schemathesis, at.url(door), examples, seed, ("--include-path-regex", LAST))
+        command = at.cases.command(at.url(door), ("--include-path-regex", LAST))
         said.append(f"{door} {_run(command, at.folder / f'{door}-control', progress)}")
     _continue(at.cluster)
     return f"{', '.join(said)}; {_same_as_before(at)}"
-
-
-def _command(schemathesis: Path, url: str, examples: int, seed: int, selection: Sequence[str]) -> list[str]:
-    command = [
-        str(schemathesis.absolute()),
-        "run",
-        f"{url}/openapi.json",
-        "--phases",
-        "coverage,fuzzing",
-        "-n",
-        str(examples),
-    ]
-    return [*command, "--seed", str(seed), "-c", CHECKS, "--request-timeout", "30", *selection]
 
 
 def _run(command: Sequence[str], kept: Path, progress: Progress) -> str:

@@ -13,24 +13,17 @@ import faulthandler
 import logging
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-from tools.fuzz.openapi import DOORS, Doors, doors, fuzz_control, fuzz_door
-from tools.fuzz.parts import Asked, fuzz_answers, fuzz_bodies, fuzz_clients, fuzz_frames, fuzz_sockets
+from tools.fuzz.openapi import DOORS, Cases, doors, fuzz_control, fuzz_door
+from tools.fuzz.parts import PARTS as INSIDE
+from tools.fuzz.parts import fuzz
 from tools.fuzz.progress import Progress
 from tools.fuzz.report import CUT, DONE, FAILED, Report
 
-# Part -> its share of the inputs.
-SHARES = {"frames": 0.5, "sockets": 0.15, "bootstrap": 0.15, "answers": 0.15, "clients": 0.05}
-INSIDE = {
-    "frames": fuzz_frames,
-    "sockets": fuzz_sockets,
-    "bootstrap": fuzz_bodies,
-    "answers": fuzz_answers,
-    "clients": fuzz_clients,
-}
 CONTROL = "control"
-PARTS = (*SHARES, *DOORS, CONTROL)
+PARTS = (*INSIDE, *DOORS, CONTROL)
 
 
 def main() -> int:
@@ -42,7 +35,8 @@ def main() -> int:
     wanted = [part for part in args.parts if not (args.resume and report.is_done(part, _asked(args, part)))]
     for part in wanted:
         if part in INSIDE:
-            _keep(part, args, report, lambda progress, part=part: INSIDE[part](_share(args, part), progress))  # type: ignore[misc]
+            work = partial(fuzz, INSIDE[part], _share(args, part), args.seed)
+            _keep(part, args, report, work)
     outside = [part for part in wanted if part not in INSIDE]
     if outside and args.schemathesis is not None:
         _fuzz_doors(outside, args, report)
@@ -51,35 +45,20 @@ def main() -> int:
 
 
 def _fuzz_doors(parts: list[str], args: argparse.Namespace, report: Report) -> None:
-    with doors() as at:
+    with doors(Cases(args.schemathesis, args.examples, args.seed)) as at:
         for part in parts:
-            _keep(part, args, report, lambda progress, part=part: _fuzz_door(part, at, args, progress))  # type: ignore[misc]
-
-
-def _fuzz_door(part: str, at: Doors, args: argparse.Namespace, progress: Progress) -> str:
-    if part == CONTROL:
-        return fuzz_control(
-            at, schemathesis=args.schemathesis, examples=args.examples, seed=args.seed, progress=progress
-        )
-    return fuzz_door(
-        at, part, schemathesis=args.schemathesis, examples=args.examples, seed=args.seed, progress=progress
-    )
+            work = partial(fuzz_control, at) if part == CONTROL else partial(fuzz_door, at, part)
+            _keep(part, args, report, work)
 
 
 def _keep(part: str, args: argparse.Namespace, report: Report, work: Callable[[Progress], str]) -> None:
     """Run a part; whatever becomes of it is in the report."""
 
     def keep(status: str, result: str) -> None:
-        report.keep(
-            part,
-            status=status,
-            inputs=progress.done,
-            seconds=progress.elapsed_s,
-            result=result,
-            asked=_asked(args, part),
-        )
+        seen = {"inputs": progress.done, "seconds": progress.elapsed_s}
+        report.keep(part, status=status, **seen, result=result, asked=_asked(args, part))
 
-    total = _share(args, part).inputs if part in INSIDE else 0
+    total = _share(args, part) if part in INSIDE else 0
     progress = Progress(part, total, lambda done: keep(CUT, "was under way"))
     keep(CUT, "was under way")
     with contextlib.closing(progress):
@@ -101,12 +80,12 @@ def _prepare() -> None:
     logging.basicConfig(handlers=[handler])
 
 
-def _share(args: argparse.Namespace, part: str) -> Asked:
-    return Asked(int(args.inputs * SHARES[part]), args.seed)
+def _share(args: argparse.Namespace, part: str) -> int:
+    return int(args.inputs * INSIDE[part].share)
 
 
 def _asked(args: argparse.Namespace, part: str) -> dict[str, int]:
-    size = {"inputs": _share(args, part).inputs} if part in INSIDE else {"examples": args.examples}
+    size = {"inputs": _share(args, part)} if part in INSIDE else {"examples": args.examples}
     return {**size, "seed": args.seed}
 
 

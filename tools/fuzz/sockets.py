@@ -40,16 +40,22 @@ SECRET = b"sixteen bytes or more"
 ANSWER_MS = 10_000
 MAX_FRAMES = 120
 MAX_PEERS = 8
+COUNTED = {
+    "junk_frames": "malformed",
+    "protocol_errors": "out of turn",
+    "refused": "refused",
+    "succeeded": "good transfers' ends between them",
+}
 GOOD, EVIL = "good", "evil"
 LAST = 424242
 LAST_TRY = 255  # a frame may have named any
 
 
 class Target:
-    """A prefill and a decode manager of one cluster; `attack` speaks to both as a member that has gone mad."""
+    """A prefill and a decode manager of one cluster; `run` speaks to both as a member that has gone mad."""
 
     def __init__(self, secret: bytes | None) -> None:
-        self.num_frames = 0
+        self.num_inputs = 0
         self._secret = secret
         self._rooms = itertools.count(1000)
         self._pools = [Pool(num_pages=64, page_bytes=64, seed=number) for number in range(2)]
@@ -66,7 +72,7 @@ class Target:
     def _look_up(self, bootstrap: str, room: int, any_but: object) -> Route:
         return self._routes[bootstrap]
 
-    def attack(self, data: bytes) -> None:
+    def run(self, data: bytes) -> None:
         """A story at either end, and then a good transfer."""
         source = Source(data)
         if source.once_in(2):
@@ -93,7 +99,7 @@ class Target:
                 if source.is_empty:
                     break
                 link.send(to_prefill(source, ends))
-                self.num_frames += 1
+                self.num_inputs += 1
             self._until_read(link, ends)
         self._forget_asked()
 
@@ -145,7 +151,7 @@ class Target:
         for _ in range(MAX_FRAMES):
             if source.is_empty or not _send(door, link, to_decode(source, ends)):
                 break
-            self.num_frames += 1
+            self.num_inputs += 1
         while _send(door, link, encode(Ping(ends.src, ends.dst, LAST))):
             while door.poll(200):
                 answer = decode(door.recv_multipart()[1])
@@ -180,7 +186,7 @@ class Target:
                 guard_connector(made, self._secret)
             yield made
 
-    def assert_nothing_left(self) -> None:
+    def result(self) -> str:
         """Offers, rooms and peers of all that was said have expired but for the good pair's own."""
 
         def is_empty() -> bool:
@@ -191,6 +197,8 @@ class Target:
             )
 
         until(is_empty, timeout_s=20.0, what=f"{self.prefill.counters} {self.decode.counters}")
+        counters = [manager.counters for manager in (self.prefill, self.decode)]
+        return ", ".join(f"{sum(c.get(name, 0) for c in counters):,} {what}" for name, what in COUNTED.items())
 
     def close(self) -> None:
         self.decode.close()

@@ -4,8 +4,9 @@ As libFuzzer's FuzzedDataProvider does it (atheris has the same). Bytes that hav
 the first option: put the plain one there, then a failure shrinks towards plain stories.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from hypothesis import strategies as st
@@ -17,6 +18,22 @@ _LEAVES: tuple[Any, ...] = (
     *(None, True, 0, -1, 1, 2**31, 2**63 - 1, 2**63, 2**64 - 1, -(2**63), 1.5, float("nan"), float("inf")),
     *("", "a", "é", "x" * 300, "\x00\n", b"", b"\x00\xff", b"\x7f" * 40),
 )
+
+
+class Target(Protocol):
+    """What stories are played at. `num_inputs`: so far."""
+
+    num_inputs: int
+
+    def run(self, data: bytes) -> None:
+        """Play one story; an error means that what must hold did not."""
+
+    def result(self) -> str:
+        """What came of all, once nothing is left of it."""
+
+
+def told(statuses: Counter[int]) -> str:
+    return ", ".join(f"{count:,} x {status}" for status, count in sorted(statuses.items()))
 
 
 class Source:

@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+from hypothesis import note
 
 from tools.fuzz.frames import Ends, offer, register, to_decode, to_prefill
 from tools.fuzz.source import Source
@@ -302,6 +303,29 @@ class Story:
             self.decode.rooms.abort(received, "over", self.now_s)
             if received.drained and not received.closed:
                 self.decode.rooms.close(received)
+
+
+class Frames:
+    """Each story at cores of its own."""
+
+    def __init__(self) -> None:
+        self.num_inputs = self.num_stories = self.num_taken = self.num_writes = 0
+
+    def run(self, data: bytes) -> None:
+        story = Story()
+        try:
+            story.run(data)
+        except BaseException:
+            note("\n".join(story.steps))
+            raise
+        self.num_stories += 1
+        self.num_inputs += story.num_frames
+        self.num_taken += story.num_taken
+        self.num_writes += story.num_writes
+
+    def result(self) -> str:
+        taken, writes = self.num_taken, self.num_writes
+        return f"{self.num_stories:,} stories; {taken:,} frames were acted on, {writes:,} writes came of them"
 
 
 def _spans(post: Any, side: str) -> list[tuple[int, int]]:
