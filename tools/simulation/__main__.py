@@ -15,19 +15,9 @@ from tools.simulation.promises import OF_ENCODERS, PROMISES, play
 from tools.simulation.run import Outcome, run
 
 ENCODER_SEEDS = (6018, 6040)  # of encoder workers
-FIXED_SEEDS = (
-    *range(1, 41),
-    47,
-    49,
-    74,
-    102,
-    103,
-    125,
-    241,
-    271,
-    383,
-    709,  # the last ten show planted bugs that the others miss
-    1002,  # and of models that remember more than pages of all tokens
+PLANTED_SEEDS = (47, 49, 74, 102, 103, 125, 241, 271, 383, 709)  # they show planted bugs that the others miss
+GROUP_SEEDS = (
+    1002,
     1006,
     1009,
     1017,
@@ -37,17 +27,11 @@ FIXED_SEEDS = (
     1131,
     1141,
     1190,
-    2012,  # and of prefill workers that get prefixes from each other
-    2015,
-    2022,
-    2044,
-    3005,  # and of clients that come again
-    3014,
-    3015,
-    5001,  # and of workers that send heartbeats, and see images
-    5037,
-    *ENCODER_SEEDS,
-)
+)  # models remember more than pages of all tokens
+PREFIX_SEEDS = (2012, 2015, 2022, 2044)  # prefill workers get prefixes from each other
+RETURN_SEEDS = (3005, 3014, 3015)  # clients come again
+IMAGE_SEEDS = (5001, 5037)  # workers send heartbeats, and see images
+FIXED_SEEDS = (*range(1, 41), *PLANTED_SEEDS, *GROUP_SEEDS, *PREFIX_SEEDS, *RETURN_SEEDS, *IMAGE_SEEDS, *ENCODER_SEEDS)
 
 
 def replay_line(options: Options) -> str:
