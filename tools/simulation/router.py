@@ -2,18 +2,13 @@
 and requests that are simulated. They are coroutines; the loop that runs them has virtual time (aio.py).
 """
 
-import asyncio
-from collections import Counter, deque
-from collections.abc import Awaitable, Callable
-from contextlib import AbstractAsyncContextManager
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
 from aiohttp import HttpVersion11, web
-from aiohttp.client_reqrep import ConnectionKey
 from multidict import CIMultiDict
-from yarl import URL
 
 from router.admission.admission import Admission
 from router.attempts.encoder_headers import EncoderHeaders
@@ -43,10 +38,10 @@ from service.security.browser import BrowserRule
 from service.security.keys import open_gate
 from service.telemetry.tracer import Tracer
 from tools.simulation.aio import VirtualLoop
-from tools.simulation.http import Call, Head, Reply, Request, call, serve
+from tools.simulation.http import Reply, Request, serve
 from tools.simulation.network import Network
 from tools.simulation.options import SECRET, Options
-from tools.simulation.upstream import SimulatedUpstream
+from tools.simulation.upstream import SimulatedSession, SimulatedUpstream
 from tools.simulation.world import Process, Violation
 
 PORT = 80
@@ -78,10 +73,10 @@ class Router:
         self.table = WorkerTable(on_gone=chooser.forget)
         self.encoders = EncoderHeaders(encoders=Encoders(), table=self.table, secret=SECRET)
         self.rooms = RoomMinter(draw.getrandbits)
-        session: Any = _Session(network, process, config)
         self._upstream = SimulatedUpstream(
             network=network, process=process, aio=self.aio, request_timeout_s=config.request_timeout_s
         )
+        session: Any = SimulatedSession(self._upstream)
         metrics = RouterMetrics(self.table)
         failovers: Any = _Counted(network.world.seen, "failovers")
         metrics.failovers = failovers
@@ -251,160 +246,3 @@ class _Writer:
         if chunk:
             await self.write(chunk)
         self._reply.finish()
-
-
-class _Session:
-    """`aiohttp.ClientSession` over the simulated network."""
-
-    def __init__(self, network: Network, process: Process, config: RouterConfig) -> None:
-        self._network = network
-        self._process = process
-        self._config = config
-
-    def get(
-        self, url: str, *, timeout: aiohttp.ClientTimeout, headers: Any, allow_redirects: bool
-    ) -> AbstractAsyncContextManager["_Response"]:
-        parts = URL(url)
-        timeout_s = timeout.total or 60.0
-        return _Getting(lambda: self._open(Request("GET", parts.path), f"{parts.host}:{parts.port}", timeout_s))
-
-    def request(
-        self,
-        method: str,
-        url: str,
-        *,
-        data: bytes | None,
-        headers: Any,
-        timeout: aiohttp.ClientTimeout,
-        allow_redirects: bool,
-    ) -> AbstractAsyncContextManager["_Response"]:
-        parts = URL(url)
-        asked = Request(method, parts.path, data or b"", dict(headers))
-        return _Getting(lambda: self._open(asked, f"{parts.host}:{parts.port}", timeout.total or 60.0))
-
-    async def _open(self, request: Request, address: str, timeout_s: float) -> "_Response":
-        response = _Response(address, asyncio.get_running_loop(), timeout_s)
-        call(self._network, self._process, address, request, response.call)
-        try:
-            await response.head_came()
-        except BaseException:
-            response.close()
-            raise
-        return response
-
-
-class _Getting(AbstractAsyncContextManager["_Response"]):
-    def __init__(self, open_it: Callable[[], Awaitable["_Response"]]) -> None:
-        self._open = open_it
-
-    async def __aenter__(self) -> "_Response":
-        self._response = await self._open()
-        return self._response
-
-    async def __aexit__(self, *_: object) -> None:
-        self._response.close()
-
-
-class _Response:
-    """`aiohttp.ClientResponse`: one at a time waits for the next part."""
-
-    def __init__(self, address: str, loop: Any, timeout_s: float) -> None:
-        self.status = 0
-        self.headers: CIMultiDict[str] = CIMultiDict()
-        self.content_type = ""
-        self.content = self
-        self._loop = loop
-        self._deadline_s = loop.time() + timeout_s
-        self._address = address
-        self._parts: deque[bytes] = deque()
-        self._ended = False
-        self._error: Exception | None = None
-        self._waiter: asyncio.Future[None] | None = None
-        self.call = Call(self._on_head, self._on_chunk, self._on_end, self._on_lost)
-
-    def _on_head(self, head: Head) -> None:
-        self.status, self.content_type = head.status, head.content_type
-        self.headers["Content-Type"] = head.content_type
-        if head.retry_after:
-            self.headers["Retry-After"] = head.retry_after
-        self._wake()
-
-    def _on_chunk(self, data: bytes) -> None:
-        self._parts.append(data)
-        self._wake()
-
-    def _on_end(self) -> None:
-        self._ended = True
-        self._wake()
-
-    def _on_lost(self, reason: str) -> None:
-        if reason == "refused":
-            host, _, port = self._address.partition(":")
-            key = ConnectionKey(host, int(port), False, True, None, None, None)
-            self._error = aiohttp.ClientConnectorError(key, ConnectionRefusedError(111, "Connect call failed"))
-        elif not self.status:
-            self._error = aiohttp.ServerDisconnectedError()
-        else:
-            self._error = aiohttp.ClientPayloadError("the connection was lost")
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._loop.run(lambda: self._waiter.set_result(None))
-
-    async def _wait(self) -> None:
-        self._waiter = self._loop.create_future()
-        left_s = self._deadline_s - self._loop.time()
-        timer = self._loop.call_later(max(0.0, left_s), self._on_timeout, self._waiter)
-        try:
-            await self._waiter
-        finally:
-            timer.cancel()
-            self._waiter = None
-
-    def _on_timeout(self, waiter: "asyncio.Future[None]") -> None:
-        if not waiter.done():
-            waiter.set_exception(TimeoutError())
-
-    async def head_came(self) -> None:
-        while not self.status:
-            self._raise()
-            await self._wait()
-
-    def _raise(self) -> None:
-        if self._error is not None:
-            raise self._error
-
-    async def readany(self) -> bytes:
-        while not self._parts:
-            self._raise()
-            if self._ended:
-                return b""
-            await self._wait()
-        data = b"".join(self._parts)
-        self._parts.clear()
-        return data
-
-    async def read(self) -> bytes:
-        parts: list[bytes] = []
-        while data := await self.readany():
-            parts.append(data)
-        return b"".join(parts)
-
-    async def iter_any(self) -> Any:
-        while data := await self.readany():
-            yield data
-
-    def is_eof(self) -> bool:
-        return self._ended and not self._parts
-
-    def close(self) -> None:
-        if self.call.over:
-            return
-        self.call.cancel()
-        if not self._ended:
-            self._error = aiohttp.ClientConnectionError("Connection closed")
-            if self._waiter is not None and not self._waiter.done():
-                self._waiter.set_result(None)
-
-    release = close

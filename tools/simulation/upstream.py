@@ -1,8 +1,16 @@
 """The router's client over the simulated network: production replies, fed by simulated connections."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing
+from typing import Any
 from urllib.parse import urlsplit
+
+import aiohttp
+from aiohttp import ClientTimeout
+from aiohttp.client_reqrep import ConnectionKey
+from multidict import CIMultiDict
+from yarl import URL
 
 from router.attempts.request import LEAST_S
 from router.client.upstream import HttpReply, UpstreamError
@@ -33,7 +41,7 @@ class SimulatedUpstream:
             self._deadlines[name] = self._process.clock() + float(request.headers[TIMEOUT_HEADER])
 
     def get(self, url: str, path: str, *, headers: Mapping[str, str], timeout_s: float) -> HttpReply:
-        return self._send(url, Request("GET", path, b"", dict(headers)), timeout_s=timeout_s)
+        return self.send(url, Request("GET", path, b"", dict(headers)), timeout_s=timeout_s)
 
     def post(self, url: str, path: str, *, headers: Mapping[str, str], body: bytes) -> HttpReply:
         self._check_deadline(headers)
@@ -41,9 +49,9 @@ class SimulatedUpstream:
             self._rests[headers["X-Request-Id"]] += 1
             if self._rests[headers["X-Request-Id"]] == 2:
                 self._process.world.seen["answers that go on twice"] += 1
-        return self._send(url, Request("POST", path, body, dict(headers)), timeout_s=self._request_timeout_s)
+        return self.send(url, Request("POST", path, body, dict(headers)), timeout_s=self._request_timeout_s)
 
-    def _send(self, url: str, request: Request, *, timeout_s: float) -> HttpReply:
+    def send(self, url: str, request: Request, *, timeout_s: float) -> HttpReply:
         reply = HttpReply(self._aio, timeout_s=timeout_s)  # type: ignore[arg-type]
         exchange = _Exchange(reply, self._aio)
         reply.end_connection = exchange.call.cancel
@@ -58,6 +66,66 @@ class SimulatedUpstream:
         left_s = max(LEAST_S, deadline_s - self._process.clock())
         if float(headers[TIMEOUT_HEADER]) > left_s + DEADLINE_SLACK_S:
             raise Violation(f"an attempt may take {headers[TIMEOUT_HEADER]} s, {left_s:.3f} s are left")
+
+
+class SimulatedSession:
+    """`aiohttp.ClientSession` over the same connections, as far as routers use it."""
+
+    def __init__(self, upstream: SimulatedUpstream) -> None:
+        self._upstream = upstream
+
+    def get(self, url: str, *, timeout: ClientTimeout, **_: Any) -> "AbstractAsyncContextManager[_Answer]":
+        return self._exchange(URL(url), Request("GET", URL(url).path), timeout)
+
+    def request(
+        self, method: str, url: str, *, data: bytes | None, headers: Any, timeout: ClientTimeout, **_: Any
+    ) -> "AbstractAsyncContextManager[_Answer]":
+        return self._exchange(URL(url), Request(method, URL(url).path, data or b"", dict(headers)), timeout)
+
+    @asynccontextmanager
+    async def _exchange(self, url: URL, request: Request, timeout: ClientTimeout) -> AsyncIterator["_Answer"]:
+        at = f"http://{url.host}:{url.port}"
+        with closing(self._upstream.send(at, request, timeout_s=timeout.total or 60.0)) as reply:
+            answer = _Answer(reply)
+            await answer.begin()
+            yield answer
+
+
+class _Answer:
+    """`aiohttp.ClientResponse`, and its `content`."""
+
+    def __init__(self, reply: HttpReply) -> None:
+        self._reply = reply
+        self.content = self
+        self.status = 0
+        self.headers: Mapping[str, str] = {}
+
+    async def begin(self) -> None:
+        """Wait for the head."""
+        while not self._reply.status:
+            if self._reply.error is not None:
+                raise _as_of_aiohttp(self._reply.error)
+            await self._reply._waiter.wait()
+        self.status, self.headers = self._reply.status, CIMultiDict(self._reply.headers)
+
+    async def iter_any(self) -> AsyncIterator[bytes]:
+        try:
+            while data := await self._reply.readany():
+                yield data
+        except UpstreamError as error:
+            raise _as_of_aiohttp(error) from error
+
+    async def read(self) -> bytes:
+        return b"".join([data async for data in self.iter_any()])
+
+
+def _as_of_aiohttp(error: UpstreamError) -> Exception:
+    if error.reason == "timeout":
+        return TimeoutError()
+    if error.reason == "refused":
+        key = ConnectionKey("", 0, False, True, None, None, None)
+        return aiohttp.ClientConnectorError(key, ConnectionRefusedError(111, "Connect call failed"))
+    return aiohttp.ServerDisconnectedError()
 
 
 class _Exchange:
