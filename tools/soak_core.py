@@ -17,7 +17,6 @@ from typing import TypeVar
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis.strategies import SearchStrategy
-from tqdm import tqdm
 
 from tests.core.proof.driver import play
 from tests.core.proof.story import (
@@ -35,6 +34,7 @@ from tests.disagg.moving_stories import play as play_moves
 from tests.disagg.two_role_stories import play as play_two_roles
 from tests.disagg.two_role_stories import two_role_stories
 from tests.loop.test_dp_attention import fuzz
+from tools.progress import progress
 
 STORIES_A_ROUND = 100  # of each kind
 AGREED_STEPS_A_ROUND = 300  # of ranks of DP attention
@@ -92,7 +92,7 @@ def main() -> int:
     first = random.SystemRandom().randrange(2**31) if args.seed is None else args.seed
     seen: Counter[str] = Counter()
     started_s, number = time.monotonic(), first
-    with tqdm(total=args.steps, unit="step", desc=f"seeds from {first}", mininterval=1.0) as bar:
+    with progress(args.steps, unit="step", what=f"seeds from {first}") as bar:
         while seen["steps"] < args.steps:
             try:
                 now = drive_round(number, shrink=not args.no_shrink)

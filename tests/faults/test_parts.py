@@ -32,13 +32,13 @@ from tools.faults.load import Outcome, judge
 from tools.faults.matrix import lanes
 from tools.faults.memory import Curve, trend
 from tools.faults.network import Link, Network
-from tools.faults.progress import progress
 from tools.faults.ranks.rig import FOLLOWER, LEADER, RankFault, RankPhase, rank_cells
 from tools.faults.ranks.shapes import DECODES, PREFILLS
 from tools.faults.report import write_page
 from tools.faults.rig import WORKERS
 from tools.faults.run_cell import Result
 from tools.faults.soak_report import BY_ROUTER, verdict
+from tools.progress import progress
 
 ANSWER_S = 60.0
 

@@ -18,8 +18,8 @@ from typing import Any
 
 from tools.faults.cells import Cell, chosen
 from tools.faults.lane import group_of, path_of
-from tools.faults.progress import progress
 from tools.faults.report import MATRIX, REPORTS, RESULTS, about_run, keep, write_page
+from tools.progress import progress
 
 LANE_CELLS = 12
 POLL_S = 0.2

@@ -21,10 +21,10 @@ from tools.faults.cells import BACKENDS
 from tools.faults.churn import MORTAL_ROUTER, ROLES, ROUTERS, Fleet
 from tools.faults.household import unclean
 from tools.faults.memory import Watch
-from tools.faults.progress import progress
 from tools.faults.report import PAGE, REPORTS, RESULTS, SOAKS, about_run, keep, write_page
 from tools.faults.soak_report import BY_ROUTER, verdict
 from tools.faults.traffic import Mix, Traffic, session
+from tools.progress import progress
 
 MIX = Mix(at_once=16, most_pairs=100, most_new=24, aborts=0.1, abort_s=0.3)
 SAMPLE_S = 2.0

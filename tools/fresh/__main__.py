@@ -6,7 +6,6 @@ Status 0: README holds; 1: it does not; 3: this machine cannot make a bare root 
 import argparse
 import datetime
 import json
-import os
 import platform
 import signal
 import subprocess
@@ -15,6 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from deploy.bench.environment import describe
 from tools.fresh.bare_root import CLONE, NAMESPACES, TREE, CannotCheckError, bare_root
 
 CANNOT = 3
@@ -63,7 +63,7 @@ def _report(seen: dict[str, object], *, commit: str, made_s: float, long: bool) 
         "commit": commit,
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "form": "long" if long else "short",
-        "hardware": {"cpu": _cpu(), "cores": len(os.sched_getaffinity(0)), "memory_gib": _memory_gib()},
+        "hardware": {name: describe()[name] for name in ("cpu", "cores", "memory_gib")},
         "kernel": platform.release(),
         "mmdebstrap_s": made_s,
         **seen,
@@ -73,15 +73,6 @@ def _report(seen: dict[str, object], *, commit: str, made_s: float, long: bool) 
 def _commit(tree: Path) -> str:
     command = ["git", "-C", str(tree), "rev-parse", "HEAD"]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
-
-def _cpu() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
-
-
-def _memory_gib() -> float:
-    return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
 
 
 def _stop(number: int, frame: object) -> None:

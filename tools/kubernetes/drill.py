@@ -10,7 +10,6 @@ import json
 import logging
 import os
 import platform
-import socket
 import sys
 import tempfile
 import time
@@ -21,6 +20,7 @@ from typing import Any
 
 import aiohttp
 
+from deploy.launcher.ports import free_ports
 from tests.router.kube_server import kube_server
 from tools.kubernetes.kubelet import Cluster, LocalPod, ended_well
 from tools.kubernetes.render import KEYS
@@ -88,7 +88,7 @@ async def drill() -> dict[str, Any]:
         keys = make_keys(folder / "keys")
         kube = await stack.enter_async_context(kube_server(kubeconfig))
         session = await stack.enter_async_context(aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)))
-        cluster = Cluster("cpu-demo", folder, keys, kube, kubeconfig, free_port(), session)
+        cluster = Cluster("cpu-demo", folder, keys, kube, kubeconfig, *free_ports(1), session)
         stack.callback(cluster.end)
         workers = [await cluster.start(component) for component in ("prefill", "decode")]
         router = await cluster.start("router")
@@ -164,11 +164,6 @@ def make_keys(folder: Path) -> Path:
         (folder / name).write_text(os.urandom(32).hex())
         (folder / name).chmod(0o600)
     return folder
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return int(found.getsockname()[1])
 
 
 def main() -> int:

@@ -16,9 +16,8 @@ import sys
 import time
 from pathlib import Path
 
-from tqdm import tqdm
-
 from tools.mutants.planting import ROOT, TABLES, Bug, OutOfDate, bugs_of
+from tools.progress import progress
 
 FOUND = 1
 OUT_OF_DATE = 70
@@ -58,11 +57,15 @@ def find(table: str, name: str) -> str:
 def find_all(table: str, only: str) -> dict[str, dict[str, object]]:
     """Name of a bug -> what it does, the error that found it, and how long that took."""
     report: dict[str, dict[str, object]] = {}
-    for bug in tqdm([bug for name, bug in bugs_of(table).items() if only in name], unit="bug"):
-        started_s = time.monotonic()
-        error = find(table, bug.name)
-        report[bug.name] = {"what": bug.what, "found": error[:160], "seconds": round(time.monotonic() - started_s, 1)}
-        tqdm.write(f"{'found' if error else 'SURVIVED'}: {bug.name}: {error[:160]}")
+    chosen = [bug for name, bug in bugs_of(table).items() if only in name]
+    with progress(len(chosen), unit="bug") as bar:
+        for bug in chosen:
+            started_s = time.monotonic()
+            error = find(table, bug.name)
+            seconds = round(time.monotonic() - started_s, 1)
+            report[bug.name] = {"what": bug.what, "found": error[:160], "seconds": seconds}
+            bar.write(f"{'found' if error else 'SURVIVED'}: {bug.name}: {error[:160]}")
+            bar.update(1)
     return report
 
 

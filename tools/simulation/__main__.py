@@ -7,8 +7,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from tqdm import tqdm  # type: ignore[import-untyped]
-
+from tools.progress import progress
 from tools.simulation import report, scenario
 from tools.simulation.options import Options, options_of
 from tools.simulation.promises import OF_ENCODERS, PROMISES, play
@@ -97,7 +96,7 @@ def soak(args: argparse.Namespace) -> int:
     total = report.Total()
     first = random.SystemRandom().randrange(10**6, 10**9) if args.seed is None else args.seed
     end_s = time.monotonic() + 60 * args.soak
-    with tqdm(total=round(60 * args.soak), unit="s", bar_format="{l_bar}{bar}| {n:.0f}/{total} s {postfix}") as bar:
+    with progress(round(60 * args.soak), unit="s") as bar:
         seed = first
         while time.monotonic() < end_s:
             outcome = run(options_of(seed, nodes=args.nodes))
@@ -105,8 +104,9 @@ def soak(args: argparse.Namespace) -> int:
             if not outcome.ok:
                 bar.write(f"FAILED: {outcome.problem[:300]}\nreplay: {replay_line(outcome.options)}")
             seed += 1
-            bar.n = min(bar.total, round(60 * args.soak - (end_s - time.monotonic())))
-            bar.set_postfix_str(f"{total.num_seeds} seeds, {total.num_events} events, {len(total.failed)} failed")
+            done_s = min(bar.total, round(60 * args.soak - (end_s - time.monotonic())))
+            bar.set_postfix_str(f"{total.num_seeds} seeds, {len(total.failed)} failed", refresh=False)
+            bar.update(done_s - bar.n)
     print(total.text())
     if args.report:
         report.write(total, Path(args.report))

@@ -22,8 +22,10 @@ class Lines:
         self._out.flush()
 
 
-def progress(total: int, *, unit: str, out: TextIO | None = None) -> "tqdm[Any]":
+def progress(total: int | None, *, unit: str, out: TextIO | None = None, what: str | None = None) -> "tqdm[Any]":
+    """`total`: None where it is not known. `what`: what stands before the bar."""
     out = out or sys.stderr
     if out.isatty():
-        return tqdm(total=total, unit=unit, file=out)
-    return tqdm(total=total, unit=unit, file=Lines(out), mininterval=LINE_S, maxinterval=LINE_S, miniters=0, ncols=100)
+        return tqdm(total=total, unit=unit, file=out, desc=what)
+    every: dict[str, Any] = {"mininterval": LINE_S, "maxinterval": LINE_S, "miniters": 0, "ncols": 100}
+    return tqdm(total=total, unit=unit, file=Lines(out), desc=what, **every)
