@@ -1,4 +1,4 @@
-"""One class a name, and the field's words: pages and class names use no word of tools/house/words.py."""
+"""One class a name, and the field's words: pages and class names use no word of tools/house/words.toml."""
 
 import re
 from collections import Counter

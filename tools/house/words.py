@@ -2,8 +2,10 @@
 
 import ast
 import re
+import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 
 from tools.house.tree import Module, Rule, Tree
 
@@ -13,109 +15,11 @@ def _table(rows: Mapping[str, str]) -> Mapping[str, str]:
     return {ours: field for field, words in rows.items() for ours in words.split()}
 
 
-# Pages and class names have none of these (tests/docs/test_words.py).
-EVERYWHERE = _table(
-    {
-        "sample": "draw draws drew drawn",
-        "send": "told",
-        "receive": "heard",
-        "upstream call": "leg legs",
-        "request trace": "journey",
-        "peer process": "sibling siblings",
-        "active call": "lifeline lifelines",
-        "pending abort": "farewell farewells",
-        "poll request": "nudge",
-        "ZAP authenticator": "doorkeeper",
-        "role switch": "succession",
-        "newly retracted": "untaken",
-        "out of memory": "starved",
-        "the subject's name": "nobody somebody whom",
-    }
-)
-# Names and docstrings have ever fewer of these. "_" is the space between two words.
-OURS = _table(
-    {
-        "slo_cost": "strain",
-        "rotary": "turned",
-        "pre-RoPE": "unturned",
-        "micro-batches": "two_batches halves halved",
-        "stream": "lane lanes",
-        "pin": "lend lent",
-        "exit": "departure departures",
-        "piggybacked decode": "rider riders",
-        "output length estimate": "growth",
-        "verify": "judge judged",
-        "draft step": "guess guesses guessed",
-        "state checkpoint": "shadow",
-        "rollback": "rewind rewinds",
-        "started": "begun",
-        "workers": "headroom",
-        "released": "given_back",
-        "directory": "folder folders",
-        "heterogeneous TP": "unlike_ranks",
-        "send, report": "tell tells said say says",
-        "receive": "hear hears",
-        "request": "asked ask asks",
-        "parallel, second": "beside",
-        "single-rank, prefill-only": "alone",
-        "multimodal": "sees seeing",
-        "images": "sights",
-        "scenario": "story stories",
-        "option": "wish wishes",
-        "metrics": "figures",
-        "backoff": "nap naps",
-        "timeout": "patience",
-        "last_update": "news",
-        "co-location probability": "company",
-        "LPT assignment": "dealing",
-        "liveness probe": "roll_call",
-        "receiver thread": "mail",
-        "record a tombstone": "bury",
-        "take a tombstone": "exhume",
-        "recorder": "keeper",
-        "resuming": "going_on",
-        "register": "hear_of",
-        "track": "know_of knows_of",
-        "which": "who",
-    }
-)
-# The same, but ordinary English in a sentence. `part`, `begin`, `share`, `unit`, `keep` and `hold` have a right meaning, too.
-OURS_IN_NAMES = _table(
-    {
-        "route": "way ways",
-        "iteration; rotary": "turn turns",
-        "handoff": "held",
-        "placeholder request": "carry carried",
-        "request segments": "runs",
-        "page_hidden_states, extra_state, stop_suffix": "tail tails",
-        "rank coords; kv_slot": "place places",
-        "workers": "candidates",
-        "feasible": "in_time",
-        "max": "most",
-        "min": "least",
-        "rendezvous": "met meeting",
-        "arrive": "land lands",
-        "retained": "kept",
-    }
-)
-# class name -> what to write instead
-CLASSES = {
-    "Exchange": "RequestContext",
-    "Picture": "DashboardSnapshot",
-    "Race": "PairAttempt",
-    "Door": "AdmissionQueue",
-    "Line": "AdmissionQueue",
-    "Stand": "the queue's status",
-    "Silence": "ProbeTimeout",
-    "Question": "a probe",
-    "MeetingPlaces": "BootstrapAllowlist",
-    "Life": "RoleSession",
-    "Shell": "ControlThread",
-    "Outside": "Environment",
-    "Pulse": "Heartbeat",
-    "Asked": "a noun of the field",
-    "Told": "a noun of the field",
-}
+_DATA = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+EVERYWHERE = _table(_DATA["everywhere"])
+OURS = _table(_DATA["names_and_docstrings"])
+OURS_IN_NAMES = _table(_DATA["names"])
+CLASSES: Mapping[str, str] = _DATA["classes"]
 WIDTH = 100  # columns
 GLOSSARY, TERMS = "docs/glossary.md", 25
 
@@ -197,7 +101,7 @@ def glossary(tree: Tree) -> Mapping[str, int]:
     return {GLOSSARY: rows - 2 * sum(line.startswith("|--") for line in lines)}
 
 
-_FIELD = "write the field's word, tools/house/words.py names it"
+_FIELD = "write the field's word, tools/house/words.toml names it"
 
 RULES = (
     Rule("names", "different names with this word", _FIELD, names, slack=2),
