@@ -36,7 +36,7 @@ NODES ?=
 MINUTES ?= 10
 SIM := $(BIN)/python -m tools.simulation $(if $(NODES),--nodes $(NODES)) $(if $(SEED),--seed $(SEED))
 
-.PHONY: help setup run chat test quick slow-tests steady-tests fresh-check soak-core mutants sim sim-soak sim-mutants scale-fleet bench bench-peers fuzz manifests image-pins pins triton-versions house house-tighten api-table model-table k8s-drill fault-matrix encoder-faults death-notice churn-soak rank-faults rank-shapes rank-soak goodput plan-error gpu-check lint format clean
+.PHONY: help setup run chat test quick slow-tests steady-tests fresh-check soak-core mutants sim sim-soak sim-mutants scale-fleet bench bench-peers fuzz manifests image-pins pins triton-versions house house-tighten api-table model-table recall k8s-drill fault-matrix encoder-faults death-notice churn-soak rank-faults rank-shapes rank-soak goodput plan-error gpu-check lint format clean
 
 help:
 	@echo "make run [ARGS=...]    start a cluster on this machine; Ctrl-C ends it"
@@ -80,6 +80,7 @@ help:
 	@echo "make manifests         render deploy/kubernetes for the tests (after a change there; needs kubectl)"
 	@echo "make model-table       write the table of docs/models.md (after a change of what a model family works with)"
 	@echo "make api-table         write docs/api.md (after a change of routes or fields)"
+	@echo "make recall            write the shipped checkpoints again (after a change of tools/recall)"
 	@echo "make image-pins        pin what the images install to the versions of $(VENV)"
 
 setup: $(STAMP)
@@ -238,6 +239,10 @@ api-table: $(STAMP)
 
 model-table: $(STAMP)
 	$(BIN)/python -m tests.e2e.zoo
+
+recall: $(STAMP)
+	$(BIN)/python -m tools.recall.build recall engine/models/recall/checkpoint
+	$(BIN)/python -m tools.recall.build recall-wide engine/models/recall/wide
 
 house: $(STAMP)
 	$(BIN)/python -m tools.house --report docs/reports/house.md
