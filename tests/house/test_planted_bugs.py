@@ -8,10 +8,14 @@ import pytest
 from tools.mutants.planting import TABLES, Bug, OutOfDate, bugs_of
 
 
-@pytest.mark.parametrize("table", TABLES)
-def test_every_planted_bug_fits(table: str) -> None:
-    for bug in bugs_of(table).values():
-        bug.code()
+def test_every_planted_bug_fits() -> None:
+    misfits = []
+    for bug in (bug for table in TABLES for bug in bugs_of(table).values()):
+        try:
+            bug.code()
+        except OutOfDate as error:
+            misfits.append(str(error))
+    assert not misfits, "\n".join(misfits)
 
 
 def planted(**change: object) -> Bug:
@@ -21,6 +25,7 @@ def planted(**change: object) -> Bug:
 def test_a_bug_that_does_not_fit_is_out_of_date() -> None:
     for change in (
         {"at": "engine/core/page_allocator.py PageAllocator.no_such"},
+        {"at": "engine/no_such_file.py PageAllocator.evict"},
         {"old": "no such text", "new": ""},
         {"old": "self", "new": "self"},  # more than once
         {"last": "no_such_function(pages)"},
