@@ -38,6 +38,7 @@ def test_an_error_of_the_bugs_own_lines_is_told_from_what_it_does() -> None:
     bug = planted(last="self._no_such.clear()")
     bug.code()
     assert bug.explains("AttributeError: 'PageAllocator' object has no attribute '_no_such'")
+    assert bug.explains("TypeError: Pages._no_such() takes 1 positional argument but 2 were given")
     assert not bug.explains("AttributeError: 'NoneType' object has no attribute '_no_such'")
     assert not bug.explains("AttributeError: 'PageAllocator' object has no attribute 'other'")
 

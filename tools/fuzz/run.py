@@ -55,8 +55,8 @@ def _keep(part: str, args: argparse.Namespace, report: Report, work: Callable[[P
     """Run a part; whatever becomes of it is in the report."""
 
     def keep(status: str, result: str) -> None:
-        seen = {"inputs": progress.done, "seconds": progress.elapsed_s}
-        report.keep(part, status=status, **seen, result=result, asked=_asked(args, part))
+        done, seconds = progress.done, progress.elapsed_s
+        report.keep(part, status=status, inputs=done, seconds=seconds, result=result, asked=_asked(args, part))
 
     total = _share(args, part) if part in INSIDE else 0
     progress = Progress(part, total, lambda done: keep(CUT, "was under way"))

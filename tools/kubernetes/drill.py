@@ -1,7 +1,7 @@
 """`make k8s-drill`: a rolling update of every worker under load, without one lost request; then an API server that is away.
 
 The pods are the rendered `cpu-demo`'s (see `kubelet.py`), the router discovers them at an API server served here. Clients
-stream and check each answer: every one complete, in order, and equal to what the same prompt gave before the upgrade.
+ask without pause, half of them streaming: every answer is complete, in order, and the oracle's.
 """
 
 import argparse
@@ -10,11 +10,11 @@ import json
 import logging
 import os
 import platform
+import random
 import sys
 import tempfile
 import time
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,63 +22,13 @@ import aiohttp
 
 from deploy.launcher.ports import free_ports
 from tests.router.kube_server import kube_server
+from tools.faults.traffic import Mix, Traffic
 from tools.kubernetes.kubelet import Cluster, LocalPod, ended_well
 from tools.kubernetes.render import KEYS
 
-CLIENTS = 4
-TOKENS = (48, 48, 48, 2500)  # of each client's answers; the last one's outlast preStop and need the drain
-PAUSE_S = 0.05  # between two requests of a client: the machine is small, and the pods share it
-
-
-@dataclass
-class Load:
-    """Streams without end; `answers` by prompt, `failures` in words."""
-
-    url: str
-    key: str
-    session: aiohttp.ClientSession
-    sent: int = 0
-    answers: dict[int, str] = field(default_factory=dict)
-    failures: list[str] = field(default_factory=list)
-    longest_s: float = 0.0
-    stop: bool = False
-
-    async def client(self, number: int) -> None:
-        while not self.stop:
-            await self._request(number)
-            await asyncio.sleep(PAUSE_S)
-
-    async def _request(self, number: int) -> None:
-        began_s = time.monotonic()
-        self.sent += 1
-        try:
-            text = await self._stream(number)
-        except (aiohttp.ClientError, TimeoutError, ValueError, KeyError) as err:
-            self.failures.append(f"{type(err).__name__}: {err}")
-            return
-        self.longest_s = max(self.longest_s, time.monotonic() - began_s)
-        if self.answers.setdefault(number, text) != text:
-            self.failures.append(f"another answer to prompt {number}: {text!r}, before {self.answers[number]!r}")
-
-    async def _stream(self, number: int) -> str:
-        words = " ".join(f"k{i:02d} v{(7 * i + number) % 90 + 10}" for i in range(20))
-        body = {
-            "text": f"{words} k{number:02d}",
-            "stream": True,
-            "sampling_params": {"max_new_tokens": TOKENS[number], "temperature": 0, "ignore_eos": True},
-        }
-        events: list[Any] = []
-        async with self.session.post(
-            self.url + "/generate", json=body, headers={"Authorization": f"Bearer {self.key}"}
-        ) as response:
-            if response.status != 200:
-                raise ValueError(f"{response.status} {(await response.text())[:200]}")
-            async for line in response.content:
-                if line.startswith(b"data: ") and line.strip() != b"data: [DONE]":
-                    events.append(json.loads(line[6:]))
-        if "error" in events[-1] or events[-1]["meta_info"]["completion_tokens"] != TOKENS[number]:
-            raise ValueError(f"the stream ended with {events[-1]}")
-        return str(events[-1]["text"])
+MORE_S = 120.0
+# The longest answers outlast preStop and need the drain. No client leaves.
+MIX = Mix(at_once=4, most_pairs=20, most_new=2500, aborts=0.0, abort_s=0.0)
 
 
 async def drill() -> dict[str, Any]:
@@ -87,32 +37,33 @@ async def drill() -> dict[str, Any]:
         kubeconfig = folder / "kubeconfig"
         keys = make_keys(folder / "keys")
         kube = await stack.enter_async_context(kube_server(kubeconfig))
-        session = await stack.enter_async_context(aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)))
+        bearer = {"Authorization": f"Bearer {(keys / 'api.keys').read_text()}"}
+        session = await stack.enter_async_context(aiohttp.ClientSession(headers=bearer))
         cluster = Cluster("cpu-demo", folder, keys, kube, kubeconfig, *free_ports(1), session)
         stack.callback(cluster.end)
         workers = [await cluster.start(component) for component in ("prefill", "decode")]
         router = await cluster.start("router")
-        load = Load(f"http://{router.ip}:{cluster.router_port}", (keys / "api.keys").read_text(), session)
-        clients = [asyncio.create_task(load.client(number)) for number in range(CLIENTS)]
-        for client in clients:
-            stack.callback(client.cancel)
-        await until(lambda: len(load.answers) == CLIENTS and load.sent > 2 * CLIENTS, load)
+        over, url = asyncio.Event(), f"http://{router.ip}:{cluster.router_port}"
+        load = Traffic(MIX, random.Random(1), lambda: not over.is_set(), lambda rng: url)
+        clients = asyncio.create_task(load.run(session))
+        stack.callback(clients.cancel)
+        await more(load)
         phases: dict[str, Any] = {"before": take(load)}
         await upgrade(cluster, workers, load, phases)
         await without_api_server(cluster, load, phases)
-        load.stop = True
-        await asyncio.gather(*clients)
+        over.set()
+        await clients
         await cluster.delete(router)
         phases["pods that ended by themselves, status 0"] = ended_well([*workers, router])
         return {
             "phases": phases,
-            "requests": load.sent,
-            "failures": load.failures[:20],
-            "longest_s": round(load.longest_s, 2),
+            "requests": load.begun,
+            "failures": failures(load)[:20],
+            "longest_s": round(load.slowest_s, 2),
         }
 
 
-async def upgrade(cluster: Cluster, workers: list[LocalPod], load: Load, phases: dict[str, Any]) -> None:
+async def upgrade(cluster: Cluster, workers: list[LocalPod], load: Traffic, phases: dict[str, Any]) -> None:
     """Every worker is replaced, one after the other."""
     for old in workers:
         await cluster.replace(old)
@@ -120,7 +71,7 @@ async def upgrade(cluster: Cluster, workers: list[LocalPod], load: Load, phases:
         phases[f"{old.template.component} replaced"] = take(load)
 
 
-async def without_api_server(cluster: Cluster, load: Load, phases: dict[str, Any]) -> None:
+async def without_api_server(cluster: Cluster, load: Traffic, phases: dict[str, Any]) -> None:
     """It refuses and every watch is cut: serving goes on. A worker that comes meanwhile joins when it is back."""
     cluster.kube.refuse = 503
     cluster.kube.cut()
@@ -134,28 +85,28 @@ async def without_api_server(cluster: Cluster, load: Load, phases: dict[str, Any
     phases["API server away and back"] = take(load)
 
 
-async def known(cluster: Cluster, load: Load) -> str:
+async def known(cluster: Cluster, load: Traffic) -> str:
     """The router's workers, as text."""
-    async with cluster.session.get(load.url + "/workers", headers={"Authorization": f"Bearer {load.key}"}) as answer:
+    async with cluster.session.get(load.url(load.rng) + "/workers") as answer:
         return await answer.text()
 
 
-async def more(load: Load) -> None:
+async def more(load: Traffic) -> None:
     """Further requests, enough that every client sends some."""
-    target = load.sent + 3 * CLIENTS
-    await until(lambda: load.sent >= target, load)
-
-
-async def until(condition: Any, load: Load, most_s: float = 120.0) -> None:
-    async with asyncio.timeout(most_s):
-        while not condition():
-            if load.failures:
-                raise AssertionError(load.failures)
+    target = load.begun + 3 * MIX.at_once
+    async with asyncio.timeout(MORE_S):
+        while load.begun < target:
+            if failures(load):
+                raise AssertionError(failures(load))
             await asyncio.sleep(0.05)
 
 
-def take(load: Load) -> dict[str, int]:
-    return {"requests so far": load.sent, "failed": len(load.failures)}
+def failures(load: Traffic) -> list[str]:
+    return [*load.wrong, *load.errors]
+
+
+def take(load: Traffic) -> dict[str, int]:
+    return {"requests so far": load.begun, "failed": len(failures(load))}
 
 
 def make_keys(folder: Path) -> Path:

@@ -32,7 +32,9 @@ TABLES = {
     "cluster": ("cluster", "ranks", "image_sharing"),
     **{name: (name,) for name in ("encoders", "drafters", "experts", "states", "rewinds", "ways", "prefixes")},
 }
-_BLAMED = re.compile(r"(?<!'NoneType' object )(?:has no attribute|unexpected keyword argument) '(\w+)'")
+_BLAMED = re.compile(
+    r"(?<!'NoneType' object )(?:has no attribute|local variable) '(\w+)'|(\w+)\(\) (?:takes|missing|got an unexpected)"
+)
 
 
 class OutOfDate(Exception):
@@ -72,7 +74,8 @@ class Bug:
     def explains(self, error: str) -> bool:
         """Whether `error` speaks of a name that the bug's own lines use: then they are out of date, and nothing was found."""
         own = " ".join(str(self.change.get(key, "")) for key in ("new", "result", "body", "first", "last"))
-        return any(re.search(rf"\b{name}\b", own) for name in _BLAMED.findall(error))
+        blamed = [name for names in _BLAMED.findall(error) for name in names if name]
+        return any(re.search(rf"\b{name}\b", own) for name in blamed)
 
     @property
     def _place(self) -> tuple[str, str]:
