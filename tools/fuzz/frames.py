@@ -55,7 +55,7 @@ def register(source: Source, ends: Ends) -> bytes:
 
 def _frame(source: Source, ends: Ends, kind: str) -> bytes:
     src, dst = _names(source, ends)
-    value = [kind, src, dst, *(field(source, ends) for field in _FIELDS[kind])]
+    value = [kind, src, dst, *(_FIELDS[field](source, ends) for field in _MESSAGES[kind])]
     return spoilt(source, value)
 
 
@@ -84,26 +84,6 @@ def _page(source: Source, end: int) -> int:
 def _room(source: Source, ends: Ends) -> Any:
     first, count = ends.rooms
     return first + source.below(count) if not source.once_in(12) else source.pick((0, *_EDGES))
-
-
-def _attempt(source: Source, ends: Ends) -> Any:
-    return source.pick((0, 0, 0, 0, 1, 2, 2**31 - 1, 2**31))
-
-
-def _later_attempt(source: Source, ends: Ends) -> Any:
-    return source.pick((1, 1, 2, 3, 0, 2**31))
-
-
-def _count(source: Source, ends: Ends) -> Any:
-    return source.below(8) if not source.once_in(8) else source.pick(_EDGES)
-
-
-def _row(source: Source, ends: Ends) -> Any:
-    return source.below(ends.aux.num_items + 1) if not source.once_in(12) else source.pick(_EDGES)
-
-
-def _retry(source: Source, ends: Ends) -> Any:
-    return source.pick((0, 0, 0, 0, 1, 255, 256, -1))
 
 
 def _row_bytes(source: Source, ends: Ends) -> Any:
@@ -155,35 +135,37 @@ def _marks(source: Source, ends: Ends) -> Any:
     return source.pick(([mark], [mark], [mark, mark], []))
 
 
-def _reason(source: Source, ends: Ends) -> Any:
-    return source.pick(_REASONS)
-
-
-def _flag(source: Source, ends: Ends) -> Any:
-    return source.once_in(2)
-
-
-def _namespace(source: Source, ends: Ends) -> Any:
-    return [_reason(source, ends) for _ in range(source.below(4))]
-
-
 Field = Callable[[Source, Ends], Any]
-_FIELDS: dict[str, tuple[Field, ...]] = {
-    "Register": (
-        _layout,
-        _ranks,
-        lambda source, ends: _region(source, ends.aux),
-    ),
-    "TransferInfo": (_room, _attempt, pages, _row),
-    "Recompute": (_room, _later_attempt, pages, _row, pages, _count, _count, _flag, _namespace),
-    "Abort": (_room, _attempt, _reason),
-    "Registered": (_marks,),
-    "Refused": (_reason, _flag),
-    "Status": (_room, _attempt, lambda source, ends: source.below(7) - 1, _count, _reason, _retry, _row_bytes),
+_FIELDS: dict[str, Field] = {
+    "room": _room,
+    "attempt": lambda source, ends: source.pick((0, 0, 0, 0, 1, 2, 2**31 - 1, 2**31)),
+    "later attempt": lambda source, ends: source.pick((1, 1, 2, 3, 0, 2**31)),
+    "count": lambda source, ends: source.below(8) if not source.once_in(8) else source.pick(_EDGES),
+    "row": lambda source, ends: source.below(ends.aux.num_items + 1) if not source.once_in(12) else source.pick(_EDGES),
+    "retry": lambda source, ends: source.pick((0, 0, 0, 0, 1, 255, 256, -1)),
+    "reason": lambda source, ends: source.pick(_REASONS),
+    "reasons": lambda source, ends: [source.pick(_REASONS) for _ in range(source.below(4))],
+    "flag": lambda source, ends: source.once_in(2),
+    "state": lambda source, ends: source.below(7) - 1,
+    "pages": pages,
+    "row bytes": _row_bytes,
+    "layout": _layout,
+    "ranks": _ranks,
+    "aux": lambda source, ends: _region(source, ends.aux),
+    "marks": _marks,
+}
+_MESSAGES: dict[str, tuple[str, ...]] = {
+    "Register": ("layout", "ranks", "aux"),
+    "TransferInfo": ("room", "attempt", "pages", "row"),
+    "Recompute": ("room", "later attempt", "pages", "row", "pages", "count", "count", "flag", "reasons"),
+    "Abort": ("room", "attempt", "reason"),
+    "Registered": ("marks",),
+    "Refused": ("reason", "flag"),
+    "Status": ("room", "attempt", "state", "count", "reason", "retry", "row bytes"),
     "Nudge": (),
-    "Drained": (_room, _attempt),
-    "Ping": (_count,),
-    "Pong": (_count,),
+    "Drained": ("room", "attempt"),
+    "Ping": ("count",),
+    "Pong": ("count",),
     "Bye": (),
 }
 # Often what asks for most; now and then what is not for this side.
