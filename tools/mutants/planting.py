@@ -67,15 +67,22 @@ class Bug:
         block = textwrap.dedent("".join(lines[node.lineno - 1 : node.end_lineno]))
         lines[node.lineno - 1 : node.end_lineno] = [textwrap.indent(self._changed(block), " " * node.col_offset), "\n"]
         code = compile("".join(lines), str(ROOT / path), "exec", dont_inherit=True)
-        if unknown := set(_globals(code)) - set(_stored(code)) - vars(builtins).keys() - {"__file__"}:
+        unknown = set(_globals(code)) - set(_stored(code)) - vars(builtins).keys() - {"__file__"}
+        used = set(re.findall(r"\bself\.(\w+)", self._own)) - set(re.findall(r"\bself\.(\w+) = ", self._own))
+        unknown |= {name for name in used if not re.search(rf"\b{name}\b", text)}
+        if unknown:
             raise OutOfDate(f"{self.name}: {path} knows no {', '.join(sorted(unknown))}")
         return code
 
     def explains(self, error: str) -> bool:
         """Whether `error` speaks of a name that the bug's own lines use: then they are out of date, and nothing was found."""
-        own = " ".join(str(self.change.get(key, "")) for key in ("new", "result", "body", "first", "last"))
         blamed = [name for names in _BLAMED.findall(error) for name in names if name]
-        return any(re.search(rf"\b{name}\b", own) for name in blamed)
+        return any(re.search(rf"\b{name}\b", self._own) for name in blamed)
+
+    @property
+    def _own(self) -> str:
+        """Its own lines."""
+        return "\n".join(str(self.change.get(key, "")) for key in ("new", "result", "body", "first", "last"))
 
     @property
     def _place(self) -> tuple[str, str]:
