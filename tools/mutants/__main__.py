@@ -33,12 +33,12 @@ def look_with(table: str, bug: Bug) -> int:
         return OUT_OF_DATE
     finding = importlib.import_module("tools.mutants.finding")
     logging.disable(logging.WARNING)  # the roles say which transfer failed
-    error = finding.look(table)
-    if bug.explains(error):
-        print(error, file=sys.stderr)
+    found = finding.look(table)
+    if bug.explains(found):
+        print(found, file=sys.stderr)
         return OUT_OF_DATE
-    print(error[:400].replace("\n", " "))
-    return FOUND if error else 0
+    print(found[:400].replace("\n", " "))
+    return FOUND if found else 0
 
 
 def find(table: str, name: str) -> str:

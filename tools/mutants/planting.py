@@ -54,7 +54,7 @@ class Bug:
         path, _ = self._place
         name = path.removesuffix(".py").replace("/", ".")
         assert name not in sys.modules, f"{name} is there already, without the bug"
-        sys.meta_path.insert(0, _Planted(name, str(ROOT / path), self.code()))  # type: ignore[arg-type]
+        sys.meta_path.insert(0, _Planted(name, str(ROOT / path), self.code()))
 
     def code(self) -> CodeType:
         """Return the module with the bug in it. Raises `OutOfDate`."""
