@@ -105,7 +105,7 @@ class Adapters:
             adapter.users.remove(rid)
 
     def loaded(self) -> dict[str, str]:
-        """Name -> path of usable adapters, by load order."""
+        """Name -> path, by load order."""
         return {a.name: a.path for a in self._by_name.values() if a.state is AdapterState.READY}
 
     def counts(self) -> dict[AdapterState, int]:

@@ -3,9 +3,8 @@
   retracted --begin--> saving --step collected--> saved, memory freed --restore--> running
       +--- aborted, or no room: dropped, recomputed later
 
-Copies are ordered plan data. A copy in flight counts as a step, so pages are freed after it: a
-transfer peer may write a freed page next without waiting for our stream. Copies include the last
-window and the recurrent state.
+Copies run in plan order. One in flight counts as a step, since a transfer peer may write a freed
+page without waiting for our stream. They include the last window and the recurrent state.
 """
 
 from collections.abc import Iterable
@@ -96,13 +95,11 @@ class Backups:
             request.saved_len = 0
 
     def attach(self, plan: Plan) -> None:
-        """Add all requested copies to this plan."""
         plan.saves, self._saves = self._saves, []
         plan.loads, self._loads = self._loads, []
         plan.drops, self._drops = self._drops, []
 
     def on_collected(self, plan: Plan) -> None:
-        """Note finished copies of a collected step."""
         for key in [*(save.key for save in plan.saves), *(load.key for load in plan.loads)]:
             self._copying.pop(key).inflight -= 1
 

@@ -79,7 +79,6 @@ class CacheEvents(TreePart):
             self._events.append(BlockRemoved(self._hashes(node, start, end), MEDIUM))
 
     def _parent(self, node: Node) -> int | None:
-        """Name of the page before `node`; None at the start of prompts."""
         above = next(_above(node), None)
         return None if above is None else self._names[above.pages[-1]]
 
@@ -110,7 +109,6 @@ class CacheEvents(TreePart):
 
 
 def _shown(tokens: Sequence[int]) -> Sequence[int]:
-    """Event ids of `tokens`."""
     if not tokens or max(tokens) < FIRST_KEY_ID:
         return tokens
     return [token if token < FIRST_KEY_ID else SEEN | token % SEEN for token in tokens]
@@ -122,7 +120,6 @@ def _seed(branch: Branch) -> bytes:
 
 
 def _above(node: Node) -> Iterator[Node]:
-    """Yield nodes with pages above `node`, nearest first."""
     parent = node.parent
     while parent is not None and parent.pages:
         yield parent

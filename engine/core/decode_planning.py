@@ -63,7 +63,7 @@ class DecodePlanner:
         return ask.passes_within(room, passes)
 
     def _with_slots(self, requests: list[Request]) -> list[Request]:
-        """Requests with a row or a free one; drafts take no row from others."""
+        """Requests with a row or a free one, which drafts take from no others."""
         rowless = [r.rid for r in requests if r.slot is None][self._table.num_free :]
         return [r for r in requests if r.rid not in rowless]
 
@@ -141,7 +141,7 @@ class DecodePlanner:
                 self._state.ratio.on_retraction(self._stages.running)
 
     def _retract_sometimes(self, ready: list[Request]) -> None:
-        """Force a retraction, and leave the others a step (for tests)."""
+        """Force a retraction (for tests)."""
         self._num_planned += bool(ready)
         if self._num_planned % self._state.limits.test_retract == 0 and len(ready) > 1:
             victim = max(ready, key=self._retraction_order)
@@ -149,7 +149,7 @@ class DecodePlanner:
             ready.remove(victim)
 
     def _retraction_order(self, request: Request) -> tuple[int, int, int, str]:
-        """Victims from the end: lowest priority, longest output, shortest input; rid breaks ties."""
+        """By priority, longest output, shortest input; rid breaks ties."""
         rank = self._priorities.rank(request)
         return (-rank, len(request.output_ids), -len(request.input_ids), request.rid)
 

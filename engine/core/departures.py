@@ -5,8 +5,8 @@
   retract ---+                              retracted: KV saved (Backups), waiting, or the role's
   move ---------> leaving ---settle (inflight 0)---> held by the role, which sends its KV
 
-Pages are released only if no launched step touches them: a transfer peer may write a released page
-next, and does not wait for our stream.
+No launched step may touch released pages: a transfer peer may write them without waiting for our
+stream.
 """
 
 from engine.core.outputs import output_of

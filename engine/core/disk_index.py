@@ -72,7 +72,7 @@ class DiskIndex:
         return key in self._sizes and key not in self._writing
 
     def holds(self, key: bytes) -> bool:
-        """The file exists or is being written."""
+        """True if the file exists or is being written."""
         return key in self._sizes
 
     def touch(self, keys: Iterable[bytes]) -> None:

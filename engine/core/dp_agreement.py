@@ -3,9 +3,9 @@
   rank 0   offers plan, row 7 ----.                         .--> rows 7 complete: launch 7, offer 8
   rank 1   nothing to do           `-> requested: row 7 idle -'   launch 7 without items
 
-Step k runs if a rank offers a plan for it; then every rank posts one row k, in order. Without an
-offer nothing wakes. An abort does not revoke an offered plan. A rank posts at most `depth` rows
-after the last complete step, so 2 * depth + 1 rows suffice.
+Step k runs if a rank offers a plan; then every rank posts one row k, in order. Without an offer
+nothing wakes; aborts revoke none. A rank posts at most `depth` rows after the last complete step,
+so 2 * depth + 1 rows suffice.
 """
 
 from collections.abc import Sequence

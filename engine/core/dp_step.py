@@ -45,10 +45,7 @@ class AgreedStep(msgspec.Struct, frozen=True, array_like=True):
 
 
 def agree(rows: Sequence[Row]) -> AgreedStep:
-    """Return the step of all ranks' rows.
-
-    SGLang rounds tokens up for its reduce-scatter; here every rank has all of them.
-    """
+    """Return the step of all ranks' rows, without SGLang's rounding for a reduce-scatter."""
     step = rows[0].step
     assert all(row.step == step for row in rows) and not all(row.idle for row in rows)
     extend = any(row.extend for row in rows)

@@ -41,7 +41,6 @@ class Chances:
         self._of_confidence = {is_greedy: [Chance() for _ in FIRST_OF_CONFIDENCE] for is_greedy in (False, True)}
 
     def of_place(self, drafts: Drafts, topk: int) -> float:
-        """Probability that one of `topk` candidates is right."""
         first = self.of_match(drafts, MODELED)
         return first if topk == 1 else min(SURE, first + (1 - first) * self._of_others.value(FIRST_OF_OTHERS, TRUST))
 

@@ -1,7 +1,7 @@
 """Rows of a step that verifies a draft tree: order and KV places.
 
-Rows are by depth, so lengths do not decrease. The first-candidate path has its own positions;
-others follow, and move if accepted (engine/executor/draft_pass.py).
+Rows are by depth, so lengths do not decrease. The first-candidate path has its own places; others
+follow, and move if accepted (engine/executor/draft_pass.py).
 
     known  + a + d            rows     known  a  b  d  e  c
            |   + e            depth      0    1  1  2  2  2

@@ -1,16 +1,15 @@
 """Speculative decoding: choice of requests and draft lengths for the most tokens per second.
 
-A draft token is one more row of a decode step: it reads the draft and samples the next token.
-engine/core/results.py accepts a row if the row before sampled exactly its draft. Samples depend
-only on seed, position and logits, so tokens equal plain decoding's at any temperature.
+A draft token is one more row of a decode step, which samples the next token. results.py accepts it
+if the row before sampled exactly the draft. Samples depend on seed, position and logits only, so
+tokens equal plain decoding's at any temperature.
 
 Rows are taken by acceptance probability, in the number that maximizes
 
   expected tokens of the step / seconds of a step with these rows
 
-Both are learned (engine/core/draft_chances.py, RowCosts), so drafts become short and end in full
-batches. A model drafter runs in the executor (engine/executor/draft_pass.py), in draft steps whose
-time counts.
+Both are learned (draft_chances.py, RowCosts), so drafts are short and end in full batches. A model
+drafter's steps (engine/executor/draft_pass.py) count, too.
 """
 
 from bisect import bisect_right

@@ -1,8 +1,8 @@
 """Plan-time checks that no sampled, uncollected token is lost.
 
 The device has one cell per slot (engine/executor/future_map.py). Steps run in plan order, reads
-before writes. One cell suffices if every step that samples for a slot with a sample in flight also
-reads it, and a slot changes owner only with nothing in flight.
+before writes. One cell suffices if each step that samples over a sample in flight also reads it,
+and slots change owner with nothing in flight.
 
     token at position   known-1 | known ... known+pending-2 | known+pending-1 | not planned
                         on host | in flight and read already | in flight, in the cell

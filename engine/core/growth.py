@@ -1,4 +1,4 @@
-"""Prediction of how far present requests become longer together, from finished answers.
+"""Prediction of the added tokens of present requests, from finished answers.
 
 A request with g tokens is predicted to reach the SHARE-quantile of recent answers longer than g.
 Finished requests free memory, so the need is a peak over time:

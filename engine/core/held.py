@@ -121,7 +121,7 @@ class HeldRequests:
         self._departures.move(request)
 
     def leave(self, request: Request, reason: FinishReason) -> TokenOutput:
-        """End a request for its client; memory stays until `release`."""
+        """End a request for its client; `release` frees memory."""
         assert request in self._stages.held and request.moves
         request.finish = reason
         return output_of(request, [])
@@ -159,7 +159,7 @@ class HeldRequests:
     # ---- ends
 
     def end(self, request: Request, reason: FinishReason) -> TokenOutput:
-        """End a failed or aborted request; memory stays until `release`."""
+        """End a failed or aborted request; `release` frees memory."""
         assert request in self._stages.held
         request.finish = reason
         self._state.counters.aborted += 1
@@ -173,10 +173,8 @@ class HeldRequests:
         self._departures.settle()
 
     def quarantine(self, request: Request) -> Detached:
-        """Detach own memory that a peer may write, until `end_quarantine`."""
         return self._memory.quarantine(request)
 
     def end_quarantine(self, detached: Detached) -> None:
-        """Free memory that no peer can write."""
         self._memory.end_quarantine(detached)
         self._stages.batch_is_full = False

@@ -35,7 +35,7 @@ def take(request: Request, item: PlanItem, rows: bytes) -> None:
 
 
 def _pooled(request: Request, rows: bytes) -> bytes:
-    """Return the embedding, of unit length by default as in SGLang and OpenAI; label logits stay."""
+    """Unit length by default, as in SGLang and OpenAI; label logits stay."""
     if request.pooling == "labels":
         return rows
     vector = array.array("f", _sum(request.unsent.hidden, rows))

@@ -4,10 +4,10 @@
   share, on_read, on_removed --> copied out (plan.to_host) --> written
   admission, load_ahead <------- copied back (plan.from_host) <-- read while the request waits
 
-Pages are found by chained keys (engine/core/page_keys.py). Copies run in plan order on the stream
-where all owners write pages, so a device page may change owner once its copy is planned. Decode
-workers, whose peers write outside it, have no host tier; peers of a prefix wait until pages are
-settled. Host pages are pinned until their copy is collected.
+Pages have chained keys (page_keys.py). Copies run in plan order on the stream of all page writes,
+so a device page may change owner once its copy is planned. Decode workers, whose peers write
+outside it, have no host tier; peers of a prefix wait until pages are settled. Host pages are pinned
+until their copy is collected.
 
 After SGLang's HiCache.
 """
@@ -88,7 +88,6 @@ class HostCache(MemoryPart, TreePart, LowerTier):
             self._on_cached(inserted.node, self.keys.of(request, end)[inserted.existing :])
 
     def _on_cached(self, node: Node, keys: list[bytes]) -> None:
-        """Note a new tree node and its page keys."""
         node.keys = keys
         self._write_when_used(node)
 
@@ -142,7 +141,7 @@ class HostCache(MemoryPart, TreePart, LowerTier):
     # ---- admission
 
     def prefetch(self, request: Request, memory: Memory) -> None:
-        """Start file reads after the cached prefix, up to the first gap."""
+        """Read files up to the first gap."""
         if self.disk is not None:
             start = len(memory.match_prefix(request).pages)
             keys = self.keys.of(request, self._end_of(request))
@@ -153,7 +152,6 @@ class HostCache(MemoryPart, TreePart, LowerTier):
         return self.disk is not None and self.disk.awaits(request, now_s)
 
     def _end_of(self, request: Request) -> int:
-        """Return the limit of its cacheable pages."""
         return match_limit(request) // self.keys.identity.page_size
 
     def open(self, request: Request, match: Match, *, lands: bool) -> None:
@@ -162,7 +160,7 @@ class HostCache(MemoryPart, TreePart, LowerTier):
         self.on_read(match.node)
 
     def start(self, request: Request, match: Match, *, lands: bool) -> None:
-        """Copy host pages after the match in this step, before any read."""
+        """Copy host pages before any read of the step."""
         found, self._found = self._found, []
         self.load(request, found, start=len(match.pages))
         request.launched_len += len(found) * self.keys.identity.page_size
@@ -202,10 +200,6 @@ class HostCache(MemoryPart, TreePart, LowerTier):
         return self.disk is not None and self.disk.busy
 
     def load_ahead(self, request: Request, memory: Memory, *, earlier: Sequence[Request], most: int) -> None:
-        """Evict nothing that `earlier` requests would find.
-
-        Pages loaded before and evicted since stay evicted.
-        """
         match = memory.match_prefix(request)
         start, end = len(match.pages), self._end_of(request)
         loads = request.keep_kv and request.lower_tiers.ahead.end <= start < end and self.holds(request, start)
@@ -230,11 +224,9 @@ class HostCache(MemoryPart, TreePart, LowerTier):
         self.share(request, inserted, start=len(cached), end=num_pages)
 
     def holds(self, request: Request, index: int) -> bool:
-        """Check the host for page `index` of the request."""
         return self.pages.get(self.keys.of(request, index + 1)[index]) is not None
 
     def _copy_ahead(self, request: Request, pages: list[int], host_pages: list[int], *, start: int) -> None:
-        """Copy found pages into `pages`, from page `start` of a waiting request."""
         num_read = self._load(request, pages, host_pages, start=start)
         self.pages_ahead_left -= len(pages)
         self.counted["hicache_loaded_ahead_pages"] += len(pages)
@@ -243,7 +235,7 @@ class HostCache(MemoryPart, TreePart, LowerTier):
         request.lower_tiers.ahead = LoadedAhead(begin, end, ahead.num_read + num_read)
 
     def _load(self, request: Request, pages: list[int], host_pages: list[int], *, start: int) -> int:
-        """Request copies; return how many pages came from files and were unused since."""
+        """Return how many pages came from files, unused since."""
         self._in += [PageCopy(page, host_page) for page, host_page in zip(pages, host_pages, strict=True)]
         self._touch(self.keys.of(request, start + len(host_pages)))
         self.counted["hicache_loaded_pages"] += len(host_pages)
@@ -255,7 +247,6 @@ class HostCache(MemoryPart, TreePart, LowerTier):
         return bool(self._out or self._in)
 
     def attach(self, plan: Plan) -> None:
-        """Add all requested copies to this plan."""
         plan.to_host, self._out = self._out, []
         plan.from_host, self._in = self._in, []
         if plan.to_host or plan.from_host:
@@ -263,7 +254,6 @@ class HostCache(MemoryPart, TreePart, LowerTier):
         self.pages_ahead_left = self._ahead_pages
 
     def on_collected(self, plan: Plan, *, failed: bool) -> None:
-        """Unpin copies of a collected step, and write new host pages to disk."""
         self._under_way.pop(plan.seq, None)
         for copy in reversed(plan.from_host):
             self.pages.unpin(copy.host_page)

@@ -4,12 +4,11 @@
            ^____________ needed again by any request ___________/
   sent by an encode worker --lands--------------------------> unused
 
-Steps need features of every image they touch, whole even if a chunk cuts it. Used and unused
-features share a limit in bytes; the least recently needed unused ones are evicted. Repeated images
-in a batch or prompt are encoded once.
+Steps need whole features of every image they touch. Used and unused ones share a limit in bytes;
+the least recently needed unused ones are evicted. Repeated images are encoded once.
 
-Steps end before an image without room or encode budget. So that prompts progress, one chunk's needs
-must fit; other requests are refused.
+Steps end before an image without room or encode budget. Requests with a chunk that cannot fit are
+refused.
 
 After SGLang's and vLLM's embedding caches.
 """
@@ -33,7 +32,7 @@ Use = tuple[int, int]  # request serial, image number
 
 @dataclass(slots=True, eq=False)
 class _Features:
-    """Features of one image, and its `uses` by uncomputed tokens."""
+    """Features of one image, in `uses` by uncomputed tokens."""
 
     size_bytes: int
     uses: set[Use] = field(default_factory=set)
@@ -145,7 +144,6 @@ class ImageCache(MemoryPart, Features):
             self.num_evicted += 1
 
     def retire(self, request: Request) -> None:
-        """End uses of images whose tokens are all computed."""
         for image in islice(request.images, request.num_seen_images, None):
             if image.end > request.computed_len:
                 return
@@ -153,7 +151,6 @@ class ImageCache(MemoryPart, Features):
             request.num_seen_images += 1
 
     def free(self, request: Request) -> None:
-        """End all uses; no step is in flight."""
         for number in range(request.num_seen_images, len(request.images)):
             self._end_use(request, number)
         request.num_seen_images = 0
@@ -262,7 +259,6 @@ def _megabytes(num_bytes: int) -> str:
 
 
 def _touched(request: Request, start: int, end: int) -> Iterator[ImageInput]:
-    """Images with tokens among `start`..`end` - 1."""
     for image in islice(request.images, request.num_seen_images, None):
         if image.start >= end:
             return
@@ -271,7 +267,6 @@ def _touched(request: Request, start: int, end: int) -> Iterator[ImageInput]:
 
 
 def _from(images: Sequence[ImageInput], first: int, end: int) -> Iterator[ImageInput]:
-    """Image `first`, and later ones starting before `end`."""
     for image in islice(images, first, None):
         if image.start >= end:
             return

@@ -4,8 +4,8 @@
   decode         | step |                          | step |    due PACE of it after the last
   prefill        | what a step leaves | whole device | ...
 
-A decode step gets the smallest share that ends within PACE of the objective; prompts get the rest,
-at least LEAST_FOR_PROMPTS of the time. Without an objective decode has half.
+Decode gets the smallest share that ends within PACE of the objective; prompts the rest, at least
+LEAST_FOR_PROMPTS of the time. Without objective decode has half.
 
 Decode share by objective: Semi-PD (arXiv:2504.19867), DynaServe (arXiv:2504.09285).
 """

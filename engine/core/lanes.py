@@ -1,22 +1,21 @@
-"""PD multiplexing: prompts and decodes are steps of two lanes, which one device computes at the same time.
+"""PD multiplexing: prefill and decode steps run in two lanes of one device, concurrently.
 
     prefill lane   | chunk 1 of A  | chunk 2 of A, B | chunk of E ...
     decode lane    | C D | C D | C D | C D | C D | A B C D | A B C D ...
 
-Steps of one lane run in the order of their plans, steps of two lanes in any order. So a request has steps in flight in one lane only:
-its prompt is computed in the prefill lane, and it changes to the decode lane once nothing of it is in flight. What an executor knows of
-a row is its lane's: the request opens its row again where it goes, and closes it where it was (RequestTable). The lanes share the pages:
-each is written by steps of the one request that holds it, and others read it once these steps have been collected.
+Steps run in plan order within a lane only. So a request changes to decode once nothing of it is in
+flight: it opens an executor row in the new lane and closes the old one (RequestTable). Lanes share
+pages: only steps of the holder write them, and others read them after these are collected.
 
-Sources of the idea: both phases over one KV pool in Semi-PD (arXiv:2504.19867) and Bullet (arXiv:2504.19516), SGLang's --enable-pdmux,
-and shares of a device for prefill and decode in MuxServe (arXiv:2404.02015).
+Both phases over one KV pool: Semi-PD (arXiv:2504.19867), Bullet (arXiv:2504.19516), SGLang's
+--enable-pdmux; shares of a device: MuxServe (arXiv:2404.02015).
 """
 
 from enum import Enum
 
 
 class Lane(Enum):
-    """Where the steps of a plan run. A plan without a lane: there is one stream of steps."""
+    """Lane of a plan's steps, if there are two."""
 
     PREFILL = "prefill"
     DECODE = "decode"

@@ -1,8 +1,7 @@
 """Early host loads for waiting requests: the bus works while others compute.
 
-Loaded pages are evictable tree pages without an owner, at most half of free + evictable, so no
-request lacks a page for them. They evict nothing read by running requests or found by earlier
-waiting ones.
+Loaded pages are evictable tree pages, at most half of free + evictable, so no request lacks pages.
+They evict nothing read by running requests or found by earlier waiting ones.
 
 Each page is loaded early once per request; if evicted, admission loads it again.
 """

@@ -45,12 +45,10 @@ class Memory:
         return part_of(kind, self.parts)
 
     def of(self, kind: type[P]) -> P:
-        """Return the part of class `kind`, or its default."""
         return self.part(kind) or kind()
 
     @property
     def allocators(self) -> tuple[PageAllocator, ...]:
-        """Allocators of pages and parts."""
         return (self.allocator, *(allocator for part in self.parts for allocator in part.allocators))
 
     @property
@@ -61,7 +59,6 @@ class Memory:
     # ---- admission
 
     def refusal(self, request: Request, *, part_tokens: int) -> FinishReason | None:
-        """Return why a part can never have room for `request`, or None."""
         reasons = (part.refusal(request, part_tokens=part_tokens) for part in self.parts)
         return next(filter(None, reasons), None)
 
@@ -122,7 +119,6 @@ class Memory:
     # ---- growth
 
     def needs_page(self, request: Request) -> bool:
-        """Check for a missing page for the next token."""
         return request.launched_len == len(request.pages) * self.allocator.page_size
 
     def grow(self, request: Request) -> bool:
@@ -149,7 +145,6 @@ class Memory:
             part.extend(request, end, answer=answer)
 
     def retire(self, request: Request) -> None:
-        """Free memory behind computed tokens that nothing reads."""
         for part in self.parts:
             part.retire(request)
 
@@ -215,22 +210,18 @@ class Memory:
             allocator.end_quarantine(numbers)
 
     def tail(self, request: Request, num_tokens: int) -> tuple[list[int], ...]:
-        """Return extra memory of the first `num_tokens` tokens for a transfer."""
         return tuple(piece for part in self.parts for piece in part.tail(request, num_tokens))
 
     # ---- plans
 
     def asks_for_a_step(self, lane: Lane | None) -> bool:
-        """Check for a required step of parts without request tokens."""
         return any(part.asks_for_a_step(lane) for part in self.parts)
 
     def attach(self, plan: Plan) -> None:
-        """Add requested work of parts to this plan."""
         for part in self.parts:
             part.attach(plan)
 
     def on_collected(self, plan: Plan, *, failed: bool) -> None:
-        """Notify parts of a collected step. `failed`: out of device memory."""
         for part in self.parts:
             part.on_collected(plan, failed=failed)
 
@@ -243,7 +234,6 @@ class Memory:
         return {name: value for part in self.parts for name, value in part.gauges().items()}
 
     def checks(self, requests: Callable[[], Sequence[Request]]) -> dict[str, Callable[[], None]]:
-        """Return checks by owner; `requests` returns all live ones."""
         parts = {part.name: _check_of(part, requests) for part in self.parts}
         return {"page allocator": self.allocator.check, "radix cache": self.cache.check, **parts}
 
@@ -259,7 +249,6 @@ def _forget(request: Request) -> None:
 
 
 def growth_pages(allocator: PageAllocator, request: Request, num_tokens: int) -> int:
-    """Pages for `num_tokens` more tokens."""
     known = request.num_tokens
     return allocator.pages_for(known + num_tokens) - allocator.pages_for(known)
 

@@ -1,11 +1,10 @@
 """Parts of request memory: hooks called by Memory, the tree and the scheduler.
 
-Parts run in the order of engine/build.py: host tier, recurrent states, window pages, image
-features. They rely on no other order and no other part. Parts that follow tree nodes are TreeParts
-(radix_node.py), too.
+Parts run in engine/build.py's order: host tier, recurrent states, window pages, image features.
+They rely on nothing else of each other. Parts that follow tree nodes are TreeParts (radix_node.py),
+too.
 
-Planning finds decisions of a single part by class (`Memory.of`); without the part, the class here
-is the default.
+Planning finds a part by class (`Memory.of`); the classes here are the defaults.
 """
 
 from collections.abc import Sequence

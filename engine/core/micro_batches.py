@@ -3,9 +3,8 @@
   stage 0   | A B | C D | A B | C D |          A..D running, two stages: two micro-batches
   stage 1         | A B | C D | A B | C D |    A and B's plan follows stage 1's samples
 
-Each decode waits for its sample, so plans have no placeholders and tokens reach all stages as ids.
-Chunks of a prompt follow at once. A plan takes an even share, so that no stage idles. After
-SGLang's pp_loop_size.
+Decodes wait for their sample, so plans have no placeholders. Chunks of a prompt follow at once.
+Plans take even shares, so that no stage idles. After SGLang's pp_loop_size.
 """
 
 from collections.abc import Iterable

@@ -45,7 +45,6 @@ class NewTokenRatio:
         self.value = self._initial
 
     def growth_tokens(self, request: Request) -> float:
-        """Predict tokens that a running request will add."""
         return self.new_growth(request) * self.value
 
     def new_growth(self, request: Request) -> int:

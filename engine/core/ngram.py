@@ -3,7 +3,7 @@
   ... def area ( self ) : ...  def area ( se       the newest 4 tokens have occurred before:
           ^^^^^^^^^^^^^ lf      ^^^^^^^^^^^^^       the tokens after them are the draft
 
-Each request has its own index: a shared one would leak others' text through timing. Ideas: Saxena's
+Indexes are per request: a shared one would leak text by timing. Ideas: Saxena's
 prompt-lookup-decoding, vLLM's and SGLang's NGRAM.
 """
 

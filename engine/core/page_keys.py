@@ -28,7 +28,7 @@ class KVIdentity(msgspec.Struct, frozen=True, kw_only=True):
     weights: str
 
     def seed(self, adapter: str = "", namespace: tuple[str, ...] = ()) -> bytes:
-        """Start of a chain, separate per adapter load and namespace."""
+        """Chain start per adapter load and namespace."""
         return hashlib.sha256(msgspec.msgpack.encode((msgspec.structs.astuple(self), adapter, *namespace))).digest()
 
 

@@ -1,7 +1,4 @@
-"""One step as the scheduler plans it, and its result. Plain data: no torch, no I/O.
-
-A `Plan` is all the executor needs; it never looks at a request.
-"""
+"""A planned step and its result, as plain data: no torch, no I/O. Executors see no request."""
 
 from dataclasses import dataclass, field
 
@@ -17,10 +14,9 @@ from engine.sampling_params import SamplingParams
 
 @dataclass(slots=True, frozen=True)
 class SlotOpen:
-    """A request gets a row of the request table. `prompt_ids` and `output_ids` (after a resumption) feed the penalties.
+    """A new row of the request table; `prompt_ids` and a resumption's `output_ids` feed penalties.
 
-    `adapter`: number of the LoRA adapter that computes it; 0: the model alone. `state`: its slot of recurrent state; 0: the model
-    has none.
+    `adapter`: number, 0 for the base model. `state`: slot of recurrent state, or 0.
     """
 
     slot: int
@@ -33,7 +29,7 @@ class SlotOpen:
 
 
 class FeatureRows(msgspec.Struct, frozen=True, array_like=True):
-    """Rows of an item whose embeddings are features of image `key`: rows `at`..`at + count - 1` are its tokens from `first` on."""
+    """Rows `at`..`at + count - 1` of an item: features of image `key` from token `first`."""
 
     at: int
     key: bytes
@@ -42,10 +38,7 @@ class FeatureRows(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ItemImages(msgspec.Struct, frozen=True, array_like=True):
-    """The images of an item: `rows` of features, and RoPE positions of its tokens.
-
-    `rope`: None: they follow one another from `start + rope_delta` on.
-    """
+    """Image rows of an item. Without `rope`, positions count on from `start + rope_delta`."""
 
     rows: tuple[FeatureRows, ...] = ()
     rope: RopePositions | None = None
@@ -53,7 +46,7 @@ class ItemImages(msgspec.Struct, frozen=True, array_like=True):
 
 
 class FeatureLand(msgspec.Struct, frozen=True, array_like=True):
-    """The features of image `key`, `num_tokens` rows, lie in `pages` of the pool in which they arrive from encode workers."""
+    """Features of image `key` (`num_tokens` rows) in `pages` written by an encode worker."""
 
     key: bytes
     pages: list[int]
@@ -61,26 +54,23 @@ class FeatureLand(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PlanItem(msgspec.Struct, frozen=True):
-    """One request's part of a step; with drafts, one of its rows. A struct: a frozen dataclass costs 1 us for every request and step.
+    """One request's rows of a step; each draft is an item. A frozen dataclass costs 1 us more each.
 
-    tokens:       [q_len] ids at positions start..; -(slot+1) stands for the token that `slot` sampled last
-    start:        tokens whose KV is in the pages already
-    page_start:   `new_pages` go to this index of the slot's page row
+    tokens:       [q_len] ids from `start`; -(slot+1) is the slot's last sampled token
+    start:        tokens with KV in the pages
+    page_start:   index of `new_pages` in the slot's page row
     sample:       sample a token after the last position
-    output_len:   output tokens before this step: the position of the sample (seeds, min_new_tokens)
-    extend:       part of a prompt, or of what a retracted request computes again
-    logprob_from: first position whose own logprob is wanted in this step
-    hidden_from:  first position whose hidden state is wanted in this step
-    window_start: as `page_start`, for `new_window`: pages of layers with a window; 0 where a page is gone
-    pool:         "last" | "mean": instead, one vector of these positions: the last state, or their sum
-    behind:       its token is a guess of what the item `behind` items before it, of the same request, samples
-                  (engine/core/drafting.py); 0: it is known, or in flight
-    place:        its KV goes where the token at this position has its place in the pages, and moves to its own place once it is
-                  accepted; -1: it has its own (engine/core/draft_rows.py)
-    to_draft:     passes of the executor's drafter behind the item's token, which nothing else computes in this step: each drafts
-                  the next token, or with trees the next ones
-    topk:         tokens that such a pass guesses for each place, and paths that the next one goes on from; the same of all items
-    images:       of its request; None: its tokens are text before any
+    output_len:   position of the sample: earlier output tokens (seeds, min_new_tokens)
+    extend:       part of a prompt, or of a recomputation
+    logprob_from: first position with a wanted logprob
+    hidden_from:  first position with a wanted hidden state
+    window_start: `page_start` of `new_window` (0: freed page)
+    pool:         "last" | "mean": one vector instead, the last state or the sum
+    behind:       draft of the sample of the item `behind` places earlier; 0: no draft
+    place:        position whose KV place it uses until accepted; -1: its own (draft_rows.py)
+    to_draft:     drafter passes after the token, in a step that only drafts
+    topk:         candidates per place, and paths that continue; equal for all items
+    images:       None before the request's first image
     """
 
     rid: str
@@ -107,7 +97,6 @@ class PlanItem(msgspec.Struct, frozen=True):
 
     @property
     def draft(self) -> bool:
-        """Whether its token is a guess."""
         return self.behind > 0
 
     @property
@@ -116,13 +105,13 @@ class PlanItem(msgspec.Struct, frozen=True):
 
     @property
     def kv_len(self) -> int:
-        """Count the tokens in the KV cache after this step."""
+        """Tokens in the KV cache after this step."""
         return self.start + len(self.tokens)
 
 
 @dataclass(slots=True, frozen=True)
 class PageSave:
-    """Copy `pages` to host memory under `key`; with them the pages of the last `window`, and the slot of a recurrent `state` (0: none)."""
+    """Host copy under `key` of `pages`, the last `window` and a recurrent `state` (0: none)."""
 
     key: int
     pages: list[int]
@@ -132,7 +121,7 @@ class PageSave:
 
 @dataclass(slots=True, frozen=True)
 class PageLoad:
-    """Copy pages `start`.. of copy `key` into `pages`, all of its window into `window`, its state into `state`; and forget the copy."""
+    """Load copy `key` from its page `start` on, with its whole window and state, and drop it."""
 
     key: int
     start: int
@@ -143,7 +132,7 @@ class PageLoad:
 
 @dataclass(slots=True, frozen=True)
 class PageCopy:
-    """A copy between a device page and a page of the host tier."""
+    """Copy between the device and the host tier."""
 
     page: int
     host_page: int
@@ -151,7 +140,7 @@ class PageCopy:
 
 @dataclass(slots=True, frozen=True)
 class StateCopy:
-    """Slot `dst` of recurrent states becomes a copy of slot `src`; None: the state before a request's first token, zero."""
+    """Copy of recurrent state slot `src`, or of the zero state if None."""
 
     src: int | None
     dst: int
@@ -159,10 +148,7 @@ class StateCopy:
 
 @dataclass(slots=True, frozen=True)
 class StateRewind:
-    """The state of the request in row `slot` becomes that behind its first `length` tokens.
-
-    It is behind drafts that were rejected, of the last step that had some.
-    """
+    """Rollback of a row's state to `length` tokens, as the last verify step rejected drafts."""
 
     slot: int
     length: int
@@ -170,22 +156,21 @@ class StateRewind:
 
 @dataclass(slots=True)
 class Plan:
-    """One step, which may have no items. `extend`: some item is part of a prompt; decodes may ride along.
+    """One step, perhaps without items. `extend`: with parts of prompts.
 
-    `wait`: the loop launches this one without overlap (depth 1, or with pipeline stages as many as there are micro-batches).
-    `masks`: by item index, the tokens that it may sample (`Grammar.bitmask`); filled in just before sampling is launched.
-    `sample_deferred`: some masks follow from tokens in flight, so sampling is launched when these are collected.
-    `agreed`: with DP attention, the step as all ranks compute it, filled in before launch; None: it has none of their layers.
-    `joins`: with DP attention, only other ranks have something for the step.
-    `lane`: with PD multiplexing, whose steps run in the order of their plans; None: those of all plans do.
+    - wait: launch without overlap (depth 1, or the number of micro-batches)
+    - masks: allowed tokens by item index (`Grammar.bitmask`), set before sampling
+    - sample_deferred: masks depend on tokens in flight, so sampling waits for these
+    - agreed: with DP attention, the step of all ranks, set before launch
+    - joins: with DP attention, only other ranks have items
+    - lane: with PD multiplexing, steps run in plan order per lane
+    - states, snapshots: copies before and after the step, each in order
+    - `rewinds`: rollbacks of states that no step has read since verification
+    - encodes, forgets, lands: image features to compute, drop, copy from an encode worker
 
-    `states`: what requests with recurrent state begin from; `snapshots`: copies of states as the step leaves them. Each in order.
-    `rewinds`: states behind drafts that an earlier step verified, which no step has read since.
-    `encodes`: images whose features the step computes first; `forgets`: keys of those whose features go before that; `lands`: features
-    that are copied from where another worker has written them.
-
-    Order that the executor owes: `rewinds`, `to_host`, `from_host`, `drops` (copies to forget), `loads`, `saves`, `closes`, `opens`, `states`,
-    page rows of `items`, `forgets`, `lands`, `encodes`, forward, `snapshots`, sampling.
+    Execution order: `rewinds`, `to_host`, `from_host`, `drops` (of copies), `loads`, `saves`,
+    `closes`, `opens`, `states`, page rows, `forgets`, `lands`, `encodes`, forward, `snapshots`,
+    sampling.
     """
 
     seq: int
@@ -213,12 +198,11 @@ class Plan:
 
     @property
     def stream(self) -> int:
-        """Return the number of the executor's stream that runs the step."""
         return 0 if self.lane is None else STREAMS[self.lane]
 
     @property
     def only_drafts(self) -> bool:
-        """Whether the executor's drafter drafts for the items, and the model computes nothing."""
+        """True for a step of the executor's drafter, without the model."""
         return bool(self.items) and self.items[0].to_draft > 0
 
     @property
@@ -227,9 +211,9 @@ class Plan:
 
 
 class ItemResult(msgspec.Struct):
-    """`token`: sampled id, if any. `input_logprobs`: for positions from `logprob_from`. `drafted`: in `to_draft` passes.
+    """A sampled `token`, if any, `input_logprobs` from `logprob_from`, and `drafted` candidates.
 
-    `hidden`: float32 rows, one for each position from `hidden_from`, or one when they are pooled.
+    `hidden`: float32 rows from `hidden_from`, or one pooled row.
     """
 
     token: int | None
@@ -242,7 +226,7 @@ class ItemResult(msgspec.Struct):
 
 @dataclass(slots=True)
 class StepResult:
-    """`items`: parallel to `Plan.items`. `failure`: why the step has no results, and its items are empty; "": it has."""
+    """Results parallel to `Plan.items`; empty after a `failure`."""
 
     seq: int
     items: list[ItemResult]

@@ -6,8 +6,8 @@
   lof         longest output first
   random      in random order
 
-Cache-aware policies (lpm, dfs-weight) put a request with an uncached prefix of an earlier one last;
-shared_work.py decides if it waits. Priorities precede the policy.
+Cache-aware policies (lpm, dfs-weight) put requests with an earlier one's uncached prefix last;
+shared_work.py decides if they wait. Priorities precede the policy.
 """
 
 import math

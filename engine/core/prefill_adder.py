@@ -53,7 +53,7 @@ class PrefillAdder:
         self.num_requests = 0
 
     def _beside(self, decode_tokens: int, budget: float) -> float:
-        """Reserve at least half of the budget for prompts, so that decodes cannot starve them."""
+        """Reserve half of the budget for prompts, so that decodes cannot starve them."""
         return max(budget - decode_tokens, budget // 2, self._limits.part_tokens)
 
     def add(self, request: Request) -> AddResult:
@@ -72,13 +72,12 @@ class PrefillAdder:
         return not self._features.has_room(request, self._limits.part_tokens)
 
     def reserve_for(self, request: Request, *, without: Sequence[Request]) -> int:
-        """Pages that `add` needs after the known tokens of `request`, without `without`."""
+        """Pages for `add`, besides known tokens, without `without`."""
         left = sum(self._growth_pages.get(r.rid, 0) for r in without)
         growth = self._ratio.new_growth(request)
         return growth_pages(self._memory.allocator, request, growth) + self._reserved_pages - left
 
     def forget(self, gone: Sequence[Request]) -> None:
-        """Drop expected pages of `gone`."""
         self._reserved_pages -= sum(self._growth_pages.pop(r.rid, 0) for r in gone)
 
     @property

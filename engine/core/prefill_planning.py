@@ -1,9 +1,8 @@
 """Choice of prompts and chunks for the next step.
 
 The chunked request continues first, then waiting ones in policy order within budgets
-(prefill_adder.py). Requests are skipped while their prefix or image features load or transfer,
-their adapter has no place, another computes a shared prefix (shared_work.py), or image features
-lack room.
+(prefill_adder.py). Requests are skipped while prefix or image features load or transfer, image
+features or adapter lack room, or another computes a shared prefix (shared_work.py).
 """
 
 from collections.abc import Iterable
@@ -91,12 +90,10 @@ class PrefillPlanner:
         )
 
     def _num_riders(self) -> int:
-        """Decodes that ride in this step."""
         batches, running = self._state.micro_batches, self._stages.running
         return batches.share(len(batches.ready(running)), num_running=len(running))
 
     def _in_order(self, adapters: AdapterBudget, now_s: float) -> Iterable[Request]:
-        """Waiting requests with a place for their adapter, in policy order."""
         may_run = (r for r in self._stages.waiting.values() if adapters.has_place(r))
         if self._policy == "fcfs" and not self._priorities.enabled:
             return list(islice(may_run, self._limits.max_running_requests))
@@ -131,7 +128,7 @@ class PrefillPlanner:
         return sum(r.slot is None and self._priorities.urgency(r, now_s) > own for r in self._stages.running)
 
     def _note_full(self) -> None:
-        """Mark the batch full until a request leaves, unless memory is being freed."""
+        """Mark the batch full, unless memory is being freed."""
         stages = self._stages
         if not stages.retraction_pending:
             stages.batch_is_full = bool(stages.running or stages.draining or stages.held)
@@ -146,7 +143,7 @@ class PrefillPlanner:
             counters.cached_tokens += request.launched_len
 
     def _extend(self, request: Request, adder: PrefillAdder) -> PlanItem:
-        """Plan as many known tokens as allowed; it stays `chunked` until the last."""
+        """Plan all allowed known tokens; it stays `chunked` until the last."""
         start, total = request.launched_len, request.num_tokens
         end = adder.take(request)
         self._memory.extend(request, end, answer=False)
@@ -156,7 +153,7 @@ class PrefillPlanner:
         return plan_item(request, start, end, sample=end == total, extend=True)
 
     def _restore(self, request: Request) -> PlanItem:
-        """Copy KV back from the host and sample in the same step, so each retraction gains a token."""
+        """Copy KV back and sample in the same step, so each retraction gains a token."""
         self._state.backups.restore(request)
         self._stages.running.append(request)
         return plan_item(request, request.launched_len, request.launched_len + 1, sample=True, extend=False)

@@ -1,8 +1,8 @@
 """Radix tree of token prefixes with cached KV; edges are whole pages.
 
-Owns nodes, pages and locks. Lock counts are at least those of children, so unlocked nodes can be
-evicted leaf by leaf (eviction.py). Prefixes of the base model without namespace start at the root;
-each adapter load (engine/core/adapters.py) and namespace has a *branch*, whose top has no pages.
+Owns nodes, pages and locks. Lock counts are at least those of children, so unlocked nodes are
+evicted leaf by leaf (eviction.py). Each adapter load (adapters.py) and namespace has a *branch*,
+whose top has no pages; other prefixes start at the root.
 
 After SGLang's RadixAttention (arXiv:2312.07104).
 """
@@ -17,10 +17,9 @@ from engine.core.radix_node import TRUNK, Branch, Node, TreePart
 
 @dataclass(slots=True, frozen=True)
 class Match:
-    """Longest usable prefix; lock its end `node` before any eviction.
+    """Longest usable prefix; lock `node` before any eviction.
 
-    `window` parallels `pages`, 0 if missing. `state`: recurrent state slot, or 0. `num_cached`:
-    tokens of the longest prefix with pages.
+    `window` parallels `pages`, 0 if missing. `state`: slot, or 0. `num_cached`: tokens with pages.
     """
 
     pages: list[int]
@@ -99,12 +98,10 @@ class RadixCache:
         return self._rule(self, tokens, branch)
 
     def path(self, tokens: Sequence[int], *, branch: Branch = TRUNK) -> list[tuple[Node, int]]:
-        """Nodes on the path with their matching pages, without side effects."""
         top = self._top(branch) if self.enabled else None
         return [] if top is None else list(self._walk(tokens, top))
 
     def touch(self, nodes: Sequence[Node]) -> None:
-        """Mark `nodes` of one path as used."""
         self._clock += 1
         for node in nodes:
             node.last_used = self._clock
@@ -190,7 +187,6 @@ class RadixCache:
             part.on_cleared()
 
     def _top(self, branch: Branch) -> Node | None:
-        """Top node of `branch`."""
         return self.root if branch == TRUNK else self._tops.get(branch)
 
     def _add_top(self, branch: Branch) -> None:
@@ -198,7 +194,7 @@ class RadixCache:
         self._tops[branch] = Node(key=(), pages=[], parent=self.root, serial=self._serial, branch=branch)
 
     def _walk(self, tokens: Sequence[int], node: Node) -> Iterator[tuple[Node, int]]:
-        """Yield (child, matching pages) along the path, up to the first partial one."""
+        """Yield (child, matching pages), up to the first partial one."""
         size, at = self.page_size, 0
         while child := node.children.get(tuple(tokens[at : at + size])):
             shared, whole, end = self._shared_pages(child.key, tokens, at), len(child.pages), at + len(child.key)
@@ -261,7 +257,6 @@ class RadixCache:
         self._eviction_order.note(node, num_pages=self.num_pages)
 
     def _nodes(self, tops: Iterable[Node]) -> Iterator[Node]:
-        """Yield `tops` and all descendants, parents first."""
         stack = list(tops)
         while stack:
             node = stack.pop()

@@ -1,17 +1,17 @@
-"""The scheduler: it receives events, and returns plans and effects. It reads no clock, socket or tensor.
+"""The scheduler turns events into plans and effects. It reads no clock, socket or tensor.
 
     add, abort       --->  Stages        live requests, and the stage of each
-    held.adopt ...   --->  HeldRequests  requests whose KV comes from, or goes to, another worker
+    held.adopt ...   --->  HeldRequests  handoff requests: KV of, or for, another worker
     schedule         --->  PrefillPlanner, DecodePlanner      the next step (`Plan`)
-                           LoadAhead     what it loads for requests that wait
-    collect          --->  Results       what a finished step means (`StepEffects`)
-                           Departures    how requests leave the batch, used by all of them
+                           LoadAhead     host pages for waiting requests
+    collect          --->  Results       a finished step's effects (`StepEffects`)
+                           Departures    exits from the batch, for all of these
 
-It owns these parts and the order of their calls. What they share is `SchedulerState`.
+It owns the parts and their call order; they share `SchedulerState`.
 
-Planning does not know the depth: a second plan before the first result uses placeholders for tokens in flight
-(engine/core/plan.py), or with pipeline stages decodes other requests (engine/core/micro_batches.py). It relies only on steps
-running in the order of their plans, with PD multiplexing of each lane's plans (engine/core/lanes.py).
+Planning ignores the depth: a second plan before the first result uses placeholders for tokens in
+flight (plan.py), or with pipeline stages decodes other requests (micro_batches.py). Steps must run
+in plan order, with PD multiplexing per lane (lanes.py).
 """
 
 from collections.abc import Callable
@@ -47,10 +47,7 @@ class Scheduler:
         step_budget: StepBudget | None = None,
         drafting: Drafting | None = None,
     ) -> None:
-        """`uniform`: random numbers for the policy "random". `step_budget`: None: steps have no limit in time.
-
-        `drafting`: None: nothing is drafted.
-        """
+        """Random numbers `uniform` are for policy "random"; no `step_budget` is no time limit."""
         self.limits = state.limits
         self.memory = state.memory
         self.stages = state.stages
@@ -75,9 +72,9 @@ class Scheduler:
     # ---- steps
 
     def schedule(self, now_s: float = 0.0, *, admits: bool = True, lane: Lane | None = None) -> Plan | None:
-        """Plan the next step; None: there is nothing to do before a collect, or at all. `admits`: waiting prompts may enter.
+        """Plan the next step, or return None if nothing can run before a collect.
 
-        `lane`: with PD multiplexing, whose step it is.
+        `admits`: waiting prompts may enter. `lane`: with PD multiplexing, of the step.
         """
         assert (lane is not None) == self.limits.multiplexed, "with PD multiplexing each plan has a lane"
         counters, backups = self.counters, self.backups
@@ -120,13 +117,13 @@ class Scheduler:
         return plan
 
     def join(self) -> Plan:
-        """Return a plan without items: of a step that only other ranks of DP attention have something for."""
+        """Return a plan without items, for a step of other DP ranks."""
         self._seq += 1
         self.counters.joined_steps += 1
         return Plan(seq=self._seq, extend=False, items=[], joins=True)
 
     def _draft(self, now_s: float, *, admits: bool, lane: Lane | None) -> tuple[list[PlanItem], list[SlotOpen]]:
-        """Plan prefill first, else every running request by one token, or both. A step that only drafts comes before decodes."""
+        """Plan a drafter step, else prefill, else decode, or both of these."""
         if lane is not None:
             return self._prefill.plan(now_s, admits=admits) if lane is Lane.PREFILL else self._decode.plan(set(), now_s)
         items, opens = self._decode.ask()
@@ -139,19 +136,18 @@ class Scheduler:
         return items, opens
 
     def _enter(self, lane: Lane, plan: Plan) -> None:
-        """Note that the requests of `plan` have their rows in `lane`."""
         for item in plan.items:
             request = self.stages.live[item.rid]
             assert request.lane in (None, lane), f"{request.rid} has steps in two lanes"
             request.lane = lane
 
     def _awaits_token(self, item: PlanItem) -> bool:
-        """Whether the tokens that `item` may sample depend on one that is still in flight."""
+        """Check if the item's mask depends on a token in flight."""
         request = self.stages.live[item.rid]
         return item.sample and request.grammar is not None and request.pending - request.drafts.rows > 1
 
     def fill_masks(self, plan: Plan) -> None:
-        """Fill in the tokens that the items of `plan` may sample; call it just before sampling is launched."""
+        """Set the allowed tokens of `plan`, just before its sampling is launched."""
         live = self.stages.live
         grammar: Grammar | None = None
         for i, item in enumerate(plan.items):
@@ -168,13 +164,12 @@ class Scheduler:
             plan.masks[i] = request.grammar.bitmask()
 
     def collect(self, plan: Plan, result: StepResult) -> StepEffects:
-        """Take the results of the oldest launched step."""
+        """Apply the results of the oldest launched step."""
         return self._results.collect(plan, result)
 
     # ---- requests
 
     def refusal(self, request: Request) -> FinishReason | None:
-        """Return why `request` can never run here, or None."""
         return self._state.refusal(request)
 
     def add(self, request: Request) -> list[TokenOutput]:
@@ -189,11 +184,11 @@ class Scheduler:
         return []
 
     def prefetch(self, request: Request) -> None:
-        """Start to read what lies on disk alone of its prefix."""
+        """Start reading the prefix part that is only on disk."""
         self.lower_tier.prefetch(request, self.memory)
 
     def abort(self, rid: str, reason: FinishReason = ABORTED) -> list[TokenOutput]:
-        """End a request in any stage. A held one is marked, and its role ends it (`held.end`, `held.release`)."""
+        """End a request in any stage; a handoff request is marked, for its role to end."""
         request = self.stages.live.get(rid)
         if request is None or request.finish is not None:
             return []
@@ -206,26 +201,27 @@ class Scheduler:
     # ---- memory of all requests
 
     def retract_all(self) -> int:
-        """Retract every request that computes, and return how many. No step may be in flight.
+        """Retract all computing requests; return their number. No step may be in flight.
 
-        A prompt that is being handed over keeps its pages: a peer reads them. No copy is kept: the weights may change.
+        Prompts in handover keep their pages, which a peer reads. Nothing is copied: weights may
+        change.
         """
         return self._departures.retract_all()
 
     @property
     def holds_no_kv(self) -> bool:
-        """Whether no request owns pages or reads cached ones."""
+        """True if requests own no pages and read none."""
         cache = self.memory.cache
         return self.memory.allocator.counts()["held"] == 0 and cache.num_evictable == cache.num_pages
 
     def forget_prefixes(self) -> None:
-        """Forget all prefixes and copies of retracted KV. Needs `holds_no_kv` and no step in flight."""
+        """Forget all prefixes and copies of retracted KV; needs `holds_no_kv`, no step in flight."""
         self.backups.forget_all(self.stages.live.values())
         self.memory.forget_prefixes(files=False)
         self.stages.batch_is_full = False
 
     def flush_cache(self) -> bool:
-        """Forget all prefixes; return False, with nothing changed, while requests live."""
+        """Forget all prefixes; False, without effect, while requests live."""
         if not self.idle:
             return False
         self.memory.forget_prefixes(files=True)
@@ -247,7 +243,7 @@ class Scheduler:
 
     @property
     def prefillable(self) -> bool:
-        """Whether the next step may compute a part of a prompt."""
+        """True if the next step may compute part of a prompt."""
         return self._prefill.prefillable
 
     @property
@@ -257,12 +253,12 @@ class Scheduler:
     # ---- checks
 
     def check(self) -> None:
-        """Raise AssertionError unless every page has one owner and every live request one stage."""
+        """Raise AssertionError unless pages have one owner and live requests one stage each."""
         for check in self.checks().values():
             check()
 
     def checks(self) -> dict[str, Callable[[], None]]:
-        """Return the parts of `check` by the name of the owner."""
+        """Parts of `check` by owner."""
         return {
             **self.memory.checks(self.stages.all),
             "request table": self._state.table.check,

@@ -3,17 +3,16 @@
   FREE --open, adopt--> HELD by a request  --free-->                       FREE
   FREE --snapshot---->  HELD, on its way   --keep--> CACHED at a node --evict, drop--> FREE
 
-States have no length to cut, so prefixes are usable up to a node with a snapshot. Prefill chunks
-end at multiples of `grid`, where rounding does not depend on the chunks; a snapshot copies the
-state after such a step. An answer keeps its last one at a multiple of `every`, the start of the
-next turn.
+Prefixes are usable up to a node with a snapshot. Prefill chunks end, and copy their state, at
+multiples of `grid`, where rounding does not depend on chunks. An answer keeps its last snapshot at
+a multiple of `every`, for the next turn.
 
-Copies are ordered plan data, so a slot may change owner once its copy is planned, and snapshots
-need no lock. Peers write slots outside that order: there a snapshot stays while its node is read.
+Copies run in plan order, so a slot may change owner once its copy is planned, without locks. Peers
+write outside that order: there a snapshot stays while its node is read.
 
-Verify steps pass a state over all draft rows. After a rejection the next plan rolls the state back
-first; until that step is collected, the request keeps the slot. Rows do not cross a multiple of
-`every`, so a snapshot covers all of them or is dropped.
+Verify steps pass a state over all draft rows. After a rejection the next plan rolls it back first;
+until that is collected the slot stays. Rows never cross a multiple of `every`, so a snapshot covers
+all of them or is dropped.
 
 After SGLang's MambaRadixCache; snapshots at branch points are Marconi's (arXiv:2411.19379).
 """
@@ -154,7 +153,6 @@ class StateSlots(MemoryPart, TreePart, StepEnds):
             self._copy(request, at)
 
     def snapshot_answer(self, request: Request, at: int) -> None:
-        """Snapshot an answer's state after `at` tokens."""
         if at % self._every == 0 and self._keeps(request) and self.num_available:
             self._copy(request, at)
 
@@ -178,14 +176,12 @@ class StateSlots(MemoryPart, TreePart, StepEnds):
             self.drop(slot)
 
     def reject(self, request: Request, at: int) -> None:
-        """Roll back a state that passed a rejected draft, and drop its snapshot at `at`."""
         if slot := request.snapshots.pop(at, 0):
             self.drop(slot)
         if request.finish is None:
             self.rewind(request)
 
     def rewind(self, request: Request) -> None:
-        """Roll the state back to the computed tokens in the next plan."""
         self._rewinds[request.state] = request
 
     def _copy(self, request: Request, at: int) -> None:
@@ -210,7 +206,6 @@ class StateSlots(MemoryPart, TreePart, StepEnds):
         self.num_snapshots += 1
 
     def drop(self, slot: int) -> None:
-        """Free an unusable snapshot."""
         self.allocator.free([slot])
 
     def touch(self, node: Node) -> None:
@@ -240,7 +235,6 @@ class StateSlots(MemoryPart, TreePart, StepEnds):
     # ---- steps
 
     def attach(self, plan: Plan) -> None:
-        """Add all requested copies to this plan."""
         plan.states, self._begins = self._begins, []
         plan.snapshots, self._snapshots = self._snapshots, []
         if self._rewinds:

@@ -5,9 +5,9 @@ counts as its tokens. The next step may have
 
   work = allowed seconds / rate,   rate = seconds of the last steps / their work
 
-Allowed are `max_step_s`, or three times a one-page step: otherwise chunks would shrink to a page.
-Rates come from steps with half of the allowed work, and from too long ones; lower medians of three
-ignore one slow step. Work grows threefold at most.
+Allowed are `max_step_s`, or three one-page steps, lest chunks shrink to a page. Rates come from
+steps with half of the allowed work and from too long ones; lower medians of three ignore one slow
+step. Work grows threefold at most.
 """
 
 import math

@@ -7,8 +7,8 @@
     decode    arrived ------- queued (pages offered to prefill) ---- landed -- ended
               | bootstrap_time | queue_time, prefill_time, transfer_time | decode_time |
 
-Stages sum to the total time. Prefill reports decode's queue_time and prefill_time in the metadata
-row; the rest is transfer.
+Stages sum to the total. Prefill's metadata row reports decode's queue_time and prefill_time; the
+rest is transfer.
 """
 
 from dataclasses import dataclass, field

@@ -1,8 +1,8 @@
 """Usable prefixes of models with windows or recurrent states, for KV events.
 
-Pages stay in the tree without their window or state, but are then unusable. So a page is announced
-while a usable prefix goes through it; routers count consecutive announced pages. Prompts that
-branch off earlier find less, which the event format cannot express.
+Pages without window or state stay in the tree, but are unusable. So a page is announced while a
+usable prefix passes it; routers count consecutive ones. Prompts that branch off earlier find less,
+which events cannot express.
 
   root -- page -- page -- page(state) -- page -- page    announced: the first three
      +--- page -- page                                   none announced
@@ -56,7 +56,6 @@ class UsablePrefixes(TreePart):
             self._changed[upper] = self._changed[lower]
 
     def on_removed(self, node: Node, *, evicted: bool) -> None:
-        """Note a removed leaf, whose window and state are gone."""
         if not evicted:
             return
         self._changed.pop(node, None)
@@ -81,7 +80,6 @@ class UsablePrefixes(TreePart):
     # ---- what is announced
 
     def take(self) -> list[KVEvent]:
-        """Take changes since the last call, in order."""
         while self._changed:
             node, deep = self._changed.popitem()
             self._settle(node)
@@ -117,7 +115,7 @@ class UsablePrefixes(TreePart):
             self._events.announce(changed, old, new)
 
     def _count(self, node: Node, by: int) -> Node | None:
-        """Count `node` in its parent, and return that; None at the start of prompts."""
+        """Count `node` in its parent, and return that, if any."""
         parent = node.parent
         assert parent is not None
         if not parent.pages:
@@ -138,6 +136,5 @@ PrefixEvents = CacheEvents | UsablePrefixes
 
 
 def events_of_tree(page_size: int, *, states: StateSlots | None, windows: WindowPages | None) -> PrefixEvents:
-    """Return the event source of a tree."""
     events = CacheEvents(page_size=page_size)
     return events if states is None and windows is None else UsablePrefixes(events, states=states, windows=windows)

@@ -6,10 +6,9 @@
       |                              |  without readers: idle, evicted least recently used first
       +--retire, free--> FREE <------+
 
-Queries at p read keys from p - W + 1. Steps in flight still read, so pages retire by *collected*
-tokens. A prefix is usable at lengths whose last window is present. Evicting a full page evicts its
-window page, not the reverse. Admission counts bounds on simultaneous pages, so extension never
-fails.
+Queries at p read keys from p - W + 1. Pages retire by *collected* tokens, as steps in flight still
+read. Prefixes are usable where the last window is present. Evicting a full page evicts its window
+page, not the reverse. Admission bounds simultaneous pages, so extension never fails.
 
 After SGLang's SWARadixCache; reader counts as in vLLM.
 """
@@ -66,7 +65,7 @@ class WindowPages(MemoryPart, TreePart, Windows):
         return self.allocator.num_free + len(self._idle)
 
     def first_page(self, num_tokens: int) -> int:
-        """First page read by the query after `num_tokens` tokens."""
+        """First page that a query after `num_tokens` reads."""
         return max(0, num_tokens - self.window + 1) // self.allocator.page_size
 
     # ---- admission
@@ -81,7 +80,6 @@ class WindowPages(MemoryPart, TreePart, Windows):
         )
 
     def fits(self, request: Request, *, without: Sequence[Request] = ()) -> bool:
-        """Check that all bounds leave room for `request`, without `without`."""
         gone = {r.serial for r in without}
         bounds = [bound for serial, bound in self._bounds.items() if serial not in gone]
         quarantined = self.allocator.counts()["quarantined"]
@@ -147,7 +145,6 @@ class WindowPages(MemoryPart, TreePart, Windows):
             request.window += self._take(missing)
 
     def retire(self, request: Request) -> None:
-        """Free pages that no step reads any longer."""
         first = min(self.first_page(request.computed_len), len(request.window))
         for i in range(request.window_first, first):
             self._release(request.window[i])
@@ -162,7 +159,6 @@ class WindowPages(MemoryPart, TreePart, Windows):
         self._bounds.pop(request.serial, None)
 
     def own(self, request: Request) -> list[int]:
-        """Pages held only by `request`."""
         return [page for page in request.window if page and self.allocator.state_of(page) == "held"]
 
     def _release(self, page: int) -> None:
@@ -191,7 +187,6 @@ class WindowPages(MemoryPart, TreePart, Windows):
         return best
 
     def is_whole(self, cached: Sequence[int]) -> bool:
-        """Check for a complete last window."""
         return all(cached[self.first_page(len(cached) * self.allocator.page_size) :])
 
     def reach(self, node: Node) -> int:
