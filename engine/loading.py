@@ -1,4 +1,4 @@
-"""How an engine gets its weights at start, and others while it serves."""
+"""Loads an engine's weights at start, and new ones while it serves."""
 
 from collections.abc import Callable
 from functools import partial
@@ -20,7 +20,7 @@ from service.flags import ConfigError
 def load_at_start(
     config: EngineConfig, model: ModelConfig, load: Load, *, fingerprinted: bool, progress: bool
 ) -> tuple[DenseDecoder, str]:
-    """Return the model, and the fingerprint of its files ("" if it is not `fingerprinted`). Raises ConfigError."""
+    """Return the model and its files' fingerprint ("" unless `fingerprinted`). Raises ConfigError."""
     path = config.model_path
     files = fingerprint_of(config) if fingerprinted else ""
     try:
@@ -41,7 +41,10 @@ def weight_updater(
     load: Load,
     rename_pages: Callable[[str, str], None],
 ) -> WeightUpdater[DenseDecoder]:
-    """Return the weight updater of all ranks. `stored`: as the checkpoint says it. `rename_pages`: called with version and fingerprint of the new ones."""
+    """Return all ranks' weight updater. `stored`: the checkpoint's config.
+
+    `rename_pages` gets the new version and fingerprint.
+    """
 
     runners = [stream.runner for stream in device.executor.streams]
 

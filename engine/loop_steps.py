@@ -1,4 +1,4 @@
-"""Assembles how a loop runs the steps of an engine: the strategy that plans them, the pipeline over its executor."""
+"""Assembles strategy, pipeline and executor of an engine's loop."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from engine.loop.step_durations import StepDurations
 
 @dataclass(frozen=True, slots=True)
 class LoopSteps:
-    """Pipeline and listeners for an EngineLoop. `listeners`: of its strategy; `gauges`: of the device and the strategy."""
+    """Pipeline, strategy listeners, and gauges of device and strategy."""
 
     pipeline: MakePipeline
     gauges: Callable[[], Mapping[str, float]]
@@ -28,7 +28,7 @@ class LoopSteps:
 
 
 def loop_steps(parts: EngineParts, *, agreement: Agreement | None = None, depth: int | None = None) -> LoopSteps:
-    """Return them for `parts`. `agreement`: with DP attention. `depth`: of the pipeline; None: what the flags resolve to."""
+    """Build the steps of `parts`. `agreement`: with DP attention. `depth` overrides the flags."""
     executor, scheduler = parts.executor, parts.scheduler
     alone = agreement is None and scheduler.limits.pp_size == 1
     assert alone or executor.ended is not None, "a loop that waits for a step does nothing for other ranks"

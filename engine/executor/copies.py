@@ -32,7 +32,6 @@ class Copies:
             pool.wait(seq)
 
     def close(self) -> None:
-        """Free pinned memory; nothing may launch any more."""
         for pool in self._host_pools():
             pool.close()
 

@@ -3,8 +3,8 @@
   prefill   |####|####|##        |####|    all threads, or those that a decode step leaves
   decode              |# # # # # |         its share, or all threads without prompts
 
-A large chunk's kernels take milliseconds and each requests threads, so a decode step gets its share
-within one. After Bullet (arXiv:2504.19516), which reassigns GPU multiprocessors between layers.
+Each kernel requests threads and takes milliseconds, so decode soon gets its share. After Bullet
+(arXiv:2504.19516), which reassigns GPU multiprocessors between layers.
 """
 
 import os

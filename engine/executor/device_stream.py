@@ -1,4 +1,4 @@
-"""Runs the steps of one stream of the device, in the order of their plans."""
+"""Executes steps of one device stream, in plan order."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,9 +19,9 @@ T = TypeVar("T")
 
 @dataclass(slots=True, eq=False)
 class Launch:
-    """A step on the stream. `forward`: its first half, where `sampling` is launched apart; `left`: what that leaves.
+    """A launched step. `forward`: its first half if sampling is separate, which leaves `left`.
 
-    `answer`: of other ranks that run the step, too.
+    `answer`: of other ranks.
     """
 
     plan: Plan
@@ -32,7 +32,7 @@ class Launch:
 
 
 class DeviceStream:
-    """A stream and what runs the model on it."""
+    """A stream with its model runner."""
 
     def __init__(self, *, runner: ModelRunner, stream: Stream) -> None:
         self.runner = runner
@@ -43,7 +43,7 @@ class DeviceStream:
         return Launch(plan, self._stream.submit(lambda: self.runner.run(plan)))
 
     def launch_forward(self, plan: Plan) -> Launch:
-        """Enqueue a step without its sampling. `launch_sampling` comes before any other launch."""
+        """Enqueue a step without sampling; `launch_sampling` must be the next launch."""
         launch = Launch(plan)
 
         def forward() -> None:
@@ -53,12 +53,12 @@ class DeviceStream:
         return launch
 
     def launch_sampling(self, launch: Launch) -> None:
-        """Enqueue the sampling of a step once `plan.masks` are filled in."""
+        """Enqueue sampling once `plan.masks` are set."""
         assert launch.sampling is None, f"step {launch.plan.seq} is sampled already"
         launch.sampling = self._stream.submit(lambda: self.runner.sample(launch.plan, launch.left))
 
     def collect(self, launch: Launch) -> StepResult:
-        """Wait for a step and read its results. Raises the error of the step, except that a want of memory is its result."""
+        """Wait for a step's results. Raises its error; lack of device memory is a result."""
         assert launch.sampling is not None, f"step {launch.plan.seq} is not sampled yet"
         try:
             if launch.forward is not None:
@@ -73,7 +73,7 @@ class DeviceStream:
         return _step_result(launch.plan, output)
 
     def call(self, work: Callable[[], T]) -> T:
-        """Run `work` after every launched step, wait for it, and return or raise its outcome."""
+        """Run `work` after all launched steps; wait, and return or raise its outcome."""
         return self._stream.submit(work).result()
 
     def close(self) -> None:

@@ -1,9 +1,9 @@
-"""Steps without requests, run before a worker is ready: after them no request waits for a compiler, and the memory is known.
+"""Steps without requests before a worker is ready: they compile kernels and measure memory.
 
-A GPU compiles each kernel when it is first launched (Triton: seconds each; torch loads its own module by module), on the
-thread that runs every step. These steps go through the whole runner, in plans like any other, with token 0 in slots that they
-close again; their KV goes to page 0. Which steps is decided here, without torch. A CPU has nothing to compile by then (C
-kernels are built when they are loaded), and runs the largest steps alone, to measure them.
+A GPU compiles kernels at first launch (Triton: seconds each; torch loads modules one by one), on
+the thread of all steps. So plans, made here without torch, pass the whole runner with token 0, in
+slots that they close again, and KV page 0. A CPU, whose C kernels are built at load, only runs the
+largest steps.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -37,10 +37,10 @@ KINDS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmUp:
-    """The limits of an engine's steps: `prompt_tokens` and `rows` in a step, `positions` of a request.
+    """Limits of an engine's steps: `prompt_tokens` and `rows` per step, `positions` per request.
 
-    `decodes`: False: it only computes prompts. `mixed`: decodes ride along in prompt steps. `drafts`: a drafter of the executor does.
-    `image`: the largest one that a vision tower encodes; None: the model sees none. `encoders`: ranks that divide the images of a step.
+    `decodes`: False on prefill. `mixed`: decodes join prompts. `drafts`: the executor drafts.
+    `image`: the largest, if multimodal. `encoders`: ranks that divide a step's images.
     """
 
     prompt_tokens: int
@@ -55,19 +55,22 @@ class WarmUp:
     encoders: int = 1
 
     def plans(self) -> list[Plan]:
-        """Return the steps; slots are closed by the next step, the last ones by a step of their own."""
+        """Return all steps; each closes the slots of the one before."""
         decodes = self._decodes() if self.decodes else ()
         return _closing([*self._prompts(), *self._samples(), *decodes, *self._images()])
 
     def largest(self) -> list[Plan]:
-        """A step of one token, which reads the weights; half of the largest prompt, all of it; the most samples; an image, if any; their end."""
+        """Return steps to measure.
+
+        One token (weights), half and all of a prompt, most samples, an image.
+        """
         half = max(1, self.prompt_tokens // 2)
         prompts = [self._step([(n, 0) for n in self._parts(tokens)]) for tokens in (half, self.prompt_tokens)]
         samples = self._step([(1, 0)] * self.rows, list(KINDS.values()), extend=not self.decodes)
         return _closing([self._step([(1, 0)]), *prompts, samples, *self._images()])
 
     def _images(self) -> Iterator[Plan]:
-        """An image for each rank that encodes, and a token of the first."""
+        """An image per encoding rank, and a token of the first."""
         if self.image is not None:
             plan = self._step([(1, 0)])
             rows = FeatureRows(0, self.image.key, 0, 1)
@@ -77,7 +80,7 @@ class WarmUp:
             yield plan
 
     def _prompts(self) -> Iterator[Plan]:
-        """Prompts of every class of length, one behind a long prefix, with logprobs, pooled, and one that a decode rides."""
+        """Prompts by length class, after a long prefix, with logprobs, pooled, and mixed."""
         for length in sorted({n for n in (*PROMPTS, self.prompt_tokens) if n <= self.prompt_tokens}):
             yield self._step([(n, 0) for n in self._parts(length)])
         short = min(SHORT, self.positions)
@@ -90,7 +93,7 @@ class WarmUp:
         yield self._step([(most, 0)] * self.rows, list(KINDS.values()))
 
     def _samples(self) -> Iterator[Plan]:
-        """Every kind of sampling for one row and for the most, all kinds in one batch, masks, logprobs."""
+        """All kinds of sampling for one row and all rows, alone and mixed; masks; logprobs."""
         for parts in ([(1, 0)] * rows for rows in sorted({1, self.rows})):
             for extend in (True, False) if self.decodes else (True,):
                 for sampling in ([kind] for kind in KINDS.values()):
@@ -100,7 +103,7 @@ class WarmUp:
                 yield self._step(parts, logprobs=LOGPROBS, extend=extend)
 
     def _decodes(self) -> Iterator[Plan]:
-        """Decode steps of every power of two: without graphs, or beyond the largest, each is launched kernel by kernel."""
+        """Decode steps of each power of two, for batches that no graph covers."""
         for rows in sorted({min(1 << n, self.rows) for n in range(self.rows.bit_length() + 1)}):
             yield self._step([(1, 0)] * rows, extend=False)
             if self.drafts:
@@ -108,7 +111,7 @@ class WarmUp:
         yield self._step([(1, self.positions - 1)], extend=False)
 
     def _parts(self, length: int) -> list[int]:
-        """Split a prompt step among as many requests as it needs."""
+        """Split a prompt step among the fewest requests."""
         whole, rest = divmod(length, self.positions)
         return ([self.positions] * whole + [rest] * (rest > 0))[: self.rows]
 
@@ -124,7 +127,10 @@ class WarmUp:
         pool: str = "",
         drafts: bool = False,
     ) -> Plan:
-        """`parts`: (tokens, tokens before them) of each request; the last `riders` decode, the first `masked` have a mask."""
+        """Build a step of (tokens, earlier tokens) `parts`.
+
+        The last `riders` decode, the first `masked` have a mask.
+        """
         items = [
             PlanItem(
                 rid="",
@@ -154,7 +160,7 @@ class WarmUp:
 
 
 def _closing(plans: list[Plan]) -> list[Plan]:
-    """Let each step close the slots of the one before and forget its images, and a further step the last ones."""
+    """Let each step close the previous slots and drop its images; append a last one."""
     opened = [[opened.slot for opened in plan.opens] for plan in plans]
     encoded = [[image.key for image in plan.encodes] for plan in plans]
     plans.append(Plan(seq=0, extend=False, items=[]))
@@ -172,7 +178,7 @@ class StepExecutor(Protocol):
 
 
 def by_executor(executor: StepExecutor) -> Callable[[Plan], None]:
-    """Runs a step to its end. Raises DeviceOutOfMemory."""
+    """Return a runner of whole steps. Raises DeviceOutOfMemory."""
 
     def run(plan: Plan) -> None:
         if failure := executor.collect(executor.launch(plan)).failure:
@@ -182,6 +188,6 @@ def by_executor(executor: StepExecutor) -> Callable[[Plan], None]:
 
 
 def warm_up(run: Callable[[Plan], None], steps: WarmUp, *, progress: bool) -> None:
-    """Run the steps in stream order, before any other. Raises what `run` raises."""
+    """Run the steps in stream order, before any other. Raises errors of `run`."""
     for plan in tqdm(steps.plans(), desc="warm-up", disable=None if progress else True, leave=False):
         run(plan)

@@ -1,4 +1,4 @@
-"""Calls that change a running engine and want no tokens, each with the part that answers it."""
+"""Control calls, which change a running engine, and their parts."""
 
 from engine.core.scheduler import Scheduler
 from engine.loop.control import AbortAll, ControlMessage, EngineControl
@@ -31,7 +31,7 @@ ControlCall = (
 
 
 class Controls:
-    """Pauses and weights (`engine`), memory (`occupation`), adapters, profiles, counts of experts."""
+    """Pauses and weights (`engine`), memory (`occupation`), adapters, profiles, expert counts."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class Controls:
         )
 
     def on_message(self, message: ControlCall) -> list[TokenOutput]:
-        """Answer a call, now or later; return the outputs to send now."""
+        """Answer a call, now or later; return outputs to send now."""
         match message:
             case LoadAdapter() | UnloadAdapter():
                 self.adapters.on_message(message)
@@ -81,13 +81,13 @@ class Controls:
         return []
 
     def why_closed(self) -> str | None:
-        """Return why peers are refused; None: they are not."""
+        """Return the reason to refuse peers, if any."""
         if self.occupation.released:
             return "the worker has released its memory"
         return "generation is paused" if self.engine.blocks_input else None
 
     def _why_memory_is_used(self) -> str:
-        """Return what keeps memory from being released; "": nothing."""
+        """Return the reason that memory cannot be released, or ""."""
         live = len(list(self._requests.rids())) + self.engine.num_held
         if live or not self._scheduler.idle or not self._scheduler.holds_no_kv:
             return f"{live} requests live (POST /abort_request ends them)"

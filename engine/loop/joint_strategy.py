@@ -1,8 +1,8 @@
-"""The steps of DP attention: each is offered to the other DP ranks, and launched once all of them have posted their row.
+"""DP attention: a step is offered to the other DP ranks, and launched once all have posted a row.
 
     plan --offered, until all ranks have posted their row--> launched --ended--> collected
 
-The pipeline waits for no step: a row of another rank calls for attention, as the end of a step does.
+The pipeline never waits for a step: other ranks' rows and ends of steps wake the loop.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from engine.loop.pipeline import StepStrategy
 
 
 class JointStrategy(StepStrategy):
-    """Plans the steps that one DP rank offers to the others."""
+    """Plans and offers the steps of one DP rank."""
 
     def __init__(self, scheduler: Scheduler, agreement: Agreement) -> None:
         super().__init__(scheduler)
@@ -23,9 +23,9 @@ class JointStrategy(StepStrategy):
         self._offered: dict[int, int] = {}  # by plan, the number of the step to agree on
 
     def next_plan(self, now_s: float, full: Sequence[bool], *, paused: bool) -> Plan | None:
-        """Plan a step if there is room for one; where other ranks ask for it, at least one without items.
+        """Plan a step if there is room; if other ranks request it, at least an empty one.
 
-        Its row is posted here, before the loop sends what it has: the other ranks' devices may wait for it.
+        Posts its row before the loop sends outputs, since other devices may wait for it.
         """
         if full[0]:
             return None
@@ -43,7 +43,7 @@ class JointStrategy(StepStrategy):
         return plan
 
     def may_launch(self, plan: Plan, num_launched: int) -> bool:
-        """Whether all ranks agree on its step. It becomes `plan.agreed`."""
+        """Check that all ranks agree on the step, and set `plan.agreed`."""
         if not super().may_launch(plan, num_launched):
             return False
         if (step := self._offered.get(plan.seq)) is None:

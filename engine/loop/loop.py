@@ -1,10 +1,10 @@
-"""The event loop of an engine, the same for every role, device and depth.
+"""The event loop of an engine, for any role, device and depth.
 
-One turn:   receive -> role.poll -> schedule -> launch ------> collect the oldest -> role.on_step -> send
-                                                  |                  ^
-                                  depth 2: the next step is launched before this one's results are read
+receive -> role.poll -> schedule -> launch ------> collect the oldest -> role.on_step -> send
+                                       |                  ^
+                       depth 2: the next step is launched before this one's results are read
 
-Times, logs, deadlines and the stream gate listen (engine/loop/listener.py).
+Listeners keep times, logs, deadlines and the stream gate (engine/loop/listener.py).
 """
 
 import logging
@@ -119,7 +119,7 @@ class EngineLoop:
         self.stopped = False
 
     def run(self) -> None:
-        """Turn until a `Shutdown` arrives, or a signal handler sets `stopped`."""
+        """Iterate until a `Shutdown`, or until a signal handler sets `stopped`."""
         try:
             while not self.stopped:
                 if not self._awaits_step:
@@ -130,7 +130,7 @@ class EngineLoop:
             self._turns.end()
 
     def turn(self) -> bool:
-        """Make one turn; return False when there was nothing to compute."""
+        """Run one iteration; return False if there was nothing to compute."""
         now_s = self._clock()
         outputs: list[TokenOutput] = []
         for message in self._ports.receive():

@@ -1,7 +1,7 @@
-"""The steps of PD multiplexing (engine/core/lanes.py): a turn plans for one lane, decodes first where they are due
-(engine/core/lane_share.py).
+"""PD multiplexing (engine/core/lanes.py): an iteration plans for one lane, due decodes first.
 
-Each lane is a stream of the pipeline, which waits for no step: the loop rests until one ends, or until a decode step is due.
+Each lane is a pipeline stream that is never waited for: the loop rests until a step ends or a
+decode step is due (engine/core/lane_share.py).
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ POLL_S = 0.001  # the loop's rest ends at whole milliseconds: the next one, or i
 
 
 class Multiplexing(StepStrategy, LoopListener):
-    """Plans the steps of both lanes. `share`: of decodes; `give` sets it, in parts of the device, whenever it changes."""
+    """Strategy of both lanes; `give` receives changes of the decode `share`, in device parts."""
 
     def __init__(self, scheduler: Scheduler, *, share: LaneShare, give: Callable[[int], None]) -> None:
         super().__init__(scheduler)
@@ -37,7 +37,7 @@ class Multiplexing(StepStrategy, LoopListener):
         return self._in_flight[Lane.PREFILL] > 0
 
     def next_plan(self, now_s: float, full: Sequence[bool], *, paused: bool) -> Plan | None:
-        """Plan a step for a lane that has room for one: decodes if they are due, else prompts."""
+        """Plan for a lane with room: due decodes, else prompts."""
         self._now_s, self._waits_until_s = now_s, float("inf")
         due_s = self._share.due_s(self._launched_s, self._joined_s) if self.beside_prompts else now_s
         if now_s < due_s:
@@ -75,15 +75,13 @@ class Multiplexing(StepStrategy, LoopListener):
         self._moved_s[plan.lane] = self._now_s
 
     def since_s(self, now_s: float) -> float:
-        """Return since when a lane with steps in flight stands still: the other goes on, and so does the loop."""
+        """Return when a busy lane stopped, though the other goes on."""
         return min((self._moved_s[lane] for lane, num in self._in_flight.items() if num), default=now_s)
 
     def shorten(self, wait_s: float, now_s: float) -> float:
-        """Shorten a rest of `wait_s` so that a decode step is planned when it is due."""
         return min(wait_s, max(0.0, self._waits_until_s - now_s) + POLL_S)
 
     def note(self, plan: Plan, taken_s: float) -> None:
-        """Learn from a decode step."""
         if not self.beside_prompts:
             return
         before = self._share.decode_parts

@@ -1,11 +1,11 @@
-"""The launched steps: which step is launched, sampled and collected when.
+"""Launched steps: when each is launched, sampled and collected.
 
 depth 1                    launch N -> collect N -> launch N+1
 depth 2                    launch N -> launch N+1 -> collect N
 deferred sampling          launch N -> forward N+1 -> collect N -> masks N+1 -> sample N+1
 
-The loop waits in `collect` for the oldest step. Where the ends of steps can be watched, it waits for none: a turn collects
-what has ended and launches what may be, and each end calls for the loop's attention.
+The loop waits in `collect` for the oldest step. If ends can be watched, it never waits: each end
+wakes it to collect ended steps and launch the next.
 """
 
 from collections import deque
@@ -29,7 +29,7 @@ L = TypeVar("L", bound=Launched)
 
 
 class StepLauncher(Protocol[L]):
-    """The executor's side (engine/executor/executor.py)."""
+    """The executor (engine/executor/executor.py)."""
 
     def launch(self, plan: Plan) -> L: ...
 
@@ -41,29 +41,29 @@ class StepLauncher(Protocol[L]):
 
 
 class StepStrategy:
-    """Plans steps, and decides when each may be launched. Subclasses plan for several streams or schedulers."""
+    """Plans steps and times launches; subclasses handle several streams or schedulers."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
 
     def next_plan(self, now_s: float, full: Sequence[bool], *, paused: bool) -> Plan | None:
-        """Plan a step for a stream that is not `full`; None: there is nothing to do."""
+        """Plan a step for a stream that is not `full`, if there is work."""
         return None if paused or full[0] else self.scheduler.schedule(now_s)
 
     def may_launch(self, plan: Plan, num_launched: int) -> bool:
-        """Whether `plan` may follow the steps that its stream has in flight; then it is launched at once."""
+        """True if `plan` may be launched now, with steps of its stream in flight."""
         return not plan.wait or num_launched < self.scheduler.limits.micro_batches
 
     def collect(self, plan: Plan, result: StepResult) -> StepEffects:
         return self.scheduler.collect(plan, result)
 
     def since_s(self, now_s: float) -> float:
-        """Return since when a stream with steps in flight stands still, for the watchdog; now: none does."""
+        """Return since when a busy stream stands still, for the watchdog; now if none does."""
         return now_s
 
 
 class StepStream(Generic[L]):
-    """The steps of one stream, in the order of their plans. Arguments are as of Pipeline."""
+    """Steps of one stream in plan order; arguments as in Pipeline."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class StepStream(Generic[L]):
         return len(self._planned) + len(self._launched) >= self._depth
 
     def advance(self, plan: Plan | None) -> list[TokenOutput]:
-        """Launch `plan` and what waits before it; collect what is due. `worked`: any of it."""
+        """Launch `plan` after those before it; collect due steps. `worked`: any of it."""
         self.worked = plan is not None
         if plan is not None:
             self._planned.append(plan)
@@ -125,7 +125,7 @@ class StepStream(Generic[L]):
                 self._launched.append(self._executor.launch(plan))
 
     def _left(self, plan: Plan | None) -> int:
-        """Count the steps that stay in flight: one less than the depth, unless others wait for their tokens or ends."""
+        """Steps to keep in flight: depth - 1, unless others wait for their tokens or ends."""
         if self._ended is not None or self._planned or self._unsampled is not None:
             return 0
         return max(0, len(self._launched) - 1) if plan is None else self._depth - 1
@@ -149,8 +149,9 @@ class StepStream(Generic[L]):
 
 
 class Pipeline(Generic[L]):
-    """`depth`: steps that each of the `streams` holds before its oldest is collected. `ended`: whether `collect` returns at
-    once; each end calls for the loop's attention. None: the loop waits for the oldest step.
+    """`depth`: steps per stream before the oldest is collected.
+
+    `ended`: checks that `collect` returns at once; then each end wakes the loop.
     """
 
     def __init__(
@@ -170,12 +171,11 @@ class Pipeline(Generic[L]):
 
     @property
     def num_launched(self) -> int:
-        """Count the steps that are not collected, without those that have nothing of this scheduler."""
+        """Uncollected steps, without those only for other ranks."""
         return sum([stream.num_launched for stream in self._streams])
 
     @property
     def last(self) -> Plan | None:
-        """Return the plan made last, if its step is not collected."""
         plans = [plan for stream in self._streams if (plan := stream.last) is not None]
         return max(plans, key=lambda plan: plan.seq, default=None)
 
@@ -186,7 +186,7 @@ class Pipeline(Generic[L]):
         return self._strategy.since_s(now_s)
 
     def advance(self, plan: Plan | None) -> list[TokenOutput]:
-        """Launch `plan`, and collect what is due (StepStream.advance). `worked`: any of it."""
+        """Launch `plan` and collect due steps (StepStream.advance). `worked`: any of it."""
         outputs: list[TokenOutput] = []
         self.worked = False
         for number, stream in enumerate(self._streams):

@@ -1,4 +1,4 @@
-"""What the engine reports about itself: load, gauges, and the findings of its self-checks."""
+"""Load, gauges and self-check findings of the engine."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -100,7 +100,7 @@ class Reporter:
 
 
 def problems_of(checks: Mapping[str, Callable[[], None]]) -> list[str]:
-    """Return what each of `checks` finds, behind the name of its owner. No failure hides another or ends the loop."""
+    """Return findings, prefixed by owner; no failure hides another or ends the loop."""
     problems = []
     for owner, check in checks.items():
         try:

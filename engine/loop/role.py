@@ -1,4 +1,4 @@
-"""What differs between unified, prefill and decode. Roles of disaggregation live in disagg/."""
+"""Interface of unified, prefill and decode roles (disagg/), with defaults for no peers."""
 
 from typing import Protocol
 
@@ -9,10 +9,7 @@ from engine.messages import FinishReason, TokenOutput
 
 
 class EngineRole(Protocol):
-    """Called on the loop's thread; nothing may block. Calls that return outputs return those to send now.
-
-    A role inherits what does not concern it: defaults are as without peers, which KV or features are exchanged with.
-    """
+    """Called on the loop's thread, so nothing may block; returned outputs are sent now."""
 
     name: str
 
@@ -21,7 +18,7 @@ class EngineRole(Protocol):
     def abort(self, rid: str, now_s: float, reason: FinishReason = ABORTED) -> list[TokenOutput]: ...
 
     def poll(self, now_s: float) -> list[TokenOutput]:
-        """Advance the queues, once a turn before planning."""
+        """Advance the queues, each iteration before planning."""
 
     def on_step(self, effects: StepEffects, now_s: float) -> list[TokenOutput]:
         """A step has been collected."""
@@ -29,19 +26,19 @@ class EngineRole(Protocol):
     def close(self) -> None: ...
 
     def close_to_peers(self, why: str | None) -> None:
-        """Refuse work of peers because of `why`; None: accept it."""
+        """Refuse peers' work for the reason `why`, or accept it (None)."""
         return None
 
     def end_peers_work(self, why: str) -> None:
-        """End unfinished work for peers, and notify them."""
+        """End peers' unfinished work and notify them."""
         return None
 
     def waits_for_outside(self) -> bool:
-        """Whether a transfer, a peer or a timeout may advance a queue: the loop rests briefly."""
+        """True if a transfer, peer or timeout may advance a queue, so that rests are brief."""
         return False
 
     def queues(self) -> dict[str, int]:
-        """Count the requests in each queue, those in the scheduler included."""
+        """Requests per queue, with the scheduler's."""
 
     def counters(self) -> dict[str, float]:
         return {}
@@ -50,11 +47,11 @@ class EngineRole(Protocol):
         return {}
 
     def avoided_encoders(self) -> list[str]:
-        """Control addresses of encoder workers that are asked for nothing at present: they were late, or could not be reached."""
+        """Control addresses of encoder workers avoided now, as late or unreachable."""
         return []
 
     def check(self) -> None:
-        """Raise AssertionError if the role's own state is inconsistent."""
+        """Raise AssertionError if its state is inconsistent."""
         return None
 
 

@@ -21,22 +21,22 @@ MoveOutRequest = Callable[[str, int, float], list[TokenOutput]]  # rid, room, no
 
 
 def no_moves(rid: str, room: int, now_s: float) -> list[TokenOutput]:
-    """Leave the request where it is."""
+    """Leave the request here."""
     return []
 
 
 class Ports(Protocol):
-    """Where messages come from and go to."""
+    """Sources and sinks of messages."""
 
     def receive(self) -> list[ToScheduler]: ...
 
     def wait(self, timeout_s: float) -> None:
-        """Wait for a message, for `call_attention`, or for the time to pass."""
+        """Wait for a message, `call_attention`, or the timeout."""
 
     def to_frontend(self, message: ToFrontend) -> None: ...
 
     def call_attention(self) -> None:
-        """From any thread: end the current or next `wait`."""
+        """End the current or next `wait`, from any thread."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,12 +50,14 @@ class LoopSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopServices:
-    """What the loop serves besides requests and steps.
+    """Services of the loop besides requests and steps.
 
-    `late_compiles`: kernels that were compiled while serving. `memory`: bytes by what takes them. `gauges`: of the device's
-    part. `expert_loads`: counts of a mixture. `name`: of the worker, in files. `updates`: of weights, on all ranks of DP
-    attention. `move_out`: how a decode worker ends a request that another worker goes on with; the KV waits in the room.
-    `transfer_paths`: to the newest peers of a prefill worker, a bounded number. `listeners`: of the strategy and the role.
+    - late_compiles: kernels compiled while serving; memory: bytes by use; gauges: device part
+    - expert_loads: of a mixture; name: of the worker, for files
+    - updates: of weights on all DP attention ranks
+    - move_out: ends a request that another worker continues; its KV waits in the room
+    - transfer_paths: to a prefill worker's newest peers, bounded
+    - listeners: of strategy and role
     """
 
     weights: Weights

@@ -1,7 +1,7 @@
-"""How long launched steps take: at depth 2 a step begins when the one before it has ended.
+"""Durations of launched steps: at depth 2 a step starts when the previous one ends.
 
-With pipeline stages it is the time of a stage, which is what the next step waits for: at most what passes between two ends, and
-at most an even part of the time from launch to end. Either is exact where the stages are full, or empty.
+With pipeline stages it is one stage's time: at most the interval between two ends, and an even part
+of launch to end. Either is exact for full, or empty, stages.
 """
 
 from collections import deque
@@ -15,9 +15,9 @@ from engine.loop.listener import LoopListener
 
 
 class StepDurations(LoopListener):
-    """`report` receives the plan and the seconds of each collected step, but for those that failed or waited for others. `stages`: of the pipeline.
+    """Reports plan and seconds per collected step, except failed steps and those that waited.
 
-    `lane`: with PD multiplexing, whose steps they are.
+    `stages`: of the pipeline. `lane`: with PD multiplexing.
     """
 
     def __init__(self, report: Callable[[Plan, float], None], *, stages: int, lane: Lane | None = None) -> None:
@@ -42,7 +42,7 @@ class StepDurations(LoopListener):
 
 
 def durations_of(scheduler: Scheduler) -> list[StepDurations]:
-    """Return what reports to the parts of `scheduler` that learn from the time of a step."""
+    """Return listeners for the scheduler's parts that learn from step times."""
     budget, drafting, limits = scheduler.step_budget, scheduler.drafting, scheduler.limits
     prompts = Lane.PREFILL if limits.multiplexed else None
     durations = [] if budget is None else [StepDurations(budget.note, stages=limits.pp_size, lane=prompts)]
@@ -50,5 +50,5 @@ def durations_of(scheduler: Scheduler) -> list[StepDurations]:
 
 
 def _is_own(plan: Plan) -> bool:
-    """Whether no other rank of DP attention has more tokens in the step: its time says nothing of this one's, else."""
+    """False if another DP attention rank has more tokens, and so determines the time."""
     return plan.agreed is None or sum(item.q_len for item in plan.items) >= max(plan.agreed.tokens)

@@ -1,6 +1,6 @@
-"""The leader's side of its followers: what they are sent, and when it waits for what they answer.
+"""The leader's side of its followers: messages, answers and waiting.
 
-A follower that ends, fails or reads no messages is reported once, by name; the group cannot go on then.
+A follower that ends, fails or reads no messages is reported once, by name, and ends the group.
 """
 
 import contextlib
@@ -33,21 +33,21 @@ from service.process.message_stream import ChannelClosed, ChannelFull
 
 
 class Process(Protocol):
-    """A follower's process, for messages alone."""
+    """A follower's process, for error messages."""
 
     @property
     def name(self) -> str:
-        """Such as "rank 2 of 4 (pid 4711)"."""
+        """Return a name such as "rank 2 of 4 (pid 4711)"."""
 
     def ended(self) -> str:
-        """Return the end of the process, such as "ended: SIGKILL"."""
+        """Return its end, such as "ended: SIGKILL"."""
 
 
 Member = tuple[Channel[ToLeader], Process]
 
 
 class GroupEnded(RuntimeError):
-    """A follower has ended. The text names it and says why."""
+    """Named end of a follower, with its reason."""
 
 
 # (what to print, whether the operator caused it): from the reading thread, or the thread that sends
@@ -55,10 +55,11 @@ OnEnd = Callable[[str, bool], None]
 
 
 class Followers:
-    """`members`: channel and process of every follower, by rank. `on_end` is called once, and ends the process or its loop.
+    """`members` by rank. `on_end` is called once, and ends the process or its loop.
 
-    `limit_s`: longest step; followers that serve and answer nothing for about twice as long have ended, too. 0: no limit.
-    `mail`: delivers what they send; None: a thread does. `copies_beside`: as in `is_proven`. `num_first`: ranks of the first stage, which see images.
+    `limit_s`: longest step, 0 is unlimited; serving followers without answers for about twice as
+    long have ended. `mail` delivers their messages (default: a thread). `copies_beside`: see
+    `is_proven`. `num_first`: ranks of the first stage, which get images.
     """
 
     def __init__(
@@ -90,9 +91,9 @@ class Followers:
         self._await(Loaded, timeout_s=timeout_s, doing="has not loaded its weights")
 
     def await_ready(self, *, fingerprint: str, timeout_s: float) -> Ready:
-        """Wait until every follower has its weights; return the least of what one of them holds.
+        """Wait for all weights; return the minima of the followers' sizes.
 
-        `fingerprint`: of the leader's weights. Raises ConfigError, also where a follower has others.
+        Raises ConfigError, also if a follower's weights differ from the leader's `fingerprint`.
         """
         ready: Mapping[int, Ready] = self._await(Ready, timeout_s=timeout_s, doing="has not loaded its weights")
         for rank, answer in sorted(ready.items()):
@@ -118,32 +119,32 @@ class Followers:
         self._serving = True
 
     def step(self, plan: Plan) -> "Pending | None":
-        """Send a step. Return its answer to come, if no result proves that the followers have run it (`is_proven`)."""
+        """Send a step; return a pending answer unless its result proves execution (`is_proven`)."""
         number = 0 if is_proven(plan, copies_beside=self._copies_beside) else self._next_number()
         self._send_all(step_of(plan, answer=number), blind=self._step_without_images(plan, number))
         return Pending(self, number) if number else None
 
     def on_collected(self, result: StepResult) -> None:
-        """Raises GroupEnded for a step without results: the followers have computed it."""
+        """Raises GroupEnded for a failed step, which followers have computed."""
         if result.failure:
             raise GroupEnded(
                 f"step {result.seq}: the other ranks are ahead of this one, which failed: {result.failure}"
             )
 
     def prepare(self, name: str, **args: Any) -> "Pending":
-        """Let every follower read something beside its steps, for an `apply` of the same number."""
+        """Start a read on all followers, concurrent with steps, for an `apply` of its number."""
         number = self._next_number()
         self._send_all(Prepare(number, name, args))
         return Pending(self, number)
 
     def apply(self, name: str, *, number: int = 0, **args: Any) -> "Pending":
-        """Let every follower do something behind the steps that it has. `number`: of the `prepare` before it."""
+        """Run an action on all followers after the steps sent. `number`: of its `prepare`."""
         pending = self._next_number()
         self._send_all(Apply(pending, name, {"prepared": number, **args} if number else args))
         return Pending(self, pending)
 
     def close(self) -> None:
-        """End the followers: they read the end of file. A no-op the second time."""
+        """End the followers by end of file; idempotent."""
         if self._closing:
             return
         self._closing = True
@@ -154,13 +155,13 @@ class Followers:
             channel.close()
 
     def await_end(self, within_s: float) -> None:
-        """Return when the end of a follower has been reported; report one that cannot be named after `within_s`."""
+        """Return once an end is reported; after `within_s`, report one without a name."""
         self._mail.wait_for(lambda: self.answers.end is not None, within_s)
         text = "a connection between ranks of two machines broke; the logs of the ranks may say why"
         self._note(partial(self.answers.note_end, text))
 
     def silent(self, *, within_s: float) -> list[int]:
-        """The ranks that take no messages within that time. In any thread."""
+        """Ranks that take no messages within `within_s`. Any thread may call it."""
         asked, answers = self.apply("answer").number, self.answers
         self._mail.wait_for(lambda: answers.end is not None or answers.has_all(asked), within_s)
         with self._lock:
@@ -171,7 +172,7 @@ class Followers:
             return self.answers.next_number()
 
     def _step_without_images(self, plan: Plan, number: int) -> Step | None:
-        """Return the step for ranks of later stages, without images; None: they get the same as all."""
+        """Return the step for later stages if it differs: without images."""
         has_images = bool(plan.encodes or plan.forgets) and self._num_first < NO_LIMIT
         return step_of(plan, answer=number, sees=False) if has_images else None
 
@@ -186,7 +187,7 @@ class Followers:
                 pass  # the reading thread reports it, with its reason
 
     def _await(self, key: object, *, timeout_s: float | None = None, doing: str = "") -> Mapping[int, Any]:
-        """The answers of all followers to `key`, which are forgotten. Raises ConfigError after `timeout_s`, and GroupEnded."""
+        """Take all answers to `key`. Raises ConfigError after `timeout_s`, and GroupEnded."""
         answers = self.answers
         there = self._mail.wait_for(lambda: answers.end is not None or answers.has_all(key), timeout_s)
         if answers.end is not None:
@@ -208,7 +209,7 @@ class Followers:
         return self.answers.end is None
 
     def _ask(self) -> None:
-        """Ask whether all take messages, from time to time. In the thread that delivers."""
+        """Check periodically that all take messages, on the delivering thread."""
         if self._serving and self.answers.end is None:
             with contextlib.suppress(GroupEnded):
                 self._ask_at(time.monotonic())
@@ -227,7 +228,7 @@ class Followers:
             self._asked = self.apply("answer")
 
     def _note(self, note: Callable[[], None]) -> None:
-        """Change the answers; call those that wait for them, and report the end of the group if this is it."""
+        """Change the answers, run callbacks, and report a new end of the group."""
         with self._lock:
             before = self.answers.end
             note()
@@ -240,14 +241,14 @@ class Followers:
 
 
 class Pending:
-    """An answer of every follower that is on its way."""
+    """Answers of all followers, in flight."""
 
     def __init__(self, followers: Followers, number: int) -> None:
         self._followers = followers
         self.number = number
 
     def wait(self) -> dict[int, Any]:
-        """The values by rank. Raises ConfigError for what a follower refused; it names the rank."""
+        """Return values by rank. Raises ConfigError with the rank that refused."""
         answers = self._followers._await(self.number)
         for rank, answer in sorted(answers.items()):
             if answer.error:
@@ -255,9 +256,8 @@ class Pending:
         return {rank: answer.value for rank, answer in answers.items()}
 
     def there(self) -> bool:
-        """Whether `wait` returns at once."""
         return self._followers.answers.has_all(self.number)
 
     def when_there(self, call: Callable[[], None]) -> None:
-        """Call it once `there`, in any thread."""
+        """Call it once `there`, on any thread."""
         self._followers._note(partial(self._followers.answers.when_all, self.number, call))

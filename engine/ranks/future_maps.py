@@ -1,8 +1,8 @@
 """Future map over ranks: the leader samples, followers need the tokens in the next step.
 
-On CPUs it is in shared memory; followers wait for a count of sampled steps. The leader overwrites a
-row only in a later step, whose logits need every follower. On GPUs each rank has a copy, broadcast
-in stream order. Pipeline stages plan no step before its tokens are known.
+On CPUs it is shared memory; followers wait for a count of sampled steps. The leader overwrites a
+row in a later step only, whose logits need every follower. GPUs have copies, broadcast in stream
+order. Pipeline stages plan with known tokens.
 """
 
 from collections.abc import Callable

@@ -43,7 +43,6 @@ class Group:
     joint: Joint | None = None
 
     def late_text(self, late: Sequence[int]) -> str:
-        """ "rank 1 of 2 (pid 4711)"."""
         return ", ".join(f"rank {rank} of {self.links.num_ranks} (pid {self.pids.get(rank, '?')})" for rank in late)
 
 
