@@ -1,11 +1,12 @@
-"""The decode role: a request gets pages, its KV lands in them, and it joins the running batch.
+r"""The decode role: a request gets pages and their KV, and joins the running batch.
 
-Nothing is computed for that. disagg/incoming.py has the stages of a transfer.
+It computes nothing before. Stages of a transfer: disagg/incoming.py.
 
 add -> a transfer --landed--> running (the scheduler's)
-           \\____ failed, aborted, late: answered at once
-running --memory short--> RETRACTED (the scheduler's, or Resumption's) --memory, before any new request--> running
-running --the router moves it--> Moves: its KV goes to another decode worker, where it is added with its `source`
+           \____ failed, aborted, late: answered at once
+running --memory short--> RETRACTED (the scheduler's, or Resumption's)
+RETRACTED --memory, before any new request--> running
+running --moved by the router--> Moves: KV goes to the decode worker that continues (`source`)
 """
 
 import logging
@@ -51,7 +52,7 @@ class DecodeRole(RequestTarget[RequestTransfer], EngineRole):
         checksum: Checksum | None = None,
         moves: Moves | None = None,
     ) -> None:
-        """`checksum`: of what lands, compared with the sender's before decode starts. `moves`: None: what leaves takes no KV along."""
+        """Landed KV must have the sender's `checksum`. Without `moves`, no KV leaves."""
         late = f"no KV memory within {prealloc_timeout_s:g} s"
         super().__init__(scheduler, metadata, checksum=checksum, late=late)
         self._manager = manager
@@ -108,7 +109,7 @@ class DecodeRole(RequestTarget[RequestTransfer], EngineRole):
         return self._scheduler.abort(rid, reason) if held is None else held
 
     def move_out(self, rid: str, room: int, now_s: float) -> list[TokenOutput]:
-        """End a request here, as another worker goes on with it; by its KV if it is running, which then waits in `room`."""
+        """End a request that another worker continues; KV of a running one waits in `room`."""
         request = self._scheduler.stages.live.get(rid)
         if self._moves is None or request is None:
             return self.abort(rid, now_s, HAS_MOVED)
@@ -117,7 +118,7 @@ class DecodeRole(RequestTarget[RequestTransfer], EngineRole):
         return [] if request.moves else self.abort(rid, now_s, HAS_MOVED)
 
     def close_to_peers(self, why: str | None) -> None:
-        """No peer sends a decode worker work, and what leaves it leaves. While it is closed, it preempts no request."""
+        """Stop preemption; peers send no work here, and what leaves still leaves."""
         self._closed = why is not None
 
     def end_peers_work(self, why: str) -> None:
@@ -139,7 +140,7 @@ class DecodeRole(RequestTarget[RequestTransfer], EngineRole):
     # ---- as the target of its transfers
 
     def reserve(self, ready: Sequence[RequestTransfer]) -> None:
-        """Reserve memory, most urgent first. None overtakes one that finds no room, or a retracted one as urgent."""
+        """Reserve memory by urgency; none passes one without room, or an equal retracted one."""
         now_s, urgency = self.incoming.now_s, self._scheduler.limits.priorities.urgency
         retracted = [*self._scheduler.stages.retracted(), *self._resumption.waiting()]
         before = max((urgency(r, now_s) for r in retracted), default=-math.inf)
@@ -151,7 +152,7 @@ class DecodeRole(RequestTarget[RequestTransfer], EngineRole):
                 return
 
     def _preallocate(self, transfer: RequestTransfer) -> bool:
-        """Offer prefill a metadata row and the prompt's pages; False when there is no room now."""
+        """Offer prefill pages and a metadata row; False without room."""
         request, held = transfer.request, self._scheduler.held
         if not self.incoming.reserve(transfer, lambda: held.reserve(request, may_preempt=not self._closed)):
             return False
@@ -173,7 +174,7 @@ class DecodeRole(RequestTarget[RequestTransfer], EngineRole):
         return ""
 
     def failed(self, transfer: RequestTransfer, failure: TransferFailure, reason: str) -> None:
-        """Answer now, if `abort` has not."""
+        """Answer now, unless `abort` has."""
         if failure is not TransferFailure.ABORTED:
             finish = self._finish_of(transfer, failure, reason)
             self._outputs.append(self._scheduler.held.end(transfer.request, finish))
@@ -257,7 +258,7 @@ class DecodeRole(RequestTarget[RequestTransfer], EngineRole):
 
 
 def _route_of(request: Request) -> Route | None:
-    """Return where the KV of a request that has moved waits; None: the bootstrap server knows."""
+    """Return where a moved request's KV waits; otherwise the bootstrap server knows."""
     if request.source is None:
         return None
     return Route(control=request.source.control, incarnation=request.source.incarnation, shared=True)

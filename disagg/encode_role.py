@@ -1,4 +1,4 @@
-"""The role of an encoder worker: what peers ask of it, and the images by which its frontend tries the tower."""
+"""The role of an encoder worker: requests of peers, and its frontend's test images."""
 
 from disagg.feature_serving import FeatureServer
 from disagg.handover import Senders
@@ -27,7 +27,7 @@ class EncodeRole(EngineRole):
         page_bytes: int,
         source: KVSource,
     ) -> None:
-        """`source`: the address of this worker for others. `page_bytes`: of a page of features."""
+        """Give peers the address `source`; `page_bytes` are of feature pages."""
         self.source = source
         self._scheduler = scheduler
         self._manager = manager
@@ -37,7 +37,7 @@ class EncodeRole(EngineRole):
         self._closed_to_peers: str | None = None
 
     def add(self, request: Request, now_s: float) -> list[TokenOutput]:
-        """Of the frontend: images alone, of which nothing is wanted but that they are encoded."""
+        """Encode images of the frontend, and return no features."""
         if not (request.images and request.alone):
             return [refused(request, NO_TOKENS)]
         return self._scheduler.add(request)

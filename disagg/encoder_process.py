@@ -1,4 +1,4 @@
-"""The scheduler process of an encoder worker: a vision tower under the same loop as an engine's."""
+"""The scheduler process of an encoder worker: a vision tower in an engine's loop."""
 
 import os
 import time
@@ -29,7 +29,10 @@ from service.process.collector import spare_what_lives
 
 
 def serve_encoder(spec: SchedulerSpec, turns: TurnClock, model: ModelConfig, protocol: str | None) -> None:
-    """Load the tower, send `SchedulerReady`, serve until the end. `protocol`: Mooncake's. Raises ConfigError and BackendUnavailable."""
+    """Load the tower, send `SchedulerReady`, serve. `protocol` is Mooncake's.
+
+    Raises ConfigError and BackendUnavailable.
+    """
     started_s = time.monotonic()
     ports = SocketPorts(IpcPaths(spec.ipc_dir, spec.dp_rank), num_frontends=spec.num_frontends)
     use = EngineUse(kv_stays=why_kv_stays(spec.disagg), allocate_kv=kv_bytes_of(protocol))
@@ -67,7 +70,7 @@ def serve_encoder(spec: SchedulerSpec, turns: TurnClock, model: ModelConfig, pro
 
 
 def _facts(parts: EncoderParts, source: KVSource, *, load_time_s: float) -> dict[str, Any]:
-    """What /server_info shows of it. `image_encoder`: what a router tells other workers."""
+    """Facts for /server_info; a router passes `image_encoder` to other workers."""
     allocator, config = parts.scheduler.memory.allocator, parts.config
     named = {"control": source.control, "incarnation": source.incarnation}
     return {

@@ -226,7 +226,6 @@ class FeatureFetches:
 
 
 def _alone(image: ImageInput) -> ImageInput:
-    """Make it the first image of a prompt."""
     return msgspec.structs.replace(image, start=0)
 
 

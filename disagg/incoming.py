@@ -49,7 +49,6 @@ class TransferFailure(Enum):
 
     @property
     def counted(self) -> str:
-        """Counter name; corrupt counts as refused."""
         return TransferFailure.REFUSED.value if self is TransferFailure.CORRUPT else self.value
 
 
@@ -262,7 +261,6 @@ class Incoming(Generic[Transfer]):
 
     @property
     def transfers(self) -> Mapping[str, Transfer]:
-        """Active transfers by key, oldest first."""
         return self._transfers
 
     @property
@@ -295,7 +293,6 @@ class RequestTransfer(IncomingTransfer):
 
     @property
     def log_fields(self) -> dict[str, dict[str, str | int | float]]:
-        """Log fields for `extra=`."""
         return about(request_id=self.request.request_id, rid=self.key, room=self.room)
 
     def take_over(self, first: FirstToken) -> None:

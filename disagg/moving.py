@@ -3,8 +3,8 @@
   running --begin--> (its last step) --> held; its stream ends with the KV's address
       --> Outgoing, as a prompt of prefill
 
-The receiver gets the KV of every token but the last, and samples the next. After a failure the
-router resumes through prefill.
+The receiver gets KV of all tokens but the last, and samples the next. After a failure the router
+resumes through prefill.
 """
 
 from collections import Counter
@@ -102,7 +102,7 @@ class Moves:
         return self._outgoing.num_rows
 
     def all_counters(self) -> dict[str, float]:
-        """Return all counters; failed moves are not failed arrivals."""
+        """All counters; failed moves are not failed arrivals."""
         failed = sum(self._outgoing.counters.values())
         return {**self.counters, **self._pages.counters, **({"moves_failed": failed} if failed else {})}
 

@@ -64,7 +64,6 @@ class Outgoing:
         return handover.for_client(self._end(handover, reason))
 
     def refuse(self, handover: PrefillHandover, reason: str) -> None:
-        """Refuse a hand-over just opened for a peer."""
         handover.sender.abort(reason)
         handover.stage = HandoverStage.ENDING
 

@@ -1,9 +1,9 @@
-"""Which pages of a prompt leave when, and the metadata row behind them. Pure: senders move the bytes.
+"""Order in which pages and metadata of a prompt leave. Pure: senders move the bytes.
 
 whole pages    when their chunk is computed, if they are many; the rest with the last chunk
-layer by layer when their chunk is launched, with a gate: the manager posts each group of layers when it is written
-tail           with the last chunk, behind its pages: what the request has beside pages (`Memory.tail`)
-metadata row   last: nothing passes for complete before all of it is
+layer by layer when their chunk is launched, gated: the manager posts each written layer group
+tail           after the last chunk's pages: other memory (`Memory.tail`)
+metadata row   last, so that nothing is complete before
 """
 
 from collections import Counter, deque
@@ -20,10 +20,10 @@ KEPT = 64  # transfers that the gauges look back on
 
 
 class TransferGauges:
-    """Times from the last chunk's hand-over until all bytes have landed: what a request waits for.
+    """Times from handing over the last chunk until all bytes landed.
 
-    The loop polls, so speeds are lower bounds for small prompts. Layer by layer most of the last chunk has left before, so the
-    speed that a request sees may exceed the wire's.
+    Polling makes speeds of small prompts lower bounds. Layer by layer they may exceed the wire's:
+    most of the last chunk left before.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class TransferGauges:
         self._bootstraps: deque[float] = deque(maxlen=KEPT)
 
     def bootstrapped(self, taken_s: float) -> None:
-        """Decode's pages were known `taken_s` after the request arrived."""
+        """Record that decode's pages were known `taken_s` after arrival."""
         self._bootstraps.append(taken_s)
 
     def landed(self, *, size_bytes: int, taken_s: float) -> None:
@@ -52,7 +52,7 @@ class TransferGauges:
 
 
 class PageSender:
-    """Owns the computed prompts that wait for a metadata row, and the gauges of transfers."""
+    """Computed prompts without a metadata row, and transfer gauges."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class PageSender:
         layerwise: bool = False,
         least_bytes: int = 0,
     ) -> None:
-        """`checksum` of pages is sent with them. `least_bytes`: fewer wait for the last chunk (unless `layerwise`)."""
+        """Send `checksum` of pages. Less than `least_bytes` waits, unless `layerwise`."""
         self.metadata = metadata
         self.layerwise = layerwise
         self.gauges = TransferGauges()
@@ -76,7 +76,7 @@ class PageSender:
         self._computed: list[tuple[PrefillHandover, TokenOutput, ItemResult]] = []  # in order of completion
 
     def send_launched(self, plan: Plan, handovers: Mapping[str, PrefillHandover]) -> None:
-        """Layer by layer: hand over what the step will write."""
+        """Layer by layer: send what the step will write."""
         if not self.layerwise:
             return
         loaded = {copy.page for copy in plan.from_host}
@@ -86,9 +86,9 @@ class PageSender:
                 self._send_launched(handover, item, plan.seq, loaded)
 
     def _send_launched(self, handover: PrefillHandover, item: PlanItem, step: int, loaded: Set[int]) -> None:
-        """Pages that `item` completes leave while it computes, and so do those `loaded` from the host in this step.
+        """Send pages of `item`, and those `loaded` from the host in this step, while it computes.
 
-        Other cached pages leave once the step has begun, which follows the loads of all steps before.
+        Other cached pages leave once the step begins, after loads of earlier steps.
         """
         size, request = self._page_size, handover.request
         end = len(request.pages) if item.kv_len >= request.handed_tokens else item.kv_len // size
@@ -116,9 +116,9 @@ class PageSender:
         self._computed.append((handover, output, first))
 
     def send_computed(self, now_s: float) -> None:
-        """Hand over last chunks with their metadata rows, in order of completion.
+        """Send last chunks with metadata rows, in order of completion.
 
-        They wait while there is no free row, or the device still computes a checksum.
+        They wait for a free row and for the device's checksum.
         """
         while self._computed:
             handover, output, first = self._computed[0]
@@ -153,7 +153,7 @@ class PageSender:
         handover.last_pages, handover.last_sent_s = len(rest) or handover.last_pages, now_s
 
     def on_landed(self, handover: PrefillHandover, now_s: float) -> None:
-        """Count what was computed for decode, and what has moved."""
+        """Count work for decode, and moves."""
         if handover.purpose is Purpose.RECOMPUTE:
             self.counters["recomputed"] += 1
             self.counters["recomputed_tokens"] += handover.request.handed_tokens - handover.request.cached_tokens
@@ -169,7 +169,7 @@ class PageSender:
 
 
 class LaunchedPages(LoopListener):
-    """Sends pages of `handovers` as soon as the step that computes them is launched."""
+    """Sends pages of `handovers` at the launch of their step."""
 
     def __init__(self, pages: PageSender, handovers: Mapping[str, PrefillHandover]) -> None:
         self._pages = pages

@@ -1,9 +1,9 @@
-"""The prefill role: a request waits for decode's page indices, is computed, and is handed over chunk by chunk.
+"""The prefill role: a request waits for decode's pages, is computed, and leaves by chunk.
 
-Its stages are drawn in disagg/outgoing.py. Failed, aborted and late ones are answered at once.
+Stages: disagg/outgoing.py. Failed, aborted and late requests are answered at once.
 
-Decode may also request the KV of a request that it retracted (disagg/recompute.py): its pages are known from the start, and no
-client waits for an answer.
+Recomputations of requests retracted by decode (disagg/recompute.py) know their pages from the
+start, and no client waits for them.
 """
 
 from collections import Counter
@@ -26,7 +26,7 @@ from transfer_backends.kvpoll import RoomInUse
 
 
 class Directory(Protocol):
-    """The directory in which decode workers look up the worker of a room (the bootstrap server, by its registrar)."""
+    """Directory of rooms' workers for decode (the bootstrap server, by its registrar)."""
 
     def add_room(self, room: int) -> None: ...
 
@@ -47,7 +47,7 @@ class PrefillRole(EngineRole):
         prefixes: PrefixExchange | None = None,
         features: FeatureFetches | None = None,
     ) -> None:
-        """`prefixes`: None: it computes all that it has not cached, and sends no prefix to others. `features`: None: it encodes all images."""
+        """Without `prefixes` none are fetched or sent; without `features` it encodes all."""
         self._scheduler = scheduler
         self._manager = manager
         self._pages = pages
@@ -160,7 +160,7 @@ class PrefillRole(EngineRole):
                 self._outgoing.refuse(handover, error)
 
     def _images_of(self, work: Work) -> tuple[tuple[ImageInput, ...], str]:
-        """Return its images, and what is wrong with them."""
+        """Return its images, and any error."""
         try:
             return images_of(work, self._bounds), ""
         except ValueError as error:
@@ -174,7 +174,7 @@ class PrefillRole(EngineRole):
 
     @property
     def prefix_source(self) -> KVSource | None:
-        """Return the address at which others get this worker's prefixes; None: it sends none."""
+        """Return this worker's address for prefixes, if it sends any."""
         return None if self._prefixes is None else self._prefixes.source
 
     def waits_for_outside(self) -> bool:
@@ -206,7 +206,7 @@ class PrefillRole(EngineRole):
         return [] if self._features is None else self._features.avoided()
 
     def transfer_paths(self) -> list[TransferPath]:
-        """Return the transfer paths to the newest decode workers, a bounded number."""
+        """Return paths to the newest decode workers, bounded."""
         return [
             TransferPath(
                 peer=path.peer,

@@ -3,9 +3,8 @@
   begin -> a transfer --landed--> in the tree: the requests find them there
      +---- failed, late, no memory: the requests compute
 
-A *carrier*, a request without client, reserves all full prompt pages meanwhile, as the source may
-have more than the router knows. Requests with the same prefix share a fetch. Prompts with images
-fetch text before the first.
+A *carrier*, a request without client, reserves all full prompt pages, as the source may have more
+than the router knows. Equal prefixes share a fetch. Prompts with images fetch the text before.
 
 The room is that of the request whose router named the source, with a unique attempt.
 """
@@ -223,7 +222,6 @@ class PrefixFetches(RequestTarget[PrefixFetch]):
 
 
 def _text_before_images(request: Request) -> int:
-    """Tokens before the first image, all that workers exchange."""
     return request.images[0].start if request.images else request.num_tokens
 
 

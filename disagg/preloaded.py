@@ -1,4 +1,4 @@
-"""What a process that computes imports once its flags are read, for a fork server (service/process/fork_server.py)."""
+"""Imports of a computing process, for a fork server (service/process/fork_server.py)."""
 
 # With torch and all that a worker of any role needs of ours. What only some flags need comes later.
 MODULES = (

@@ -3,9 +3,9 @@ r"""Retracted decode requests whose KV a prefill worker recomputes.
     retracted --> a transfer --landed--> running: its next step is a usual one
                     \__ failed, no worker, almost all still cached: this engine computes it
 
-Prefill computes all known tokens but the last and samples nothing, so seeds, penalties, grammar and
-logprobs continue in a normal step. Pages still cached are neither computed nor sent. The room is
-the request's own, the attempt its number of retractions (the router's is 0).
+Prefill computes all known tokens but the last, without sampling, so that a normal step continues
+seeds, penalties, grammar and logprobs. Cached pages are neither computed nor sent. The room is the
+request's, the attempt its number of retractions (the router's is 0).
 """
 
 import logging

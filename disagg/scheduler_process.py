@@ -1,6 +1,6 @@
-"""The scheduler process of a worker, the only one that imports torch: builds engine and role, and runs the loop.
+"""A worker's scheduler process, the only one with torch: builds engine and role, runs the loop.
 
-Exit status: 0 ended by its parent; OPERATING_ERROR, with one line on stderr; anything else is a bug.
+Exit status: 0 ended by its parent; OPERATING_ERROR with a line on stderr; else a bug.
 """
 
 import argparse
@@ -62,7 +62,7 @@ log = logging.getLogger(__name__)
 
 
 def run(spec: SchedulerSpec) -> None:
-    """Load, send `SchedulerReady`, serve until the end. Raises ConfigError and BackendUnavailable."""
+    """Load, send `SchedulerReady`, serve. Raises ConfigError and BackendUnavailable."""
     turns = TurnClock(limit_s=spec.engine.watchdog_timeout_s, now_s=time.monotonic())
     heartbeat = HeartbeatResponder(IpcPaths(spec.ipc_dir, spec.dp_rank), turns, name=spec.process)
     heartbeat.start()
@@ -169,9 +169,9 @@ def _serve(
 
 
 def _check_transfers(spec: SchedulerSpec) -> str | None:
-    """Return Mooncake's protocol, None: another backend. Raises ConfigError and BackendUnavailable.
+    """Return Mooncake's protocol, if used. Raises ConfigError and BackendUnavailable.
 
-    Before torch is imported, if `--device` is given, and before the model is loaded: that may take minutes.
+    Runs before torch is imported (with `--device`) or the model is loaded, which may take minutes.
     """
     disagg = spec.disagg
     if not disagg.has_peers:
@@ -187,7 +187,7 @@ def _check_transfers(spec: SchedulerSpec) -> str | None:
 
 
 def check_prefix_fetch(spec: SchedulerSpec, model: ModelConfig) -> None:
-    """Raises ConfigError for flags, or a model, with which no prefix can come from another worker."""
+    """Raises ConfigError for flags or models without prefix transfer."""
     if not spec.disagg.prefix_fetch or spec.disagg.disaggregation_mode == "null":
         return
     if model.recurrent is not None:
@@ -205,7 +205,7 @@ def check_prefix_fetch(spec: SchedulerSpec, model: ModelConfig) -> None:
 
 
 def check_feature_fetch(spec: SchedulerSpec, model: ModelConfig) -> None:
-    """Raises ConfigError for a model that has no features to fetch; warns where this worker cannot fetch them."""
+    """Raises ConfigError for models without features; warns if this worker cannot fetch."""
     if not spec.disagg.feature_fetch:
         return
     if model.vision is None:
@@ -226,7 +226,7 @@ def _has_gpu() -> bool:
 
 
 def _load_adapters(parts: "EngineParts", ports: SocketPorts) -> AdapterControl:
-    """Load the adapters that flags name. Raises ConfigError."""
+    """Load the flags' adapters. Raises ConfigError."""
     adapters = AdapterControl(
         store=parts.adapters,
         max_loaded=parts.config.max_loaded_loras,
@@ -275,7 +275,6 @@ def _services(
 
 
 def _with_role(services: LoopServices, role: EngineRole) -> LoopServices:
-    """Add what a role serves beside requests."""
     from disagg.decode_role import DecodeRole
     from disagg.prefill_role import PrefillRole
 
@@ -288,7 +287,6 @@ def _with_role(services: LoopServices, role: EngineRole) -> LoopServices:
 
 
 def _board(spec: SchedulerSpec, parts: "EngineParts") -> "SharedBoard | None":
-    """Open the board of the DP ranks, with DP attention."""
     if spec.joint is None:
         return None
     from engine.ranks.shared_board import SharedBoard
@@ -319,7 +317,6 @@ def _loop_settings(parts: "EngineParts") -> LoopSettings:
 
 
 def _facts(parts: "EngineParts", publisher: ZmqPublisher | None, *, load_time_s: float) -> dict[str, Any]:
-    """Return the engine's facts for /server_info."""
     from engine.device.machine import machine_facts
 
     allocator, config = parts.scheduler.memory.allocator, parts.config
@@ -351,7 +348,7 @@ def _facts(parts: "EngineParts", publisher: ZmqPublisher | None, *, load_time_s:
 
 
 def _prefix_facts(source: KVSource | None, parts: "EngineParts") -> dict[str, Any]:
-    """Return the facts that a router needs for --prefix-fetch."""
+    """Facts for a router's --prefix-fetch."""
     if source is None:
         return {}
     token_bytes = parts.pool.page_bytes // parts.pool.page_size
@@ -360,7 +357,7 @@ def _prefix_facts(source: KVSource | None, parts: "EngineParts") -> dict[str, An
 
 
 def _publisher(spec: SchedulerSpec, parts: "EngineParts") -> ZmqPublisher | None:
-    """Raises ConfigError for an address that is taken."""
+    """Raises ConfigError for a taken address."""
     config = parse_kv_events_config(spec.engine.kv_events_config)
     if config is None:
         return None
@@ -398,7 +395,7 @@ def make_grammar_queue(
 
 
 def _engine_use(disagg: DisaggConfig, protocol: str | None, *, pp_size: int = 1) -> "EngineUse":
-    """`protocol`: Mooncake's, which may need memory of its own kind."""
+    """Mooncake's `protocol` may need special memory."""
     from disagg.fabric_pool import kv_bytes_of
     from engine.use import EngineUse
 
@@ -422,7 +419,7 @@ def _end_with_late_ranks(group: "Group", stalled_s: float) -> None:
 
 
 def _await_parent(loop: EngineLoop, ports: SocketPorts) -> None:
-    """With DP attention: another rank has ended, and the parent ends this one, too; it names the one that ended first."""
+    """With DP attention, wait for the parent to end this rank and name the one that ended first."""
     deadline_s = time.monotonic() + NAMED_WITHIN_S
     while not loop.stopped and (left_s := deadline_s - time.monotonic()) > 0:
         ports.wait(left_s)
