@@ -4,6 +4,5 @@ import os
 
 
 def usable_cores() -> int:
-    """Return OMP_NUM_THREADS if set, else this process's cores."""
     value = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     return int(value) if value.isdigit() and int(value) > 0 else len(os.sched_getaffinity(0))

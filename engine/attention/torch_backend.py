@@ -107,7 +107,7 @@ class _Request:
         self._tiles: dict[int, list[_Tile]] = {}
 
     def seen(self, kept: torch.Tensor) -> torch.Tensor:
-        """Return its tokens in order, [kv_len, ...]."""
+        """Its tokens, [kv_len, ...]."""
         return kept[: self.kv_len] if self._order is None else kept[self._order]
 
     def tiles(self, window: int) -> "list[_Tile]":

@@ -39,7 +39,7 @@ def default_threads(model_path: str, *, cores: int) -> int:
 
 
 def _weight_bytes(model: Path) -> int:
-    """Bytes that a step reads; GGUF weights count two bytes each."""
+    """GGUF weights count two bytes each."""
     if model.is_file():
         return sum(2 * math.prod(tensor.shape) for tensor in open_gguf(model).tensors.values())
     files = list(model.glob("*.safetensors"))

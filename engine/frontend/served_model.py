@@ -67,7 +67,6 @@ class ServedModel:
 
     @property
     def own_names(self) -> tuple[str, ...]:
-        """Names of the model, forbidden for adapters."""
         return (*ANY_MODEL, self.served_name, self.path)
 
 

@@ -55,7 +55,6 @@ class GGUFTensors:
         return lambda out: self._fill(tensor, out, taken)
 
     def type_of(self, name: str) -> str:
-        """The type, such as "Q4_K"; empty if absent."""
         return self._tensors[name].storage.name if name in self._tensors else ""
 
     def blocks(self, name: str, shape: Sequence[int], taken: Sequence[range]) -> tuple[torch.Tensor, slice]:

@@ -107,7 +107,6 @@ class PageFolder:
             os.utime(fd)  # LRU order, for the next process too
 
     def delete(self, keys: tuple[bytes, ...]) -> Files:
-        """Return (key, bytes) of files that could not be deleted."""
         left = []
         for key in keys:
             try:

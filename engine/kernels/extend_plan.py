@@ -87,7 +87,6 @@ def plan_extend(
 
 
 def first_seen(position: int, window: int) -> int:
-    """First token visible at `position`."""
     return max(0, position + 1 - window) if window else 0
 
 

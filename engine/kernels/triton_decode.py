@@ -1,20 +1,19 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, import-untyped"
 """Paged decode attention for GPUs: partial softmax over splits of a context, merged.
 
-Flash-Decoding (Dao et al. 2023); a tile has all query heads of a KV head, to read K and V once.
-Splits depend only on a request's length, and merge in order: results are the same in any batch.
+Flash-Decoding (Dao et al. 2023); tiles of all query heads of a KV head read K and V once. Splits
+depend on a request's length only and merge in order: equal results in any batch.
 
-The program that ends the last split of a request and KV head merges them. Splits are counted: a
-barrier orders all stores before one thread's atomic, which releases them to the GPU and acquires
-those of earlier splits (PTX ISA, "Memory Consistency Model"). The last one resets the count.
+The program that ends the last split of a request and KV head merges, and resets the count. A
+barrier orders stores before one thread's atomic, which releases them and acquires earlier splits'
+(PTX ISA, "Memory Consistency Model").
 
-Lengths are read on the device: `split_list` lists all splits per step, and each of n programs takes
-every n-th. So one graph serves every length. Values that vary per step are in `do_not_specialize`:
-one compilation per model.
+One graph serves every length: `split_list` lists a step's splits on the device, and each of n
+programs takes every n-th. `do_not_specialize` has all values of a step: one compilation per model.
 
-MLA latents are one row per token: V is K's first DIM elements, REST follow; a "KV head" is then a
-tile of query heads. V is loaded again, from cache: products need another layout of it, and the
-pipeliner prefetches nothing used in two.
+MLA latents: a row per token, V is K's first DIM elements, REST follow; a "KV head" is a tile of
+query heads. V is loaded again, from cache, in another layout: the pipeliner prefetches nothing used
+in two products.
 
 A window layer has its own list of visible splits. Sinks are initial scores of the first split.
 Windows, sinks, caps and latents have not run on a GPU.

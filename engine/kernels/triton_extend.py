@@ -4,8 +4,8 @@
 FlashAttention-2's loop (Dao 2023) over the page table: first tokens visible to all rows of a tile,
 unmasked, then the few at its diagonal. Apart from rounding, chunks do not change results.
 
-Few rows with a long context would leave multiprocessors idle: programs take a span and all query
-heads of a KV head (engine/kernels/extend_plan.py), then merge (Flash-Decoding, Dao et al. 2023).
+For few rows with a long context programs take a span and all query heads of a KV head
+(extend_plan.py), then merge (Flash-Decoding, Dao et al. 2023), so that no multiprocessor idles.
 
 With MLA latents rows are always pairs. With a window, earlier blocks are skipped. Sinks are initial
 scores of a row's first span.

@@ -9,11 +9,10 @@ parameters by slot from a table, so launches can be captured:
   scores  (row, part)  temperature, min_p, noise: the best score; the mass that top_p refers to
   finish  (row)        the token; counts it
 
-Tokens rank by (bits of the gap to the best logit, token id); a filter is a bound on that. top_k
-counts tokens in 16 bins of the bits, then in 16 bins of one of them, until a boundary has k tokens
-below. top_p takes the best score: if the mass ranked before its token is below the limit, it wins;
-else it becomes the bound for the next try (after FlashInfer's rejection sampling, with fixed
-noise).
+Tokens rank by (bits of the gap to the best logit, token id); filters bound that rank. top_k counts
+tokens in 16 bins, then in 16 bins of one, until a boundary has k tokens below. top_p takes the best
+score if the mass ranked before it is below the limit, else it is the next bound (FlashInfer's
+rejection sampling with fixed noise).
 """
 
 from dataclasses import dataclass

@@ -52,7 +52,6 @@ class CacheSpec:
 
 
 def page_bytes_of(specs: Sequence[CacheSpec], page_size: int, *, units: int = 1) -> int:
-    """Bytes of a page over all layers."""
     return units * max(UNIT_ALIGN_BYTES, _align(unit_end(unit_parts(specs, units), page_size), UNIT_ALIGN_BYTES))
 
 

@@ -7,8 +7,8 @@
   MLA:     K alone
   drafter: its layers, and the page's tail: one vector, equal in each unit
 
-A unit has an equal share of KV heads of all layers. Pages and units are contiguous: adjacent pages
-transfer as one piece, and workers with different TP exchange units (engine/kv/held.py).
+A unit has an equal share of KV heads of all layers. Adjacent pages transfer as one piece; workers
+with different TP exchange units (engine/kv/held.py).
 """
 
 import contextlib
@@ -126,7 +126,6 @@ class KVPool:
 
     @property
     def unit_end(self) -> int:
-        """End of a unit's last layer, without padding."""
         return unit_end(self._parts, self.page_size)
 
     def bits_of(self, num_tokens: int) -> torch.Tensor:

@@ -4,10 +4,9 @@ With word i of unit u of page j, modulo 2^64, N units a page, W words a unit wit
 
   sum over j, u, i of mix(w[j, u, i] + (((j * N + u) * W + i) + 1) * ODD)
 
-It sums over words at model positions, so parts of any number of ranks add up (`combine` in
-held.py). Bits after a request's last token, left by earlier owners, count as zero. `mix` is a
-bijection (engine/kv/splitmix.py): one changed word always changes the sum, other damage passes once
-in 2^64. It does not stop a forger.
+Positions are the model's, so sums of any ranks add up (`combine` in held.py). Bits after a
+request's last token count as zero. `mix` is a bijection (splitmix.py): one changed word always
+changes the sum, other damage passes once in 2^64. No defence against forgers.
 """
 
 from collections.abc import Callable, Sequence

@@ -97,8 +97,8 @@ class StagedCopies:
       back    after saves of the same page; free pages have no step in flight
       batch   after the previous batch of its direction
 
-    Layerwise loads transfer columns of host pages. A host page must not change until its step is
-    collected, which calls `wait`.
+    Layerwise loads transfer columns. Host pages must not change until their step is collected,
+    which calls `wait`.
     """
 
     def __init__(

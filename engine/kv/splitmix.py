@@ -10,7 +10,6 @@ MUL_2 = 0x94D049BB133111EB
 
 
 def signed(x: int) -> int:
-    """Reinterpret 64 bits as signed."""
     return x - (1 << 64) if x >> 63 else x
 
 

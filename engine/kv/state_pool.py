@@ -3,8 +3,8 @@
   base ->  | slot 0 (scratch) | slot 1 | ... | slot num_slots | shadow 0 | ... |   slot_bytes apart
   slot ->  | layer 0 conv [channels, kernel - 1] | layer 0 recurrent, float32 | layer 1 ... | pad |
 
-A slot is contiguous and transfers as one piece. State checkpoints (`shadow`) are for verification
-of drafts (engine/executor/states.py), in no request or transfer.
+A slot transfers as one piece. State checkpoints (`shadow`), for draft verification
+(engine/executor/states.py), are in no request or transfer.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,10 +1,9 @@
 """Generated weights for `--load-format dummy`: any config.json runs.
 
-An element depends on the tensor's name and the element's index, so ranks and workers agree.
-Matrices are wide for their inputs, so that scores of tokens differ clearly. Those that add to the
-residual stream are narrower, MLPs more than attention, and an MTP layer starts from the token's
-embedding only: so the next token depends on last token and context, and drafts are sometimes
-accepted.
+Elements depend on tensor name and index, so ranks and workers agree. Matrices are wide for their
+inputs, so that scores differ clearly. Additions to the residual stream are narrower, MLPs more than
+attention, and an MTP layer starts from the token's embedding only: the next token depends on last
+token and context, and drafts are sometimes accepted.
 """
 
 import hashlib

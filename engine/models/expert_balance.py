@@ -4,8 +4,8 @@ every N steps    loads since the last round -> a placement per layer, equal on a
 layer by layer   a thread reads the rank's next experts -> ranks vote before each step -> once
                  all have read, all switch before that step; one failure: none switches
 
-A vote is an all-reduce, so all switch before the same step. Until then both copies of a layer are
-in memory. On a GPU a vote is a host sync, so votes are rarer there.
+A vote is an all-reduce. Meanwhile both copies of a layer are in memory. On GPUs votes are host
+syncs, so they are rarer.
 """
 
 import logging

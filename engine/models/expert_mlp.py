@@ -3,8 +3,8 @@
 x [T, hidden] -> router -> (token, k) rows sorted by expert -> experts -> original order
   -> weighted sum in order of k
 
-Every rank has a part of every expert. Summing from the best expert down makes a token's bits
-independent of the batch.
+Ranks have a part of every expert. Sums from the best expert down make bits independent of the
+batch.
 """
 
 import threading

@@ -97,7 +97,7 @@ def _by_key_head(part: ModelPart, prefix: str, config: DeltaConfig) -> Linear:
 
 
 def _gathered(sizes: list[int], heads: int, *, at: int) -> list[int]:
-    """Row order that ungroups parts of `sizes` in `heads` segments, from row `at` on."""
+    """Row order that ungroups parts of `sizes` in `heads` segments, from row `at`."""
     each, begin = sum(sizes), at
     order: list[int] = []
     for size in sizes:

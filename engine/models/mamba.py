@@ -67,7 +67,6 @@ class MambaMixer:
         return self._out(self._recurred(self.states.product(self._in, norm, x, delta)))
 
     def pass_again(self, rows: Tensor) -> None:
-        """Rerun the recurrence over the kept `rows`, from the states before them."""
         self._recurred(self.states.product_again(rows))
 
     def _recurred(self, product: Tensor) -> Tensor:

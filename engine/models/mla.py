@@ -4,8 +4,8 @@ x -> q vector | latent | k rotary part               one product
 q of a head = [W_uk^T plain part | rotary part]      q . [latent | rotary k] is its score
 output of a head = W_uv (weighted sum of latents)
 
-The cache keeps [normed latent | rotary k | index key, if any] for all heads; prefill and decode
-read it alike. A rank has some heads and all latents.
+All heads share a cache of [normed latent | rotary k | index key, if any], for prefill and decode. A
+rank has some heads and all latents.
 """
 
 import torch

@@ -1,8 +1,8 @@
 """Collectives of TP ranks: sums of partial results, gathers of logits.
 
 Every rank calls the same methods in the same order and shapes. Partials are added in float32 in one
-binary tree, (0+1)+(2+3), and rounded once: all ranks get equal bits, independent of a row's place
-in the batch, which gloo and NCCL do not promise.
+binary tree, (0+1)+(2+3), and rounded once: equal bits on all ranks, for any place in the batch,
+which gloo and NCCL do not promise.
 """
 
 from typing import Protocol

@@ -40,7 +40,6 @@ def rank_loads(placement: Sequence[int], loads: Sequence[float], *, ranks: int) 
 
 
 def imbalance(placement: Sequence[int], loads: Sequence[float], *, ranks: int) -> float:
-    """Maximum over mean of rank loads; 1 is even."""
     of_ranks = rank_loads(placement, loads, ranks=ranks)
     return max(of_ranks) * ranks / total if (total := sum(of_ranks)) else 1.0
 

@@ -4,8 +4,8 @@ Slots are expert places, numbered by rank. Each token has k slots, best first:
 
   slots [T, k] -> rows sorted by slot -> each rank computes a range -> outputs return, unsummed
 
-Only the token's own rank sums, in the token's order, so results do not depend on the number of
-ranks. Slot -1 marks a row without a rank.
+A token's own rank sums in the token's order, for the same results on any number of ranks. Slot -1
+is no rank.
 """
 
 from collections.abc import Callable

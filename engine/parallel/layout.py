@@ -5,8 +5,7 @@
   layers                                      split over stages by bytes; the first has the
                                               embedding, the last the head
 
-With more TP ranks than KV heads, tp_size / kv_heads ranks share a KV head; query heads are always
-with theirs.
+With more TP ranks than KV heads, tp_size / kv_heads ranks share one; query heads stay with theirs.
 """
 
 import math

@@ -1,6 +1,6 @@
 """Collectives of GPUs, never run on one: order and arithmetic are tested over gloo.
 
-NCCL only moves bytes and torch adds, in `tree_sum`'s order, independent of batch and message size.
+NCCL moves bytes; torch adds in `tree_sum`'s order, for any batch and message size.
 
   small   partials in symmetric memory, read by all ranks: about as fast as a kernel launch
   large   each rank adds its slice of all partials, then all gather

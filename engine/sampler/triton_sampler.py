@@ -85,7 +85,7 @@ class TritonSampler:
         return words.index_add_(0, output, torch.full_like(output, 2, dtype=torch.int32))
 
     def _edits(self, slot: SlotOpen) -> Tensor | None:
-        """Return int32[n, 2] of token ids and added float bits: biases, then -inf for banned ends."""
+        """int32[n, 2] of token ids and added float bits: biases, then -inf for banned ends."""
         p = slot.sampling
         ends = end_ids(slot) if p.min_new_tokens > 0 else ()
         if not p.logit_bias and not ends:

@@ -1,6 +1,6 @@
 """The scheduler's search for stop strings and regexes, token by token.
 
-It reads the client's text (`IncrementalText`), so lengths are characters, not tokens:
+Lengths are characters of the client's text (`IncrementalText`):
 
 answer:  ... | context | may belong to a stop | text of the newest token |
 tail:        [ 1       | reach - 1            | any length               ]

@@ -103,7 +103,6 @@ class Generation:
 
     @property
     def ends(self) -> bool:
-        """True if no output follows the pending ones."""
         return not self._unfinished or self._error is not None
 
     @contextmanager

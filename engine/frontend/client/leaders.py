@@ -61,7 +61,6 @@ class Leaders:
 
     @property
     def last_message_s(self) -> float:
-        """Time of the last message of the quietest loop."""
         return min(link.last_message_s for link in self.links)
 
     def now_s(self) -> float:

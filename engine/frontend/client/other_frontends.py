@@ -81,7 +81,6 @@ class OtherFrontends:
         return on_message
 
     async def kept(self, question: KeptQuestion) -> list[bytes]:
-        """Find a retained stream."""
         return await self._peers.request("POST", KEPT_PATH, question)
 
     async def abort(self, name: str, *, owner: str | None) -> None:

@@ -5,7 +5,7 @@ sent to all --> all accepted: done
       \\--> some rejected: others undo it, then rejected, naming a rank
           \\--> an undo fails: `lost`, the worker ends, because answers would depend on the rank
 
-A pause is not undone: a rank rejects it during another pause, which then holds there.
+Pauses are not undone: a rank only rejects one during another, which holds there.
 """
 
 import asyncio

@@ -137,7 +137,6 @@ class SchedulerLink:
                 self._send(AbortRequest(rid=wire_rid))
 
     def announce_drain(self) -> None:
-        """Make peers use other workers."""
         with suppress(ApiError):
             self._send(Drain())
 

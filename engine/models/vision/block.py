@@ -22,7 +22,6 @@ def gelu_tanh(x: Tensor) -> Tensor:
 
 
 def quick_gelu(x: Tensor) -> Tensor:
-    """CLIP's gelu."""
     return x.mul_(torch.sigmoid(1.702 * x))
 
 

@@ -56,7 +56,6 @@ def load_summary(s: StateReply) -> dict[str, Any]:
 
 
 def transfer_paths(s: StateReply, *, mode: str) -> dict[str, Any]:
-    """A prefill worker's transfer paths to the newest decode workers."""
     return {"transfer_paths": [msgspec.structs.asdict(path) for path in s.transfer_paths]} if mode == "prefill" else {}
 
 

@@ -163,7 +163,7 @@ def names_one(choice: str | ToolChoice | None) -> bool:
 
 
 def template_tools(tools: list[Tool]) -> list[dict[str, Any]] | None:
-    """Tools in transformers' form; custom ones become functions."""
+    """Transformers' form; custom tools become functions."""
     return [{"type": "function", "function": msgspec.to_builtins(tool.function)} for tool in tools] or None
 
 

@@ -136,7 +136,6 @@ def _head(model: str) -> dict[str, Any]:
 
 
 def _call(call: ToolCall) -> dict[str, Any]:
-    """Arguments too deep to parse become an empty object, as clients require one."""
     function = {"name": call.name, "arguments": object_of(call.arguments.encode())}
     return {"id": call.id, "function": function}
 

@@ -133,7 +133,6 @@ async def embed(request: web.BaseRequest, prompts: Prompts) -> list[TextOutput]:
 
 
 async def label_logits(request: web.BaseRequest, prompts: Prompts) -> list[list[float]]:
-    """A classifier's label logits per prompt."""
     return [vector_of(answer).tolist() for answer in await _pooled(request, prompts, "labels")]
 
 
