@@ -11,7 +11,7 @@
 
 Inside a prefill worker, rooms map to DP ranks: `room mod dp_size`, as SGLang's `/register_dp_rank`.
 On a *shared* server workers register rooms (batched, for `room_ttl_s`), and decode retries a 404
-until its handshake times out. A restart changes `server`; workers register recent rooms again.
+until its handshake timeout. A restart changes `server`; then workers register recent rooms again.
 """
 
 from typing import Annotated

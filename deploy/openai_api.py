@@ -59,7 +59,6 @@ class SseParser:
         self._rest = b""
 
     def feed(self, chunk: bytes) -> list[bytes]:
-        """Return completed `data:` lines."""
         *lines, self._rest = (self._rest + chunk).split(b"\n")
         return [line[5:].strip() for line in lines if line.startswith(b"data:")]
 

@@ -101,7 +101,6 @@ class PlannedCluster:
 
     @property
     def now_s(self) -> float:
-        """The latest clock."""
         return max(worker.clock.now_s for worker in self._all)
 
     @property
@@ -136,7 +135,6 @@ class PlannedCluster:
     # ---- inside
 
     def _report(self) -> None:
-        """Send reports to the router, and request new ones."""
         for worker in self._all:
             if worker.state is not None:
                 most = worker.scheduler.limits.max_running_requests

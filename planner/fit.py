@@ -8,10 +8,9 @@ Undisturbed requests reveal durations:
               step + c x requests + d x KV tokens
     hand-over additional TTFT of the same prompt through a pair:  e + f x prompt
 
-Least squares of relative errors, without negative coefficients. Gaps are summed to stretches, since
-tokens arrive in clumps. A prefill step costs at least a decode step's constant, the rest is
-`outside`. The hand-over is a small difference of noisy times, so its slope is the median of all
-(Theil and Sen, JASA 1968).
+Least squares of relative errors, without negative coefficients, over stretches, since tokens arrive
+in clumps. A prefill step costs at least a decode step's constant, the rest is `outside`. The noisy
+hand-over's slope is the median of all (Theil and Sen, JASA 1968).
 """
 
 from bisect import bisect_left, bisect_right

@@ -1,8 +1,8 @@
 """A machine whose cores steps, transfers (copies) and HTTP share. Pure.
 
 Max-min fair, with workers perhaps bound to own cores. The end of work is fixed at its start: later
-work cannot delay it, but its owner owes the lost time and pays with its next work. So no core is
-used twice, and events keep their order.
+work cannot delay it, but the owner's next work pays the lost time. So no core is used twice, and
+events keep their order.
 """
 
 from collections import Counter

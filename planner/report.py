@@ -57,7 +57,6 @@ def report_json(outcomes: Sequence[Outcome], study: Study) -> bytes:
 
 
 def gpus_for(outcome: Outcome, total_rate: float) -> tuple[int, int]:
-    """Return copies of the layout, and GPUs, for `total_rate`."""
     copies = math.ceil(total_rate / (outcome.rate * outcome.layout.num_gpus))
     return copies, copies * outcome.layout.num_gpus
 

@@ -275,6 +275,5 @@ class PlannedReceivers:
 
 
 def _copy_row(source: MetadataBuffers, row: int, target: MetadataBuffers, to: int) -> None:
-    """Copy a metadata row by address."""
     one, other = source.region, target.region
     ctypes.memmove(other.base_ptr + to * other.item_bytes, one.base_ptr + row * one.item_bytes, one.item_bytes)

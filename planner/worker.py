@@ -1,7 +1,7 @@
-"""One planned worker: the production loop, scheduler and role over a device, a network and clients in virtual time.
+"""A planned worker: production loop, scheduler and role with virtual device, network and clients.
 
-A turn is one event and starts at its time. While the turn waits for the device, the worker's clock runs ahead of the
-timeline: outputs and messages carry that clock's time, and messages that arrive meanwhile wait for the next turn.
+An iteration is an event at its start time. While it waits for the device, the worker's clock is
+ahead of the timeline: outputs carry its time; new messages wait for the next iteration.
 """
 
 from collections.abc import Callable, Hashable
@@ -45,10 +45,9 @@ NEVER_S = 1e12  # no timeout of a role applies in a plan: the SLOs judge what is
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSpec:
-    """`engine`: resolved. `role`: "unified" | "prefill" | "decode". `num_pages`: of the KV pool.
+    """A worker with a resolved `engine`, a `role` ("unified" | "prefill" | "decode") and KV pages.
 
-    `threads`: cores that a step uses on a host that workers share; `beside`: how that slows steps down. `speculation`: None: nothing is
-    drafted.
+    `threads`: cores of a step on a shared host, slowed by `beside`. No `speculation`: no drafts.
     """
 
     role: str
@@ -100,7 +99,7 @@ class PlanWorker:
         self._wake()
 
     def begin(self) -> None:
-        """Count a request as in flight here, as the router does, until `end`."""
+        """Count a request in flight, as routers do, until `end`."""
         self._num_requests += 1
 
     def end(self) -> None:
@@ -108,7 +107,7 @@ class PlanWorker:
         self._check_drained()
 
     def drain(self, on_drained: Callable[[], None]) -> None:
-        """Call `on_drained` once, when no request is left. The caller sends no new one."""
+        """Call `on_drained` once no request is left; no new one may come."""
         self._on_drained = on_drained
         self._check_drained()
 
@@ -117,7 +116,7 @@ class PlanWorker:
         return self._ports.state
 
     def remember(self, tokens: list[int]) -> None:
-        """Put `tokens` into the prefix cache, as a finished request does. Before the first turn only."""
+        """Cache the prefix `tokens`, before the first iteration only."""
         memory = self.scheduler.memory
         request = Request(
             rid="history",
@@ -159,7 +158,7 @@ class PlanWorker:
         )
 
     def _wake(self) -> None:
-        """Schedule a turn: now, or at the end of the current one."""
+        """Schedule an iteration now, or after the current one."""
         if not self._turning:
             self._turning = True
             self._timeline.at(max(self._timeline.now_s, self.clock.now_s), self._turn)
@@ -184,7 +183,7 @@ class _Ports:
         return messages
 
     def wait(self, timeout_s: float) -> None:
-        """Return at once: the worker rests until it is woken."""
+        """Return at once: `wake` resumes the worker."""
 
     def to_frontend(self, message: ToFrontend) -> None:
         if isinstance(message, TokenBatch):

@@ -110,7 +110,6 @@ def _trace_blocks(entry: TraceEntry, number: int) -> tuple[tuple[int, int], ...]
 
 
 def _spread(times: Sequence[float]) -> list[float]:
-    """Spread equal times until the next tick."""
     ticks = sorted(set(times))
     mean = (ticks[-1] - ticks[0]) / (len(ticks) - 1) if len(ticks) > 1 else 1.0
     following = dict(zip(ticks, [*ticks[1:], ticks[-1] + mean], strict=True))

@@ -61,7 +61,6 @@ class FlagSpec:
         return " and ".join(lower + upper)
 
     def meanings(self) -> list[str]:
-        """Return texts such as "0: never"."""
         return [f"{shown(value)}: {meaning}" for value, meaning in self.special.items()]
 
 

@@ -3,9 +3,9 @@
     link[-1] = H(seed)     link[i] = H(link[i - 1], next BLOCK_BYTES of the prompt)
     key = first 8 bytes of a link
 
-Token ids have four bytes, little-endian. A page has the key of H(last link before its end, bytes
-from there on), so a block's last page has the block's key. The lowest bit is 1 at a block's end.
-SHA-1 is hashlib's fastest; colliding prompts only misroute their own client.
+Token ids are four bytes, little-endian. A page has the key of H(last link before its end, bytes
+after it), so a block's last page has the block's. The lowest bit is 1 at a block's end. SHA-1 is
+hashlib's fastest; collisions only misroute their own client.
 """
 
 import hashlib

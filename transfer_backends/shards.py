@@ -5,12 +5,12 @@
                         -- unit 1 -->  rank 1: unit 1
     rank 1: units 2 3   -- unit 2 -->  rank 2: unit 2     ...
 
-A pair of ranks exchanges the units and layers that both hold: contiguous on both sides, so one
-piece per page, or per run of pages for equal shards.
+A pair of ranks exchanges common units and layers, contiguous on both sides: one piece per page, or
+per run of pages for equal shards.
 
-Replicas (more ranks than KV heads, or a latent): each decode rank reads a unit from one source.
-Sources are shared out by destination, not by page: runs stay whole, and a destination's own link is
-the bound. `turn` differs between decode workers, so that not all read the first replica.
+With replicas (more ranks than KV heads, or a latent) a decode rank reads a unit from one source, so
+runs stay whole and its own link is the bound. `turn` differs between decode workers, to spread load
+over replicas.
 """
 
 from collections.abc import Iterable, Sequence

@@ -1,13 +1,12 @@
 """Plan of extra-state bytes between ranks with different TP. Pure.
 
-An item of the model (a request's state, say) is cut differently per TP size, and a rank stores its
-parts contiguously:
+Items (a request's state, say) are cut differently per TP size; a rank's parts are contiguous:
 
   model      | layer 0: q | k | v | heads | layer 1: q | k | v | heads |
   rank 0     | q0 | k0 | v0 | heads 0 | q0 | k0 ...   extents: [q0], [k0], [v0 with heads 0], ...
 
-A pair exchanges the common bytes in few strips. The source with most in common serves, so
-connections stay few.
+A pair exchanges common bytes in few strips. The source with most of them serves, for few
+connections.
 """
 
 from collections.abc import Iterable, Sequence

@@ -3,8 +3,8 @@
     decode  -> prefill: Register, TransferInfo, Recompute, Abort, Ping, Pong, Bye
     prefill -> decode:  Registered, Refused, Status, Nudge (`PollRequest`), Drained, Ping, Pong, Bye
 
-One ZMQ frame is one message: msgpack of a tagged struct. The incarnations of sender and receiver
-reveal messages to an earlier process. `retry`: the write try, from 0.
+A ZMQ frame is a message: msgpack of a tagged struct. Both incarnations reveal messages to an
+earlier process. `retry`: the write try, from 0.
 """
 
 from collections.abc import Iterator

@@ -49,7 +49,7 @@ def commit() -> str | None:
 
 
 def _without_folders(argument: str) -> str:
-    """Shorten absolute paths, to keep directories private."""
+    """Hide absolute paths."""
     path = Path(argument)
     if not path.is_absolute():
         return argument

@@ -64,7 +64,7 @@ async def run_in_turns(
 
 
 def shares(requests: Sequence[BenchRequest], rounds: int) -> list[list[BenchRequest]]:
-    """Cut into nearly equal parts, each with times from 0."""
+    """Cut into nearly equal parts with times from 0."""
     bounds = [len(requests) * i // rounds for i in range(rounds + 1)]
     return [_restarted(requests[a:b]) for a, b in itertools.pairwise(bounds) if a < b]
 

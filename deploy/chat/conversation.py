@@ -55,5 +55,4 @@ def command_of(line: str) -> ChatCommand | str | None:
 
 
 def printable(text: str) -> str:
-    """Replace control characters by U+FFFD."""
     return _CONTROL.sub("\ufffd", text.replace("\r\n", "\n"))

@@ -79,7 +79,6 @@ def fetch(url: str, query: TracesQuery, *, api_key: str | None) -> list[Record]:
 
 
 def summary(records: Sequence[Record], output: str) -> str:
-    """Return a line per request, and the path."""
     lines = [_line(records, name) for name in dict.fromkeys(record.request_id for record in records)]
     return "\n".join([*lines[-SHOWN:], f"{len(lines)} requests: {output} (open it at https://ui.perfetto.dev)"])
 

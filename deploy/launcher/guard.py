@@ -1,7 +1,7 @@
 """The guard: kills the cluster's process groups when the launcher ends, even by kill -9.
 
-A script without site-packages, to start in milliseconds. Its stdin gets `+PGID` (watch) and `-PGID`
-(reaped); at the end it kills watched groups and removes their files. PR_SET_PDEATHSIG
+A script without site-packages, to start in milliseconds. Stdin gets `+PGID` (watch) and `-PGID`
+(reaped); at its end watched groups are killed and their files removed. PR_SET_PDEATHSIG
 (service/process/start.py) only reaches direct children.
 
 usage: guard.py PREFIX    paths of PREFIX, a group leader's pid and "-" belong to that group

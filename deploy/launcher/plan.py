@@ -165,7 +165,6 @@ def _member(name: str, role: str, ports: tuple[int, int], backend: str, flags: R
 
 
 def _alone(role: str, ports: Sequence[int], own: Sequence[str], flags: Mapping[str, RoleFlags]) -> list[ProcessSpec]:
-    """Return workers outside of pairs."""
     given = flags.get(role, RoleFlags())
     args = (*own, *given.args)
     return [_worker(f"{role}-{i}", role, LOOPBACK, http, args, WORKER_ENV, given.ranks) for i, http in enumerate(ports)]

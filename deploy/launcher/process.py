@@ -108,7 +108,6 @@ class Child:
             self.exit_status()
 
     def last_line(self) -> str:
-        """Return the last log line or progress bar."""
         lines = self._tail()
         return lines[-1] if lines else ""
 
@@ -148,5 +147,4 @@ def _started(argv: Sequence[str], env: Mapping[str, str], log: int) -> ChildProc
 
 
 def own_prefix() -> str:
-    """Return the path prefix of workers' sockets (engine/ipc.py)."""
     return str(Path(socket_folder()) / IPC_PREFIX)

@@ -9,7 +9,6 @@ BY_TORCH = "torch computes instead, several times slower"
 
 
 def shortfalls(infos: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the summary's lines, from /get_server_info."""
     lines = (line for info in infos for part in (_kernels, _huge_pages) for line in part(info))
     return list(dict.fromkeys(lines))
 

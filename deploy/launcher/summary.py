@@ -64,7 +64,6 @@ def _capacity(member: Member) -> str:
 
 
 def _sizes(member: Member) -> list[str]:
-    """Return sizes such as "TP 2"."""
     found = {name: member.info.get(f"{name.lower()}_size", 1) for name in ("TP", "PP", "DP")}
     return [f"{name} {size}" for name, size in found.items() if size > 1]
 

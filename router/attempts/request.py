@@ -110,7 +110,7 @@ class RequestContext(msgspec.Struct, kw_only=True, eq=False):
 
 
 def time_given(headers: Mapping[str, str]) -> float:
-    """Return the deadline in seconds, inf if none. Header names are in lower case."""
+    """Deadline in seconds, else inf; names are in lower case."""
     return min((value_s for name in UNITS_S if (value_s := _patience_s(headers, name)) is not None), default=math.inf)
 
 

@@ -3,10 +3,10 @@
     cost(worker) = tokens queued there for prefill - weight * cached tokens of the prompt
     weight       = 1 + RECOMPUTE_WEIGHT * fewest requests at any worker (prefill and unified)
 
-Recomputing on an idle worker delays no one, so the weight grows with the queues (without it the
-median TTFT was eight times higher: docs/router.md). In decode a prefix only saves memory and a
-transfer: weight 1. As in SGLang, a match below `cache_threshold` is ignored, and beyond both
-balance thresholds only the load decides.
+Recomputing on an idle worker delays no one, so the weight grows with queues (else the median TTFT
+was eight times higher: docs/router.md). In decode a prefix only saves memory and a transfer: weight
+1. As in SGLang, matches below `cache_threshold` are ignored; beyond both balance thresholds only
+load decides.
 """
 
 from bisect import bisect_left

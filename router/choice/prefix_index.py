@@ -1,7 +1,6 @@
 """Index of prompt prefixes cached at workers: key (prefix_keys.py) -> a bit per worker. Pure.
 
-A key covers everything before it, so one walk along a prompt's keys matches all workers, like the
-tree of SGLang's router.
+Keys cover everything before them, so a walk along a prompt matches all workers, like SGLang's tree.
 
     sent       a request with this prefix went there; LRU, `max_blocks` per worker (`guessed`)
     reported   by a KV event, until another one removes it

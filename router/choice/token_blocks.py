@@ -133,7 +133,6 @@ class TokenBlocks:
 
 
 def _namespace(event: BlockStored) -> list[str]:
-    """Return the first block's extra keys, i.e. the namespace."""
     keys = event.extra_keys
     first = keys[0] if isinstance(keys, list) and keys else None
     return [str(key) for key in first] if isinstance(first, list) else []

@@ -5,9 +5,9 @@
     ITL           with one more request; at a unified worker plus the stall of answers by this
                   prompt, over the length of an answer
 
-Prefill workers stall no answers, unified workers need no hand-over: long prompts go to pairs until
-load outweighs that. The power makes the tightest SLO decide. Ideas: mixed pools, Splitwise
-(ISCA'24); predicted times, Mooncake (FAST'25); no kind wins everywhere, TaiChi (arXiv 2508.01989).
+Prefill workers stall no answers, unified ones need no hand-over: long prompts go to pairs until
+load outweighs that. By the power the tightest SLO decides. Ideas: mixed pools, Splitwise (ISCA'24);
+predicted times, Mooncake (FAST'25); no kind always wins, TaiChi (arXiv 2508.01989).
 """
 
 from typing import NamedTuple

@@ -39,7 +39,7 @@ class PeerProcesses:
         return hmac.compare_digest(key.encode(errors="surrogateescape"), self._slot.key.encode())
 
     async def forward(self, request: web.BaseRequest, body: dict[str, Any], *, timeout_s: float = TIMEOUT_S) -> None:
-        """Forward a client's request to the peers. A starting peer catches up later."""
+        """A starting peer catches up later."""
         if self.num and not self.is_peer(request):
             await self.request(request.method, request.path, body, timeout_s=timeout_s)
 

@@ -105,7 +105,6 @@ class Circuit:
         self.on_open(now_s + self.flags.cb_timeout_duration_s if target is State.OPEN else 0.0)
 
     def reset(self) -> None:
-        """Forget everything about a former or dead process."""
         self._enter(State.CLOSED, -math.inf)
         self.quiet = True
 

@@ -190,7 +190,6 @@ class PodWorkers:
         self._leaving.pop(url, None)
 
     def _wanted(self, pods: Mapping[Role, Sequence[Pod]]) -> dict[str, Wanted]:
-        """Return pods by URL, the first with each address."""
         self.problems = {}
         found: dict[str, Wanted] = {}
         for role in sorted(pods):

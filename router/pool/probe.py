@@ -1,8 +1,8 @@
 """HTTP probes of one worker, and detection of its silence.
 
-A frozen process refuses no connection. Silence, noticed before a check fails, only makes requests
-prefer other workers. Streaming workers are never silent. Without heartbeats a busy, silent worker
-is probed every quarter of the limit.
+A frozen process refuses no connection. Silence before a failed check only makes requests prefer
+other workers. Streaming workers are never silent. Without heartbeats busy, silent workers are
+probed every quarter of the limit.
 
     last byte ---- probe ---- probe ---- probe ---- limit: its requests move
 """

@@ -130,7 +130,6 @@ class Worker:
 
     @property
     def requests_everywhere(self) -> int:
-        """Requests of all processes of this router."""
         return self.inflight_requests + (0 if self.peers is None else self.peers.others_requests(self.slot))
 
     @property

@@ -37,7 +37,6 @@ class Failover:
     launcher: AttemptLauncher
 
     def headers(self) -> dict[str, str]:
-        """Return the header that requests frames."""
         return {} if self.launcher.secret is None else {FRAMES_HEADER: "1"}
 
     def open(self, request: RequestContext, end_first: Callable[[], None]) -> "ResumableAnswer":

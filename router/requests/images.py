@@ -37,7 +37,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 def holds_images(body: bytes, parsed: ParsedBody) -> bool:
-    """Return whether a body may hold images; false positives are possible."""
+    """False positives are possible."""
     names = _FIELDS.get(parsed.api, ())
     return any(name in parsed.fields for name in names) and (names[0] in _LISTS or any(mark in body for mark in _MARKS))
 

@@ -53,7 +53,6 @@ class StreamSplitter:
         return data[:end]
 
     def rest(self) -> bytes:
-        """Return the bytes after the last whole event."""
         rest, self._tail = self._tail, b""
         return rest
 

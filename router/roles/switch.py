@@ -139,7 +139,6 @@ class Switch:
         return "it was restarted" if last is None or last.error is None else last.error
 
     async def _announce(self, worker: Worker, role: Role) -> None:
-        """Make peer processes check the worker."""
         await self.peers.request("POST", PATH, {"url": worker.url, "role": role.value})
 
 

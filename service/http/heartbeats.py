@@ -6,8 +6,7 @@
                        `live [SECONDS]`    requests run; duration of the present step
                        `ask`               see /health
 
-A line proves that each process has run since the last one. All wake at the same clock times
-(`wait_s`), which saves wake-ups.
+A line proves that each process has run since the last. Common clock times (`wait_s`) save wake-ups.
 """
 
 from dataclasses import dataclass

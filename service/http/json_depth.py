@@ -24,7 +24,6 @@ def decode_or_none(text: bytes, type_: Any = Any) -> Any:
 
 
 def object_of(text: bytes) -> dict[str, Any]:
-    """Return the object, empty for other text."""
     return decode_or_none(text, dict[str, Any]) or {}
 
 

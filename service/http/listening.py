@@ -29,7 +29,6 @@ class ListeningPort:
 
     @property
     def descriptors(self) -> tuple[int, ...]:
-        """For a child process (`inherited`)."""
         return tuple(sock.fileno() for sock in self._sockets)
 
     @property

@@ -27,5 +27,4 @@ def plain_path(raw: str) -> str:
 
 
 def segment(name: str) -> str:
-    """Quote a name as a segment."""
     return quote(name, safe="")

@@ -15,11 +15,11 @@ On request (FRAMES_HEADER) a worker writes frames, lines before their event:
     :moved {"INDEX": {"control": ..., "incarnation": ...}, ...}    last line: samples migrated;
                                      their KV waits there
 
-In server-sent events they are comments. The router removes and records them. Long whole answers
-have them in units before the body (FRAMES_TYPE).
+Server-sent events have them as comments, long whole answers in units before the body (FRAMES_TYPE).
+The router removes and records them.
 
-After a loss the router sends the request elsewhere with a field "resume", signed in RESUME_HEADER,
-else workers ignore it. The answer continues after the known tokens, which are the same anywhere.
+After a loss the router sends the request elsewhere with a field "resume", ignored unless signed in
+RESUME_HEADER. The answer continues after the known tokens, equal anywhere.
 """
 
 import base64

@@ -51,7 +51,6 @@ def event(value: Any) -> bytes:
 
 
 def typed_event(value: dict[str, Any]) -> bytes:
-    """Return an event named by its `type`."""
     return f"event: {value['type']}\n".encode() + event(value)
 
 

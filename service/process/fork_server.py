@@ -1,7 +1,7 @@
 """Fork server: imports modules once, and forks children on request.
 
-An import (torch: two seconds) is paid once, and its memory shared. Before a fork there must be no
-thread, GPU or OpenMP region.
+Imports (torch: two seconds) are paid once and share memory. No thread, GPU or OpenMP region may
+precede a fork.
 
     client                                     server
       | --- request, descriptors ----------------> |   fork: child gets environment, cwd, ...
@@ -10,7 +10,7 @@ thread, GPU or OpenMP region.
       | --- end of file -------------------------> |   the client has ended: SIGKILL to the child
 
 A child ends with client and server, the server with its parent. Requests wait for imports. The
-abstract socket serves only this user and the given modules.
+abstract socket serves this user and given modules only.
 
     usage: python -m service.process.fork_server DESCRIPTOR ROOM MODULE...
     ROOM: any word as long as a child's command line
@@ -60,7 +60,6 @@ class ForkServer:
         self._selector.register(client, selectors.EVENT_READ, lambda: self._hear(client))
 
     def _hear(self, client: socket.socket) -> None:
-        """Handle a request or a client's end."""
         data, received = receive(client)
         request = msgspec.json.decode(data, type=ForkRequest) if data and client not in self._children else None
         if request is not None and request.module in self._modules and not _is_gone(client):

@@ -157,5 +157,4 @@ class MessageStream:
 
 
 def socket_pair() -> tuple[socket.socket, socket.socket]:
-    """Return both ends, one to be inherited."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -43,7 +43,6 @@ def item_id(kind: str, response_id: str, index: int, *, is_input: bool = False) 
 
 
 def response_of(item_id: str) -> str:
-    """Return the item's response id, empty if foreign."""
     match = _ITEM_ID.fullmatch(item_id)
     return "" if match is None else RESPONSE + match[1]
 

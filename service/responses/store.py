@@ -87,7 +87,6 @@ class ResponseStore:
         return stored if stored is not None and stored.owner == owner else None
 
     def _touch(self, stored: StoredResponse | None) -> None:
-        """Mark it, then its ancestors, as used."""
         for _ in range(len(self._responses)):  # bounded, whatever the input
             if stored is None:
                 return

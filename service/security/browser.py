@@ -2,8 +2,8 @@
 
 A browser sends a page's requests to any address, loopback included. Against other sites:
 
-- A body must be declared as JSON: without preflight, which is only answered for allowed origins, a
-  page can only send text and forms.
+- Bodies must be JSON: without preflight, answered for allowed origins only, pages send text and
+  forms.
 - A changing request must not be cross-origin by `Origin` and `Sec-Fetch-Site`, as in Go's
   `http.CrossOriginProtection`.
 - On loopback without keys, `Host` must be an address, localhost or a configured name, against DNS

@@ -190,7 +190,6 @@ def _is_sound(key: str) -> bool:
 
 
 def _stamp(file: str) -> tuple[int, int, int] | None:
-    """Identify a file's version."""
     try:
         found = os.stat(file)
     except OSError:

@@ -31,7 +31,6 @@ def set_up_logging(*, level: str, format: str, process: str) -> None:
 
 
 def about(**fields: str | int | float) -> dict[str, dict[str, str | int | float]]:
-    """Return a log line's `extra=` fields."""
     return {_ABOUT: {name: value for name, value in fields.items() if value not in ("", None)}}
 
 

@@ -49,5 +49,4 @@ class SpanContext(NamedTuple):
 
 
 def unix_offset_s() -> float:
-    """Return Unix minus monotonic time."""
     return time.time() - time.monotonic()

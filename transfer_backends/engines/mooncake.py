@@ -2,8 +2,8 @@
 
 Its measured behaviour decides how it is used here:
 
-- Batch calls report completion while writes still land, so each piece is submitted and checked by
-  itself. DONE is exact; a FAILED piece may land later (seen 0.6 s after a network recovered).
+- Batch calls report completion while writes land, so pieces are submitted and checked singly. DONE
+  is exact; a FAILED piece may land later (seen 0.6 s after a network recovered).
 - Ids are raw pointers: never polled after their end.
 - Queues stall for ever on overflow: settings raise them, `caps.max_inflight` stays far below.
 - Sync calls spin on a core: never used.

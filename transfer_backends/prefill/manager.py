@@ -86,7 +86,7 @@ class PrefillManager:
         self.driver.wake()
 
     def row_to_send(self, row: int) -> bytes | None:
-        """Return a metadata row for the control plane, unless the engine carries it."""
+        """Return a metadata row, unless the engine carries it."""
         return None if self._engine.caps.carries_host_memory else self._read_row(row)
 
     def take_recompute_requests(self) -> list[RecomputeRequest]:

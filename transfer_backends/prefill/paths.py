@@ -3,11 +3,11 @@
   CONNECTING --connected--> OPEN --op failed--> FENCING --fenced--> OPEN
   FENCING --fence failed--> CONNECTING (after a back-off)
 
-After a failed fence the broken connection reads our memory for at most `settle_s`; then pages here
-are free, and the path is reused. Bytes of failed writes may land at decode later: TCP resends them.
-Their rooms are *landing*: no `Drained`, no new write, until the peer was reached and `settle_s`
-more passed, or as long as the outage lasted, since a sender that backs off (RFC 6298, 5.5) retries
-within that time. `resend_s` after the break the network holds nothing.
+After a failed fence the broken connection reads our memory for at most `settle_s`; then pages are
+free and the path is reused. TCP may land bytes of failed writes at decode later. Such rooms are
+*landing*: no `Drained` and no new write until `settle_s` after the peer was reached, or as long as
+the outage lasted, since back-off (RFC 6298, 5.5) retries within that time. `resend_s` after the
+break the network holds nothing.
 
 A lost peer is dropped once its path is *quiet*: no operation can write, here or there. All pairs of
 ranks share one path, and its failures.
