@@ -1,4 +1,4 @@
-"""What an engine has on its device: model, KV pool, and the executor that runs steps over them."""
+"""An engine's device: model, KV pool and executor."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,15 +31,15 @@ from engine.sampler.make import CapturableSampler, make_sampler
 
 
 def nothing_to_give(decode_parts: int) -> None:
-    """A device without parts is shared by the priorities of streams, if at all."""
+    """Do nothing: only stream priorities share the device."""
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """`layers`: how far the steps have got. `adapters`: None without --enable-lora.
+    """`layers`: progress of steps. `adapters`: with --enable-lora.
 
-    `states`: of recurrent layers. `windows`: of layers with a window that have a pool of their own. `parts`: into which streams
-    share the device; `give` sets how many decode steps have beside prompts.
+    `states`, `windows`: pools of recurrent and window layers. `parts`: shares of the device; `give`
+    sets those of decode beside prompts.
     """
 
     executor: Executor
@@ -61,9 +61,9 @@ def build_device(
     seat: RankSeat,
     stream: Stream | None = None,
 ) -> Device:
-    """Put `model` and `memory` under an executor and record its steps. Raises ConfigError.
+    """Assemble the executor and record its steps. Raises ConfigError.
 
-    `config` is resolved. `stream`: if not the one of `config`.
+    `config` is resolved. `stream` overrides its stream.
     """
     assert config.num_threads is not None and config.max_running_requests is not None, "resolved"
     device, num_slots = memory.pool.device, config.max_running_requests
@@ -114,7 +114,7 @@ def make_stream(config: EngineConfig, device: torch.device) -> Stream:
 def adapter_store(
     config: EngineConfig, model: DenseDecoder, bank: AdapterBank, *, in_order: Callable[[Callable[[], object]], object]
 ) -> LoraStore:
-    """`in_order` runs work behind every launched step."""
+    """Work passed to `in_order` runs after all launched steps."""
     return LoraStore(
         bank=bank,
         sites=[site.shape for site in model.linear_sites()],

@@ -1,12 +1,13 @@
-"""Decode steps as graphs: recorded once for each batch size, replayed with one launch.
+"""Decode steps as graphs: recorded per batch size, replayed with one launch.
 
-A batch takes the graph of the next size. Its padded rows are token 0 at position 0 of the page table's scratch row, write to page
-0 and are not sampled. A graph reads and writes the same memory every time: its input (token ids, positions, slots, output
-lengths; where images may have made RoPE positions others than places, these, too), page table, what requests ask of the sampler, future map, KV pool and weights. Lengths follow from the positions, on the
-device. A step with grammar masks replays the same graph with no row to sample, and is sampled behind it. Where drafts may be trees, a graph
-reads places and paths, too; rows without a tree have their own places.
+A batch takes the next size. Padded rows are token 0 at position 0 of the scratch row, write to page
+0 and are not sampled. A graph uses the same memory each time: input (token ids, positions, slots,
+output lengths; RoPE positions if multimodal), page table, sampler table, future map, KV pool,
+weights. Lengths follow from positions on the device. With grammar masks no row is sampled in the
+graph, but after it. With draft trees it also reads places and paths; other rows have their own
+places.
 
-Ranks record the same sizes in the same order: the sums of a step are in its graph.
+Ranks record the same sizes in the same order, with the sums of a step.
 """
 
 from bisect import bisect_left
@@ -44,7 +45,7 @@ class Capture(Protocol):
 
 
 class CudaCapture:
-    """torch.cuda.CUDAGraph. All graphs share one memory pool, as they never run at once; largest first takes least."""
+    """torch.cuda.CUDAGraph. Graphs never overlap, so share a pool; largest first takes least."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -74,9 +75,9 @@ class CudaCapture:
 
 
 class DecodeGraphs:
-    """`sizes`: batch sizes to record, ascending. `adapters`: each size is recorded once more, computing with them.
+    """`sizes`: batch sizes, ascending, each also recorded with `adapters`.
 
-    `depth`: drafts on a path of a tree, at most; 0: drafts are chains. `sees`: tokens may be those of images.
+    `depth`: maximum drafts on a tree path, 0 for chains. `sees`: multimodal.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class DecodeGraphs:
     def record(self, model: DenseDecoder) -> None:
         """Record every size for `model`, in stream order with nothing in flight.
 
-        Raises torch.OutOfMemoryError, and then there are no graphs.
+        Raises torch.OutOfMemoryError and leaves no graphs.
         """
         self.forget()
         self._end.begin(model, rows=self.sizes[-1])
@@ -138,11 +139,11 @@ class DecodeGraphs:
         return bool(self._graphs) and not plan.extend and len(plan.items) <= self.sizes[-1]
 
     def size_of(self, items: list[PlanItem]) -> int:
-        """Return the rows of the graph that computes a step of `items`."""
+        """Return the graph's rows for `items`."""
         return self.sizes[bisect_left(self.sizes, len(items))]
 
     def run(self, batch: Batch) -> Forward | None:
-        """Compute a step, and sample it unless it has masks; valid until the next step begins. No layer of it is marked."""
+        """Compute a step, sampled unless it has masks; valid until the next. Marks no layer."""
         plan = batch.plan
         if not self.takes(plan) or batch.layers.watched or (batch.adapted and self._adapters is None):
             return None
@@ -157,7 +158,10 @@ class DecodeGraphs:
         return (self._adapted if batch.adapted else self._graphs)[size]().rows(len(plan.items), sampled=samples)
 
     def _rows(self, items: list[PlanItem], size: int, *, samples: bool) -> Tensor:
-        """[4, size] int64 on the host: token ids or placeholders, positions, slots, output lengths; and where the model sees RoPE positions."""
+        """Host int64[4, size]: token ids or placeholders, positions, slots, output lengths.
+
+        With images also RoPE positions.
+        """
         assert all(item.sample for item in items), "a decode step samples every request"
         more = size - len(items)
         ids = [item.tokens[0] for item in items] + [0] * more
@@ -198,9 +202,9 @@ class DecodeGraphs:
 
 
 def graph_sizes(*, sizes: Sequence[int], max_bs: int | None, max_running: int) -> list[int]:
-    """Choose the batch sizes to record, ascending, up to the first that holds `max_running` requests.
+    """Choose ascending batch sizes, up to the first that holds `max_running` requests.
 
-    `sizes` if given, else 1, 2, 4, then steps that waste at most 7 rows up to 64, 31 beyond, to `max_bs`.
+    Default: 1, 2, 4, then at most 7 wasted rows up to 64, 31 beyond, to `max_bs`.
     """
     if sizes:
         wanted = sorted(set(sizes))

@@ -1,15 +1,15 @@
-"""The drafter's part of steps: what it keeps of the tokens that a step computes, the tails of pages, and drafts.
+"""The drafter's part of steps: its KV of computed tokens, the tails of pages, and drafts.
 
-What it keeps of token i (K and V of its layers, in the token's own place of the page) is computed from that token and from the
-model's hidden state of token i - 1: of the row before in the same step, else from the tail of the page where i - 1 lies.
+Entry i (K and V of its layers, in the token's place of the page) is computed from token i and the
+model's hidden state of token i - 1: of the row before, else from the tail of its page.
 
-    tokens      t0 t1 t2 t3 | t4 t5              a step computes t4 and t5: entry 4 reads the first page's tail
-    entries     0  h0 h1 h2 | h3 h4              the hidden state that each entry is computed with; of t0: zero
-    tails                h3 |    h5              of a page's newest token, drafts that were rejected left out
+    tokens    t0 t1 t2 t3 | t4 t5     a step computes t4, t5: entry 4 reads the first page's tail
+    entries   0  h0 h1 h2 | h3 h4     the hidden state of each entry's input; of t0: zero
+    tails              h3 |    h5     of a page's newest token, without rejected drafts
 
-So a page depends on what stands before it alone, and is shared, copied and handed over as without a drafter; what goes on from it
-drafts as well as the engine that wrote it. Rows of rejected drafts are overwritten as the model's are. Source of the shift: the
-inputs of MTP (DeepSeek-V3, arXiv:2412.19437) and EAGLE (arXiv:2401.15077) one token later.
+So a page depends on earlier tokens only, and is shared, copied and handed over as without a
+drafter. Rows of rejected drafts are overwritten like the model's. The inputs of MTP (DeepSeek-V3,
+arXiv:2412.19437) and EAGLE (arXiv:2401.15077), one token later.
 """
 
 from collections.abc import Sequence
@@ -34,16 +34,17 @@ from engine.sampler.make import TokenSampler
 
 
 class PagedPool(NamedTuple):
-    """KV of some layers, and where requests have their pages in it."""
+    """KV of some layers, and its page table."""
 
     pool: KVPool
     page_table: PageTable
 
 
 class DraftPass(StepPart):
-    """`sampler`: of the rank that samples; None: another one does. `collectives`: of the ranks of the model, if there are several.
+    """Part of a step; calls come in stream order.
 
-    `pools`: of the KV of all layers, the drafter's in the first; `backend`: of the drafter's. Calls come in stream order.
+    `sampler`: on the rank that samples. `collectives`: of the model's ranks. `pools`: KV of all
+    layers, the first with the drafter's; `backend`: for these.
     """
 
     def __init__(
@@ -73,11 +74,11 @@ class DraftPass(StepPart):
         self._features = None
 
     def expect(self, batch: Batch) -> None:
-        """Read the step's tokens now: a recorded step stores other ones."""
+        """Read the step's tokens before a recorded step replaces them."""
         batch.inputs()
 
     def end(self, batch: Batch, hidden: Tensor) -> None:
-        """Keep what the drafter needs of the step's tokens. Tails of requests with drafts wait for `accept`."""
+        """Keep the drafter's input; tails of requests with drafts wait for `accept`."""
         batch.arrival.hold_all()
         items, rows, drafter = batch.items, batch.rows, _drafter(batch.model)
         starts, features = first_rows(items), drafter.features(hidden)
@@ -90,9 +91,9 @@ class DraftPass(StepPart):
         batch.layers.all_written(batch.plan.seq)
 
     def accept(self, items: Sequence[PlanItem], tokens: Tensor | None) -> None:
-        """Note which rows count of the step with drafts that was followed last: keep their tails, and put their KV in its place.
+        """Keep tails and move KV of accepted rows of the last step with drafts.
 
-        `tokens`: sampled by the items that sample, in their order; None on a rank that samples nothing.
+        `tokens`: sampled, in item order; None on a rank that samples nothing.
         """
         (features, self._features), trees = (self._features, None), has_trees(items)
         if features is None and not trees:
@@ -109,11 +110,11 @@ class DraftPass(StepPart):
             self._move(rows, slots, positions)
 
     def draft(self, model: DenseDecoder, items: Sequence[PlanItem]) -> list[Drafted]:
-        """Draft behind each of `items` (engine/executor/guess_pass.py)."""
+        """Draft after each of `items` (engine/executor/guess_pass.py)."""
         return self._guesses.run(_drafter(model), items)
 
     def _move(self, rows: JudgedRows, slots: Tensor, positions: Tensor) -> None:
-        """Move the KV of rows that count from the places of a tree to their own; what stays moves from page 0 to page 0."""
+        """Move KV of accepted rows from tree places to their own; others move from page 0 to 0."""
         displaced = [i for i, item in enumerate(rows.items) if item.place >= 0]
         at, places = self._ids(displaced), self._ids([rows.items[i].place for i in displaced])
         right = rows.right[at]
@@ -125,7 +126,7 @@ class DraftPass(StepPart):
             pool.move(from_pages, from_offsets, to_pages, to_offsets)
 
     def _before(self, items: Sequence[PlanItem], starts: Sequence[int], features: Tensor) -> Tensor:
-        """[T, size]: of each row, the features of the token before it."""
+        """Features [T, size] of the token before each row."""
         firsts = [i for i, item in enumerate(items) if not item.draft]
         slots, positions = (self._ids([getattr(items[i], name) for i in firsts]) for name in ("slot", "start"))
         before = features.roll(1, 0)
@@ -138,7 +139,7 @@ class DraftPass(StepPart):
     def _keep_tails(
         self, runs: Sequence[Sequence[int]], starts: Sequence[int], items: Sequence[PlanItem], features: Tensor
     ) -> None:
-        """Keep the tails of requests whose rows all count: of the last token of each page that their rows touch."""
+        """Keep tails of requests without rejections: the last token of each touched page."""
         found = [(item, at) for (i,) in runs for item in [items[i]] for at in self._page_ends(item)]
         if not found:
             return

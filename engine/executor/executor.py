@@ -1,4 +1,4 @@
-"""Launches plans and collects their results, on this rank's device and on other ranks; the scheduler has no other way to them."""
+"""Launches plans and collects their results, on this rank's device and on other ranks."""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeVar
@@ -13,46 +13,46 @@ T = TypeVar("T")
 
 
 class StepAnswer(Protocol):
-    """Answer of other ranks to a step whose result does not show that they have run it."""
+    """Answer of other ranks to a step that its result does not prove."""
 
     def wait(self) -> object: ...
 
     def there(self) -> bool:
-        """Whether `wait` returns at once."""
+        """True if `wait` returns at once."""
 
     def when_there(self, call: Callable[[], None]) -> None:
-        """Call it once `there`, in any thread."""
+        """Call it once `there`, on any thread."""
 
 
 class Ranks(Protocol):
-    """The other ranks of a model (engine/ranks/followers.py)."""
+    """Other ranks of a model (engine/ranks/followers.py)."""
 
     def step(self, plan: Plan) -> StepAnswer | None: ...
 
     def on_collected(self, result: StepResult) -> None:
-        """Raise an error if this rank has not done what the others did."""
+        """Raise an error if this rank's step failed, unlike the others'."""
 
     def close(self) -> None: ...
 
 
 class NoRanks:
-    """This process has the whole model."""
+    """No other ranks."""
 
     def step(self, plan: Plan) -> StepAnswer | None:
         return None
 
     def on_collected(self, result: StepResult) -> None:
-        """Any result is as good: no other rank has one."""
+        """Do nothing."""
 
     def close(self) -> None:
-        """End nothing."""
+        """Do nothing."""
 
 
 class Executor:
-    """Sends each step to the other `ranks`, just before it goes to one of the `streams` (Plan.stream) of this rank.
+    """Sends steps to other `ranks`, then to one of this rank's `streams` (Plan.stream).
 
-    Sampling stays here: other ranks get the tokens through the future map. `attention` is called in any thread when a step has
-    ended; None: the caller waits in `collect`.
+    Only this rank samples; others read the future map. `attention`, if given, is called on any
+    thread when a step has ended; else `collect` waits.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Executor:
 
     @property
     def runner(self) -> "ModelRunner":
-        """Of the first stream."""
+        """The first stream's runner."""
         return self.streams[0].runner
 
     def launch(self, plan: Plan) -> "Launch":
@@ -80,20 +80,20 @@ class Executor:
         return launch
 
     def launch_forward(self, plan: Plan) -> "Launch":
-        """Enqueue a step without its sampling. `launch_sampling` comes before any other launch on its stream."""
+        """Enqueue a step without sampling; `launch_sampling` must be the stream's next launch."""
         answer = self._ranks.step(plan)
         launch = self.streams[plan.stream].launch_forward(plan)
         launch.answer = answer
         return launch
 
     def launch_sampling(self, launch: "Launch") -> None:
-        """Enqueue the sampling of a step once `plan.masks` are filled in."""
+        """Enqueue sampling once `plan.masks` are set."""
         self.streams[launch.plan.stream].launch_sampling(launch)
         self._watch(launch)
 
     @property
     def ended(self) -> "Callable[[Launch], bool] | None":
-        """Return what says whether `collect` returns at once; None: no end calls for attention."""
+        """Return a check that `collect` returns at once, if ends are watched."""
         return None if self._attention is None else self._has_ended
 
     def _has_ended(self, launch: "Launch") -> bool:
@@ -110,9 +110,9 @@ class Executor:
             launch.answer.when_there(attention)
 
     def collect(self, launch: "Launch") -> StepResult:
-        """Wait for a step and read its results. Raises the error of the step, except that a want of memory is its result.
+        """Wait for a step's results. Raises its error; lack of device memory is a result.
 
-        With other ranks it raises GroupEnded in place of that: they have computed the step.
+        With other ranks, which have computed the step, it raises GroupEnded instead.
         """
         if launch.answer is not None:
             launch.answer.wait()
@@ -121,7 +121,7 @@ class Executor:
         return result
 
     def call(self, work: Callable[[], T]) -> T:
-        """Run `work` on this rank after every launched step, wait for it, and return or raise its outcome."""
+        """Run `work` after all launched steps; wait, and return or raise its outcome."""
         first, *others = self.streams
         for other in others:
             other.call(lambda: None)

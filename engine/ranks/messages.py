@@ -1,10 +1,10 @@
-"""What a leader and its followers send each other: msgpack of tagged arrays, one message a frame (engine/ranks/channel.py).
+"""Messages of leader and followers: msgpack of tagged arrays, one per frame (channel.py).
 
     leader   -> follower: PoolSize, Step, Prepare, Apply
     follower -> leader:   Loaded, Ready, Serving, Done, Failed
 
-A `Step` is a view of a plan: what a forward needs, in columns. No names of requests, prompts, sampling parameters or masks: only the
-leader samples. A step of 256 decodes takes 3 KB. Pixels go to the first stage alone, with the step that encodes them.
+A `Step` has a forward's view of a plan, in columns, without names, prompts, sampling parameters or
+masks: 3 KB for 256 decodes. Pixels go to the first stage only, with the step that encodes them.
 """
 
 import sys
@@ -39,13 +39,13 @@ NO_LIMIT = sys.maxsize
 
 
 class Loaded(_Frame, frozen=True):
-    """The rank has its weights, and measures what steps take: all ranks at once."""
+    """The rank has its weights; next all ranks measure steps at once."""
 
 
 class Ready(_Frame, frozen=True):
-    """The rank has its weights, and its memory holds `num_pages` of KV, `state_slots` and `shadow_slots`, and steps of the other two.
+    """The rank's memory holds these pages, slots and step sizes, besides its weights.
 
-    `fingerprint`: of the files of its weights.
+    `fingerprint`: of the weights' files.
     """
 
     num_pages: int
@@ -57,11 +57,12 @@ class Ready(_Frame, frozen=True):
 
 
 class PoolSize(_Frame, frozen=True):
-    """The sizes that every rank allocates: the least of all. `host_pages`, `backup_pages`: of the host tier, of retracted requests; `backup_windows`,
-    `backup_states`: of these, in the pools of windows and of states.
+    """Sizes of all ranks: the minima.
 
-    `state_slots`: of recurrent states; 0: the model has none; `shadow_slots`: beside them, of those that pass drafts. `apart`: of `num_pages` layers with a window have a pool of their own
-    (engine/device/pools.py). `files`: the folder of the worker's files; "" without. `chunked_prefill_size`: as resolved.
+    `host_pages`: host tier; `backup_pages`, `backup_windows`, `backup_states`: of retracted
+    requests. `state_slots`: recurrent states, 0 without; `shadow_slots`: more for drafts. `apart`:
+    of `num_pages`, window layers have an own pool (engine/device/pools.py). `files`: the worker's
+    directory, or "". `chunked_prefill_size`: resolved.
     """
 
     num_pages: int
@@ -81,16 +82,16 @@ class PoolSize(_Frame, frozen=True):
 
 
 class Serving(_Frame, frozen=True):
-    """The rank has its memory, and takes steps from now on."""
+    """The rank has its memory and takes steps."""
 
 
 class Step(_Frame, frozen=True):
-    """One plan. Columns by item: `slots`, `lens` (new tokens; empty: 1 each), `tokens` (flat), `starts`.
+    """One plan in columns by item: `slots`, `lens` (empty: 1 each), flat `tokens`, `starts`.
 
-    `seq`: 0 of a step before the first one.
-    `pages`: (item, first index of its row, page ids) where an item gets pages. `decodes`: items of an extend step that decode.
-    `unsampled`: items that sample nothing. `logprobs`: (item, first position, whether the token after it is known) of prompts.
-    `answer`: number of the `Done` that the follower sends when it has run the step; 0: none. `agreed`: with DP attention.
+    `seq`: 0 before the first step. `pages`: (item, first index of its row, page ids). `decodes`:
+    riders in an extend step. `unsampled`: items. `logprobs`: of prompts, (item, first position,
+    whether the next token is known). `answer`: number of the requested `Done`, or 0. `agreed`: with
+    DP attention.
     """
 
     seq: int
@@ -127,7 +128,7 @@ class Step(_Frame, frozen=True):
 
 
 class Prepare(_Frame, frozen=True):
-    """Read what a later `Apply` of the same number uses, beside the steps; answered by `Done`."""
+    """Read input of a later `Apply` of this number, concurrent with steps; answered by `Done`."""
 
     number: int
     name: str
@@ -135,7 +136,7 @@ class Prepare(_Frame, frozen=True):
 
 
 class Apply(_Frame, frozen=True):
-    """Do what `name` says after every step before it. Answered by `Done`."""
+    """Run action `name` after all earlier steps; answered by `Done`."""
 
     number: int
     name: str
@@ -143,7 +144,7 @@ class Apply(_Frame, frozen=True):
 
 
 class Done(_Frame, frozen=True):
-    """The answer to a step, Prepare or Apply. `error`: what was refused, for the operator; nothing has changed then."""
+    """Answer to Step, Prepare or Apply. `error`: a refusal for the operator, without effect."""
 
     number: int
     error: str = ""
@@ -151,7 +152,7 @@ class Done(_Frame, frozen=True):
 
 
 class Failed(_Frame, frozen=True):
-    """The rank ends. `refused`: the operator gave it a wrong flag or file."""
+    """The rank ends. `refused`: by a wrong flag or file."""
 
     text: str
     refused: bool
@@ -165,7 +166,7 @@ _ANY_LOGPROBS = LogprobOptions()
 
 
 def step_of(plan: Plan, *, answer: int = 0, sees: bool = True) -> Step:
-    """`sees`: of a rank of the first stage; others encode nothing."""
+    """`sees`: for the first stage; others encode nothing."""
     items = plan.items
     return Step(
         seq=plan.seq,
@@ -205,7 +206,7 @@ def step_of(plan: Plan, *, answer: int = 0, sees: bool = True) -> Step:
 
 
 def plan_of(step: Step) -> Plan:
-    """The plan as a follower needs it: without names, sampling, masks and logprob options."""
+    """Return a follower's plan: without names, sampling, masks and logprob options."""
     return Plan(
         seq=step.seq,
         extend=step.extend,
