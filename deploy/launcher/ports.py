@@ -1,6 +1,10 @@
 """Free TCP ports."""
 
+import os
 import random
+import socket
+import sys
+from collections import deque
 from pathlib import Path
 
 from service.flags import ConfigError
@@ -8,12 +12,15 @@ from service.http.listening import require_free
 
 LOWEST_PORT = 20000
 ATTEMPTS = 10_000
+MAX_RESERVED = 256  # later choices: by then the servers of the first ones listen
+_reserved = deque[int]()  # descriptors
 
 
 def free_ports(count: int, *, host: str = "127.0.0.1") -> list[int]:
     """Return distinct free ports below the kernel's range for outgoing connections.
 
-    A port of that range could become a connection's source port before the server listens.
+    A port of that range could become a connection's source port before the server listens. On Linux
+    no other process gets one of them here meanwhile.
     """
     ceiling = max(LOWEST_PORT + 2 * count + 1000, _ephemeral_low())
     rng = random.SystemRandom()
@@ -22,7 +29,7 @@ def free_ports(count: int, *, host: str = "127.0.0.1") -> list[int]:
         if len(found) == count:
             return found
         port = rng.randrange(LOWEST_PORT, ceiling)
-        if port not in found and _is_free(host, port):
+        if port not in found and _is_free(host, port) and _reserve(port):
             found.append(port)
     raise ConfigError(f"no {count} free ports between {LOWEST_PORT} and {ceiling}; end some servers on this machine")
 
@@ -32,6 +39,21 @@ def _is_free(host: str, port: int) -> bool:
         require_free(host, port, flag="--port")
     except ConfigError:
         return False
+    return True
+
+
+def _reserve(port: int) -> bool:
+    """Hold the name of `port` as an abstract socket, which is free when this process ends."""
+    if sys.platform != "linux":
+        return True
+    with socket.socket(socket.AF_UNIX) as name:
+        try:
+            name.bind(f"\0tandem-port-{port}")
+        except OSError:
+            return False
+        _reserved.append(name.detach())
+    if len(_reserved) > MAX_RESERVED:
+        os.close(_reserved.popleft())
     return True
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import random
 import signal
 import subprocess
 import sys
@@ -129,3 +130,14 @@ def test_ctrl_c_while_loading_ends_with_status_0(start: Start) -> None:
     launch.process.send_signal(signal.SIGINT)
     launch.said()
     assert launch.process.returncode == 0
+
+
+def test_a_port_is_chosen_once_before_its_server_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By two processes, too: the second one asks for the same ports in the same order."""
+    monkeypatch.setattr(random, "SystemRandom", lambda: random.Random(7))
+    ports = free_ports(3)
+    code = "import random; random.SystemRandom = lambda: random.Random(7)\n"
+    code += "from deploy.launcher.ports import free_ports; print(*free_ports(3))"
+    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert len({*ports, *map(int, other.stdout.split())}) == 6
+    assert len({*ports, *free_ports(3)}) == 6

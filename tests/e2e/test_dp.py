@@ -21,7 +21,7 @@ OVERLAP = ("--stream", "threaded", "--stream-delay", "0.004")
 # Every rank of decode gives requests back to ranks of prefill, and has nothing of them left.
 RETRACTED = ("--disaggregation-decode-retraction-backup", "prefill", "--test-retract", "6", "--disable-radix-cache")
 SEEDED = {"temperature": 1.0, "seed": 7, "max_new_tokens": 16, "ignore_eos": True}
-ENDED_S = 30.0
+ENDED_S = 60.0
 
 
 @pytest.fixture(scope="module")

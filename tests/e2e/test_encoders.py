@@ -13,6 +13,7 @@ import torch
 
 from engine.core.image_cache import ImageCache
 from engine.encoder.tower import load_tower_alone
+from engine.executor.image_pass import ImagePass
 from engine.images import ImageInput
 from engine.messages import FeatureSource
 from engine.model_files.model_config import load_model_config
@@ -156,8 +157,8 @@ def test_features_that_have_crossed_are_bit_for_bit_those_of_the_worker_s_own_to
 
 def features_of(engine: EngineInProcess) -> dict[bytes, torch.Tensor]:
     """By key, those that its steps have."""
-    images = engine.parts.device.executor.runner._forward_pass._images
-    assert images is not None
+    parts = engine.parts.device.executor.runner._forward_pass._parts
+    (images,) = (part for part in parts if isinstance(part, ImagePass))
     return {key: features.clone() for key, features in images._features.items()}
 
 
