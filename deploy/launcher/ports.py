@@ -1,5 +1,6 @@
 """Free TCP ports."""
 
+import errno
 import os
 import random
 import socket
@@ -43,14 +44,17 @@ def _is_free(host: str, port: int) -> bool:
 
 
 def _reserve(port: int) -> bool:
-    """Hold the name of `port` as an abstract socket, which is free when this process ends."""
+    """Hold the name of `port` as an abstract socket, which is free when this process ends.
+
+    Where the system refuses such sockets, a port counts as reserved.
+    """
     if sys.platform != "linux":
         return True
     with socket.socket(socket.AF_UNIX) as name:
         try:
             name.bind(f"\0tandem-port-{port}")
-        except OSError:
-            return False
+        except OSError as error:
+            return error.errno != errno.EADDRINUSE
         _reserved.append(name.detach())
     if len(_reserved) > MAX_RESERVED:
         os.close(_reserved.popleft())

@@ -1,6 +1,6 @@
 """Switches a worker's role, and waits for it in the other pool.
 
-The health monitor notices the change, whoever requested it.
+The health monitor notices every change, requested here or elsewhere.
 """
 
 import asyncio
