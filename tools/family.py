@@ -25,6 +25,13 @@ def family(pid: int) -> list[psutil.Process]:
     return found
 
 
+def lives(process: psutil.Process) -> bool:
+    """Whether it still runs: a zombie has ended, and a process may end between two questions."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
 def forked_for(pids: set[int]) -> list[psutil.Process]:
     marks, found = {f"{STARTED_BY}{pid}" for pid in pids}, []
     for process in psutil.process_iter():

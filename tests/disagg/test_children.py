@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
 import uvloop
 
@@ -14,6 +13,7 @@ from disagg.children import Children
 from service.process.fork_messages import SERVER_VARIABLE
 from service.process.stop_signals import END, TO_GROUPS
 from tests.transfer.rig import until
+from tools.family import family, lives
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +36,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_a_child_does_not_outlive_a_parent_that_is_killed_at_once() -> None:
     parent = subprocess.run([sys.executable, "-c", PARENT], capture_output=True, text=True, check=False, timeout=60)
     child = int(parent.stdout)
-    until(lambda: not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE)
+    until(lambda: not any(map(lives, family(child))))
 
 
 def test_signals_to_the_whole_group_leave_children_to_their_parent() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import psutil
 
 from tests.e2e.cluster import wait_until
-from tools.family import family
+from tools.family import family, lives
 
 
 class Leftovers:
@@ -27,7 +27,7 @@ class Leftovers:
     def left(self) -> list[str]:
         """What is still there of it."""
         pids = {process.pid for process in self.family}
-        living = [p for p in self.family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+        living = [process for process in self.family if lives(process)]
         folders = [f for f in self._temp.glob("tandem-ipc-*") if int(f.name.split("-")[2]) in pids]
         return [
             *(str(process) for process in living),

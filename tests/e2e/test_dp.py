@@ -7,14 +7,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from tests.e2e.client import assert_all_back, generate, generate_all, post, session, state_of, wait_for_state
 from tests.e2e.cluster import Cluster, Worker, cluster, wait_until
 from tests.e2e.workload import mixed_bodies
 from tests.engine.engine_in_process import tokens_of
-from tools.family import family
+from tools.family import family, lives
 
 TWO = ("--dp-size", "2", "--max-total-tokens", "65536", "--chunked-prefill-size", "128")
 OVERLAP = ("--stream", "threaded", "--stream-delay", "0.004")
@@ -138,13 +137,6 @@ def test_the_death_of_a_rank_ends_the_worker_by_name(way: str, started: dict[str
     schedulers = [p for p in members if "disagg.scheduler_process" in p.cmdline()]
     assert len(schedulers) == 2
     schedulers[1].kill()
-    wait_until(lambda: not any(map(_lives, members)), within_s=ENDED_S, what="all of it ends")
+    wait_until(lambda: not any(map(lives, members)), within_s=ENDED_S, what="all of it ends")
     logs = "".join(log.read_text() for log in (started[way].log.parent / "logs").glob("*.log"))
     assert "tandem serve: error: the DP rank 1 scheduler process ended (status -9)" in logs
-
-
-def _lives(process: psutil.Process) -> bool:
-    try:
-        return process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False

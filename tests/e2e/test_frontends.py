@@ -18,6 +18,7 @@ import pytest
 from tests.e2e.cluster import Cluster, Started, Worker, child_of, cluster, tandem, wait_until
 from tests.lora.tiny_adapters import make_tiny_adapter
 from tests.models.tiny_checkpoints import make_tiny_checkpoint
+from tools.family import lives
 
 TWO = ("--tokenizer-worker-num", "2")
 COMMON = ("--max-total-tokens", "16384", "--stream", "threaded", "--stream-delay", "0.004")
@@ -299,7 +300,7 @@ def dies_with(pair: Cluster, worker: Worker, process: str, *, client_of: int, wh
         child_of(worker.pid, process).kill()
         error = list(events)[-1]["error"]
         assert (error["code"], error["message"]) == ("engine_dead", why)
-    wait_until(lambda: not main.is_running() or main.status() == psutil.STATUS_ZOMBIE, within_s=ENDED_S, what="it ends")
+    wait_until(lambda: not lives(main), within_s=ENDED_S, what="it ends")
     logs = "".join(log.read_text() for log in (pair.log.parent / "logs").glob(f"{worker.role}*"))
     assert f"tandem serve: error: {why}" in logs
 

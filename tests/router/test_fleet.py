@@ -21,6 +21,7 @@ from router.fleet.processes import DRAIN, END, signal_for
 from tests.e2e.cluster import end_tree
 from tests.router.dummies import CHAT, DummyWorker, always, answer_ok, hang, obey, until
 from tests.router.kube_server import NAMESPACE, kube_server, pod
+from tools.family import lives
 
 DEADLINE_S = 60.0
 
@@ -85,10 +86,6 @@ async def launch(
     await until(lambda: ready.exists() or process.poll() is not None)
     assert process.poll() is None
     return process, json.loads(ready.read_text())["router"]
-
-
-def gone(processes: list[psutil.Process]) -> bool:
-    return not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes)
 
 
 async def test_processes_share_the_load_the_pool_the_circuits_and_the_metrics(tmp_path: Path) -> None:
@@ -233,7 +230,7 @@ async def test_sigterm_drains_every_process_though_all_of_them_get_it(tmp_path: 
         f.process.send_signal(signal.SIGTERM)  # the second one: at once
         assert (await ask)[0] == 503
         assert await until(lambda: f.process.poll() is not None) and f.process.returncode == 0
-        await until(lambda: gone(f.children))
+        await until(lambda: not any(map(lives, f.children)))
 
 
 def test_the_parent_counts_the_signals_and_says_each_thing_by_one_of_its_own() -> None:
@@ -249,7 +246,7 @@ def test_the_parent_counts_the_signals_and_says_each_thing_by_one_of_its_own() -
 async def test_processes_end_with_their_parent(tmp_path: Path) -> None:
     async with fleet(tmp_path, workers=2, decode=1) as f:
         os.kill(f.process.pid, signal.SIGKILL)
-        await until(lambda: gone(f.children))
+        await until(lambda: not any(map(lives, f.children)))
 
 
 @pytest.mark.parametrize(("args", "named"), [([], "--port"), (["--workers", "0"], "--workers")])

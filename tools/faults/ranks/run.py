@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import psutil
 
+from tools.family import lives
 from tools.faults.household import unclean, until
 from tools.faults.load import Load
 from tools.faults.ranks.rig import LEADER, WATCHDOG_S, RankCell, RankFault, RankPhase, RankRig
@@ -141,20 +142,14 @@ def _hit(rig: RankRig, cell: RankCell) -> list[psutil.Process]:
 
 async def _until_gone(family: list[psutil.Process]) -> None:
     deadline_s = time.monotonic() + WITHIN_S + WATCHDOG_S
-    while living := [p for p in family if _lives(p)]:
+    while living := [p for p in family if lives(p)]:
         assert time.monotonic() < deadline_s, f"outlive a rank of theirs: {living}"
         await asyncio.sleep(CLOSELY_S)
 
 
-def _lives(process: psutil.Process) -> bool:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return process.status() != psutil.STATUS_ZOMBIE
-    return False
-
-
 async def _orphan(rig: RankRig, family: list[psutil.Process], result: RankResult) -> None:
     """All but the stopped follower end; while it lives, pages that it may write are not used again."""
-    orphan = next(p for p in family if _lives(p) and "disagg.rank_process" in p.cmdline())
+    orphan = next(p for p in family if lives(p) and "disagg.rank_process" in p.cmdline())
     await _until_gone([p for p in family if p.pid != orphan.pid])
     await until(lambda: rig.state("decode")["pages"]["quarantined"] > 0, WITHIN_S, "decode keeps the pages")
     kept_s = time.monotonic()
