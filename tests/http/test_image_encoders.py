@@ -33,11 +33,7 @@ def test_what_exceeds_the_bounds_is_encoded_by_the_worker() -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "",
-        "{}",
-        "nonsense",
-        "[]",
-        '{"encoders": [], "images": [0]}',
+        *("", "{}", "nonsense", "[]", '{"encoders": [], "images": [0]}'),
         '{"encoders": [{"control": "a:1", "incarnation": "e"}], "images": [-1]}',
         '{"encoders": [{"control": "a:1", "incarnation": "e"}], "images": [1]}',
         '{"encoders": [{"control": "a:1"}], "images": [0]}',

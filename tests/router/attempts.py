@@ -1,6 +1,7 @@
 """Requests and attempts without sockets: answers are scripted by the test."""
 
 import asyncio
+import json
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -41,13 +42,15 @@ class ScriptedReply(HttpReply):
 
 
 class ScriptedUpstream:
-    """Sends nothing; `replies` are the answers, in the order of the calls."""
+    """Sends nothing; `sent`: (url, headers, body) of the calls, `replies`: their answers."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
+        self.sent: list[tuple[str, Mapping[str, str], Any]] = []
         self.replies: list[ScriptedReply] = []
         self._clock = clock
 
     def post(self, url: str, path: str, *, headers: Mapping[str, str], body: bytes) -> Any:
+        self.sent.append((url, headers, json.loads(body)))
         self.replies.append(ScriptedReply(self._clock))
         return self.replies[-1]
 

@@ -20,17 +20,9 @@ import aiohttp
 CHROMIUM = "/usr/bin/chromium"  # `make test` installs it
 DEADLINE_S = 60.0
 _ARGS = (
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-dev-shm-usage",
-    "--disable-sync",
-    "--hide-scrollbars",
-    "--remote-debugging-port=0",
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage", "--disable-sync"),
+    *("--hide-scrollbars", "--remote-debugging-port=0"),
 )
 
 KEYS = {"Enter": 13, "Escape": 27, "Tab": 9, "Space": 32}

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import os
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -30,6 +29,7 @@ DEADLINE_S = 60.0
 MEETS_S = 2.0
 BOOTSTRAP_PORT = 8998  # of each prefill worker, as it says
 SECRET = "the secret of dummies and router"
+CHAT_PATH = "/v1/chat/completions"
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 STREAM = {**CHAT, "stream": True}
 
@@ -70,58 +70,6 @@ def always(status: int, body: dict[str, Any], **headers: str) -> Behaviour:
         return web.json_response(body, status=status, headers=headers)
 
     return behave
-
-
-def later(ready: "asyncio.Event | Callable[[], Any]", then: Behaviour = answer_ok) -> Behaviour:
-    """Waits, then behaves as `then`."""
-
-    async def behave(worker: "DummyWorker", request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        await (ready.wait() if isinstance(ready, asyncio.Event) else until(ready))
-        return await then(worker, request, body)
-
-    return behave
-
-
-def after(delay_s: float, then: Behaviour) -> Behaviour:
-    """Behaves as `then` once the clock is `delay_s` further: a timer may fire early, and a test may replace it."""
-
-    async def behave(worker: "DummyWorker", request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        end_s = time.monotonic() + delay_s
-        return await later(lambda: time.monotonic() >= end_s, then)(worker, request, body)
-
-    return behave
-
-
-async def obey(worker: "DummyWorker", request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-    """Changes its role when told to, and quicker than anybody looks."""
-    if request.path != "/switch_role":
-        return await answer_ok(worker, request, body)
-    worker.mode, worker.incarnation = body["role"], worker.incarnation + "+"
-    return web.json_response({}, status=202)
-
-
-async def hang(worker: "DummyWorker", request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-    """Never answers; ends only when its client goes away."""
-    await asyncio.Event().wait()
-    raise AssertionError
-
-
-async def hangs_once(worker: "DummyWorker", request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-    """As a decode worker whose first request gets no KV."""
-    return await (hang if len(worker.seen) == 1 else answer_ok)(worker, request, body)
-
-
-async def resets(worker: "DummyWorker", request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-    """The connection breaks."""
-    assert request.transport is not None
-    request.transport.abort()
-    return web.Response()
-
-
-async def streams_on(worker: "DummyWorker", request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-    """One event, then nothing until its client goes away."""
-    await begin_stream(request)
-    return await hang(worker, request, body)
 
 
 @dataclass
@@ -263,7 +211,7 @@ class Cluster:
     encoders: list[DummyWorker] = field(default_factory=list)
 
     def state(self, worker: DummyWorker) -> Worker:
-        """What the router knows of it."""
+        """What the router knows of `worker`."""
         return self.router.table.find(worker.url)
 
     @property
@@ -282,8 +230,32 @@ class Cluster:
             text = await response.text()
             return response.status, json.loads(text) if text.startswith("{") else text
 
+    async def begin(self, body: Any, *at: DummyWorker, path: str = CHAT_PATH, **kw: Any) -> "asyncio.Task[Any]":
+        """The answer to come to a request that the workers `at` have received."""
+        task = asyncio.create_task(self.post(path, body, **kw))
+        await until(lambda: all(worker.seen for worker in at))
+        return task
+
+    async def remove(self, worker: DummyWorker) -> int:
+        """The status of DELETE /workers."""
+        async with self.client.delete(self.url + "/workers", params={"url": worker.url}) as response:
+            return response.status
+
+    def behave(self, behave: Behaviour) -> None:
+        """From now on, of both workers of every pair."""
+        for worker in (*self.prefills, *self.decodes):
+            worker.behave = behave
+
     async def metrics(self) -> list[str]:
         return str((await self.get("/metrics"))[1]).splitlines()
+
+    async def shows(self, metric: str) -> None:
+        """Wait until /metrics has this line."""
+
+        async def shown() -> bool:
+            return metric in await self.metrics()
+
+        await until(shown)
 
     async def settled(self) -> None:
         """Wait until nothing is in flight, then check that all was given back."""
@@ -304,9 +276,13 @@ async def until(condition: Callable[[], Any]) -> Any:
             await asyncio.sleep(0.005)
 
 
+Workers = int | Sequence[Behaviour | DummyWorker]  # how many, or what each does, or each itself
+
+
 @asynccontextmanager
-async def workers(count: int, *, mode: str) -> AsyncIterator[list[DummyWorker]]:
-    started = [DummyWorker(f"{mode}-{i}", mode) for i in range(count)]
+async def workers(count: Workers, *, mode: str) -> AsyncIterator[list[DummyWorker]]:
+    given: Sequence[Behaviour | DummyWorker] = [answer_ok] * count if isinstance(count, int) else count
+    started = [w if isinstance(w, DummyWorker) else DummyWorker(f"{mode}-{i}", mode, w) for i, w in enumerate(given)]
     async with AsyncExitStack() as stack:
         for worker in started:
             await worker.start()
@@ -317,20 +293,22 @@ async def workers(count: int, *, mode: str) -> AsyncIterator[list[DummyWorker]]:
 @asynccontextmanager
 async def cluster(
     *,
-    prefill: int = 1,
-    decode: int = 1,
-    unified: int = 0,
+    prefill: Workers = 1,
+    decode: Workers = 1,
+    unified: Workers = 0,
     mixed: int = 0,
     encode: int = 0,
     info: dict[str, Any] | None = None,
     beats_s: float = 0.0,
+    bootstrap_port: int | None = None,
     secret: str = SECRET,
     limits: RequestLimits | None = None,
     **flags: Any,
 ) -> AsyncIterator[Cluster]:
-    """Dummies and a router in front of them; `unified` makes it a plain router. `mixed`: unified ones beside pairs. `beats_s`: of all.
+    """Dummies and a router in front of them; when the test has passed, everything must come to rest.
 
-    `secret`: of the router, as `tandem up` gives it; "": none.
+    `prefill`, `decode`, `unified`: see `Workers`. `unified` makes it a plain router; `mixed`: unified workers besides pairs.
+    `beats_s`: of all. `bootstrap_port`: given for prefill workers. `secret`: of the router, as `tandem up` gives it; "": none.
     """
     settings: dict[str, Any] = {"port": 0, "health_check_interval_s": 0.05, "load_poll_interval_s": 0.05}
     async with AsyncExitStack() as stack:
@@ -343,7 +321,7 @@ async def cluster(
             decodes = await stack.enter_async_context(workers(decode, mode="decode"))
             settings |= {
                 "pd_disaggregation": True,
-                "prefill": tuple((w.url, None) for w in prefills),
+                "prefill": tuple((w.url, bootstrap_port) for w in prefills),
                 "decode": tuple(w.url for w in decodes),
             }
         alone: list[DummyWorker] = []
@@ -364,7 +342,9 @@ async def cluster(
             router = await stack.enter_async_context(start_router(RouterConfig(**{**settings, **flags}), limits=limits))
         timeout = aiohttp.ClientTimeout(total=DEADLINE_S)
         client = await stack.enter_async_context(aiohttp.ClientSession(timeout=timeout))
-        yield Cluster(router, prefills, decodes, client, alone, encoders)
+        c = Cluster(router, prefills, decodes, client, alone, encoders)
+        yield c
+        await c.settled()
 
 
 def events_of(body: bytes) -> list[Any]:

@@ -23,9 +23,8 @@ from router.pool.shared_load import SharedLoad
 from router.pool.worker import Role, Worker
 from router.pool.workers import WorkerTable
 from tests.router.attempts import Launched, make_request
-from tests.router.dummies import Behaviour, DummyWorker, answer_ok, cluster, later, no_draw, stream, until
-
-# ---- the line
+from tests.router.behaviours import later
+from tests.router.dummies import Behaviour, DummyWorker, answer_ok, cluster, no_draw, stream, until
 
 
 def line(*, running: int = 2, per_client: int = 0, queue: int = 3) -> AdmissionQueue:
@@ -106,9 +105,6 @@ def test_limits_count_over_all_processes(tmp_path: Path) -> None:
     assert third in there.tick(0.0) or third.status is TicketStatus.WAITS  # c may have taken the room
     for view in views:
         view.close()
-
-
-# ---- the forecast
 
 
 def test_the_fit_finds_a_line_and_follows_when_it_moves() -> None:
@@ -248,9 +244,6 @@ def test_time_between_tokens_is_forecast_by_the_requests_at_the_worker() -> None
         taken(forecast, [worker], slo, now_s=3.0)
 
 
-# ---- in a router
-
-
 def message(answer: bytes) -> tuple[str, str]:
     error = json.loads(answer)["error"]
     return error["code"], error["message"]
@@ -268,8 +261,7 @@ def holds_first(gate: asyncio.Event) -> Behaviour:
 
 async def test_requests_wait_their_turn_by_priority_and_the_line_is_bounded() -> None:
     gate = asyncio.Event()
-    async with cluster(unified=1, max_concurrent_requests=1, queue_size=2) as c:
-        c.decodes[0].behave = holds_first(gate)
+    async with cluster(unified=[holds_first(gate)], max_concurrent_requests=1, queue_size=2) as c:
         jobs = [asyncio.create_task(c.post("/generate", {"text": "first"}))]
         await until(lambda: c.decodes[0].seen)
         jobs.append(asyncio.create_task(c.post("/generate", {"text": "low"})))
@@ -292,10 +284,8 @@ async def test_requests_wait_their_turn_by_priority_and_the_line_is_bounded() ->
 )
 async def test_a_client_has_its_own_limit_and_a_long_wait_is_refused(flags: dict[str, Any], said: str) -> None:
     gate = asyncio.Event()
-    async with cluster(unified=1, max_concurrent_requests_per_client=1, **flags) as c:
-        c.decodes[0].behave = holds_first(gate)
-        job = asyncio.create_task(c.post("/generate", {"text": "first"}))
-        await until(lambda: c.decodes[0].seen)
+    async with cluster(unified=[holds_first(gate)], max_concurrent_requests_per_client=1, **flags) as c:
+        job = await c.begin({"text": "first"}, c.decodes[0], path="/generate")
         status, _, answer = await c.post("/generate", {"text": "second"})
         assert status == 429 and said in " ".join(message(answer))
         gate.set()

@@ -10,7 +10,8 @@ import pytest
 
 from router.pool.workers import same_url
 from service.http.server import RequestLimits
-from tests.router.dummies import DEADLINE_S, Cluster, cluster, later, until
+from tests.router.behaviours import later
+from tests.router.dummies import DEADLINE_S, Cluster, cluster
 
 SHORT = RequestLimits(max_body_bytes=64 << 20, header_timeout_s=0.5, body_timeout_s=0.5)
 HEAD = b"POST /generate HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
@@ -71,11 +72,9 @@ async def test_a_body_that_does_not_come_is_a_408_and_closes_the_connection() ->
 
 async def test_a_request_that_takes_longer_than_its_head_may_is_served() -> None:
     """The deadlines are for what the client sends, not for the answer."""
-    async with cluster(limits=SHORT) as c:
-        gate = asyncio.Event()
-        c.decodes[0].behave = later(gate)
-        job = asyncio.create_task(c.post("/generate", {"text": "a", "stream": True}))
-        await until(lambda: c.decodes[0].seen)
+    gate = asyncio.Event()
+    async with cluster(decode=[later(gate)], limits=SHORT) as c:
+        job = await c.begin({"text": "a", "stream": True}, c.decodes[0], path="/generate")
         async with talking(c, b"") as (reader, _):  # when its deadline has passed, ours has, too
             assert await reader.read() == b""
         gate.set()

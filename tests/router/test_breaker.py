@@ -110,7 +110,6 @@ async def test_a_decode_failure_opens_its_own_circuit_and_never_that_of_the_pref
         assert states(c) == ["closed", "open", "closed"]
         assert len(bad.seen) == 3, "then it was left out, although it was its turn"
         assert (await c.get("/workers"))[1]["workers"][1]["circuit"] == "open"
-        await c.settled()
 
 
 async def test_a_worker_that_is_well_again_is_tried_and_taken_back() -> None:
@@ -122,7 +121,6 @@ async def test_a_worker_that_is_well_again_is_tried_and_taken_back() -> None:
         c.decodes[0].behave = answer_ok
         while states(c)[1] != "closed":
             assert (await c.post("/generate", {"text": "a"}))[0] == 200
-        await c.settled()
 
 
 @pytest.mark.parametrize("flags", [{}, {"disable_circuit_breaker": True}])

@@ -13,8 +13,9 @@ import pytest
 from aiohttp import web
 
 from tests.frontend.conftest import start_worker
+from tests.router.behaviours import resets
 from tests.router.browser import Page, chromium, tab
-from tests.router.dummies import Behaviour, Cluster, DummyWorker, always, cluster, resets, stream, until
+from tests.router.dummies import Behaviour, Cluster, DummyWorker, always, cluster, stream, until
 
 AXE = (resources.files("axe_core_python") / "axe.min.js").read_text()
 EXCHANGES = "[...document.querySelectorAll('.exchange')]"
@@ -88,8 +89,7 @@ async def shown(devtools: str, *, ready: bool = True, **flags: Any) -> AsyncIter
 
 
 def answer_with(c: Cluster, behave: Behaviour) -> None:
-    for worker in (*c.prefills, *c.decodes):
-        worker.behave = behave
+    c.behave(behave)
 
 
 def bodies(c: Cluster) -> list[dict[str, Any]]:
@@ -114,9 +114,6 @@ async def focused(page: Page) -> str:
 async def set_field(page: Page, name: str, value: str) -> None:
     change = "node.dispatchEvent(new Event('input', {bubbles: true}))"
     await page.js(f"{{ const node = document.getElementById('{name}'); node.value = {json.dumps(value)}; {change}; }}")
-
-
-# Talk
 
 
 async def test_a_conversation_by_keyboard_alone(devtools: str) -> None:
@@ -240,9 +237,6 @@ async def test_settings_reach_the_model_and_empty_ones_are_left_out(devtools: st
         assert body["messages"][0] == {"role": "system", "content": "Be brief."}
 
 
-# What is shown of an answer
-
-
 async def test_below_an_answer_are_its_times_its_workers_and_its_time_line(devtools: str) -> None:
     async with shown(devtools) as (c, page):
         answer_with(c, says("It is the city of Paris."))
@@ -306,9 +300,6 @@ async def test_thoughts_are_apart_and_not_sent_back(devtools: str) -> None:
         assert await page.js(f"{LAST}.querySelector('.thoughts p').textContent") == "Let me see."
         await ask(page, "go on")
         assert "Let me see" not in json.dumps(bodies(c)[-1])
-
-
-# Errors
 
 
 async def test_what_the_router_refuses_is_said_and_the_conversation_goes_on(devtools: str) -> None:
@@ -376,9 +367,6 @@ async def test_a_wrong_key_is_said_and_the_right_one_stays_in_the_tab(devtools: 
         stores = "[Object.keys(localStorage).join(), Object.keys(sessionStorage).join()]"
         assert await page.js(stores) == ["tandem-theme", "tandem-key"]
         assert all("401" in complaint for complaint in page.complaints)  # Chromium's own word for each refusal
-
-
-# For every reader
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -457,9 +445,6 @@ async def test_no_width_scrolls_sideways(devtools: str, width: int) -> None:
         )
         assert await page.js(wide) == []  # nor is anything cut off
         assert await page.js("Math.max(document.documentElement.scrollWidth, innerWidth)") == width
-
-
-# A worker that serves alone
 
 
 async def test_a_worker_that_serves_alone_has_the_page_and_nothing_of_a_router(devtools: str, tmp_path: Path) -> None:

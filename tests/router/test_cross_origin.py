@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from aiohttp import web
 
+from tests.router.behaviours import pauses
 from tests.router.browser import Page, chromium, tab
-from tests.router.dummies import STREAM, Cluster, DummyWorker, begin_stream, cluster, workers
+from tests.router.dummies import STREAM, Cluster, cluster, workers
 
 PATH = "/v1/chat/completions"
 HERE = "http://page.example"
@@ -51,9 +51,6 @@ async def test_every_answer_tells_an_allowed_page_that_it_may_be_read(path: str)
         assert "Access-Control-Allow-Origin" not in (await c.post(PATH, STREAM, headers={"Origin": c.url}))[1]
 
 
-# In a browser.
-
-
 @pytest.fixture(scope="module")
 def devtools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with chromium(tmp_path_factory.mktemp("chromium")) as address:
@@ -62,11 +59,7 @@ def devtools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 async def fetch(page: Page, url: str, body: dict[str, Any], **headers: str) -> Any:
     """What a script of the page reads: status, request id and pieces of the answer; a text when the browser refuses."""
-    init = {
-        "method": "POST",
-        "headers": {"Content-Type": "application/json", **headers},
-        "body": json.dumps(body),
-    }
+    init = {"method": "POST", "headers": {"Content-Type": "application/json", **headers}, "body": json.dumps(body)}
     script = """(async () => {
       try {
         const answer = await fetch(%s, %s), pieces = [], reader = answer.body.getReader();
@@ -81,16 +74,9 @@ async def fetch(page: Page, url: str, body: dict[str, Any], **headers: str) -> A
 async def test_a_web_client_of_another_origin(devtools: str, allowed: str) -> None:
     async with workers(1, mode="null") as (other,), tab(devtools) as page:
         origins = {"page": (other.url,), "any": ("*",), "none": ()}[allowed]
-        async with cluster(allowed_origins=origins, api_key="k") as c:
-            seen = asyncio.Event()
-
-            async def streams(worker: DummyWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-                out = await begin_stream(request)
-                await asyncio.wait_for(seen.wait(), 10)
-                await out.write(b"data: [DONE]\n\n")
-                return out
-
-            c.decodes[0].behave = streams
+        seen = asyncio.Event()
+        streams = pauses(seen, b"data: [DONE]\n\n")
+        async with cluster(decode=[streams], allowed_origins=origins, api_key="k") as c:
             asyncio.get_running_loop().call_soon(seen.set)
             await page.open(other.url + "/v1/models")
             answer = await fetch(page, c.url + PATH, STREAM, Authorization="Bearer k")

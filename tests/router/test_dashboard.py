@@ -11,6 +11,7 @@ import pytest
 from aiohttp import web
 
 from router.http.pages import FILES
+from tests.router.behaviours import hang, later, obey, resets
 from tests.router.browser import Page, chromium, tab
 from tests.router.dummies import (
     CHAT,
@@ -22,10 +23,6 @@ from tests.router.dummies import (
     answer_ok,
     begin_stream,
     cluster,
-    hang,
-    later,
-    obey,
-    resets,
     until,
 )
 
@@ -106,9 +103,6 @@ async def test_one_that_runs_is_shown_and_one_whose_stream_broke_is_a_failure() 
         seconds = c.router.recorder.snapshot().seconds
         assert sum(s.failed for s in seconds) == 1
         assert [s.failures for s in seconds if s.failures] == [{"decode lost": 1}]
-
-
-# In a browser.
 
 
 @pytest.fixture(scope="module")
@@ -209,8 +203,7 @@ async def test_encoder_workers_have_a_row_of_their_own_where_there_are_any(devto
         assert await page.js(below) and await page.js("document.documentElement.scrollWidth <= innerWidth")
         await encoder.stop()
         await page.until(f"{card(encoder)}.dataset.health === 'down'")
-        async with c.client.delete(c.url + "/workers", params={"url": encoder.url}) as response:
-            assert response.status == 200
+        assert await c.remove(encoder) == 200
         await page.until("getComputedStyle(document.getElementById('encode')).display === 'none'")
         assert page.complaints == []
 

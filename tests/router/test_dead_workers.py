@@ -11,6 +11,7 @@ from aiohttp import web
 from router.client.session import open_session
 from router.client.upstream import HttpUpstream
 from router.pool.states import Health
+from tests.router.behaviours import hang, hangs_once, later, resets, streams_on
 from tests.router.dummies import (
     CHAT,
     STREAM,
@@ -21,11 +22,6 @@ from tests.router.dummies import (
     begin_stream,
     cluster,
     events_of,
-    hang,
-    hangs_once,
-    later,
-    resets,
-    streams_on,
     until,
 )
 
@@ -53,7 +49,6 @@ async def test_a_request_of_a_frozen_decode_worker_moves_to_another_one() -> Non
         status, _, answer = await ask
         assert status == 200 and json.loads(answer)["from"] == other.name and dead.cancelled == 1
         assert c.router.table.workers()[1].health is Health.DOWN
-        await c.settled()
 
 
 async def test_a_request_of_a_frozen_prefill_worker_moves_and_its_decode_leg_is_cancelled() -> None:
@@ -66,14 +61,10 @@ async def test_a_request_of_a_frozen_prefill_worker_moves_and_its_decode_leg_is_
         status, _, answer = await ask
         assert status == 200 and events_of(answer)[-1] == "[DONE]"
         assert decode.cancelled == 1 and len(c.prefills[1].seen) == 1
-        await c.settled()
 
 
 async def test_a_stream_of_a_frozen_worker_ends_with_one_error_event_and_the_other_leg_is_cancelled() -> None:
-    async with cluster(decode=2, **QUICK) as c:
-        for worker in c.decodes:
-            worker.behave = streams_on
-        c.prefills[0].behave = hang
+    async with cluster(decode=[streams_on] * 2, prefill=[hang], **QUICK) as c:
         async with c.client.post(c.url + "/v1/chat/completions", json=STREAM) as response:
             await response.content.readuntil(b"\n\n")
             for worker in c.decodes:
@@ -82,7 +73,6 @@ async def test_a_stream_of_a_frozen_worker_ends_with_one_error_event_and_the_oth
         assert "--dead-worker-timeout" in error["error"]["message"] and error["error"]["code"] == 502
         await until(lambda: c.prefills[0].cancelled == 1 and sum(w.cancelled for w in c.decodes) == 1)
         assert sum(len(w.seen) for w in c.decodes) == 1
-        await c.settled()
 
 
 async def test_a_stream_that_gets_bytes_goes_on_though_every_health_check_fails() -> None:
@@ -107,7 +97,6 @@ async def test_a_stream_that_gets_bytes_goes_on_though_every_health_check_fails(
         stop.set()
         status, _, answer = await ask
         assert status == 200 and events_of(answer)[-1] == "[DONE]"
-        await c.settled()
 
 
 async def test_another_process_at_the_same_url_ends_the_legs_of_the_one_before_at_once() -> None:
@@ -122,7 +111,6 @@ async def test_another_process_at_the_same_url_ends_the_legs_of_the_one_before_a
         decode.behave, decode.incarnation = answer_ok, "b"
         status, _, answer = await ask
         assert status == 200 and json.loads(answer)["from"] == decode.name and len(decode.seen) == 2
-        await c.settled()
 
 
 def num_watched() -> int:
@@ -134,13 +122,11 @@ async def test_a_worker_that_was_removed_is_looked_after_while_it_holds_requests
         dead, other = c.decodes
         dead.behave = hang
         ask = await asked(c, CHAT, dead)
-        async with c.client.delete(c.url + "/workers", params={"url": dead.url}) as response:
-            assert response.status == 200
+        assert await c.remove(dead) == 200
         assert num_watched() == 3
         freeze(dead)
         assert json.loads((await ask)[2])["from"] == other.name
         await until(lambda: num_watched() == len(c.router.table.workers()) == 2)
-        await c.settled()
 
 
 async def test_a_failed_request_waits_a_little_for_workers_of_which_none_is_alive() -> None:
@@ -157,7 +143,6 @@ async def test_a_failed_request_waits_a_little_for_workers_of_which_none_is_aliv
         await until(lambda: c.router.table.loads.num_leases == 0)  # the first attempt is over
         decode.healthy = True
         assert (await ask)[0] == 200
-        await c.settled()
 
 
 async def test_a_pair_that_cannot_be_joined_is_tried_once_more_and_the_client_hears_why() -> None:
@@ -166,7 +151,6 @@ async def test_a_pair_that_cannot_be_joined_is_tried_once_more_and_the_client_he
         c.decodes[0].behave = always(502, said)
         status, _, answer = await c.post("/generate", {"text": "a"})
         assert (status, json.loads(answer)) == (502, said) and len(c.decodes[0].seen) == 2
-        await c.settled()
 
 
 async def test_addresses_of_workers_that_come_and_go_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,8 +168,7 @@ async def test_addresses_of_workers_that_come_and_go_are_bounded(monkeypatch: py
 
 
 async def test_the_kernel_probes_connections_to_workers() -> None:
-    async with cluster() as c:
-        c.decodes[0].behave = streams_on
+    async with cluster(decode=[streams_on]) as c:
         seen: list[socket.socket] = []
 
         class Watched(HttpUpstream):

@@ -20,7 +20,8 @@ from router.pool.worker import Role
 from router.pool.workers import WorkerTable
 from router.server import start_router
 from service.flags import ConfigError
-from tests.router.dummies import DEADLINE_S, DummyWorker, later, until
+from tests.router.behaviours import later
+from tests.router.dummies import DEADLINE_S, DummyWorker, until
 from tests.router.kube_server import NAMESPACE, KubeServer, kube_server, pod
 
 PORT = 7001  # of its bootstrap server
@@ -45,9 +46,9 @@ class Setup:
     async def show(self, worker: DummyWorker, role: Role, name: str = "", **more: Any) -> None:
         await self.kube.put(pod(name or worker.name, worker.host, labels=LABELS[role], **more))
 
-    async def show_all(self) -> None:
+    async def show_all(self, count: int = 2) -> None:
         await self.show(self.prefill, Role.PREFILL, annotations={"sglang.ai/bootstrap-port": str(PORT)})
-        for decode in self.decodes:
+        for decode in self.decodes[:count]:
             await self.show(decode, Role.DECODE)
 
     async def watched(self) -> None:
@@ -86,8 +87,8 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Started:
 
 
 @asynccontextmanager
-async def start(config: Path, *, shown: bool = False, **more: Any) -> AsyncIterator[Setup]:
-    """An API server, one prefill and two decode workers; their pods are `shown`, or there are none."""
+async def start(config: Path, *, shown: int = 0, **more: Any) -> AsyncIterator[Setup]:
+    """An API server, one prefill and two decode workers; the pods of prefill and of `shown` decode workers, or none."""
     async with AsyncExitStack() as stack:
         kube = await stack.enter_async_context(kube_server(config))
         prefill = DummyWorker("prefill-0", "prefill", host="127.0.0.11", info={"disaggregation_bootstrap_port": PORT})
@@ -102,8 +103,9 @@ async def start(config: Path, *, shown: bool = False, **more: Any) -> AsyncItera
         setup = Setup(kube, router, client, prefill, decodes)
         if shown:
             await setup.watched()
-            await setup.show_all()
-            await setup.alive(Role.DECODE, *decodes)
+            await setup.show_all(shown)
+            await setup.alive(Role.PREFILL, prefill)
+            await setup.alive(Role.DECODE, *decodes[:shown])
         yield setup
         router.table.check()
 
@@ -131,14 +133,10 @@ async def test_pods_that_are_ready_serve_and_a_deleted_one_leaves(started: Start
 
 
 async def test_a_pod_that_is_being_deleted_finishes_what_it_has(started: Started) -> None:
-    async with started() as setup:
+    async with started(shown=1) as setup:
         first, second = setup.decodes
         go_on = asyncio.Event()
         first.behave = later(go_on)
-        await setup.show(setup.prefill, Role.PREFILL)
-        await setup.show(first, Role.DECODE)
-        await setup.alive(Role.PREFILL, setup.prefill)
-        await setup.alive(Role.DECODE, first)
         running = asyncio.create_task(setup.generate())
         await until(lambda: first.seen)
         await setup.show(second, Role.DECODE)
@@ -158,18 +156,13 @@ async def test_a_pod_that_is_being_deleted_finishes_what_it_has(started: Started
 
 async def test_the_last_one_serves_until_its_successor_was_checked(started: Started) -> None:
     """A Deployment deletes the old pod in the moment that the new one is Ready; we have not asked that one yet."""
-    async with started() as setup:
+    async with started(shown=1) as setup:
         first, second = setup.decodes
         second.healthy = False
-        await setup.show(setup.prefill, Role.PREFILL)
-        await setup.show(first, Role.DECODE)
-        await setup.alive(Role.PREFILL, setup.prefill)
-        await setup.alive(Role.DECODE, first)
         await setup.show(second, Role.DECODE)
         await setup.show(first, Role.DECODE, deletionTimestamp="2026-01-01T00:00:00Z")
         await until(lambda: setup.router.table.workers(Role.DECODE)[0].leaving)
-        nobody = pod("nobody", "127.0.0.99", labels=LABELS[Role.DECODE])
-        await setup.kube.put(nobody)
+        await setup.kube.put(pod("nobody", "127.0.0.99", labels=LABELS[Role.DECODE]))
         await until(lambda: len(setup.router.table.workers(Role.DECODE)) == 3)
         await setup.kube.delete("nobody")  # when it is gone, those who leave have been looked at
         await until(lambda: len(setup.router.table.workers(Role.DECODE)) == 2)
@@ -220,7 +213,7 @@ async def test_a_long_list_comes_in_pages_and_the_watch_goes_on_from_it(started:
 
 
 async def test_after_a_cut_it_goes_on_from_the_last_bookmark(started: Started) -> None:
-    async with started(shown=True) as setup:
+    async with started(shown=2) as setup:
         await setup.kube.bookmark()
         mark, lists = setup.kube.version, len(setup.kube.lists)
         setup.kube.compact()  # only the bookmark's version is new enough now
@@ -238,7 +231,7 @@ async def test_after_a_cut_it_goes_on_from_the_last_bookmark(started: Started) -
 
 @pytest.mark.parametrize("way", ["event", "status"])
 async def test_an_expired_version_is_listed_anew_and_deleted_pods_leave(started: Started, way: str) -> None:
-    async with started(shown=True) as setup:
+    async with started(shown=2) as setup:
         lists = len(setup.kube.lists)
         setup.kube.refuse = 410 if way == "status" else 500  # nothing comes through meanwhile
         setup.kube.cut()
@@ -255,7 +248,7 @@ async def test_an_expired_version_is_listed_anew_and_deleted_pods_leave(started:
 
 async def test_junk_between_events_does_no_harm(started: Started) -> None:
     """A line that is no JSON, an event without a pod, a pod with half its fields, two pods at one address."""
-    async with started(shown=True) as setup:
+    async with started(shown=2) as setup:
         await setup.kube.say(b'{"type": "MODIFIED"}\n{"type": "NEW", "object": {}}\n\n')
         await setup.kube.say(b'{"type": "ADDED", "object": {"metadata": {"name": "half", "resourceVersion": "1"}}}\n')
         await setup.kube.say(b'{"type": "ADDED", "object": {"metadata": {"name": 5}}}\n')
@@ -277,7 +270,7 @@ async def test_junk_between_events_does_no_harm(started: Started) -> None:
 
 
 async def test_a_pod_that_is_relabelled_changes_its_pool(started: Started) -> None:
-    async with started(shown=True) as setup:
+    async with started(shown=2) as setup:
         moved = setup.decodes[0]
         moved.mode = "prefill"
         await setup.show(moved, Role.PREFILL)
@@ -287,7 +280,7 @@ async def test_a_pod_that_is_relabelled_changes_its_pool(started: Started) -> No
 
 async def test_a_worker_s_reported_role_wins_over_its_label(started: Started) -> None:
     """Neither an event of its pod nor a new list moves it back, or takes it out."""
-    async with started(shown=True) as setup:
+    async with started(shown=2) as setup:
         mover, kube = setup.decodes[0], setup.kube
         worker = setup.router.table.find(mover.url)
         mover.mode, mover.incarnation = "prefill", "another life"
@@ -308,7 +301,7 @@ async def test_a_worker_s_reported_role_wins_over_its_label(started: Started) ->
 
 
 async def test_while_the_api_server_refuses_the_pool_stays_and_the_reason_is_said(started: Started) -> None:
-    async with started(shown=True) as setup:
+    async with started(shown=2) as setup:
         setup.kube.refuse = 403
         watches = len(setup.kube.watches)
         setup.kube.cut()

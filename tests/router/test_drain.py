@@ -13,7 +13,8 @@ from router.pool.reports import says_draining, why_draining
 from router.pool.states import Check, Health
 from router.pool.worker import Role
 from router.pool.workers import WorkerTable
-from tests.router.dummies import Cluster, DummyWorker, after, always, cluster, events_of, hang, later, streams_on, until
+from tests.router.behaviours import after, hang, later, streams_on
+from tests.router.dummies import Cluster, DummyWorker, always, answer_ok, cluster, events_of, until
 
 DRAINING = {"error": {"message": "the server is draining", "type": "server_error", "param": None, "code": "draining"}}
 BODY = {"text": "a"}
@@ -65,8 +66,7 @@ async def test_a_worker_that_says_so_on_health_gets_nothing_new_and_keeps_what_i
         go = asyncio.Event()
         old = c.decodes[0]
         old.behave = later(go)
-        running = asyncio.create_task(c.post("/generate", BODY))
-        await until(lambda: old.seen)
+        running = await c.begin(BODY, old, path="/generate")
         old.draining = True
         worker = next(w for w in c.router.table.workers() if w.url == old.url)
         await until(lambda: worker.health is Health.DRAINING)
@@ -76,7 +76,6 @@ async def test_a_worker_that_says_so_on_health_gets_nothing_new_and_keeps_what_i
         assert (await running)[0] == 200
         old.draining = False  # another process took the address
         await until(lambda: worker.health is Health.UP)
-        await c.settled()
 
 
 @pytest.mark.parametrize("leg", ["prefills", "decodes"])
@@ -87,7 +86,6 @@ async def test_a_request_that_a_draining_worker_hands_back_goes_elsewhere_and_no
         bad.draining = True
         assert [(await c.post("/generate", BODY))[0] for _ in range(4)] == [200] * 4
         assert len(bad.seen) == 1 and len(good.seen) == 4
-        await c.settled()
 
 
 async def until_draining(c: Cluster, *, timeout_s: float = 60.0) -> "tuple[asyncio.Task[None], asyncio.Event]":
@@ -99,9 +97,8 @@ async def until_draining(c: Cluster, *, timeout_s: float = 60.0) -> "tuple[async
 
 
 async def test_a_draining_router_says_so_takes_nothing_and_finishes_what_runs() -> None:
-    async with cluster() as c:
-        go = asyncio.Event()
-        c.decodes[0].behave = later(go)
+    go = asyncio.Event()
+    async with cluster(decode=[later(go)]) as c:
         running = [asyncio.create_task(c.post("/generate", {**BODY, "stream": s})) for s in (False, True)]
         await until(lambda: len(c.decodes[0].seen) == 2)
         draining, _ = await until_draining(c)
@@ -115,7 +112,6 @@ async def test_a_draining_router_says_so_takes_nothing_and_finishes_what_runs() 
         go.set()
         assert [(await r)[0] for r in running] == [200, 200]
         await draining
-        await c.settled()
 
 
 @pytest.mark.parametrize("how", ["time is over", "second signal"])
@@ -126,8 +122,7 @@ async def test_what_a_draining_router_cannot_finish_is_handed_back(how: str) -> 
         async def unfinished(worker: DummyWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
             return await (streams_on if body.get("stream") else hang)(worker, request, body)
 
-        for worker in (*c.prefills, *c.decodes):
-            worker.behave = unfinished
+        c.behave(unfinished)
         running = [asyncio.create_task(c.post("/generate", {**BODY, "stream": s})) for s in (False, True)]
         await until(lambda: len(c.decodes[0].seen) == 2)
         await until(lambda: sum(r.cut is not None for r in c.router.live.requests) == 1)
@@ -139,7 +134,6 @@ async def test_what_a_draining_router_cannot_finish_is_handed_back(how: str) -> 
         assert stream_status == 200 and events_of(events)[-1]["error"]["code"] == "draining"
         await draining
         await until(lambda: c.decodes[0].cancelled == 2)
-        await c.settled()
 
 
 async def test_a_retry_has_less_of_the_clients_time() -> None:
@@ -154,8 +148,7 @@ async def test_a_retry_has_less_of_the_clients_time() -> None:
     assert less_time(junk, 1.0) == junk
     assert time_given(headers) == pytest.approx(0.5005) and time_given(junk) == math.inf
 
-    async with cluster(decode=2) as c:
-        c.decodes[0].behave = after(10 * LEAST_S, always(503, {"error": {"code": "deadline"}}))
+    async with cluster(decode=[after(10 * LEAST_S, always(503, {"error": {"code": "deadline"}})), answer_ok]) as c:
         assert (await c.post("/generate", BODY, headers={"X-Request-Timeout": "5"}))[0] == 200
         first, second = (float(w.seen[0].headers["x-request-timeout"]) for w in c.decodes)
         assert 5.0 >= first > second > 0.0
@@ -172,4 +165,3 @@ async def test_the_tables_that_callers_fill_are_bounded(monkeypatch: pytest.Monk
         assert (await c.post("/generate", {**body, "sampling_params": {"n": 2}}))[0] == 200
         status, _, answer = await c.post("/workers", {"url": "http://h:1", "role": "decode"})
         assert status == 400 and "no more fit" in json.loads(answer)["error"]["message"]
-        await c.settled()

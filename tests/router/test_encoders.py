@@ -20,10 +20,10 @@ from service.flags import ConfigError
 from service.http.image_encoders import ENCODERS_HEADER, ImageEncoder, read_header
 from service.images.data_urls import data_url
 from tests.images.hosts import PNG
-from tests.router.attempts import make_request
+from tests.router.attempts import Launched, make_request
+from tests.router.behaviours import hang
 from tests.router.dummies import SECRET as ROUTERS
-from tests.router.dummies import Cluster, DummyWorker, always, answer_ok, cluster, hang, table_of, until
-from tests.router.test_prefix_fetch import Launched, Recording
+from tests.router.dummies import Cluster, DummyWorker, always, answer_ok, cluster, table_of, until
 
 SECRET = b"only this cluster knows it"
 PATH = "/v1/chat/completions"
@@ -111,7 +111,7 @@ class Fleet:
     def __init__(self, count: int = 2) -> None:
         self.launched = Launched()
         self.table = self.launched.table
-        self.upstream = self.launched.launcher.upstream = self.launched.upstream = Recording()
+        self.upstream = self.launched.upstream
         self.pair = self.up(Role.PREFILL, "http://p0"), self.up(Role.DECODE, "http://d0")
         self.alone = self.up(Role.UNIFIED, "http://u0")
         self.encoders = Encoders()
@@ -245,41 +245,26 @@ def test_of_several_models_its_own_encoders_are_named_of_one_model_all() -> None
     assert fleet.named_to(fleet.alone) == [fleet.workers[0].url] * 20
 
 
-@pytest.mark.parametrize("end", ["prefill", "answer", "end"])
-def test_their_load_is_given_back_with_the_prompt(end: str) -> None:
+@pytest.mark.parametrize(
+    ("alone", "end"), [(False, "prefill"), (False, "answer"), (False, "end"), (True, "answer"), (True, "end")]
+)
+def test_their_load_is_given_back_with_the_prompt(alone: bool, end: str) -> None:
     fleet = Fleet(1)
-    attempt = fleet.send([IMAGES[0], IMAGES[1], IMAGES[0]])
+    attempt = fleet.send([IMAGES[0], IMAGES[1], IMAGES[0]], alone=alone)
     assert fleet.loads() == [(1, 2 * TOKENS_PER_IMAGE)]
-    prefill, decode = fleet.upstream.replies[-2:]
+    first, last = fleet.upstream.replies[0], fleet.upstream.replies[-1]
     if end == "prefill":
-        prefill.answer(200)
+        first.answer(200)
     elif end == "answer":
-        decode.answer(200)
+        last.answer(200, complete=not alone, events=alone)
         attempt.begin_answer()
     else:
         attempt.end()
     assert fleet.loads() == [(0, 0)]
-    if end != "end":
-        attempt.end()
-    prefill.answer(200)
-    fleet.launched.check()
-
-
-@pytest.mark.parametrize("end", ["answer", "end"])
-def test_likewise_of_a_unified_worker(end: str) -> None:
-    fleet = Fleet(1)
-    attempt = fleet.send(IMAGES[:1], alone=True)
-    assert fleet.loads() == [(1, TOKENS_PER_IMAGE)]
-    if end == "answer":
-        fleet.upstream.replies[-1].answer(200, complete=False, events=True)
-        attempt.begin_answer()
-        assert fleet.loads() == [(0, 0)]
     attempt.end()
-    assert fleet.loads() == [(0, 0)]
+    if not alone:
+        first.answer(200)
     fleet.launched.check()
-
-
-# Over HTTP.
 
 
 def chat(*images: bytes) -> dict[str, Any]:
@@ -333,7 +318,6 @@ async def test_a_retry_names_those_that_live() -> None:
             w.name for w in c.encoders
         }
         assert last_named(prefill) == [c.encoders[1].name] * 8 and before != after
-        await c.settled()
 
 
 async def test_without_any_requests_go_on_and_one_that_comes_back_is_used() -> None:
@@ -363,8 +347,7 @@ async def test_operators_see_add_and_remove_them() -> None:
         shown = (await c.get("/workers"))[1]["workers"][-1]
         assert (shown["role"], shown["url"], shown["load"]) == ("encode", worker.url, 700)
         assert f'tandem_router_worker_up{{role="encode",url="{worker.url}"}} 1.0' in await c.metrics()
-        async with c.client.delete(c.url + "/workers", params={"url": worker.url}) as response:
-            assert response.status == 200
+        assert await c.remove(worker) == 200
         await ask(c, b"a")
         assert HEADER not in c.prefills[0].seen[-1].headers
         assert (await c.post("/workers", {"url": worker.url, "role": "encode"}))[0] == 201

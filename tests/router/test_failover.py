@@ -29,6 +29,7 @@ from service.http.resume import (
     unit_of,
     whole_frame,
 )
+from tests.router.behaviours import hang, later, resets
 from tests.router.dummies import (
     CHAT,
     STREAM,
@@ -39,8 +40,6 @@ from tests.router.dummies import (
     answer_ok,
     begin_stream,
     cluster,
-    later,
-    resets,
     until,
 )
 from tests.router.dummies import SECRET as ROUTERS
@@ -94,6 +93,12 @@ async def goes_on(worker: DummyWorker, request: web.Request, body: dict[str, Any
     return out
 
 
+async def begins(worker: DummyWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    """One token, and no more."""
+    await begin_stream(request, begin_frame(BEGUN) + event(1))
+    return await hang(worker, request, body)
+
+
 async def read(c: Cluster, body: dict[str, Any] = STREAM, **headers: str) -> bytes:
     async with (
         aiohttp.ClientSession() as http,
@@ -128,18 +133,13 @@ async def test_an_answer_that_was_whole_when_its_worker_was_lost_ends_well() -> 
             request, await begin_stream(request, begin_frame(BEGUN) + event(1) + last), ends=False
         )
 
-    async with cluster(decode=2) as c:
-        for worker in c.decodes:
-            worker.behave = behave
+    async with cluster(decode=[behave] * 2) as c:
         text = await read(c)
         assert tokens_of(text) == [1, 2] and b"error" not in text
-        await c.settled()
 
 
 async def test_the_rest_comes_from_another_worker_and_nothing_is_seen_of_it() -> None:
-    async with cluster(prefill=2, decode=2) as c:
-        for worker in c.decodes:
-            worker.behave = then_goes_on(lost_after(1, 2, 3))
+    async with cluster(decode=[then_goes_on(lost_after(1, 2, 3))] * 2, prefill=2) as c:
         text = await read(c)
         assert tokens_of(text) == [1, 2, 3, 4, 5] and text.endswith(DONE)
         (second,) = [w.seen[0] for w in c.decodes if RESUME_FIELD in w.seen[0].body]
@@ -149,16 +149,12 @@ async def test_the_rest_comes_from_another_worker_and_nothing_is_seen_of_it() ->
         assert len(asked) == 1 and asked[0].body["bootstrap_room"] == second.body["bootstrap_room"]
         raw = msgspec.json.encode(second.body[RESUME_FIELD])
         assert is_signed(second.headers[RESUME_HEADER.lower()], ROUTERS.encode(), raw)
-        await c.settled()
 
 
 @pytest.mark.parametrize("status", [500, 502, 503])
 async def test_a_worker_that_ends_its_stream_with_a_fault_is_lost_too(status: int) -> None:
-    async with cluster(decode=2) as c:
-        for worker in c.decodes:
-            worker.behave = then_goes_on(lost_after(1, last=error(status)))
+    async with cluster(decode=[then_goes_on(lost_after(1, last=error(status)))] * 2) as c:
         assert tokens_of(await read(c)) == [1, 2, 3] and all(worker.seen for worker in c.decodes)
-        await c.settled()
 
 
 @pytest.mark.parametrize("decode", [1, 3])
@@ -177,10 +173,7 @@ async def test_a_stream_that_fails_by_itself_goes_on_at_one_other_worker_at_most
         if decode > 1:
             assert tokens_of(await read(c)) == [1, 2, 3]
             assert any(worker.circuit.state is State.OPEN for worker in c.router.table.workers())
-        await c.settled()
 
-
-# ---- answers that are not streamed
 
 ANSWER = {"tokens": [1, 2, 3, 4, 5]}
 
@@ -228,14 +221,11 @@ def then_answers(lost: Behaviour) -> Behaviour:
 
 @pytest.mark.parametrize("tokens", [(1, 2, 3), (1, 2)])
 async def test_a_whole_answer_goes_on_at_another_worker(tokens: tuple[int, ...]) -> None:
-    async with cluster(prefill=2, decode=2) as c:
-        for worker in c.decodes:
-            worker.behave = then_answers(lost_whole(*tokens))
+    async with cluster(decode=[then_answers(lost_whole(*tokens))] * 2, prefill=2) as c:
         status, headers, answer = await c.post("/v1/chat/completions", CHAT)
         assert (status, json.loads(answer)) == (200, {"tokens": [*tokens, 4, 5]})
         assert headers["Content-Type"].startswith("application/json")
         assert sum(len(w.seen) for w in c.decodes) == 2
-        await c.settled()
 
 
 async def test_a_whole_answer_whose_frames_are_too_many_begins_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,33 +237,26 @@ async def test_a_whole_answer_whose_frames_are_too_many_begins_again(monkeypatch
             status, _, answer = await c.post("/v1/chat/completions", CHAT)
             assert (status, json.loads(answer)) == (200, ANSWER)
         assert lost.seen and all(RESUME_FIELD not in seen.body for w in c.decodes for seen in w.seen)
-        await c.settled()
 
 
 async def test_an_error_behind_frames_is_an_error_with_its_status() -> None:
-    async with cluster(decode=1) as c:
-        c.decodes[0].behave = lost_whole(1, last=failed_frame(400) + b'{"error": {"message": "no"}}')
+    async with cluster(decode=[lost_whole(1, last=failed_frame(400) + b'{"error": {"message": "no"}}')]) as c:
         status, headers, answer = await c.post("/v1/chat/completions", CHAT)
         assert (status, json.loads(answer)["error"]["message"]) == (400, "no")
         c.decodes[0].behave = lost_whole(1, last=failed_frame(429, 7) + b'{"error": {"message": "full"}}')
         status, headers, answer = await c.post("/v1/chat/completions", CHAT)
         assert (status, headers["Retry-After"], len(c.decodes[0].seen)) == (429, "7", 2)
-        await c.settled()
 
 
 async def test_a_whole_answer_of_a_frozen_worker_goes_on_at_another() -> None:
     async def freezes(worker: DummyWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         await begin_framed(request, framed(1, 2))
         worker.frozen = True
-        await asyncio.Event().wait()
-        raise AssertionError
+        return await hang(worker, request, body)
 
-    async with cluster(decode=2, health_check_interval_s=0.02, health_silence_s=0.05) as c:
-        for worker in c.decodes:
-            worker.behave = then_answers(freezes)
+    async with cluster(decode=[then_answers(freezes)] * 2, health_check_interval_s=0.02, health_silence_s=0.05) as c:
         status, _, answer = await c.post("/v1/chat/completions", CHAT)
         assert (status, json.loads(answer)["tokens"]) == (200, [1, 2, 4, 5])
-        await c.settled()
 
 
 async def test_logprobs_and_hidden_states_of_the_prompt_are_in_an_answer_that_goes_on() -> None:
@@ -294,46 +277,31 @@ async def test_logprobs_and_hidden_states_of_the_prompt_are_in_an_answer_that_go
             return web.json_response(meta)
         return await lost_whole(1)(worker, request, body)  # type: ignore[no-any-return]
 
-    async with cluster(decode=2) as c:
-        c.prefills[0].behave = by_resume
-        for worker in c.decodes:
-            worker.behave = rest
+    async with cluster(prefill=[by_resume], decode=[rest] * 2) as c:
         status, _, answer = await c.post("/generate", asked)
         found = json.loads(answer)["meta_info"]
         assert status == 200 and found["input_token_logprobs"] == [[-1.0, 1]]
         assert found["hidden_states"] == [[[1.0]], [2.0], [3.0]]
-        await c.settled()
-
-
-# ---- what ends a stream
 
 
 async def test_an_error_of_the_request_ends_the_stream_as_its_worker_said() -> None:
-    async with cluster(decode=2) as c:
-        for worker in c.decodes:
-            worker.behave = lost_after(1, last=error(400))
+    async with cluster(decode=[lost_after(1, last=error(400))] * 2) as c:
         text = await read(c)
         assert tokens_of(text) == [1] and text.endswith(SAID)
         assert sum(len(w.seen) for w in c.decodes) == 1
-        await c.settled()
 
 
 async def test_a_stream_without_frames_ends_with_an_error() -> None:
     """That of another maker's worker, or one that cannot go on elsewhere."""
-    async with cluster(decode=2) as c:
-        for worker in c.decodes:
-            worker.behave = lost_after(1, begins=False)
+    async with cluster(decode=[lost_after(1, begins=False)] * 2) as c:
         text = await read(c)
         assert tokens_of(text) == [1] and b"broke off" in text and DONE not in text
-        await c.settled()
 
 
 @pytest.mark.parametrize("kind", ["stream", "whole", "before its first byte"])
 async def test_a_request_that_ends_its_workers_is_refused_at_the_third(kind: str) -> None:
     dies = {"stream": lost_after(1), "whole": lost_whole(1), "before its first byte": resets}[kind]
-    async with cluster(decode=5, retry_max=9) as c:
-        for worker in c.decodes:
-            worker.behave = dies
+    async with cluster(decode=[dies] * 5, retry_max=9) as c:
         if kind == "stream":
             text = await read(c)
             assert tokens_of(text) == [1, 1, 1] and b"broke off" in text
@@ -341,7 +309,6 @@ async def test_a_request_that_ends_its_workers_is_refused_at_the_third(kind: str
             status, _, answer = await c.post("/v1/chat/completions", CHAT)
             assert status == 502 and json.loads(answer)["error"]["code"] == "worker_lost"
         assert sum(len(w.seen) for w in c.decodes) == 3
-        await c.settled()
 
 
 async def test_deaths_of_both_roles_count_together() -> None:
@@ -354,14 +321,9 @@ async def test_deaths_of_both_roles_count_together() -> None:
         computed.set()
         return await answer_ok(worker, request, body)
 
-    async with cluster(prefill=2, decode=4) as c:
-        for worker in c.prefills:
-            worker.behave = dies_at_first
-        for worker in c.decodes:
-            worker.behave = later(computed, lost_after(1))
+    async with cluster(prefill=[dies_at_first] * 2, decode=[later(computed, lost_after(1))] * 4) as c:
         text = await read(c)
         assert tokens_of(text) == [1, 1] and b"broke off" in text and DONE not in text
-        await c.settled()
 
 
 async def test_an_answer_goes_on_where_its_prefill_worker_says_that_decode_died() -> None:
@@ -377,29 +339,20 @@ async def test_an_answer_goes_on_where_its_prefill_worker_says_that_decode_died(
     async def begins(worker: DummyWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         await begin_framed(request, framed(1, 2))
         begun.set()
-        await asyncio.Event().wait()
-        raise AssertionError
+        return await hang(worker, request, body)
 
-    async with cluster(prefill=2, decode=2) as c:
-        for worker in c.prefills:
-            worker.behave = complains
-        for worker in c.decodes:
-            worker.behave = then_answers(begins)
+    async with cluster(prefill=[complains] * 2, decode=[then_answers(begins)] * 2) as c:
         status, _, answer = await c.post("/v1/chat/completions", CHAT)
         assert (status, json.loads(answer)["tokens"]) == (200, [1, 2, 4, 5])
-        await c.settled()
 
 
 async def test_errors_of_workers_that_live_are_bounded_too() -> None:
     """By --retry-max (3), and where the other half is gone by the two attempts that its bootstrap server gets; an engine's death is a death."""
-    cases = (({"unified": 6}, 502, 4), ({"decode": 6}, 500, 4), ({"decode": 6}, 503, 3), ({"decode": 6}, 502, 2))
-    for roles, status, num_seen in cases:
-        async with cluster(**roles) as c:
-            for worker in c.decodes:
-                worker.behave = lost_whole(last=failed_frame(status) + SAID)
+    for role, status, num_seen in (("unified", 502, 4), ("decode", 500, 4), ("decode", 503, 3), ("decode", 502, 2)):
+        given: dict[str, Any] = {role: [lost_whole(last=failed_frame(status) + SAID)] * 6}
+        async with cluster(**given) as c:
             assert (await c.post("/v1/chat/completions", CHAT))[0] == status
             assert sum(len(w.seen) for w in c.decodes) == num_seen, status
-            await c.settled()
 
 
 async def test_workers_that_drain_are_no_deaths() -> None:
@@ -413,20 +366,17 @@ async def test_workers_that_drain_are_no_deaths() -> None:
             drained.append(worker)
             await begin_stream(request, begin_frame(BEGUN) + event(len(drained)))
             worker.draining = True
-            await asyncio.Event().wait()
-            raise AssertionError
+            return await hang(worker, request, body)
 
         for worker in c.decodes:
             worker.behave = drains
         assert tokens_of(await read(c)) == [1, 2, 3, 4, 5, 6, 7]
-        await c.settled()
 
 
 async def test_without_failover_no_worker_is_asked_for_frames() -> None:
     async with cluster(failover_max=0) as c:
         assert b'"i": 2' in await read(c)
         assert FRAMES_HEADER.lower() not in c.decodes[0].seen[0].headers
-        await c.settled()
 
 
 async def test_a_router_without_a_secret_asks_for_nothing_that_workers_refuse() -> None:
@@ -435,13 +385,11 @@ async def test_a_router_without_a_secret_asks_for_nothing_that_workers_refuse() 
     async def dies(worker: DummyWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         return await end_or_break(request, await begin_stream(request, b'data: {"token": 1}\n\n'), ends=False)
 
-    async with cluster(decode=2, secret="") as c:
-        c.decodes[0].behave = c.decodes[1].behave = dies
+    async with cluster(decode=[dies] * 2, secret="") as c:
         text = await read(c)
         (seen,) = [seen for worker in c.decodes for seen in worker.seen]
         assert tokens_of(text) == [1] and b"error" in text
         assert not {name.lower() for name in (FRAMES_HEADER, RESUME_HEADER, KEEP_HEADER)} & seen.headers.keys()
-        await c.settled()
     for flags in ({"resume_window_s": 7.0}, {"encode": 1}, {"prefix_fetch": True, "prefill_policy": "cache_aware"}):
         with pytest.raises(ConfigError, match="needs --cluster-secret-file"):
             async with cluster(secret="", **flags):
@@ -454,14 +402,11 @@ async def test_a_worker_that_knows_no_secret_of_the_router_s_is_passed_over() ->
             return web.json_response({"error": {"message": "only a router of mine"}}, status=403)
         return await lost_after(1, 2)(worker, request, body)
 
-    async with cluster(decode=3) as c:
-        for worker in c.decodes:
-            worker.behave = refuses
+    async with cluster(decode=[refuses] * 3) as c:
         c.decodes[-1].behave = then_goes_on(lost_after(1, 2))
         text = await read(c)
         assert tokens_of(text) == [1, 2, 3, 4] and b"error" not in text
         assert all(state.circuit.state.value == "closed" for state in map(c.state, c.decodes))
-        await c.settled()
 
 
 async def test_a_client_cannot_resume() -> None:
@@ -469,65 +414,33 @@ async def test_a_client_cannot_resume() -> None:
         await read(c, **{RESUME_HEADER: "-", FRAMES_HEADER: "7"})
         headers = c.decodes[0].seen[0].headers
         assert RESUME_HEADER.lower() not in headers and headers[FRAMES_HEADER.lower()] == "1"
-        await c.settled()
 
 
-async def streams_until_moved(worker: DummyWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-    await begin_stream(request, begin_frame(BEGUN) + event(1))
-    await asyncio.Event().wait()
-    raise AssertionError
-
-
-async def moved(c: Cluster, move: Any) -> bytes:
-    """Read a stream whose worker stops in the middle while `move(worker)` is done to it."""
-    for worker in c.decodes:
-        worker.behave = streams_until_moved
-    running = asyncio.create_task(read(c))
-    await until(lambda: any(w.seen for w in c.decodes))
-    (at,) = [w for w in c.decodes if w.seen]
-    (other,) = [w for w in c.decodes if w is not at]
-    other.behave = goes_on
-    await until(lambda: c.router.live.requests and next(iter(c.router.live.requests)).first_byte_s is not None)
-    await move(at)
-    return await running
-
-
-async def test_streams_of_a_frozen_worker_go_on_at_another() -> None:
-    async def freeze(worker: DummyWorker) -> None:
-        worker.frozen = True
-
-    async with cluster(decode=2, health_check_interval_s=0.02, health_silence_s=0.05) as c:
-        assert tokens_of(await moved(c, freeze)) == [1, 2, 3]
-        await c.settled()
-
-
-async def test_streams_of_a_draining_worker_go_on_at_another() -> None:
-    async def drain(worker: DummyWorker) -> None:
-        worker.draining = True
-
-    async with cluster(decode=2, health_check_interval_s=0.02) as c:
-        assert tokens_of(await moved(c, drain)) == [1, 2, 3]
-        await c.settled()
-
-
-async def test_an_operator_moves_streams() -> None:
-    async with cluster(decode=2) as c:
-
-        async def migrate(worker: DummyWorker) -> None:
-            status, answer = (await c.post("/workers/migrate", {"url": worker.url}))[0::2]
+@pytest.mark.parametrize(
+    ("why", "flags"),
+    [("frozen", {"health_silence_s": 0.05}), ("draining", {}), ("an operator", {"health_check_interval_s": 0.05})],
+)
+async def test_streams_of_a_worker_that_freezes_drains_or_is_emptied_go_on_at_another(
+    why: str, flags: dict[str, Any]
+) -> None:
+    async with cluster(decode=[begins] * 2, **{"health_check_interval_s": 0.02, **flags}) as c:
+        running = asyncio.create_task(read(c))
+        await until(lambda: any(w.seen for w in c.decodes))
+        at, other = sorted(c.decodes, key=lambda w: not w.seen)
+        other.behave = goes_on
+        await until(lambda: c.router.live.requests and next(iter(c.router.live.requests)).first_byte_s is not None)
+        if why == "an operator":
+            status, _, answer = await c.post("/workers/migrate", {"url": at.url})
             assert (status, json.loads(answer)["moved"]) == (200, 1)
-
-        assert tokens_of(await moved(c, migrate)) == [1, 2, 3]
-        await c.settled()
+        else:
+            setattr(at, why, True)
+        assert tokens_of(await running) == [1, 2, 3]
 
 
 async def test_nothing_moves_from_the_only_worker() -> None:
     async with cluster() as c:
         status, _, answer = await c.post("/workers/migrate", {"url": c.decodes[0].url})
         assert status == 409 and b"no other decode worker answers" in answer
-
-
-# ---- the protocol
 
 
 def test_what_a_router_keeps_is_what_a_worker_wrote() -> None:

@@ -11,23 +11,18 @@ from aiohttp import web
 
 from router.pool.breaker import State
 from router.pool.states import Health
+from tests.router.behaviours import hang, hangs_once, later, pauses, resets, streams_on
 from tests.router.dummies import (
     CHAT,
     STREAM,
     Behaviour,
-    Cluster,
     DummyWorker,
     always,
     answer_ok,
     begin_stream,
     cluster,
     events_of,
-    hang,
-    hangs_once,
-    later,
-    resets,
     stream,
-    streams_on,
     until,
 )
 
@@ -62,7 +57,6 @@ async def test_a_failing_worker_is_hidden_by_a_retry_elsewhere_in_a_new_room(leg
         rooms = [s.body["bootstrap_room"] for w in getattr(c, leg) for s in w.seen]
         assert len(rooms) == 2 and rooms[0] != rooms[1] and len(bad.seen) == 1
         assert all(w.health is Health.UP for w in c.router.table.workers())
-        await c.settled()
 
 
 async def test_retries_are_bounded_and_the_workers_last_word_is_passed() -> None:
@@ -73,7 +67,6 @@ async def test_retries_are_bounded_and_the_workers_last_word_is_passed() -> None
         assert len(c.decodes[0].seen) == 3
         c.decodes[0].behave = failing(5, 503)
         assert (await c.post("/generate", {"text": "a"}))[0] == 200
-        await c.settled()
 
 
 NO_TOKEN = {"message": "the model returned NaN logits for this request", "code": "model_error"}
@@ -85,24 +78,19 @@ OWN_ERRORS = [{"error": NO_TOKEN}, {"error": NO_TOKEN["message"], "code": "inter
 async def test_a_request_that_fails_by_itself_is_tried_once_more_and_counts_against_no_worker(
     error: dict[str, Any], body: dict[str, Any]
 ) -> None:
-    async with cluster(prefill=3, decode=3, cb_failure_threshold=1) as c:
-        for worker in c.decodes:
-            worker.behave = always(500, error)
+    async with cluster(decode=[always(500, error)] * 3, prefill=3, cb_failure_threshold=1) as c:
         for number in range(1, 4):
             status, _, answer = await c.post("/v1/chat/completions", body)
             assert (status, json.loads(answer)) == (500, error)
             assert sum(len(w.seen) for w in c.decodes) == 2 * number
         assert all(worker.circuit.state is State.CLOSED for worker in c.router.table.workers())
-        await c.settled()
 
 
 async def test_a_request_that_fails_by_itself_does_not_come_back_to_the_same_workers() -> None:
-    async with cluster(cb_failure_threshold=1) as c:
-        c.decodes[0].behave = always(500, OWN_ERRORS[0])
+    async with cluster(decode=[always(500, OWN_ERRORS[0])], cb_failure_threshold=1) as c:
         assert (await c.post("/generate", {"text": "a"}))[0] == 500
         assert len(c.decodes[0].seen) == len(c.prefills[0].seen) == 1
         assert all(worker.circuit.state is State.CLOSED for worker in c.router.table.workers())
-        await c.settled()
 
 
 @pytest.mark.parametrize("leg", ["prefills", "decodes"])
@@ -115,26 +103,21 @@ async def test_a_worker_at_which_every_request_fails_by_itself_is_found(leg: str
         while table[bad.url].state is State.CLOSED:
             assert len(bad.seen) < 20
             assert (await c.post("/v1/chat/completions", STREAM))[0] == 200
-        await c.settled()
 
 
 async def test_of_two_attempts_with_one_worker_in_both_the_other_is_blamed() -> None:
-    async with cluster(prefill=1, decode=2, cb_failure_threshold=1) as c:
-        c.decodes[0].behave = always(500, OWN_ERRORS[0])
+    async with cluster(decode=[always(500, OWN_ERRORS[0]), answer_ok], prefill=1, cb_failure_threshold=1) as c:
         for _ in range(2):  # one goes to each decode worker first
             assert (await c.post("/generate", {"text": "a"}))[0] == 200
         opened = [worker.url for worker in c.router.table.workers() if worker.circuit.state is State.OPEN]
         assert opened == [c.decodes[0].url]
-        await c.settled()
 
 
 @pytest.mark.parametrize("status", [400, 404, 408, 409, 413, 422, 429, 499])
 @pytest.mark.parametrize("leg", ["prefills", "decodes"])
 async def test_a_4xx_of_either_leg_is_passed_as_it_is_at_once(leg: str, status: int) -> None:
     """The other leg hangs; it is cancelled, and nothing is retried."""
-    async with cluster(cb_failure_threshold=1) as c:
-        for worker in (*c.prefills, *c.decodes):
-            worker.behave = hang
+    async with cluster(prefill=[hang], decode=[hang], cb_failure_threshold=1) as c:
         (bad,) = getattr(c, leg)
         (other,) = c.decodes if leg == "prefills" else c.prefills
         bad.behave = always(status, {"error": {"message": "no"}}, **{"Retry-After": "3"})
@@ -144,16 +127,13 @@ async def test_a_4xx_of_either_leg_is_passed_as_it_is_at_once(leg: str, status: 
         await until(lambda: other.cancelled == len(other.seen))
         assert len(bad.seen) == 1
         assert all(worker.circuit.state is State.CLOSED for worker in c.router.table.workers())
-        await c.settled()
 
 
 @pytest.mark.parametrize("behave", [resets, dies_after_two_events])
 async def test_a_connection_lost_before_anything_was_sent_is_retried(behave: Behaviour) -> None:
-    async with cluster(prefill=2) as c:
-        c.prefills[0].behave, c.decodes[0].behave = behave, hangs_once
+    async with cluster(prefill=[behave, answer_ok], decode=[hangs_once]) as c:
         assert (await c.post("/generate", {"text": "a"}))[0] == 200
         assert len(c.prefills[1].seen) == 1 and c.decodes[0].cancelled == 1
-        await c.settled()
 
 
 async def test_a_dead_worker_leaves_the_pool_at_once_and_comes_back() -> None:
@@ -165,7 +145,6 @@ async def test_a_dead_worker_leaves_the_pool_at_once_and_comes_back() -> None:
             status, _, answer = await c.post("/generate", {"text": "a"})
             assert (status, json.loads(answer)["from"]) == (200, "decode-1")
         assert c.router.table.workers()[1].health is Health.DOWN
-        await c.settled()
     async with cluster(decode=2) as c:
         dead = c.decodes[0]
         await dead.stop()
@@ -214,31 +193,24 @@ async def test_no_pair_alive_is_a_503_at_once_that_names_every_missing_role() ->
 
 
 async def test_decode_that_dies_in_mid_stream_leaves_one_error_event() -> None:
-    async with cluster(decode=2) as c:
-        for worker in c.decodes:
-            worker.behave = dies_after_two_events
-        c.prefills[0].behave = hang
+    async with cluster(decode=[dies_after_two_events] * 2, prefill=[hang]) as c:
         status, _, answer = await c.post("/v1/chat/completions", STREAM)
         *good, error = events_of(answer)
         assert status == 200 and good == [{"i": 0}, {"i": 1}]
         assert error["error"]["type"] == "server_error" and "decode worker" in error["error"]["message"]
         await until(lambda: c.prefills[0].cancelled == 1)
         assert sum(len(w.seen) for w in c.decodes) == 1
-        await c.settled()
 
 
 async def test_prefill_that_refuses_after_decode_began_ends_the_stream_with_its_error() -> None:
-    async with cluster() as c:
-        refuse = asyncio.Event()
-        refuses = always(500, {"error": {"message": "transfer failed"}})
-        c.prefills[0].behave, c.decodes[0].behave = later(refuse, refuses), streams_on
+    refuse, refuses = asyncio.Event(), always(500, {"error": {"message": "transfer failed"}})
+    async with cluster(prefill=[later(refuse, refuses)], decode=[streams_on]) as c:
         async with c.client.post(c.url + "/v1/chat/completions", json=STREAM) as response:
             assert await response.content.readuntil(b"\n\n") == b'data: {"i": 0}\n\n'
             refuse.set()
             (error,) = events_of(await response.read())
             assert error["error"]["message"] == "transfer failed"
         await until(lambda: c.decodes[0].cancelled == 1)
-        await c.settled()
 
 
 ENDED = always(503, {"error": {"message": "the scheduler process ended"}})
@@ -249,56 +221,27 @@ async def test_a_prefill_worker_that_dies_after_decode_began_does_not_end_the_an
     ending: Behaviour, reason: str
 ) -> None:
     """By a broken connection, or with its last words (found by `make churn-soak`)."""
-    async with cluster() as c:
-        break_off, go_on = asyncio.Event(), asyncio.Event()
-
-        async def decode(worker: DummyWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-            out = await begin_stream(request)
-            await go_on.wait()
-            await out.write(b"data: [DONE]\n\n")
-            return out
-
-        c.prefills[0].behave, c.decodes[0].behave = later(break_off, ending), decode
-        async with c.client.post(c.url + "/v1/chat/completions", json=STREAM) as response:
-            await response.content.readuntil(b"\n\n")
-            break_off.set()
-            await _until_metric(c, f'tandem_router_errors_total{{reason="{reason}",role="prefill"}} 1.0')
-            go_on.set()
-            assert events_of(await response.read()) == ["[DONE]"]
-        await c.settled()
-
-
-async def _until_metric(c: Cluster, line: str) -> None:
-    async def shown() -> bool:
-        return line in await c.metrics()
-
-    await until(shown)
-
-
-async def _leave(c: Cluster, body: dict[str, Any], *, after_bytes: bool) -> None:
-    """Send a request, and go away once the workers have it (or once the answer began)."""
-
-    async def ask() -> None:
-        async with c.client.post(c.url + "/v1/chat/completions", json=body) as response:
-            await response.read()
-
-    task = asyncio.create_task(ask())
-    await until(lambda: c.prefills[0].seen and c.decodes[0].seen)
-    if after_bytes:
-        await until(lambda: c.router.table.workers()[0].inflight_requests == 0)
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
+    break_off, go_on = asyncio.Event(), asyncio.Event()
+    legs: dict[str, Any] = {"prefill": [later(break_off, ending)], "decode": [pauses(go_on, b"data: [DONE]\n\n")]}
+    async with cluster(**legs) as c, c.client.post(c.url + "/v1/chat/completions", json=STREAM) as response:
+        await response.content.readuntil(b"\n\n")
+        break_off.set()
+        await c.shows(f'tandem_router_errors_total{{reason="{reason}",role="prefill"}} 1.0')
+        go_on.set()
+        assert events_of(await response.read()) == ["[DONE]"]
 
 
 @pytest.mark.parametrize(("decode", "body"), [(hang, CHAT), (hang, STREAM), (streams_on, STREAM)])
 async def test_a_client_that_goes_away_cancels_both_legs(decode: Behaviour, body: dict[str, Any]) -> None:
-    async with cluster() as c:
-        c.prefills[0].behave, c.decodes[0].behave = hang, decode
-        await _leave(c, body, after_bytes=decode is streams_on)
+    async with cluster(prefill=[hang], decode=[decode]) as c:
+        client = await c.begin(body, c.prefills[0], c.decodes[0])
+        if decode is streams_on:
+            await until(lambda: c.router.table.workers()[0].inflight_requests == 0)
+        client.cancel()
         await until(lambda: c.prefills[0].cancelled == 1 and c.decodes[0].cancelled == 1)
         await c.settled()
-        await _until_metric(c, 'tandem_router_requests_total{path="/v1/chat/completions",status="499"} 1.0')
-        await _until_metric(c, "tandem_router_inflight_requests 0.0")
+        await c.shows('tandem_router_requests_total{path="/v1/chat/completions",status="499"} 1.0')
+        await c.shows("tandem_router_inflight_requests 0.0")
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -328,16 +271,13 @@ async def test_prefills_input_logprobs_reach_the_client(*, streaming: bool) -> N
         assert (events_of(answer) if streaming else json.loads(answer)) == (
             [*whole, *whole, "[DONE]"] if streaming else whole
         )
-        await c.settled()
 
 
 async def test_a_request_that_takes_too_long_is_a_504() -> None:
-    async with cluster(request_timeout_s=0.2) as c:
-        c.decodes[0].behave = hang
+    async with cluster(decode=[hang], request_timeout_s=0.2) as c:
         status, _, answer = await c.post("/generate", {"text": "a"})
         assert status == 504 and "--request-timeout-secs" in json.loads(answer)["error"]["message"]
         await until(lambda: c.decodes[0].cancelled == 1)
-        await c.settled()
 
 
 async def test_a_slow_client_holds_its_worker_back_and_not_the_router() -> None:
@@ -352,25 +292,21 @@ async def test_a_slow_client_holds_its_worker_back_and_not_the_router() -> None:
             written += 1
         return out
 
-    async with cluster() as c:
-        c.decodes[0].behave = pours
-        async with aiohttp.ClientSession(read_bufsize=1 << 16) as slow:
-            response = await slow.post(c.url + "/v1/chat/completions", json=STREAM)
-            last = -1
-            while last != written:
-                last = written
-                await asyncio.sleep(0.1)
-            assert 0 < written < 500
-            received = 0
-            async for chunk in response.content.iter_any():
-                received += len(chunk)
-            assert received == 1000 * 100_008 and written == 1000
-        await c.settled()
+    async with cluster(decode=[pours]) as c, aiohttp.ClientSession(read_bufsize=1 << 16) as slow:
+        response = await slow.post(c.url + "/v1/chat/completions", json=STREAM)
+        last = -1
+        while last != written:
+            last = written
+            await asyncio.sleep(0.1)
+        assert 0 < written < 500
+        received = 0
+        async for chunk in response.content.iter_any():
+            received += len(chunk)
+        assert received == 1000 * 100_008 and written == 1000
 
 
 async def test_plain_mode_retries_and_ends_broken_streams_too() -> None:
-    async with cluster(unified=2) as c:
-        c.decodes[0].behave = always(500, {})
+    async with cluster(unified=[always(500, {}), answer_ok]) as c:
         assert (await c.post("/generate", {"text": "a"}))[0] == 200
         for worker in c.decodes:
             worker.behave = dies_after_two_events
@@ -383,4 +319,3 @@ async def test_plain_mode_retries_and_ends_broken_streams_too() -> None:
         ask.cancel()
         await until(lambda: sum(w.cancelled for w in c.decodes) == 1)
         await asyncio.gather(ask, return_exceptions=True)
-        await c.settled()

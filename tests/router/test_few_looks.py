@@ -42,9 +42,6 @@ def ask_of(rng: random.Random) -> RoutingHints:
     return RoutingHints(prompt_tokens=tokens, keys=keys, session=str(rng.randrange(50)))
 
 
-# ---- without the workers that failed it
-
-
 def plain_best(failed: FailedWorkers, alive: Sequence[Worker]) -> list[Worker]:
     """The rule of router/attempts/failed_workers.py, a rank for each worker: lower is better, and of 3 none is tried."""
 
@@ -95,9 +92,6 @@ def test_a_retry_goes_where_a_look_at_each_would_send_it(seed: int, workers: int
                 sizes.add(len(pool) - len(best))
     assert len(sizes) > 2
     story.table.check()
-
-
-# ---- objectives
 
 
 class Timed:
@@ -227,9 +221,6 @@ def test_a_refusal_names_the_shortest_time_of_the_objective_that_all_miss() -> N
         with pytest.raises(RequestRefused, match=f"about {said}") as caught:
             look_in_time(LeastLoad(no_draw), table.workers(), RoutingHints(), objectives, now_s=1.0)
         assert caught.value.why == why
-
-
-# ---- large pools
 
 
 MANY = 2000

@@ -19,7 +19,8 @@ import pytest
 
 from router.fleet.processes import DRAIN, END, signal_for
 from tests.e2e.cluster import end_tree
-from tests.router.dummies import CHAT, DummyWorker, always, answer_ok, hang, obey, until
+from tests.router.behaviours import hang, obey
+from tests.router.dummies import CHAT, DummyWorker, always, answer_ok, until
 from tests.router.kube_server import NAMESPACE, kube_server, pod
 from tools.family import lives
 
@@ -243,12 +244,6 @@ def test_the_parent_counts_the_signals_and_says_each_thing_by_one_of_its_own() -
         assert all(signal_for(once, had_sigterm=was) is once for was in (False, True))
 
 
-async def test_processes_end_with_their_parent(tmp_path: Path) -> None:
-    async with fleet(tmp_path, workers=2, decode=1) as f:
-        os.kill(f.process.pid, signal.SIGKILL)
-        await until(lambda: not any(map(lives, f.children)))
-
-
 @pytest.mark.parametrize(("args", "named"), [([], "--port"), (["--workers", "0"], "--workers")])
 def test_flags_that_cannot_be_honoured(args: list[str], named: str) -> None:
     with socket.socket() as taken:
@@ -260,7 +255,7 @@ def test_flags_that_cannot_be_honoured(args: list[str], named: str) -> None:
     assert ended.returncode != 0 and named in ended.stderr and "Traceback" not in ended.stderr
 
 
-async def test_a_block_holds_requests_in_every_process(tmp_path: Path) -> None:
+async def test_a_block_holds_requests_in_every_process_and_all_end_with_their_parent(tmp_path: Path) -> None:
     async with fleet(tmp_path) as f:
         for worker in (*f.prefills, *f.decodes):
             worker.behave = hang
@@ -283,3 +278,5 @@ async def test_a_block_holds_requests_in_every_process(tmp_path: Path) -> None:
         assert not any(worker.seen for worker in f.decodes) and not any(ask.done() for ask in held)
         assert (await f.call("POST", "/continue_generation", {}))[0] == 200
         assert [(await ask)[0] for ask in held] == [200] * 6
+        os.kill(f.process.pid, signal.SIGKILL)
+        await until(lambda: gone(f.children))

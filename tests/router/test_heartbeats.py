@@ -12,18 +12,8 @@ from router.pool.worker import Worker
 from router.pool.workers import WorkerTable
 from service.http import heartbeats
 from service.http.heartbeats import Beat, HeartbeatReader, NoHeartbeats, first_line, live_line
-from tests.router.dummies import (
-    CHAT,
-    STREAM,
-    Behaviour,
-    Cluster,
-    answer_ok,
-    cluster,
-    hang,
-    later,
-    streams_on,
-    until,
-)
+from tests.router.behaviours import hang, later, streams_on
+from tests.router.dummies import CHAT, STREAM, Behaviour, Cluster, answer_ok, cluster, until
 
 BEAT_S = 0.05
 LOADS: dict[str, Any] = {"loads": [{"num_running_reqs": 0, "num_used_tokens": 3}]}
@@ -55,7 +45,6 @@ async def test_an_idle_worker_that_freezes_gets_no_request() -> None:
         assert not frozen.seen and len(other.seen) == 4
         frozen.frozen = False
         await until(lambda: not c.state(frozen).silent)
-        await c.settled()
 
 
 async def test_what_waits_for_a_worker_that_freezes_moves() -> None:
@@ -63,11 +52,9 @@ async def test_what_waits_for_a_worker_that_freezes_moves() -> None:
         await trusted(c)
         frozen = c.decodes[0]
         frozen.behave = hang
-        running = asyncio.create_task(c.post("/v1/chat/completions", CHAT))
-        await until(lambda: frozen.seen)
+        running = await c.begin(CHAT, frozen)
         frozen.frozen = True
         assert (await running)[0] == 200 and frozen.cancelled == 1
-        await c.settled()
 
 
 @pytest.mark.parametrize(("role", "behave"), [("prefill", hang), ("decode", hang), ("decode", streams_on)])
@@ -79,8 +66,7 @@ async def test_what_waits_for_a_worker_without_another_ends_with_an_error_when_i
         await trusted(c)
         frozen = (c.prefills if role == "prefill" else c.decodes)[0]
         c.prefills[0].behave, c.decodes[0].behave, begun = hang, behave, behave is streams_on
-        running = asyncio.create_task(c.post("/v1/chat/completions", STREAM if begun else CHAT))
-        await until(lambda: c.prefills[0].seen and c.decodes[0].seen)
+        running = await c.begin(STREAM if begun else CHAT, c.prefills[0], c.decodes[0])
         frozen.frozen = True
         await until(running.done)
         status, headers, answer = await running
@@ -94,7 +80,6 @@ async def test_what_waits_for_a_worker_without_another_ends_with_an_error_when_i
         frozen.frozen = False
         c.prefills[0].behave = c.decodes[0].behave = answer_ok
         assert (await c.post("/v1/chat/completions", CHAT))[0] == 200
-        await c.settled()
 
 
 async def test_a_worker_that_freezes_keeps_what_waits_where_nothing_moves(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,14 +94,12 @@ async def test_a_worker_that_freezes_keeps_what_waits_where_nothing_moves(monkey
         await trusted(c)
         frozen, goes_on = c.decodes[0], asyncio.Event()
         frozen.behave = later(goes_on)
-        running = asyncio.create_task(c.post("/v1/chat/completions", CHAT))
-        await until(lambda: frozen.seen)
+        running = await c.begin(CHAT, frozen)
         frozen.frozen = True
         await until(lambda: sum(told) >= 3)  # silences, each as long as the limit
         assert not running.done() and not frozen.cancelled
         goes_on.set()
         assert (await running)[0] == 200
-        await c.settled()
 
 
 async def test_a_worker_whose_heartbeats_are_fine_is_asked_nothing_while_it_rests() -> None:

@@ -45,8 +45,8 @@ FIELDS = {
 PATHS = list(FIELDS)
 
 
-@pytest.mark.parametrize("path", PATHS)
-async def test_both_workers_get_the_same_bytes(path: str) -> None:
+@pytest.mark.parametrize(("path", "unified"), [(path, unified) for path in PATHS for unified in (0, 1)])
+async def test_all_workers_get_the_same_bytes(path: str, unified: int) -> None:
     """A host that answers differently each time is asked once."""
     count = 0
 
@@ -55,22 +55,12 @@ async def test_both_workers_get_the_same_bytes(path: str) -> None:
         count += 1
         return web.Response(body=PNG + b"%d" % count)
 
-    async with host(answer) as outside, cluster(allowed_media_networks=NETWORKS) as c:
+    async with host(answer) as outside, cluster(unified=unified, allowed_media_networks=NETWORKS) as c:
         status, _, text = await c.post(path, body_of(path, f"{outside.url}/a"))
         assert status == 200, text
-        (prefill,), (decode,) = c.prefills[0].seen, c.decodes[0].seen
-        wanted = json.dumps(data_url(PNG + b"1"))
-        assert wanted in json.dumps(prefill.body) and wanted in json.dumps(decode.body)
-        assert outside.url not in json.dumps([prefill.body, decode.body]) and len(outside.seen) == 1
-        await c.settled()
-
-
-@pytest.mark.parametrize("path", PATHS)
-async def test_so_does_a_unified_worker(path: str) -> None:
-    async with host(answer_png) as outside, cluster(unified=1, allowed_media_networks=NETWORKS) as c:
-        assert (await c.post(path, body_of(path, outside.url)))[0] == 200
-        body = json.dumps(c.decodes[0].seen[0].body)
-        assert json.dumps(SEEN) in body and outside.url not in body
+        bodies = [json.dumps(worker.seen[0].body) for worker in (*c.prefills, *c.decodes)]
+        assert all(json.dumps(data_url(PNG + b"1")) in body and outside.url not in body for body in bodies)
+        assert len(bodies) == 2 - unified and len(outside.seen) == 1
 
 
 async def test_retries_send_what_was_fetched() -> None:
@@ -79,8 +69,7 @@ async def test_retries_send_what_was_fetched() -> None:
             return web.json_response({"error": {"message": "full", "code": "queue_full"}}, status=503)
         return web.json_response({"from": worker.name, "choices": []})
 
-    async with host(answer_png) as outside, cluster(decode=2, allowed_media_networks=NETWORKS) as c:
-        c.decodes[0].behave = c.decodes[1].behave = fail_once
+    async with host(answer_png) as outside, cluster(decode=[fail_once] * 2, allowed_media_networks=NETWORKS) as c:
         await c.post("/v1/chat/completions", {**CHAT, **body_of("/v1/chat/completions", outside.url)})
         assert len(outside.seen) == 1
 
@@ -121,10 +110,7 @@ async def refusal(c: Cluster, path: str, url: str) -> tuple[int, str]:
     return status, error["message"]
 
 
-@pytest.mark.parametrize(
-    ("path", "field"),
-    list(FIELDS.items()),
-)
+@pytest.mark.parametrize(("path", "field"), FIELDS.items())
 async def test_refusals_name_the_part(path: str, field: str) -> None:
     async with host(answer_png, INSIDE) as inside, cluster(allowed_media_networks=NETWORKS) as c:
         status, message = await refusal(c, path, inside.url)
@@ -155,9 +141,6 @@ async def test_a_wrong_rule_ends_the_start() -> None:
     with pytest.raises(ConfigError, match=r"--allowed-media-domains: 'http://a.org' is no HOST"):
         async with cluster(allowed_media_domains=("http://a.org",)):
             pass
-
-
-# ---- what load and routing see
 
 
 def parsed(api: Api, body: dict[str, Any]) -> Any:

@@ -13,19 +13,8 @@ from aiohttp import web
 
 from service.http.api_shapes import COMMENT, PING, shape_of
 from service.http.keep_alive import NO_BEATS_HEADER
-from tests.router.dummies import (
-    CHAT,
-    STREAM,
-    Cluster,
-    DummyWorker,
-    always,
-    answer_ok,
-    begin_stream,
-    cluster,
-    hang,
-    later,
-    until,
-)
+from tests.router.behaviours import hang, later, pauses
+from tests.router.dummies import CHAT, STREAM, Cluster, DummyWorker, always, answer_ok, cluster, until
 
 PATH = "/v1/chat/completions"
 BEATS: dict[str, Any] = {"sse_keep_alive_interval_s": 0.04}
@@ -66,20 +55,11 @@ async def test_a_request_whose_client_got_comments_alone_still_moves(status: int
             assert error["error"]["message"] == "no memory" and error["error"]["code"] == 500
         (record,) = c.router.recorder.snapshot().records
         assert record.status == 200 and (record.failure == "") is (status == 200)
-        await c.settled()
 
 
 async def test_pauses_between_events_are_filled_and_busy_streams_are_not() -> None:
-    async with cluster(**BEATS) as c:
-        go_on = asyncio.Event()
-
-        async def pauses(worker: DummyWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-            out = await begin_stream(request)
-            await go_on.wait()
-            await out.write(b'data: {"i": 1}\n\ndata: [DONE]\n\n')
-            return out
-
-        c.decodes[0].behave = pauses
+    go_on = asyncio.Event()
+    async with cluster(decode=[pauses(go_on)], **BEATS) as c:
         async with asked(c) as response:
             assert await response.content.readuntil(b"\n\n") == b'data: {"i": 0}\n\n'
             assert [await response.content.readuntil(b"\n\n") for _ in range(3)] == [COMMENT] * 3
@@ -88,12 +68,10 @@ async def test_pauses_between_events_are_filled_and_busy_streams_are_not() -> No
         c.decodes[0].behave = answer_ok
         assert b": keep" not in (await c.post(PATH, STREAM))[2]
         assert all(seen.headers[NO_BEATS_HEADER] == "1" for seen in c.decodes[0].seen)
-        await c.settled()
 
 
 async def test_an_error_before_the_first_comment_keeps_its_status() -> None:
-    async with cluster(**BEATS) as c:
-        c.decodes[0].behave = always(429, {"error": {"message": "full"}})
+    async with cluster(decode=[always(429, {"error": {"message": "full"}})], **BEATS) as c:
         assert (await c.post(PATH, STREAM))[0] == 429
 
 
@@ -113,23 +91,19 @@ async def test_an_answer_that_is_whole_or_unwanted_gets_no_comment() -> None:
 
 
 async def test_an_answer_without_a_stream_is_one_event() -> None:
-    async with cluster(**BEATS) as c:
-        may_go = asyncio.Event()
+    async def whole(worker: DummyWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        return web.Response(text='{\n "choices": []\n}', content_type="application/json")
 
-        async def whole(worker: DummyWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-            return web.Response(text='{\n "choices": []\n}', content_type="application/json")
-
-        c.decodes[0].behave = later(may_go, whole)
-        async with asked(c) as response:
-            assert await response.content.readuntil(b"\n\n") == COMMENT
-            may_go.set()
-            assert data(await response.read()) == [{"choices": []}]
+    may_go = asyncio.Event()
+    async with cluster(decode=[later(may_go, whole)], **BEATS) as c, asked(c) as response:
+        assert await response.content.readuntil(b"\n\n") == COMMENT
+        may_go.set()
+        assert data(await response.read()) == [{"choices": []}]
 
 
 @pytest.mark.parametrize("end", ["drained", "left"])
 async def test_a_request_that_only_waits_ends_with_its_router_or_its_client(end: str) -> None:
-    async with cluster(**BEATS, drain_timeout_s=0.0) as c:
-        c.decodes[0].behave = c.prefills[0].behave = hang
+    async with cluster(decode=[hang], prefill=[hang], **BEATS, drain_timeout_s=0.0) as c:
         async with asked(c) as response:
             assert await response.content.readuntil(b"\n\n") == COMMENT
             if end == "drained":
@@ -137,18 +111,16 @@ async def test_a_request_that_only_waits_ends_with_its_router_or_its_client(end:
                 (error,) = data(await response.read())
                 assert error["error"]["code"] == "draining"
         await until(lambda: c.decodes[0].cancelled)
-        await c.settled()
 
 
 async def test_a_queue_is_silence_too() -> None:
-    async with cluster(**BEATS, max_concurrent_requests=1, queue_size=1, queue_timeout_s=0.2) as c:
-        c.decodes[0].behave = hang
-        async with asked(c) as _:
-            await until(lambda: c.decodes[0].seen)
-            async with asked(c) as waits:
-                assert await waits.content.readuntil(b"\n\n") == COMMENT
-                (error,) = data(await waits.read())
-                assert error["error"]["code"] == "queue_timeout"
+    flags = {**BEATS, "max_concurrent_requests": 1, "queue_size": 1, "queue_timeout_s": 0.2}
+    async with cluster(decode=[hang], **flags) as c, asked(c):
+        await until(lambda: c.decodes[0].seen)
+        async with asked(c) as waits:
+            assert await waits.content.readuntil(b"\n\n") == COMMENT
+            (error,) = data(await waits.read())
+            assert error["error"]["code"] == "queue_timeout"
 
 
 async def test_openai_s_client_reads_over_comments_and_raises_the_last_event() -> None:

@@ -66,21 +66,13 @@ def stored(tokens: list[int], *, at: int = 0, size: int = BLOCK_TOKENS) -> Block
     return BlockStored(names[first:], names[first - 1] if first else None, tokens[at:], size, None)
 
 
-# ---- schema
-
-
 def test_what_we_send_is_what_vllm_and_sglang_send() -> None:
     salted = msgspec.structs.replace(STORED, extra_keys=[("salt",), ("salt",)])
     batch = KVEventBatch(1.5, [STORED, salted, BlockRemoved([3], "GPU"), AllBlocksCleared()])
     head: list[Any] = ["BlockStored", [1, 2], None, [7] * 32, 16, None, "GPU"]
     assert msgspec.msgpack.decode(encode_batch(batch)) == [
         1.5,
-        [
-            [*head, None, None],
-            [*head, None, [["salt"], ["salt"]]],
-            ["BlockRemoved", [3], "GPU"],
-            ["AllBlocksCleared"],
-        ],
+        [[*head, None, None], [*head, None, [["salt"], ["salt"]]], ["BlockRemoved", [3], "GPU"], ["AllBlocksCleared"]],
         None,
     ]
     number, events = read_message([b"topic", seq_bytes(9), encode_batch(batch)])
@@ -99,16 +91,10 @@ def test_other_dialects_are_read() -> None:
 @pytest.mark.parametrize(
     "payload",
     [
-        b"",
-        b"\xc1",
-        msgspec.msgpack.encode(5),
-        msgspec.msgpack.encode([1.0]),
+        *(b"", b"\xc1", msgspec.msgpack.encode(5), msgspec.msgpack.encode([1.0])),
         msgspec.msgpack.encode([1.0, [["BlockStored", 1]]]),
-        msgspec.msgpack.encode([1.0, [["BlockRemoved", [1.5]]]]),
-        msgspec.msgpack.encode([1.0, [[]]]),
-        msgspec.msgpack.encode([1.0, [[["x"]]]]),
-        msgspec.msgpack.encode({"ts": 1}),
-        b"\x91" * 5000,
+        *(msgspec.msgpack.encode([1.0, [["BlockRemoved", [1.5]]]]), msgspec.msgpack.encode([1.0, [[]]])),
+        *(msgspec.msgpack.encode([1.0, [[["x"]]]]), msgspec.msgpack.encode({"ts": 1}), b"\x91" * 5000),
     ],
 )
 def test_junk_is_no_batch(payload: bytes) -> None:
@@ -173,9 +159,6 @@ def test_where_a_worker_publishes_its_host_is_its_own(config: object, expected: 
     assert parse_event_source({"kv_events_config": config}, url_host="w") == expected
 
 
-# ---- what the router makes of them
-
-
 def view(max_blocks: int = 100, *, named: bool = False) -> tuple[WorkerCacheView, PrefixIndex]:
     index = PrefixIndex(max_blocks=max_blocks)
     return WorkerCacheView(index, 0, named=named), index
@@ -233,9 +216,7 @@ def test_text_is_guessed_no_further_than_the_worker_has_room() -> None:
     index.touch(0, [b"new"])
     told.on_message(1, [stored([9] * 2 * BLOCK_TOKENS)])
     assert depths(index, [b"old"]) == {0: 1}
-    told.on_message(
-        2, [BlockRemoved([hash((9, 2 * BLOCK_TOKENS))])]
-    )  # 5 blocks: 4 + 1 of ids are told, no room for text
+    told.on_message(2, [BlockRemoved([hash((9, 2 * BLOCK_TOKENS))])])  # 5 blocks, all of ids: no room for text
     assert depths(index, [b"old"]) == {} == depths(index, [b"new"])
     told.on_message(3, [AllBlocksCleared()])
     assert index.num_blocks(0) == 0 == told.num_tokens
@@ -305,9 +286,6 @@ def test_the_index_agrees_with_the_engines_tree_after_any_story(seed: int, page_
                 cached = len(cache.match(prompt, branch=Branch(0, namespace)).pages) * page_size
                 assert depths(index, keys_of(prompt, namespace)).get(0, 0) == cached // BLOCK_TOKENS
             index.check()
-
-
-# ---- sockets
 
 
 def publisher(
@@ -469,36 +447,18 @@ def test_a_port_that_is_taken_is_named() -> None:
             ZmqPublisher(KVEventsConfig(endpoint=taken))
 
 
-# ---- images
-
-
-@pytest.mark.parametrize("named", [True, False])
-def test_a_router_finds_text_before_the_first_image_and_counts_what_follows(named: bool) -> None:
+@pytest.mark.parametrize(("named", "text_blocks"), [(True, 2), (False, 2), (False, 0)])
+def test_a_router_finds_text_before_the_first_image_and_counts_what_follows(named: bool, text_blocks: int) -> None:
     """No request brings ids of an image, so none is found behind its first token, and none by its placeholders."""
-    allocator = PageAllocator(num_pages=80, page_size=16)
-    events = CacheEvents(page_size=16)
-    cache = RadixCache(allocator, parts=[events])
-    text = PROMPT[: 2 * BLOCK_TOKENS]
+    allocator, events = PageAllocator(num_pages=80, page_size=16), CacheEvents(page_size=16)
+    cache, text = RadixCache(allocator, parts=[events]), PROMPT[: text_blocks * BLOCK_TOKENS]
     tokens = [*text, *[5] * BLOCK_TOKENS, *range(BLOCK_TOKENS)]
     for number in (1, 2):
-        shown = image(number, at=2 * BLOCK_TOKENS, rows=8, columns=16)
-        keyed = key_ids([shown], tokens, 0)
+        keyed = key_ids([image(number, at=len(text), rows=8, columns=16)], tokens, 0)
         held = allocator.allocate(len(tokens) // 16)
         allocator.free(held[: cache.insert(keyed, held).existing])
     seen, index = view(named=named)
     payload = encode_batch(KVEventBatch(0.0, events.take()))
     seen.on_message(0, decode_names(payload) if named else decode_events(payload))
     assert seen.num_tokens == 2 * len(tokens) - len(text) and seen.whole
-    assert [depths(index, keys_of(prompt)).get(0, 0) for prompt in (text, tokens)] == [2, 2]
-
-
-def test_a_prompt_that_begins_with_an_image_is_found_by_no_ids() -> None:
-    events = CacheEvents(page_size=16)
-    allocator = PageAllocator(num_pages=40, page_size=16)
-    cache = RadixCache(allocator, parts=[events])
-    shown = image(1, at=0, rows=8, columns=16)
-    tokens = [5] * shown.num_tokens
-    cache.insert(key_ids([shown], tokens, 0), allocator.allocate(len(tokens) // 16))
-    seen, index = view()
-    seen.on_message(0, events.take())
-    assert seen.num_tokens == len(tokens) and depths(index, keys_of(tokens)).get(0, 0) == 0
+    assert [depths(index, keys_of(prompt)).get(0, 0) for prompt in (text, tokens)] == [text_blocks] * 2

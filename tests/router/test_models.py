@@ -73,7 +73,6 @@ async def test_each_model_has_its_pools() -> None:
         assert "there are: a, b" in error["message"]
         await c.post("/generate", {"text": "x"})  # names none: both legs go to one model's workers
         assert len(c.prefills[0].seen) == len(c.decodes[0].seen) == 3
-        await c.settled()
 
 
 async def test_a_model_without_workers_is_a_503_of_its_own_and_the_other_is_served() -> None:

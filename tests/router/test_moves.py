@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
@@ -11,9 +11,12 @@ from aiohttp import web
 
 import router.pool.moves
 import router.requests.failover
+from router.pool.active_calls import num_to_give
+from router.pool.worker import LoadReport, Worker
 from service.http.resume import RESUME_FIELD, FrameRecord, Resume, SampleSource, begin_frame, ids_frame, moved_frame
 from service.security.keys import bearer, owner_of
-from tests.router.dummies import Cluster, DummyWorker, always, begin_stream, cluster, hang, until
+from tests.router.behaviours import hang
+from tests.router.dummies import Cluster, DummyWorker, always, begin_stream, cluster, table_of, until
 from tests.router.test_failover import BEGUN, DONE, event, goes_on, read, tokens_of
 
 KV = SampleSource(control="10.0.0.1:5000", incarnation="d0")
@@ -83,18 +86,15 @@ async def test_another_decode_worker_goes_on_with_the_kv_and_prefill_is_not_aske
         assert (body["bootstrap_host"], body["bootstrap_port"]) == ("127.0.0.1", 8998), "of the prefill worker"
         assert not resumed(c.prefills[0])
         assert (await counted(c, "moved"), await counted(c, "went_on")) == (1, 0)
-        await c.settled()
 
 
 async def test_a_stream_is_moved_by_the_name_of_its_owner() -> None:
     async with cluster(decode=2, api_key="k") as c:
         _, at, _ = await move_one(c, Leaving(), **bearer("k"))
         assert at.owners == [owner_of("Bearer k")]
-        await c.settled()
     async with cluster(decode=2) as c:
         _, at, _ = await move_one(c, Leaving(), **bearer("EMPTY"))
         assert at.owners == [""]
-        await c.settled()
 
 
 @pytest.mark.parametrize("fails", [always(503, {"error": "full"}), always(500, {"error": "no"}), always(502, {})])
@@ -109,7 +109,6 @@ async def test_a_pair_goes_on_where_the_other_worker_does_not_get_the_kv(fails: 
         assert [bool(resume.sources) for resume, _ in (*resumed(to), *resumed(at))] == [True, False]
         assert len(resumed(c.prefills[0])) == 1
         assert (await counted(c, "moved"), await counted(c, "went_on")) == (0, 1)
-        await c.settled()
 
 
 async def test_a_worker_that_does_not_begin_in_time_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,14 +121,12 @@ async def test_a_worker_that_does_not_begin_in_time_is_not_waited_for(monkeypatc
     async with cluster(decode=2) as c:
         text, _, to = await move_one(c, Leaving(), other)
         assert tokens_of(text) == [1, 3, 4] and to.cancelled == 1
-        await c.settled()
 
 
 async def test_a_sample_without_kv_goes_on_by_a_pair() -> None:
     async with cluster(decode=2) as c:
         text, _, _ = await move_one(c, Leaving(moved_frame({0: None})))
         assert tokens_of(text) == [1, 2, 3] and len(resumed(c.prefills[0])) == 1
-        await c.settled()
 
 
 async def test_a_stream_that_leaves_without_an_order_goes_on_by_a_pair() -> None:
@@ -140,7 +137,6 @@ async def test_a_stream_that_leaves_without_an_order_goes_on_by_a_pair() -> None
         for worker in c.decodes:
             worker.behave = leaving.behave
         assert tokens_of(await read(c)) == [1, 3, 4] and len(resumed(c.prefills[0])) == 1
-        await c.settled()
 
 
 def refuses(samples: list[dict[str, Any]]) -> list[str]:
@@ -162,7 +158,6 @@ async def test_a_worker_that_does_not_let_go_is_given_up(
         leaving.lets_go = lets_go  # type: ignore[assignment, method-assign]
         text, at, _ = await move_one(c, leaving)
         assert tokens_of(text) == [1, 2, 3] and len(resumed(c.prefills[0])) == 1 and at.cancelled == 1
-        await c.settled()
 
 
 async def test_a_stream_may_move_more_often_than_it_may_be_lost() -> None:
@@ -179,7 +174,6 @@ async def test_a_stream_may_move_more_often_than_it_may_be_lost() -> None:
             await c.post("/workers/migrate", {"url": place.url})
         assert tokens_of(await running)[-2:] == [5, 6]
         assert await counted(c, "moved") == 3
-        await c.settled()
 
 
 class Hops:
@@ -209,3 +203,62 @@ def test_a_router_keeps_where_kv_waits() -> None:
     assert by_pair is not None and msgspec.json.decode(by_pair, type=Resume).sources == []
     record.restart()
     assert not record.moved and record.samples_left()
+
+
+def reporting(*reports: LoadReport | None) -> list[Worker]:
+    table = table_of(len(reports))
+    for worker, report in zip(table.workers(), reports, strict=True):
+        worker.report = report
+    return list(table.workers())
+
+
+def report(used: int, *, running: int = 10, pending: int = 0, capacity: int = 1000) -> LoadReport:
+    return LoadReport(running_reqs=running, used_tokens=used, capacity_tokens=capacity, pending_tokens=pending)
+
+
+@pytest.mark.parametrize(
+    ("mine", "others", "given"),
+    [
+        (report(950), [report(0)], 1),  # 50 above, a request holds 95
+        (report(1000, running=20), [report(0)], 2),
+        (report(900), [report(0)], 0),  # not above
+        (report(950), [report(850)], 0),  # nowhere room for one
+        (report(950), [report(850), report(400)], 1),
+        (report(950), [report(400, pending=450)], 0),  # its room is spoken for
+        (report(1000, running=2), [report(0)], 1),
+        (report(1000, running=1), [report(0)], 0),  # the last one stays: it would be as large there
+        (report(1000, running=20), [report(840, running=20)], 1),  # room for one of 50
+        (None, [report(0)], 0),
+        (report(950), [None], 0),
+        (report(950), [], 0),
+    ],
+)
+def test_so_many_are_given(mine: LoadReport | None, others: Iterable[LoadReport | None], given: int) -> None:
+    worker, *rest = reporting(mine, *others)
+    assert num_to_give(worker, [worker, *rest], above=0.9) == given
+
+
+def loads(used: int, running: int) -> dict[str, object]:
+    return {"loads": [{"num_running_reqs": running, "num_used_tokens": used, "max_total_num_tokens": 1000}]}
+
+
+@pytest.mark.parametrize("above", [0.9, 0.0])
+async def test_a_stream_moves_from_a_full_worker_to_one_with_room(above: float) -> None:
+    async with cluster(decode=2, rebalance_above=above, load_poll_interval_s=0.02) as c:
+        leaving = Leaving()
+        for worker in c.decodes:
+            worker.behave, worker.lets_go, worker.loads = leaving.behave, leaving.lets_go, loads(100, 1)
+        running = asyncio.create_task(read(c))
+        await until(lambda: c.router.live.requests and next(iter(c.router.live.requests)).first_byte_s is not None)
+        (at,) = [w for w in c.decodes if w.seen]
+        (to,) = [w for w in c.decodes if w is not at]
+        to.behave, at.loads = goes_on, loads(960, 2)
+        full = c.router.table.find(at.url)
+        await until(lambda: full.report is not None and full.report.used_tokens == 960)
+        if not above:  # by default: reports come, and nothing follows
+            first = full.report
+            await until(lambda: full.report is not first)
+            assert not leaving.told
+            await c.post("/workers/migrate", {"url": at.url})
+        text = await running
+        assert tokens_of(text) == [1, 3, 4] and text.endswith(DONE) and len(leaving.told) == 1

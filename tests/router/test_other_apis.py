@@ -7,7 +7,8 @@ import pytest
 from aiohttp import web
 
 from service.security.keys import bearer
-from tests.router.dummies import Behaviour, DummyWorker, always, cluster, hang, until
+from tests.router.behaviours import hang
+from tests.router.dummies import Behaviour, DummyWorker, always, cluster, until
 
 MESSAGES, COUNT, CHAT, GENERATE = "/v1/messages", "/v1/messages/count_tokens", "/api/chat", "/api/generate"
 USER = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
@@ -61,20 +62,17 @@ def in_shape(path: str, body: bytes) -> dict[str, Any]:
 
 @pytest.mark.parametrize("path", BODIES)
 async def test_a_whole_stream_passes_as_it_is_and_prefill_streams_nothing(path: str) -> None:
-    async with cluster() as c:
-        c.decodes[0].behave = streams(path, dies=False)
+    async with cluster(decode=[streams(path, dies=False)]) as c:
         status, headers, answer = await c.post(path, {**BODIES[path], "stream": True})
         assert status == 200 and headers["Content-Type"] == TYPES[path] and answer == b"".join(PIECES[path])
         (prefill,), (decode,) = c.prefills[0].seen, c.decodes[0].seen
         assert prefill.path == decode.path == path and prefill.body["stream"] is False and decode.body["stream"] is True
         assert prefill.body["bootstrap_room"] == decode.body["bootstrap_room"]
-        await c.settled()
 
 
 @pytest.mark.parametrize("path", BODIES)
 async def test_a_worker_that_dies_leaves_whole_events_and_one_error_in_the_shape_of_the_api(path: str) -> None:
-    async with cluster() as c:
-        c.decodes[0].behave, c.prefills[0].behave = streams(path, dies=True), hang
+    async with cluster(decode=[streams(path, dies=True)], prefill=[hang]) as c:
         body = (
             BODIES[path] if path != MESSAGES else {**BODIES[path], "stream": True}
         )  # Ollama streams unless told not to
@@ -83,7 +81,6 @@ async def test_a_worker_that_dies_leaves_whole_events_and_one_error_in_the_shape
         assert status == 200 and answer.startswith(whole)
         assert "decode worker" in error_of(path, answer.removeprefix(whole))["message"]
         await until(lambda: c.prefills[0].cancelled == 1)
-        await c.settled()
 
 
 @pytest.mark.parametrize("path", BODIES)
@@ -133,9 +130,7 @@ async def test_a_key_in_x_api_key_opens_and_goes_on(path: str) -> None:
 
 
 async def test_one_worker_counts_tokens_for_all() -> None:
-    async with cluster(decode=2) as c:
-        for worker in (*c.prefills, *c.decodes):
-            worker.behave = always(200, {"input_tokens": 7})
+    async with cluster(prefill=[always(200, {"input_tokens": 7})], decode=[always(200, {"input_tokens": 7})] * 2) as c:
         status, _, answer = await c.post(COUNT, USER)
         assert status == 200 and json.loads(answer) == {"input_tokens": 7}
         assert sum(len(w.seen) for w in (*c.prefills, *c.decodes)) == 1

@@ -12,25 +12,14 @@ from typing import Any
 import aiohttp
 import pytest
 import uvloop
-from aiohttp import web
 
 from router.client.session import READ_BUFFER_BYTES
 from router.config import RouterConfig
 from router.pool.worker import RankSizes, Role
 from router.server import start_router
 from service.flags import ConfigError
-from tests.router.dummies import (
-    CHAT,
-    STREAM,
-    DummyWorker,
-    always,
-    begin_stream,
-    cluster,
-    events_of,
-    later,
-    until,
-    workers,
-)
+from tests.router.behaviours import later, pauses
+from tests.router.dummies import CHAT, STREAM, always, cluster, events_of, until, workers
 
 
 async def test_both_legs_get_the_body_and_the_client_gets_decodes_answer() -> None:
@@ -48,18 +37,15 @@ async def test_both_legs_get_the_body_and_the_client_gets_decodes_answer() -> No
         for leg in (prefill, decode):
             assert leg.headers["x-request-id"] == "req-7" and leg.headers["traceparent"] == "00-1-2-01"
             assert leg.headers["authorization"] == "Bearer k" and "cookie" not in leg.headers
-        await c.settled()
 
 
 async def test_an_answer_longer_than_the_buffer_of_a_stream_comes_whole() -> None:
     """Of either worker: embeddings, or hidden states of a prompt."""
     text = "x" * (3 * READ_BUFFER_BYTES)
-    async with cluster() as c:
-        c.decodes[0].behave = c.prefills[0].behave = always(200, {"data": text})
+    async with cluster(decode=[always(200, {"data": text})], prefill=[always(200, {"data": text})]) as c:
         for path, body in (("/v1/chat/completions", CHAT), ("/v1/embeddings", {"input": "hi"})):
             status, _, answer = await c.post(path, body)
             assert (status, json.loads(answer)["data"]) == (200, text), path
-        await c.settled()
 
 
 async def test_a_request_that_names_a_dp_rank_gets_a_room_of_it() -> None:
@@ -78,7 +64,6 @@ async def test_a_request_that_names_a_dp_rank_gets_a_room_of_it() -> None:
         status, _, answer = await c.post("/generate", {"text": "a"}, headers={"X-data-parallel-rank": "one"})
         assert status == 400 and "x-data-parallel-rank: must be the number of a DP rank, got 'one'" in answer.decode()
         assert (await c.post("/generate", {"text": "a", "routed_dp_rank": 7}))[0] == 200  # the worker refuses it
-        await c.settled()
 
 
 async def test_a_worker_of_one_rank_beside_one_of_several_is_not_asked_for_a_rank() -> None:
@@ -90,7 +75,6 @@ async def test_a_worker_of_one_rank_beside_one_of_several_is_not_asked_for_a_ran
         prefill, decode = c.prefills[0].seen[-1], c.decodes[0].seen[-1]
         assert (decode.body["routed_dp_rank"], decode.headers["x-data-parallel-rank"]) == (3, "3")
         assert "routed_dp_rank" not in prefill.body and "x-data-parallel-rank" not in prefill.headers
-        await c.settled()
 
 
 async def test_a_request_id_is_minted_and_the_workers_key_replaces_the_clients() -> None:
@@ -106,16 +90,8 @@ async def test_a_request_id_is_minted_and_the_workers_key_replaces_the_clients()
 
 async def test_events_arrive_as_they_are_made() -> None:
     """The client holds event 0 before the worker makes event 1; prefill's late answer delays nothing."""
-    async with cluster() as c:
-        go_on, end_prefill = asyncio.Event(), asyncio.Event()
-
-        async def paced(worker: DummyWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-            out = await begin_stream(request)
-            await go_on.wait()
-            await out.write(b'data: {"i": 1}\n\ndata: [DONE]\n\n')
-            return out
-
-        c.decodes[0].behave, c.prefills[0].behave = paced, later(end_prefill)
+    go_on, end_prefill = asyncio.Event(), asyncio.Event()
+    async with cluster(prefill=[later(end_prefill)], decode=[pauses(go_on)]) as c:
         async with c.client.post(c.url + "/v1/chat/completions", json=STREAM) as response:
             assert response.content_type == "text/event-stream" and response.headers["X-Request-ID"]
             assert await response.content.readuntil(b"\n\n") == b'data: {"i": 0}\n\n'
@@ -135,7 +111,6 @@ async def test_plain_mode_passes_bodies_unread() -> None:
         assert c.decodes[0].seen[0].body == {"prompt": "a", "bootstrap_room": 1}
         async with c.client.put(c.url + "/generate", json={"text": "a", "stream": True}) as response:
             assert len(events_of(await response.read())) == 4
-        await c.settled()
 
 
 async def test_load_that_others_put_on_a_worker_counts() -> None:
@@ -209,8 +184,7 @@ async def test_workers_join_and_leave_at_run_time() -> None:
         async with c.client.delete(c.url + "/workers", json={"url": c.decodes[0].url}) as response:
             assert response.status == 200
         assert json.loads((await c.post("/generate", {"text": "a"}))[2])["from"] == extra.name
-        async with c.client.delete(c.url + "/workers", params={"url": c.decodes[0].url}) as response:
-            assert response.status == 400
+        assert await c.remove(c.decodes[0]) == 400
 
 
 async def test_a_unified_worker_never_joins_a_disaggregated_pool() -> None:

@@ -36,32 +36,6 @@ def workers_of(count: int, *, role: Role = Role.DECODE) -> Pool:
     return table_of(count, role=role).workers()
 
 
-def test_least_load_takes_fewest_tokens_and_spreads_ties() -> None:
-    table, policy = table_of(3), LeastLoad(no_draw)
-    order = []
-    for tokens in (10, 10, 10, 1):
-        worker = policy.choose(table.workers(), ANY).worker
-        order.append(worker.worker_id)
-        table.loads.charge(worker, tokens)
-    assert order == [0, 1, 2, 0]
-    assert policy.choose(table.workers(), ANY).worker.worker_id == 1
-    idle = table_of(2)
-    for expected in (0, 1, 0, 1):
-        worker = policy.choose(idle.workers(), ANY).worker
-        assert worker.worker_id == expected
-        idle.loads.release(idle.loads.charge(worker, 10))
-
-
-@settings(max_examples=50)
-@given(st.lists(st.integers(0, 500), min_size=1, max_size=100))
-def test_least_load_never_strays_further_than_one_request(tokens: list[int]) -> None:
-    table, policy = table_of(4), LeastLoad(no_draw)
-    for count in tokens:
-        table.loads.charge(policy.choose(table.workers(), ANY).worker, count)
-    loads = [w.load_tokens for w in table.workers()]
-    assert max(loads) - min(loads) <= max(tokens)
-
-
 @pytest.mark.parametrize(("role", "expected"), [(Role.DECODE, 1), (Role.UNIFIED, 1), (Role.PREFILL, 0)])
 def test_workers_that_hold_kv_are_compared_by_the_share_of_it(role: Role, expected: int) -> None:
     table = table_of(2, role=role)
@@ -94,9 +68,6 @@ def test_power_of_two_takes_the_less_loaded_of_two_different_ones() -> None:
             chosen = PowerOfTwo(lambda n, draws=draws: next(draws)).choose(workers, ANY).worker  # type: ignore[misc]
             assert chosen.worker_id == (2 if 2 in pair else 1)
     assert PowerOfTwo(lambda n: 1 // 0).choose(workers[:1], ANY).worker is workers[0]
-
-
-# ---- sessions
 
 
 def sessions(count: int) -> list[RoutingHints]:
@@ -149,9 +120,6 @@ def parsed(**fields: Any) -> Any:
 )
 def test_where_the_session_is_read(headers: dict[str, str], fields: dict[str, Any], expected: str) -> None:
     assert session_of(parsed(**fields), headers) == expected
-
-
-# ---- cache-aware
 
 
 def keys_of(text: str, blocks: int) -> list[int]:

@@ -174,9 +174,6 @@ def test_cache_aware_takes_the_same_worker_as_a_look_at_each(seed: int) -> None:
     assert 50 < cached < 450
 
 
-# ---- several processes
-
-
 def peers(tmp_path: Path, count: int) -> list[WorkerTable]:
     tables = [WorkerTable(peers=SharedLoad(tmp_path / "load", row=row, num_rows=2)) for row in range(2)]
     for table in tables:

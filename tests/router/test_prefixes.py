@@ -115,9 +115,6 @@ def test_keys_agree_exactly_as_far_as_the_bytes_do(data: bytes, at: int, other: 
     assert shared == min(same // BLOCK_BYTES, len(mine), len(theirs))
 
 
-# ---- the table
-
-
 def path(name: str, length: int) -> list[bytes]:
     return [f"{name[: i + 1]}/{i}".encode() for i in range(length)]
 

@@ -16,7 +16,7 @@ from service.flags import ConfigError
 from service.http.reconnect import KEEP_HEADER, KEPT_PATH, LAST_EVENT_HEADER, Keep
 from service.http.resume import RESUME_FIELD, RESUME_HEADER, Resume, is_signed
 from service.security.keys import owner_of
-from tests.router.dummies import CHAT, SECRET, STREAM, DummyWorker, cluster
+from tests.router.dummies import CHAT, SECRET, STREAM, DummyWorker, answer_ok, cluster
 from tests.router.test_failover import BEGUN, DONE, goes_on, lost_after, tokens_of
 
 PATH = "/v1/chat/completions"
@@ -37,10 +37,11 @@ def keeps(rest: Any = goes_on, *, status: int = 200, events: bytes = b"") -> Any
 
 
 async def test_a_client_gets_the_events_behind_its_last_and_then_the_live_answer() -> None:
-    async with cluster(prefill=2, decode=3, resume_window_s=7.0) as c:
-        for worker in c.decodes:
-            worker.behave = keeps(status=404)
-        c.decodes[1].behave = keeps(events=b'data: {"token": 2}\n\n')
+    async with cluster(
+        decode=[keeps(status=404), keeps(events=b'data: {"token": 2}\n\n'), keeps(status=404)],
+        prefill=2,
+        resume_window_s=7.0,
+    ) as c:
         for worker in (c.decodes[0], c.decodes[2]):
             worker.behave = keeps(status=404)
         status, _, text = await c.post(PATH, STREAM, headers=AGAIN)
@@ -57,7 +58,6 @@ async def test_a_client_gets_the_events_behind_its_last_and_then_the_live_answer
         assert is_signed(rest.headers[RESUME_HEADER.lower()], SECRET.encode(), raw)
         keep = msgspec.json.decode(rest.headers[KEEP_HEADER.lower()].partition(" ")[2], type=Keep)
         assert (keep.window_s, keep.owner, keep.body) == (7.0, question["owner"], question["body"])
-        await c.settled()
 
 
 async def test_a_stream_that_went_on_with_its_client_may_lose_its_worker_again() -> None:
@@ -73,18 +73,14 @@ async def test_a_stream_that_went_on_with_its_client_may_lose_its_worker_again()
         assert tokens_of(text) == [3, 4, 5]
         known = [seen.body[RESUME_FIELD]["output_ids"] for w in c.decodes for seen in w.seen if seen.path == PATH]
         assert sorted(known) == [[[1, 2]], [[1, 2, 3]]]
-        await c.settled()
 
 
 async def test_a_stream_that_no_worker_keeps_is_gone_and_none_begins() -> None:
-    async with cluster(decode=2, resume_window_s=7.0) as c:
-        for worker in c.decodes:
-            worker.behave = keeps(status=404)
+    async with cluster(decode=[keeps(status=404)] * 2, resume_window_s=7.0) as c:
         status, _, answer = await c.post(PATH, STREAM, headers=AGAIN)
         error = json.loads(answer)["error"]
         assert (status, error["code"]) == (410, "stream_gone") and "7 s" in error["message"]
         assert all(seen.path == KEPT_PATH for w in c.decodes for seen in w.seen)
-        await c.settled()
 
 
 async def test_a_worker_that_says_nothing_does_not_hold_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,7 +100,6 @@ async def test_a_worker_that_says_nothing_does_not_hold_the_others(monkeypatch: 
         error = json.loads(answer)["error"]
         assert (status, headers["Retry-After"], error["code"]) == (503, "1", "stream_unknown")
         assert "send the same request again" in error["message"]
-        await c.settled()
 
 
 async def test_a_worker_that_a_new_router_has_not_checked_yet_is_asked() -> None:
@@ -116,15 +111,12 @@ async def test_a_worker_that_a_new_router_has_not_checked_yet_is_asked() -> None
         c.router.table._on_change()
         _, _, text = await c.post(PATH, STREAM, headers=AGAIN)
         assert tokens_of(text) == [3, 4] and other.health is Health.UP
-        await c.settled()
 
 
 async def test_a_worker_that_is_gone_keeps_nothing() -> None:
-    async with cluster(decode=2, resume_window_s=7.0, health_check_interval_s=3600.0) as c:
-        c.decodes[1].behave = keeps(status=404)
+    async with cluster(decode=[answer_ok, keeps(status=404)], resume_window_s=7.0, health_check_interval_s=3600.0) as c:
         await c.decodes[0].stop()
         assert (await c.post(PATH, STREAM, headers=AGAIN))[0] == 410
-        await c.settled()
 
 
 async def test_it_is_off_unless_a_flag_turns_it_on_and_for_streams_of_events_alone() -> None:
@@ -133,11 +125,9 @@ async def test_it_is_off_unless_a_flag_turns_it_on_and_for_streams_of_events_alo
         assert status == 200 and b'"i": 0' in text
         (seen,) = c.decodes[0].seen
         assert seen.path == PATH and KEEP_HEADER.lower() not in seen.headers
-        await c.settled()
     async with cluster(resume_window_s=7.0) as c:
         for path, body in ((PATH, CHAT), ("/api/chat", STREAM)):
             assert (await c.post(path, body, headers=AGAIN))[0] == 200
         assert all(KEEP_HEADER.lower() not in seen.headers and seen.path != KEPT_PATH for seen in c.decodes[0].seen)
-        await c.settled()
     with pytest.raises(ConfigError, match="--resume-window: needs --failover-max above 0"):
         check_config(RouterConfig(resume_window_s=7.0, failover_max=0))

@@ -100,7 +100,6 @@ async def test_both_workers_receive_the_conversation(mode: dict[str, int], strea
             assert roles[0][1] == "one" and roles[2][1] == "two" and bodies[2]["history"][1] == first["output"][0]
         status, read = await c.get(f"{PATH}/{second['id']}")
         assert status == 200 and read == second
-        await c.settled()
 
 
 async def test_a_body_that_neither_continues_nor_stores_passes_as_it_is() -> None:
@@ -175,7 +174,6 @@ async def test_a_running_response_is_cancelled_at_its_workers() -> None:
             assert b"response.incomplete" in await running.content.read()
         assert {path for worker in (*c.prefills, *c.decodes) for path, _ in worker.calls} >= {"/abort_request"}
         assert (await c.post(f"{PATH}/{id}/cancel", b""))[2] == cancelled, "it has ended: nothing changes"
-        await c.settled()
 
 
 async def test_a_stream_that_breaks_off_ends_with_an_error_event() -> None:
@@ -186,7 +184,6 @@ async def test_a_stream_that_breaks_off_ends_with_an_error_event() -> None:
         error = json.loads(shown.removeprefix("data: "))
         assert name == "event: error" and error["type"] == "error" and "broke off" in error["message"]
         assert (await c.get(f"{PATH}/resp_1"))[0] == 404
-        await c.settled()
 
 
 async def test_a_router_that_stores_nothing_says_so() -> None:
@@ -250,9 +247,6 @@ async def cancelled(f: Fleet, id: str) -> Any:
     """The cancelled response; None until its first event has come."""
     status, answer = await f.call("POST", f"{PATH}/{id}/cancel")
     return answer if status == 200 else None
-
-
-# ---- pure
 
 
 def keys_of(body: dict[str, Any]) -> list[int]:

@@ -217,9 +217,6 @@ def test_under_constant_work_moves_end(prefill: int, decode: int, of_p: float, o
     assert len(pools.moves) < prefill + decode
 
 
-# ---- from reports to work
-
-
 def table(*roles: Role) -> tuple[WorkerTable, list[Worker]]:
     made = WorkerTable()
     workers = [made.add(f"http://w{i}:1", role=role) for i, role in enumerate(roles)]

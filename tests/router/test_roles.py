@@ -16,9 +16,8 @@ from router.pool.worker import LoadReport, Role, Worker
 from router.pool.workers import WorkerTable
 from router.roles.switch import Switch, SwitchProgress, SwitchRefused, objection, progress
 from service.security.keys import KeyRing
-from tests.router.dummies import BOOTSTRAP_PORT, Cluster, DummyWorker, cluster, later, obey, until
-
-# ---- pure
+from tests.router.behaviours import later, obey
+from tests.router.dummies import BOOTSTRAP_PORT, Cluster, DummyWorker, always, cluster, until
 
 
 def make_table(*, prefill: int = 2, decode: int = 1) -> WorkerTable:
@@ -118,26 +117,18 @@ def test_how_far_a_move_is(told: list[tuple[str, Any]], expected: SwitchProgress
     assert progress(table, worker, Role.DECODE, was="a") is expected
 
 
-# ---- a router and workers that a test scripts
-
-
 async def go_back(worker: DummyWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
     worker.incarnation += "+"
     worker.info["last_switch"] = {"from": "prefill", "to": "decode", "error": "no memory"}
     return web.json_response({}, status=202)
 
 
-async def refuse(worker: DummyWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-    return web.json_response({"error": {"message": "role: this worker cannot"}}, status=400)
+refuse, unknown = always(400, {"error": {"message": "role: this worker cannot"}}), always(404, {})
 
 
 async def end(worker: DummyWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
     asyncio.get_running_loop().call_soon(lambda: asyncio.ensure_future(worker.stop()))
     return web.json_response({}, status=202)
-
-
-async def unknown(worker: DummyWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-    return web.Response(status=404)
 
 
 @asynccontextmanager
@@ -170,7 +161,6 @@ async def test_an_admin_moves_a_worker_and_requests_follow_it() -> None:
         assert len([seen for seen in mover.seen if seen.path == "/switch_role"]) == 1
         mover.info["disaggregation_bootstrap_port"] = 4711
         assert (await ask(c, {"url": mover.url, "role": "prefill"}))[1]["bootstrap_port"] == 4711
-        await c.settled()
 
 
 async def test_the_router_notices_a_worker_that_another_client_moved(monkeypatch: pytest.MonkeyPatch) -> None:

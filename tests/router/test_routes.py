@@ -153,13 +153,7 @@ async def test_ping_is_health_and_the_version_needs_no_key() -> None:
 async def test_head_is_get_without_its_body_and_what_is_unknown_has_one_shape() -> None:
     async with cluster() as c:
         for path in (
-            "/v1/models",
-            "/v1/models/decode-0",
-            "/ping",
-            "/version",
-            "/v1/loads",
-            "/get_loads",
-            "/metrics",
+            *("/v1/models", "/v1/models/decode-0", "/ping", "/version", "/v1/loads", "/get_loads", "/metrics"),
             "/workers",
         ):
             for end in ("", "/", "?a=b", "/?a=b"):

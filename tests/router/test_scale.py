@@ -1,19 +1,23 @@
 """Many workers: checks that are spread, sockets enough, and a fleet that comes to rest."""
 
 import asyncio
+import json
 import resource
 from itertools import pairwise
 from typing import Any, cast
 from urllib.parse import urlsplit
 
 import aiohttp
+import msgspec
 import pytest
 
 from benchmarks import scale_balance, scale_fleet
 from router.client.credentials import Credentials
 from router.config import RouterConfig
+from router.http.worker_list import SLICE, describe, describe_all
 from router.metrics import RouterMetrics
 from router.pool.health import BETWEEN_S, HealthMonitor, _Watch
+from router.pool.worker import LoadReport
 from service.process.start import allow_many_files
 from service.security.keys import open_gate
 from service.waiter import loop_time_s
@@ -29,9 +33,6 @@ def test_the_ideal_balance_is_that_of_a_small_pool_which_is_compared_whole() -> 
     same = [key for key in ideal if key not in ("policy", "choice_us")]
     assert [ideal[key] for key in same] == [least[key] for key in same]
     assert drawn["wait_mean_ms"] > 2 * ideal["wait_mean_ms"] and ideal["requests"] > 500
-
-
-# ---- checks
 
 
 def test_workers_are_asked_at_their_own_moments_of_the_interval() -> None:
@@ -93,3 +94,23 @@ async def test_a_scrape_says_all_and_lets_other_tasks_run_meanwhile() -> None:
         await asyncio.sleep(0)
         others += 1
     assert await scrape == metrics.exposition() and others > 10
+
+
+@pytest.mark.parametrize("count", [0, 1, SLICE, 4 * SLICE + 1])
+async def test_other_tasks_run_while_many_workers_are_listed(count: int) -> None:
+    table, turns = table_of(count), 0
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    for worker in table.workers()[::2]:
+        table.loads.on_report(worker, LoadReport(running_reqs=worker.worker_id, stages={"running": 1}))
+    task = asyncio.create_task(others())
+    listed: list[dict[str, Any]] = json.loads(msgspec.json.encode(await describe_all(table.workers())))
+    task.cancel()
+    assert listed == json.loads(msgspec.json.encode([describe(worker) for worker in table.workers()]))
+    assert [worker["report"] and worker["report"]["running_reqs"] for worker in listed[:2]] == [0, None][:count]
+    assert turns >= count // SLICE

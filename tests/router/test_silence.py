@@ -12,19 +12,8 @@ from router.pool.probe import SilenceTimer
 from router.pool.states import Health
 from router.pool.worker import Role, Worker
 from tests.router.attempts import Launched
-from tests.router.dummies import (
-    CHAT,
-    STREAM,
-    Cluster,
-    DummyWorker,
-    always,
-    begin_stream,
-    cluster,
-    hang,
-    later,
-    until,
-    workers,
-)
+from tests.router.behaviours import hang, later
+from tests.router.dummies import CHAT, STREAM, Cluster, DummyWorker, always, begin_stream, cluster, until, workers
 
 QUICK: dict[str, Any] = {"health_check_interval_s": 0.02, "health_silence_s": 0.05}
 PATIENT: dict[str, Any] = {**QUICK, "health_check_timeout_s": 60.0}
@@ -38,12 +27,10 @@ async def test_what_waits_for_a_frozen_worker_moves_to_another() -> None:
     async with cluster(decode=2, **PATIENT) as c:
         frozen, other = c.decodes
         frozen.behave = hang
-        running = asyncio.create_task(c.post("/v1/chat/completions", CHAT))
-        await until(lambda: frozen.seen)
+        running = await c.begin(CHAT, frozen)
         frozen.frozen = True
         assert (await running)[0] == 200
         assert len(frozen.seen) == len(other.seen) == 1 and frozen.cancelled == 1
-        await c.settled()
 
 
 async def test_the_last_attempt_stays_at_a_silent_worker() -> None:
@@ -52,15 +39,13 @@ async def test_the_last_attempt_stays_at_a_silent_worker() -> None:
         frozen, other = c.decodes
         goes_on = asyncio.Event()
         frozen.behave = later(goes_on)
-        running = asyncio.create_task(c.post("/v1/chat/completions", CHAT))
-        await until(lambda: frozen.seen)
+        running = await c.begin(CHAT, frozen)
         frozen.frozen = True
         await until(lambda: state(c, 1).silent)
         assert state(c, 1).calls and not running.done()
         frozen.frozen = False
         goes_on.set()
         assert (await running)[0] == 200 and not other.seen
-        await c.settled()
 
 
 async def test_a_worker_with_requests_is_asked_more_often_than_checks_come_while_it_says_nothing() -> None:
@@ -68,13 +53,11 @@ async def test_a_worker_with_requests_is_asked_more_often_than_checks_come_while
     async with cluster(decode=2, **{**PATIENT, "health_check_interval_s": 3600.0}) as c:
         frozen = c.decodes[0]
         frozen.behave = hang
-        running = asyncio.create_task(c.post("/v1/chat/completions", CHAT))
-        await until(lambda: frozen.seen)
+        running = await c.begin(CHAT, frozen)
         c.router.monitor.look(state(c, 1))
         await until(lambda: frozen.num_checks == 4)  # of the start, this one, and two of its silence
         frozen.frozen = True
         assert (await running)[0] == 200 and frozen.cancelled == 1
-        await c.settled()
 
 
 async def test_a_worker_that_streams_or_has_nothing_to_do_is_not_asked_more_often() -> None:
@@ -88,20 +71,17 @@ async def test_a_worker_that_streams_or_has_nothing_to_do_is_not_asked_more_ofte
 
     async with cluster(health_check_interval_s=3600.0, health_silence_s=2.0) as c:
         c.decodes[0].behave = later(lambda: c.decodes[0].num_checks == 2, streams)
-        running = asyncio.create_task(c.post("/v1/chat/completions", STREAM))
-        await until(lambda: c.decodes[0].seen)
+        running = await c.begin(STREAM, c.decodes[0])
         c.router.monitor.look(state(c, 1))
         assert (await running)[0] == 200
         assert (c.decodes[0].num_checks, c.prefills[0].num_checks) == (2, 1)
-        await c.settled()
 
 
 async def test_a_frozen_worker_keeps_what_runs_where_nothing_moves() -> None:
     async with cluster(decode=2, **PATIENT, disable_moves=True) as c:
         frozen, other = c.decodes
         frozen.behave = hang
-        running = asyncio.create_task(c.post("/v1/chat/completions", CHAT))
-        await until(lambda: frozen.seen)
+        running = await c.begin(CHAT, frozen)
         frozen.frozen = True
         await until(lambda: state(c, 1).silent)
         assert state(c, 1).health is Health.UP
@@ -111,7 +91,6 @@ async def test_a_frozen_worker_keeps_what_runs_where_nothing_moves() -> None:
         said = {w["url"]: (w["silent"], w["is_healthy"]) for w in (await c.get("/workers"))[1]["workers"]}
         assert said[frozen.url] == (True, False) and said[other.url] == (False, True)
         running.cancel()
-        await c.settled()
 
 
 async def test_a_worker_in_a_long_step_says_so_and_stays_in_the_choice() -> None:
@@ -127,9 +106,6 @@ async def test_a_worker_in_a_long_step_says_so_and_stays_in_the_choice() -> None
         for _ in range(4):
             assert (await c.post("/v1/chat/completions", CHAT))[0] == 200
         assert c.decodes[0].seen
-
-
-# ---- nobody else is there
 
 
 # A question takes so long; those for the load would be answered.
@@ -155,21 +131,17 @@ async def test_a_request_waits_for_the_only_worker_while_it_is_silent() -> None:
         c.decodes[0].frozen = False
         assert (await ask)[0] == 200 and len(c.decodes[0].seen) == 1
         assert 0 < float(c.decodes[0].seen[0].headers["x-request-timeout"]) < 60, "the wait counts"
-        await c.settled()
 
 
 async def test_a_request_that_has_failed_waits_for_a_silent_worker_as_long_as_for_a_dead_one() -> None:
     """Decode has noticed first that its prefill worker is frozen."""
-    async with cluster(**LASTING, retry_wait_s=0.05, dead_worker_timeout_s=3600.0) as c:
-        c.prefills[0].behave = hang
+    async with cluster(prefill=[hang], **LASTING, retry_wait_s=0.05, dead_worker_timeout_s=3600.0) as c:
         c.decodes[0].behave = later(lambda: state(c, 0).silent, always(500, {"error": {"message": "no KV"}}))
-        ask = asyncio.create_task(c.post("/v1/chat/completions", CHAT))
-        await until(lambda: c.decodes[0].seen)
+        ask = await c.begin(CHAT, c.decodes[0])
         c.prefills[0].frozen = True
         await until(ask.done)
         status, _, answer = await ask
         assert status == 503 and b"no prefill worker answers" in answer and state(c, 0).health is Health.UP
-        await c.settled()
 
 
 async def test_a_request_is_not_sent_to_a_worker_that_turns_out_to_be_dead() -> None:
@@ -178,7 +150,6 @@ async def test_a_request_is_not_sent_to_a_worker_that_turns_out_to_be_dead() -> 
         assert state(c, 1).health is Health.DOWN
         assert status == 503 and headers["Retry-After"] and b"no decode worker is alive" in answer
         assert not c.prefills[0].seen and not c.decodes[0].seen
-        await c.settled()
 
 
 async def test_a_request_that_waits_goes_to_a_worker_that_comes() -> None:
@@ -186,7 +157,6 @@ async def test_a_request_that_waits_goes_to_a_worker_that_comes() -> None:
         ask = await held(c)
         assert (await c.post("/workers", {"url": other.url, "role": "decode"}))[0] == 201
         assert (await ask)[0] == 200 and len(other.seen) == 1 and not c.decodes[0].seen
-        await c.settled()
 
 
 @pytest.mark.parametrize(
@@ -199,7 +169,6 @@ async def test_no_request_waits_for_ever(flags: dict[str, Any], headers: dict[st
         status, _, answer = await (await held(c, **headers))
         assert status == 503 and b"no decode worker answers" in answer and b"does not answer" in answer
         assert state(c, 1).silent and not c.decodes[0].seen
-        await c.settled()
 
 
 async def test_a_worker_of_which_bytes_come_is_not_silent() -> None:

@@ -1,63 +1,141 @@
-"""The replay of request traces through the policies, on a small trace of the same form as Mooncake's."""
+"""Conversations replayed through the policies, to workers that compute one prompt after the other and cache its blocks."""
 
-import gzip
-import json
 import random
-from pathlib import Path
+from collections import OrderedDict
+from collections.abc import Callable
+from heapq import heappop, heappush
+from itertools import count
+from typing import NamedTuple
 
-import pytest
+from router.choice.cache_aware import CacheAware
+from router.choice.policies import (
+    ConsistentHashing,
+    LeastLoad,
+    Policy,
+    PowerOfTwo,
+    Random,
+    RoundRobin,
+    RoutingHints,
+    cost_tokens,
+)
+from router.choice.prefix_index import PrefixIndex
+from router.config import ChoiceFlags
+from router.pool.worker import Lease, LoadReport, Role
+from service.prefix_chain import BLOCK_TOKENS
+from tests.router.dummies import table_of
 
-from tests.router import trace_policies
-from tests.router.trace_workers import TRACE_BLOCK_TOKENS, PrefillModel, TraceRequest, read_trace
-
-MODEL = PrefillModel(num_workers=4, cache_tokens=200_000)
-
-
-def write_trace(path: Path, *, conversations: int = 13, turns: int = 5) -> Path:
-    """Conversations whose next prompt is the last one and more; times rounded to 3 s, as in the originals."""
-    rng, names, rows = random.Random(5), iter(range(10**6)), []
-    for _ in range(conversations):
-        start_ms, blocks = rng.randrange(30_000), [0]
-        for turn in range(turns):
-            blocks = [*blocks, *(next(names) + 1 for _ in range(rng.randrange(2, 12)))]
-            row = {
-                "timestamp": (start_ms + turn * 12_000 + rng.randrange(9000)) // 3000 * 3000,
-                "input_length": len(blocks) * TRACE_BLOCK_TOKENS - rng.randrange(TRACE_BLOCK_TOKENS),
-                "output_length": rng.randrange(1, 300),
-                "hash_ids": blocks,
-            }
-            rows.append(row)
-    lines = [json.dumps(row) for row in sorted(rows, key=lambda row: row["timestamp"])]
-    text = "\n".join(lines).encode()
-    path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
-    return path
+KEYS = 4  # of a block
+TOKENS = KEYS * BLOCK_TOKENS
+CACHED_BLOCKS, TOKENS_PER_S, OVERHEAD_S, NUM_WORKERS = 390, 8000.0, 0.02, 4
 
 
-@pytest.fixture(scope="module")
-def trace(tmp_path_factory: pytest.TempPathFactory) -> list[TraceRequest]:
-    return read_trace(write_trace(tmp_path_factory.mktemp("trace") / "small.jsonl"))
+class Turn(NamedTuple):
+    """`blocks`: names of the prompt's blocks."""
+
+    at_s: float
+    tokens: int
+    blocks: list[int]
+
+    def keys(self) -> list[bytes]:
+        return [key for block in self.blocks for key in keys_of(block)][: self.tokens // BLOCK_TOKENS]
 
 
-def test_requests_of_one_time_are_spread_until_the_next(tmp_path: Path) -> None:
-    rows = [{"timestamp": t, "input_length": 9, "output_length": 1, "hash_ids": [1]} for t in (0, 0, 0, 3000, 6000)]
-    (tmp_path / "t.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    assert [request.at_s for request in read_trace(tmp_path / "t.jsonl")] == [0, 1, 2, 3, 6]
-    assert [request.at_s for request in read_trace(tmp_path / "t.jsonl", speed=2)] == [0, 0.5, 1, 1.5, 3]
+def keys_of(block: int) -> list[bytes]:
+    return [b"%d.%d" % (block, part) for part in range(KEYS)]
 
 
-@pytest.mark.parametrize("line", ["{", "[]", '{"timestamp": 1}', '{"timestamp": "x"}'])
-def test_a_line_that_is_no_request_is_named(tmp_path: Path, line: str) -> None:
-    good = '{"timestamp": 1, "input_length": 9, "output_length": 1, "hash_ids": [1]}'
-    (tmp_path / "t.jsonl").write_text(f"{good}\n{line}\n")
-    with pytest.raises(ValueError, match=r"t\.jsonl, line 2: no request of a trace"):
-        read_trace(tmp_path / "t.jsonl")
+def conversations() -> list[Turn]:
+    """Each prompt is the one before and more; all begin with the same system prompt."""
+    rng, names, turns = random.Random(5), count(1), []
+    for _ in range(13):
+        begin_s, blocks = rng.randrange(30), [0]
+        for turn in range(5):
+            blocks = [*blocks, *(next(names) for _ in range(rng.randrange(2, 12)))]
+            at_s = begin_s + 12 * turn + 9 * rng.random()
+            turns.append(Turn(at_s, len(blocks) * TOKENS - rng.randrange(TOKENS), blocks))
+    return sorted(turns)
 
 
-def test_the_policies_differ_as_they_should(trace: list[TraceRequest]) -> None:
-    rows = {name: trace_policies.prefill_row(name, trace, MODEL) for name in trace_policies.PREFILL}
-    aware = ("cache_aware", "cache_aware, KV events", "consistent_hashing", "longest prefix")
-    blind = [name for name in rows if name not in aware]
-    assert min(rows[name]["hit_rate"] for name in aware) > 1.5 * max(rows[name]["hit_rate"] for name in blind)
-    assert rows["cache_aware"]["ttft_p99_s"] <= min(rows[name]["ttft_p99_s"] for name in blind)
-    assert rows["least_load"]["queue_tokens_p99"] <= rows["random"]["queue_tokens_p99"]
-    assert rows == {name: trace_policies.prefill_row(name, trace, MODEL) for name in trace_policies.PREFILL}
+class Cache(OrderedDict[int, None]):
+    """Blocks of a worker, the least recently used first; the last block of a prompt goes before its first."""
+
+    def use(self, blocks: list[int]) -> tuple[int, list[int], list[int]]:
+        """(how many leading ones were there, those stored now, those that had to go)."""
+        hits = next((i for i, block in enumerate(blocks) if block not in self), len(blocks))
+        for block in reversed(blocks):
+            self[block] = None
+            self.move_to_end(block)
+        return hits, blocks[hits:], [self.popitem(last=False)[0] for _ in range(len(self) - CACHED_BLOCKS)]
+
+
+def draw() -> Callable[[int], int]:
+    return random.Random(1).randrange
+
+
+POLICIES: dict[str, Callable[[PrefixIndex], Policy]] = {
+    "random": lambda index: Random(draw()),
+    "round_robin": lambda index: RoundRobin(draw()),
+    "power_of_two": lambda index: PowerOfTwo(draw()),
+    "least_load": lambda index: LeastLoad(draw()),
+    "consistent_hashing": lambda index: ConsistentHashing(draw()),
+    "cache_aware": lambda index: CacheAware(draw(), index, ChoiceFlags()),
+    "cache_aware, KV events": lambda index: CacheAware(draw(), index, ChoiceFlags()),
+}
+
+
+class Result(NamedTuple):
+    """`ttft_s`, `queued`: of a slow request: the time to its first token, the tokens of the longest queue."""
+
+    hit_rate: float
+    ttft_s: float
+    queued: int
+
+
+def replay(name: str) -> Result:
+    index, table = PrefixIndex(max_blocks=1 << 17), table_of(NUM_WORKERS, role=Role.PREFILL)
+    policy, tells = POLICIES[name](index), name.endswith("KV events")
+    caches, free_s, queued = [Cache() for _ in range(NUM_WORKERS)], [0.0] * NUM_WORKERS, [0] * NUM_WORKERS
+    later: list[tuple[float, int, Callable[[], None]]] = []
+    ttft_s, longest, numbers, total, found = list[float](), list[int](), count(), 0, 0
+
+    def report(at_s: float) -> None:
+        for worker, tokens in zip(table.workers(), queued, strict=True):
+            table.loads.on_report(worker, LoadReport(waiting_tokens=tokens))
+        heappush(later, (at_s + 1.0, next(numbers), lambda: report(at_s + 1.0)))
+
+    report(0.0)
+    for turn in conversations():
+        while later[0][0] <= turn.at_s:
+            heappop(later)[2]()
+        ask = RoutingHints(prompt_tokens=turn.tokens, keys=turn.keys(), session=str(turn.blocks[1]))
+        choice = policy.choose(table.workers(), ask)
+        at, lease = choice.worker.worker_id, table.loads.charge(choice.worker, cost_tokens(choice, ask))
+        hits, stored, gone = caches[at].use(turn.blocks)
+        todo = turn.tokens - min(hits * TOKENS, turn.tokens - 1)
+        free_s[at] = max(free_s[at], turn.at_s) + OVERHEAD_S + todo / TOKENS_PER_S
+        queued[at] += todo
+        ttft_s.append(free_s[at] - turn.at_s)
+        longest.append(max(queued))
+        total, found = total + turn.tokens, found + turn.tokens - todo
+
+        def end(
+            at: int = at, todo: int = todo, moved: tuple[list[int], list[int]] = (stored, gone), lease: Lease = lease
+        ) -> None:
+            table.loads.release(lease)
+            queued[at] -= todo
+            for blocks, tell in zip(moved, (index.store, index.remove), strict=True) if tells else ():
+                for key in (key for block in blocks for key in keys_of(block)):
+                    tell(at, key)
+
+        heappush(later, (free_s[at], next(numbers), end))
+    return Result(found / total, sorted(ttft_s)[-1], sorted(longest)[-1])
+
+
+def test_the_policies_differ_as_they_should() -> None:
+    results = {name: replay(name) for name in POLICIES}
+    aware = [results[name] for name in ("cache_aware", "cache_aware, KV events", "consistent_hashing")]
+    blind = [results[name] for name in ("random", "round_robin", "power_of_two", "least_load")]
+    assert min(result.hit_rate for result in aware) > 1.5 * max(result.hit_rate for result in blind)
+    assert results["cache_aware"].ttft_s <= min(result.ttft_s for result in blind)
+    assert results["least_load"].queued <= results["random"].queued
+    assert results == {name: replay(name) for name in POLICIES}

@@ -2,19 +2,15 @@
 
 import json
 import logging
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
-import aiohttp
 import pytest
 from aiohttp import web
 
-from router.config import RouterConfig
 from router.pool.health import NO_BOOTSTRAP, NO_HALF
 from router.pool.vllm import NO_PAIR, VLLM, lacks_route, runtime_of, vllm_call
-from router.server import start_router
-from tests.router.dummies import CHAT, Cluster, DummyWorker, cluster, until
+from router.pool.worker import Role
+from tests.router.dummies import CHAT, DummyWorker, always, cluster, until
 
 CARD = {"id": "m", "owned_by": "vllm"}
 VLLM_PATHS = ("/health", "/v1/models", "/v1/chat/completions", "/tokenize", "/inference/v1/abort_requests")
@@ -34,32 +30,6 @@ class VllmWorker(DummyWorker):
         return await super()._handle(request)
 
 
-@asynccontextmanager
-async def before(*workers: DummyWorker, **flags: Any) -> AsyncIterator[Cluster]:
-    """A router in front of `workers`, given by their `mode`; it has checked each."""
-    given: dict[str, Any] = {"prefill": [], "decode": [], "null": []}
-    async with AsyncExitStack() as stack:
-        for worker in workers:
-            await worker.start()
-            stack.push_async_callback(worker.stop)
-            given[worker.mode].append(worker.url)
-        port = flags.pop("bootstrap_port", None)
-        config = RouterConfig(
-            port=0,
-            health_check_interval_s=0.05,
-            pd_disaggregation=bool(given["prefill"]),
-            prefill=tuple((url, port) for url in given["prefill"]),
-            decode=tuple(given["decode"]),
-            worker_urls=tuple(given["null"]),
-            **flags,
-        )
-        router = await stack.enter_async_context(start_router(config))
-        client = await stack.enter_async_context(aiohttp.ClientSession())
-        c = Cluster(router, [*workers], [], client)
-        await until(lambda: all(c.state(worker).last_check is not None for worker in workers))
-        yield c
-
-
 def vllm(mode: str, **more: Any) -> VllmWorker:
     return VllmWorker(f"vllm-{mode}", mode, **more)
 
@@ -70,24 +40,26 @@ async def test_a_pair_of_vllm_workers_is_no_pair(
     info: dict[str, Any], port: int | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        async with before(vllm("prefill", info=info), vllm("decode", info=info), bootstrap_port=port) as c:
+        async with cluster(
+            prefill=[vllm("prefill", info=info)], decode=[vllm("decode", info=info)], bootstrap_port=port
+        ) as c:
             status, _, answer = await c.post("/v1/chat/completions", CHAT)
             assert status == 503 and NO_PAIR in json.loads(answer)["error"]["message"]
-            assert not any(worker.seen for worker in c.prefills)
+            assert not c.prefills[0].seen and not c.decodes[0].seen
             shown = (await c.get("/workers"))[1]["workers"]
             assert [(w["last_error"], w["runtime_type"], w["is_healthy"]) for w in shown] == [
                 (NO_PAIR, VLLM, False)
             ] * 2
             assert (await c.get("/readiness"))[0] == 503
-            said = [f"{w.mode} worker {w.url} gets no request: {NO_PAIR}" for w in c.prefills]
+            said = [f"{w.mode} worker {w.url} gets no request: {NO_PAIR}" for w in (*c.prefills, *c.decodes)]
     assert all(line in caplog.text for line in said)
 
 
 async def test_a_vllm_decode_worker_takes_no_half_of_a_request() -> None:
     """It would ignore the other half, and answer all the same."""
-    async with before(DummyWorker("p", "prefill"), vllm("decode")) as c:
+    async with cluster(decode=[vllm("decode")]) as c:
         assert (await c.post("/v1/chat/completions", CHAT))[0] == 503
-        assert [c.state(worker).last_error for worker in c.prefills] == ["", NO_PAIR]
+        assert [worker.last_error for worker in c.router.table.workers()] == ["", NO_PAIR]
 
 
 def nothing_said(mode: str) -> DummyWorker:
@@ -96,24 +68,25 @@ def nothing_said(mode: str) -> DummyWorker:
 
 @pytest.mark.parametrize("mode", ["prefill", "decode"])
 async def test_a_server_that_knows_no_pairs_is_no_half(mode: str) -> None:
-    rest = DummyWorker("rest", "decode" if mode == "prefill" else "prefill")
-    async with before(nothing_said(mode), rest) as c:
-        assert [c.state(worker).last_error for worker in c.prefills] == [NO_HALF, ""]
+    given: dict[str, Any] = {mode: [nothing_said(mode)]}
+    async with cluster(**given) as c:
+        errors = {worker.role: worker.last_error for worker in c.router.table.workers()}
+        assert errors == {Role.PREFILL: "", Role.DECODE: "", Role(mode): NO_HALF}
         assert (await c.post("/v1/chat/completions", CHAT))[0] == 503
 
 
 @pytest.mark.parametrize("port", [None, 1], ids=["none given", "one where nothing listens"])
 async def test_a_prefill_worker_without_a_bootstrap_server_gets_nothing(port: int | None) -> None:
     silent = DummyWorker("p", "prefill", info={"disaggregation_bootstrap_port": None})
-    async with before(silent, DummyWorker("d", "decode"), bootstrap_port=port) as c:
+    async with cluster(prefill=[silent], bootstrap_port=port) as c:
         state = c.state(silent)
         assert not state.answers and state.last_error.startswith(NO_BOOTSTRAP)
         assert (f"the given bootstrap port, {port}," in state.last_error) == (port is not None)
 
 
 async def test_unified_vllm_workers_serve() -> None:
-    async with before(vllm("null")) as c:
-        await until(lambda: c.state(c.prefills[0]).answers)
+    async with cluster(unified=[vllm("null")]) as c:
+        await until(lambda: c.state(c.decodes[0]).answers)
         assert (await c.post("/v1/chat/completions", CHAT))[0] == 200
         assert (await c.post("/tokenize", {"prompt": "a"}))[0] == 200
         assert (await c.get("/workers"))[1]["workers"][0]["runtime_type"] == VLLM
@@ -133,21 +106,21 @@ async def test_unified_vllm_workers_serve() -> None:
     ],
 )  # fmt: skip
 async def test_what_vllm_has_not_is_said(method: str, path: str, body: Any, said: str) -> None:
-    async with before(vllm("null")) as c:
-        await until(lambda: c.state(c.prefills[0]).answers)
+    async with cluster(unified=[vllm("null")]) as c:
+        await until(lambda: c.state(c.decodes[0]).answers)
         async with c.client.request(method, c.url + path, json=body) as response:
             assert response.status == 501
             assert said in await response.text()
 
 
 async def test_aborts_and_health_are_where_vllm_has_them() -> None:
-    async with before(vllm("null")) as c:
-        await until(lambda: c.state(c.prefills[0]).answers)
+    async with cluster(unified=[vllm("null")]) as c:
+        await until(lambda: c.state(c.decodes[0]).answers)
         assert (await c.post("/abort_request", {"rid": "cmpl-1"}))[0] == 200
-        (abort,) = c.prefills[0].seen
+        (abort,) = c.decodes[0].seen
         assert (abort.path, abort.body) == ("/inference/v1/abort_requests", {"request_ids": ["cmpl-1", "cmpl-1-0"]})
         assert (await c.get("/health_generate"))[0] == 200
-        c.prefills[0].healthy = False
+        c.decodes[0].healthy = False
         assert (await c.get("/health_generate"))[0] == 503
 
 
@@ -156,13 +129,9 @@ async def test_other_workers_get_what_was_sent() -> None:
         assert (await c.post("/abort_request", {"rid": "a"}))[0] == 200
         assert (await c.get("/health_generate"))[0] == 200
         assert c.decodes[0].calls[-2:] == [("/abort_request", '{"rid": "a"}'), ("/health_generate", "")]
-        c.decodes[0].behave = lacking
+        c.decodes[0].behave = always(404, {"detail": "Not Found"})
         status, _, answer = await c.post("/v1/chat/completions", CHAT)
         assert status == 501 and "these workers have no /v1/chat/completions" in answer.decode()
-
-
-async def lacking(worker: DummyWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-    return web.json_response({"detail": "Not Found"}, status=404)
 
 
 @pytest.mark.parametrize(

@@ -28,56 +28,33 @@ from service.flags import ConfigError
 from tests.router.dummies import CHAT, STREAM, Cluster, always, cluster, until
 
 WANTED = Objectives(ttft_s=4.0, itl_s=0.04)
-SLOW_HANDOVER, ALONE = (
-    FittedLine(0.06, 1e-3),
-    FittedLine(0.02, 1e-3),
-)  # a token is computed in 1 ms; a hand-over takes 40 ms
+# A token is computed in 1 ms; a hand-over takes 40 ms.
+SLOW_HANDOVER, ALONE = FittedLine(0.06, 1e-3), FittedLine(0.02, 1e-3)
 STEP = FittedLine(0.02, 0.001)
-PREFILL, DECODE, FREE = (
-    WorkerFigures(SLOW_HANDOVER, STEP),
-    WorkerFigures(SLOW_HANDOVER, STEP),
-    WorkerFigures(ALONE, STEP),
-)
+PREFILL = DECODE = WorkerFigures(SLOW_HANDOVER, STEP)
+FREE = WorkerFigures(ALONE, STEP)
 
 
-def ask(tokens: int, *, cached: int = 0, answer: float = 100.0) -> Ask:
-    return Ask(tokens - cached, tokens + int(answer), answer)
+def ask(tokens: int) -> Ask:
+    return Ask(tokens, tokens + 100, 100.0)
 
 
-def goes_alone(
-    tokens: int,
-    *,
-    prefill: WorkerFigures = PREFILL,
-    decode: WorkerFigures = DECODE,
-    alone: WorkerFigures = FREE,
-    wanted: Objectives = WANTED,
-) -> bool:
-    one = ask(tokens)
-    return unified_strain(alone, one, wanted) < pair_strain(prefill, one, decode, one, wanted)
-
-
-# ---- the rule
+def goes_alone(tokens: int, wanted: Objectives = WANTED, **at: WorkerFigures) -> bool:
+    """`at`: the figures of the workers (prefill, decode, alone) that differ from the usual ones."""
+    one, prefill, decode = ask(tokens), at.get("prefill", PREFILL), at.get("decode", DECODE)
+    return unified_strain(at.get("alone", FREE), one, wanted) < pair_strain(prefill, one, decode, one, wanted)
 
 
 def test_a_short_prompt_goes_where_fewer_answers_run_and_a_long_one_holds_up_none() -> None:
     more, fewer = DECODE._replace(requests=8), FREE._replace(requests=6)
-    assert [goes_alone(tokens, decode=more, alone=fewer) for tokens in (10, 100, 1000, 3000)] == [
-        True,
-        True,
-        False,
-        False,
-    ]
+    alone = [tokens for tokens in (10, 100, 1000, 3000) if goes_alone(tokens, decode=more, alone=fewer)]
+    assert alone == [10, 100]
     assert not goes_alone(10, decode=DECODE._replace(requests=4), alone=fewer)
 
 
 def test_a_short_prompt_skips_the_hand_over_where_the_first_token_is_in_a_hurry() -> None:
     hurry = Objectives(ttft_s=0.1, itl_s=0.04)
-    assert [goes_alone(tokens, wanted=wanted) for tokens in (20, 3000) for wanted in (hurry, WANTED)] == [
-        True,
-        False,
-        True,
-        False,
-    ]
+    assert all(goes_alone(tokens, hurry) and not goes_alone(tokens) for tokens in (20, 3000))
 
 
 def test_without_waiting_requests_the_hand_over_decides() -> None:
@@ -108,15 +85,9 @@ def test_a_worker_without_room_is_waited_for_as_long_as_its_requests_stay() -> N
 
 def test_the_tightest_objective_counts_most() -> None:
     """The pair's prefill worker has a queue, the unified worker a full batch."""
-    waits, busy, one = PREFILL._replace(waiting_tokens=800), FREE._replace(requests=30), ask(100)
-
-    def alone(wanted: Objectives) -> bool:
-        return unified_strain(busy, one, wanted) < pair_strain(waits, one, DECODE, one, wanted)
-
-    assert alone(Objectives(ttft_s=1.0, itl_s=1.0)) and not alone(Objectives(ttft_s=20.0, itl_s=0.06))
-
-
-# ---- the choice among workers
+    at = {"prefill": PREFILL._replace(waiting_tokens=800), "alone": FREE._replace(requests=30)}
+    assert goes_alone(100, Objectives(ttft_s=1.0, itl_s=1.0), **at)
+    assert not goes_alone(100, Objectives(ttft_s=20.0, itl_s=0.06), **at)
 
 
 class Pool:
@@ -188,8 +159,7 @@ def test_a_worker_that_is_new_goes_by_its_pool_s_figures() -> None:
     for worker in (pool.of(Role.UNIFIED), pool.of(Role.DECODE)):
         pool.load(worker, 2)
     pool.load(new, 1)
-    pool.measure(pool.of(Role.UNIFIED), ttft=FittedLine(30.0, 1e-3))
-    for _ in range(200):  # the slow figures outweigh the first
+    for _ in range(201):  # the slow figures outweigh the first
         pool.measure(pool.of(Role.UNIFIED), ttft=FittedLine(30.0, 1e-3))
     assert pool.choose(20)[0].worker.role is Role.PREFILL, "the new one is as slow as its like"
 
@@ -267,9 +237,6 @@ def test_only_the_chosen_way_is_remembered() -> None:
     assert alone.worker.role is Role.UNIFIED and alone.cached_tokens == long - 1
 
 
-# ---- which ways are open
-
-
 def test_a_way_is_missing_only_if_every_way_is() -> None:
     pool = Pool(*ALL)
     ways = (PAIR, UNIFIED)
@@ -304,9 +271,6 @@ def test_a_way_is_missing_only_if_every_way_is() -> None:
 def test_flags_that_do_not_fit_are_named(flags: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=f"^{said}"):
         check_config(RouterConfig(**flags))
-
-
-# ---- a router
 
 
 async def served_by(c: Cluster, body: dict[str, Any]) -> str:

@@ -121,8 +121,7 @@ def test_addresses_and_localhost_are_no_foreign_hosts(host: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "host",
-    ["evil.example", "evil.example:8000", "localhost.evil.example", "127.0.0.1.evil.example", "\udcff", "[evil"],
+    "host", ["evil.example", "evil.example:8000", "localhost.evil.example", "127.0.0.1.evil.example", "\udcff", "[evil"]
 )
 def test_a_foreign_host_is_refused_on_loopback_without_keys(host: str) -> None:
     refusal = rule().refusal("GET", "/v1/models", {"Host": host}, has_body=False)
@@ -145,8 +144,6 @@ def test_with_keys_or_off_loopback_any_name_will_do(made: BrowserRule) -> None:
     assert status(made, "POST", "/workers", {"Host": "router.prod", "Origin": "http://evil.example"}) == 403
     assert status(made, "POST", "/workers", {"Host": "router.prod", "Content-Type": "text/plain"}, has_body=True) == 415
 
-
-# ---- allowed origins read answers (CORS)
 
 OPS = {"Origin": "https://ops.example", "Sec-Fetch-Site": "cross-site"}
 ASKS = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}

@@ -33,9 +33,6 @@ ADMIN_POSTS = tuple(sorted(route.path for route in ROUTES if route.method == "PO
 OF_THE_ROUTER = tuple(sorted({*ADMIN_POSTS, "/workers/role"} - {"/switch_role"}))
 
 
-# ---- the worker
-
-
 def test_a_worker_s_admin_routes(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("one\ntwo\nsésame\n")
@@ -86,9 +83,6 @@ def test_every_route_that_changes_a_worker_is_an_admin_s() -> None:
     assert {route.path for route in ROUTES} - ADMIN_PATHS - user - routers == open_to_all
 
 
-# ---- whom a decode worker asks because a request says so
-
-
 def test_a_decode_worker_dials_no_unknown_host(tmp_path: Path) -> None:
     disagg = DisaggConfig(disaggregation_mode="decode", disaggregation_bootstrap_allowed=("10.7.0.0/16",))
     local = make_allowlist(ServerConfig(), disagg, control_host="127.0.0.1")
@@ -102,9 +96,6 @@ def test_a_decode_worker_dials_no_unknown_host(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--disaggregation-bootstrap-allowed"):
         wrong = DisaggConfig(disaggregation_mode="decode", disaggregation_bootstrap_allowed=("1.2.3.4/99",))
         make_allowlist(ServerConfig(), wrong, control_host="127.0.0.1")
-
-
-# ---- the router
 
 
 async def test_the_router_s_keys_and_what_it_shows_to_workers(tmp_path: Path) -> None:
@@ -174,9 +165,6 @@ async def test_rate_limits_are_a_key_s_own(tmp_path: Path) -> None:
         assert 'tandem_router_refused_total{why="rate"} 1.0' in await c.metrics()
     async with cluster(**flags) as c:  # without keys: by address
         assert [(await c.post("/generate", {"text": "a"}))[0] for _ in range(4)] == [200, 200, 200, 429]
-
-
-# ---- what does not start
 
 
 def test_everything_binds_loopback_by_default() -> None:

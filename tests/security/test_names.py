@@ -147,9 +147,6 @@ def test_embeddings_and_stored_responses_have_names_of_their_key(keyed: Worker) 
     keyed.wait_idle()
 
 
-# ---- the router
-
-
 async def test_a_router_says_whose_a_name_is_and_shows_an_admin_s_key(tmp_path: Path) -> None:
     flags: dict[str, Any] = {"api_key_file": write_keys(tmp_path), "admin_api_key": "r00t-key"}
     async with cluster(**flags, worker_api_key="the-router-s", worker_admin_api_key="wroot") as c:

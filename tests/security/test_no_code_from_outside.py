@@ -12,22 +12,8 @@ from tests.packages import PACKAGES, ROOT
 
 SOURCES = (*PACKAGES, "benchmarks")
 
-MODULES = frozenset(
-    [
-        "pickle",
-        "_pickle",
-        "cPickle",
-        "cloudpickle",
-        "dill",
-        "joblib",
-        "marshal",
-        "shelve",
-        "jsonpickle",
-        "yaml",
-        "code",
-        "codeop",
-    ]
-)
+_MODULES = "pickle _pickle cPickle cloudpickle dill joblib marshal shelve jsonpickle yaml code codeop"
+MODULES = frozenset(_MODULES.split())
 CALLS = frozenset(("eval", "exec", "compile", "__import__"))
 # What an object from a library may do; the name before the dot does not matter where it is unmistakable.
 _METHODS = """recv_pyobj send_pyobj read_pickle to_pickle allow_pickle load_module torch.load numpy.load np.load os.system
@@ -94,19 +80,10 @@ def test_nothing_but_what_is_allowed() -> None:
 @pytest.mark.parametrize(
     "code",
     [
-        "import pickle",
-        "import os, marshal as m",
-        "from pickle import loads",
-        "from torch import load",
-        "x = eval",
-        "exec(data)",
-        "sock.recv_pyobj()",
-        "torch.load(path)",
-        "np.load(path, allow_pickle=True)",
-        "subprocess.run(text, shell=True)",
-        "importlib.import_module(name)",
-        "AutoModel.from_pretrained(p, trust_remote_code=True)",
-        "builtins.eval(x)",
+        *("import pickle", "import os, marshal as m", "from pickle import loads", "from torch import load"),
+        *("x = eval", "exec(data)", "sock.recv_pyobj()", "torch.load(path)", "np.load(path, allow_pickle=True)"),
+        *("subprocess.run(text, shell=True)", "importlib.import_module(name)"),
+        *("AutoModel.from_pretrained(p, trust_remote_code=True)", "builtins.eval(x)"),
     ],
 )
 def test_the_scan_sees(code: str) -> None:

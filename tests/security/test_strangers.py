@@ -67,9 +67,6 @@ async def test_nor_of_a_router_s() -> None:
         assert len(c.decodes[0].seen) == before
 
 
-# ---- whom servers dial
-
-
 def luring(host: str, port: int) -> tuple[list[tuple[str, dict[str, Any]]], dict[str, str]]:
     """(path, body) of requests, and headers, that name an address wherever one could."""
     url = f"http://{host}:{port}/x"
@@ -129,9 +126,6 @@ def test_a_template_sees_no_classes(way: str) -> None:
     template = ChatTemplate("{{ " + way + " }}")
     with contextlib.suppress(TemplateRefused):
         assert template.render([{"role": "user", "content": "a"}]) == ""
-
-
-# ---- secrets are compared in constant time
 
 
 def test_every_comparison_of_a_secret_goes_through_compare_digest(monkeypatch: pytest.MonkeyPatch) -> None:
