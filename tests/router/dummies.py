@@ -6,6 +6,7 @@ import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -345,6 +346,12 @@ async def cluster(
         c = Cluster(router, prefills, decodes, client, alone, encoders)
         yield c
         await c.settled()
+
+
+def key_file(folder: Path, *keys: str) -> str:
+    """A file with these keys, as --api-key-file takes it."""
+    (folder / "keys").write_text("".join(f"{key}\n" for key in keys))
+    return str(folder / "keys")
 
 
 def events_of(body: bytes) -> list[Any]:

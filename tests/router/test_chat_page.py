@@ -3,7 +3,7 @@
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib import resources
 from pathlib import Path
@@ -14,7 +14,7 @@ from aiohttp import web
 
 from tests.frontend.conftest import start_worker
 from tests.router.behaviours import resets
-from tests.router.browser import Page, chromium, tab
+from tests.router.browser import Page, tab
 from tests.router.dummies import Behaviour, Cluster, DummyWorker, always, cluster, stream, until
 
 AXE = (resources.files("axe_core_python") / "axe.min.js").read_text()
@@ -68,12 +68,6 @@ def part_of(worker: DummyWorker, request_id: str) -> dict[str, Any]:
     span = {"name": f"{worker.mode}_stage", "start_s": now_s, "end_s": now_s + 0.5}
     times = {"start_s": now_s, "end_s": now_s + 1, "spans": [span]}
     return {"request_id": request_id, "process": worker.mode, "operation": "chat", **times}
-
-
-@pytest.fixture(scope="module")
-def devtools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with chromium(tmp_path_factory.mktemp("chromium")) as address:
-        yield address
 
 
 @asynccontextmanager

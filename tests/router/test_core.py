@@ -1,6 +1,7 @@
 """The router's pure parts: the worker table, rooms, policies, reports, flags."""
 
 import re
+from typing import Any
 
 import pytest
 
@@ -174,11 +175,19 @@ def test_backoff_starts_at_nothing_and_is_bounded() -> None:
     assert [pause_s(i, 0.05) for i in (0, 1, 2, 20)] == [0.0, 0.05, 0.1, 1.0]
 
 
+PAIRS: dict[str, Any] = {"pd_disaggregation": True, "prefill": (("http://p", None),), "decode": ("http://d",)}
+FETCH: dict[str, Any] = {"prefix_fetch": True, "policy": "cache_aware"}
+FOUND: dict[str, Any] = {"pd_disaggregation": True, "service_discovery": True, "prefill_selector": ("a=b",)}
+
+
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
         ({"decode": ("http://h:1",)}, "--prefill/--decode: "),
-        ({"pd_disaggregation": True, "worker_urls": ("http://h:1",)}, "--worker-urls: "),
+        (
+            {"pd_disaggregation": True, "worker_urls": ("http://h:1",)},
+            "--worker-urls: is for unified workers; leave out --pd-disaggregation, or give --mixed",
+        ),
         ({"pd_disaggregation": True, "decode": ("h:1",)}, "--decode: "),
         ({"pd_disaggregation": True, "decode": ("http://h:99999",)}, "--decode: "),
         ({"pd_disaggregation": True, "prefill": (("ftp://h:1", None),)}, "--prefill: "),
@@ -197,12 +206,32 @@ def test_backoff_starts_at_nothing_and_is_bounded() -> None:
         ({"service_discovery": True}, "--selector: --service-discovery needs it"),
         ({"service_discovery": True, "selector": ("a",)}, "--selector: 'a' is not KEY=VALUE"),
         ({"service_discovery": True, "selector": ("a=b",), "decode_selector": ("a=c",)}, "--decode-selector: is for"),
-        (
-            {"service_discovery": True, "pd_disaggregation": True, "prefill_selector": ("a=b",)},
-            "--decode-selector: --service-discovery needs it",
+        (FOUND, "--decode-selector: --service-discovery needs it"),
+        ({**FOUND, "mixed": True}, "--decode-selector: --service-discovery needs it"),
+        ({"mixed": True, "worker_urls": ("http://a:1",)}, "--mixed: needs --pd-disaggregation"),
+        (FETCH, "--prefix-fetch: needs --pd-disaggregation"),
+        ({"prefix_fetch": True, **PAIRS}, "--prefix-fetch: needs --prefill-policy cache_aware"),
+        ({**FETCH, **PAIRS, "prefill_policy": "random"}, "--prefix-fetch: needs"),
+        ({"prefix_copy_bytes_per_second": 1, **PAIRS}, "--prefix-copy-bytes-per-second: needs --prefix-fetch"),
+        *(({"encode": ("e:1",), **more}, "--encode: 'e:1' is not a worker's address") for more in ({}, PAIRS)),
+        *(
+            ({"encode_selector": ("a=b",), **more}, "--encode-selector: needs --service-discovery")
+            for more in ({}, PAIRS)
         ),
     ],
 )
-def test_a_flag_that_cannot_be_honoured_is_named(flags: dict[str, object], named: str) -> None:
+def test_a_flag_that_cannot_be_honoured_is_named(flags: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=f"^{re.escape(named)}"):
-        check_config(RouterConfig(**flags))  # type: ignore[arg-type]
+        check_config(RouterConfig(**flags))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"encode": ("http://e:1",)},
+        {"encode": ("http://e:1",), **PAIRS},
+        {**FETCH, **PAIRS, "prefix_copy_bytes_per_second": 1},
+    ],
+)
+def test_flags_that_fit_are_taken(flags: dict[str, Any]) -> None:
+    check_config(RouterConfig(**flags))

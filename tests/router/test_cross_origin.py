@@ -2,13 +2,12 @@
 
 import asyncio
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from tests.router.behaviours import pauses
-from tests.router.browser import Page, chromium, tab
+from tests.router.browser import Page, tab
 from tests.router.dummies import STREAM, Cluster, cluster, workers
 
 PATH = "/v1/chat/completions"
@@ -49,12 +48,6 @@ async def test_every_answer_tells_an_allowed_page_that_it_may_be_read(path: str)
                 assert "Origin" in response.headers.getall("Vary")
                 assert response.headers.getall("X-Request-Id") == [response.headers["X-Request-Id"]]
         assert "Access-Control-Allow-Origin" not in (await c.post(PATH, STREAM, headers={"Origin": c.url}))[1]
-
-
-@pytest.fixture(scope="module")
-def devtools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with chromium(tmp_path_factory.mktemp("chromium")) as address:
-        yield address
 
 
 async def fetch(page: Page, url: str, body: dict[str, Any], **headers: str) -> Any:

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -12,7 +12,7 @@ from aiohttp import web
 
 from router.http.pages import FILES
 from tests.router.behaviours import hang, later, obey, resets
-from tests.router.browser import Page, chromium, tab
+from tests.router.browser import Page, tab
 from tests.router.dummies import (
     CHAT,
     STREAM,
@@ -103,12 +103,6 @@ async def test_one_that_runs_is_shown_and_one_whose_stream_broke_is_a_failure() 
         seconds = c.router.recorder.snapshot().seconds
         assert sum(s.failed for s in seconds) == 1
         assert [s.failures for s in seconds if s.failures] == [{"decode lost": 1}]
-
-
-@pytest.fixture(scope="module")
-def devtools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with chromium(tmp_path_factory.mktemp("chromium")) as address:
-        yield address
 
 
 @asynccontextmanager

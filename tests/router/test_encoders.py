@@ -11,12 +11,10 @@ from router.attempts.pair_attempt import PairAttempt
 from router.body import TOKENS_PER_IMAGE
 from router.choice.encoders import SLACK_TOKENS, Encoders, choose_encoders
 from router.choice.policies import Placement
-from router.config import RouterConfig, check_config
 from router.pool.reports import parse_encoder, parse_load
 from router.pool.states import Check
 from router.pool.worker import LoadReport, Role, Worker
 from router.pool.workers import WorkerTable
-from service.flags import ConfigError
 from service.http.image_encoders import ENCODERS_HEADER, ImageEncoder, read_header
 from service.images.data_urls import data_url
 from tests.images.hosts import PNG
@@ -391,13 +389,3 @@ async def test_one_that_does_not_say_where_it_is_asked_gets_no_image() -> None:
             await until(lambda: "was given as one of role encode" in worker.last_error)
         finally:
             await other.stop()
-
-
-@pytest.mark.parametrize("pd", [True, False])
-def test_flags_go_with_pairs_and_with_unified_workers(pd: bool) -> None:
-    config: dict[str, Any] = {"pd_disaggregation": pd, "encode": ("http://e:1",)}
-    check_config(RouterConfig(**config))
-    with pytest.raises(ConfigError, match=r"^--encode: 'e:1' is not a worker's address"):
-        check_config(RouterConfig(**{**config, "encode": ("e:1",)}))
-    with pytest.raises(ConfigError, match=r"^--encode-selector: needs --service-discovery"):
-        check_config(RouterConfig(**config, encode_selector=("a=b",)))

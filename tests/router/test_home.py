@@ -1,6 +1,5 @@
 """The pages that every server has, over HTTP and in a real Chromium: / and /docs, without anything from elsewhere."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +9,10 @@ import pytest
 from service.http.pages import SHARED
 from service.version import installed_version
 from tests.frontend.conftest import start_worker
-from tests.router.browser import Page, chromium, tab
+from tests.router.browser import Page, tab
 from tests.router.dummies import cluster
 
 HTML = {"Accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
-
-
-@pytest.fixture(scope="module")
-def devtools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with chromium(tmp_path_factory.mktemp("chromium")) as address:
-        yield address
 
 
 async def get(url: str, **headers: str) -> tuple[int, Any, Any]:

@@ -9,12 +9,10 @@ from router.choice.policies import Placement, RoutingHints
 from router.choice.prefix_index import PrefixIndex
 from router.choice.prefix_sources import PrefixHeaders, PrefixSources
 from router.choice.replication import HALF_LIFE_S, HOT_HITS, MOST_AT_ONCE, MOST_KEPT, PAUSE_S, Replication
-from router.config import RouterConfig, check_config
 from router.pool.reports import PrefixHolder, parse_prefix_holder
 from router.pool.states import Health
 from router.pool.worker import Role
 from router.requests.copies import PrefixCopies
-from service.flags import ConfigError
 from service.http.prefix_source import PREFIX_HEADER, PURPOSE, PrefixSourceHeader, read_header, write_header
 from service.prefix_chain import BLOCK_TOKENS
 from service.security.secret import sign
@@ -236,23 +234,3 @@ def test_nothing_is_copied_where_there_is_no_second_worker() -> None:
     alone = Fleet(1, bytes_a_s=1e6)
     hot(alone)
     assert alone.replication.num_running == 0
-
-
-PAIRS = {"pd_disaggregation": True, "prefill": (("http://p", None),), "decode": ("http://d",)}
-
-
-@pytest.mark.parametrize(
-    ("flags", "error"),
-    [
-        ({"prefix_fetch": True, "policy": "cache_aware"}, "--prefix-fetch: needs --pd-disaggregation"),
-        ({"prefix_fetch": True, **PAIRS}, "--prefix-fetch: needs --prefill-policy cache_aware"),
-        ({"prefix_fetch": True, "policy": "cache_aware", "prefill_policy": "random", **PAIRS}, "--prefix-fetch: needs"),
-        ({"prefix_copy_bytes_per_second": 1, **PAIRS}, "--prefix-copy-bytes-per-second: needs --prefix-fetch"),
-    ],
-)
-def test_flags_that_do_not_fit_are_refused(flags: dict[str, Any], error: str) -> None:
-    with pytest.raises(ConfigError, match=error):
-        check_config(RouterConfig(**flags))
-    check_config(
-        RouterConfig(**{**PAIRS, "prefix_fetch": True, "prefix_copy_bytes_per_second": 1, "policy": "cache_aware"})
-    )

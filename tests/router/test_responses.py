@@ -13,7 +13,7 @@ from aiohttp import web
 from router.body import Api, parse_body
 from router.choice.prefix_keys import prompt_keys
 from router.requests.responses import KeptStream, response_in
-from tests.router.dummies import Cluster, DummyWorker, begin_stream, cluster, until
+from tests.router.dummies import Cluster, DummyWorker, begin_stream, cluster, key_file, until
 from tests.router.test_fleet import Fleet, fleet
 
 PATH = "/v1/responses"
@@ -144,9 +144,7 @@ async def test_a_key_finds_only_its_own() -> None:
 
 
 async def test_the_routers_own_keys_are_kept_apart(tmp_path: Path) -> None:
-    keys = tmp_path / "keys"
-    keys.write_text("alice\nbob\n")
-    async with cluster(unified=1, api_key_file=str(keys)) as c:
+    async with cluster(unified=1, api_key_file=key_file(tmp_path, "alice", "bob")) as c:
         answering(c)
         first = await ask(c, "one", key="alice")
         path = f"{PATH}/{first['id']}"

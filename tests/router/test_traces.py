@@ -7,7 +7,7 @@ from typing import Any
 from aiohttp import web
 
 from service.security.keys import bearer
-from tests.router.dummies import STREAM, Behaviour, Cluster, DummyWorker, answer_ok, cluster
+from tests.router.dummies import STREAM, Behaviour, Cluster, DummyWorker, answer_ok, cluster, key_file
 
 PATH = "/v1/chat/completions"
 
@@ -52,9 +52,7 @@ async def test_a_request_is_found_with_its_two_workers_and_what_they_kept() -> N
 
 
 async def test_a_client_sees_its_own_requests_and_an_admin_all(tmp_path: Any) -> None:
-    keys = tmp_path / "keys"
-    keys.write_text("alice\nbob\n")
-    async with cluster(api_key_file=str(keys), admin_api_key="admin") as c:
+    async with cluster(api_key_file=key_file(tmp_path, "alice", "bob"), admin_api_key="admin") as c:
         await send(c, "a", "alice")
         await send(c, "b", "bob")
         for key, statuses in (("alice", (200, 404)), ("bob", (404, 200)), ("admin", (200, 200)), ("eve", (401, 401))):
@@ -66,9 +64,7 @@ async def test_a_client_sees_its_own_requests_and_an_admin_all(tmp_path: Any) ->
 
 
 async def test_of_one_name_the_caller_s_last_is_meant(tmp_path: Any) -> None:
-    keys = tmp_path / "keys"
-    keys.write_text("alice\nbob\n")
-    async with cluster(api_key_file=str(keys), admin_api_key="admin") as c:
+    async with cluster(api_key_file=key_file(tmp_path, "alice", "bob"), admin_api_key="admin") as c:
         for key in ("alice", "alice", "bob"):
             await send(c, "same", key)
         _, second, third = [record.key for record in c.router.recorder.snapshot().records]
@@ -77,9 +73,7 @@ async def test_of_one_name_the_caller_s_last_is_meant(tmp_path: Any) -> None:
 
 
 async def test_what_a_worker_kept_of_another_client_s_request_of_that_name_stays_there(tmp_path: Any) -> None:
-    keys = tmp_path / "keys"
-    keys.write_text("alice\nbob\n")
-    async with cluster(api_key_file=str(keys), admin_api_key="admin") as c:
+    async with cluster(api_key_file=key_file(tmp_path, "alice", "bob"), admin_api_key="admin") as c:
         for worker in (*c.prefills, *c.decodes):
             worker.behave = keeps(worker.mode)
         await send(c, "same", "alice")

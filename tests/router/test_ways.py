@@ -19,12 +19,11 @@ from router.choice.way_costs import (
     unified_strain,
     wait_for_room_s,
 )
-from router.config import ChoiceFlags, RouterConfig, check_config
+from router.config import ChoiceFlags
 from router.pool.states import Check
 from router.pool.worker import PAIR, UNIFIED, LoadReport, Role, Worker
 from router.pool.workers import WorkerTable, missing_roles, silent_roles
 from router.requests.ways import WayChooser, way_to_take
-from service.flags import ConfigError
 from tests.router.dummies import CHAT, STREAM, Cluster, always, cluster, until
 
 WANTED = Objectives(ttft_s=4.0, itl_s=0.04)
@@ -252,25 +251,6 @@ def test_a_way_is_missing_only_if_every_way_is() -> None:
     assert silent_roles(pool.table, ways) == [Role.UNIFIED] and not pool.table.has_others(pool.of(Role.PREFILL))
     down(Role.UNIFIED)
     assert missing_roles(pool.table, ways) == [Role.DECODE, Role.UNIFIED] and silent_roles(pool.table, ways) == []
-
-
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        ({"mixed": True, "worker_urls": ("http://a:1",)}, "--mixed: needs --pd-disaggregation"),
-        (
-            {"pd_disaggregation": True, "worker_urls": ("http://a:1",)},
-            "--worker-urls: is for unified workers; .* give --mixed",
-        ),
-        (
-            {"pd_disaggregation": True, "mixed": True, "service_discovery": True, "prefill_selector": ("a=b",)},
-            "--decode-selector: --service-discovery needs it",
-        ),
-    ],
-)
-def test_flags_that_do_not_fit_are_named(flags: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{said}"):
-        check_config(RouterConfig(**flags))
 
 
 async def served_by(c: Cluster, body: dict[str, Any]) -> str:

@@ -10,29 +10,25 @@ import pytest
 from service.http.caller_names import CALLER_HEADER, NO_KEY
 from service.security.keys import bearer, owner_of
 from tests.frontend.conftest import Worker, start_worker, wait_for
-from tests.router.dummies import cluster
+from tests.router.dummies import cluster, key_file
 
 ONE, TWO = owner_of("Bearer one"), owner_of("Bearer two")
 SLOW = {"text": "SLOW", "stream": True, "sampling_params": {"max_new_tokens": 50}}
 
 
-def write_keys(folder: Path) -> str:
-    keys = folder / "keys"
-    keys.write_text("one\ntwo\n")
-    return str(keys)
-
-
 @pytest.fixture(scope="module")
 def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
     folder = tmp_path_factory.mktemp("keyed")
-    with start_worker(folder, server={"api_key_file": write_keys(folder), "admin_api_key": "r00t-key"}) as worker:
+    with start_worker(
+        folder, server={"api_key_file": key_file(folder, "one", "two"), "admin_api_key": "r00t-key"}
+    ) as worker:
         yield worker
 
 
 @pytest.fixture(scope="module")
 def without_admin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
     folder = tmp_path_factory.mktemp("without")
-    with start_worker(folder, server={"api_key_file": write_keys(folder)}) as worker:
+    with start_worker(folder, server={"api_key_file": key_file(folder, "one", "two")}) as worker:
         yield worker
 
 
@@ -148,7 +144,7 @@ def test_embeddings_and_stored_responses_have_names_of_their_key(keyed: Worker) 
 
 
 async def test_a_router_says_whose_a_name_is_and_shows_an_admin_s_key(tmp_path: Path) -> None:
-    flags: dict[str, Any] = {"api_key_file": write_keys(tmp_path), "admin_api_key": "r00t-key"}
+    flags: dict[str, Any] = {"api_key_file": key_file(tmp_path, "one", "two"), "admin_api_key": "r00t-key"}
     async with cluster(**flags, worker_api_key="the-router-s", worker_admin_api_key="wroot") as c:
         for key, owner in (("one", ONE), ("two", TWO)):
             headers = {**bearer(key), CALLER_HEADER: "0" * 64}
