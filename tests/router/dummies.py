@@ -104,6 +104,7 @@ class DummyWorker:
     beating: list[asyncio.Transport] = field(default_factory=list)  # their connections
     num_loads: int = 0  # asked for
     port: int = 0
+    given_port: int | None = None  # its bootstrap port, as the router is given it; 0: the port of its HTTP
     host: str = "127.0.0.1"
     runner: web.AppRunner | None = None
 
@@ -301,7 +302,6 @@ async def cluster(
     encode: int = 0,
     info: dict[str, Any] | None = None,
     beats_s: float = 0.0,
-    bootstrap_port: int | None = None,
     secret: str = SECRET,
     limits: RequestLimits | None = None,
     **flags: Any,
@@ -309,7 +309,7 @@ async def cluster(
     """Dummies and a router in front of them; when the test has passed, everything must come to rest.
 
     `prefill`, `decode`, `unified`: see `Workers`. `unified` makes it a plain router; `mixed`: unified workers besides pairs.
-    `beats_s`: of all. `bootstrap_port`: given for prefill workers. `secret`: of the router, as `tandem up` gives it; "": none.
+    `beats_s`: of all. `secret`: of the router, as `tandem up` gives it; "": none.
     """
     settings: dict[str, Any] = {"port": 0, "health_check_interval_s": 0.05, "load_poll_interval_s": 0.05}
     async with AsyncExitStack() as stack:
@@ -322,7 +322,7 @@ async def cluster(
             decodes = await stack.enter_async_context(workers(decode, mode="decode"))
             settings |= {
                 "pd_disaggregation": True,
-                "prefill": tuple((w.url, bootstrap_port) for w in prefills),
+                "prefill": tuple((w.url, w.port if w.given_port == 0 else w.given_port) for w in prefills),
                 "decode": tuple(w.url for w in decodes),
             }
         alone: list[DummyWorker] = []

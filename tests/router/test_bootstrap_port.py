@@ -5,7 +5,7 @@ import json
 import logging
 import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 import pytest
@@ -14,17 +14,11 @@ from aiohttp import web
 from bootstrap_server.app import make_handle
 from bootstrap_server.config import BootstrapConfig
 from bootstrap_server.registry import Registry
-from router.compose import Router
-from router.config import RouterConfig
 from router.pool.reports import is_bootstrap_server
-from router.pool.worker import Worker
-from router.server import start_router
 from service.http.listening import open_port
 from service.http.routes import Handler
 from service.http.server import RequestLimits, serving
-from tests.router.dummies import CHAT, DummyWorker, cluster, until, workers
-
-SAID = 8998
+from tests.router.dummies import BOOTSTRAP_PORT, CHAT, Cluster, DummyWorker, cluster, until, workers
 
 
 async def ok(request: web.BaseRequest) -> web.StreamResponse:
@@ -44,23 +38,9 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
-@asynccontextmanager
-async def joined(port: int | None, **flags: Any) -> AsyncIterator[Worker]:
-    """The prefill worker, which says `SAID`, once it was checked. None: its own HTTP port is given."""
-    async with joined_router(port, **flags) as (_, _, worker):
-        yield worker
-
-
-@asynccontextmanager
-async def joined_router(port: int | None, **more: Any) -> AsyncIterator[tuple[Router, DummyWorker, Worker]]:
-    async with workers(1, mode="prefill") as (prefill,), workers(1, mode="decode") as (decode,):
-        prefill.info["disaggregation_bootstrap_port"] = SAID
-        given = prefill.port if port is None else port
-        flags = {"pd_disaggregation": True, "prefill": ((prefill.url, given),), "decode": (decode.url,), **more}
-        async with start_router(RouterConfig(port=0, health_check_interval_s=0.05, **flags)) as router:
-            worker = router.table.find(prefill.url)
-            await until(lambda: worker.last_check is not None)
-            yield router, prefill, worker
+def given(port: int, **flags: Any) -> AbstractAsyncContextManager[Cluster]:
+    """A pair whose prefill worker says `BOOTSTRAP_PORT`, and of which the router is given another port; 0: that of its HTTP."""
+    return cluster(prefill=[DummyWorker("p", "prefill", given_port=port)], **flags)
 
 
 @pytest.mark.parametrize("port", ["closed", "the worker's own"])
@@ -68,11 +48,12 @@ async def test_a_wrong_port_keeps_a_worker_out_and_the_remedy_is_named(
     port: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        async with joined(free_port() if port == "closed" else None) as worker:
+        async with given(free_port() if port == "closed" else 0) as c:
+            worker = c.state(c.prefills[0])
             assert not worker.answers and worker.last_error is not None
             assert f"given as {worker.given_bootstrap_port}" in worker.last_error
             assert (
-                f"leave the port out (--prefill, bootstrap_port, the pod's annotation), or give {SAID}"
+                f"leave the port out (--prefill, bootstrap_port, the pod's annotation), or give {BOOTSTRAP_PORT}"
                 in worker.last_error
             )
     assert f"{worker.url} gets no request: {worker.last_error}" in caplog.text
@@ -80,24 +61,24 @@ async def test_a_wrong_port_keeps_a_worker_out_and_the_remedy_is_named(
 
 async def test_a_refusal_says_why_there_is_no_worker() -> None:
     async with cluster() as c, workers(1, mode="prefill") as (late,):
-        c.prefills[0].info["disaggregation_bootstrap_port"] = late.info["disaggregation_bootstrap_port"] = SAID
         assert await c.remove(c.prefills[0]) == 200
         added = {"url": late.url, "role": "prefill", "bootstrap_port": free_port()}
         assert (await c.post("/workers", added))[0] == 201
         await until(lambda: c.router.table.find(late.url).last_check)
         status, _, answer = await c.post("/v1/chat/completions", CHAT)
-        assert status == 503 and f"it says {SAID}" in json.loads(answer)["error"]["message"]
+        assert status == 503 and f"it says {BOOTSTRAP_PORT}" in json.loads(answer)["error"]["message"]
         shown = (await c.get("/workers"))[1]["workers"]
-        assert [f"or give {SAID}" in (worker["last_error"] or "") for worker in shown] == [False, True]
+        assert [f"or give {BOOTSTRAP_PORT}" in (worker["last_error"] or "") for worker in shown] == [False, True]
 
 
 @pytest.mark.parametrize("whose", ["ours", "SGLang's", "as it says"])
 async def test_a_mapped_port_is_right_where_a_bootstrap_server_answers(whose: str) -> None:
     config = BootstrapConfig()
     handle = ok if whose == "SGLang's" else make_handle(Registry(config, shared=False), config=config)
-    async with bootstrap(handle) as port, joined(SAID if whose == "as it says" else port) as worker:
+    async with bootstrap(handle) as port, given(BOOTSTRAP_PORT if whose == "as it says" else port) as c:
+        worker = c.state(c.prefills[0])
         await until(lambda: worker.answers)
-        assert worker.bootstrap_port == (SAID if whose == "as it says" else port)
+        assert worker.bootstrap_port == (BOOTSTRAP_PORT if whose == "as it says" else port)
 
 
 async def test_a_bootstrap_server_that_hangs_hides_no_silent_worker() -> None:
@@ -111,10 +92,11 @@ async def test_a_bootstrap_server_that_hangs_hides_no_silent_worker() -> None:
         return await ok(request)
 
     quick = {"health_silence_s": 0.05, "health_check_timeout_s": 600.0}
-    async with bootstrap(ok_once) as port, joined_router(port, **quick) as (router, prefill, worker):
+    async with bootstrap(ok_once) as port, given(port, **quick) as c:
+        prefill, worker = c.prefills[0], c.state(c.prefills[0])
         await until(lambda: worker.answers)
         before = prefill.num_checks
-        router.monitor.look(worker)
+        c.router.monitor.look(worker)
         await until(lambda: asked > 1 or prefill.num_checks > before + 2)
         prefill.frozen = True
         await until(lambda: worker.silent)

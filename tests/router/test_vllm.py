@@ -40,9 +40,8 @@ async def test_a_pair_of_vllm_workers_is_no_pair(
     info: dict[str, Any], port: int | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        async with cluster(
-            prefill=[vllm("prefill", info=info)], decode=[vllm("decode", info=info)], bootstrap_port=port
-        ) as c:
+        prefill = vllm("prefill", info=info, given_port=port)
+        async with cluster(prefill=[prefill], decode=[vllm("decode", info=info)]) as c:
             status, _, answer = await c.post("/v1/chat/completions", CHAT)
             assert status == 503 and NO_PAIR in json.loads(answer)["error"]["message"]
             assert not c.prefills[0].seen and not c.decodes[0].seen
@@ -77,8 +76,8 @@ async def test_a_server_that_knows_no_pairs_is_no_half(mode: str) -> None:
 
 @pytest.mark.parametrize("port", [None, 1], ids=["none given", "one where nothing listens"])
 async def test_a_prefill_worker_without_a_bootstrap_server_gets_nothing(port: int | None) -> None:
-    silent = DummyWorker("p", "prefill", info={"disaggregation_bootstrap_port": None})
-    async with cluster(prefill=[silent], bootstrap_port=port) as c:
+    silent = DummyWorker("p", "prefill", info={"disaggregation_bootstrap_port": None}, given_port=port)
+    async with cluster(prefill=[silent]) as c:
         state = c.state(silent)
         assert not state.answers and state.last_error.startswith(NO_BOOTSTRAP)
         assert (f"the given bootstrap port, {port}," in state.last_error) == (port is not None)
