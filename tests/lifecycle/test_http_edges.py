@@ -1,15 +1,17 @@
-"""What every server of ours does with a request before any handler: a slash at the end of a path, and bytes that are no HTTP."""
+"""Every server of ours before any handler: slashes and bytes that are no HTTP; and at its end, what was accepted."""
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+import socket
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import pytest
+import uvloop
 from aiohttp import web
 
 from service.http.listening import open_port
-from service.http.server import RequestLimits, serving
+from service.http.server import RequestLimits, make_runner, serving
 from service.http.stream import json_response
 
 
@@ -73,3 +75,71 @@ async def test_what_is_no_http_is_refused_in_the_shape_of_all_errors(junk: bytes
     error = json.loads(body)["error"]
     assert status.endswith(b" 400 Bad Request")
     assert error["code"] == "invalid_http" and "not HTTP/1.1" in error["message"]
+
+
+HEAD = b"GET /a HTTP/1.1\r\nHost: a\r\n\r\n"
+
+
+async def handle(request: web.BaseRequest) -> web.StreamResponse:
+    return json_response({"path": request.path})
+
+
+async def answers_at_the_end(*requests: bytes) -> list[bytes]:
+    """What a client reads that connected before the server's end and sends each of `requests` after it has begun."""
+    with open_port("127.0.0.1", 0) as port:
+        runner = make_runner(handle, RequestLimits(max_body_bytes=1 << 10), shutdown_timeout_s=1)
+        await runner.setup()
+        await port.serve(runner)
+        reader, writer = await asyncio.open_connection("127.0.0.1", port.port)
+        while not runner.server.connections:
+            await asyncio.sleep(0)
+        end = asyncio.create_task(runner.cleanup())
+        while runner.sites:
+            await asyncio.sleep(0)
+        for _ in range(10):  # turns of the loop, in which the server could close the connection
+            await asyncio.sleep(0)
+        answers = []
+        for request in requests:
+            writer.write(request)
+            answers.append(await asyncio.wait_for(reader.read(), 10))
+        await asyncio.wait_for(end, 10)
+        writer.close()
+        return answers
+
+
+async def test_a_connection_without_a_request_is_answered_once() -> None:
+    (answer,) = await answers_at_the_end(HEAD)
+    assert answer.startswith(b"HTTP/1.1 200"), answer
+    assert answer.endswith(b'{"path":"/a"}'), answer
+
+
+async def test_a_silent_connection_does_not_keep_the_server() -> None:
+    assert await answers_at_the_end() == []
+
+
+@pytest.mark.parametrize("iterations", range(8))
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_a_connection_is_answered_whenever_its_server_ends_by_it_or_by_the_next(
+    new_loop: Callable[[], asyncio.AbstractEventLoop], iterations: int
+) -> None:
+    """`iterations`: of the loop, from the connection in the kernel's queue to the server's end."""
+
+    async def answer() -> bytes:
+        with open_port("127.0.0.1", 0) as port:
+            runners = [make_runner(handle, RequestLimits(max_body_bytes=1 << 10), shutdown_timeout_s=1) for _ in "ab"]
+            for runner in runners:
+                await runner.setup()
+            await port.serve(runners[0])
+            with socket.create_connection(("127.0.0.1", port.port)) as client:
+                client.sendall(HEAD)
+                for _ in range(iterations):
+                    await asyncio.sleep(0)
+                await runners[0].cleanup()
+                await port.serve(runners[1])
+                client.setblocking(False)
+                received = await asyncio.wait_for(asyncio.get_running_loop().sock_recv(client, 1 << 16), 10)
+            await runners[1].cleanup()
+            return received
+
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        assert runner.run(answer()).startswith(b"HTTP/1.1 200")

@@ -1,4 +1,4 @@
-"""Which workers a request tries next, and which calls wait in vain: pure, by literals."""
+"""Which workers a request tries next, which calls wait in vain, which result of two counts: pure, by literals."""
 
 import asyncio
 import math

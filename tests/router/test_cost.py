@@ -1,4 +1,7 @@
-"""What a request must not leave behind, or do twice, for a router to be cheap. No times are asserted: `make bench` measures."""
+"""What a request leaves behind, and what is counted of it. No times are asserted: `make bench` measures.
+
+Counters begin at 0 with the labels that are known: `rate()` does not see the event with which a series begins.
+"""
 
 import gc
 from collections import Counter

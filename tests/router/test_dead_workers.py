@@ -15,7 +15,6 @@ from tests.router.behaviours import hang, hangs_once, later, resets, streams_on
 from tests.router.dummies import (
     CHAT,
     STREAM,
-    Cluster,
     DummyWorker,
     always,
     answer_ok,
@@ -33,18 +32,11 @@ def freeze(worker: DummyWorker) -> None:
     worker.healthy, worker.behave = False, hang
 
 
-async def asked(c: Cluster, body: dict[str, Any], *workers: DummyWorker) -> "asyncio.Task[Any]":
-    """A request that `workers` have got."""
-    task = asyncio.create_task(c.post("/v1/chat/completions", body))
-    await until(lambda: all(w.seen for w in workers))
-    return task
-
-
 async def test_a_request_of_a_frozen_decode_worker_moves_to_another_one() -> None:
     async with cluster(decode=2, health_check_timeout_s=0.3, **QUICK) as c:
         dead, other = c.decodes
         dead.behave = hang
-        ask = await asked(c, CHAT, dead)
+        ask = await c.begin(CHAT, dead)
         dead.frozen = True
         status, _, answer = await ask
         assert status == 200 and json.loads(answer)["from"] == other.name and dead.cancelled == 1
@@ -56,7 +48,7 @@ async def test_a_request_of_a_frozen_prefill_worker_moves_and_its_decode_leg_is_
         dead, (decode,) = c.prefills[0], c.decodes
         dead.behave = hang
         decode.behave = hangs_once
-        ask = await asked(c, STREAM, dead, decode)
+        ask = await c.begin(STREAM, dead, decode)
         freeze(dead)
         status, _, answer = await ask
         assert status == 200 and events_of(answer)[-1] == "[DONE]"
@@ -89,7 +81,7 @@ async def test_a_stream_that_gets_bytes_goes_on_though_every_health_check_fails(
             return out
 
         decode.behave = ticks
-        ask = await asked(c, STREAM, decode)
+        ask = await c.begin(STREAM, decode)
         decode.healthy = False
         await until(lambda: worker.health is Health.DOWN)
         loop = asyncio.get_running_loop()
@@ -105,7 +97,7 @@ async def test_another_process_at_the_same_url_ends_the_legs_of_the_one_before_a
         decode, worker = c.decodes[0], c.router.table.workers()[1]
         decode.behave, decode.incarnation = hang, "a"
         await until(lambda: worker.incarnation == "a")
-        ask = await asked(c, CHAT, decode)
+        ask = await c.begin(CHAT, decode)
         seen_s = worker.incarnation_s
         await until(lambda: worker.incarnation_s > seen_s + 0.05)
         decode.behave, decode.incarnation = answer_ok, "b"
@@ -121,7 +113,7 @@ async def test_a_worker_that_was_removed_is_looked_after_while_it_holds_requests
     async with cluster(decode=2, **QUICK) as c:
         dead, other = c.decodes
         dead.behave = hang
-        ask = await asked(c, CHAT, dead)
+        ask = await c.begin(CHAT, dead)
         assert await c.remove(dead) == 200
         assert num_watched() == 3
         freeze(dead)
@@ -135,7 +127,7 @@ async def test_a_failed_request_waits_a_little_for_workers_of_which_none_is_aliv
         decode, worker = c.decodes[0], c.router.table.workers()[1]
         release = asyncio.Event()
         decode.behave = later(release, resets)
-        ask = await asked(c, CHAT, decode)
+        ask = await c.begin(CHAT, decode)
         decode.healthy = False
         await until(lambda: worker.health is Health.DOWN)
         decode.behave = answer_ok

@@ -1,4 +1,4 @@
-"""Streams that leave a decode worker with their KV, through the router's own code: scripted workers let them go."""
+"""Streams that leave a decode worker with their KV, by order or because its memory is full: scripted workers let them go."""
 
 import asyncio
 import json

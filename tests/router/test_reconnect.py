@@ -16,6 +16,7 @@ from service.flags import ConfigError
 from service.http.reconnect import KEEP_HEADER, KEPT_PATH, LAST_EVENT_HEADER, Keep
 from service.http.resume import RESUME_FIELD, RESUME_HEADER, Resume, is_signed
 from service.security.keys import owner_of
+from tests.router.behaviours import later
 from tests.router.dummies import CHAT, SECRET, STREAM, DummyWorker, answer_ok, cluster
 from tests.router.test_failover import BEGUN, DONE, goes_on, lost_after, tokens_of
 
@@ -37,13 +38,9 @@ def keeps(rest: Any = goes_on, *, status: int = 200, events: bytes = b"") -> Any
 
 
 async def test_a_client_gets_the_events_behind_its_last_and_then_the_live_answer() -> None:
-    async with cluster(
-        decode=[keeps(status=404), keeps(events=b'data: {"token": 2}\n\n'), keeps(status=404)],
-        prefill=2,
-        resume_window_s=7.0,
-    ) as c:
-        for worker in (c.decodes[0], c.decodes[2]):
-            worker.behave = keeps(status=404)
+    async with cluster(decode=[keeps(status=404)] * 3, prefill=2, resume_window_s=7.0) as c:
+        kept = keeps(events=b'data: {"token": 2}\n\n')
+        c.decodes[1].behave = later(lambda: all(w.seen for w in c.decodes), kept)
         status, _, text = await c.post(PATH, STREAM, headers=AGAIN)
         assert (status, tokens_of(text), text.endswith(DONE)) == (200, [2, 3, 4], True)
         asked = [seen for w in c.decodes for seen in w.seen if seen.path == KEPT_PATH]

@@ -18,6 +18,10 @@ FLAGS = AutoRolesFlags(auto_roles_sustain_s=10.0, auto_roles_cooldown_s=60.0, au
 AT_ONCE = replace(FLAGS, auto_roles_sustain_s=0.0, auto_roles_switch_time_s=0.0)
 
 
+def seen_of(worker_id: int, role: Role, demand: float, backlog: float = 0.0, *, model: str = "m") -> Seen:
+    return Seen(worker_id=worker_id, role=role, model=model, ready=True, demand=demand, backlog=backlog)
+
+
 class Pools:
     """Workers of one model whose roles follow the moves; work is dealt out evenly."""
 
@@ -35,20 +39,8 @@ class Pools:
         self.now_s += 1.0
         work = {P: (prefill + backlog) / self.size(P), D: decode / self.size(D)}
         late = {P: backlog / self.size(P), D: 0.0}
-        moves = self.controller.tick(
-            self.now_s,
-            [
-                Seen(
-                    worker_id=i,
-                    role=role,
-                    model="m",
-                    ready=not (absent and i == 0),
-                    demand=work[role],
-                    backlog=late[role],
-                )
-                for i, role in enumerate(self.roles)
-            ],
-        )
+        seen = [seen_of(i, role, work[role], late[role]) for i, role in enumerate(self.roles)]
+        moves = self.controller.tick(self.now_s, [replace(seen[0], ready=not absent), *seen[1:]])
         assert len(moves) <= 1
         self.moves += [(self.now_s, move) for move in moves]
         return moves[0] if moves else None
@@ -125,8 +117,7 @@ def test_a_backlog_makes_a_pool_short_but_takes_no_worker_from_one_that_needs_it
 def test_the_least_loaded_worker_moves_and_of_equal_ones_the_oldest() -> None:
     controller = Controller(AT_ONCE)
     work = {4: 0.3, 3: 0.1, 2: 0.1}
-    seen = [Seen(worker_id=i, role=D, model="m", ready=True, demand=d) for i, d in work.items()]
-    (move,) = controller.tick(0.0, [*seen, Seen(worker_id=9, role=P, model="m", ready=True, demand=2.0)])
+    (move,) = controller.tick(0.0, [*(seen_of(i, D, demand) for i, demand in work.items()), seen_of(9, P, 2.0)])
     assert move.worker_id == 2
 
 
@@ -146,7 +137,7 @@ def test_an_empty_pool_is_not_filled() -> None:
     """Who starts a cluster in pieces must not find its roles changed."""
     controller = Controller(FLAGS)
     for now_s in range(100):
-        assert not controller.tick(now_s, [Seen(worker_id=1, role=D, model="m", ready=True, demand=0.0)] * 2)
+        assert not controller.tick(now_s, [seen_of(1, D, 0.0)] * 2)
     assert controller.standings["m"].verdict == "there is no prefill worker"
 
 
@@ -164,7 +155,7 @@ def test_models_have_pools_of_their_own() -> None:
     seen = []
     for number, model in enumerate(("a", "b", "c")):
         for role, work in ((P, 0.2 if model == "c" else 2.0), (D, 0.1), (D, 0.1)):
-            seen.append(Seen(worker_id=len(seen) + 10 * number, role=role, model=model, ready=True, demand=work))
+            seen.append(seen_of(len(seen) + 10 * number, role, work, model=model))
     assert [move.model for move in controller.tick(0.0, seen)] == ["a", "b"]
     assert [move.model for move in controller.tick(1.0, [s for s in seen if s.model == "c"])] == []
     assert sorted(controller.standings) == ["a", "b", "c"], "a model that moves is not forgotten"
@@ -255,13 +246,8 @@ def test_prefill_work_is_what_comes_in_and_what_waits_at_the_speed_it_has() -> N
 
 def test_memory_that_waits_for_prefill_is_no_work_of_decode() -> None:
     """3 of 4 requests that have memory wait for their KV, and so does what waits for that memory, by as much."""
-    report = LoadReport(
-        running_reqs=5,
-        used_tokens=8000,
-        pending_tokens=4000,
-        capacity_tokens=10_000,
-        stages={"transfer": 15, "prealloc": 4},
-    )
+    held = {"used_tokens": 8000, "pending_tokens": 4000, "capacity_tokens": 10_000}
+    report = LoadReport(running_reqs=5, stages={"transfer": 15, "prealloc": 4}, **held)
     demand, blocked = decode_demand(report, QUICK, gap_s=None)
     assert demand == pytest.approx(0.25 * 12_000 / 10_000) and blocked == pytest.approx(3000)
     alone, _ = decode_demand(replace(report, stages={"prealloc": 4}), QUICK, gap_s=None)

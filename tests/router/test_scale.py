@@ -1,4 +1,4 @@
-"""Many workers: checks that are spread, sockets enough, and a fleet that comes to rest."""
+"""Many workers: checks that are spread, sockets enough, lists in slices, and a fleet that comes to rest."""
 
 import asyncio
 import json
