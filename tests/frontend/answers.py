@@ -59,15 +59,8 @@ class Said(NamedTuple):
 
 
 def openai_message(said: Said, size: int) -> Message:
-    view = partial(
-        ChatView,
-        said.body,
-        tokenizer=NO_TOKENIZER,
-        reader=said.reader,
-        mint_id=said.mint_id,
-        prompts=[[1]],
-        weight_version=str,
-    )
+    texts: Any = {"tokenizer": NO_TOKENIZER, "reader": said.reader, "mint_id": said.mint_id}
+    view = partial(ChatView, said.body, **texts, prompts=[[1]], weight_version=str)
     whole, chunks = said.of(view, size)
     return whole["choices"][0]["message"] if not size else _joined([c["choices"][0]["delta"] for c in chunks])
 
@@ -97,8 +90,9 @@ def openai_back(answer: Message) -> ChatBody:
 def response_items(said: Said, size: int) -> list[Message]:
     body, _ = RESPONSES.decode(b'{"input": "x"}')
     plan: Any = SimpleNamespace(reader=said.reader, sampling=SimpleNamespace(temperature=1.0, top_p=1.0))
-    on_done: Callable[[Any], None] = lambda response: None  # noqa: E731
-    view = partial(ResponseView, body, plan, tokenizer=NO_TOKENIZER, mint_id=said.mint_id, on_done=on_done)
+    view = partial(
+        ResponseView, body, plan, tokenizer=NO_TOKENIZER, mint_id=said.mint_id, on_done=lambda response: None
+    )
     whole, chunks = said.of(view, size)
     return whole["output"] if not size else [c["item"] for c in chunks if c["type"] == "response.output_item.done"]
 
@@ -138,11 +132,8 @@ def object_or_none(text: str) -> Any:
 def anthropic_back(answer: list[Message]) -> ChatBody:
     ids = [block["id"] for block in answer if block["type"] == "tool_use"]
     results = [{"type": "tool_result", "tool_use_id": id, "content": RESULT} for id in ids]
-    turns = [
-        {"role": "user", "content": FIRST},
-        {"role": "assistant", "content": answer},
-        {"role": "user", "content": [*results, {"type": "text", "text": LAST}]},
-    ]
+    last = {"role": "user", "content": [*results, {"type": "text", "text": LAST}]}
+    turns = [{"role": "user", "content": FIRST}, {"role": "assistant", "content": answer}, last]
     return of_messages(_decoded(MESSAGES, {"max_tokens": 1, "messages": turns}))
 
 
@@ -161,12 +152,8 @@ def ollama_back(answer: Message) -> ChatBody:
     """As Ollama's own client sends it: it keeps no ids."""
     calls = [{"function": call["function"]} for call in answer["tool_calls"]]
     results = [{"role": "tool", "tool_name": call["function"]["name"], "content": RESULT} for call in calls]
-    turns = [
-        {"role": "user", "content": FIRST},
-        answer | {"tool_calls": calls},
-        *results,
-        {"role": "user", "content": LAST},
-    ]
+    turns = [{"role": "user", "content": FIRST}, answer | {"tool_calls": calls}, *results]
+    turns.append({"role": "user", "content": LAST})
     return of_ollama(_decoded(CHAT, {"model": "m", "messages": turns}))
 
 

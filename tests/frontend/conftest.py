@@ -19,26 +19,43 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from engine.ipc import IpcPaths
+from engine.messages import GenerateRequest
 from engine.text.tokenizer import Tokenizer
 from tests.frontend.stand_in import StandIn
 from tests.frontend.worker_main import WorkerThread
 
 CONTEXT = 512
 ROOT = Path(__file__).parents[2]
+SECRET = b"by which it knows its router"
+# What the stand-in's model, which repeats its prompt, writes as a call of qwen25's format; and the function that it calls.
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+TOOL: dict[str, Any] = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
     "<|{{ m['role'] }}|>{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 
+SIZES = {
+    **{"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2},
+    **{"num_key_value_heads": 1, "head_dim": 8, "vocab_size": 260, "max_position_embeddings": CONTEXT},
+    **{"rms_norm_eps": 1e-6, "eos_token_id": 256},
+}
 
-@cache
-def byte_tokenizer() -> Tokenizer:
-    """One token a byte, BOS 256: the text of any ids is plain to see."""
+
+def byte_backend(*special: str) -> tokenizers.Tokenizer:
+    """One token a byte, and behind them special ones."""
     vocab = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     backend = tokenizers.Tokenizer(models.BPE(vocab, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(["<s>"])
+    backend.add_special_tokens(list(special))
+    return backend
+
+
+@cache
+def byte_tokenizer() -> Tokenizer:
+    """One token a byte, BOS 256: the text of any ids is plain to see."""
+    backend = byte_backend("<s>")
     backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 256)])
     return Tokenizer(backend, config={"bos_token": "<s>", "eos_token": "<s>"})
 
@@ -47,20 +64,7 @@ def write_checkpoint(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     byte_tokenizer().backend.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "chat_template": TEMPLATE}))
-    config = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "hidden_size": 16,
-        "intermediate_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 8,
-        "vocab_size": 260,
-        "max_position_embeddings": CONTEXT,
-        "rms_norm_eps": 1e-6,
-        "eos_token_id": 256,
-    }
+    config = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", **SIZES}
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
@@ -98,6 +102,26 @@ class Worker:
             lines = response.iter_lines()
             next(lines)
             yield lambda: json.loads([line for line in lines if line.startswith("data: {")][-1][6:])
+
+    def error(self, path: str, body: Any, status: int = 400, **kwargs: Any) -> Any:
+        """The error with which a request is refused; in OpenAI's APIs it has four fields."""
+        answer = self.post(path, body, **kwargs)
+        assert answer.status_code == status, answer.text
+        error = answer.json()["error"]
+        assert isinstance(error, str) or error["message"], error
+        assert "param" not in error or set(error) == {"message", "type", "param", "code"}, error
+        return error
+
+    def sent(self, path: str, body: Any, **kwargs: Any) -> list[GenerateRequest]:
+        """What the scheduler gets for a request that is served."""
+        before = len(self.scheduler.seen)
+        answer = self.post(path, body, **kwargs)
+        assert answer.status_code == 200, answer.text
+        return self.scheduler.seen[before:]
+
+    @property
+    def prompt(self) -> str:
+        return byte_tokenizer().decode(self.scheduler.seen[-1].input_ids)
 
     def events(self, path: str, body: Any) -> list[Any]:
         """The events of a stream that ends well."""
@@ -187,5 +211,45 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
     """One unified worker for all tests that leave it as they found it. None of them meets a bug of ours."""
     with start_worker(tmp_path_factory.mktemp("worker")) as w:
         yield w
-        log = w.log.read_text()
-        assert "Traceback" not in log and "internal error" not in log, log[-3000:]
+        check_log(w)
+
+
+def check_log(w: Worker) -> None:
+    log = w.log.read_text()
+    assert "Traceback" not in log and "internal error" not in log, log[-3000:]
+
+
+@pytest.fixture(scope="package")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
+    """A worker that reads calls, and whose template for tools shows what tools have answered."""
+    folder = tmp_path_factory.mktemp("qwen")
+    write_tool_template(folder)
+    with start_worker(folder, engine={"tool_call_parser": "qwen25"}) as w:
+        yield w
+
+
+@pytest.fixture(scope="package")
+def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
+    """One that reads reasoning and calls, behind a router that knows `SECRET`."""
+    folder = tmp_path_factory.mktemp("thinker")
+    write_tool_template(folder)
+    engine = {"reasoning_parser": "deepseek-r1", "tool_call_parser": "qwen25"}
+    with start_worker(folder, engine=engine, secret=SECRET.decode()) as w:
+        yield w
+
+
+def write_tool_template(folder: Path) -> None:
+    named = write_checkpoint(folder / "tiny") / "additional_chat_templates"
+    named.mkdir()
+    (named / "tool_use.jinja").write_text(TEMPLATE.replace("== 'tool'", "== 'nobody'"))
+
+
+@pytest.fixture(scope="package")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
+    from tests.frontend.vision import write_vision_checkpoint
+
+    folder = tmp_path_factory.mktemp("seeing")
+    write_vision_checkpoint(folder / "tiny")
+    with start_worker(folder) as w:
+        yield w
+        check_log(w)

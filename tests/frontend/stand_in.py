@@ -118,7 +118,7 @@ class StandIn:
                 self._over.wait(self.step_s)
             outputs = [o for r in list(self._running.values()) if (o := self._step(r)) is not None]
             if outputs:
-                self._to_frontend.send(TokenBatch(outputs=outputs))
+                self._say(outputs)
 
     def _handle(self, message: ToScheduler) -> None:
         if isinstance(message, GenerateRequest):
@@ -131,23 +131,22 @@ class StandIn:
             self.aborted += [message.rid] if not message.all else list(self._running)
             for rid in [r for r in self._running if message.all or r == message.rid]:
                 self._running.pop(rid)
-                self._to_frontend.send(
-                    TokenBatch(outputs=[TokenOutput(rid=rid, new_ids=[], finish=FinishReason(kind="abort"))])
-                )
+                self._say([TokenOutput(rid=rid, new_ids=[], finish=FinishReason(kind="abort"))])
         elif isinstance(message, MoveOut):
             self.moved[message.rid] = message.room
-            self._to_frontend.send(TokenBatch(outputs=[self._leave(self._running.pop(message.rid))]))
+            self._say([self._leave(self._running.pop(message.rid))])
         elif isinstance(message, FlushCache):
-            idle = not self._running
-            self._to_frontend.send(
-                ControlReply(call_id=message.call_id, ok=idle, message="flushed" if idle else "requests are running")
-            )
+            text = "requests are running" if self._running else "flushed"
+            self._to_frontend.send(ControlReply(call_id=message.call_id, ok=not self._running, message=text))
         elif isinstance(message, GetState):
             self.num_states += 1
             self._to_frontend.send(self._state(message))
         else:
             assert isinstance(message, Drain | Shutdown)
             self.was_told_to_drain |= isinstance(message, Drain)
+
+    def _say(self, outputs: list[TokenOutput]) -> None:
+        self._to_frontend.send(TokenBatch(outputs=outputs))
 
     def _open(self, m: GenerateRequest) -> None:
         self.seen.append(m)

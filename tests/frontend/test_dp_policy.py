@@ -102,9 +102,8 @@ def test_every_method_of_sglang_is_a_rule() -> None:
     assert rules["shortest_queue"] is rules["total_requests"] is Rule.REQUESTS
     assert rules["minimum_tokens"] is rules["total_tokens"] is Rule.TOKENS
     assert rules["follow_bootstrap_room"] is rule_of("auto", mode="prefill") is Rule.ROOM
-    assert (
-        rule_of("decode_round_robin", mode="prefill") is Rule.ROOM and rule_of("auto", mode="null") is Rule.ROUND_ROBIN
-    )
+    assert rule_of("decode_round_robin", mode="prefill") is Rule.ROOM
+    assert rule_of("auto", mode="null") is Rule.ROUND_ROBIN
     with pytest.raises(ConfigError, match="--load-balance-method follow_bootstrap_room: requests of a unified"):
         rule_of("follow_bootstrap_room", mode="null")
 
@@ -127,18 +126,10 @@ def state(
 
 
 def test_one_worker_is_the_sum_of_its_ranks() -> None:
-    total = total_of(
-        [
-            state(1, ratio=0.2, paused=1.0, length=3.0),
-            state(2, free=3, ratio=0.4, length=2.0, problem="pages: lost one"),
-        ]
-    )
-    assert (total.running, total.queues, total.num_pages, total.pages) == (
-        3,
-        {"waiting": 3},
-        20,
-        {"free": 8, "held": 12},
-    )
+    other = state(2, free=3, ratio=0.4, length=2.0, problem="pages: lost one")
+    total = total_of([state(1, ratio=0.2, paused=1.0, length=3.0), other])
+    assert (total.running, total.queues, total.num_pages) == (3, {"waiting": 3}, 20)
+    assert total.pages == {"free": 8, "held": 12}
     assert total.counters == {"steps": 6.0} and total.gauges["waiting_tokens"] == 14.0
     assert total.gauges["new_token_ratio"] == pytest.approx(0.3) and total.gauges["paused"] == 0.0
     assert total.gauges["spec_accept_length"] == 2.5
@@ -153,7 +144,9 @@ def test_the_longest_step_speaks_for_the_worker() -> None:
 
 
 def test_values_of_answers_add_up_or_follow_one_another() -> None:
-    replies = [
-        ControlReply("c", True, "done", values={"retracted": n, "file": f"/{n}", "version": "v"}) for n in (1, 2)
-    ]
-    assert joined(replies).values == {"retracted": 3, "file": "/1, /2", "version": "v"}
+    values = [{"retracted": n, "file": f"/{n}", "version": "v"} for n in (1, 2)]
+    assert joined([ControlReply("c", True, "done", values=one) for one in values]).values == {
+        "retracted": 3,
+        "file": "/1, /2",
+        "version": "v",
+    }

@@ -45,23 +45,14 @@ def test_a_header_names_a_rank_and_may_not_contradict_the_body(two: Worker) -> N
         ({"X-data-parallel-rank": "-1"}, {}, "x-data-parallel-rank: must be the number of a DP rank, got '-1'"),
         ({"X-data-parallel-rank": "2"}, {}, "routed_dp_rank: must be between 0 and 1"),
     ):
-        answer = two.post("/generate", {"text": "hello", **body}, headers=headers)
-        assert answer.status_code == 400 and said in answer.json()["error"]["message"], answer.text
+        assert said in two.error("/generate", {"text": "hello", **body}, headers=headers)["message"]
 
 
 @pytest.mark.parametrize("path", ["/generate", "/v1/chat/completions", "/v1/embeddings", "/v1/messages"])
 def test_a_rank_that_is_not_there_is_a_400_that_names_the_field(two: Worker, path: str) -> None:
-    prompt = {
-        "text": "a",
-        "input": "a",
-        "messages": [{"role": "user", "content": "a"}],
-        "max_tokens": 3,
-        "model": "tiny",
-    }
-    known = {"/generate": ("text",), "/v1/embeddings": ("input",)}.get(path, ("messages", "max_tokens", "model"))
-    answer = two.post(path, {**{name: prompt[name] for name in known}, "routed_dp_rank": 2})
-    assert answer.status_code == 400, answer.text
-    assert "routed_dp_rank: must be between 0 and 1" in answer.json()["error"]["message"]
+    chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3, "model": "tiny"}
+    body = {"/generate": {"text": "a"}, "/v1/embeddings": {"input": "a"}}.get(path, chat)
+    assert "routed_dp_rank: must be between 0 and 1" in two.error(path, {**body, "routed_dp_rank": 2})["message"]
 
 
 def test_an_abort_goes_to_the_rank_that_has_the_request(two: Worker) -> None:
@@ -84,18 +75,15 @@ def test_a_record_names_the_rank_that_computed_it(two: Worker) -> None:
 def test_a_flush_needs_every_rank_and_names_the_one_that_is_busy(two: Worker) -> None:
     assert two.post("/flush_cache", None).status_code == 200
     with two.stream("SLOW", routed_dp_rank=1):
-        answer = two.post("/flush_cache", None)
-        assert answer.status_code == 400 and "DP rank 1 of 2: requests are running" in answer.text
+        assert "DP rank 1 of 2: requests are running" in two.error("/flush_cache", None)["message"]
     two.wait_idle()
 
 
 def test_reports_show_the_ranks_and_the_worker_is_their_sum(two: Worker) -> None:
     with two.stream("SLOW", routed_dp_rank=1):
         rows = two.http.get("/v1/loads").json()["loads"]
-        assert [(row["dp_rank"], row["num_running_reqs"], row["num_live_reqs"]) for row in rows] == [
-            (0, 0, 0),
-            (1, 1, 1),
-        ]
+        assert [[row[f"num_{kind}_reqs"] for kind in ("running", "live")] for row in rows] == [[0, 0], [1, 1]]
+        assert [row["dp_rank"] for row in rows] == [0, 1]
         assert [row["dp_rank"] for row in two.http.get("/get_load").json()] == [0, 1]
         info = two.http.get("/server_info").json()
         assert (info["dp_size"], info["num_running_reqs"], info["max_total_num_tokens"]) == (2, 1, 2 * 1600)
@@ -104,10 +92,8 @@ def test_reports_show_the_ranks_and_the_worker_is_their_sum(two: Worker) -> None
         metrics = two.http.get("/metrics").text.splitlines()
         (_family,) = [line for line in metrics if line.startswith("# TYPE sglang:num_running_reqs ")]
         figures = [line for line in metrics if line.startswith("sglang:num_running_reqs{")]
-        assert [(f'dp_rank="{r}"' in line, line.split()[-1]) for r, line in enumerate(figures)] == [
-            (True, "0.0"),
-            (True, "1.0"),
-        ]
+        assert [line.split()[-1] for line in figures] == ["0.0", "1.0"]
+        assert all(f'dp_rank="{rank}"' in line for rank, line in enumerate(figures))
         check = two.http.get("/check").json()
         assert check["running"] == 1 and [rank["running"] for rank in check["ranks"]] == [0, 1]
     two.wait_idle()
@@ -116,8 +102,7 @@ def test_reports_show_the_ranks_and_the_worker_is_their_sum(two: Worker) -> None
 def test_the_worker_takes_as_many_as_all_ranks_may(two: Worker) -> None:
     sampling = {"max_new_tokens": 9, "n": 10}
     with two.stream("SLOW", rid="many", sampling_params=sampling):
-        answer = two.post("/generate", {"text": "more"})
-        assert answer.status_code == 503 and answer.json()["error"]["code"] == "queue_full"
+        assert two.error("/generate", {"text": "more"}, 503)["code"] == "queue_full"
     two.wait_idle()
     assert two.post("/generate", {"text": "more"}).status_code == 200
     assert two.post("/generate", {"text": "x", "sampling_params": {"n": 11}}).status_code == 400

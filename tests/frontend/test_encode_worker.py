@@ -26,10 +26,8 @@ def test_every_route_that_needs_the_text_model_is_refused_by_name(encoder: Worke
     }
     for method, path in COMPUTING:
         answer = encoder.http.request(method, path, json={"text": "a"})
-        assert answer.status_code == 400 and "this is an encode worker (--disaggregation-mode encode)" in answer.text, (
-            path
-        )
-        assert "send the request to the router" in answer.text
+        assert answer.status_code == 400 and "send the request to the router" in answer.text, path
+        assert "this is an encode worker (--disaggregation-mode encode)" in answer.text, path
     assert all(request.images for request in encoder.scheduler.seen), "a prompt reached the scheduler"
 
 

@@ -12,23 +12,19 @@ from service.http.heartbeats import ASK, IDLE, PATH, TYPE
 from tests.frontend.conftest import Worker, start_worker, wait_for
 
 
-def said(*stamps: tuple[str, float, float | None, int]) -> list[Stamped]:
-    return [Stamped(*stamp) for stamp in stamps]
-
-
 def test_a_line_comes_when_every_process_has_stamped_since_the_last() -> None:
     lines = HeartbeatLines()
-    assert lines.next(said(("s", 1.0, None, 0), ("f", 1.1, None, 0)), now_s=1.2, num_live=0, fine=True) == IDLE
-    assert lines.next(said(("s", 1.0, None, 0), ("f", 1.1, None, 0)), now_s=1.4, num_live=0, fine=True) == b""
-    assert lines.next(said(("s", 1.25, None, 0), ("f", 1.1, None, 0)), now_s=1.5, num_live=0, fine=True) == b""
-    assert lines.next(said(("s", 1.25, None, 0), ("f", 1.3, None, 0)), now_s=1.5, num_live=0, fine=True) == IDLE
-    assert lines.next(said(("s", 1.5, None, 0), ("f", 1.3, None, 0)), now_s=1.6, num_live=0, fine=True) == b""
+    for scheduler_s, frontend_s, now_s, line in (
+        (1.0, 1.1, 1.2, IDLE), (1.0, 1.1, 1.4, b""), (1.25, 1.1, 1.5, b""), (1.25, 1.3, 1.5, IDLE), (1.5, 1.3, 1.6, b""),
+    ):  # fmt: skip
+        stamps = [Stamped("s", scheduler_s, None, 0), Stamped("f", frontend_s, None, 0)]
+        assert lines.next(stamps, now_s=now_s, num_live=0, fine=True) == line
 
 
 def test_a_line_says_what_runs_and_for_how_long() -> None:
     lines = HeartbeatLines()
     told = [
-        lines.next(said(("s", now_s, since_s, steps)), now_s=now_s, num_live=live, fine=fine)
+        lines.next([Stamped("s", now_s, since_s, steps)], now_s=now_s, num_live=live, fine=fine)
         for now_s, since_s, steps, live, fine in (
             (1.0, None, 7, 0, True),  # it has run before
             (2.0, None, 7, 0, True),

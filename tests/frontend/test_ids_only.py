@@ -10,7 +10,7 @@ import pytest
 from engine.frontend.apis.native.body import GenerateBody, SamplingBody
 from engine.frontend.apis.openai.bodies import CompletionBody
 from engine.frontend.apis.shared import ids_only
-from tests.frontend.conftest import Worker, byte_tokenizer, start_worker, write_checkpoint
+from tests.frontend.conftest import Worker, byte_tokenizer, check_log, start_worker, write_checkpoint
 
 IDS = [70, 71, 72]
 TWO = {"max_new_tokens": 2}
@@ -28,8 +28,7 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
         (checkpoint / name).unlink()
     with start_worker(folder, engine={"skip_tokenizer_init": True}, warms_up=True) as w:
         yield w
-        log = w.log.read_text()
-        assert "Traceback" not in log and "internal error" not in log, log[-3000:]
+        check_log(w)
 
 
 def test_generate_has_no_text(bare: Worker) -> None:
@@ -90,12 +89,12 @@ def test_what_a_worker_says_of_itself(bare: Worker) -> None:
     assert bare.http.post("/api/show", json={"model": "tiny"}).json()["template"] == ""
 
 
-def native(**sampling: Any) -> tuple[str, dict[str, Any]]:
-    return "/generate", {"input_ids": IDS, "sampling_params": sampling}
-
-
 def asked(**fields: Any) -> tuple[str, dict[str, Any]]:
     return "/generate", {"input_ids": IDS, **fields}
+
+
+def native(**sampling: Any) -> tuple[str, dict[str, Any]]:
+    return asked(sampling_params=sampling)
 
 
 def completion(**fields: Any) -> tuple[str, dict[str, Any]]:
@@ -103,66 +102,51 @@ def completion(**fields: Any) -> tuple[str, dict[str, Any]]:
 
 
 SCHEMA = {"type": "object"}
+CONSTRAINTS = {
+    **{"response_format": {"type": "json_object"}, "guided_json": SCHEMA, "guided_regex": "a", "guided_choice": ["a"]},
+    **{"guided_grammar": "a", "structured_outputs": {"regex": "a"}},
+}
+CHAT_PATHS = ("/v1/chat/completions", "/v1/chat/completions/render", "/invocations", "/v1/messages", "/tokenize")
+CHAT_PATHS += ("/v1/messages/count_tokens",)
+INPUTS = [("/v1/responses", "hello"), ("/v1/responses", MESSAGES)]
+INPUTS += [("/v1/embeddings", "hello"), ("/v1/embeddings", ["hello"])]
 REFUSED: list[tuple[tuple[str, dict[str, Any]], str, str]] = [
-    (("/generate", {"text": "hello"}), "text", "send input_ids"),
-    (("/generate", {"text": ["hello", "there"]}), "text", "send input_ids"),
+    *((("/generate", {"text": text}), "text", "send input_ids") for text in ("hello", ["hello", "there"])),
     (native(stop="x"), "sampling_params.stop", "send stop_token_ids"),
     (native(stop_regex=["x+"]), "sampling_params.stop_regex", "send stop_token_ids"),
     (native(bad_words=["x"]), "sampling_params.bad_words", "logit_bias"),
-    (native(json_schema=SCHEMA), "sampling_params.json_schema", "allowed_token_ids"),
-    (native(regex="a+"), "sampling_params.regex", "allowed_token_ids"),
-    (native(ebnf='root ::= "a"'), "sampling_params.ebnf", "allowed_token_ids"),
-    (native(structural_tag={}), "sampling_params.structural_tag", "allowed_token_ids"),
+    *((native(**{name: value}), f"sampling_params.{name}", "allowed_token_ids") for name,
+        value in {"json_schema": SCHEMA, "regex": "a+", "ebnf": 'root ::= "a"', "structural_tag": {}}.items()),
     (asked(sampling_params=[{"stop": ["x"]}]), "sampling_params.stop", "send stop_token_ids"),
-    (asked(return_text_in_logprobs=True), "return_text_in_logprobs", "leave it out"),
-    (asked(require_reasoning=True), "require_reasoning", "leave it out"),
+    *((asked(**{name: True}), name, "leave it out") for name in ("return_text_in_logprobs", "require_reasoning")),
     (asked(max_thinking_tokens=0), "max_thinking_tokens", "leave it out"),
-    (completion(prompt="hello"), "prompt", "send token ids"),
-    (completion(prompt=["hello", "there"]), "prompt", "send token ids"),
+    *((completion(prompt=prompt), "prompt", "send token ids") for prompt in ("hello", ["hello", "there"])),
     (completion(stop=["x"]), "stop", "send stop_token_ids"),
     (completion(echo=True), "echo", "leave it out"),
     (completion(logprobs=0), "logprobs", "ask /generate with return_logprob"),
     (completion(return_token_ids=None), "return_token_ids", "set it to true"),
-    (completion(response_format={"type": "json_object"}), "response_format", "allowed_token_ids"),
-    (completion(guided_json=SCHEMA), "guided_json", "allowed_token_ids"),
-    (completion(guided_regex="a"), "guided_regex", "allowed_token_ids"),
-    (completion(guided_choice=["a"]), "guided_choice", "allowed_token_ids"),
-    (completion(guided_grammar="a"), "guided_grammar", "allowed_token_ids"),
-    (completion(structured_outputs={"regex": "a"}), "structured_outputs", "allowed_token_ids"),
-    (("/v1/chat/completions", CHAT), "messages", "send input_ids to /generate"),
-    (("/invocations", CHAT), "messages", "send input_ids to /generate"),
-    (("/v1/messages", CHAT), "messages", "send input_ids to /generate"),
-    (("/v1/messages/count_tokens", CHAT), "messages", "send input_ids to /generate"),
-    (("/v1/responses", {"input": "hello"}), "input", "send token ids"),
-    (("/v1/responses", {"input": MESSAGES}), "input", "send token ids"),
+    *((completion(**{name: value}), name, "allowed_token_ids") for name, value in CONSTRAINTS.items()),
+    *(((path, CHAT), "messages", "send input_ids to /generate") for path in CHAT_PATHS),
+    *(((path, {"input": given}), "input", "send token ids") for path, given in INPUTS),
     (("/api/chat", {"model": "tiny", "messages": MESSAGES}), "messages", "send input_ids to /generate"),
     (("/api/generate", {"model": "tiny", "prompt": "hello"}), "prompt", "send token ids"),
-    (("/v1/embeddings", {"input": "hello"}), "input", "send token ids"),
-    (("/v1/embeddings", {"input": ["hello"]}), "input", "send token ids"),
     (("/encode", {"text": "hello"}), "text", "send input_ids"),
     (("/v1/score", {"query": "a", "items": ["b"], "label_token_ids": [1]}), "query", "send token ids"),
     (("/v1/score", {"query": IDS, "items": ["b"], "label_token_ids": [1]}), "items", "send token ids"),
     (("/v1/rerank", {"query": "a", "documents": ["b"]}), "documents", "/v1/score"),
     (("/score", {"text_1": "a", "text_2": "b"}), "text_1", "/v1/score"),
     (("/tokenize", {"prompt": "hello"}), "prompt", "tokenize it yourself"),
-    (("/tokenize", CHAT), "messages", "send input_ids to /generate"),
-    (("/v1/chat/completions/render", CHAT), "messages", "send input_ids to /generate"),
     (("/detokenize", {"tokens": IDS}), "tokens", "decode them yourself"),
-]
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("request_", "field", "remedy"), REFUSED)
-def test_what_needs_text_is_refused_by_name(
-    request_: tuple[str, dict[str, Any]], field: str, remedy: str, bare: Worker
-) -> None:
-    path, body = request_
+@pytest.mark.parametrize(("asked", "field", "remedy"), REFUSED)
+def test_what_needs_text_is_refused_by_name(asked: tuple[str, Any], field: str, remedy: str, bare: Worker) -> None:
     sent = len(bare.scheduler.seen)
-    answer = bare.post(path, body)
-    assert answer.status_code == 400 and len(bare.scheduler.seen) == sent, answer.text
-    error = answer.json()["error"]
+    error = bare.error(*asked)
     message = error if isinstance(error, str) else error["message"]
     assert message.startswith(f"{field}: this server has no tokenizer (--skip-tokenizer-init); "), message
-    assert remedy in message
+    assert remedy in message and len(bare.scheduler.seen) == sent
 
 
 @pytest.mark.parametrize("body", [{"input": []}, {"input": [], "return_token_ids": True}])

@@ -1,16 +1,17 @@
 """What a worker takes from the header in which a router names encoder workers: a real frontend, a scheduler stand-in."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from engine.messages import FeatureSource
 from service.http.image_encoders import ENCODERS_HEADER, ImageEncoder, write_header
-from tests.frontend.conftest import Worker, start_worker
+from tests.frontend.conftest import SECRET, Worker, start_worker
 from tests.frontend.vision import base64_of, file_of, picture, url_of, write_vision_checkpoint
 
-SECRET = b"by which it knows its router"
 META = {"bootstrap_host": "10.0.0.1", "bootstrap_port": 5, "bootstrap_room": 7}
 ONE, TWO = ImageEncoder("10.0.0.1:5000", "e1"), ImageEncoder("10.0.0.1:5001", "e2")
 FOUR, SIX = file_of(picture(56, 56, seed=4)), file_of(picture(84, 56, seed=6))
@@ -18,21 +19,22 @@ FOUR, SIX = file_of(picture(56, 56, seed=4)), file_of(picture(84, 56, seed=6))
 Told = list[list[str | None]]
 
 
+@contextmanager
+def started(folder: Path, mode: str) -> Iterator[Worker]:
+    write_vision_checkpoint(folder / "tiny")
+    with start_worker(folder, mode=mode, allowed=["10.0.0.1"], secret=SECRET.decode()) as worker:
+        yield worker
+
+
 @pytest.fixture(scope="module", params=["null", "prefill"])
 def seeing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
-    folder = tmp_path_factory.mktemp(request.param)
-    write_vision_checkpoint(folder / "tiny")
-    with start_worker(folder, mode=request.param, allowed=["10.0.0.1"], secret=SECRET.decode()) as worker:
+    with started(tmp_path_factory.mktemp(request.param), request.param) as worker:
         yield worker
 
 
 def told(worker: Worker, path: str, body: dict[str, Any], header: str | None) -> Told:
     """The incarnations of encoders that the scheduler is told of, for each sample."""
-    before = len(worker.scheduler.seen)
-    headers = {} if header is None else {ENCODERS_HEADER: header}
-    answer = worker.post(path, {**META, **body}, headers=headers)
-    assert answer.status_code == 200, answer.text
-    requests = worker.scheduler.seen[before:]
+    requests = worker.sent(path, {**META, **body}, headers={} if header is None else {ENCODERS_HEADER: header})
     assert all(one is None or one.control in (ONE.control, TWO.control) for r in requests for one in r.encoders)
     return [[None if one is None else one.incarnation for one in r.encoders] for r in requests]
 
@@ -80,8 +82,6 @@ def test_text_names_none(seeing: Worker) -> None:
     assert told(seeing, "/v1/completions", {"prompt": "abc", "max_tokens": 1}, header) == [[]]
 
 
-def test_a_decode_worker_fetches_none(tmp_path_factory: pytest.TempPathFactory) -> None:
-    folder = tmp_path_factory.mktemp("decode")
-    write_vision_checkpoint(folder / "tiny")
-    with start_worker(folder, mode="decode", allowed=["10.0.0.1"], secret=SECRET.decode()) as worker:
+def test_a_decode_worker_fetches_none(tmp_path: Path) -> None:
+    with started(tmp_path, "decode") as worker:
         assert chat(worker, write_header([ONE], SECRET), FOUR) == [[]]

@@ -1,7 +1,6 @@
 """Pixels of images: equal to those of transformers' processors, in the sizes of these; and which tokens stand for them."""
 
 import io
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,15 +31,11 @@ SIZES = [(1, 1), (28, 28), (30, 57), (97, 64), (64, 640), (33, 6600), (640, 480)
 EXIF_ORIENTATION = 0x0112
 
 
-def maker_of(folder: Path, family: str) -> PixelMaker:
-    vision = load_model_config(str(write_vision_checkpoint(folder, family))).vision
-    assert vision is not None
-    return PixelMaker(vision, max_pixels=1 << 24)
-
-
 @pytest.fixture(scope="module")
 def makers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, PixelMaker]:
-    return {family: maker_of(tmp_path_factory.mktemp(family), family) for family in PROCESSORS}
+    folders = {family: write_vision_checkpoint(tmp_path_factory.mktemp(family), family) for family in PROCESSORS}
+    visions: dict[str, Any] = {family: load_model_config(str(folder)).vision for family, folder in folders.items()}
+    return {family: PixelMaker(vision, max_pixels=1 << 24) for family, vision in visions.items()}
 
 
 def made(maker: PixelMaker, data: bytes) -> ImageInput:
@@ -49,28 +44,22 @@ def made(maker: PixelMaker, data: bytes) -> ImageInput:
     return part
 
 
-def channels_first(part: ImageInput) -> Any:
-    frames, height, width = part.size
-    return np.frombuffer(part.pixels, np.uint8).reshape(frames, height, width, 3)[0].transpose(2, 0, 1)
-
-
 def as_qwen(processor: Qwen2VLImageProcessorPil, part: ImageInput) -> Any:
-    image = processor.rescale(channels_first(part), processor.rescale_factor)
-    image = processor.normalize(image, processor.image_mean, processor.image_std)
-    patches, rows, columns = processor.patchify(
-        image, processor.patch_size, processor.merge_size, processor.temporal_patch_size
-    )
+    image = as_clip(processor, part)
+    sizes = (processor.patch_size, processor.merge_size, processor.temporal_patch_size)
+    patches, rows, columns = processor.patchify(image, *sizes)
     assert part.grid == (1, rows, columns)
     return patches
 
 
-def as_clip(processor: CLIPImageProcessorPil, part: ImageInput) -> Any:
-    image = processor.rescale(channels_first(part), processor.rescale_factor)
+def as_clip(processor: CLIPImageProcessorPil | Qwen2VLImageProcessorPil, part: ImageInput) -> Any:
+    frames, height, width = part.size
+    pixels = np.frombuffer(part.pixels, np.uint8).reshape(frames, height, width, 3)[0].transpose(2, 0, 1)
+    image = processor.rescale(pixels, processor.rescale_factor)
     return processor.normalize(image, processor.image_mean, processor.image_std)
 
 
 def pictures() -> dict[str, Image.Image]:
-    """By kind, each of some size."""
     kinds = {f"{width}x{height}": picture(width, height, seed=width) for width, height in SIZES}
     kinds |= {mode: picture(90, 61, mode=mode, seed=3) for mode in ("L", "LA", "RGBA", "1", "I;16")}
     palette = picture(90, 61).quantize(16)
@@ -158,9 +147,6 @@ def test_places_grow_as_those_of_the_processor_of_llava(makers: dict[str, PixelM
     assert [ids] == wanted and [image.start for image in images] == [1, 18]
 
 
-# ---- videos
-
-
 def frames(count: int, width: int = 56, height: int = 84) -> list[bytes]:
     return [file_of(picture(width, height, seed=seed)) for seed in range(count)]
 
@@ -196,11 +182,8 @@ def test_timestamps_are_those_of_transformers(makers: dict[str, PixelMaker], cou
     loaded = video(maker, frames(1, 56, 56) * count, fps)
     processor = object.__new__(Qwen3VLProcessor)
     processor.video_processor = SimpleNamespace(merge_size=1, temporal_patch_size=2)
-    processor.video_token, processor.vision_start_token, processor.vision_end_token = (
-        marks.video,
-        marks.start,
-        marks.end,
-    )
+    processor.video_token = marks.video
+    processor.vision_start_token, processor.vision_end_token = marks.start, marks.end
     metadata = SimpleNamespace(fps=fps, frames_indices=list(range(count)))
     inputs = {"video_grid_thw": np.array([[-(-count // 2), 1, 1]]), "video_metadata": [metadata]}
     theirs = processor.replace_video_token(inputs, 0)
@@ -225,9 +208,6 @@ def test_sizes_of_videos_are_those_of_transformers() -> None:
     assert sizes[64, (1080, 1920)] == (448, 832)  # beta = sqrt(64 * 1080 * 1920 / 25165824) = 2.2964
     with pytest.raises(BadImage, match="one side may be 200 times"):
         video_size(range_, (10, 4000), factor=32, frames=2, temporal_patch=2)
-
-
-# ---- refusals
 
 
 def test_a_file_of_too_many_pixels_is_refused_by_its_header(makers: dict[str, PixelMaker]) -> None:

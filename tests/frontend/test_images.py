@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +34,14 @@ FOUR, SIX = file_of(picture(56, 56, seed=4)), file_of(picture(84, 56, seed=6))  
 ONE_TOKEN = {"sampling_params": {"max_new_tokens": 1}}
 
 
-@pytest.fixture(scope="module")
-def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
-    folder = tmp_path_factory.mktemp("seeing")
-    write_vision_checkpoint(folder / "tiny")
-    with start_worker(folder) as w:
-        yield w
-        log = w.log.read_text()
-        assert "Traceback" not in log and "internal error" not in log, log[-3000:]
+def asked(worker: Worker, path: str, body: dict[str, Any]) -> tuple[str, list[ImageInput]]:
+    """What the scheduler gets: the last prompt, and its images."""
+    request = worker.sent(path, body)[-1]
+    return shown(request), request.images
+
+
+def chat(worker: Worker, *parts: dict[str, Any], **more: Any) -> tuple[str, list[ImageInput]]:
+    return asked(worker, CHAT, {"messages": user(*parts), "max_tokens": 1, **more})
 
 
 def shown(request: GenerateRequest) -> str:
@@ -50,13 +49,9 @@ def shown(request: GenerateRequest) -> str:
     text, at = "", 0
     for image in request.images:
         assert set(request.input_ids[image.start : image.end]) <= {IMAGE, VIDEO}
-        text += decoded(request.input_ids[at : image.start]) + f"<{image.num_tokens}>"
-        at = image.end
-    return text + decoded(request.input_ids[at:])
-
-
-def decoded(ids: list[int]) -> str:
-    return str(tokenizer().decode(ids, skip_special_tokens=False))
+        text += tokenizer().decode(request.input_ids[at : image.start], skip_special_tokens=False)
+        text, at = f"{text}<{image.num_tokens}>", image.end
+    return text + str(tokenizer().decode(request.input_ids[at:], skip_special_tokens=False))
 
 
 def last(worker: Worker) -> tuple[str, list[ImageInput]]:
@@ -79,9 +74,6 @@ def text(value: str) -> dict[str, Any]:
 SEEN = "<|user|>a<|vision_start|><4><|vision_end|>b<|vision_start|><6><|vision_end|><|assistant|>"
 
 
-# ---- each API
-
-
 def test_chat(seeing: Worker) -> None:
     with openai.OpenAI(base_url=f"{seeing.url}/v1", api_key="none", max_retries=0) as client:
         parts = [text("a"), image_part(url_of(FOUR)), text("b"), {"type": "image_url", "image_url": url_of(SIX)}]
@@ -95,8 +87,7 @@ def test_chat(seeing: Worker) -> None:
 
 def test_a_rendered_chat_says_where_its_images_stand(seeing: Worker) -> None:
     body = {"messages": user(text("a"), image_part(url_of(FOUR)), image_part(url_of(SIX))), "max_tokens": 1}
-    seeing.post(CHAT, body).raise_for_status()
-    _, images = last(seeing)
+    _, images = asked(seeing, CHAT, body)
     rendered = seeing.post(f"{CHAT}/render", body).json()
     assert rendered["token_ids"] == seeing.scheduler.seen[-1].input_ids
     assert rendered["features"] == {
@@ -120,13 +111,9 @@ def test_results_of_tools_hold_images(seeing: Worker) -> None:
     png = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": base64_of(FOUR)}}
     call = {"type": "tool_use", "id": "t1", "name": "look", "input": {}}
     result = {"type": "tool_result", "tool_use_id": "t1", "content": [text("there"), png]}
-    turns = [
-        {"role": "user", "content": "q"},
-        {"role": "assistant", "content": [call]},
-        {"role": "user", "content": [result]},
-    ]
-    seeing.post(MESSAGES, {"model": "tiny", "messages": turns, "max_tokens": 1}).raise_for_status()
-    assert last(seeing)[0].endswith("<|tool|>there<|vision_start|><4><|vision_end|><|assistant|>")
+    turns = [*user(text("q")), {"role": "assistant", "content": [call]}, *user(result)]
+    said, _ = asked(seeing, MESSAGES, {"model": "tiny", "messages": turns, "max_tokens": 1})
+    assert said.endswith("<|tool|>there<|vision_start|><4><|vision_end|><|assistant|>")
 
 
 def test_responses(seeing: Worker) -> None:
@@ -145,15 +132,9 @@ def test_responses(seeing: Worker) -> None:
 
 
 def test_a_conversation_with_images_is_cut_to_fit(seeing: Worker) -> None:
-    turns = [
-        {
-            "role": "user",
-            "content": [{"type": "input_image", "image_url": url_of(FOUR)}, {"type": "input_text", "text": c * 300}],
-        }
-        for c in "xy"
-    ]
-    seeing.post(RESPONSES, {"input": turns, "truncation": "auto", "max_output_tokens": 1}).raise_for_status()
-    said, images = last(seeing)
+    image = {"type": "input_image", "image_url": url_of(FOUR)}
+    turns = [turn for c in "xy" for turn in user(image, {"type": "input_text", "text": c * 300})]
+    said, images = asked(seeing, RESPONSES, {"input": turns, "truncation": "auto", "max_output_tokens": 1})
     assert "x" not in said and "y" * 300 in said and len(images) == 1
 
 
@@ -174,16 +155,13 @@ def test_generate_with_text(seeing: Worker, of: Any) -> None:
     body = {"text": f"a{place}b{place}c", "image_data": [of(FOUR), of(SIX)], **ONE_TOKEN}
     answer = seeing.post(GENERATE, body).json()
     assert last(seeing)[0] == "a<4>b<6>c" and answer["meta_info"]["prompt_tokens"] == 13
-    seeing.post(GENERATE, {"text": f"a{place}", "image_data": of(FOUR), **ONE_TOKEN}).raise_for_status()
-    assert last(seeing)[0] == "a<4>"
-    seeing.post(GENERATE, {"text": f"a{place}", "image_data": [[of(FOUR)]], **ONE_TOKEN}).raise_for_status()
-    assert last(seeing)[0] == "a<4>"
+    for data in (of(FOUR), [[of(FOUR)]]):
+        assert asked(seeing, GENERATE, {"text": f"a{place}", "image_data": data, **ONE_TOKEN})[0] == "a<4>"
 
 
 def test_generate_with_ids(seeing: Worker) -> None:
     ids = [65, START, IMAGE, END, 66]
-    seeing.post(GENERATE, {"input_ids": ids, "image_data": url_of(FOUR), **ONE_TOKEN}).raise_for_status()
-    request = seeing.scheduler.seen[-1]
+    (request,) = seeing.sent(GENERATE, {"input_ids": ids, "image_data": url_of(FOUR), **ONE_TOKEN})
     assert request.input_ids == [65, START, *[IMAGE] * 4, END, 66] and request.images[0].start == 2
 
 
@@ -191,19 +169,14 @@ def test_generate_in_batches(seeing: Worker) -> None:
     place, four, six = "<|image_pad|>", url_of(FOUR), url_of(SIX)
     texts = [f"a{place}{place}", "b", f"c{place}"]
     body = {"text": texts, "image_data": [[four, six], None, six], "sampling_params": {"max_new_tokens": 1, "n": 2}}
-    seeing.post(GENERATE, body).raise_for_status()
-    assert [shown(r) for r in seeing.scheduler.seen[-6:]] == ["a<4><6>"] * 2 + ["b"] * 2 + ["c<6>"] * 2
+    assert [shown(r) for r in seeing.sent(GENERATE, body)] == ["a<4><6>"] * 2 + ["b"] * 2 + ["c<6>"] * 2
     body = {"text": [f"a{place}", f"b{place}"], "image_data": four, **ONE_TOKEN}
-    seeing.post(GENERATE, body).raise_for_status()
-    assert [shown(r) for r in seeing.scheduler.seen[-2:]] == ["a<4>", "b<4>"]
-
-
-# ---- what else a request may hold
+    assert [shown(r) for r in seeing.sent(GENERATE, body)] == ["a<4>", "b<4>"]
 
 
 def test_samples_share_their_image(seeing: Worker) -> None:
-    seeing.post(CHAT, {"messages": user(image_part(url_of(FOUR))), "n": 3, "max_tokens": 1}).raise_for_status()
-    shown = [request.images[0] for request in seeing.scheduler.seen[-3:]]
+    body = {"messages": user(image_part(url_of(FOUR))), "n": 3, "max_tokens": 1}
+    shown = [request.images[0] for request in seeing.sent(CHAT, body)]
     assert len({one.key for one in shown}) == 1
     assert [bool(one.pixels) for one in shown] == [True, False, False], "the scheduler gets them once"
 
@@ -211,21 +184,18 @@ def test_samples_share_their_image(seeing: Worker) -> None:
 def test_tools_and_constraints(seeing: Worker) -> None:
     tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
     body = {"messages": user(image_part(url_of(FOUR))), "tools": [tool], "tool_choice": "required", "max_tokens": 4}
-    seeing.post(CHAT, body).raise_for_status()
-    request = seeing.scheduler.seen[-1]
+    (request,) = seeing.sent(CHAT, body)
     assert request.sampling.grammar is not None and len(request.images) == 1
 
 
 def test_an_answer_goes_on_behind_an_image(seeing: Worker) -> None:
     messages = [*user(image_part(url_of(FOUR))), {"role": "assistant", "content": "It is"}]
-    body = {"messages": messages, "continue_final_message": True, "max_tokens": 1}
-    seeing.post(CHAT, body).raise_for_status()
-    assert last(seeing)[0].endswith("<4><|vision_end|><|assistant|>It is")
+    said, _ = asked(seeing, CHAT, {"messages": messages, "continue_final_message": True, "max_tokens": 1})
+    assert said.endswith("<4><|vision_end|><|assistant|>It is")
 
 
 def test_a_template_that_loops_over_parts_joins_their_texts_itself(seeing: Worker) -> None:
-    seeing.post(CHAT, {"messages": user(text("a "), text("b")), "max_tokens": 1}).raise_for_status()
-    assert last(seeing) == ("<|user|>a b<|assistant|>", [])
+    assert chat(seeing, text("a "), text("b")) == ("<|user|>a b<|assistant|>", [])
 
 
 def test_an_image_that_comes_again_is_decoded_once(seeing: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,30 +206,27 @@ def test_an_image_that_comes_again_is_decoded_once(seeing: Worker, monkeypatch: 
     monkeypatch.setattr(pixels, "decode", lambda data, **limits: decoded.append(data) or real(data, **limits))
     again = url_of(file_of(picture(56, 84, seed=77)))
     for _ in range(3):
-        seeing.post(CHAT, {"messages": user(image_part(again)), "max_tokens": 1}).raise_for_status()
+        chat(seeing, image_part(again))
     assert len(decoded) == 1
 
 
 def test_a_video(seeing: Worker) -> None:
     url = frames_url(*(file_of(picture(56, 84, seed=seed)) for seed in range(4)))
     part = {"type": "video_url", "video_url": {"url": url, "fps": 1}}
-    seeing.post(CHAT, {"messages": user(text("a"), part, image_part(url_of(FOUR))), "max_tokens": 1}).raise_for_status()
-    said, (video, _) = last(seeing)
+    said, (video, _) = chat(seeing, text("a"), part, image_part(url_of(FOUR)))
     count = video.num_tokens
     assert said == f"<|user|>a<|vision_start|><{count}><|vision_end|><|vision_start|><4><|vision_end|><|assistant|>"
     assert video.time_step == 4 and video.size[0] == 4 and video.grid[0] == 2
     assert set(seeing.scheduler.seen[-1].input_ids[video.start : video.end]) == {VIDEO}
-    body = {"text": "a<|video_pad|>", "video_data": [url], **ONE_TOKEN}
-    seeing.post(GENERATE, body).raise_for_status()
-    assert last(seeing)[0] == f"a<{count}>" and last(seeing)[1][0].time_step == 2
+    said, (video,) = asked(seeing, GENERATE, {"text": "a<|video_pad|>", "video_data": [url], **ONE_TOKEN})
+    assert said == f"a<{count}>" and video.time_step == 2
 
 
 def test_times_of_a_video_are_text(tmp_path: Path) -> None:
     write_vision_checkpoint(tmp_path / "tiny", "qwen3")
     url = frames_url(*(file_of(picture(56, 56, seed=seed)) for seed in range(3)))
     with start_worker(tmp_path) as w:
-        w.post(CHAT, {"messages": user({"type": "video_url", "video_url": url}), "max_tokens": 1}).raise_for_status()
-        said, images = last(w)
+        said, images = chat(w, {"type": "video_url", "video_url": url})
         place = f"<|vision_start|><{images[0].num_tokens}><|vision_end|>"
         assert said == f"<|user|><0.2 seconds>{place}<1.0 seconds>{place}<|assistant|>"
 
@@ -268,10 +235,8 @@ def test_a_template_that_knows_no_images_gets_the_tokens(tmp_path: Path) -> None
     template = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"
     write_vision_checkpoint(tmp_path / "tiny", "llava", template=template)
     with start_worker(tmp_path) as w:
-        w.post(CHAT, {"messages": user(image_part(url_of(FOUR)), text("a")), "max_tokens": 1}).raise_for_status()
-        assert last(w)[0] == "[user]<16>\na"
-        video = {"type": "video_url", "video_url": frames_url(FOUR)}
-        error = w.post(CHAT, {"messages": user(video)}).json()["error"]
+        assert chat(w, image_part(url_of(FOUR)), text("a"))[0] == "[user]<16>\na"
+        error = w.error(CHAT, {"messages": user({"type": "video_url", "video_url": frames_url(FOUR)})})
         assert error["param"] == "messages[0].content[0].video_url" and "no videos; send frames" in error["message"]
         assert w.http.get("/model_info").json()["has_image_understanding"] is True
 
@@ -279,15 +244,12 @@ def test_a_template_that_knows_no_images_gets_the_tokens(tmp_path: Path) -> None
 def test_a_worker_without_a_tokenizer_takes_images_with_ids(tmp_path: Path) -> None:
     write_vision_checkpoint(tmp_path / "tiny")
     with start_worker(tmp_path, engine={"skip_tokenizer_init": True}) as w:
-        w.post(GENERATE, {"input_ids": [65, IMAGE], "image_data": url_of(FOUR), **ONE_TOKEN}).raise_for_status()
-        assert w.scheduler.seen[-1].input_ids == [65, *[IMAGE] * 4]
+        (request,) = w.sent(GENERATE, {"input_ids": [65, IMAGE], "image_data": url_of(FOUR), **ONE_TOKEN})
+        assert request.input_ids == [65, *[IMAGE] * 4]
         named, message = error_of(w, GENERATE, {"input_ids": [65], "image_data": url_of(FOUR)})
         assert (
             named == "input_ids" and f"has 0 placeholders for images, and needs 1: write one token {IMAGE}" in message
         )
-
-
-# ---- what is wrong
 
 
 def test_a_wrong_rule_ends_the_start(tmp_path: Path) -> None:
@@ -298,10 +260,8 @@ def test_a_wrong_rule_ends_the_start(tmp_path: Path) -> None:
 
 
 def error_of(worker: Worker, path: str, body: dict[str, Any]) -> tuple[str, str]:
-    answer = worker.post(path, body)
-    assert answer.status_code == 400, answer.text
-    error = answer.json()["error"]
-    return str(error.get("param")), str(error["message"])
+    error = worker.error(path, body)
+    return (error, error) if isinstance(error, str) else (str(error.get("param")), str(error["message"]))
 
 
 BAD = "data:image/png;base64," + base64_of(b"no image")
@@ -315,29 +275,18 @@ WRONG_CHATS: list[tuple[list[dict[str, Any]], str, str]] = [
     ([image_part("http://127.0.0.1:1/x.png")], "messages[0].content[0].image_url", "no public address"),
     ([{"type": "image_url"}], "messages[0].content[0]", "with a field of that name"),
     ([{"type": "file"}], "messages[0].content[0]", "text, image_url, video_url"),
-    *(
-        (
-            [{"type": "text", "text": "hear"}, {"type": kind, kind: {"data": "AAAA", "format": "wav"}}],
-            f"messages[0].content[1].{kind}",
-            "audio is not served here: leave it out, or send what is said as text",
-        )
-        for kind in ("input_audio", "audio_url")
-    ),
+    *(([{"type": "text", "text": "hear"}, {"type": kind, kind: {"data": "AAAA", "format": "wav"}}],
+        f"messages[0].content[1].{kind}", "audio is not served here: leave it out, or send what is said as text")
+        for kind in ("input_audio", "audio_url")),
     ([image_part(url_of(file_of(picture(300, 1))))], "messages[0].content[0].image_url", "cut it"),
     ([image_part(url_of(FOUR)), text("<|image_pad|>")], "messages", "has 2 placeholders for images, and needs 1"),
-    (
-        [{"type": "video_url", "video_url": "https://example.org/a.mp4"}],
-        "messages[0].content[0].video_url",
-        "take frames out",
-    ),
-    (
-        [{"type": "video_url", "video_url": {"url": frames_url(FOUR), "fps": 0}}],
-        "messages[0].content[0].video_url",
-        "fps",
-    ),
+    ([{"type": "video_url", "video_url": "https://example.org/a.mp4"}], "messages[0].content[0].video_url",
+     "take frames out"),
+    ([{"type": "video_url", "video_url": {"url": frames_url(FOUR), "fps": 0}}], "messages[0].content[0].video_url",
+     "fps"),
     ([{"type": "video_url", "video_url": frames_url(FOUR, SIX)}], "messages[0].content[0].video_url", "frame 1"),
     ([image_part(url_of(FOUR))] * 65, "messages[0].content[64].image_url", "--max-images-per-request"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("parts", "field", "why"), WRONG_CHATS)
@@ -350,42 +299,35 @@ def test_what_is_wrong_is_named(seeing: Worker, parts: list[dict[str, Any]], fie
 
 def test_other_apis_name_their_own_fields(seeing: Worker) -> None:
     block = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "!"}}
-    answer = seeing.post(
-        MESSAGES, {"max_tokens": 1, "system": "s", "messages": [{"role": "user", "content": [text("a"), block]}]}
-    )
-    assert answer.status_code == 400 and answer.json()["error"]["message"].startswith("messages[0].content[1].source: ")
-    item = {"role": "user", "content": [{"type": "input_image", "image_url": BAD}]}
-    assert error_of(seeing, RESPONSES, {"instructions": "s", "input": [item]})[0] == "input[0].content[0].image_url"
-    item = {"role": "user", "content": [{"type": "input_image", "file_id": "f"}]}
-    assert error_of(seeing, RESPONSES, {"input": [item]})[0] == "input[0].content[0].file_id"
-    item = {"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}]}
-    named, message = error_of(seeing, RESPONSES, {"input": [item]})
-    assert named == "input[0].content[0].type" and "'input_audio' is not supported" in message
-    named, message = error_of(seeing, GENERATE, {"text": "a", "audio_data": "AAAA"})
-    assert named == "audio_data" and "audio is not served here" in message
     messages = [{"role": "user", "content": "a", "images": [base64_of(FOUR), "!"]}]
-    answer = seeing.post("/api/chat", {"model": "tiny", "messages": messages})
-    assert answer.status_code == 400 and answer.json()["error"].startswith("messages[0].images[1]: ")
-    answer = seeing.post("/api/generate", {"model": "tiny", "prompt": "a", "raw": True, "images": [base64_of(FOUR)]})
-    assert answer.status_code == 400 and answer.json()["error"].startswith("images: needs a chat template")
-    body = {"text": ["<|image_pad|>"] * 2, "image_data": [[url_of(FOUR)], [BAD]]}
-    assert error_of(seeing, GENERATE, body)[0] == "image_data[1][0]"
-    body = {"text": ["a"] * 2, "image_data": [url_of(FOUR)]}
-    assert error_of(seeing, GENERATE, body) == ("image_data", "image_data: has 1 entries for 2 prompts")
-    assert error_of(seeing, GENERATE, {"text": "a", "image_data": url_of(FOUR)})[0] == "text"
-    named, message = error_of(seeing, GENERATE, {"text": "a", "image_data": "./etc/passwd"})
-    assert named == "image_data" and "base64" in message
+    prompt = {"model": "tiny", "prompt": "a", "raw": True, "images": [base64_of(FOUR)]}
+    audio = {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}
+    bad, by_id = ({"type": "input_image", **more} for more in ({"image_url": BAD}, {"file_id": "f"}))
+    two = ["<|image_pad|>"] * 2
+    for path, body, field, why in (
+        (MESSAGES, {"max_tokens": 1, "system": "s", "messages": user(text("a"), block)}, "messages[0].content[1].source", ""),
+        (RESPONSES, {"instructions": "s", "input": user(bad)}, "input[0].content[0].image_url", ""),
+        (RESPONSES, {"input": user(by_id)}, "input[0].content[0].file_id", ""),
+        (RESPONSES, {"input": user(audio)}, "input[0].content[0].type", "'input_audio' is not supported"),
+        (GENERATE, {"text": "a", "audio_data": "AAAA"}, "audio_data", "audio is not served here"),
+        ("/api/chat", {"model": "tiny", "messages": messages}, "messages[0].images[1]", ""),
+        ("/api/generate", prompt, "images", "needs a chat template"),
+        (GENERATE, {"text": two, "image_data": [[url_of(FOUR)], [BAD]]}, "image_data[1][0]", ""),
+        (GENERATE, {"text": two, "image_data": [url_of(FOUR)]}, "image_data", "has 1 entries for 2 prompts"),
+        (GENERATE, {"text": "a", "image_data": url_of(FOUR)}, "text", ""),
+        (GENERATE, {"text": "a", "image_data": "./etc/passwd"}, "image_data", "base64"),
+    ):  # fmt: skip
+        named, message = error_of(seeing, path, body)
+        assert message.startswith(f"{field}: ") and why in message and named in (field, "None", message), message
 
 
 def test_the_length_counts_all_tokens(seeing: Worker) -> None:
     big = url_of(file_of(picture(224, 224)))  # 64 tokens
-    body = {"messages": user(*[image_part(big)] * 7), "max_tokens": 1}
-    assert seeing.post(CHAT, body).status_code == 200
+    chat(seeing, *[image_part(big)] * 7)
     named, message = error_of(seeing, CHAT, {"messages": user(*[image_part(big)] * 9)})
     assert named == "messages[0].content[8].image_url" and f"576 tokens, and the context holds {CONTEXT}" in message
     many = user(*[image_part(big)] * 7, text("x" * 60))
-    answer = seeing.post(CHAT, {"messages": many, "max_tokens": 1}).json()["error"]
-    assert answer["code"] == "context_length_exceeded"
+    assert seeing.error(CHAT, {"messages": many, "max_tokens": 1})["code"] == "context_length_exceeded"
 
 
 def test_the_length_counts_the_time_of_videos(seeing: Worker) -> None:
@@ -395,10 +337,9 @@ def test_the_length_counts_the_time_of_videos(seeing: Worker) -> None:
     def video(fps: float) -> dict[str, Any]:
         return {"type": "video_url", "video_url": {"url": frames_url(*[frame] * 16), "fps": fps}}
 
-    seeing.post(CHAT, {"messages": user(video(0.125)), "max_tokens": 1}).raise_for_status()
-    _, (shown,) = last(seeing)
+    _, (shown,) = chat(seeing, video(0.125))
     assert shown.span > shown.num_tokens
-    error = seeing.post(CHAT, {"messages": user(video(0.03125))}).json()["error"]
+    error = seeing.error(CHAT, {"messages": user(video(0.03125))})
     assert error["code"] == "context_length_exceeded" and "by the time of their videos" in error["message"]
 
 
@@ -417,10 +358,7 @@ def test_embeddings_refuse_images(seeing: Worker) -> None:
 
 def test_workers_for_text_load_no_pillow() -> None:
     code = "import engine.frontend.server, sys; print({'PIL'} & {*sys.modules})"
-    ended = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
-    )
-    assert ended.stdout == "set()\n"
+    assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True, timeout=60) == "set()\n"
 
 
 def test_streams(seeing: Worker) -> None:

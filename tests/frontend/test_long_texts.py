@@ -18,7 +18,6 @@ from engine.text.chat_template import ChatTemplate
 from engine.text.tokenizer import Tokenizer
 from service.http.json_bounds import MOST_FIELDS, MOST_VALUES
 from tests.frontend.conftest import CONTEXT, Worker, wait_for
-from tests.frontend.test_bad_input import check_error
 
 CHARS = CONTEXT * len("<s>")  # that can fit, by the longest token
 ALONE = ("/v1/embeddings", "/v1/score")
@@ -88,8 +87,8 @@ def test_many_texts_are_tokenized_in_turns(worker: Worker, monkeypatch: pytest.M
 
 
 def test_a_text_that_is_too_long_to_tokenize_is_refused(worker: Worker, encoded: Noted) -> None:
-    answer = worker.post("/tokenize", {"prompt": "é" * (MOST_TEXT_BYTES // 2 + 1)})
-    assert f"{MOST_TEXT_BYTES + 2} bytes" in check_error(answer.status_code, answer.json())["message"]
+    error = worker.error("/tokenize", {"prompt": "é" * (MOST_TEXT_BYTES // 2 + 1)})
+    assert f"{MOST_TEXT_BYTES + 2} bytes" in error["message"]
     count = {"model": "default", "messages": [{"role": "user", "content": "a" * (MOST_TEXT_BYTES + 1)}]}
     assert f"at most {MOST_TEXT_BYTES}" in worker.post("/v1/messages/count_tokens", count).json()["error"]["message"]
     assert not encoded
@@ -102,10 +101,8 @@ def test_a_chat_beyond_the_context_is_counted(worker: Worker) -> None:
 
 def test_long_lists_of_ids_are_decoded_and_checked_by_threads(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     decoded = noted(monkeypatch, Tokenizer, "decode", len)
-    assert (
-        worker.post("/detokenize", {"tokens": [65] * 200_000}).json()["text"]
-        == worker.post("/detokenize", {"tokens": [65]}).json()["text"] * 200_000
-    )
+    many, one = (worker.post("/detokenize", {"tokens": [65] * size}).json()["text"] for size in (200_000, 1))
+    assert many == one * 200_000
     assert [name.startswith("tokenize") for _, name in decoded] == [True, False]
 
 
@@ -126,11 +123,9 @@ def test_a_conversation_that_can_never_fit_loses_its_oldest_turns(worker: Worker
 
 
 def test_a_query_that_is_too_long_is_refused_at_the_first_of_its_items(worker: Worker, encoded: Noted) -> None:
-    """A thousand prompts of it would be gigabytes."""
     score = {"query": "a" * (CONTEXT + 1), "items": ["b"] * 1000, "label_token_ids": [1]}
     for body in (score, {**score, "query": [1] * CONTEXT, "items": [[1]] * 1000}):
-        answer = worker.post("/v1/score", body)
-        assert check_error(answer.status_code, answer.json())["param"] == "items"
+        assert worker.error("/v1/score", body)["param"] == "items"
     assert len(encoded) <= GROUP_CHARS // CONTEXT + 1
 
 
@@ -139,8 +134,7 @@ def test_a_request_has_a_bound_of_tokens(worker: Worker, monkeypatch: pytest.Mon
     monkeypatch.setattr("engine.frontend.services.MOST_VALUES", 2000)
     scores = [{"query": query, "items": [query[:1]] * 20, "label_token_ids": [1]} for query in ("a" * 100, [1] * 100)]
     for path, body in (*(("/v1/score", score) for score in scores), ("/tokenize", {"prompt": ["a" * 100] * 20})):
-        answer = worker.post(path, body)
-        assert "at most 2000 tokens" in check_error(answer.status_code, answer.json())["message"]
+        assert "at most 2000 tokens" in worker.error(path, body)["message"]
     assert MOST_VALUES > 1 << 20
 
 
@@ -156,12 +150,8 @@ def test_the_items_of_a_score_are_sent_in_turns(worker: Worker) -> None:
 
 def test_an_abort_ends_all_turns_of_a_score(worker: Worker) -> None:
     seen = len(worker.scheduler.batches)
-    body = {
-        "rid": "all",
-        "query": "a",
-        "items": [*["b"] * TURN_PROMPTS, *["HANG"] * TURN_PROMPTS, "c"],
-        "label_token_ids": [1],
-    }
+    items = [*["b"] * TURN_PROMPTS, *["HANG"] * TURN_PROMPTS, "c"]
+    body = {"rid": "all", "query": "a", "items": items, "label_token_ids": [1]}
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(worker.post, "/v1/score", body)
         wait_for(lambda: len(worker.scheduler.batches) == seen + 2)
@@ -187,14 +177,14 @@ def test_parameters_of_a_batch_are_made_once_and_many_by_a_thread(worker: Worker
     assert worker.post("/generate", {"text": ["a"] * 99, "sampling_params": each}).status_code == 200
     assert {name.startswith("bodies") for size, name in encoded if size > 1} == {True}
     each = [{"bad_words": ["k"] * 1000}] * 5
-    answer = worker.post("/generate", {"text": ["a"] * 5, "sampling_params": each})
-    assert check_error(answer.status_code, answer.json())["param"] == "sampling_params.bad_words"
+    error = worker.error("/generate", {"text": ["a"] * 5, "sampling_params": each})
+    assert error["param"] == "sampling_params.bad_words"
 
 
 def test_a_body_of_too_many_fields_is_refused(worker: Worker) -> None:
     fields = dict.fromkeys(map(str, range(MOST_FIELDS)), 1)
-    answer = worker.post("/v1/completions", {"prompt": "a", "max_tokens": 1, **fields})
-    assert f"{MOST_FIELDS + 2} fields" in check_error(answer.status_code, answer.json())["message"]
+    error = worker.error("/v1/completions", {"prompt": "a", "max_tokens": 1, **fields})
+    assert f"{MOST_FIELDS + 2} fields" in error["message"]
     del fields["0"], fields["1"]
     _, ignored = READER.decode(json.dumps({"prompt": "a", "max_tokens": 1, **fields}).encode())
     assert len(ignored) == MOST_FIELDS - 2

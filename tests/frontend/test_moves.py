@@ -25,9 +25,8 @@ from service.http.resume import (
     SampleSource,
     sign,
 )
-from tests.frontend.conftest import Worker, start_worker, wait_for
+from tests.frontend.conftest import SECRET, Worker, start_worker, wait_for
 
-SECRET = "by which it knows its router"
 META = {"bootstrap_host": "10.0.0.1", "bootstrap_port": 5, "bootstrap_room": 7}
 FRAMES = {FRAMES_HEADER: "1"}
 KV = SampleSource(control="10.0.0.1:5000", incarnation="d0")
@@ -35,15 +34,9 @@ KV = SampleSource(control="10.0.0.1:5000", incarnation="d0")
 
 @pytest.fixture(scope="module")
 def decode(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
-    with start_worker(tmp_path_factory.mktemp("decode"), mode="decode", allowed=["10.0.0.1"], secret=SECRET) as worker:
-        yield worker
-
-
-@pytest.fixture(scope="module")
-def hidden(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
     engine = {"enable_return_hidden_states": True}
-    args: dict[str, Any] = {"allowed": ["10.0.0.1"], "engine": engine, "secret": SECRET}
-    with start_worker(tmp_path_factory.mktemp("h"), mode="decode", **args) as worker:
+    args: dict[str, Any] = {"allowed": ["10.0.0.1"], "engine": engine, "secret": SECRET.decode()}
+    with start_worker(tmp_path_factory.mktemp("decode"), mode="decode", **args) as worker:
         yield worker
 
 
@@ -57,25 +50,36 @@ def streaming(worker: Worker, path: str, body: dict[str, Any], **headers: str) -
         yield response
 
 
+def signed(worker: Worker, path: str, body: dict[str, Any], words: dict[str, Any]) -> Any:
+    """The answer to a body of its router, which signs `words`."""
+    headers = {RESUME_HEADER: sign(SECRET, msgspec.json.encode(words)), "Content-Type": "application/json"}
+    return worker.http.post(path, content=msgspec.json.encode(body), headers=headers)
+
+
 def ordered(worker: Worker, order: dict[str, Any]) -> Any:
-    """As its router sends an order."""
-    body = msgspec.json.encode(order)
-    headers = {RESUME_HEADER: sign(SECRET.encode(), body), "Content-Type": "application/json"}
-    return worker.http.post("/move_out", content=body, headers=headers)
+    return signed(worker, "/move_out", order, order)
 
 
-def gone_on(worker: Worker, body: dict[str, Any], resume: dict[str, Any]) -> Any:
-    """As its router sends an answer that goes on here."""
-    signature = sign(SECRET.encode(), msgspec.json.encode(resume))
-    raw = msgspec.json.encode({**body, RESUME_FIELD: resume})
-    headers = {RESUME_HEADER: signature, "Content-Type": "application/json"}
-    return worker.http.post("/v1/completions", content=raw, headers=headers)
+def gone_on(worker: Worker, source: SampleSource | None) -> Any:
+    """The answer to a request that goes on here with the KV of `source`."""
+    resume = Resume(
+        id="r", created=1, names=["r"], groups=["r"], seeds=[3], salt="s", output_ids=[[65, 66]], ended=[None],
+        logprobs=[[]], prompt_logprobs=[[]], sources=[source],
+    )  # fmt: skip
+    words = msgspec.to_builtins(resume)
+    return signed(worker, "/v1/completions", {**META, "prompt": "abc", "max_tokens": 4, RESUME_FIELD: words}, words)
 
 
 def move(worker: Worker, rid: str, room: int = 9) -> list[str]:
     answer = ordered(worker, {"samples": [{"rid": rid, "room": room}]})
     assert answer.status_code == 200, answer.text
     return answer.json()["moving"]  # type: ignore[no-any-return]
+
+
+def move_stuck(worker: Worker, rid: str) -> list[str]:
+    """Moves it behind the third token of SLOW."""
+    wait_for(lambda: sum(len(r.output) for r in worker.scheduler._running.values()) == 3)
+    return move(worker, rid)
 
 
 def record_of(data: bytes) -> tuple[FrameRecord, bytes]:
@@ -90,8 +94,7 @@ def test_a_stream_ends_with_where_its_kv_is_and_with_the_tokens_whose_text_it_ho
         data = next(pieces)
         while b"S" not in shown(data):
             data += next(pieces)
-        wait_for(lambda: sum(len(r.output) for r in decode.scheduler._running.values()) == 3)
-        assert move(decode, "one") == ["one"]
+        assert move_stuck(decode, "one") == ["one"]
         data += b"".join(pieces)
     record, events = record_of(data)
     assert b"DONE" not in events and b'finish_reason":"' not in events.replace(b" ", b"")
@@ -122,8 +125,7 @@ def test_a_stream_leaves_by_the_name_of_its_owner(decode: Worker) -> None:
 def test_a_stream_that_leaves_shows_no_event_twice(decode: Worker) -> None:
     body = {"text": "SLOW", "sampling_params": {"max_new_tokens": 50}, "rid": "native"}
     with streaming(decode, "/generate", body, **FRAMES) as response:
-        wait_for(lambda: sum(len(r.output) for r in decode.scheduler._running.values()) == 3)
-        assert move(decode, "native") == ["native"]
+        assert move_stuck(decode, "native") == ["native"]
         record, events = record_of(response.read())
     counts = [len(json.loads(line[6:])["output_ids"]) for line in events.split(b"\n") if line.startswith(b"data: {")]
     assert record.moved == {0: KV} and counts == sorted(set(counts)) and counts[-1] == 3
@@ -149,14 +151,12 @@ def test_logprobs_of_what_is_held_back_are_computed_again() -> None:
         assert msgspec.json.decode(record.resume() or b"", type=Resume).output_ids == [known]
 
 
-def test_what_no_router_can_continue_stays(decode: Worker, hidden: Worker) -> None:
-    """A stream without frames, hidden states of all tokens, a name that is not here."""
+def test_what_no_router_can_continue_stays(decode: Worker) -> None:
     with streaming(decode, "/v1/completions", {"prompt": "SLOW and", "max_tokens": 50, "rid": "three"}):
         assert move(decode, "three") == [] and move(decode, "nobody") == []
     body = {"text": "SLOW", "rid": "hidden", "return_hidden_states": True}
-    with streaming(hidden, "/generate", body, **FRAMES):
-        assert move(hidden, "hidden") == []
-    hidden.wait_idle()
+    with streaming(decode, "/generate", body, **FRAMES):
+        assert move(decode, "hidden") == []
     decode.wait_idle()
 
 
@@ -178,8 +178,7 @@ def test_an_answer_that_is_not_streamed_ends_with_all_that_it_has(decode: Worker
     body = {**META, "prompt": "SLOW", "max_tokens": 50, "rid": "whole"}
     with ThreadPoolExecutor(1) as pool:
         posted = pool.submit(decode.post, "/v1/completions", body, headers=FRAMES)
-        wait_for(lambda: sum(len(r.output) for r in decode.scheduler._running.values()) == 3)
-        assert move(decode, "whole") == ["whole"]
+        assert move_stuck(decode, "whole") == ["whole"]
         answer = posted.result(30)
     record = FrameRecord()
     assert answer.headers["content-type"] == FRAMES_TYPE and record.take_head(answer.content) == b""
@@ -201,21 +200,13 @@ def test_only_a_router_has_streams_move(decode: Worker, tmp_path: Path) -> None:
 
 
 def test_other_workers_have_nothing_that_moves(tmp_path: Path) -> None:
-    with start_worker(tmp_path, secret=SECRET) as worker:
+    with start_worker(tmp_path, secret=SECRET.decode()) as worker:
         answer = ordered(worker, {"samples": [{"rid": "x", "room": 1}]})
         assert answer.status_code == 409 and "decode worker" in answer.text
 
 
-def resume_of(source: SampleSource | None) -> dict[str, Any]:
-    resume = Resume(
-        id="r", created=1, names=["r"], groups=["r"], seeds=[3], salt="s", output_ids=[[65, 66]], ended=[None],
-        logprobs=[[]], prompt_logprobs=[[]], sources=[source],
-    )  # fmt: skip
-    return msgspec.to_builtins(resume)  # type: ignore[no-any-return]
-
-
 def test_the_scheduler_gets_the_address_of_the_kv(decode: Worker) -> None:
-    answer = gone_on(decode, {**META, "prompt": "abc", "max_tokens": 4}, resume_of(KV))
+    answer = gone_on(decode, KV)
     assert answer.status_code == 200, answer.text
     request = decode.scheduler.seen[-1]
     assert request.source == KVSource(KV.control, KV.incarnation) and request.output_ids == [65, 66]
@@ -225,5 +216,5 @@ def test_the_scheduler_gets_the_address_of_the_kv(decode: Worker) -> None:
     "control", ["10.0.0.1", "nonsense", "10.0.0.1:x", ":5", "10.0.0.1:0", "10.0.0.1:70000", "\u0661:\u0661"]
 )
 def test_what_is_no_address_is_not_dialled(decode: Worker, control: str) -> None:
-    answer = gone_on(decode, {**META, "prompt": "abc"}, resume_of(SampleSource(control=control, incarnation="d0")))
+    answer = gone_on(decode, SampleSource(control=control, incarnation="d0"))
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "resume"

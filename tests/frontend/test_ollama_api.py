@@ -11,11 +11,8 @@ from engine.frontend.apis.chat.messages import template_messages
 from engine.frontend.apis.ollama.body import CHAT, GENERATE
 from engine.frontend.apis.ollama.translate import chat_of, completion_of
 from service.http.errors import ApiError
-from tests.frontend.conftest import CONTEXT, TEMPLATE, Worker, byte_tokenizer, start_worker, wait_for, write_checkpoint
+from tests.frontend.conftest import CALL, CONTEXT, TEMPLATE, TOOL, Worker, wait_for
 
-CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
-TOOL: dict[str, Any] = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
-WITH_TOOLS = TEMPLATE.replace("{{ raise_exception('no tools here') }}", "")
 USER = [{"role": "user", "content": "hello"}]
 
 
@@ -26,26 +23,17 @@ def client(worker: Worker) -> Iterator[ollama.Client]:
 
 
 @pytest.fixture(scope="module")
-def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ollama.Client]:
-    """A worker that reads reasoning and calls, and whose template shows what tools have answered."""
-    folder = tmp_path_factory.mktemp("ollama")
-    config = write_checkpoint(folder / "tiny") / "tokenizer_config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), "chat_template": WITH_TOOLS}))
-    engine = {"reasoning_parser": "deepseek-r1", "tool_call_parser": "qwen25"}
-    with start_worker(folder, engine=engine) as w, ollama.Client(host=w.url) as c:
+def reasoner(thinker: Worker) -> Iterator[ollama.Client]:
+    with ollama.Client(host=thinker.url) as c:
         yield c
-
-
-def prompt_of(worker: Worker) -> str:
-    return byte_tokenizer().decode(worker.scheduler.seen[-1].input_ids)
 
 
 def test_a_chat(client: ollama.Client, worker: Worker) -> None:
     answer = client.chat("tiny", [{"role": "system", "content": "S"}, *USER], options={"num_predict": 9})
-    assert prompt_of(worker) == "<|system|>S<|user|>hello<|assistant|>"
+    assert worker.prompt == "<|system|>S<|user|>hello<|assistant|>"
     assert (answer.message.role, answer.message.content) == ("assistant", "<|system|")
     assert (answer.model, answer.done, answer.done_reason) == ("tiny", True, "length")
-    assert (answer.prompt_eval_count, answer.eval_count) == (len(prompt_of(worker)), 9)
+    assert (answer.prompt_eval_count, answer.eval_count) == (len(worker.prompt), 9)
     assert answer.total_duration > 0 and answer.created_at.endswith("Z")
 
 
@@ -80,7 +68,7 @@ def test_options_reach_the_engine(client: ollama.Client, worker: Worker) -> None
     assert seen.max_new_tokens == 4 and seen.seed == 7
     client.chat("tiny", USER, options={"num_predict": -1, "top_k": 0, "seed": -1})
     seen = worker.scheduler.seen[-1].sampling
-    assert seen.top_k == -1 and seen.max_new_tokens == CONTEXT - len(prompt_of(worker))
+    assert seen.top_k == -1 and seen.max_new_tokens == CONTEXT - len(worker.prompt)
 
 
 def test_a_stop_string_ends_the_answer(client: ollama.Client) -> None:
@@ -90,10 +78,10 @@ def test_a_stop_string_ends_the_answer(client: ollama.Client) -> None:
 
 def test_prompts_are_written_by_the_template_or_raw(client: ollama.Client, worker: Worker) -> None:
     *parts, last = client.generate("tiny", "hello", system="S", stream=True, options={"num_predict": 10})
-    assert prompt_of(worker) == "<|system|>S<|user|>hello<|assistant|>"
+    assert worker.prompt == "<|system|>S<|user|>hello<|assistant|>"
     assert "".join(part.response for part in parts) == "<|system|>" and last.done and last.response == ""
     answer = client.generate("tiny", "hello", raw=True, options={"num_predict": 5})
-    assert prompt_of(worker) == "hello" and answer.eval_count == 5
+    assert worker.prompt == "hello" and answer.eval_count == 5
 
 
 def test_a_format_is_a_constraint(client: ollama.Client, worker: Worker) -> None:
@@ -104,29 +92,29 @@ def test_a_format_is_a_constraint(client: ollama.Client, worker: Worker) -> None
         assert grammar is not None and grammar.kind == "json_schema" and json.loads(grammar.source) == wanted
 
 
-def test_tools_and_thinking_go_round(thinker: ollama.Client) -> None:
+def test_tools_and_thinking_go_round(reasoner: ollama.Client) -> None:
     question = {"role": "user", "content": f"Hm.</think>Now.\n{CALL}"}
     asked: dict[str, Any] = {"tools": [TOOL], "think": True, "options": {"stop": ["<|assistant|>"]}}
-    answer = thinker.chat("tiny", [question], **asked).message
+    answer = reasoner.chat("tiny", [question], **asked).message
     assert (answer.thinking, answer.content) == ("<|user|>Hm.", "Now.")
     (call,) = answer.tool_calls
     assert (call.function.name, call.function.arguments) == ("add", {"a": 1})
-    parts = list(thinker.chat("tiny", [question], **asked, stream=True))
+    parts = list(reasoner.chat("tiny", [question], **asked, stream=True))
     assert "".join(part.message.thinking or "" for part in parts) == "<|user|>Hm."
     assert "".join(part.message.content or "" for part in parts) == "Now."
     calls = [call.function for part in parts for call in part.message.tool_calls or []]
     assert [(call.name, call.arguments) for call in calls] == [("add", {"a": 1})]
     assert parts[-1].done_reason == "stop" and not parts[-1].message.tool_calls
     result = {"role": "tool", "content": "it is 2", "tool_name": "add"}
-    assert thinker.chat("tiny", [question, answer, result], **asked, stream=False).done
-    thought = thinker.generate("tiny", "Hm.</think>Now.", options={"stop": ["<|assistant|>"]})
+    assert reasoner.chat("tiny", [question, answer, result], **asked, stream=False).done
+    thought = reasoner.generate("tiny", "Hm.</think>Now.", options={"stop": ["<|assistant|>"]})
     assert (thought.thinking, thought.response) == ("<|user|>Hm.", "Now.")
 
 
-def test_a_call_that_is_cut_has_no_arguments(thinker: ollama.Client) -> None:
+def test_a_call_that_is_cut_has_no_arguments(reasoner: ollama.Client) -> None:
     content = f"</think>{CALL}"
     options = {"num_predict": len(f"<|user|>{content}") - 18}
-    answer = thinker.chat("tiny", [{"role": "user", "content": content}], tools=[TOOL], options=options)
+    answer = reasoner.chat("tiny", [{"role": "user", "content": content}], tools=[TOOL], options=options)
     assert answer.done_reason == "length" and answer.message.tool_calls[0].function.arguments == {}
 
 
@@ -140,7 +128,7 @@ def test_nothing_to_answer_loads_the_model(client: ollama.Client, worker: Worker
     assert missing.value.status_code == 404
 
 
-def test_models_are_described(client: ollama.Client, thinker: ollama.Client) -> None:
+def test_models_are_described(client: ollama.Client, reasoner: ollama.Client) -> None:
     (model,) = client.list().models
     assert (model.model, model.details.family, model.details.format) == ("tiny", "qwen3", "safetensors")
     assert len(model.digest) == 64 and model.modified_at is not None
@@ -149,7 +137,7 @@ def test_models_are_described(client: ollama.Client, thinker: ollama.Client) -> 
     shown = client.show("tiny:latest")
     assert shown.modelinfo["qwen3.context_length"] == CONTEXT and shown.template == TEMPLATE
     assert shown.capabilities == ["completion"]
-    assert thinker.show("tiny").capabilities == ["completion", "tools", "thinking"]
+    assert reasoner.show("tiny").capabilities == ["completion", "tools", "thinking"]
     with pytest.raises(ollama.ResponseError) as missing:
         client.show("other")
     assert missing.value.status_code == 404 and "does not exist" in missing.value.error
@@ -177,9 +165,6 @@ def test_a_client_that_leaves_ends_its_request(client: ollama.Client, worker: Wo
     wait_for(lambda: any(rid.startswith("chat-") for rid in worker.scheduler.aborted))
 
 
-# ---- translation
-
-
 def chat(**more: Any) -> Any:
     body, ignored = CHAT.decode(json.dumps({"model": "m", **more}).encode())
     assert ignored == []
@@ -202,35 +187,6 @@ def test_messages_become_those_of_a_chat() -> None:
     assert body.chat_template_kwargs == {"enable_thinking": False, "thinking": False}
     assert chat(messages=turns[:2]).continue_final_message is False
     assert chat(think="high").reasoning_effort == "high" and chat(stream=False).stream is False
-
-
-@pytest.mark.parametrize(
-    ("more", "field"),
-    [
-        ({"messages": [{"role": "robot"}]}, "messages[0].role"),
-        ({"messages": [{"role": "user", "content": "a", "images": [5]}]}, "messages[0].images[0]"),
-        ({"format": "xml"}, "format"),
-        ({"think": "hard"}, "think"),
-        ({"options": {"mirostat": 2}}, "options.mirostat"),
-        ({"options": {"typical_p": 0.5}}, "options.typical_p"),
-        ({"options": {"temprature": 1}}, "options.temprature"),
-        ({"logprobs": True}, "logprobs"),
-        ({"temperature": 0.5}, "temperature"),
-        ({"n": 2}, "n"),
-        ({"options": {"num_predict": "many"}}, "options.num_predict"),
-    ],
-)
-def test_what_cannot_be_translated_is_named(more: dict[str, Any], field: str) -> None:
-    with pytest.raises(ApiError) as refused:
-        chat(**more)
-    assert (refused.value.status, refused.value.field) == (400, field) and field in refused.value.message
-
-
-@pytest.mark.parametrize("more", [{"suffix": "b"}, {"template": "t"}, {"context": [1]}])
-def test_what_a_prompt_cannot_have_is_named(more: dict[str, Any]) -> None:
-    with pytest.raises(ApiError) as refused:
-        GENERATE.decode(json.dumps({"model": "m", "prompt": "a", **more}).encode())
-    assert refused.value.field in more
 
 
 def test_a_raw_prompt_has_no_system_prompt() -> None:

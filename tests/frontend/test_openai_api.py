@@ -39,11 +39,7 @@ def test_chat(client: openai.OpenAI, worker: Worker) -> None:
 def test_chat_content_parts_and_developer_role(client: openai.OpenAI, worker: Worker) -> None:
     parts = [{"type": "text", "text": "ab"}, {"type": "text", "text": "cd"}]
     chat(client, parts, system={"role": "developer", "content": "D"}, max_tokens=1)
-    assert _bytes_of(worker).decode() == "<|system|>D<|user|>ab\ncd<|assistant|>"
-
-
-def _bytes_of(worker: Worker) -> bytes:
-    return b"".join(byte_tokenizer().token_bytes(i) for i in worker.scheduler.seen[-1].input_ids)
+    assert worker.prompt == "<|system|>D<|user|>ab\ncd<|assistant|>"
 
 
 def test_chat_stream_with_multibyte_text_and_usage(client: openai.OpenAI) -> None:
@@ -63,10 +59,8 @@ def test_chat_stream_with_multibyte_text_and_usage(client: openai.OpenAI) -> Non
 def test_answers_name_the_weights(worker: Worker) -> None:
     """As SGLang's do; a stream's chunks do not."""
     version = worker.http.get("/model_info").json()["weight_version"]
-    for path, prompt in (
-        ("/v1/completions", {"prompt": "x"}),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
-    ):
+    chat = {"messages": [{"role": "user", "content": "x"}]}
+    for path, prompt in (("/v1/completions", {"prompt": "x"}), ("/v1/chat/completions", chat)):
         answer = worker.post(path, {**prompt, "max_tokens": 1}).json()
         assert answer["metadata"] == {"weight_version": version}
 
@@ -119,15 +113,13 @@ def test_completions_batches_and_token_ids(client: openai.OpenAI) -> None:
 def test_stop_strings_and_stop_tokens(client: openai.OpenAI, worker: Worker) -> None:
     answer = complete(client, "hello world", max_tokens=50, stop=["lo w", "zz"])
     assert answer.choices[0].text == "hel" and answer.choices[0].finish_reason == "stop"
-    raw = worker.post("/v1/completions", {"prompt": "hello world", "max_tokens": 50, "stop": "lo w"}).json()
-    assert raw["choices"][0]["matched_stop"] == "lo w"
-    events = worker.events(
-        "/v1/completions", {"prompt": "hello world", "max_tokens": 50, "stop": "lo w", "stream": True}
-    )
+    body = {"prompt": "hello world", "max_tokens": 50}
+    events = worker.events("/v1/completions", {**body, "stop": "lo w", "stream": True})
     assert "".join(e["choices"][0]["text"] for e in events) == "hel"
     o = worker.scheduler.seen[-1].input_ids[5]
-    raw = worker.post("/v1/completions", {"prompt": "hello world", "max_tokens": 50, "stop_token_ids": [o]}).json()
-    assert raw["choices"][0]["text"] == "hell" and raw["choices"][0]["matched_stop"] == o
+    for stop, text, matched in (({"stop": "lo w"}, "hel", "lo w"), ({"stop_token_ids": [o]}, "hell", o)):
+        (choice,) = worker.post("/v1/completions", {**body, **stop}).json()["choices"]
+        assert (choice["text"], choice["matched_stop"]) == (text, matched)
 
 
 def test_echo_with_logprobs_and_no_new_tokens(client: openai.OpenAI) -> None:
@@ -142,16 +134,13 @@ def test_echo_with_logprobs_and_no_new_tokens(client: openai.OpenAI) -> None:
 
 @pytest.mark.parametrize("stop", [None, "x鬱"])
 def test_text_offsets_point_into_the_text(client: openai.OpenAI, worker: Worker, stop: str | None) -> None:
-    """Also of tokens whose text is held back in a stream."""
     prompt = "é 鬱 🫠 x"
     body = {"prompt": prompt, "max_tokens": 20, "echo": True, "logprobs": 2, "stop": stop}
     whole = worker.post("/v1/completions", body).json()["choices"][0]
     parts = [e["choices"][0] for e in worker.events("/v1/completions", {**body, "stream": True})]
     offsets = [offset for part in parts for offset in part["logprobs"]["text_offset"]]
-    logprobs = whole["logprobs"]
-    assert (
-        whole["text"] == "".join(part["text"] for part in parts) == prompt * 2 + "é "
-    )  # behind BOS, which has no text
+    logprobs, text = whole["logprobs"], prompt * 2 + "é "  # behind BOS, which has no text
+    assert whole["text"] == "".join(part["text"] for part in parts) == text
     assert logprobs["text_offset"] == offsets and len(offsets) == 14 + 20
     places = zip(logprobs["tokens"], offsets, strict=True)
     assert all(whole["text"].startswith(token, at) for token, at in places if token not in ("<s>", "\ufffd"))
@@ -163,12 +152,8 @@ def test_alternatives_with_the_same_text_are_told_apart(worker: Worker) -> None:
     """Bytes of a character have no text of their own."""
     answer = worker.post("/v1/completions", {"prompt": "é", "max_tokens": 3, "logprobs": 3}).json()
     last = answer["choices"][0]["logprobs"]["top_logprobs"][-1]
-    assert list(last) == ["\ufffd", *[f"token_id:{i}" for i in _following(b"\xa9")]]
-
-
-def _following(byte: bytes) -> list[int]:
-    own = next(i for i in range(256) if byte_tokenizer().token_bytes(i) == byte)
-    return [own + 1, own + 2]
+    own = next(i for i in range(256) if byte_tokenizer().token_bytes(i) == b"\xa9")
+    assert list(last) == ["\ufffd", f"token_id:{own + 1}", f"token_id:{own + 2}"]
 
 
 def test_echo_of_token_ids_and_in_a_stream(client: openai.OpenAI, worker: Worker) -> None:
@@ -200,13 +185,6 @@ def test_extra_sampling_fields_reach_the_engine(client: openai.OpenAI, worker: W
     assert {name: getattr(s, name) for name in same} == same
     assert (s.min_new_tokens, s.stop_token_ids, s.skip_special_tokens) == (2, (9,), False)
     assert (s.temperature, s.logit_bias, s.n) == (0.5, {5: 1.0}, 1)
-
-
-def test_continue_final_message(worker: Worker) -> None:
-    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "Well, "}]
-    body = {"messages": messages, "continue_final_message": True, "max_tokens": 1}
-    assert worker.post("/v1/chat/completions", body).status_code == 200
-    assert _bytes_of(worker).decode() == "<|user|>x<|assistant|>Well, "
 
 
 def test_errors_of_the_engine(client: openai.OpenAI) -> None:

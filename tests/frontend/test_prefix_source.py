@@ -8,28 +8,23 @@ import pytest
 
 from engine.messages import PrefixSource
 from service.http.prefix_source import PREFIX_HEADER, PrefixSourceHeader, write_header
-from tests.frontend.conftest import Worker, start_worker
+from tests.frontend.conftest import SECRET, Worker, start_worker
 
-SECRET = b"by which it knows its router"
 META = {"bootstrap_host": "10.0.0.1", "bootstrap_port": 5, "bootstrap_room": 7}
 SOURCE = PrefixSourceHeader(control="10.0.0.1:5000", incarnation="p1", num_tokens=4096)
 
 
 @pytest.fixture(scope="module")
 def prefill(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
-    with start_worker(
-        tmp_path_factory.mktemp("prefill"), mode="prefill", allowed=["10.0.0.1"], secret=SECRET.decode()
-    ) as worker:
+    args: Any = {"mode": "prefill", "allowed": ["10.0.0.1"], "secret": SECRET.decode()}
+    with start_worker(tmp_path_factory.mktemp("prefill"), **args) as worker:
         yield worker
 
 
 def seen(worker: Worker, header: str | None, path: str = "/v1/completions", **body: Any) -> list[PrefixSource | None]:
     """What the scheduler is told, of each sample."""
-    before = len(worker.scheduler.seen)
     headers = {} if header is None else {PREFIX_HEADER: header}
-    answer = worker.post(path, {**META, "max_tokens": 1, **body}, headers=headers)
-    assert answer.status_code == 200, answer.text
-    return [request.prefix_source for request in worker.scheduler.seen[before:]]
+    return [request.prefix_source for request in worker.sent(path, {**META, **body}, headers=headers)]
 
 
 @pytest.mark.parametrize("copy", [False, True])
@@ -39,11 +34,8 @@ def test_the_scheduler_gets_the_source(prefill: Worker, copy: bool) -> None:
     header = write_header(source, SECRET)
     assert seen(prefill, header, prompt="abc") == [told]
     messages = [{"role": "user", "content": "abc"}]
-    assert seen(prefill, header, "/v1/chat/completions", messages=messages) == [told]
-    native = {"text": "abc", "sampling_params": {"max_new_tokens": 1}}
-    before = len(prefill.scheduler.seen)
-    assert prefill.post("/generate", {**META, **native}, headers={PREFIX_HEADER: header}).status_code == 200
-    assert prefill.scheduler.seen[before].prefix_source == told
+    assert seen(prefill, header, "/v1/chat/completions", messages=messages, max_tokens=1) == [told]
+    assert seen(prefill, header, "/generate", text="abc", sampling_params={"max_new_tokens": 1}) == [told]
 
 
 def test_only_samples_of_the_first_prompt_get_the_source(prefill: Worker) -> None:
@@ -70,9 +62,4 @@ def test_without_a_secret_no_header_is_a_router_s(tmp_path: Path) -> None:
 
 
 def test_other_roles_get_no_prefixes(worker: Worker) -> None:
-    before = len(worker.scheduler.seen)
-    body = {"prompt": "abc", "max_tokens": 1}
-    assert (
-        worker.post("/v1/completions", body, headers={PREFIX_HEADER: write_header(SOURCE, SECRET)}).status_code == 200
-    )
-    assert worker.scheduler.seen[before].prefix_source is None
+    assert seen(worker, write_header(SOURCE, SECRET), prompt="abc") == [None]

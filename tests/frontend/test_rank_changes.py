@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -28,21 +29,18 @@ TURNS = 20  # of the event loop, more than an answer needs
 
 
 class Ranks:
-    """`answers[r]` answers a message for rank r at once; None: `reply` does it."""
+    """`answer`: what each rank replies to a message at once; None: the test does it."""
 
     def __init__(self, num_ranks: int, answer: Callable[[int, Any], ControlReply | None]) -> None:
         self.sent: list[tuple[int, Any]] = []
         self._answer = answer
-        self.leaders = Leaders([SchedulerLink(self._sender(rank), lambda: 0.0) for rank in range(num_ranks)])
+        self.leaders = Leaders([SchedulerLink(partial(self._send, rank), lambda: 0.0) for rank in range(num_ranks)])
         self.leaders.begin_with(**FIRST, adapters={"base": "/base"})
 
-    def _sender(self, rank: int) -> Callable[[ToScheduler | GetStep], None]:
-        def send(message: ToScheduler | GetStep) -> None:
-            self.sent.append((rank, message))
-            if (reply := self._answer(rank, message)) is not None:
-                asyncio.get_running_loop().call_soon(self.leaders.on_message, reply, rank)
-
-        return send
+    def _send(self, rank: int, message: ToScheduler | GetStep) -> None:
+        self.sent.append((rank, message))
+        if (reply := self._answer(rank, message)) is not None:
+            asyncio.get_running_loop().call_soon(self.leaders.on_message, reply, rank)
 
     def kinds(self) -> list[tuple[int, type]]:
         return [(rank, type(message)) for rank, message in self.sent]
@@ -102,7 +100,7 @@ async def test_weights_show_when_every_rank_has_them() -> None:
 
     def take(rank: int, message: Any) -> ControlReply:
         seen.append(dict(ranks.leaders.updated))
-        return done(message, values={"model_path": message.model_path, "weight_version": "v2"})
+        return weights(0, message)
 
     ranks = Ranks(2, take)
     await ranks.control(update())

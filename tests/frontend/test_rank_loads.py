@@ -1,7 +1,5 @@
 """The client of two DP ranks: what it counts at each while requests run, and which it lets wait. No sockets."""
 
-from collections.abc import Callable
-
 import pytest
 
 from engine.frontend.client.dp_policy import RankLoad, RankPolicy, Rule
@@ -44,7 +42,7 @@ class Two:
         self.now_s = 0.0
         self.sent: list[list[ToScheduler | GetStep]] = [[], []]
         self.client = EngineClient(
-            Leaders([SchedulerLink(self._sender(rank), lambda: self.now_s) for rank in range(2)]),
+            Leaders([SchedulerLink(sent.append, lambda: self.now_s) for sent in self.sent]),
             open_text=lambda request: NoText(),
             observer=NoFigures(),
             max_running=8,
@@ -56,9 +54,6 @@ class Two:
             self.client.on_message(SchedulerReady({}), rank)
         for messages in self.sent:
             messages.clear()
-
-    def _sender(self, rank: int) -> Callable[[ToScheduler | GetStep], None]:
-        return lambda message: self.sent[rank].append(message)
 
     def output(self, rank: int, rid: str, *, tokens: int, ends: bool = False) -> None:
         finish = FinishReason(kind="length") if ends else None

@@ -14,12 +14,6 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
 BOS = 256
 
 
-def computed(worker: Worker, path: str, body: dict[str, Any]) -> Any:
-    """The request that the scheduler gets for `body`."""
-    assert worker.post(path, body).status_code == 200
-    return worker.scheduler.seen[-1]
-
-
 @pytest.mark.parametrize(
     "more",
     [
@@ -32,7 +26,7 @@ def computed(worker: Worker, path: str, body: dict[str, Any]) -> Any:
 )
 def test_tokens_of_messages_are_those_that_are_computed(worker: Worker, more: dict[str, Any]) -> None:
     body = {"model": "tiny", "messages": MESSAGES, **more}
-    wanted = computed(worker, CHAT, {**body, "max_tokens": 1}).input_ids
+    wanted = worker.sent(CHAT, {**body, "max_tokens": 1})[0].input_ids
     seen = len(worker.scheduler.seen)
     answer = worker.post("/tokenize", body).json()
     assert answer == {"tokens": wanted, "count": len(wanted), "max_model_len": CONTEXT}
@@ -42,9 +36,8 @@ def test_tokens_of_messages_are_those_that_are_computed(worker: Worker, more: di
 
 def test_special_tokens_and_names_of_tokens(worker: Worker) -> None:
     plain = worker.post("/tokenize", {"messages": MESSAGES}).json()["tokens"]
-    more = worker.post(
-        "/tokenize", {"messages": MESSAGES, "add_special_tokens": True, "return_token_strs": True}
-    ).json()
+    body = {"messages": MESSAGES, "add_special_tokens": True, "return_token_strs": True}
+    more = worker.post("/tokenize", body).json()
     assert more["tokens"] == [BOS, *plain] and more["token_strs"][:2] == ["<s>", "<"]
     assert len(more["token_strs"]) == more["count"]
     two = worker.post("/tokenize", {"prompt": ["n", " é"], "return_token_strs": True}).json()
@@ -63,53 +56,21 @@ def test_special_tokens_and_names_of_tokens(worker: Worker) -> None:
     ],
 )  # fmt: skip
 def test_what_cannot_be_tokenized_is_named(worker: Worker, body: dict[str, Any], said: str) -> None:
-    answer = worker.post("/tokenize", body)
-    assert answer.status_code == 400 and answer.json()["error"]["message"].startswith(said), answer.text
+    assert worker.error("/tokenize", body)["message"].startswith(said)
 
 
 def test_a_rendered_chat_says_how_it_would_be_sampled(worker: Worker) -> None:
-    body = {
-        "model": "tiny",
-        "messages": MESSAGES,
-        "temperature": 0.5,
-        "top_k": 4,
-        "seed": 7,
-        "stop": "Z",
-        "min_tokens": 2,
-        "logprobs": True,
-        "top_logprobs": 3,
-        "bad_words": ["no"],
-        "logit_bias": {"70": 1.5},
-        "cache_salt": "mine",
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        "guided_regex": "[ab]+",
-        "rid": "r1",
-    }
-    answer = worker.post(f"{CHAT}/render", body).json()
-    room = CONTEXT - len(answer["token_ids"])
-    assert answer.pop("sampling_params") == {
-        "temperature": 0.5,
-        "top_k": 4,
-        "seed": 7,
-        "stop": ["Z"],
-        "min_tokens": 2,
-        "max_tokens": room,
-        "logprobs": 3,
-        "bad_words": ["no"],
-        "logit_bias": {"70": 1.5},
-        "structured_outputs": {"regex": "[ab]+"},
-    }
-    answer.pop("token_ids")
-    assert answer == {
-        "request_id": "r1",
-        "model": "tiny",
-        "features": None,
-        "stream": True,
-        "stream_options": {"include_usage": True, "continuous_usage_stats": None},
-        "priority": 0,
-        "cache_salt": "mine",
-    }
+    same = {"temperature": 0.5, "top_k": 4, "seed": 7, "min_tokens": 2, "bad_words": ["no"], "logit_bias": {"70": 1.5}}
+    other = {"stop": "Z", "logprobs": True, "top_logprobs": 3, "guided_regex": "[ab]+", "rid": "r1"}
+    beside = {"model": "tiny", "stream": True, "cache_salt": "mine"}
+    options = {"stream_options": {"include_usage": True}}
+    answer = worker.post(f"{CHAT}/render", {"messages": MESSAGES, **same, **other, **beside, **options}).json()
+    room = CONTEXT - len(answer.pop("token_ids"))
+    as_others = {"stop": ["Z"], "logprobs": 3, "structured_outputs": {"regex": "[ab]+"}, "max_tokens": room}
+    assert answer.pop("sampling_params") == {**same, **as_others}
+    shown_options = {"include_usage": True, "continuous_usage_stats": None}
+    whole = {"request_id": "r1", "features": None, "priority": 0, "stream_options": shown_options}
+    assert answer == {**whole, **beside}
 
 
 def test_rendered_prompts_are_a_list(worker: Worker) -> None:
@@ -135,5 +96,4 @@ def test_rendered_prompts_are_a_list(worker: Worker) -> None:
     ],
 )
 def test_what_would_be_refused_is_not_rendered(worker: Worker, path: str, body: dict[str, Any], field: str) -> None:
-    answer = worker.post(path, body)
-    assert answer.status_code == 400 and answer.json()["error"]["param"] == field, answer.text
+    assert worker.error(path, body)["param"] == field

@@ -14,25 +14,12 @@ from openai.types.responses import Response, ResponseFunctionToolCall
 
 from engine.frontend.apis.responses.body import Item
 from engine.frontend.apis.responses.items import messages_of
-from tests.frontend.conftest import Worker, start_worker
+from tests.frontend.conftest import CALL, Worker, start_worker
 
 PATH = "/v1/responses"
-CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 TOOL: dict[str, Any] = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": False}
 STOP = {"stop": "<|assistant|>"}
-
-
-@pytest.fixture(scope="module")
-def qwen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
-    with start_worker(tmp_path_factory.mktemp("qwen"), engine={"tool_call_parser": "qwen25"}) as w:
-        yield w
-
-
-@pytest.fixture(scope="module")
-def r1(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
-    engine = {"reasoning_parser": "deepseek-r1", "tool_call_parser": "qwen25"}
-    with start_worker(tmp_path_factory.mktemp("r1"), engine=engine) as w:
-        yield w
+LOGPROBS: Any = ["message.output_text.logprobs"]
 
 
 @pytest.fixture
@@ -67,47 +54,27 @@ def test_a_text_is_answered_with_a_message(client: openai.OpenAI) -> None:
     assert answer.usage is not None and answer.usage.input_tokens == len("<|user|>hello<|assistant|>")
     assert answer.usage.total_tokens == answer.usage.input_tokens + answer.usage.output_tokens
     assert answer.usage.output_tokens_details.reasoning_tokens == 0
-    assert (
-        answer.tools == [] and answer.parallel_tool_calls and answer.metadata == {} and answer.truncation == "disabled"
-    )
+    assert (answer.tools, answer.parallel_tool_calls, answer.metadata, answer.truncation) == ([], True, {}, "disabled")
 
 
 def test_all_of_a_conversation_reaches_the_model(worker: Worker, client: openai.OpenAI) -> None:
     items: list[Any] = [
         {"role": "user", "content": [{"type": "input_text", "text": "A"}, {"type": "input_text", "text": "B"}]},
         {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
-        {
-            "type": "message",
-            "id": "msg_1",
-            "status": "completed",
-            "role": "assistant",
-            "content": [{"type": "output_text", "text": "C", "annotations": []}],
-        },
+        {"type": "message", "id": "msg_1", "role": "assistant", "content": [{"type": "output_text", "text": "C"}]},
         {"type": "message", "role": "developer", "content": "D"},
     ]
     answer = client.responses.create(model="tiny", input=items, instructions="Be brief", extra_body=STOP)
     assert answer.output_text == "<|system|>Be brief<|user|>A\nB"
-    assert len(worker.scheduler.seen[-1].input_ids) == len(
-        "<|system|>Be brief<|user|>A\nB<|assistant|>C<|system|>D<|assistant|>"
-    )
+    assert worker.prompt == "<|system|>Be brief<|user|>A\nB<|assistant|>C<|system|>D<|assistant|>"
 
 
 def test_a_stream_has_every_event_in_order(worker: Worker) -> None:
     events = events_of(worker, {"input": "hi", "stop": "<|assistant|>"})
-    types = [event["type"] for event in events]
+    types = [event["type"].removeprefix("response.") for event in events]
     deltas = [event for event in events if event["type"] == "response.output_text.delta"]
-    assert types[:4] == [
-        "response.created",
-        "response.in_progress",
-        "response.output_item.added",
-        "response.content_part.added",
-    ]
-    assert types[-4:] == [
-        "response.output_text.done",
-        "response.content_part.done",
-        "response.output_item.done",
-        "response.completed",
-    ]
+    assert types[:4] == ["created", "in_progress", "output_item.added", "content_part.added"]
+    assert types[-4:] == ["output_text.done", "content_part.done", "output_item.done", "completed"]
     assert len(deltas) == len(types) - 8 and "".join(event["delta"] for event in deltas) == "<|user|>hi"
     created, completed = events[0]["response"], events[-1]["response"]
     assert created["status"] == "in_progress" and created["output"] == [] and created["usage"] is None
@@ -118,13 +85,10 @@ def test_a_stream_has_every_event_in_order(worker: Worker) -> None:
 
 def test_a_streamed_response_equals_one_that_is_not(worker: Worker, qwen: Worker) -> None:
     for at, body in (
-        (worker, {"input": "hi", "stop": "<|assistant|>"}),
+        (worker, {"input": "hi", **STOP}),
         (worker, {"input": "hi", "max_output_tokens": 4}),
-        (qwen, {"input": f"x{CALL}y{CALL}", "tools": [TOOL], "stop": "<|assistant|>"}),
-        (
-            worker,
-            {"input": "hi", "include": ["message.output_text.logprobs"], "top_logprobs": 1, "max_output_tokens": 3},
-        ),
+        (qwen, {"input": f"x{CALL}y{CALL}", "tools": [TOOL], **STOP}),
+        (worker, {"input": "hi", "include": LOGPROBS, "top_logprobs": 1, "max_output_tokens": 3}),
     ):
         whole, streamed = at.post(PATH, body).json(), events_of(at, body)[-1]["response"]
         assert without_ids(whole) == without_ids(streamed)
@@ -145,7 +109,7 @@ def test_the_clients_stream_accumulates_the_same(client: openai.OpenAI) -> None:
 
 
 def test_texts_around_calls_have_the_logprobs_of_their_own_tokens(qwen: Worker) -> None:
-    body = {"input": f"é鬱{CALL}🫠x", "tools": [TOOL], "include": ["message.output_text.logprobs"], **STOP}
+    body = {"input": f"é鬱{CALL}🫠x", "tools": [TOOL], "include": LOGPROBS, **STOP}
     for answer in (qwen.post(PATH, body).json(), events_of(qwen, body)[-1]["response"]):
         texts = [item["content"][0] for item in answer["output"] if item["type"] == "message"]
         assert [text["text"] for text in texts] == ["<|user|>é鬱", "🫠x"]
@@ -173,9 +137,7 @@ def test_calls_are_items(qwen: Worker) -> None:
 
 def test_a_call_streams_with_events_of_its_own(qwen: Worker) -> None:
     events = events_of(qwen, {"input": CALL, "tools": [TOOL], "stop": "<|assistant|>"})
-    begun = next(
-        e for e in events if e["type"] == "response.output_item.added" and e["item"]["type"] == "function_call"
-    )
+    (begun,) = (e for e in events if e["type"].endswith("item.added") and e["item"]["type"] == "function_call")
     deltas = [e for e in events if e["type"] == "response.function_call_arguments.delta"]
     done = next(e for e in events if e["type"] == "response.function_call_arguments.done")
     assert begun["item"]["name"] == "add" and begun["item"]["arguments"] == "" and begun["output_index"] == 1
@@ -184,34 +146,22 @@ def test_a_call_streams_with_events_of_its_own(qwen: Worker) -> None:
 
 
 def test_logprobs_are_those_of_chat(worker: Worker, client: openai.OpenAI) -> None:
-    limits: dict[str, Any] = {"top_logprobs": 2}
-    chat = client.chat.completions.create(
-        model="tiny", messages=[{"role": "user", "content": "hi"}], logprobs=True, max_tokens=4, **limits
-    )
-    answer = client.responses.create(
-        model="tiny", input="hi", max_output_tokens=4, include=["message.output_text.logprobs"], **limits
-    )
-    shown = answer.output[0].content[0].logprobs  # type: ignore[union-attr]
-    content = chat.choices[0].logprobs.content  # type: ignore[union-attr]
-    assert [lp.to_dict() for lp in shown] == [lp.to_dict() for lp in content]  # type: ignore[union-attr]
-    streamed = events_of(
-        worker, {"input": "hi", "max_output_tokens": 4, "include": ["message.output_text.logprobs"], **limits}
-    )
-    deltas = [lp for e in streamed if e["type"] == "response.output_text.delta" for lp in e["logprobs"]]
-    assert deltas == [lp.to_dict() for lp in content]  # type: ignore[union-attr]
+    asked: Any = {"messages": [{"role": "user", "content": "hi"}], "logprobs": True, "max_tokens": 4, "top_logprobs": 2}
+    content: Any = client.chat.completions.create(model="tiny", **asked).choices[0].logprobs
+    wanted = [logprob.to_dict() for logprob in content.content]
+    body: Any = {"input": "hi", "max_output_tokens": 4, "include": LOGPROBS, "top_logprobs": 2}
+    answer: Any = client.responses.create(model="tiny", **body)
+    assert [logprob.to_dict() for logprob in answer.output[0].content[0].logprobs] == wanted
+    deltas = [e["logprobs"] for e in events_of(worker, body) if e["type"] == "response.output_text.delta"]
+    assert [logprob for shown in deltas for logprob in shown] == wanted
 
 
 @pytest.mark.parametrize("more", [{}, {"stream": True}])
-def test_reasoning_is_an_item_of_its_own(r1: Worker, more: dict[str, Any]) -> None:
+def test_reasoning_is_an_item_of_its_own(thinker: Worker, more: dict[str, Any]) -> None:
     """Its tokens are counted, and logprobs are those of the text alone."""
-    body = {
-        "input": f"Hm.</think>\n\nFive.{CALL}",
-        "tools": [TOOL],
-        "include": ["message.output_text.logprobs"],
-        **STOP,
-    }
-    events = events_of(r1, body) if more else []
-    answer = events[-1]["response"] if more else r1.post(PATH, body).json()
+    body = {"input": f"Hm.</think>\n\nFive.{CALL}", "tools": [TOOL], "include": LOGPROBS, **STOP}
+    events = events_of(thinker, body) if more else []
+    answer = events[-1]["response"] if more else thinker.post(PATH, body).json()
     reasoning, message, call = answer["output"]
     assert reasoning["type"] == "reasoning" and reasoning["summary"] == [] and reasoning["id"].startswith("rs_")
     assert reasoning["content"] == [{"type": "reasoning_text", "text": "<|user|>Hm."}]
@@ -258,9 +208,7 @@ def test_a_conversation_goes_on_from_its_last_response(worker: Worker, client: o
     second = client.responses.create(model="tiny", input="two", previous_response_id=first.id, **limit)
     assert second.output_text == prompt
     assert second.previous_response_id == first.id and second.instructions is None
-    third = client.responses.create(
-        model="tiny", input=[{"role": "user", "content": "x"}], previous_response_id=second.id, max_output_tokens=1
-    )
+    third = client.responses.create(model="tiny", input="x", previous_response_id=second.id, max_output_tokens=1)
     listed = client.responses.input_items.list(third.id, order="asc")
     roles = [item.role for item in listed]  # type: ignore[union-attr]
     assert roles == ["user", "assistant", "user", "assistant", "user"]
@@ -378,8 +326,8 @@ def test_a_worker_that_stores_nothing_says_so(tmp_path: Any) -> None:
     with start_worker(tmp_path, server={"max_stored_responses": 0}) as w:
         answer = w.post(PATH, {"input": "hi", "max_output_tokens": 1}).json()
         assert answer["store"] is False and w.http.get(f"{PATH}/{answer['id']}").status_code == 404
-        refused = w.post(PATH, {"input": "hi", "previous_response_id": answer["id"]})
-        assert refused.status_code == 400 and "--max-stored-responses" in refused.json()["error"]["message"]
+        error = w.error(PATH, {"input": "hi", "previous_response_id": answer["id"]})
+        assert "--max-stored-responses" in error["message"]
 
 
 def test_a_routers_history_comes_before_the_input(worker: Worker) -> None:
@@ -398,19 +346,14 @@ TEXT_FORMAT = {"type": "json_schema", "name": "x", "schema": {"type": "object"}}
     ("more", "message"),
     [
         ({"tools": [{"type": "web_search"}]}, "'web_search' is not supported: this server runs no tools of its own"),
-        (
-            {"background": True},
-            "background: is not supported by this server; leave it out; the answer comes while the client waits",
-        ),
+        ({"background": True}, "background: is not supported by this server; leave it out; the answer comes while"),
         ({"max_tokens": 5}, "use max_output_tokens"),
         ({"max_output_tokens": 100_000}, "in the input"),
         ({"tools": [{"type": "function", "name": "no space"}]}, r"tools[0].name: must be 1 to 64"),
     ],
 )
 def test_a_refusal_speaks_of_the_bodys_own_fields(worker: Worker, more: dict[str, Any], message: str) -> None:
-    """All wrong fields: tests/hostile/wrong_responses.py."""
-    answer = worker.post(PATH, {"input": "x", **more})
-    assert answer.status_code == 400 and message in answer.json()["error"]["message"], answer.text
+    assert message in worker.error(PATH, {"input": "x", **more})["message"]
 
 
 @pytest.mark.parametrize(
@@ -431,16 +374,8 @@ def test_paths_below_a_response_are_known_or_not(worker: Worker) -> None:
 
 
 def test_fields_of_chat_reach_the_engine(worker: Worker) -> None:
-    body = {
-        "input": "x",
-        "max_output_tokens": 7,
-        "temperature": 0.5,
-        "top_p": 0.25,
-        "top_k": 3,
-        "seed": 5,
-        "min_tokens": 2,
-    }
-    answer = worker.post(PATH, {**body, "text": {"format": TEXT_FORMAT}, "priority": 3}).json()
+    body = {"input": "x", "max_output_tokens": 7, "temperature": 0.5, "top_p": 0.25, "top_k": 3, "seed": 5}
+    answer = worker.post(PATH, {**body, "min_tokens": 2, "text": {"format": TEXT_FORMAT}, "priority": 3}).json()
     request = worker.scheduler.seen[-1]
     sampling = request.sampling
     assert (sampling.max_new_tokens, sampling.temperature, sampling.top_p, sampling.top_k) == (7, 0.5, 0.25, 3)

@@ -11,15 +11,7 @@ from engine.frontend.apis.chat.calls import call_ids
 from engine.frontend.apis.chat.reading import reading_of
 from engine.text.call_formats import CALL_FORMATS
 from engine.text.reasoning import HARMONY, REASONING_FORMATS, opening_of
-from tests.frontend.answers import (
-    APIS,
-    FIRST,
-    LAST,
-    RESULT,
-    Said,
-    anthropic_blocks,
-    openai_message,
-)
+from tests.frontend.answers import APIS, FIRST, LAST, RESULT, Said, anthropic_blocks, openai_message
 from tests.frontend.rendering import chat_body, rendered, template_of
 from tests.text.chat_templates import SHAPES
 
@@ -60,7 +52,7 @@ PIECES = 7  # characters of a chunk
 
 
 def said(
-    parser: str, reasoning: str | None, template: str, *, text: str = "", cut: int | None = None, **more: Any
+    parser: str, reasoning: str | None, template: str, text: str = "", cut: int | None = None, **more: Any
 ) -> Said:
     body = chat_body([{"role": "user", "content": FIRST}], **{"tools": TOOLS, **more})
     format = REASONING_FORMATS.get(reasoning or "")
@@ -91,6 +83,11 @@ def sent_back(answer: Any, api: str, template: str) -> str:
     return "".join(rendered(template_of(SHAPES[template].source), body))
 
 
+def has_both(prompt: str) -> bool:
+    """Both calls are in it, each once, and their results."""
+    return prompt.count("uno") == prompt.count("dos") == 1 and prompt.count(RESULT) == 2
+
+
 def pairs() -> Iterator[tuple[str, str | None]]:
     """Parsers of calls with those of reasoning, one of each format; gpt-oss' channels hold both."""
     formats = {format: name for name, format in REASONING_FORMATS.items()}
@@ -112,7 +109,7 @@ def test_an_answer_goes_back_whole_and_streamed(api: str, parser: str) -> None:
         for size in (0, PIECES):
             answer = APIS[api].answer(said(parser, reasoning, template), size)
             prompt = sent_back(answer, api, template)
-            assert prompt.count("uno") == prompt.count("dos") == 1 and prompt.count(RESULT) == 2, (reasoning, prompt)
+            assert has_both(prompt), (reasoning, prompt)
             assert FIRST in prompt and LAST in prompt and "None" not in prompt
             if reasoning is not None and "reasoning_content" in SHAPES[template].source:
                 assert prompt.count(THOUGHT) == 1, prompt
@@ -138,7 +135,7 @@ def test_an_answer_goes_through_any_template(parser: str, template: str) -> None
     reasoning = "gpt-oss" if parser == "gpt-oss" else "qwen3"
     for api in APIS:
         prompt = sent_back(APIS[api].answer(said(parser, reasoning, template), 0), api, template)
-        assert prompt.count("uno") == prompt.count("dos") == 1 and prompt.count(RESULT) == 2, prompt
+        assert has_both(prompt), prompt
 
 
 @pytest.mark.parametrize("api", APIS)
@@ -149,7 +146,7 @@ def test_forced_calls_go_back(api: str, parser: str) -> None:
     for size in (0, PIECES):
         forced = said(parser, None, template, text=ARRAY, tool_choice="required")
         prompt = sent_back(APIS[api].answer(forced, size), api, template)
-        assert prompt.count("uno") == prompt.count("dos") == 1 and prompt.count(RESULT) == 2, prompt
+        assert has_both(prompt), prompt
         if parser == "kimi_k2" and api != "ollama":
             assert "functions.add:0" in prompt and "functions.look_up:1" in prompt
 
@@ -164,29 +161,18 @@ def test_ids_are_those_that_the_models_write() -> None:
             more = {"tool_choice": "required"} if text else {}
             for size in (0, PIECES):
                 calls = openai_message(said(parser, None, FAMILY[parser], text=text, **more), size)["tool_calls"]
-                assert len({call["id"] for call in calls}) == 2 and all(
-                    re.fullmatch(pattern, call["id"]) for call in calls
-                )
+                assert len({call["id"] for call in calls}) == 2
+                assert all(re.fullmatch(pattern, call["id"]) for call in calls)
 
 
 def test_a_custom_call_goes_back() -> None:
     custom = {"type": "custom", "custom": {"name": "run"}}
-    answer = openai_message(
-        said(
-            "qwen25",
-            None,
-            "qwen 3",
-            text='[{"name": "run", "parameters": {"input": "ls"}}]',
-            tools=[custom],
-            tool_choice="required",
-        ),
-        0,
-    )
+    text = '[{"name": "run", "parameters": {"input": "ls"}}]'
+    answer = openai_message(said("qwen25", None, "qwen 3", text, tools=[custom], tool_choice="required"), 0)
     assert answer["tool_calls"][0]["custom"] == {"name": "run", "input": "ls"}
     assert '{"input": "ls"}' in sent_back(answer, "openai", "qwen 3")
 
 
 def test_an_answer_without_its_thinking_goes_back() -> None:
-    """It may hold nothing, if it ended there."""
     hidden = anthropic_blocks(said("qwen25", "qwen3", "qwen 3", cut=12), 0, shows_thinking=False)
     assert hidden == [] and LAST in sent_back(hidden, "anthropic", "qwen 3")

@@ -1,5 +1,7 @@
 """Routes of a worker beside its APIs: SageMaker's, the version; slashes, HEAD, unknown paths; pages of allowed origins."""
 
+import gzip
+import json
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -11,36 +13,12 @@ from engine.frontend.routes import ROUTES
 from service.http.unserved_routes import UNSERVED
 from tests.frontend.conftest import Worker, start_worker
 
-ANYWHERE = {
-    *(
-        "/generate",
-        "/v1/completions",
-        "/v1/chat/completions",
-        "/v1/embeddings",
-        "/encode",
-        "/v1/score",
-        "/v1/rerank",
-        "/rerank",
-        "/v2/rerank",
-        "/score",
-        "/classify",
-        "/v1/classify",
-        "/v1/messages",
-        "/api/chat",
-        "/api/generate",
-    ),
-    *(
-        "/invocations",
-        "/v1/messages/count_tokens",
-        "/tokenize",
-        "/v1/tokenize",
-        "/detokenize",
-        "/v1/detokenize",
-        "/v1/completions/render",
-        "/v1/chat/completions/render",
-        "/liveness",
-    ),
-}
+PATHS = (
+    "/generate /v1/completions /v1/chat/completions /v1/embeddings /encode /v1/score /v1/rerank /rerank /v2/rerank "
+    "/score /classify /v1/classify /v1/messages /api/chat /api/generate /invocations /v1/messages/count_tokens "
+    "/tokenize /v1/tokenize /detokenize /v1/detokenize /v1/completions/render /v1/chat/completions/render /liveness"
+)
+ANYWHERE = set(PATHS.split())
 PAGE = "http://page.example"
 ASKS = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
 
@@ -65,18 +43,15 @@ def test_an_invocation_is_answered_by_the_api_of_its_body(worker: Worker, body: 
 
 def test_an_invocation_of_no_api_is_refused(worker: Worker) -> None:
     for body in ({}, {"model": "m"}, []):
-        refused = worker.post("/invocations", body)
-        assert refused.status_code == 400 and refused.json()["error"]["type"] == "invalid_request_error"
-    wrong = worker.post("/invocations", {"messages": [], "prompt": "a"})  # it is a chat
-    assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "messages"
+        assert worker.error("/invocations", body)["type"] == "invalid_request_error"
+    assert worker.error("/invocations", {"messages": [], "prompt": "a"})["param"] == "messages"  # it is a chat
 
 
 def test_a_route_that_needs_another_model_says_which_and_what_is_here(worker: Worker) -> None:
     for path, head in UNSERVED.items():
         for end in ("", "/"):
-            refused = worker.post(path + end, {"model": "m", "query": "a", "documents": ["b"]})
-            error = refused.json()["error"]
-            assert refused.status_code == 404 and error["code"] == "model_has_no_head"
+            error = worker.error(path + end, {"model": "m", "query": "a", "documents": ["b"]}, 404)
+            assert error["code"] == "model_has_no_head"
             assert error["message"].startswith(f"{path} needs a ") and head.instead in error["message"]
         assert worker.http.get(path).status_code == 405
     assert not UNSERVED.keys() & worker.http.get("/openapi.json").json()["paths"].keys()
@@ -93,6 +68,25 @@ def test_a_route_that_needs_another_model_says_which_and_what_is_here(worker: Wo
 )
 def test_scores(logprobs: list[float], chances: list[float], softmax: list[float]) -> None:
     assert probabilities(logprobs) == pytest.approx(chances) and shares(logprobs) == pytest.approx(softmax)
+
+
+def test_wrong_places_and_methods_are_errors_of_openai(worker: Worker) -> None:
+    for method, path, status in (
+        ("GET", "/nowhere", 404), ("GET", "/v1/completions", 405), ("DELETE", "/v1/models", 405),
+        ("GET", "/v1/models/other", 404), ("POST", "/v1/nowhere", 404), ("PATCH", "/generate", 405),
+    ):  # fmt: skip
+        answer = worker.http.request(method, path)
+        error = answer.json()["error"]
+        assert answer.status_code == status and error["message"] and error["type"] == "invalid_request_error"
+        assert set(error) == {"message", "type", "param", "code"}
+    assert worker.error("/v1/completions", {"model": "gpt-4", "prompt": "a"}, 404)["code"] == "model_not_found"
+
+
+def test_a_compressed_body_is_served(worker: Worker) -> None:
+    good = gzip.compress(json.dumps({"prompt": "fine", "max_tokens": 5}).encode())
+    headers = {"Content-Encoding": "gzip", "Content-Type": "application/json"}
+    answer = worker.http.post("/v1/completions", content=good, headers=headers)
+    assert answer.status_code == 200 and answer.json()["choices"][0]["text"] == "fine"
 
 
 def test_ping_and_version(worker: Worker) -> None:

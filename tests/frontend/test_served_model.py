@@ -21,7 +21,6 @@ def test_is_embedding_takes_the_head_away(tmp_path: Path) -> None:
 def test_a_decode_worker_refuses_what_generates_nothing(tmp_path: Path) -> None:
     config = EngineConfig(model_path=make_embedding_model(tmp_path, bare=True))
     assert load_served_model(config, mode="prefill").head.kind == "nothing"
-    with pytest.raises(
-        ConfigError, match=r"--disaggregation-mode decode: the model of .* generates nothing.*tandem up --unified"
-    ):
+    says = r"--disaggregation-mode decode: the model of .* generates nothing.*tandem up --unified"
+    with pytest.raises(ConfigError, match=says):
         load_served_model(config, mode="decode")

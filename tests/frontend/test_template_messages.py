@@ -47,10 +47,8 @@ def test_no_word_vanishes_whichever_way_it_comes(name: str) -> None:
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_system_prompt_in_parts_is_its_text(name: str) -> None:
     """Some templates that loop over a user's parts write the system's content as it is."""
-    whole, parts = (
-        prompt_of(SHAPES[name].source, [{"role": "system", "content": content}, *talk()])
-        for content in ("Be kind.", [part("Be kind.")])
-    )
+    systems = [{"role": "system", "content": content} for content in ("Be kind.", [part("Be kind.")])]
+    whole, parts = (prompt_of(SHAPES[name].source, [system, *talk()]) for system in systems)
     assert whole == parts and "{'type'" not in parts
 
 
@@ -70,15 +68,9 @@ def test_a_template_of_strings_gets_parts_in_lines() -> None:
     assert "hi \nx<|im_end|>" in prompt_of(SHAPES["chatml"].source, messages)
 
 
-# ---- null, refusals
-
-
 def null(**more: Any) -> list[dict[str, Any]]:
-    return [
-        {"role": "user", "content": "a"},
-        {"role": "assistant", "content": None, **more},
-        {"role": "user", "content": "b"},
-    ]
+    user, other = ({"role": "user", "content": text} for text in "ab")
+    return [user, {"role": "assistant", "content": None, **more}, other]
 
 
 CALL: dict[str, Any] = {"id": "addabcdef", "type": "function", "function": {"name": "add", "arguments": '{"a": "uno"}'}}
@@ -113,11 +105,8 @@ def test_null_beside_calls_is_null_where_a_template_asks_for_it() -> None:
 
 
 def test_a_part_may_be_a_refusal() -> None:
-    refusal = {"type": "refusal", "refusal": "I will not."}
-    for name in ("chatml", "llava 1.5"):
-        assert "I will not." in prompt_of(
-            SHAPES[name].source, [*null()[:1], {"role": "assistant", "content": [refusal]}]
-        )
+    messages = open_turn([{"type": "refusal", "refusal": "I will not."}])
+    assert all("I will not." in prompt_of(SHAPES[name].source, messages) for name in ("chatml", "llava 1.5"))
 
 
 @pytest.mark.parametrize("role", ["system", "developer", "user"])
@@ -131,16 +120,14 @@ def test_an_audio_is_refused_by_name() -> None:
         chat_body([{"role": "user", "content": "a"}, {"role": "assistant", "audio": {"id": "x"}}])
 
 
-# ---- calls and their results
+def result_of(id: str, content: Any) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": id, "content": content}
 
 
 @pytest.mark.parametrize("name", WITH_TOOLS)
 @pytest.mark.parametrize("content", [None, "", "I look."])
 def test_calls_and_results_are_in_the_prompt(name: str, content: str | None) -> None:
-    result = {"role": "tool", "tool_call_id": "addabcdef", "content": "due"}
-    text = prompt_of(
-        SHAPES[name].source, [talk()[0], {"role": "assistant", "content": content, "tool_calls": [CALL]}, result]
-    )
+    text = prompt_of(SHAPES[name].source, [*open_turn(content, tool_calls=[CALL]), result_of("addabcdef", "due")])
     assert "add" in text and "uno" in text and "due" in text and "None" not in text and "{'" not in text
     assert (content or "") in text or name in ("llama 3.1", "mistral 7b v0.3"), "these write calls alone"
 
@@ -148,31 +135,24 @@ def test_calls_and_results_are_in_the_prompt(name: str, content: str | None) -> 
 @pytest.mark.parametrize("name", WITH_TOOLS)
 @pytest.mark.parametrize("result", [None, [part("due")]])
 def test_results_are_null_or_parts(name: str, result: Any) -> None:
-    messages = [
-        talk()[0],
-        *null(tool_calls=[CALL])[1:2],
-        {"role": "tool", "tool_call_id": "addabcdef", "content": result},
-    ]
+    messages = [*open_turn(None, tool_calls=[CALL]), result_of("addabcdef", result)]
     text = prompt_of(SHAPES[name].source, messages)
     assert "None" not in text and "{'" not in text and ("due" in text) == bool(result)
 
 
 @pytest.mark.parametrize("name", WITH_TOOLS)
 def test_two_calls_and_their_results(name: str) -> None:
-    """Of templates that take one call a message too."""
     calls = [{**CALL, "id": f"{word}123456", "function": {"name": word, "arguments": "{}"}} for word in ("one", "two")]
-    results = [{"role": "tool", "tool_call_id": call["id"], "content": f"is {call['id'][:3]}"} for call in calls]
-    text = prompt_of(SHAPES[name].source, [talk()[0], *null(tool_calls=calls)[1:2], *results, talk()[2]])
+    results = [result_of(call["id"], f"is {call['id'][:3]}") for call in calls]
+    text = prompt_of(SHAPES[name].source, [*open_turn(None, tool_calls=calls), *results, talk()[2]])
     assert [text.count(said) for said in ("is one", "is two", "third")] == [1, 1, 1], text
     assert text.index("one") < text.index("is one") and text.index("two") < text.index("is two") < text.index("third")
 
 
 def test_results_of_no_call_stay_in_their_order() -> None:
     calls = [{**CALL, "id": id} for id in ("one", "two")]
-    results = [
-        {"role": "tool", "tool_call_id": id, "content": f"[{id}{n}]"} for n, id in enumerate(("two", "x", "two", "one"))
-    ]
-    text = prompt_of(SHAPES["llama 3.1"].source, [talk()[0], {"role": "assistant", "tool_calls": calls}, *results])
+    results = [result_of(id, f"[{id}{n}]") for n, id in enumerate(("two", "x", "two", "one"))]
+    text = prompt_of(SHAPES["llama 3.1"].source, [*open_turn(None, tool_calls=calls), *results])
     assert re.findall(r"\[(\w+)\]|parameters", text) == ["", "one3", "", "two0", "x1", "two2"]
 
 
@@ -186,21 +166,15 @@ def test_results_without_ids_answer_calls_in_their_order() -> None:
 
 @pytest.mark.parametrize("name", WITH_TOOLS)
 def test_calls_without_ids_and_of_openais_first_api(name: str) -> None:
-    function = CALL["function"]
-    nameless = [
-        talk()[0],
-        {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": function}]},
-        {"role": "tool", "name": "add", "content": "due"},
-    ]
-    first = [nameless[0], {"role": "assistant", "content": None, "function_call": function}, nameless[2]]
-    texts = {prompt_of(SHAPES[name].source, messages) for messages in (nameless, first)}
+    function, result = CALL["function"], {"role": "tool", "name": "add", "content": "due"}
+    ways: list[Any] = [{"tool_calls": [{"type": "function", "function": function}]}, {"function_call": function}]
+    texts = {prompt_of(SHAPES[name].source, [*open_turn(None, **way), result]) for way in ways}
     assert len(texts) == 1 and all("uno" in text and "due" in text for text in texts)
 
 
 def test_ids_of_other_servers_are_shortened_where_a_template_demands_it() -> None:
     calls = [{**CALL, "id": f"call_{n}" * 8} for n in (1, 2)]
-    results = [{"role": "tool", "tool_call_id": call["id"], "content": "due"} for call in calls]
-    messages = [talk()[0], {"role": "assistant", "tool_calls": calls}, *results]
+    messages = [*open_turn(None, tool_calls=calls), *(result_of(call["id"], "due") for call in calls)]
     text = prompt_of(SHAPES["mistral 7b v0.3"].source, messages)
     assert [text.count(short_id(call["id"])) for call in calls] == [2, 2] and short_id("abcdefghi") == "abcdefghi"
     assert calls[0]["id"] in prompt_of(SHAPES["kimi k2"].source, messages), "elsewhere they go as they came"
@@ -223,9 +197,6 @@ def test_ids_are_of_the_style_of_parser_and_template(parser: str | None, shape: 
     assert [mint("add", 0), mint("sub", 1)] == ids
 
 
-# ---- reasoning, other fields
-
-
 @pytest.mark.parametrize("given", ["reasoning_content", "reasoning"])
 def test_a_reasoning_has_all_names_of_templates(given: str) -> None:
     messages = chat_body(null(**{given: "hm"})).messages
@@ -235,12 +206,9 @@ def test_a_reasoning_has_all_names_of_templates(given: str) -> None:
 
 
 def test_gpt_oss_gets_no_thinking_beside_content_and_calls() -> None:
-    both = {"role": "assistant", "content": "I add.", "reasoning": "hm", "tool_calls": [CALL]}
-    assert "I add." in prompt_of(SHAPES["gpt-oss"].source, [talk()[0], both])
-    assert "hm<|end|>" in prompt_of(SHAPES["gpt-oss"].source, [talk()[0], both | {"content": None}])
-
-
-# ---- a last message that goes on
+    for content, shown in (("I add.", "I add."), (None, "hm<|end|>")):
+        messages = open_turn(content, reasoning="hm", tool_calls=[CALL])
+        assert shown in prompt_of(SHAPES["gpt-oss"].source, messages)
 
 
 def open_turn(content: Any, **more: Any) -> list[dict[str, Any]]:

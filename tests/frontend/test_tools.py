@@ -4,7 +4,6 @@ The stand-in's model repeats its prompt, so a prompt that holds a call makes an 
 """
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,24 +27,13 @@ from engine.frontend.apis.chat.tools import (
     template_tools,
 )
 from engine.frontend.apis.shared.constraints import Constraint
+from engine.sampling_params import SamplingParams
 from engine.text.call_formats import GLM45, KIMI_K2, LLAMA3, LLAMA4, PYTHONIC, QWEN3_CODER, QWEN25
 from service.http.errors import ApiError
-from tests.frontend.conftest import TEMPLATE, Worker, start_worker, write_checkpoint
+from tests.frontend.conftest import CALL, TOOL, Worker, start_worker
 
 CHAT = "/v1/chat/completions"
-TOOL: dict[str, Any] = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
-CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 PROMPT = f"<|user|>{CALL}<|assistant|>"
-
-
-@pytest.fixture(scope="module")
-def qwen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
-    folder = tmp_path_factory.mktemp("qwen")
-    named = write_checkpoint(folder / "tiny") / "additional_chat_templates"
-    named.mkdir()
-    (named / "tool_use.jinja").write_text(TEMPLATE.replace("== 'tool'", "== 'nobody'"))
-    with start_worker(folder, engine={"tool_call_parser": "qwen25"}) as w:
-        yield w
 
 
 def body(**more: Any) -> dict[str, Any]:
@@ -79,8 +67,7 @@ def test_tools_are_shown_by_the_template_for_them(qwen: Worker) -> None:
     messages = [{"role": "user", "content": "a"}, {"role": "tool", "content": "b"}]
     assert qwen.post(CHAT, body(messages=messages)).status_code == 200
     for more in ({"tools": None}, {"tool_choice": "none"}):
-        answer = qwen.post(CHAT, body(messages=messages, **more))
-        assert answer.status_code == 400 and "no tools here" in answer.json()["error"]["message"]
+        assert "no tools here" in qwen.error(CHAT, body(messages=messages, **more))["message"]
 
 
 def test_ids_are_of_the_parsers_style_in_each_api(tmp_path: Path) -> None:
@@ -114,9 +101,8 @@ def test_without_a_parser_the_text_stays_text(worker: Worker) -> None:
 
 
 def test_auto_by_name_needs_a_parser(worker: Worker) -> None:
-    answer = worker.post(CHAT, body(tool_choice="auto"))
-    assert answer.status_code == 400 and answer.json()["error"]["param"] == "tool_choice"
-    assert "--tool-call-parser" in answer.json()["error"]["message"]
+    error = worker.error(CHAT, body(tool_choice="auto"))
+    assert error["param"] == "tool_choice" and "--tool-call-parser" in error["message"]
     assert worker.post(CHAT, body(tool_choice="auto", tools=None)).status_code == 200
 
 
@@ -143,22 +129,19 @@ def test_a_call_cut_by_length_says_so(qwen: Worker) -> None:
 
 
 def test_what_the_engine_is_asked_for(qwen: Worker) -> None:
-    qwen.post(CHAT, body(tool_choice="required", max_tokens=3))
-    request = qwen.scheduler.seen[-1]
-    assert request.grammar_field == "tools" and request.sampling.json_schema is not None
-    assert json.loads(request.sampling.json_schema)["minItems"] == 1
-    qwen.post(CHAT, body(tools=None, max_tokens=3, response_format={"type": "json_object"}))
-    request = qwen.scheduler.seen[-1]
-    assert request.grammar_field == "response_format" and request.sampling.json_schema == '{"type": "object"}'
-    qwen.post("/generate", {"text": "x", "sampling_params": {"json_schema": {"type": "null"}, "max_new_tokens": 1}})
-    request = qwen.scheduler.seen[-1]
-    assert request.grammar_field == "sampling_params.json_schema"
-    assert request.sampling.json_schema == '{"type": "null"}'
-    qwen.post(CHAT, body(max_tokens=3))
-    assert qwen.scheduler.seen[-1].sampling.grammar is None
+    def asked(path: str = CHAT, **more: Any) -> tuple[str, SamplingParams]:
+        (request,) = qwen.sent(path, more if path != CHAT else body(max_tokens=3, **more))
+        return request.grammar_field, request.sampling
+
+    field, sampling = asked(tool_choice="required")
+    assert field == "tools" and json.loads(sampling.json_schema or "")["minItems"] == 1
+    field, sampling = asked(tools=None, response_format={"type": "json_object"})
+    assert (field, sampling.json_schema) == ("response_format", '{"type": "object"}')
+    field, sampling = asked("/generate", text="x", sampling_params={"json_schema": {"type": "null"}})
+    assert (field, sampling.json_schema) == ("sampling_params.json_schema", '{"type": "null"}')
+    assert asked()[1].grammar is None
     strict = {"type": "function", "function": {**TOOL["function"], "strict": True}}
-    qwen.post(CHAT, body(tools=[strict], max_tokens=3))
-    assert "<tool_call>" in (qwen.scheduler.seen[-1].sampling.structural_tag or "")
+    assert "<tool_call>" in (asked(tools=[strict])[1].structural_tag or "")
 
 
 def chat(**more: Any) -> ChatBody:
@@ -195,32 +178,22 @@ def test_definitions_of_functions_move_to_the_root_under_their_names() -> None:
 
 TREE: dict[str, Any] = {"type": "object", "properties": {"kid": {"$ref": "#"}}}
 MOVED = {"f": {"type": "object", "properties": {"kid": {"$ref": "#/$defs/f"}}}}
-ASKED: dict[str, dict[str, Any]] = {
-    CHAT: {
-        "messages": [{"role": "user", "content": "x"}],
-        "tools": [{"type": "function", "function": {"name": "f", "parameters": TREE}}],
-        "tool_choice": {"type": "function", "function": {"name": "f"}},
-    },
-    "/v1/messages": {
-        "model": "default",
-        "messages": [{"role": "user", "content": "x"}],
-        "tools": [{"name": "f", "input_schema": TREE}],
-        "tool_choice": {"type": "tool", "name": "f"},
-    },
-    "/v1/responses": {
-        "input": "x",
-        "tools": [{"type": "function", "name": "f", "parameters": TREE}],
-        "tool_choice": {"type": "function", "name": "f"},
-    },
-}
+SAYS_X: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 16}
+FORCED: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = [
+    (CHAT, SAYS_X, {"type": "function", "function": {"name": "f", "parameters": TREE}},
+     {"type": "function", "function": {"name": "f"}}),
+    ("/v1/messages", {**SAYS_X, "model": "default"}, {"name": "f", "input_schema": TREE}, {"type": "tool", "name": "f"}),
+    ("/v1/responses", {"input": "x", "max_output_tokens": 16}, {"type": "function", "name": "f", "parameters": TREE},
+     {"type": "function", "name": "f"}),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("path", ASKED)
-def test_a_forced_tool_of_each_api_brings_its_references_along(qwen: Worker, path: str) -> None:
-    limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
-    answer = qwen.post(path, {**ASKED[path], limit: 16})
-    assert answer.status_code == 200, answer.text
-    schema = json.loads(qwen.scheduler.seen[-1].sampling.json_schema or "")
+@pytest.mark.parametrize(("path", "asked", "tool", "choice"), FORCED)
+def test_a_forced_tool_of_each_api_brings_its_references_along(
+    qwen: Worker, path: str, asked: dict[str, Any], tool: dict[str, Any], choice: dict[str, Any]
+) -> None:
+    (request,) = qwen.sent(path, {**asked, "tools": [tool], "tool_choice": choice})
+    schema = json.loads(request.sampling.json_schema or "")
     assert schema["$defs"] == MOVED
     assert schema["items"]["anyOf"][0]["properties"]["parameters"] == {"$ref": "#/$defs/f"}
 
@@ -228,10 +201,8 @@ def test_a_forced_tool_of_each_api_brings_its_references_along(qwen: Worker, pat
 def test_allowed_tools_leave_the_others_to_the_template() -> None:
     tools = [Tool(function=ToolFunction(name=name)) for name in ("f", "g")]
     for mode, is_forced in (("required", True), ("auto", False)):
-        choice = ToolChoice(
-            type="allowed_tools",
-            allowed_tools=AllowedTools(mode=mode, tools=[ToolChoice(function=ChosenFunction(name="g"))]),
-        )
+        allowed = AllowedTools(mode=mode, tools=[ToolChoice(function=ChosenFunction(name="g"))])
+        choice = ToolChoice(type="allowed_tools", allowed_tools=allowed)
         body = chat(tools=tools, tool_choice=choice)
         assert list(reading_of(body, reasoning=None, tool_parser="qwen25").functions) == ["g"]
         constraint = chat_constraint(body, QWEN25)
@@ -265,9 +236,8 @@ def test_an_input_that_length_cuts_is_shown_as_far_as_it_came(qwen: Worker, cut:
 
 
 def test_a_reader_sees_the_opener_that_may_stand_without_its_section() -> None:
-    markers = reading_of(
-        chat(tools=[Tool(function=ToolFunction(name="f"))]), reasoning=None, tool_parser="kimi_k2"
-    ).markers
+    tools = [Tool(function=ToolFunction(name="f"))]
+    markers = reading_of(chat(tools=tools), reasoning=None, tool_parser="kimi_k2").markers
     assert markers == ["<|tool_calls_section_begin|>", "<|tool_call_begin|>"]
 
 
@@ -285,9 +255,8 @@ def test_what_a_custom_tool_is_for_the_model() -> None:
     assert parameters["properties"]["input"]["pattern"] == "^(?:[a-z]+|x)$"
     said = [{"id": "1", "type": "custom", "custom": {"name": "run", "input": "ls"}}]
     (message,) = template_messages([ChatMessage(role="assistant", tool_calls=said)])
-    assert message["tool_calls"] == [
-        {"id": "1", "type": "function", "function": {"name": "run", "arguments": {"input": "ls"}}}
-    ]
+    (call,) = message["tool_calls"]
+    assert call == {"id": "1", "type": "function", "function": {"name": "run", "arguments": {"input": "ls"}}}
 
 
 REGEX = CustomFormat(type="grammar", grammar=CustomGrammar(syntax="regex", definition="a+"))
@@ -304,21 +273,16 @@ LARK = {"type": "grammar", "grammar": {"syntax": "lark", "definition": "start: /
         ({"tools": [{"type": "custom", "custom": {"name": "a", "format": LARK}}]}, "format.grammar.syntax: only regex"),
         ({"tools": [{"type": "custom", "custom": {"name": "a", "format": {"type": "x"}}}]}, "custom.format: must be"),
         ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.allowed_tools: is missing"),
-        (
-            {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}},
-            "tool_choice.allowed_tools.tools: must not be empty",
-        ),
-        (
-            {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "all", "tools": []}}},
-            "tool_choice.allowed_tools.mode: must be auto or required",
-        ),
+        ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}},
+         "tool_choice.allowed_tools.tools: must not be empty"),
+        ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "all", "tools": []}}},
+         "tool_choice.allowed_tools.mode: must be auto or required"),
         ({"tool_choice": {"type": "custom", "custom": {"name": "no"}}}, "tool_choice: 'no' is not among tools"),
         ({"tool_choice": {"type": "x", "function": {"name": "add"}}}, "tool_choice.type: 'x' is not one of"),
     ],
-)
+)  # fmt: skip
 def test_a_wrong_tool_or_choice_is_named(worker: Worker, more: dict[str, Any], says: str) -> None:
-    answer = worker.post(CHAT, body(**more))
-    assert answer.status_code == 400 and says in answer.json()["error"]["message"]
+    assert says in worker.error(CHAT, body(**more))["message"]
 
 
 @pytest.mark.parametrize("format", [QWEN25, LLAMA3])

@@ -15,28 +15,16 @@ def ids(text: str) -> list[int]:
     return byte_tokenizer().encode(text, add_special_tokens=False)
 
 
-def sampling_of(worker: Worker, path: str, body: dict[str, Any]) -> Any:
-    answer = worker.post(path, body)
-    assert answer.status_code == 200, answer.text
-    return worker.scheduler.seen[-1].sampling
-
-
-SCHEMA = {"type": "object"}
+SCHEMA, ANY_OBJECT = {"type": "object"}, GrammarSpec("json_schema", '{"type": "object"}')
 CONSTRAINTS: list[tuple[dict[str, Any], GrammarSpec]] = [
-    ({"structured_outputs": {"json": SCHEMA}}, GrammarSpec("json_schema", '{"type": "object"}')),
+    ({"structured_outputs": {"json": SCHEMA}}, ANY_OBJECT),
     ({"structured_outputs": {"json": '{"a": 1}'}}, GrammarSpec("json_schema", '{"a": 1}')),
-    (
-        {"structured_outputs": {"json_object": True, "disable_any_whitespace": False}},
-        GrammarSpec("json_schema", '{"type": "object"}'),
-    ),
+    ({"structured_outputs": {"json_object": True, "disable_any_whitespace": False}}, ANY_OBJECT),
     ({"structured_outputs": {"regex": "a+"}}, GrammarSpec("regex", "a+")),
-    (
-        {"structured_outputs": {"choice": ["a.b", "c|d", "\u00e9 x"]}},
-        GrammarSpec("regex", r"(a\.b)|(c\|d)|(" + "\u00e9 x)"),
-    ),
+    ({"structured_outputs": {"choice": ["a.b", "c|d", "é x"]}}, GrammarSpec("regex", r"(a\.b)|(c\|d)|(é x)")),
     ({"structured_outputs": {"grammar": "start: /a/"}}, GrammarSpec("ebnf", "start: /a/")),
     ({"structured_outputs": {"structural_tag": {"triggers": []}}}, GrammarSpec("structural_tag", '{"triggers": []}')),
-    ({"guided_json": SCHEMA}, GrammarSpec("json_schema", '{"type": "object"}')),
+    ({"guided_json": SCHEMA}, ANY_OBJECT),
     ({"guided_regex": "a+"}, GrammarSpec("regex", "a+")),
     ({"guided_choice": ["yes", "no"]}, GrammarSpec("regex", "(yes)|(no)")),
     ({"guided_grammar": 'root ::= "a"'}, GrammarSpec("ebnf", 'root ::= "a"')),
@@ -45,11 +33,30 @@ CONSTRAINTS: list[tuple[dict[str, Any], GrammarSpec]] = [
 
 @pytest.mark.parametrize(("wish", "spec"), CONSTRAINTS)
 def test_vllms_constraints(worker: Worker, wish: dict[str, Any], spec: GrammarSpec) -> None:
-    assert sampling_of(worker, "/v1/completions", {**COMPLETE, **wish}).grammar == spec
-    assert sampling_of(worker, "/v1/chat/completions", {**CHAT, **wish}).grammar == spec
+    assert worker.sent("/v1/completions", {**COMPLETE, **wish})[0].sampling.grammar == spec
+    assert worker.sent("/v1/chat/completions", {**CHAT, **wish})[0].sampling.grammar == spec
     (name, inner), *_ = wish.items()
     field = f"{name}.{next(iter(inner))}" if name == "structured_outputs" else name
     assert worker.scheduler.seen[-1].grammar_field == field, "errors name what the client wrote"
+
+
+ONE = {"sampling_params": {"max_new_tokens": 1}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "namespaces"),
+    [
+        ("/generate", {"text": "a", **ONE}, [()]),
+        ("/generate", {"text": "a", "extra_key": "k", **ONE}, [("k",)]),
+        ("/generate", {"text": ["a", "b"], "extra_key": "k", "cache_salt": ["s", ""], **ONE}, [("s", "k"), ("k",)]),
+        ("/generate", {"text": ["a", "b"], "extra_key": [None, "k"], **ONE}, [(), ("k",)]),
+        ("/v1/completions", {"prompt": ["a", "b"], "cache_salt": ["s", "t"], "n": 2}, [("s",)] * 2 + [("t",)] * 2),
+        ("/v1/chat/completions", {**CHAT, "cache_salt": "s", "extra_key": "k"}, [("s", "k")]),
+        ("/v1/chat/completions", {**CHAT, "cache_salt": None}, [()]),
+    ],
+)
+def test_the_namespace_of_each_sample(worker: Worker, path: str, body: dict[str, Any], namespaces: list[Any]) -> None:
+    assert [request.namespace for request in worker.sent(path, body)] == namespaces
 
 
 def test_rules_of_tokens(worker: Worker) -> None:
@@ -57,10 +64,10 @@ def test_rules_of_tokens(worker: Worker) -> None:
     expected = ((5, 6), tuple(tuple(ids(text)) for text in ("ab", " ab", "c", " c")))
     native = {"text": "x", "sampling_params": {**rules, "max_new_tokens": 1}}
     for path, body in (("/v1/completions", {**COMPLETE, **rules}), ("/generate", native)):
-        sampling = sampling_of(worker, path, body)
+        sampling = worker.sent(path, body)[0].sampling
         assert (sampling.allowed_token_ids, sampling.bad_token_ids) == expected
-    plain = sampling_of(worker, "/v1/completions", {**COMPLETE, "bad_words": [], "allowed_token_ids": None})
-    assert not plain.has_token_rules
+    (plain,) = worker.sent("/v1/completions", {**COMPLETE, "bad_words": [], "allowed_token_ids": None})
+    assert not plain.sampling.has_token_rules
 
 
 @pytest.mark.parametrize(
@@ -94,5 +101,5 @@ def test_token_ids_of_a_chat(worker: Worker) -> None:
 
 def test_hidden_states_need_the_servers_flag(worker: Worker) -> None:
     for path, body in (("/v1/completions", COMPLETE), ("/v1/chat/completions", CHAT)):
-        error = worker.post(path, {**body, "return_hidden_states": True}).json()["error"]
+        error = worker.error(path, {**body, "return_hidden_states": True})
         assert error["param"] == "return_hidden_states" and "--enable-return-hidden-states" in error["message"]

@@ -10,9 +10,8 @@ from typing import Any
 
 import tokenizers
 from PIL import Image
-from tokenizers import decoders, models, pre_tokenizers
 
-from tests.frontend.conftest import CONTEXT
+from tests.frontend.conftest import SIZES, byte_backend
 
 START, END, IMAGE, VIDEO = 257, 258, 259, 260
 NAMES = ("<s>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
@@ -23,57 +22,23 @@ TEMPLATE = (
     "<|vision_start|><|video_pad|><|vision_end|>{% else %}{{ p['text'] }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-TEXT = {
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-    "vocab_size": 270,
-    "max_position_embeddings": CONTEXT,
-    "rms_norm_eps": 1e-6,
-    "eos_token_id": 256,
-}
-TOKENS = {
-    "image_token_id": IMAGE,
-    "video_token_id": VIDEO,
-    "vision_start_token_id": START,
-    "vision_end_token_id": END,
-}
+TEXT = {**SIZES, "vocab_size": 270}
+TOKENS = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START, "vision_end_token_id": END}
 _ROPE = {"mrope_section": [2, 1, 1], "type": "default"}
 _QWEN = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 16}
 CONFIGS: dict[str, dict[str, Any]] = {
-    "qwen2.5": {
-        "architectures": ["Qwen2_5_VLForConditionalGeneration"],
-        "model_type": "qwen2_5_vl",
+    "qwen2.5": {"architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl",
         "text_config": {**TEXT, "model_type": "qwen2_5_vl_text", "rope_scaling": _ROPE},
-        "vision_config": {**_QWEN, "patch_size": 14, "fullatt_block_indexes": [0], "tokens_per_second": 2},
-        **TOKENS,
-    },
-    "qwen3": {
-        "architectures": ["Qwen3VLForConditionalGeneration"],
-        "model_type": "qwen3_vl",
+        "vision_config": {**_QWEN, "patch_size": 14, "fullatt_block_indexes": [0], "tokens_per_second": 2}, **TOKENS},
+    "qwen3": {"architectures": ["Qwen3VLForConditionalGeneration"], "model_type": "qwen3_vl",
         "text_config": {**TEXT, "model_type": "qwen3_vl_text", "rope_scaling": _ROPE},
         "vision_config": {**_QWEN, "patch_size": 14, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
-        **TOKENS,
-    },
-    "llava": {
-        "architectures": ["LlavaForConditionalGeneration"],
-        "model_type": "llava",
-        "text_config": {**TEXT, "model_type": "llama"},
-        "vision_config": {
-            "hidden_size": 16,
-            "intermediate_size": 16,
-            "num_attention_heads": 2,
-            "num_hidden_layers": 2,
-            "image_size": 56,
-            "patch_size": 14,
-            "model_type": "clip_vision_model",
-        },
-        "image_token_index": IMAGE,
-    },
-}
+        **TOKENS},
+    "llava": {"architectures": ["LlavaForConditionalGeneration"], "model_type": "llava",
+        "text_config": {**TEXT, "model_type": "llama"}, "vision_config": {**{"hidden_size": 16, "intermediate_size": 16,
+        "num_attention_heads": 2, "num_hidden_layers": 2}, **{"image_size": 56, "patch_size": 14,
+        "model_type": "clip_vision_model"}}, "image_token_index": IMAGE},
+}  # fmt: skip
 PROCESSORS: dict[str, dict[str, Any]] = {
     "qwen2.5": {"min_pixels": 4 * FACTOR**2, "max_pixels": 64 * FACTOR**2},
     "qwen3": {"size": {"shortest_edge": 4 * FACTOR**2, "longest_edge": 64 * FACTOR**2}, "patch_size": 14},
@@ -83,12 +48,7 @@ PROCESSORS: dict[str, dict[str, Any]] = {
 
 @cache
 def tokenizer() -> tokenizers.Tokenizer:
-    vocab = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    backend = tokenizers.Tokenizer(models.BPE(vocab, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(list(NAMES))
-    return backend
+    return byte_backend(*NAMES)
 
 
 def write_vision_checkpoint(folder: Path, family: str = "qwen2.5", *, template: str = TEMPLATE) -> Path:

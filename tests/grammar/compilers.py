@@ -3,14 +3,50 @@
 from collections.abc import Callable
 from typing import Any
 
+from engine.core.hooks import Grammar
 from engine.grammar.compiler import GrammarCompiler
 from engine.grammar.queue import Compiler
-from engine.sampling_params import GrammarSpec
+from engine.grammar.reasoning import ReasoningGates
+from engine.sampling_params import GrammarSpec, ReasoningGate
 from engine.text.tokenizer import Tokenizer
+from tests.frontend.conftest import byte_tokenizer
 from tests.grammar.second_opinion import XgrammarCompiler
 
 VOCAB_SIZE, EOS = 260, 256  # of the tokenizer of bytes
+END = "</think>"
 COMPILERS: dict[str, Callable[..., Compiler]] = {"llguidance": GrammarCompiler, "xgrammar": XgrammarCompiler}
+
+
+def ids_of(text: str) -> tuple[int, ...]:
+    return tuple(byte_tokenizer().encode(text, add_special_tokens=False))
+
+
+def ours(regex: str) -> Grammar:
+    """The state of a regex, by the product's compiler."""
+    return compiler_of("llguidance", byte_tokenizer()).compile(GrammarSpec("regex", regex))()
+
+
+def gate(opening: str = "open", *, budget: int | None = None, start: str = "<think>") -> ReasoningGate:
+    return ReasoningGate(start=start, end=END, forced=END, opening=opening, budget=budget)
+
+
+def gates() -> ReasoningGates:
+    return ReasoningGates(byte_tokenizer(), vocab_size=VOCAB_SIZE)
+
+
+def in_mask(mask: bytes, size: int = VOCAB_SIZE) -> list[int]:
+    assert len(mask) == 4 * -(-VOCAB_SIZE // 32) or size != VOCAB_SIZE
+    return [token for token in range(size) if mask[token // 8] >> token % 8 & 1]
+
+
+def next_of(grammar: Grammar) -> str:
+    """The characters that may come next, in order; "*" for all."""
+    ids = in_mask(grammar.bitmask())
+    return "*" if len(ids) == VOCAB_SIZE else "".join(sorted(byte_tokenizer().decode(ids, skip_special_tokens=False)))
+
+
+def say(grammar: Grammar, text: str) -> bool:
+    return all(map(grammar.accept, ids_of(text)))
 
 
 def compiler_of(name: str, tokenizer: Tokenizer, **options: Any) -> Compiler:
@@ -21,10 +57,8 @@ def accepts(compiler: Compiler, tokenizer: Tokenizer, spec: GrammarSpec, text: s
     """Whether `text` and then the end may be said, token by token, each allowed by the mask before it."""
     state = compiler.compile(spec)()
     for token in tokenizer.encode(text, add_special_tokens=False):
-        mask = state.bitmask()
-        assert len(mask) == 4 * -(-VOCAB_SIZE // 32)
-        allowed = bool(mask[token // 8] >> token % 8 & 1)
+        allowed = token in in_mask(state.bitmask())
         assert state.accept(token) == allowed
         if not allowed:
             return False
-    return state.ended or bool(state.bitmask()[EOS // 8] >> EOS % 8 & 1)
+    return state.ended or EOS in in_mask(state.bitmask())

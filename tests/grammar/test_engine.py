@@ -126,7 +126,6 @@ WAYS = {
 def test_tokens_do_not_depend_on_depth_or_batch(
     checkpoint: str, compiler: Compiler, reference: EngineInProcess, way: str
 ) -> None:
-    """Plain requests beside the constrained ones too."""
     engine = run(checkpoint, compiler, **WAYS[way])
     assert engine.tokens == reference.tokens
     assert (engine.parts.scheduler.counters.deferred_samples > 0) == way.startswith("depth-2")

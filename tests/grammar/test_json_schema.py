@@ -9,6 +9,7 @@ from engine.grammar.json_schema import closed, with_additional
 A: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}}
 B: dict[str, Any] = {"properties": {"b": {}}}
 CLOSED_A: dict[str, Any] = {**A, "additionalProperties": False}
+REF_X = {"$ref": "#/$defs/X"}
 CLOSED_B: dict[str, Any] = {**B, "additionalProperties": False}
 
 
@@ -23,10 +24,7 @@ CLOSED_B: dict[str, Any] = {**B, "additionalProperties": False}
         ({"anyOf": [A, {"type": "null"}]}, {"anyOf": [CLOSED_A, {"type": "null"}]}),
         ({"allOf": [A]}, {"allOf": [CLOSED_A]}),
         ({"$defs": {"X": A}, "$ref": "#/$defs/X"}, {"$defs": {"X": CLOSED_A}, "$ref": "#/$defs/X"}),
-        (
-            {"$defs": {"X": A}, "allOf": [{"$ref": "#/$defs/X"}]},
-            {"$defs": {"X": CLOSED_A}, "allOf": [{"$ref": "#/$defs/X"}]},
-        ),
+        ({"$defs": {"X": A}, "allOf": [REF_X]}, {"$defs": {"X": CLOSED_A}, "allOf": [REF_X]}),
     ],
 )
 def test_what_is_closed(schema: Any, expected: Any) -> None:

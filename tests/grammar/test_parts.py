@@ -16,7 +16,7 @@ from engine.text.tokenizer import Tokenizer, load_tokenizer
 from tests.core.engine_in_a_test import EngineInATest
 from tests.core.hash_model import expected_tokens
 from tests.frontend.conftest import byte_tokenizer
-from tests.grammar.compilers import COMPILERS, accepts, compiler_of
+from tests.grammar.compilers import COMPILERS, accepts, compiler_of, ids_of, in_mask
 from tests.grammar.fixed import Fixed
 
 CPU = torch.device("cpu")
@@ -136,26 +136,12 @@ def test_a_number_of_any_length_stands_in_a_tag(compiler: Compiler, tokenizer: T
 
 
 def test_special_tokens_stand_in_tags(tokenizer: Tokenizer) -> None:
-    """As a trigger and within its texts."""
     compiler = compiler_of("llguidance", tokenizer, eos_ids=[257])
-    encode = tokenizer.encode
-    for begin, ids in (
-        ("<s>!", [256, *encode("!", add_special_tokens=False)]),
-        ("!<s>", [*encode("!", add_special_tokens=False), 256]),
-    ):
-        tag = {
-            "triggers": [begin[:3] if begin[0] == "<" else "!"],
-            "structures": [{"begin": begin, "schema": {"type": "integer"}, "end": "<s>."}],
-        }
-        spec = GrammarSpec("structural_tag", json.dumps(tag))
+    for begin, trigger, ids in (("<s>!", "<s>", [256, *ids_of("!")]), ("!<s>", "!", [*ids_of("!"), 256])):
+        structure = {"begin": begin, "schema": {"type": "integer"}, "end": "<s>."}
+        spec = GrammarSpec("structural_tag", json.dumps({"triggers": [trigger], "structures": [structure]}))
         state = compiler.compile(spec)()
-        for token in [
-            *encode("ab", add_special_tokens=False),
-            *ids,
-            *encode("42", add_special_tokens=False),
-            256,
-            *encode(".", add_special_tokens=False),
-        ]:
+        for token in (*ids_of("ab"), *ids, *ids_of("42"), 256, *ids_of(".")):
             assert state.accept(token), state.problem
         wrong = compiler.compile(spec)()
         assert all(wrong.accept(token) for token in ids) and not wrong.accept(256)
@@ -190,16 +176,14 @@ def test_a_vocabulary_that_cannot_write_json_says_so(shipped: tuple[Compiler, To
 
 
 def test_forced_text_is_written_with_tokens_that_say_just_that(shipped: tuple[Compiler, Tokenizer]) -> None:
-    """Word by word, although the tokenizer alone would drop the space before the first."""
     compiler, tokenizer = shipped
     mask = compiler.compile(GrammarSpec("regex", " v9[0-9]"))().bitmask()
-    words = [tokenizer.token_text(t) for t in range(528) if mask[t // 8] >> t % 8 & 1]
+    words = [tokenizer.token_text(t) for t in in_mask(mask, 528)]
     assert words == [f" v9{i}" for i in range(10)]
     state = compiler.compile(GrammarSpec("ebnf", 'start: " v42 k03"'))()
     tokens = tokenizer.encode("v42 k03", add_special_tokens=False)
     for token in tokens:
-        mask = state.bitmask()
-        assert [t for t in range(528) if mask[t // 8] >> t % 8 & 1] == [token]
+        assert in_mask(state.bitmask(), 528) == [token]
         assert state.accept(token), state.problem
     assert state.ended
     dead_end = compiler.compile(GrammarSpec("regex", "( v[0-9]+Q)"))()
@@ -215,9 +199,8 @@ def test_whitespace_between_the_parts_of_json_is_a_choice(tokenizer: Tokenizer, 
 
 
 PARAMETERS = '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}'
-TAG = json.dumps(
-    {"triggers": ["<f>"], "structures": [{"begin": "<f>", "schema": json.loads(PARAMETERS), "end": "</f>"}]}
-)
+STRUCTURE = {"begin": "<f>", "schema": json.loads(PARAMETERS), "end": "</f>"}
+TAG = json.dumps({"triggers": ["<f>"], "structures": [STRUCTURE]})
 PLACES = {"schema": ("json_schema", PARAMETERS, "OBJECT"), "tag": ("structural_tag", TAG, "<f>OBJECT</f>")}
 
 

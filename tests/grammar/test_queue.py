@@ -106,8 +106,7 @@ def test_a_grammar_that_does_not_compile_is_reported_and_remembered(rig: Rig, so
         rig.add(rid, source)
         rig.settle()
         finish = rig.refused[rid]
-        assert (finish.kind, finish.status, finish.field) == ("abort", 400, "regex")
-        assert finish.message == says
+        assert (finish.kind, finish.status, finish.field, finish.message) == ("abort", 400, "regex", says)
     assert rig.compiler.compiled == [source] and rig.ready == []
 
 
@@ -122,8 +121,7 @@ def test_the_cache_is_bounded_and_the_least_recently_used_goes() -> None:
 def test_an_abort_ends_the_wait(rig: Rig) -> None:
     rig.add("slow", "slow")
     rig.take(rig.queue.abort("slow"))
-    finish = rig.refused["slow"]
-    assert finish.kind == "abort" and finish.status == 0
+    assert (rig.refused["slow"].kind, rig.refused["slow"].status) == ("abort", 0)
     assert rig.queue.rids() == [] and rig.queue.abort("slow") == []
     rig.compiler.gate.set()
     rig.poll()
@@ -134,15 +132,13 @@ def test_the_queue_is_bounded_and_names_are_unique() -> None:
     rig = Rig(max_waiting=1)
     rig.add("a", "slow")
     rig.add("b", "x")
-    finish = rig.refused["b"]
-    assert finish.status == 503
+    assert rig.refused["b"].status == 503
     rig.compiler.gate.set()
     rig.settle()
     rig = Rig()
     rig.add("a", "slow")
     rig.add("a", "x")
-    finish = rig.refused["a"]
-    assert finish.field == "rid" and rig.queue.rids() == ["a"]
+    assert rig.refused["a"].field == "rid" and rig.queue.rids() == ["a"]
     rig.compiler.gate.set()
 
 

@@ -43,12 +43,9 @@ RIGHT: dict[str, dict[str, Any]] = {
     "a chain": having("#/$defs/A", **{"$defs": {"A": {"allOf": [{"$ref": "#/$defs/B"}]}, "B": E}}),
     "a property named $ref": having("#/properties/$ref", properties={"$ref": E, "k": {"$ref": "#/properties/$ref"}}),
     "of the whole": {"$ref": "#/$defs/A", "$defs": {"A": having("#/$defs/K"), "K": E}},
-    "two alike": having(
-        "#/$defs/K",
-        properties={"k": {"$ref": "#/$defs/K"}, "z": {"$ref": "#/definitions/K"}},
-        **{"$defs": {"K": E}, "definitions": {"K": {"type": "integer"}}},
-    ),
-}
+    "two alike": having("#/$defs/K", properties={"k": {"$ref": "#/$defs/K"}, "z": {"$ref": "#/definitions/K"}},
+        **{"$defs": {"K": E}, "definitions": {"K": {"type": "integer"}}}),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -96,12 +93,9 @@ TREE = {"type": "object", "properties": {"v": E, "kids": {"type": "array", "item
 
 def test_a_schema_may_hold_itself(compiler: Compiler, tokenizer: Tokenizer) -> None:
     for way, (spec, text) in ways(TREE).items():
-        for value, fits in (
-            ('{"v": "hot", "kids": [{"v": "cold", "kids": []}]}', True),
-            ('{"v": "hot", "kids": [{"n', False),
-        ):
-            right = text.replace("VALUE", value) if fits else text.partition("VALUE")[0] + value
-            assert accepts(compiler, tokenizer, spec, right) == fits, way
+        good = text.replace("VALUE", '{"v": "hot", "kids": [{"v": "cold", "kids": []}]}')
+        bad = text.partition("VALUE")[0] + '{"v": "hot", "kids": [{"n'
+        assert accepts(compiler, tokenizer, spec, good) and not accepts(compiler, tokenizer, spec, bad), way
 
 
 def test_functions_with_the_same_names_keep_their_own_definitions(compiler: Compiler, tokenizer: Tokenizer) -> None:

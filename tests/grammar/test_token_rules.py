@@ -8,17 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.core.hooks import Grammar
-from engine.grammar.compiler import GrammarCompiler
-from engine.grammar.queue import Compiler, GrammarQueue
-from engine.grammar.reasoning import ReasoningGates
+from engine.grammar.queue import GrammarQueue
 from engine.grammar.token_rules import NO_TOKEN, TokenRules, rules_of
 from engine.sampling_params import InvalidParam, ReasoningGate, SamplingParams, check_sampling_params
 from tests.core.engine_in_a_test import request_of
 from tests.core.proof.cycle_grammar import CycleGrammar
 from tests.e2e.cluster import wait_until
 from tests.frontend.conftest import byte_tokenizer
+from tests.grammar.compilers import END, EOS, VOCAB_SIZE, compiler_of, gate, gates, ids_of, in_mask, next_of, say
 
-EOS = 256
 VOCAB = 37  # not a multiple of a word
 
 
@@ -28,7 +26,7 @@ def rules(allowed: tuple[int, ...] = (), bad: tuple[tuple[int, ...], ...] = ()) 
 
 def tokens_of(mask: bytes) -> set[int]:
     assert len(mask) == 8
-    return {t for t in range(64) if mask[t // 8] >> t % 8 & 1}
+    return set(in_mask(mask, 64))
 
 
 @settings(max_examples=100)
@@ -59,29 +57,14 @@ def test_rules_yield_to_the_forced_end_of_the_reasoning() -> None:
     assert not both.accept(0) and both.problem == inner.problem != ""
 
 
-@pytest.fixture
-def compiler() -> Compiler:
-    return GrammarCompiler(byte_tokenizer(), vocab_size=260, eos_ids=[EOS])
-
-
 def ruled(
-    compiler: Compiler,
-    regex: str,
-    *,
-    allowed: str = "",
-    bad: tuple[str, ...] = (),
-    reasoning: ReasoningGate | None = None,
+    regex: str, *, allowed: str = "", bad: tuple[str, ...] = (), reasoning: ReasoningGate | None = None
 ) -> tuple[Grammar | None, str]:
     """The state that a request gets, or the message of its refusal."""
-    gates = ReasoningGates(byte_tokenizer(), vocab_size=260)
-    queue = GrammarQueue(compiler, gates=gates, vocab_size=260, eos_ids=[EOS])
-    request = request_of(
-        [1],
-        regex=regex,
-        reasoning=reasoning,
-        allowed_token_ids=ids_of(allowed),
-        bad_token_ids=tuple(map(ids_of, bad)),
-    )
+    compiler = compiler_of("llguidance", byte_tokenizer())
+    queue = GrammarQueue(compiler, gates=gates(), vocab_size=VOCAB_SIZE, eos_ids=[EOS])
+    rule: dict[str, Any] = {"allowed_token_ids": ids_of(allowed), "bad_token_ids": tuple(map(ids_of, bad))}
+    request = request_of([1], regex=regex, reasoning=reasoning, **rule)
     assert queue.add(request, field="regex", now_s=0.0) == []
 
     def is_decided() -> bool:
@@ -95,61 +78,45 @@ def ruled(
     return request.grammar, "".join(refusals)
 
 
-def state_of(compiler: Compiler, regex: str, **rule: Any) -> Grammar:
-    grammar, refusal = ruled(compiler, regex, **rule)
+def state_of(regex: str, **rule: Any) -> Grammar:
+    grammar, refusal = ruled(regex, **rule)
     assert grammar is not None and not refusal
     return grammar
 
 
-def ids_of(text: str) -> tuple[int, ...]:
-    return tuple(byte_tokenizer().encode(text, add_special_tokens=False))
-
-
-def next_of(grammar: Grammar) -> str:
-    mask = grammar.bitmask()
-    ids = [t for t in range(260) if mask[t // 8] >> t % 8 & 1]
-    return "".join(sorted(byte_tokenizer().decode(ids, skip_special_tokens=False)))
-
-
-def say(grammar: Grammar, text: str) -> bool:
-    return all(map(grammar.accept, ids_of(text)))
-
-
-def test_a_grammar_and_rules_leave_what_both_allow(compiler: Compiler) -> None:
-    grammar = state_of(compiler, "[a-f]+;", allowed="abx;", bad=("ab",))
+def test_a_grammar_and_rules_leave_what_both_allow() -> None:
+    grammar = state_of("[a-f]+;", allowed="abx;", bad=("ab",))
     assert next_of(grammar) == "ab" and say(grammar, "a")
     assert next_of(grammar) == ";a" and not grammar.ended and say(grammar, ";")
     assert grammar.ended and not grammar.problem
 
 
-def test_an_answer_ends_where_the_grammar_may_end_and_the_rules_leave_nothing_else(compiler: Compiler) -> None:
-    grammar = state_of(compiler, "ab*", allowed="a")
+def test_an_answer_ends_where_the_grammar_may_end_and_the_rules_leave_nothing_else() -> None:
+    grammar = state_of("ab*", allowed="a")
     assert not grammar.ended and say(grammar, "a")
     assert grammar.ended and not grammar.problem
-    grammar = state_of(compiler, "ab*", allowed="ab")
+    grammar = state_of("ab*", allowed="ab")
     assert say(grammar, "a") and next_of(grammar) == "b"
 
 
-def test_an_answer_is_refused_where_grammar_and_rules_leave_nothing(compiler: Compiler) -> None:
-    grammar = state_of(compiler, "abc", allowed="ac")
+def test_an_answer_is_refused_where_grammar_and_rules_leave_nothing() -> None:
+    grammar = state_of("abc", allowed="ac")
     assert say(grammar, "a") and not grammar.ended
     assert next_of(grammar) == "b"  # a token comes
     assert not say(grammar, "b") and "bad_words leave no token" in grammar.problem
-    _, refusal = ruled(compiler, "abc", bad=("a",))
+    _, refusal = ruled("abc", bad=("a",))
     assert refusal == f"regex: {NO_TOKEN}"
 
 
-def test_rules_hold_in_the_reasoning_and_in_the_constrained_answer_behind_it(compiler: Compiler) -> None:
-    end = "</think>"
-    gate = ReasoningGate(start="<think>", end=end, forced=end, opening="open", budget=2)
-    grammar = state_of(compiler, "[a-f]c", bad=("z", "<", "b", "bc"), reasoning=gate)
+def test_rules_hold_in_the_reasoning_and_in_the_constrained_answer_behind_it() -> None:
+    grammar = state_of("[a-f]c", bad=("z", "<", "b", "bc"), reasoning=gate(budget=2))
     assert "z" not in next_of(grammar) and say(grammar, "x") and say(grammar, "y")
-    for character in end:
+    for character in END:
         assert next_of(grammar) == character and say(grammar, character)
     assert next_of(grammar) == "acdef" and say(grammar, "a")
     assert next_of(grammar) == "c" and say(grammar, "c") and grammar.ended
-    grammar = state_of(compiler, "[a-f]z", bad=("z",), reasoning=gate)
-    assert say(grammar, "xy" + end + "a")
+    grammar = state_of("[a-f]z", bad=("z",), reasoning=gate(budget=2))
+    assert say(grammar, "xy" + END + "a")
     assert not grammar.ended and not say(grammar, "z") and grammar.problem == NO_TOKEN
 
 

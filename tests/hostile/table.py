@@ -49,22 +49,18 @@ def post(path: str, body: bytes | dict[str, Any], *headers: tuple[bytes, bytes])
 
 # Those that refuse nothing are sent together; one that may refuse a request is sent alone, else it would hide the others.
 HEADERS: tuple[tuple[str, ...], ...] = (
-    (
-        *("X-Request-Id", "X-Tandem-Sibling", "X-Cluster-Auth", "X-Cluster-Challenge", "X-Cluster-Voucher"),
-        *("Authorization", "x-api-key", "traceparent", "tracestate", "X-Session-Id", "X-SMG-Routing-Key", "Expect"),
-        *("Accept", "Accept-Encoding", "Referer", "Cookie", "User-Agent", "Range", "Forwarded", "If-None-Match"),
-        *("X-Forwarded-For", "X-Forwarded-Host"),
-    ),
+    (*("X-Request-Id", "X-Tandem-Sibling", "X-Cluster-Auth", "X-Cluster-Challenge", "X-Cluster-Voucher"),
+     *("Authorization", "x-api-key", "traceparent", "tracestate", "X-Session-Id", "X-SMG-Routing-Key", "Expect"),
+     *("Accept", "Accept-Encoding", "Referer", "Cookie", "User-Agent", "Range", "Forwarded", "If-None-Match"),
+     *("X-Forwarded-For", "X-Forwarded-Host")),
     *((name,) for name in ("x-request-timeout", "x-envoy-expected-rq-timeout-ms", "x-priority", "x-slo-ttft-ms")),
     *((name,) for name in ("x-slo-itl-ms", "Host", "Origin", "Sec-Fetch-Site")),
     # of routers to workers
     ("X-Tandem-Frames", "X-Tandem-Keep", "X-Tandem-Prefix-Source", "X-Tandem-Image-Encoders", "X-Tandem-No-Beats"),
     *((name,) for name in ("X-Tandem-Resume", "x-data-parallel-rank", "Last-Event-ID")),
-    *(
-        (name,)
-        for name in ("Content-Type", "Content-Encoding", "Content-Length", "Transfer-Encoding", "Connection", "Upgrade")
-    ),
-)
+    *((name,) for name in ("Content-Type", "Content-Encoding", "Content-Length", "Transfer-Encoding", "Connection",
+        "Upgrade")),
+)  # fmt: skip
 HEADER_VALUES: dict[str, bytes] = {
     "empty": b"",
     "not-utf-8": b"\xff\xfe",

@@ -9,8 +9,10 @@ import contextlib
 import json
 import random
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -57,7 +59,6 @@ def _beside(doors: Doors) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def well_after(doors: Doors) -> Iterator[None]:
-    """Each server answers those who watch it."""
     yield
     for door in SERVERS:
         watch(doors, door)
@@ -65,7 +66,12 @@ def well_after(doors: Doors) -> Iterator[None]:
 
 def watch(doors: Doors, door: str) -> None:
     """What probes, scrapers and people look at is there."""
-    for method, path, body in watched(door):
+    routes: list[tuple[str, str, object]] = [("GET", "/health", None), ("GET", "/metrics", None)]
+    if door != "bootstrap":
+        routes += [("POST", "/traces", {"last": 64}), ("GET", "/v1/models", None)]
+    if door in ROUTERS:
+        routes += [("GET", "/dashboard/state", None), ("GET", "/workers", None)]
+    for method, path, body in routes:
         answer = doors.http.request(method, doors.urls[door] + path, json=body)
         assert answer.status_code == 200, (door, path, answer.text[:500])
 
@@ -94,15 +100,6 @@ def beside(urls: Mapping[str, str]) -> Iterator[None]:
         assert asked.result() > 0
 
 
-def watched(door: str) -> list[tuple[str, str, object]]:
-    routes: list[tuple[str, str, object]] = [("GET", "/health", None), ("GET", "/metrics", None)]
-    if door != "bootstrap":
-        routes += [("POST", "/traces", {"last": 64}), ("GET", "/v1/models", None)]
-    if door in ROUTERS:
-        routes += [("GET", "/dashboard/state", None), ("GET", "/workers", None)]
-    return routes
-
-
 def kind_of(door: str) -> str:
     return "router" if door in ROUTERS else "worker" if door in WORKERS else "bootstrap"
 
@@ -121,12 +118,10 @@ def test_hostile_headers(doors: Doors, door: str) -> None:
     if door in ("prefill", "decode"):  # they read headers as the unified worker does
         values = {kind: values[kind] for kind in table.BYTES_IN_HEADERS}
     for names in table.HEADERS:
+        most = None if len(names) == 1 else 300
         cases = {
-            f"{names[0]}: {kind} at {call.target.decode()}": Call(
-                call.method,
-                call.target,
-                call.body,
-                tuple((name.encode(), value if len(names) == 1 else value[:300]) for name in names),
+            f"{names[0]}: {kind} at {call.target.decode()}": replace(
+                call, headers=tuple((n.encode(), value[:most]) for n in names)
             )
             for kind, value in values.items()
             for call in good_calls(door)
@@ -237,10 +232,16 @@ def test_wrong_values_and_lone_surrogates(doors: Doors, door: str) -> None:
     assert wrong(doors.play(door, cases), is_refusal) == {}
 
 
+def not_named(
+    doors: Doors, door: str, wrong: Sequence[tuple[str, Any, str]], named: Callable[[Answer, str], bool]
+) -> Any:
+    cases = {f"{path} {field} {i}": (post(path, body), field) for i, (path, body, field) in enumerate(wrong)}
+    answers = doors.play(door, {name: call for name, (call, _) in cases.items()})
+    return {name: a.body[:300] for name, a in answers.items() if not named(a, cases[name][1])}
+
+
 def test_wrong_values_through_a_router_are_named(doors: Doors) -> None:
-    cases = {f"{path} {field} {i}": (post(path, body), field) for i, (path, body, field) in enumerate(wrong_values())}
-    answers = doors.play("router", {name: call for name, (call, _) in cases.items()})
-    assert {name: a.body[:300] for name, a in answers.items() if not mentions(a, cases[name][1])} == {}
+    assert not_named(doors, "router", wrong_values(), mentions) == {}
 
 
 def mentions(answer: Answer, field: str) -> bool:
@@ -251,19 +252,15 @@ def mentions(answer: Answer, field: str) -> bool:
 
 
 def test_wrong_fields_are_named(doors: Doors) -> None:
-    """And nothing of them reaches the engine."""
-    cases = {f"{path} {field} {i}": (post(path, body), field) for i, (path, body, field) in enumerate(ALL_WRONG_FIELDS)}
     seen = len(doors.alone.scheduler.seen)
-    answers = doors.play("unified", {name: call for name, (call, _) in cases.items()})
-    assert {name: a.body[:300] for name, a in answers.items() if not names_field(a, cases[name][1])} == {}
+    assert not_named(doors, "unified", ALL_WRONG_FIELDS, names_field) == {}
     assert len(doors.alone.scheduler.seen) == seen
 
 
 @pytest.mark.parametrize("door", [*ROUTERS, "prefill", "decode"])
 def test_wrong_fields_fail_nothing(doors: Doors, door: str) -> None:
     """The model differs there, and with it what is wrong."""
-    cases = {f"{path} {field} {i}": post(path, body) for i, (path, body, field) in enumerate(ALL_WRONG_FIELDS)}
-    assert wrong(doors.play(door, cases), is_no_failure) == {}
+    assert not_named(doors, door, ALL_WRONG_FIELDS, lambda answer, field: is_no_failure(answer)) == {}
 
 
 @pytest.mark.parametrize("door", [*ROUTERS, *WORKERS])
@@ -285,9 +282,6 @@ def test_bytes_that_are_no_http(doors: Doors, door: str) -> None:
     with ThreadPoolExecutor(AT_A_TIME) as pool:
         answers = dict(zip(table.BYTES, pool.map(said, table.BYTES.values()), strict=True))
     assert wrong(answers, lambda a: a.status == 0 or 400 <= a.status < 500) == {}
-
-
-# ---- the control plane
 
 
 def counted(doors: Doors) -> float:

@@ -49,11 +49,7 @@ def served_after(doors: Doors) -> Iterator[None]:
     doors.serve_well()
 
 
-# ---- HTTP
-
-
 def assert_refused(answer: httpx.Response, *statuses: int) -> None:
-    """An error in OpenAI's shape."""
     assert answer.status_code in (statuses or (400,)), (answer.status_code, answer.text[:500])
     error = answer.json()["error"]
     assert error["message"] and error["type"] == "invalid_request_error", error
@@ -74,7 +70,6 @@ def test_half_open_requests_stop_no_other(doors: Doors) -> None:
 
 
 def test_an_unread_answer_stops_no_other(doors: Doors) -> None:
-    """A client that asks for much and reads nothing."""
     body = {**PROMPT, "stream": True, "sampling_params": {"max_new_tokens": 2000, "ignore_eos": True}}
     sent = post(GENERATE, body).head(b"127.0.0.1")
     with contextlib.ExitStack() as stack:
@@ -85,9 +80,6 @@ def test_an_unread_answer_stops_no_other(doors: Doors) -> None:
         rng = random.Random(4)
         fine, wanted = recall_body(rng, 30, max_new_tokens=4)
         assert asyncio.run(generate_all(doors.urls["router"], [fine]))[0]["output_ids"] == wanted
-
-
-# ---- rooms
 
 
 @pytest.mark.parametrize("door", ["prefill", "decode"])
@@ -124,9 +116,6 @@ def _live_requests(url: str) -> float:
     return float(httpx.get(f"{url}/check").json()["gauges"]["live"]) + sum(
         httpx.get(f"{url}/check").json()["queues"].values()
     )
-
-
-# ---- meeting places that are dead or lie
 
 
 def test_dead_bootstrap_hosts_fail_in_bounded_time_and_slow_no_request(doors: Doors) -> None:
@@ -225,9 +214,6 @@ def _false_rows(said: Message, me: str, *, odd: bool) -> list[bytes]:
     given, size = len(said.pages) // 4, ROW.itemsize
     rows = [(4, MAX_ROW_BYTES + 1), (3, size), (4, size - 1)] if odd else [(4, size)]
     return [encode(Status(me, said.src, said.room, 0, state, given, "", 0, bytes(n))) for state, n in rows]
-
-
-# ---- control plane
 
 
 @pytest.mark.parametrize("name", table.LAYOUTS)

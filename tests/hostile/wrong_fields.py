@@ -13,6 +13,7 @@ NO_PARAMETERS: dict[str, Any] = {"function": {"name": "f", "parameters": []}}
 BY_SCHEMA = {"type": "json_schema"}
 IMAGE = [{"type": "image_url", "image_url": {"url": "x"}}]
 USER = [{"role": "user", "content": "x"}]
+SPACED = {"regex": "a", "whitespace_pattern": " "}
 
 # (path, fields, the field to name), for the worker of tests/frontend: its tokenizer has 260 tokens, its context is CONTEXT
 # Fields of a chat beside its messages, or these; then fields of other bodies.
@@ -23,10 +24,7 @@ CHAT_FIELDS: list[tuple[str, list[Any]]] = [
     ("temperature", [-0.1, "hot"]),
     ("top_p", [0, 1.1]),
     ("top_k", [0]),
-    ("min_p", [-1]),
-    ("frequency_penalty", [3]),
-    ("presence_penalty", [-3]),
-    ("repetition_penalty", [0]),
+    *(("min_p", [-1]), ("frequency_penalty", [3]), ("presence_penalty", [-3]), ("repetition_penalty", [0])),
     ("n", [0, 129, 10**12, True]),
     ("seed", [2**63, "x"]),
     ("stop", [["x"] * 33, "", "x" * 2000, ["x" * 10_000_000]]),
@@ -34,19 +32,11 @@ CHAT_FIELDS: list[tuple[str, list[Any]]] = [
     ("no_stop_trim", ["yes"]),
     ("stop_token_ids", [[-1], [260]]),
     ("logit_bias", [{"5": 101}, {"999999": 1}, {"x": 1}]),
-    ("top_logprobs", [3]),
-    ("logprobs", [3]),
-    ("stream", ["yes"]),
-    ("stream_options", [{"include_usage": True}]),
+    *(("top_logprobs", [3]), ("logprobs", [3]), ("stream", ["yes"]), ("stream_options", [{"include_usage": True}])),
     ("tools", [[TOOL, TOOL], [{"function": {"name": f"f{i}"}} for i in range(200)]]),
-    ("functions", [[{"name": "f"}]]),
-    ("tool_choice", ["required"]),
-    ("json_schema", [" "]),
+    *(("functions", [[{"name": "f"}]]), ("tool_choice", ["required"]), ("json_schema", [" "]), ("model", [5])),
     ("regex", [5, "a" * (256 * 1024 + 1)]),
-    ("modalities", [["audio"]]),
-    ("custom_logit_processor", ["gASV"]),
-    ("model", [5]),
-    ("rid", ["x" * 300]),
+    *(("modalities", [["audio"]]), ("custom_logit_processor", ["gASV"]), ("rid", ["x" * 300])),
     ("allowed_token_ids", [[], [-1], [260], "a"]),
     ("bad_words", [[""], [" "], ["x" * 8193], "a", ["a"] * 2049, [f"w{i}" for i in range(1500)]]),
     ("include_stop_str_in_output", ["yes"]),
@@ -56,10 +46,7 @@ CHAT_FIELDS: list[tuple[str, list[Any]]] = [
     ("guided_json", [5, ""]),
     ("return_token_ids", ["yes"]),
     ("return_hidden_states", [True, "last", 5]),
-    ("chat_template", ["{{ 1 }}"]),
-    ("documents", [[{"text": "x"}]]),
-    ("echo", [True]),
-    ("input_ids", [[1]]),
+    *(("chat_template", ["{{ 1 }}"]), ("documents", [[{"text": "x"}]]), ("echo", [True]), ("input_ids", [[1]])),
     ("prompt_logprobs", [0, 5]),
     ("truncate_prompt_tokens", [0, 5, -1]),
     ("length_penalty", [0, 1.5]),
@@ -72,11 +59,8 @@ PROMPTS: list[Any] = [
     *(None, "", [], ["a", ""], [[]], ["a", 1], ["a", [1]], [260], [-1], [10**30], {"a": 1}, [1] * CONTEXT)
 ]
 WRONG_FIELDS: list[tuple[str, dict[str, Any], str]] = [
-    *(
-        (CHAT, {"messages": USER, "max_tokens": 2, field: value}, field)
-        for field, values in CHAT_FIELDS
-        for value in values
-    ),
+    *((CHAT, {"messages": USER, "max_tokens": 2, field: value}, field) for field, values in CHAT_FIELDS
+        for value in values),
     *((COMPLETE, {"prompt": prompt}, "prompt") for prompt in PROMPTS),
     *((RESPOND, {"input": "x", **more}, field) for field, more in WRONG),
     (RESPOND, {}, "input"),
@@ -114,11 +98,7 @@ WRONG_FIELDS: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"messages": USER, "structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs.choice"),
     (CHAT, {"messages": USER, "structured_outputs": {"regex": ""}}, "structured_outputs.regex"),
     (CHAT, {"messages": USER, "structured_outputs": {"choice": [""]}}, "structured_outputs.choice"),
-    (
-        CHAT,
-        {"messages": USER, "structured_outputs": {"regex": "a", "whitespace_pattern": " "}},
-        "structured_outputs.whitespace_pattern",
-    ),
+    (CHAT, {"messages": USER, "structured_outputs": SPACED}, "structured_outputs.whitespace_pattern"),
     (COMPLETE, {}, "prompt"),
     (COMPLETE, {"prompt": [1.5]}, "prompt[0]"),
     (COMPLETE, {"prompt": ["a"] * 100, "n": 128}, "prompt"),
@@ -167,7 +147,7 @@ WRONG_FIELDS: list[tuple[str, dict[str, Any], str]] = [
     ("/tokenize", {"messages": [{"role": "king", "content": "a"}]}, "messages[0].role"),
     ("/v1/chat/completions/render", {"messages": []}, "messages"),
     ("/v1/completions/render", {"prompt": "a", "temperature": -1}, "temperature"),
-]
+]  # fmt: skip
 
 # ---- for the shipped model, through a router: what differs there, and fields that only /generate has
 
@@ -213,35 +193,24 @@ NATIVE: list[tuple[dict[str, Any], str]] = [
     ({"input_ids": [[1], [1], [1]], "sampling_params": [{}, {"regex": "("}, {}]}, "regex"),
     ({**IDS, "lora_path": "one"}, "lora_path"),
     ({**IDS, "rid": {"$ne": 1}}, "rid"),
-    *(
-        ({**IDS, name: value}, name)
-        for name in ("cache_salt", "extra_key")
-        for value in ("s" * 1025, ["a", "b"], 7, [[]])
-    ),
+    *(({**IDS, name: value}, name) for name in ("cache_salt", "extra_key")
+        for value in ("s" * 1025, ["a", "b"], 7, [[]])),
     *(({**IDS, "priority": priority}, "priority") for priority in (2**31, -HUGE, "high", 0.5)),
     ({"input_ids": [[1], [1]], "return_logprob": True, "logprob_start_len": [0]}, "logprob_start_len"),
     ({"input_ids": [[1], [1]], "return_logprob": [True]}, "return_logprob"),
     ({**IDS, "return_logprob": True, "top_logprobs_num": -1}, "top_logprobs_num"),
-    *(
-        ({**IDS, "return_logprob": True, "token_ids_logprob": ids}, "token_ids_logprob")
-        for ids in ([528], [-1], [1] * 1000, [16, [17]], [[16], [17]])
-    ),
+    *(({**IDS, "return_logprob": True, "token_ids_logprob": ids}, "token_ids_logprob")
+        for ids in ([528], [-1], [1] * 1000, [16, [17]], [[16], [17]])),
     ({**IDS, "stream": True, "sampling_params": {"regex": "("}}, "regex"),
     ({**IDS, "stream": "yes"}, "stream"),
     ({"input_ids": [20] * 40_000}, "max_new_tokens"),
-]
+]  # fmt: skip
 CHATS: list[tuple[str, list[Any]]] = [
-    (
-        "response_format",
-        [
-            "json",
-            {"type": "structural_tag", "structures": [], "triggers": []},
-            *({**BY_SCHEMA, "json_schema": {"schema": bad}} for bad in ({"type": 5}, [])),
-        ],
-    ),
+    ("response_format", ["json", {"type": "structural_tag", "structures": [], "triggers": []},
+     *({**BY_SCHEMA, "json_schema": {"schema": bad}} for bad in ({"type": 5}, []))]),
     ("tools", [{}, [5], [{"type": "function"}], [{"function": {"name": "f", "parameters": 5}}]]),
     ("messages", [[{"role": "user", "content": [{"type": "video"}]}], [{"role": "system"}]]),
-]
+]  # fmt: skip
 EMBEDDINGS: list[tuple[str, dict[str, Any]]] = [
     *(("input", {"input": given}) for given in ("", [], ["a", [1]], [600])),
     ("encoding_format", {"input": "a", "encoding_format": "int8"}),
@@ -282,6 +251,10 @@ PAIRED: list[tuple[str, dict[str, Any]]] = [
     ("label_token_ids", {**TEXTS, "label_token_ids": [5]}),
 ]
 CLASSIFIED: list[tuple[str, dict[str, Any]]] = [("input", {"input": 5}), ("text", {"text": "a"})]
+OTHER_APIS = {
+    **{table.EMBED: EMBEDDINGS, table.ENCODE: ENCODED, table.SCORE: SCORED, table.RERANK: RERANKED},
+    **{table.SCORE_PAIRS: PAIRED, table.CLASSIFY: CLASSIFIED},
+}
 DEEP_SCHEMA = b'{"text": "k17", "sampling_params": {"json_schema": ' + b'{"a":' * 3000 + b"1" + b"}" * 3000 + b"}}"
 RAW: list[tuple[str, bytes, str]] = [
     (GENERATE, b'{"text": "k17", "sampling_params": {"temperature": -Infinity}}', ""),
@@ -294,12 +267,7 @@ def wrong_values() -> list[tuple[str, bytes, str]]:
     native = [({**IDS, "sampling_params": {field: value}}, field) for field, values in SAMPLING for value in values]
     bodies = [(GENERATE, body, field) for body, field in [*native, *NATIVE]]
     bodies += [(CHAT, {**table.USER, field: value}, field) for field, values in CHATS for value in values]
-    bodies += [(table.EMBED, body, field) for field, body in EMBEDDINGS]
-    bodies += [(table.ENCODE, body, field) for field, body in ENCODED]
-    bodies += [(table.SCORE, body, field) for field, body in SCORED]
-    bodies += [(table.RERANK, body, field) for field, body in RERANKED]
-    bodies += [(table.SCORE_PAIRS, body, field) for field, body in PAIRED]
-    bodies += [(table.CLASSIFY, body, field) for field, body in CLASSIFIED]
+    bodies += [(path, body, field) for path, rows in OTHER_APIS.items() for field, body in rows]
     bodies.append((CHAT, {**table.USER, "tools": [TOOL], "tool_choice": 5}, "tool_choice"))
     no_schema = {"function": {"name": "f", "parameters": {"type": 5}}}
     bodies += [

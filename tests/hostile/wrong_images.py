@@ -48,23 +48,22 @@ def _shuffled(format: str, data: bytes) -> Iterator[tuple[str, bytes]]:
 def bomb(format: str, side: int) -> bytes:
     """A file of some bytes that says it has side x side pixels."""
     if format == "PNG":
-        header = b"IHDR" + struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
-        return _png(header, b"IDAT" + zlib.compress(bytes(30_000), 9))
+        return _png(_ihdr(side, side), b"IDAT" + zlib.compress(bytes(30_000), 9))
     if format == "GIF":
         return b"GIF89a" + struct.pack("<HH", side, side) + file_of(picture(8, 8), "GIF")[10:]
-    if format == "BMP":
-        data = bytearray(file_of(picture(8, 8), "BMP"))
-        data[18:26] = struct.pack("<ii", side, side)
-        return bytes(data)
-    if format == "JPEG":
-        data = bytearray(file_of(picture(8, 8), "JPEG"))
-        at = data.index(b"\xff\xc0") + 5
-        data[at : at + 4] = struct.pack(">HH", side, side)
-        return bytes(data)
-    data = bytearray(file_of(picture(8, 8), "WEBP"))
-    at = data.index(b"\x9d\x01\x2a") + 3
-    data[at : at + 4] = struct.pack("<HH", side, side)
+    data = bytearray(file_of(picture(8, 8), format))
+    behind, kind = {
+        "BMP": (b"\x28\0\0\0", "<ii"),
+        "JPEG": (b"\xff\xc0\0\x11\x08", ">HH"),
+        "WEBP": (b"\x9d\x01\x2a", "<HH"),
+    }[format]
+    at = data.index(behind) + len(behind)
+    data[at : at + struct.calcsize(kind)] = struct.pack(kind, side, side)
     return bytes(data)
+
+
+def _ihdr(width: int, height: int, depth: int = 8, color: int = 2) -> bytes:
+    return b"IHDR" + struct.pack(">IIBBBBB", width, height, depth, color, 0, 0, 0)
 
 
 def _png(*chunks: bytes) -> bytes:
@@ -76,30 +75,12 @@ def _other_kinds() -> Iterator[tuple[str, bytes]]:
     small = picture(16, 16)
     for format in ("TIFF", "ICO", "PPM", "TGA", "PCX", "SGI", "EPS", "PDF", "JPEG2000", "DDS"):
         yield format, file_of(small, format)
-    starts = (
-        b"<svg xmlns='http://www.w3.org/2000/svg'/>",
-        b"<!doctype html>",
-        b"\x7fELF",
-        b"PK\x03\x04",
-        b"\x1f\x8b\x08",
-        b"%PDF-1.7",
-    )
-    starts += (
-        b"#!/bin/sh\n",
-        b"\x00" * 100,
-        b"\xff" * 100,
-        b"\xff\xd8",
-        b"\x89PNG\r\n\x1a\n",
-        b"GIF89a",
-        b"RIFF\xff\xff\xff\xffWEBP",
-        b"BM",
-    )
-    starts += (
-        b"%!PS\n(/etc/passwd) run",
-        b"push graphic-context\nimage over 0,0 0,0 'https://a.org'",
-        b"\x00\x00\x00\x20ftypavif",
-        b"a",
-    )
+    starts = [
+        b"<svg xmlns='http://www.w3.org/2000/svg'/>", b"<!doctype html>", b"\x7fELF", b"PK\x03\x04", b"\x1f\x8b\x08",
+    ]  # fmt: skip
+    starts += [b"%PDF-1.7", b"#!/bin/sh\n", b"\x00" * 100, b"\xff" * 100, b"\xff\xd8", b"\x89PNG\r\n\x1a\n", b"GIF89a"]
+    starts += [b"RIFF\xff\xff\xff\xffWEBP", b"BM", b"%!PS\n(/etc/passwd) run", b"\x00\x00\x00\x20ftypavif", b"a"]
+    starts += [b"push graphic-context\nimage over 0,0 0,0 'https://a.org'"]
     for start in starts:
         yield repr(start[:12]), start
         yield f"{start[:12]!r} and more", start + random.Random(start).randbytes(5000)
@@ -107,7 +88,7 @@ def _other_kinds() -> Iterator[tuple[str, bytes]]:
 
 def _headers() -> Iterator[tuple[str, bytes]]:
     """Megabytes before the picture, text that unpacks to gigabytes, counts and lengths that lie."""
-    header, pixels = b"IHDR" + struct.pack(">IIBBBBB", 8, 8, 8, 2, 0, 0, 0), b"IDAT" + zlib.compress(bytes(200))
+    header, pixels = _ihdr(8, 8), b"IDAT" + zlib.compress(bytes(200))
     text = zlib.compress(bytes(MEGABYTES << 24), 9)
     yield "PNG text that unpacks", _png(header, *[b"zTXta\0\0" + text] * 8, pixels, b"IEND")
     yield "PNG profile that unpacks", _png(header, b"iCCPa\0\0" + text, pixels, b"IEND")
@@ -115,23 +96,15 @@ def _headers() -> Iterator[tuple[str, bytes]]:
     yield "PNG huge chunk", _png(header, b"prVt" + bytes(MEGABYTES << 20))
     yield "PNG no pixels", _png(header, b"IEND")
     for width, height in ((0, 0), (0, 8), (2**31 - 1, 2**31 - 1), (2**31, 1), (2**32 - 1, 1)):
-        yield (
-            f"PNG of {width} x {height}",
-            _png(b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0), pixels),
-        )
+        yield f"PNG of {width} x {height}", _png(_ihdr(width, height), pixels)
     for depth, color in ((1, 2), (3, 0), (16, 3), (8, 5), (255, 255)):
-        yield (
-            f"PNG of depth {depth}, {color}",
-            _png(b"IHDR" + struct.pack(">IIBBBBB", 8, 8, depth, color, 0, 0, 0), pixels),
-        )
+        yield f"PNG of depth {depth}, {color}", _png(_ihdr(8, 8, depth, color), pixels)
     yield "JPEG segments", b"\xff\xd8" + (b"\xff\xe1\xff\xff" + bytes(65533)) * 30
     yield "JPEG of EXIF that lies", b"\xff\xd8\xff\xe1\x00\x20Exif\0\0MM\0*\xff\xff\xff\xff" + bytes(20)
     yield "GIF blocks", b"GIF89a\x08\0\x08\0\0\0\0" + (b"!\xfe\xff" + b"a" * 255 + b"\0") * 5000
     for width, height in ((0, 0), (65535, 65535), (65535, 1)):
-        yield (
-            f"GIF of {width} x {height}",
-            b"GIF89a" + struct.pack("<HHBBB", width, height, 0, 0, 0) + b",\0\0\0\0\xff\xff\xff\xff\0\x02\x02L\x01\0;",
-        )
+        head = b"GIF89a" + struct.pack("<HHBBB", width, height, 0, 0, 0)
+        yield f"GIF of {width} x {height}", head + b",\0\0\0\0\xff\xff\xff\xff\0\x02\x02L\x01\0;"
     for size in (-(2**31), 2**31 - 1, 0):
         head = struct.pack("<IiiHHIIiiII", 40, size, size, 1, 24, 0, 0, 0, 0, 0, 0)
         yield f"BMP of {size}", b"BM" + struct.pack("<IHHI", 54, 0, 0, 54) + head

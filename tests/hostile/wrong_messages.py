@@ -17,7 +17,15 @@ _OF_A_PROMPT: list[tuple[str, Any, str]] = [
     ("messages", [{"role": "user", "content": [5]}], "messages[0].content[0]"),
     ("messages", [{"role": "user", "content": [IMAGE]}], "messages[0].content[0].source"),
     ("messages", [{"role": "user", "content": [{"type": "text", "text": 5}]}], "messages[0].content[0].text"),
-    ("messages", [*USER, {"role": "assistant", "content": [{"type": "tool_use"}]}], "messages[1].content[0].id"),
+    *(("messages", [*USER, {"role": "assistant", "content": [block]}], f"messages[1].content[0].{field}") for block,
+        field in (({"type": "tool_use"}, "id"), ({"type": "tool_use", "id": "t"}, "name"),
+        ({"type": "thinking", "thinking": "t"}, "type"))),
+    *(("messages", [{"role": "user", "content": [block]}], f"messages[0].content[0].{field}") for block,
+        field in (({"type": "tool_use"}, "type"), ({"type": "text"}, "text"),
+        ({"type": "image", "source": {"type": "file", "file_id": "x"}}, "source.type"),
+        ({"type": "tool_result", "tool_use_id": "t", "content": [IMAGE | {"source": {"type": "file"}}]},
+        "content[0].source.type"))),
+    ("messages", [{"role": "user", "content": []}], "messages[0].content"),
     ("messages", [{"role": "user", "content": [{"type": "tool_result"}]}], "messages[0].content[0].tool_use_id"),
     ("messages", [{"role": "user", "content": [{"type": "document"}]}], "messages[0].content[0].type"),
     ("system", 5, "system"),
@@ -28,12 +36,14 @@ _OF_A_PROMPT: list[tuple[str, Any, str]] = [
     ("tools", [{"name": "f"}], "tools[0].input_schema"),
     ("tools", [{"name": "web_search", "type": "web_search_20250305"}], "tools[0].type"),
     ("tools", [{**TOOL, "name": "f g"}], "tools[0].name"),
+    ("tools", [{**TOOL, "defer_loading": True}], "tools[0].defer_loading"),
     ("tools", [TOOL, TOOL], "tools"),
     ("tools", [{**TOOL, "input_schema": []}], "tools[0].input_schema"),
     ("tool_choice", "any", "tool_choice"),
     ("tool_choice", {"type": "any"}, "tool_choice"),
     ("tool_choice", {"type": "required"}, "tool_choice.type"),
     ("tool_choice", {"type": "tool", "name": "g"}, "tool_choice"),
+    ("tool_choice", {"type": "tool"}, "tool_choice.name"),
     ("thinking", {"type": "some"}, "thinking.type"),
     ("thinking", {"type": "enabled", "budget_tokens": "many"}, "thinking.budget_tokens"),
     ("output_config", {"format": {"type": "json_schema"}}, "output_config.format.schema"),
@@ -42,7 +52,9 @@ _OF_A_PROMPT: list[tuple[str, Any, str]] = [
     ("mcp_servers", [{"url": "x"}], "mcp_servers"),
     ("n", 2, "n"),
     ("min_p", 0.5, "min_p"),
-]
+    ("regex", "a", "regex"),
+    ("response_format", {"type": "json_object"}, "response_format"),
+]  # fmt: skip
 _OF_SAMPLING: list[tuple[str, Any, str]] = [
     *(("max_tokens", value, "max_tokens") for value in (None, -1, "5", 1.5, True)),
     ("stop_sequences", "stop", "stop_sequences"),
@@ -61,8 +73,6 @@ WRONG_MESSAGES: list[tuple[str, dict[str, Any], str]] = [
     (MESSAGES, {"max_tokens": 1}, "messages"),
     (MESSAGES, {"messages": USER}, "max_tokens"),
     *((COUNT, {"messages": USER, name: value}, field) for name, value, field in _OF_A_PROMPT),
-    *(
-        (MESSAGES, {"messages": USER, "max_tokens": 1, name: value}, field)
-        for name, value, field in (*_OF_A_PROMPT, *_OF_SAMPLING)
-    ),
-]
+    *((MESSAGES, {"messages": USER, "max_tokens": 1, name: value}, field) for name, value,
+        field in (*_OF_A_PROMPT, *_OF_SAMPLING)),
+]  # fmt: skip

@@ -8,27 +8,18 @@ CHAT, GENERATE, SHOW = "/api/chat", "/api/generate", "/api/show"
 USER = [{"role": "user", "content": "x"}]
 TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f"}}
 
+_OPTIONS: dict[str, list[Any]] = {
+    **{"num_predict": [1.5, "many"], "temperature": [-1, "hot"], "top_p": [2], "top_k": ["x"], "min_p": [-1]},
+    **{"repeat_penalty": [0], "presence_penalty": [9], "frequency_penalty": [-9], "seed": [2**63]},
+    **{"stop": [[""], ["x"] * 100], "mirostat": [1], "tfs_z": [0.5], "typical_p": [0.5], "temprature": [1]},
+}
 _OF_BOTH: list[tuple[str, Any, str]] = [
     *(("model", value, "model") for value in (None, 5)),
     ("stream", "yes", "stream"),
     *(("format", value, "format") for value in (5, "xml")),
     *(("think", value, "think") for value in (5, "hard")),
     ("options", 5, "options"),
-    ("options", {"num_predict": 1.5}, "options.num_predict"),
-    ("options", {"temperature": -1}, "options.temperature"),
-    ("options", {"temperature": "hot"}, "options.temperature"),
-    ("options", {"top_p": 2}, "options.top_p"),
-    ("options", {"top_k": "x"}, "options.top_k"),
-    ("options", {"min_p": -1}, "options.min_p"),
-    ("options", {"repeat_penalty": 0}, "options.repeat_penalty"),
-    ("options", {"presence_penalty": 9}, "options.presence_penalty"),
-    ("options", {"frequency_penalty": -9}, "options.frequency_penalty"),
-    ("options", {"seed": 2**63}, "options.seed"),
-    ("options", {"stop": [""]}, "options.stop"),
-    ("options", {"stop": ["x"] * 100}, "options.stop"),
-    ("options", {"mirostat": 1}, "options.mirostat"),
-    ("options", {"tfs_z": 0.5}, "options.tfs_z"),
-    ("options", {"temprature": 1}, "options.temprature"),
+    *(("options", {name: value}, f"options.{name}") for name, values in _OPTIONS.items() for value in values),
     ("logprobs", True, "logprobs"),
     ("top_logprobs", 3, "top_logprobs"),
     ("priority", 2**40, "priority"),
@@ -42,6 +33,7 @@ _OF_A_CHAT: list[tuple[str, Any, str]] = [
     ("messages", [{"role": "user"}], "messages[0].content"),
     ("messages", [{"role": "user", "content": ["x"]}], "messages[0].content"),
     ("messages", [{"role": "user", "content": "x", "images": ["x"]}], "messages[0].images"),
+    ("messages", [{"role": "user", "content": "x", "images": [5]}], "messages[0].images[0]"),
     ("messages", [{"role": "user", "content": "x" * CONTEXT}], "messages"),
     ("tools", [TOOL, TOOL], "tools"),
     ("tools", [{"type": "function", "function": {"name": "f g"}}], "tools[0].function.name"),
@@ -59,15 +51,11 @@ _OF_A_PROMPT: list[tuple[str, Any, str]] = [
     ("messages", USER, "messages"),
 ]
 WRONG_OLLAMA: list[tuple[str, dict[str, Any], str]] = [
-    *(
-        (CHAT, {"model": "tiny", "messages": USER, name: value}, field)
-        for name, value, field in (*_OF_BOTH, *_OF_A_CHAT)
-    ),
-    *(
-        (GENERATE, {"model": "tiny", "prompt": "x", name: value}, field)
-        for name, value, field in (*_OF_BOTH, *_OF_A_PROMPT)
-    ),
+    *((CHAT, {"model": "tiny", "messages": USER, name: value}, field) for name, value,
+        field in (*_OF_BOTH, *_OF_A_CHAT)),
+    *((GENERATE, {"model": "tiny", "prompt": "x", name: value}, field) for name, value,
+        field in (*_OF_BOTH, *_OF_A_PROMPT)),
     (GENERATE, {"model": "tiny", "prompt": "x" * CONTEXT, "raw": True}, "prompt"),
     (GENERATE, {"model": "tiny", "prompt": "x", "raw": True, "system": "s"}, "system"),
     *((SHOW, {"model": model}, "model") for model in (None, "", 5)),
-]
+]  # fmt: skip

@@ -23,10 +23,7 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("tool_choice.type", {"tool_choice": {"type": "file_search"}}),
     ("tool_choice", {"tool_choice": {"type": "function", "name": "f"}}),
     ("tool_choice.mode", {"tool_choice": {"type": "allowed_tools", "mode": "x"}}),
-    (
-        "tool_choice.tools",
-        {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [TOOL]}},
-    ),
+    ("tool_choice.tools", {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [TOOL]}}),
     ("text.format.type", {"text": {"format": {"type": "xml"}}}),
     ("text.format.schema", {"text": {"format": {"type": "json_schema", "name": "x"}}}),
     ("text.verbosity", {"text": {"verbosity": "loud"}}),
@@ -48,4 +45,4 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("previous_response_id", {"previous_response_id": 5}),
     ("previous_response_id", {"previous_response_id": "resp_x"}),
     ("temperature", {"temperature": -1}),
-]
+]  # fmt: skip

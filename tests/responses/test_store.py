@@ -22,14 +22,21 @@ def stored(id: str, previous: str = "", *, owner: str = "a", input: str = "", si
     return StoredResponse(id=id, owner=owner, previous=previous, input=given, response=response)
 
 
+def store_of(*given: StoredResponse) -> ResponseStore:
+    store = ResponseStore(max_count=9, max_bytes=1 << 20)
+    for one in given:
+        store.put(one)
+    return store
+
+
 def ids_of(found: list[StoredResponse]) -> list[str]:
     return [each.id for each in found]
 
 
 def test_a_conversation_is_read_from_its_last_response() -> None:
-    store = ResponseStore(max_count=9, max_bytes=1 << 20)
-    for id, previous in (("resp_1", ""), ("resp_2", "resp_1"), ("resp_3", "resp_2"), ("resp_4", "resp_2")):
-        store.put(stored(id, previous))
+    store = store_of(
+        *(stored(*pair) for pair in (("resp_1", ""), ("resp_2", "resp_1"), ("resp_3", "resp_2"), ("resp_4", "resp_2")))
+    )
     assert ids_of(store.conversation("resp_3", owner="a")) == ["resp_3", "resp_2", "resp_1"]
     assert ids_of(store.conversation("resp_4", owner="a")) == ["resp_4", "resp_2", "resp_1"]
     assert store.conversation("resp_9", owner="a") == []
@@ -38,8 +45,7 @@ def test_a_conversation_is_read_from_its_last_response() -> None:
 
 
 def test_another_owner_finds_nothing() -> None:
-    store = ResponseStore(max_count=9, max_bytes=1 << 20)
-    store.put(stored("resp_1"))
+    store = store_of(stored("resp_1"))
     store.put(stored("resp_2", "resp_1", owner="b"))  # no server writes this; reading it must not leak either
     assert store.get("resp_1", owner="b") is None and not store.remove("resp_1", owner="b")
     assert ids_of(store.conversation("resp_2", owner="b")) == ["resp_2"]
@@ -77,8 +83,7 @@ def test_a_response_does_not_change() -> None:
 
 
 def test_what_follows_a_removed_response_can_be_read_but_not_continued() -> None:
-    store = ResponseStore(max_count=9, max_bytes=1 << 20)
-    store.put(stored("resp_1"))
+    store = store_of(stored("resp_1"))
     store.put(stored("resp_2", "resp_1"))
     assert store.remove("resp_1", owner="a") and store.num_bytes == stored("resp_2", "resp_1").num_bytes
     assert store.get("resp_2", owner="a") is not None
@@ -102,9 +107,6 @@ def test_no_eviction_breaks_a_conversation(seed: int) -> None:
         for id in known:
             found = store.conversation(id, owner="a") if draw.random() < 0.1 else []
             assert not found or found[-1].previous == "", ids_of(found)
-
-
-# ---- items
 
 
 def conversation_of(store: ResponseStore, body: dict[str, object]) -> tuple[list[dict[str, object]], object]:
@@ -137,8 +139,7 @@ def test_ids_of_items_say_where_they_are() -> None:
 
 
 def test_references_are_replaced_by_their_items() -> None:
-    store = ResponseStore(max_count=9, max_bytes=1 << 20)
-    store.put(stored("resp_1"))
+    store = store_of(stored("resp_1"))
     refer = [{"type": "item_reference", "id": id} for id in ("msg_1_in0", "msg_1_0")]
     _, items = conversation_of(store, {"input": [*refer, {"role": "user", "content": "item_reference"}]})
     assert [item["content"] for item in items] == ["to resp_1", "resp_1", "item_reference"]  # type: ignore[attr-defined]
@@ -146,8 +147,7 @@ def test_references_are_replaced_by_their_items() -> None:
 
 @pytest.mark.parametrize("id", ["msg_1_1", "msg_1_in5", "msg_2_0", "nothing", 5, None])
 def test_an_unknown_reference_names_its_place(id: object) -> None:
-    store = ResponseStore(max_count=9, max_bytes=1 << 20)
-    store.put(stored("resp_1"))
+    store = store_of(stored("resp_1"))
     with pytest.raises(ApiError, match=r"input\[1\]\.id: no item"):
         conversation_of(store, {"input": [{"role": "user", "content": "x"}, {"type": "item_reference", "id": id}]})
 
@@ -163,21 +163,13 @@ def test_only_references_are_replaced() -> None:
 
 
 def test_listed_items_have_the_apis_shape() -> None:
-    given = [
-        {"role": "user", "content": "x"},
-        {"type": "function_call_output", "call_id": "c", "output": "1", "id": None},
-    ]
-    entry = StoredResponse(
-        id="resp_1", owner="a", previous="", input=inner_text(json.dumps(given).encode()), response=b'{"output":[]}'
-    )
+    call_output = {"type": "function_call_output", "call_id": "c", "output": "1", "id": None}
+    given = inner_text(json.dumps([{"role": "user", "content": "x"}, call_output]).encode())
+    entry = StoredResponse(id="resp_1", owner="a", previous="", input=given, response=b'{"output":[]}')
     message, output = input_items([entry])
-    assert message == {
-        "status": "completed",
-        "id": "msg_1_in0",
-        "role": "user",
-        "content": [{"type": "input_text", "text": "x"}],
-        "type": "message",
-    }
+    content = [{"type": "input_text", "text": "x"}]
+    whole = {"type": "message", "status": "completed", "id": "msg_1_in0", "role": "user", "content": content}
+    assert message == whole
     assert output["id"] == "fco_1_in1" and output["output"] == "1"
 
 

@@ -24,7 +24,6 @@ def splits(text: str, *, seeds: int = 20) -> Iterator[list[str]]:
 
 
 def same_of_all_splits(make: Callable[[], PartReader], text: str) -> WholeAnswer:
-    """The answer that every split of `text` gives."""
     whole = read(make(), [text])
     for chunks in splits(text):
         assert read(make(), chunks) == whole, chunks

@@ -17,12 +17,8 @@ from engine.text.sample import SampleText
 from engine.text.tokenizer import BROKEN, Tokenizer
 
 CORPUS = [
-    "hello world, the quick brown fox",
-    "多字节 字符 你好世界",
-    "🎉🎊👩‍👩‍👧‍👦 naïve café",
-    "żółć ĞğİıŞş",
-    "a  b   c\n\n\td",
-]
+    "hello world, the quick brown fox", "多字节 字符 你好世界", "🎉🎊👩‍👩‍👧‍👦 naïve café", "żółć ĞğİıŞş", "a  b   c\n\n\td",
+]  # fmt: skip
 
 
 @cache
@@ -30,12 +26,9 @@ def byte_level() -> Tokenizer:
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=330,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=["<|end|>"],
-        show_progress=False,
-    )
+    letters = pre_tokenizers.ByteLevel.alphabet()
+    args = {"vocab_size": 330, "initial_alphabet": letters, "special_tokens": ["<|end|>"], "show_progress": False}
+    trainer = trainers.BpeTrainer(**args)
     backend.train_from_iterator(CORPUS * 3, trainer)
     return Tokenizer(backend)
 

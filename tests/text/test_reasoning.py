@@ -106,6 +106,10 @@ def test_what_a_prompt_says(name: str, prompt: str, prefix: str, opening: Openin
     assert opening_of(REASONING_FORMATS[name], prompt, prefix=prefix) is opening
 
 
+def counter_of(tokens: list[bytes], start: str, *ends: str, opening: Opening = UNDECIDED) -> ReasoningTokens:
+    return ReasoningTokens(start=start, ends=ends, opening=opening, token_bytes=tokens.__getitem__)
+
+
 @pytest.mark.parametrize("seed", range(30))
 @pytest.mark.parametrize(
     ("text", "opening", "ends_at"),
@@ -123,48 +127,40 @@ def test_tokens_count_up_to_the_end_of_the_reasoning(seed: int, text: str, openi
     *_, tokens = splits(text, seeds=seed + 1)
     starts = [sum(map(len, tokens[:i])) for i in range(len(tokens))]
     for chunk in (1, 3, len(tokens)):
-        counter = ReasoningTokens(
-            start="<think>", ends=("</think>", "<tool_call>"), opening=opening, token_bytes=lambda i: tokens[i].encode()
+        counter = counter_of(
+            [token.encode() for token in tokens], "<think>", "</think>", "<tool_call>", opening=opening
         )
         for at in range(0, len(tokens), chunk):
             counter.add(range(at, min(at + chunk, len(tokens))))
         assert counter.num == sum(start < len(ends_at) for start in starts)
 
 
+THOUGHT = "<|channel|>analysis<|message|>"
 HARMONY_TEXT = (
-    "<|channel|>analysis<|message|>Need add.<|end|>"
+    f"{THOUGHT}Need add.<|end|>"
     "<|start|>assistant<|channel|>commentary<|message|>Let me add.<|end|>"
     '<|start|>assistant<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}<|call|>'
 )
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"),
+    ("text", "reasoning", "content", "arguments"),
     [
-        (
-            "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Hi <b>!",
-            WholeAnswer("Hm.", "Hi <b>!"),
-        ),
-        (HARMONY_TEXT, WholeAnswer("Need add.", "Let me add.", [ToolCall("add", "", '{"a": 1}')])),
-        (
-            HARMONY_TEXT.removesuffix("}<|call|>"),
-            WholeAnswer("Need add.", "Let me add.", [ToolCall("add", "", '{"a": 1}')]),
-        ),
-        (
-            ' to=functions.add<|channel|>commentary json<|message|>{"a": 2}<|call|>',
-            WholeAnswer("", "", [ToolCall("add", "", '{"a": 2}')]),
-        ),
-        ("<|channel|>final<|message|>Hi<|return|>", WholeAnswer("", "Hi")),
-        ("<|channel|>analysis<|message|>cut", WholeAnswer("cut", "")),
-        ("plain text", WholeAnswer("", "plain text")),
-        ("t", WholeAnswer("", "t")),
-        ("<|channel|>anal", WholeAnswer("", "")),
+        (f"{THOUGHT}Hm.<|end|><|start|>assistant<|channel|>final<|message|>Hi <b>!", "Hm.", "Hi <b>!", None),
+        (HARMONY_TEXT, "Need add.", "Let me add.", '{"a": 1}'),
+        (HARMONY_TEXT.removesuffix("}<|call|>"), "Need add.", "Let me add.", '{"a": 1}'),
+        (' to=functions.add<|channel|>commentary json<|message|>{"a": 2}<|call|>', "", "", '{"a": 2}'),
+        ("<|channel|>final<|message|>Hi<|return|>", "", "Hi", None),
+        (f"{THOUGHT}cut", "cut", "", None),
+        ("plain text", "", "plain text", None),
+        ("t", "", "t", None),
+        ("<|channel|>anal", "", "", None),
     ],
 )
 @pytest.mark.parametrize("streams", [True, False])
-def test_channels_of_harmony(text: str, expected: WholeAnswer, streams: bool) -> None:
+def test_channels_of_harmony(text: str, reasoning: str, content: str, arguments: str | None, streams: bool) -> None:
     whole = same_of_all_splits(lambda: HarmonyReader(["add"], answer=PlainReader(), streams=streams), text)
-    assert whole == expected
+    assert whole == WholeAnswer(reasoning, content, [] if arguments is None else [ToolCall("add", "", arguments)])
 
 
 CALL_HEAD = "<|channel|>commentary to=functions.add <|constrain|>json<|message|>"
@@ -192,17 +188,13 @@ def test_arguments_of_harmony_are_an_object_or_there_is_no_call(body: str, text:
 
 
 def test_an_unknown_function_of_harmony_is_no_call() -> None:
-    text = "<|channel|>commentary to=functions.rm <|message|>{}<|call|>"
-    assert read(HarmonyReader(["add"], answer=PlainReader()), [text]) == WholeAnswer(
-        "", "<|channel|>commentary to=functions.rm <|message|>{}"
-    )
+    text = "<|channel|>commentary to=functions.rm <|message|>{}"
+    assert read(HarmonyReader(["add"], answer=PlainReader()), [f"{text}<|call|>"]) == WholeAnswer("", text)
 
 
 def test_tokens_of_harmony_count_its_analysis() -> None:
-    tokens = ["<|channel|>", "analysis", "<|message|>", "Hm", "<|end|>", "<|start|>", "assistant"]
-    counter = ReasoningTokens(
-        start=HARMONY.start, ends=(HARMONY.end,), opening=UNDECIDED, token_bytes=lambda i: tokens[i].encode()
-    )
+    tokens = [b"<|channel|>", b"analysis", b"<|message|>", b"Hm", b"<|end|>", b"<|start|>", b"assistant"]
+    counter = counter_of(tokens, HARMONY.start, HARMONY.end)
     counter.add(range(len(tokens)))
     assert counter.num == 5
 
@@ -212,6 +204,6 @@ def test_a_marker_is_known_where_tokens_hold_parts_of_its_characters(size: int) 
     format = REASONING_FORMATS["kimi"]
     text = f"{format.start}hm{format.end}yes".encode()
     tokens = [text[at : at + size] for at in range(0, len(text), size)]
-    counter = ReasoningTokens(start=format.start, ends=(format.end,), opening=UNDECIDED, token_bytes=tokens.__getitem__)
+    counter = counter_of(tokens, format.start, format.end)
     counter.add(range(len(tokens)))
     assert counter.num == -(-len(f"{format.start}hm{format.end}".encode()) // size) and counter.opening is CLOSED

@@ -171,14 +171,6 @@ def test_a_stop_that_was_let_through_counts_no_more() -> None:
         assert ends("axx", first=3, **sampling) == (3, 2), "it ends in the first token that is looked at"
 
 
-def test_the_stop_that_begins_first_decides() -> None:
-    t = byte_level()
-    ids = t.encode("hello world")
-    for stop in (("o w", "llo"), ("llo", "o w")):
-        found = first_stop(t, [], ids, SamplingParams(stop=stop))
-        assert found is not None and found[1].matched == "llo"
-
-
 @pytest.mark.parametrize(
     ("stop", "skips", "text", "matched"),
     [

@@ -58,18 +58,15 @@ def test_contents_by_any_name(source: str, parts: bool, strings: bool) -> None:
 
 
 def test_null_short_ids_single_calls_and_names() -> None:
-    assert (
-        reads_of("{{ messages[0].content == none }}").null and not reads_of("{{ messages[0].tool_calls is none }}").null
-    )
+    assert reads_of("{{ messages[0].content == none }}").null
+    assert not reads_of("{{ messages[0].tool_calls is none }}").null
     assert reads_of("{% for m in messages %}{{ m.tool_call_id | length == 9 }}{% endfor %}").short_ids
     assert not reads_of("{{ messages | length == 9 }}{{ messages[0].tool_call_id | length == 8 }}").short_ids
     assert reads_of("{{ messages[0].tool_calls[0].id }}").one_call
-    assert not reads_of(
-        "{% for c in messages[0].tool_calls %}{{ c.id }}{{ messages[0].tool_calls[0] }}{% endfor %}"
-    ).one_call
-    names = reads_of(
-        "{{ messages[0].prefix }}{% if 'tools' in messages[0] %}{{ messages[0]['weight'] }}{% endif %}"
-    ).names
+    loop = "{% for c in messages[0].tool_calls %}{{ c.id }}{{ messages[0].tool_calls[0] }}{% endfor %}"
+    assert not reads_of(loop).one_call
+    named = "{{ messages[0].prefix }}{% if 'tools' in messages[0] %}{{ messages[0]['weight'] }}{% endif %}"
+    names = reads_of(named).names
     assert {"prefix", "tools", "weight"} <= names and "odd" not in names
 
 
@@ -86,9 +83,8 @@ def test_parts_where_a_template_knows_texts() -> None:
     assert (f"{parts}", "x" + parts, parts + "x") == ("a b\nc", "xa b\nc", "a b\ncx")
     assert parts.split() == ["a", "b", "c"] and "b\nc" in parts and {"type": "image"} in parts and "z" not in parts
     assert Parts.of_text("a") == [{"type": "text", "text": "a"}]
-    shown = ChatTemplate(
-        "{{ messages[0].content | trim }}|{{ messages[0].content | tojson }}|{{ messages[0].content ~ 1 }}"
-    )
+    content = "messages[0].content"
+    shown = ChatTemplate(f"{{{{ {content} | trim }}}}|{{{{ {content} | tojson }}}}|{{{{ {content} ~ 1 }}}}")
     assert shown.render([{"content": Parts.of_text(" a ")}]) == 'a|[{"type": "text", "text": " a "}]| a 1'
     with pytest.raises(TypeError):
         parts + 5

@@ -19,12 +19,6 @@ CAUSAL, LLAMA = "LlamaForCausalLM", "LlamaTokenizer"
 HELLO = [{"role": "user", "content": "hi <b> é"}]
 
 
-def rewritten(folder: Path, config: object) -> Path:
-    path = write_checkpoint(folder)
-    (path / "tokenizer_config.json").write_text(json.dumps(config))
-    return path
-
-
 @pytest.mark.parametrize(
     ("post", "config", "architecture", "ids"),
     [
@@ -101,10 +95,10 @@ def test_a_vocabulary_that_is_no_utf8_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("broken", [[], "x", {"1": 2}, {"x": {}}, {"1": {"content": 3}}])
 def test_broken_added_tokens_are_named(broken: object, tmp_path: Path) -> None:
-    path = rewritten(tmp_path, {"added_tokens_decoder": broken or ["x"]})
-    with pytest.raises(
-        ConfigError, match=r"tokenizer_config\.json: added_tokens_decoder: must have tokens by id; download"
-    ):
+    path = write_checkpoint(tmp_path)
+    (path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": broken or ["x"]}))
+    says = r"tokenizer_config\.json: added_tokens_decoder: must have tokens by id; download"
+    with pytest.raises(ConfigError, match=says):
         load_tokenizer(path)
 
 
@@ -178,21 +172,15 @@ def test_what_templates_rely_on(source: str, text: str) -> None:
     assert ChatTemplate(source).render(HELLO, extra={"enable_thinking": False, "messages": "not these"}) == text
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{{ raise_exception('roles must alternate') }}",
-        "{{ messages[0].content + 1 }}",
-        "{{ 1 / 0 }}",
-        "{{ messages.append(1) }}",
-        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-        "{{ messages[0]['x']['y'] }}",
-        "{{ range(10**9) }}",
-    ],
-)
-def test_refusals_and_escapes_are_refused(source: str) -> None:
-    with pytest.raises(TemplateRefused, match="roles must alternate" if "roles" in source else "refused the messages"):
-        ChatTemplate(source).render(HELLO)
+WRONG = ["raise_exception('roles must alternate')", "messages[0].content + 1", "1 / 0", "messages.append(1)"]
+WRONG += ["''.__class__.__mro__[1].__subclasses__()", "messages[0]['x']['y']", "range(10**9)"]
+
+
+@pytest.mark.parametrize("expression", WRONG)
+def test_refusals_and_escapes_are_refused(expression: str) -> None:
+    says = "roles must alternate" if "roles" in expression else "refused the messages"
+    with pytest.raises(TemplateRefused, match=says):
+        ChatTemplate("{{ " + expression + " }}").render(HELLO)
 
 
 def test_sampling_defaults_of_a_checkpoint(tmp_path: Path) -> None:

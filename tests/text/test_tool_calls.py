@@ -30,11 +30,9 @@ from tests.text import chunks
 
 FUNCTIONS = {
     "add": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "array"}}},
-    "look_up": {
-        "type": "object",
-        "properties": {"q": {"type": "string"}, "deep": {"type": "boolean"}, "at": {"type": ["string", "null"]}},
-    },
-}
+    "look_up": {"type": "object", "properties": {"q": {"type": "string"}, "deep": {"type": "boolean"},
+        "at": {"type": ["string", "null"]}}},
+}  # fmt: skip
 Read = tuple[str, list[tuple[str, str]]]
 
 
@@ -54,19 +52,13 @@ LOOK_UP = ("look_up", '{"q": "<tool_call>"}')
 CASES: list[tuple[CallFormat, str, Read]] = [
     (QWEN25, "just text\n", ("just text\n", [])),
     (QWEN25, f"<tool_call>\n{CALL}\n</tool_call>", ("", [ADD])),
-    (
-        QWEN25,
-        f"Let me see.\n<tool_call>\n{CALL}\n</tool_call>\n<tool_call>\n{OTHER}\n</tool_call>",
-        ("Let me see.", [ADD, LOOK_UP]),
-    ),
+    (QWEN25, f"Let me see.\n<tool_call>\n{CALL}\n</tool_call>\n<tool_call>\n{OTHER}\n</tool_call>",
+     ("Let me see.", [ADD, LOOK_UP])),
     (QWEN25, f"<tool_call>{CALL}</tool_call> and so on", (" and so on", [ADD])),
     (QWEN25, f"<tool_call>\n{CALL}", ("", [ADD])),  # ended by the closing tag as a stop string, or by length
     (QWEN25, '<tool_call>\n{"name": "add", "arguments": {"a', ("", [("add", "{}")])),
-    (
-        QWEN25,
-        '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2, "x',
-        ("", [("add", '{"a": 1, "b": [2, "x"]}')]),
-    ),
+    (QWEN25, '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2, "x',
+     ("", [("add", '{"a": 1, "b": [2, "x"]}')])),
     (QWEN25, '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": tr', ("", [("add", '{"a": 1}')])),
     (QWEN25, '<tool_call>\n{"name": "add", "arguments": ', ('<tool_call>\n{"name": "add", "arguments": ', [])),
     # slips: a brace too few, raw line breaks, escapes and constants that JSON does not have, a comma too many
@@ -74,31 +66,22 @@ CASES: list[tuple[CallFormat, str, Read]] = [
     (QWEN25, '<tool_call>\n{"name": "add", "arguments": {"a": 1\n</tool_call>', ("", [("add", '{"a": 1}')])),
     (LLAMA3, '{"name": "look_up", "parameters": {"q": "a\n\tb"}}', ("", [("look_up", '{"q": "a\\n\\tb"}')])),
     (LLAMA3, r"""{"name": "look_up", "parameters": {"q": "\d'\'"}}""", ("", [("look_up", r"""{"q": "\\d''"}""")])),
-    (
-        LLAMA3,
-        r'{"name": "look_up", "parameters": {"q": "\ud83d\ude00\ud83d"}}',
-        ("", [("look_up", r'{"q": "\ud83d\ude00\ufffd"}')]),
-    ),
+    (LLAMA3, r'{"name": "look_up", "parameters": {"q": "\ud83d\ude00\ud83d"}}',
+     ("", [("look_up", r'{"q": "\ud83d\ude00\ufffd"}')])),
     (LLAMA3, '{"name": "look_up", "parameters": {"deep": True,}}', ("", [("look_up", '{"deep": true}')])),
     # arguments of nothing, inside a string, of another kind
     (QWEN25, '<tool_call>{"name": "add", "arguments": null}</tool_call>', ("", [("add", "{}")])),
     (QWEN25, '<tool_call>{"arguments": "", "name": "add"}</tool_call>', ("", [("add", "{}")])),
     (QWEN25, '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1"}</tool_call>', ("", [("add", '{"a": 1}')])),
-    *[
-        (QWEN25, text, (text, []))
-        for wrong in ("7", "[1]", "true", '"so"', '"{} x"', "oops", "NaN")
-        for text in (f'<tool_call>{{"name": "add", "arguments": {wrong}}}</tool_call>',)
-    ],
+    *[(QWEN25, text, (text, [])) for wrong in ("7", "[1]", "true", '"so"', '"{} x"', "oops", "NaN")
+        for text in (f'<tool_call>{{"name": "add", "arguments": {wrong}}}</tool_call>',)],
     # what breaks behind its begin is closed, and the rest is text
     (LLAMA3, '{"name": "add", "parameters": {"a": 1, b: 2}}', (", b: 2}}", [("add", '{"a": 1}')])),
     (LLAMA3, '{"name": "add", "parameters": {"a": 1, "b": NaN}} so', (', "b": NaN}} so', [("add", '{"a": 1}')])),
     (QWEN25, '<tool_call>\n{"name": "add"}\n</tool_call>', ("", [("add", "{}")])),
     (QWEN25, '<tool_call>\n{"name": "add", "arguments": "{\\"a\\": 1}"}\n</tool_call>', ("", [("add", '{"a": 1}')])),
-    (
-        QWEN25,
-        '<tool_call>\n{"name": "rm", "arguments": {}}\n</tool_call>',
-        ('<tool_call>\n{"name": "rm", "arguments": {}}\n</tool_call>', []),
-    ),
+    (QWEN25, '<tool_call>\n{"name": "rm", "arguments": {}}\n</tool_call>',
+     ('<tool_call>\n{"name": "rm", "arguments": {}}\n</tool_call>', [])),
     (QWEN25, "<tool_call>\nnothing</tool_call>", ("<tool_call>\nnothing</tool_call>", [])),
     (QWEN25, "a <tool_", ("a <tool_", [])),
     (QWEN25, '<tool_call>{"name": 5}</tool_call>', ('<tool_call>{"name": 5}</tool_call>', [])),
@@ -119,22 +102,16 @@ CASES: list[tuple[CallFormat, str, Read]] = [
     (QWEN25, "   ", ("   ", [])),
     (MISTRAL, f"[TOOL_CALLS] [{CALL}, {OTHER}]", ("", [ADD, LOOK_UP])),
     (MISTRAL, f"So: [TOOL_CALLS]add[ARGS]{ADD[1]}", ("So:", [ADD])),
-    (
-        MISTRAL,
-        '[TOOL_CALLS]add[CALL_ID]x7[ARGS]{}[TOOL_CALLS]look_up[ARGS]{"q": 1}',
-        ("", [("add", "{}"), ("look_up", '{"q": 1}')]),
-    ),
+    (MISTRAL, '[TOOL_CALLS]add[CALL_ID]x7[ARGS]{}[TOOL_CALLS]look_up[ARGS]{"q": 1}',
+     ("", [("add", "{}"), ("look_up", '{"q": 1}')])),
     (MISTRAL, '[TOOL_CALLS]add[ARGS]{"a": 1, "b": [2', ("", [("add", '{"a": 1, "b": [2]}')])),
     (MISTRAL, "[TOOL_CALLS]add[ARGS]null", ("", [("add", "{}")])),
     (MISTRAL, "[TOOL_CALLS]add[ARGS][1]", ("[TOOL_CALLS]add[ARGS][1]", [])),
     (MISTRAL, "[TOOL_CALLS]rm[ARGS]{}", ("[TOOL_CALLS]rm[ARGS]{}", [])),
     (MISTRAL, "[TOOL_CALLS] or so", ("[TOOL_CALLS] or so", [])),
     (PYTHONIC, "[add(a=1, b=[2, {'c': '}\"{'}])]", ("", [ADD])),
-    (
-        PYTHONIC,
-        "[add(a=1), look_up(q='x)(', deep=True)]",
-        ("", [("add", '{"a": 1}'), ("look_up", '{"q": "x)(", "deep": true}')]),
-    ),
+    (PYTHONIC, "[add(a=1), look_up(q='x)(', deep=True)]", ("",
+     [("add", '{"a": 1}'), ("look_up", '{"q": "x)(", "deep": true}')])),
     (PYTHONIC, "[look_up(q=None, deep=true), add()]", ("", [("look_up", '{"q": null, "deep": true}'), ("add", "{}")])),
     (PYTHONIC, "[1, 2]", ("[1, 2]", [])),
     (PYTHONIC, "[add(1)]", ("[add(1)]", [])),
@@ -146,45 +123,23 @@ CASES: list[tuple[CallFormat, str, Read]] = [
     (PYTHONIC, "[add(a=1", ("[add(a=1", [])),
     (PYTHONIC, "[look_up(q='\\ud800')]", ("", [("look_up", '{"q": "?"}')])),
     (LLAMA4, "[add(a=1)]", ("", [("add", '{"a": 1}')])),
-    (
-        LLAMA4,
-        "Hm. <|python_start|>[add(a=1), add(a=2)]<|python_end|>",
-        ("Hm.", [("add", '{"a": 1}'), ("add", '{"a": 2}')]),
-    ),
-    (
-        DEEPSEEK_V3,
-        "Hm.\n<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n"
-        + ADD[1]
-        + '\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>look_up\n```json\n{"q": "```"}\n```'
-        "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
-        ("Hm.", [ADD, ("look_up", '{"q": "```"}')]),
-    ),
-    (
-        DEEPSEEK_V31,
-        f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{ADD[1]}<｜tool▁call▁end｜>"
-        "<｜tool▁call▁begin｜>look_up<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
-        ("", [ADD, ("look_up", "{}")]),
-    ),
-    (
-        DEEPSEEK_V31,  # without the section's begin
-        "So. <｜tool▁call▁begin｜>add<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
-        ("So.", [("add", "{}")]),
-    ),
+    (LLAMA4, "Hm. <|python_start|>[add(a=1), add(a=2)]<|python_end|>",
+     ("Hm.", [("add", '{"a": 1}'), ("add", '{"a": 2}')])),
+    (DEEPSEEK_V3, "Hm.\n<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n" + ADD[1] +
+     '\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>look_up\n```json\n{"q": "```"}\n```'
+     "<｜tool▁call▁end｜><｜tool▁calls▁end｜>", ("Hm.", [ADD, ("look_up", '{"q": "```"}')])),
+    (DEEPSEEK_V31, f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{ADD[1]}<｜tool▁call▁end｜>"
+     "<｜tool▁call▁begin｜>look_up<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>", ("", [ADD, ("look_up", "{}")])),
+    # without the section's begin
+    (DEEPSEEK_V31, "So. <｜tool▁call▁begin｜>add<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+     ("So.", [("add", "{}")])),
     (DEEPSEEK_V31, "<｜tool▁calls▁begin｜>nothing", ("<｜tool▁calls▁begin｜>nothing", [])),
-    (
-        KIMI_K2,
-        f"<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>{ADD[1]}"
-        "<|tool_call_end|><|tool_call_begin|>functions.look_up:1<|tool_call_argument_begin|>{}<|tool_call_end|>"
-        "<|tool_calls_section_end|>",
-        ("", [ADD, ("look_up", "{}")]),
-    ),
-    (
-        GLM45,
-        "Hm.\n<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n<arg_key>b</arg_key>\n"
-        '<arg_value>[2, {"c": "}\\"{"}]</arg_value>\n</tool_call>\n<tool_call>look_up\n<arg_key>q</arg_key>\n'
-        "<arg_value>12</arg_value>\n</tool_call>",
-        ("Hm.", [ADD, ("look_up", '{"q": "12"}')]),
-    ),
+    (KIMI_K2, f"<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>{ADD[1]}"
+     "<|tool_call_end|><|tool_call_begin|>functions.look_up:1<|tool_call_argument_begin|>{}<|tool_call_end|>"
+     "<|tool_calls_section_end|>", ("", [ADD, ("look_up", "{}")])),
+    (GLM45, "Hm.\n<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n<arg_key>b</arg_key>\n"
+     '<arg_value>[2, {"c": "}\\"{"}]</arg_value>\n</tool_call>\n<tool_call>look_up\n<arg_key>q</arg_key>\n'
+     "<arg_value>12</arg_value>\n</tool_call>", ("Hm.", [ADD, ("look_up", '{"q": "12"}')])),
     (GLM45, "<tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>", ("", [("add", '{"a": 1}')])),
     (GLM45, "<tool_call>add</tool_call> done", ("done", [("add", "{}")])),
     (GLM45, "<tool_call>rm\n</tool_call>", ("<tool_call>rm\n</tool_call>", [])),
@@ -195,24 +150,17 @@ CASES: list[tuple[CallFormat, str, Read]] = [
     (GLM45, "<tool_call>look_up<arg_key>at</arg_key><arg_value>[a", ("", [("look_up", '{"at": "[a"}')])),
     (GLM45, "<tool_call>add\n<arg_x", ("<tool_call>add\n<arg_x", [])),
     (GLM45, "<tool_call>add\n", ("<tool_call>add\n", [])),
-    (
-        QWEN3_CODER,
-        "Hm.\n<tool_call>\n<function=look_up>\n<parameter=q>\na\n<b>\n</parameter>\n<parameter=deep>\nTrue\n</parameter>\n"
-        "</function>\n</tool_call>\n<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>",
-        ("Hm.", [("look_up", '{"q": "a\\n<b>", "deep": true}'), ("add", '{"a": 1}')]),
-    ),
+    (QWEN3_CODER, "Hm.\n<tool_call>\n<function=look_up>\n<parameter=q>\na\n<b>\n</parameter>\n"
+     "<parameter=deep>\nTrue\n</parameter>\n</function>\n</tool_call>\n"
+     "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>",
+     ("Hm.", [("look_up", '{"q": "a\\n<b>", "deep": true}'), ("add", '{"a": 1}')])),
     (QWEN3_CODER, "<tool_call>\n<function=add>\n</function>\n</tool_call>", ("", [("add", "{}")])),
-    *[
-        (QWEN3_CODER, text + ends, ("", [("look_up", '{"q": "abc"}')]))
+    *[(QWEN3_CODER, text + ends, ("", [("look_up", '{"q": "abc"}')]))
         for text in ("<tool_call>\n<function=look_up>\n<parameter=q>\nabc",)
-        for ends in ("", "\n</param", "\n</parameter>", "\n</parameter>\n</function>", "\n</parameter>\n</tool_call>")
-    ],
-    (
-        QWEN3_CODER,  # without the first tag
-        "I look.\n\n<function=look_up>\n<parameter=q>\n*.md\n</parameter>\n</function>\n</tool_call>\n"
-        "<function=add>\n</function> done",
-        ("I look.\n\n\ndone", [("look_up", '{"q": "*.md"}'), ("add", "{}")]),
-    ),
+        for ends in ("", "\n</param", "\n</parameter>", "\n</parameter>\n</function>", "\n</parameter>\n</tool_call>")],
+    # without the first tag
+    (QWEN3_CODER, "I look.\n\n<function=look_up>\n<parameter=q>\n*.md\n</parameter>\n</function>\n</tool_call>\n"
+     "<function=add>\n</function> done", ("I look.\n\n\ndone", [("look_up", '{"q": "*.md"}'), ("add", "{}")])),
     (QWEN3_CODER, text := "<function=" * 3 + "x" * 300, (text, [])),
     (QWEN3_CODER, text := "<tool_call><function=add><parameter=" + "x" * 800, (text, [])),
     (GLM45, text := "<tool_call>" + "x" * 300, (text, [])),
@@ -220,7 +168,7 @@ CASES: list[tuple[CallFormat, str, Read]] = [
     (QWEN3_CODER, "<function=rm>\n</function>", ("<function=rm>\n</function>", [])),
     (QWEN3_CODER, "<tool_call>\nfunction", ("<tool_call>\nfunction", [])),
     (QWEN3_CODER, "<tool_call><function=add><parameter=a>1</function></tool_call>", ("", [("add", '{"a": 1}')])),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("format", "text", "expected"), CASES, ids=range(len(CASES)))
@@ -316,41 +264,17 @@ def test_arguments_stream_before_their_call_ends() -> None:
     assert reader.feed('n"]}}\n</tool_call>') == [Arguments(0, '\\n"]}')]
 
 
-MARKS = sorted(
-    {
-        text
-        for f in [ARRAY, *CALL_FORMATS.values()]
-        for text in (f.marker, f.bare, f.bracket, f.opener, f.separator, *f.fillers, f.closer)
-        if text
-    }
-)
-INSIDE = [
-    "add",
-    "(",
-    ")",
-    "a=1",
-    "[ARGS]",
-    "{}",
-    "<arg_key>a</arg_key>",
-    "<arg_value>",
-    "</arg_value>",
-    "<parameter=a>",
-]
+FORMATS = [ARRAY, *CALL_FORMATS.values()]
+MARKS = {m for f in FORMATS for m in (f.marker, f.bare, f.bracket, f.opener, f.separator, *f.fillers, f.closer) if m}
+INSIDE = ["add", "(", ")", "a=1", "[ARGS]", "{}", "<arg_key>a</arg_key>", "<arg_value>", "</arg_value>", "\n", '"', ">"]
 MORE = [
-    "</parameter>",
-    "</function>",
-    ">",
-    "<｜tool▁sep｜>",
-    "functions.add:0",
-    "<|tool_call_argument_begin|>",
-    '"',
-    "\n",
-]
+    "<parameter=a>", "</parameter>", "</function>", "<｜tool▁sep｜>", "functions.add:0", "<|tool_call_argument_begin|>",
+]  # fmt: skip
 
 
 @given(
-    st.sampled_from([ARRAY, *CALL_FORMATS.values()]),
-    st.lists(st.one_of(st.text(max_size=8), st.sampled_from([*MARKS, *INSIDE, *MORE, CALL, OTHER])), max_size=12),
+    st.sampled_from(FORMATS),
+    st.lists(st.text(max_size=8) | st.sampled_from([*sorted(MARKS), *INSIDE, *MORE, CALL, OTHER]), max_size=12),
     st.randoms(use_true_random=False),
 )
 def test_any_text_in_any_chunks(format: CallFormat, pieces: list[str], rng: random.Random) -> None:
