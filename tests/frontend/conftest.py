@@ -108,8 +108,8 @@ class Worker:
         answer = self.post(path, body, **kwargs)
         assert answer.status_code == status, answer.text
         error = answer.json()["error"]
-        assert isinstance(error, str) or error["message"], error
-        assert "param" not in error or set(error) == {"message", "type", "param", "code"}, error
+        if isinstance(error, dict) and "param" in error:
+            assert error["message"] and set(error) == {"message", "type", "param", "code"}, error
         return error
 
     def sent(self, path: str, body: Any, **kwargs: Any) -> list[GenerateRequest]:
@@ -130,6 +130,17 @@ class Worker:
         *events, last = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
         assert last == "[DONE]"
         return [json.loads(event) for event in events]
+
+    def named_events(self, path: str, body: Any) -> list[Any]:
+        """The events of a stream in which each is named by its type."""
+        response = self.post(path, {**body, "stream": True})
+        assert response.status_code == 200 and response.headers["content-type"].startswith("text/event-stream")
+        events = []
+        for text in response.text.removesuffix("\n\n").split("\n\n"):
+            name, _, data = text.partition("\n")
+            events.append(json.loads(data.removeprefix("data: ")))
+            assert name == f"event: {events[-1]['type']}"
+        return events
 
     def wait_idle(self) -> None:
         wait_for(lambda: not any(scheduler.num_running for scheduler in self.schedulers))

@@ -13,6 +13,7 @@ from engine.frontend.apis.anthropic.body import MESSAGES
 from engine.frontend.apis.anthropic.translate import sampled_chat_of
 from engine.frontend.apis.chat.messages import template_messages
 from tests.frontend.conftest import CALL, CONTEXT, Worker, start_worker, wait_for
+from tests.hostile.wrong_messages import WRONG_MESSAGES
 
 TOOL: Any = {"name": "add", "description": "Adds.", "input_schema": {"type": "object", "properties": {"a": {}}}}
 
@@ -127,21 +128,9 @@ def test_a_stream_of_typed_events(client: anthropic.Anthropic, worker: Worker) -
     assert final.usage.input_tokens + final.usage.cache_read_input_tokens == len(worker.scheduler.seen[-1].input_ids)
 
 
-def events_of(worker: Worker, **more: Any) -> list[Any]:
-    """The events of a stream to the byte; each is named by its type."""
-    asked = {"max_tokens": 3, "messages": [{"role": "user", "content": "hello"}], "stream": True, **more}
-    response = worker.post("/v1/messages", asked)
-    assert response.status_code == 200 and response.headers["content-type"].startswith("text/event-stream")
-    events = []
-    for text in response.text.removesuffix("\n\n").split("\n\n"):
-        name, _, data = text.partition("\n")
-        events.append(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {events[-1]['type']}"
-    return events
-
-
 def test_the_order_of_events(worker: Worker) -> None:
-    start, ping, *rest = events_of(worker)
+    asked = {"max_tokens": 3, "messages": [{"role": "user", "content": "hello"}]}
+    start, ping, *rest = worker.named_events("/v1/messages", asked)
     assert ping == {"type": "ping"} and start["message"]["content"] == [] and start["message"]["stop_reason"] is None
     assert start["message"]["usage"]["input_tokens"] > 0
     kinds = " ".join(event["type"] for event in rest)
@@ -260,6 +249,11 @@ def translated(**more: Any) -> Any:
     body, ignored = MESSAGES.decode(json.dumps({"max_tokens": 1, "messages": [], **more}).encode())
     assert ignored == []
     return sampled_chat_of(body, reasons=True)
+
+
+def test_what_cannot_be_translated_is_named(worker: Worker) -> None:
+    for path, body, field in WRONG_MESSAGES:
+        assert field in worker.error(path, body)["message"], (body, field)
 
 
 def test_every_block_has_its_place_in_the_template() -> None:

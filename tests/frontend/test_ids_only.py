@@ -115,8 +115,8 @@ REFUSED: list[tuple[tuple[str, dict[str, Any]], str, str]] = [
     (native(stop="x"), "sampling_params.stop", "send stop_token_ids"),
     (native(stop_regex=["x+"]), "sampling_params.stop_regex", "send stop_token_ids"),
     (native(bad_words=["x"]), "sampling_params.bad_words", "logit_bias"),
-    *((native(**{name: value}), f"sampling_params.{name}", "allowed_token_ids") for name,
-        value in {"json_schema": SCHEMA, "regex": "a+", "ebnf": 'root ::= "a"', "structural_tag": {}}.items()),
+    *((native(**{name: value}), f"sampling_params.{name}", "allowed_token_ids")
+      for name, value in {"json_schema": SCHEMA, "regex": "a+", "ebnf": 'root ::= "a"', "structural_tag": {}}.items()),
     (asked(sampling_params=[{"stop": ["x"]}]), "sampling_params.stop", "send stop_token_ids"),
     *((asked(**{name: True}), name, "leave it out") for name in ("return_text_in_logprobs", "require_reasoning")),
     (asked(max_thinking_tokens=0), "max_thinking_tokens", "leave it out"),

@@ -12,6 +12,7 @@ from engine.frontend.apis.ollama.body import CHAT, GENERATE
 from engine.frontend.apis.ollama.translate import chat_of, completion_of
 from service.http.errors import ApiError
 from tests.frontend.conftest import CALL, CONTEXT, TEMPLATE, TOOL, Worker, wait_for
+from tests.hostile.wrong_ollama import WRONG_OLLAMA
 
 USER = [{"role": "user", "content": "hello"}]
 
@@ -193,3 +194,8 @@ def test_a_raw_prompt_has_no_system_prompt() -> None:
     body, _ = GENERATE.decode(b'{"model": "m", "prompt": "a", "system": "s"}')
     with pytest.raises(ApiError, match="system: needs a chat template"):
         completion_of(body)
+
+
+def test_what_cannot_be_translated_is_named(worker: Worker) -> None:
+    for path, body, field in WRONG_OLLAMA:
+        assert field in worker.error(path, body), (body, field)

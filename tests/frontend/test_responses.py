@@ -33,14 +33,7 @@ def client_of(worker: Worker, key: str = "EMPTY") -> openai.OpenAI:
 
 
 def events_of(worker: Worker, body: dict[str, Any]) -> list[dict[str, Any]]:
-    """Every event, with its name checked against its data."""
-    response = worker.post(PATH, {**body, "stream": True})
-    assert response.status_code == 200, response.text
-    events = []
-    for block in response.text.split("\n\n")[:-1]:
-        name, data = block.split("\n")
-        events.append(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {events[-1]['type']}"
+    events = worker.named_events(PATH, body)
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     return events
 

@@ -8,7 +8,16 @@ MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 USER = [{"role": "user", "content": "x"}]
 TOOL: dict[str, Any] = {"name": "f", "input_schema": {"type": "object"}}
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
-
+_OF_A_FILE = {"type": "image", "source": {"type": "file", "file_id": "x"}}
+_BLOCKS: list[tuple[str, dict[str, Any], str]] = [
+    ("assistant", {"type": "tool_use"}, "id"),
+    ("assistant", {"type": "tool_use", "id": "t"}, "name"),
+    ("assistant", {"type": "thinking", "thinking": "t"}, "type"),
+    ("user", {"type": "tool_use"}, "type"),
+    ("user", {"type": "text"}, "text"),
+    ("user", _OF_A_FILE, "source.type"),
+    ("user", {"type": "tool_result", "tool_use_id": "t", "content": [_OF_A_FILE]}, "content[0].source.type"),
+]
 _OF_A_PROMPT: list[tuple[str, Any, str]] = [
     ("messages", None, "messages"),
     ("messages", [], "messages"),
@@ -17,14 +26,8 @@ _OF_A_PROMPT: list[tuple[str, Any, str]] = [
     ("messages", [{"role": "user", "content": [5]}], "messages[0].content[0]"),
     ("messages", [{"role": "user", "content": [IMAGE]}], "messages[0].content[0].source"),
     ("messages", [{"role": "user", "content": [{"type": "text", "text": 5}]}], "messages[0].content[0].text"),
-    *(("messages", [*USER, {"role": "assistant", "content": [block]}], f"messages[1].content[0].{field}") for block,
-        field in (({"type": "tool_use"}, "id"), ({"type": "tool_use", "id": "t"}, "name"),
-        ({"type": "thinking", "thinking": "t"}, "type"))),
-    *(("messages", [{"role": "user", "content": [block]}], f"messages[0].content[0].{field}") for block,
-        field in (({"type": "tool_use"}, "type"), ({"type": "text"}, "text"),
-        ({"type": "image", "source": {"type": "file", "file_id": "x"}}, "source.type"),
-        ({"type": "tool_result", "tool_use_id": "t", "content": [IMAGE | {"source": {"type": "file"}}]},
-        "content[0].source.type"))),
+    *(("messages", [*USER, {"role": role, "content": [block]}], f"messages[1].content[0].{field}")
+      for role, block, field in _BLOCKS),
     ("messages", [{"role": "user", "content": []}], "messages[0].content"),
     ("messages", [{"role": "user", "content": [{"type": "tool_result"}]}], "messages[0].content[0].tool_use_id"),
     ("messages", [{"role": "user", "content": [{"type": "document"}]}], "messages[0].content[0].type"),
@@ -73,6 +76,6 @@ WRONG_MESSAGES: list[tuple[str, dict[str, Any], str]] = [
     (MESSAGES, {"max_tokens": 1}, "messages"),
     (MESSAGES, {"messages": USER}, "max_tokens"),
     *((COUNT, {"messages": USER, name: value}, field) for name, value, field in _OF_A_PROMPT),
-    *((MESSAGES, {"messages": USER, "max_tokens": 1, name: value}, field) for name, value,
-        field in (*_OF_A_PROMPT, *_OF_SAMPLING)),
+    *((MESSAGES, {"messages": USER, "max_tokens": 1, name: value}, field)
+      for name, value, field in (*_OF_A_PROMPT, *_OF_SAMPLING)),
 ]  # fmt: skip

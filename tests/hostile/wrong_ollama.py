@@ -51,10 +51,9 @@ _OF_A_PROMPT: list[tuple[str, Any, str]] = [
     ("messages", USER, "messages"),
 ]
 WRONG_OLLAMA: list[tuple[str, dict[str, Any], str]] = [
-    *((CHAT, {"model": "tiny", "messages": USER, name: value}, field) for name, value,
-        field in (*_OF_BOTH, *_OF_A_CHAT)),
-    *((GENERATE, {"model": "tiny", "prompt": "x", name: value}, field) for name, value,
-        field in (*_OF_BOTH, *_OF_A_PROMPT)),
+    *((CHAT, {"model": "tiny", "messages": USER, name: value}, field) for name, value, field in _OF_BOTH + _OF_A_CHAT),
+    *((GENERATE, {"model": "tiny", "prompt": "x", name: value}, field)
+      for name, value, field in _OF_BOTH + _OF_A_PROMPT),
     (GENERATE, {"model": "tiny", "prompt": "x" * CONTEXT, "raw": True}, "prompt"),
     (GENERATE, {"model": "tiny", "prompt": "x", "raw": True, "system": "s"}, "system"),
     *((SHOW, {"model": model}, "model") for model in (None, "", 5)),
