@@ -102,7 +102,9 @@ def test_reports_show_the_ranks_and_the_worker_is_their_sum(two: Worker) -> None
 def test_the_worker_takes_as_many_as_all_ranks_may(two: Worker) -> None:
     sampling = {"max_new_tokens": 9, "n": 10}
     with two.stream("SLOW", rid="many", sampling_params=sampling):
-        assert two.error("/generate", {"text": "more"}, 503)["code"] == "queue_full"
+        full = two.post("/generate", {"text": "more"})
+        assert full.status_code == 503 and full.headers["retry-after"] == "1"
+        assert full.json()["error"]["code"] == "queue_full"
     two.wait_idle()
     assert two.post("/generate", {"text": "more"}).status_code == 200
     assert two.post("/generate", {"text": "x", "sampling_params": {"n": 11}}).status_code == 400

@@ -8,7 +8,6 @@ import itertools
 import json
 import re
 from collections.abc import Collection
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -18,7 +17,7 @@ from engine.frontend.apis.shared import whole
 from router.requests.relay import StreamSplitter
 from service.http.reconnect import KEEP_HEADER, KEPT_PATH, Keep, KeptRest
 from service.http.resume import FRAMES_HEADER, FRAMES_TYPE, RESUME_FIELD, RESUME_HEADER, FrameRecord, Resume, sign
-from tests.frontend.conftest import CALL, SECRET, TOOL, Worker, start_worker, wait_for
+from tests.frontend.conftest import CALL, SECRET, TOOL, Worker, wait_for
 
 FRAMES = {FRAMES_HEADER: "1"}
 TEXT = f"Hm, so.</think>One{CALL}"
@@ -230,12 +229,15 @@ def test_a_stream_that_still_runs_ends_where_its_client_comes_again(thinker: Wor
     thinker.wait_idle()
 
 
-def test_only_a_router_has_streams_kept_or_asks_for_them(tmp_path: Path) -> None:
-    with start_worker(tmp_path, secret="of the cluster") as w:
-        headers = {**FRAMES, KEEP_HEADER: f"- {KEEP.decode()}"}
-        refused = w.post("/generate", {"text": "x", "stream": True}, headers=headers)
-        assert refused.status_code == 403 and "only a router" in refused.text
-        assert asked(w, "0123456789abcdef-1").status_code == 403
+def test_only_a_router_has_streams_kept_or_asks_for_them(thinker: Worker) -> None:
+    for signature in ("-", sign(b"another secret", KEEP)):
+        headers = {**FRAMES, KEEP_HEADER: f"{signature} {KEEP.decode()}"}
+        assert (
+            "only a router"
+            in thinker.error("/generate", {"text": "x", "stream": True}, 403, headers=headers)["message"]
+        )
+        words = {"request_id": "r-1", "owner": "me", "body": "b", "after": "0123456789abcdef-1"}
+        assert thinker.post(KEPT_PATH, words, headers={RESUME_HEADER: signature}).status_code == 403
 
 
 RESUME = Resume(

@@ -70,9 +70,3 @@ def test_a_worker_names_the_process_that_is_frozen_and_its_lines_go_on_after_it(
 def test_a_wrong_interval_is_named(worker: Worker, every: str) -> None:
     answer = worker.http.get(PATH, params={"every": every})
     assert answer.status_code == 400 and "every: must be seconds" in answer.text and every in answer.text
-
-
-def test_a_worker_that_loads_has_no_heartbeats_yet(tmp_path: Path) -> None:
-    with start_worker(tmp_path, ready=False) as w:
-        answer = w.http.get(PATH)
-        assert answer.status_code == 503 and "loading" in answer.text

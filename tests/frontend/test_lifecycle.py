@@ -20,6 +20,7 @@ from engine.messages import FAKE_BOOTSTRAP_HOST, StepInfo, StepReply
 from engine.text.sample import SampleText
 from service.flags import ConfigError
 from service.http.errors import ApiError
+from service.http.heartbeats import PATH as HEARTBEATS
 from tests.frontend.conftest import Worker, byte_tokenizer, start_worker, wait_for, write_checkpoint
 from tests.frontend.worker_main import WorkerThread
 
@@ -31,6 +32,7 @@ def test_health_is_503_until_ready_and_when_the_scheduler_is_silent(tmp_path: Pa
             assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
         assert w.post("/generate", {"text": "a"}).status_code == 503
         assert w.http.get("/server_info").json()["status"] == "starting"
+        assert (early := w.http.get(HEARTBEATS)).status_code == 503 and "loading" in early.text
         assert w.http.get("/v1/models").status_code == 200 and w.http.get("/metrics").status_code == 200
         w.scheduler.doing = StepReply(call_id="", busy_s=12.0, loading=True)
         answer = w.http.get("/health")
@@ -198,17 +200,6 @@ def test_ctrl_c_or_a_second_signal_ends_a_worker_at_once(tmp_path: Path, signals
             assert last()["error"]["code"] == "draining"
         assert w.process.wait(60) == 0
         wait_for(lambda: w.scheduler.num_running == 0)
-
-
-def test_full_queue_is_503_with_retry_after(tmp_path: Path) -> None:
-    with start_worker(tmp_path, engine={"max_running_requests": 1, "max_queued_requests": 2}) as w:
-        with w.http.stream("POST", "/generate", json={"text": ["SLOW", "SLOW", "SLOW"], "stream": True}):
-            full = w.post("/generate", {"text": "a"})
-            assert full.status_code == 503 and full.headers["retry-after"] == "1"
-            assert full.json()["error"]["code"] == "queue_full"
-            assert w.post("/generate", {"text": ["a"] * 4}).status_code == 400
-        w.wait_idle()
-        assert wait_for(lambda: w.post("/generate", {"text": "a"}).status_code == 200)
 
 
 def test_a_request_whose_first_token_would_come_too_late_is_refused_at_once(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -188,21 +187,17 @@ def test_an_answer_that_is_not_streamed_ends_with_all_that_it_has(decode: Worker
     decode.wait_idle()
 
 
-def test_only_a_router_has_streams_move(decode: Worker, tmp_path: Path) -> None:
-    body = msgspec.json.encode({"samples": [{"rid": "x", "room": 1}]})
-    with start_worker(tmp_path, mode="decode") as worker:
-        for signature in ("", "-", sign(b"any", body)):
-            refused = worker.post("/move_out", json.loads(body), headers={RESUME_HEADER: signature})
-            assert refused.status_code == 403 and "only a router" in refused.text
-    refused = decode.post("/move_out", json.loads(body), headers={RESUME_HEADER: sign(b"another", body)})
-    assert refused.status_code == 403 and "only a router" in refused.text
+def test_only_a_router_has_streams_move(decode: Worker) -> None:
+    """A worker without a secret takes no orders at all: test_going_on.py."""
+    order = {"samples": [{"rid": "x", "room": 1}]}
+    for signature in ("", "-", sign(b"another", msgspec.json.encode(order))):
+        assert "only a router" in decode.error("/move_out", order, 403, headers={RESUME_HEADER: signature})["message"]
     assert move(decode, "x") == []
 
 
-def test_other_workers_have_nothing_that_moves(tmp_path: Path) -> None:
-    with start_worker(tmp_path, secret=SECRET.decode()) as worker:
-        answer = ordered(worker, {"samples": [{"rid": "x", "room": 1}]})
-        assert answer.status_code == 409 and "decode worker" in answer.text
+def test_other_workers_have_nothing_that_moves(thinker: Worker) -> None:
+    answer = ordered(thinker, {"samples": [{"rid": "x", "room": 1}]})
+    assert answer.status_code == 409 and "decode worker" in answer.text
 
 
 def test_the_scheduler_gets_the_address_of_the_kv(decode: Worker) -> None:
