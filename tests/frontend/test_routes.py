@@ -74,6 +74,7 @@ def test_wrong_places_and_methods_are_errors_of_openai(worker: Worker) -> None:
     for method, path, status in (
         ("GET", "/nowhere", 404), ("GET", "/v1/completions", 405), ("DELETE", "/v1/models", 405),
         ("GET", "/v1/models/other", 404), ("POST", "/v1/nowhere", 404), ("PATCH", "/generate", 405),
+        ("GET", "/nowhere/", 404), ("GET", "/generate/", 405), ("GET", "/v1/", 404),
     ):  # fmt: skip
         answer = worker.http.request(method, path)
         error = answer.json()["error"]
@@ -103,9 +104,6 @@ def test_a_slash_at_the_end_and_head(worker: Worker) -> None:
         for end in ("", "/"):
             head = worker.http.head(path + end)
             assert head.status_code == 200 and not head.content, path + end
-    for path, status in (("/nowhere/", 404), ("/v1/models/other", 404), ("/generate/", 405), ("/v1/", 404)):
-        refused = worker.http.get(path)
-        assert refused.status_code == status and set(refused.json()["error"]) == {"message", "type", "param", "code"}
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
 """The product's compiler and the second opinion on it, over one tokenizer of bytes, and what a grammar accepts by either."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from engine.core.hooks import Grammar
@@ -23,7 +23,7 @@ def ids_of(text: str) -> tuple[int, ...]:
 
 def ours(regex: str) -> Grammar:
     """The state of a regex, by the product's compiler."""
-    return compiler_of("llguidance", byte_tokenizer()).compile(GrammarSpec("regex", regex))()
+    return compiler_of("llguidance").compile(GrammarSpec("regex", regex))()
 
 
 def gate(opening: str = "open", *, budget: int | None = None, start: str = "<think>") -> ReasoningGate:
@@ -49,16 +49,21 @@ def say(grammar: Grammar, text: str) -> bool:
     return all(map(grammar.accept, ids_of(text)))
 
 
-def compiler_of(name: str, tokenizer: Tokenizer, **options: Any) -> Compiler:
-    return COMPILERS[name](tokenizer, **{"vocab_size": VOCAB_SIZE, "eos_ids": [EOS], **options})
+def compiler_of(name: str, tokenizer: Tokenizer | None = None, **options: Any) -> Compiler:
+    return COMPILERS[name](tokenizer or byte_tokenizer(), **{"vocab_size": VOCAB_SIZE, "eos_ids": [EOS], **options})
 
 
-def accepts(compiler: Compiler, tokenizer: Tokenizer, spec: GrammarSpec, text: str) -> bool:
+def accepts(compiler: Compiler, spec: GrammarSpec, text: str) -> bool:
     """Whether `text` and then the end may be said, token by token, each allowed by the mask before it."""
     state = compiler.compile(spec)()
-    for token in tokenizer.encode(text, add_special_tokens=False):
+    for token in ids_of(text):
         allowed = token in in_mask(state.bitmask())
         assert state.accept(token) == allowed
         if not allowed:
             return False
     return state.ended or EOS in in_mask(state.bitmask())
+
+
+def check_texts(compiler: Compiler, spec: GrammarSpec, *, good: Iterable[str], bad: Iterable[str]) -> None:
+    assert [text for text in good if not accepts(compiler, spec, text)] == []
+    assert [text for text in bad if accepts(compiler, spec, text)] == []

@@ -15,8 +15,7 @@ from engine.sampling_params import GrammarInvalid, GrammarSpec
 from engine.text.tokenizer import Tokenizer, load_tokenizer
 from tests.core.engine_in_a_test import EngineInATest
 from tests.core.hash_model import expected_tokens
-from tests.frontend.conftest import byte_tokenizer
-from tests.grammar.compilers import COMPILERS, accepts, compiler_of, ids_of, in_mask
+from tests.grammar.compilers import COMPILERS, accepts, check_texts, compiler_of, ids_of, in_mask
 from tests.grammar.fixed import Fixed
 
 CPU = torch.device("cpu")
@@ -74,19 +73,14 @@ def test_a_token_outside_the_grammar_is_an_error_of_its_request() -> None:
     assert engine.tokens["plain"] == expected_tokens([4, 5], 5)
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return byte_tokenizer()
-
-
 @pytest.fixture(scope="module", params=COMPILERS)
 def backend(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
 @pytest.fixture(scope="module")
-def compiler(tokenizer: Tokenizer, backend: str) -> Compiler:
-    return compiler_of(backend, tokenizer)
+def compiler(backend: str) -> Compiler:
+    return compiler_of(backend)
 
 
 BAD = {
@@ -109,34 +103,30 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_bad_grammar_is_reported_in_one_line(tokenizer: Tokenizer, name: str) -> None:
+def test_a_bad_grammar_is_reported_in_one_line(name: str) -> None:
     with pytest.raises(GrammarInvalid) as error:
-        compiler_of("llguidance", tokenizer).compile(GrammarSpec(*BAD[name]))
+        compiler_of("llguidance").compile(GrammarSpec(*BAD[name]))
     assert str(error.value) and "\n" not in str(error.value) and len(str(error.value)) <= 300
 
 
-def test_structural_tags_force_what_follows_a_trigger(compiler: Compiler, tokenizer: Tokenizer) -> None:
+def test_structural_tags_force_what_follows_a_trigger(compiler: Compiler) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     schema["additionalProperties"] = False
     tag = {"triggers": ["<f"], "structures": [{"begin": "<f=x>", "schema": schema, "end": "</f>"}]}
-    spec = GrammarSpec("structural_tag", json.dumps(tag))
-    for good in ("", "free < text", 'hi <f=x>{"a": 5}</f>', '<f=x>{"a":1}</f> and <f=x>{"a":2}</f>\n'):
-        assert accepts(compiler, tokenizer, spec, good), good
-    for bad in ("<f=y>", '<f=x>{"b": 5}</f>', "hi <f", '<f=x>{"a": 5}'):
-        assert not accepts(compiler, tokenizer, spec, bad), bad
+    good = ("", "free < text", 'hi <f=x>{"a": 5}</f>', '<f=x>{"a":1}</f> and <f=x>{"a":2}</f>\n')
+    bad = ("<f=y>", '<f=x>{"b": 5}</f>', "hi <f", '<f=x>{"a": 5}')
+    check_texts(compiler, GrammarSpec("structural_tag", json.dumps(tag)), good=good, bad=bad)
 
 
-def test_a_number_of_any_length_stands_in_a_tag(compiler: Compiler, tokenizer: Tokenizer) -> None:
+def test_a_number_of_any_length_stands_in_a_tag(compiler: Compiler) -> None:
     structure = {"begin": "<c>f:", "after_number": "<a>", "schema": {"type": "integer"}, "end": "</c>"}
     spec = GrammarSpec("structural_tag", json.dumps({"triggers": ["<c>"], "structures": [structure]}))
-    for good in ("", "hi <c>f:0<a>5</c>", "<c>f:0<a>5</c><c>f:12<a>6</c>"):
-        assert accepts(compiler, tokenizer, spec, good), good
-    for bad in ("<c>f:<a>5</c>", "<c>f:x<a>5</c>", "<c>f:1<b>5</c>", '<c>f:1<a>"x"</c>', "<c>g:1<a>5</c>"):
-        assert not accepts(compiler, tokenizer, spec, bad), bad
+    bad = ("<c>f:<a>5</c>", "<c>f:x<a>5</c>", "<c>f:1<b>5</c>", '<c>f:1<a>"x"</c>', "<c>g:1<a>5</c>")
+    check_texts(compiler, spec, good=("", "hi <c>f:0<a>5</c>", "<c>f:0<a>5</c><c>f:12<a>6</c>"), bad=bad)
 
 
-def test_special_tokens_stand_in_tags(tokenizer: Tokenizer) -> None:
-    compiler = compiler_of("llguidance", tokenizer, eos_ids=[257])
+def test_special_tokens_stand_in_tags() -> None:
+    compiler = compiler_of("llguidance", eos_ids=[257])
     for begin, trigger, ids in (("<s>!", "<s>", [256, *ids_of("!")]), ("!<s>", "!", [*ids_of("!"), 256])):
         structure = {"begin": begin, "schema": {"type": "integer"}, "end": "<s>."}
         spec = GrammarSpec("structural_tag", json.dumps({"triggers": [trigger], "structures": [structure]}))
@@ -156,11 +146,8 @@ def test_special_tokens_stand_in_tags(tokenizer: Tokenizer) -> None:
         ("ebnf", 'start: "ü" /[0-9]/', ["ü7"], ["u7"]),
     ],
 )
-def test_what_a_grammar_accepts(
-    compiler: Compiler, tokenizer: Tokenizer, kind: str, source: str, good: list[str], bad: list[str]
-) -> None:
-    assert all(accepts(compiler, tokenizer, GrammarSpec(kind, source), text) for text in good)
-    assert not any(accepts(compiler, tokenizer, GrammarSpec(kind, source), text) for text in bad)
+def test_what_a_grammar_accepts(compiler: Compiler, kind: str, source: str, good: list[str], bad: list[str]) -> None:
+    check_texts(compiler, GrammarSpec(kind, source), good=good, bad=bad)
 
 
 @pytest.fixture(scope="module")
@@ -192,10 +179,10 @@ def test_forced_text_is_written_with_tokens_that_say_just_that(shipped: tuple[Co
     assert not dead_end.accept(2) and dead_end.problem == "no token of the vocabulary can follow" and not dead_end.ended
 
 
-def test_whitespace_between_the_parts_of_json_is_a_choice(tokenizer: Tokenizer, backend: str) -> None:
+def test_whitespace_between_the_parts_of_json_is_a_choice(backend: str) -> None:
     spec = GrammarSpec("json_schema", '{"type": "object"}')
-    dense = compiler_of(backend, tokenizer, style=JsonStyle(any_whitespace=False))
-    assert accepts(dense, tokenizer, spec, '{"a":1}') and not accepts(dense, tokenizer, spec, '{"a": 1}')
+    dense = compiler_of(backend, style=JsonStyle(any_whitespace=False))
+    check_texts(dense, spec, good=['{"a":1}'], bad=['{"a": 1}'])
 
 
 PARAMETERS = '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}'
@@ -205,24 +192,23 @@ PLACES = {"schema": ("json_schema", PARAMETERS, "OBJECT"), "tag": ("structural_t
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_whitespace_in_a_row_is_bounded(tokenizer: Tokenizer, backend: str, place: str) -> None:
+def test_whitespace_in_a_row_is_bounded(backend: str, place: str) -> None:
     kind, source, text = PLACES[place]
     spec = GrammarSpec(kind, source)
-    compiler = compiler_of(backend, tokenizer)
-    for num, fits in ((16, True), (17, False)):
-        assert accepts(compiler, tokenizer, spec, text.replace("OBJECT", "{" + num * " " + '"a": 1}')) == fits
-    assert accepts(compiler, tokenizer, spec, text.replace("OBJECT", '{\n  "a":\n  1\n}'))
+    compiler = compiler_of(backend)
+    most, more, lines = (text.replace("OBJECT", "{" + space + '"a": 1}') for space in (16 * " ", 17 * " ", "\n  "))
+    check_texts(compiler, spec, good=[most, lines], bad=[more])
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_objects_are_closed_unless_the_server_says_otherwise(tokenizer: Tokenizer, backend: str, place: str) -> None:
+def test_objects_are_closed_unless_the_server_says_otherwise(backend: str, place: str) -> None:
     kind, source, text = PLACES[place]
     more = text.replace("OBJECT", '{"a": 1, "b": 2}')
-    assert not accepts(compiler_of(backend, tokenizer), tokenizer, GrammarSpec(kind, source), more)
-    letter = compiler_of(backend, tokenizer, style=JsonStyle(closes_objects=False))
-    assert accepts(letter, tokenizer, GrammarSpec(kind, source), more)
+    assert not accepts(compiler_of(backend), GrammarSpec(kind, source), more)
+    letter = compiler_of(backend, style=JsonStyle(closes_objects=False))
+    assert accepts(letter, GrammarSpec(kind, source), more)
     says = source.replace('"required"', '"additionalProperties": true, "required"')
-    assert accepts(compiler_of(backend, tokenizer), tokenizer, GrammarSpec(kind, says), more)
+    assert accepts(compiler_of(backend), GrammarSpec(kind, says), more)
 
 
 def test_the_queue_brings_no_library() -> None:

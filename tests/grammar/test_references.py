@@ -13,9 +13,7 @@ from engine.sampling_params import GrammarInvalid, GrammarSpec
 from engine.schema_references import BadReference, local, moved
 from engine.text.argument_types import ArgumentTypes
 from engine.text.call_formats import QWEN25
-from engine.text.tokenizer import Tokenizer
 from service.http.errors import ApiError
-from tests.frontend.conftest import byte_tokenizer
 from tests.grammar.compilers import COMPILERS, accepts, compiler_of
 
 E: dict[str, Any] = {"enum": ["hot", "cold"]}
@@ -48,14 +46,9 @@ RIGHT: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return byte_tokenizer()
-
-
 @pytest.fixture(scope="module", params=COMPILERS)
-def compiler(request: pytest.FixtureRequest, tokenizer: Tokenizer) -> Compiler:
-    return compiler_of(request.param, tokenizer)
+def compiler(request: pytest.FixtureRequest) -> Compiler:
+    return compiler_of(str(request.param))
 
 
 def tool(parameters: dict[str, Any], name: str = "f", *, strict: bool | None = None) -> Tool:
@@ -80,28 +73,26 @@ def ways(schema: dict[str, Any]) -> dict[str, tuple[GrammarSpec, str]]:
 
 
 @pytest.mark.parametrize("name", RIGHT)
-def test_a_reference_means_the_same_wherever_its_schema_stands(
-    compiler: Compiler, tokenizer: Tokenizer, name: str
-) -> None:
+def test_a_reference_means_the_same_wherever_its_schema_stands(compiler: Compiler, name: str) -> None:
     for way, (spec, text) in ways(RIGHT[name]).items():
-        assert accepts(compiler, tokenizer, spec, text.replace("VALUE", '{"k": "hot"}')), way
-        assert not accepts(compiler, tokenizer, spec, text.replace("VALUE", '{"k": "warm"}')), way
+        hot, warm = (text.replace("VALUE", f'{{"k": "{value}"}}') for value in ("hot", "warm"))
+        assert accepts(compiler, spec, hot) and not accepts(compiler, spec, warm), way
 
 
 TREE = {"type": "object", "properties": {"v": E, "kids": {"type": "array", "items": {"$ref": "#"}}}, "required": ["v"]}
 
 
-def test_a_schema_may_hold_itself(compiler: Compiler, tokenizer: Tokenizer) -> None:
+def test_a_schema_may_hold_itself(compiler: Compiler) -> None:
     for way, (spec, text) in ways(TREE).items():
         good = text.replace("VALUE", '{"v": "hot", "kids": [{"v": "cold", "kids": []}]}')
         bad = text.partition("VALUE")[0] + '{"v": "hot", "kids": [{"n'
-        assert accepts(compiler, tokenizer, spec, good) and not accepts(compiler, tokenizer, spec, bad), way
+        assert accepts(compiler, spec, good) and not accepts(compiler, spec, bad), way
 
 
-def test_functions_with_the_same_names_keep_their_own_definitions(compiler: Compiler, tokenizer: Tokenizer) -> None:
+def test_functions_with_the_same_names_keep_their_own_definitions(compiler: Compiler) -> None:
     spec, text = ways(RIGHT["$defs"])["forced"]
     mine, others = text.replace("VALUE", '{"k": 7}'), text.replace("VALUE", '{"k": 7}').replace('"f"', '"g"')
-    assert accepts(compiler, tokenizer, spec, others) and not accepts(compiler, tokenizer, spec, mine)
+    assert accepts(compiler, spec, others) and not accepts(compiler, spec, mine)
 
 
 BAD = {

@@ -6,14 +6,7 @@ from typing import Any
 import pytest
 
 from engine.sampling_params import GrammarInvalid, GrammarSpec
-from engine.text.tokenizer import Tokenizer
-from tests.frontend.conftest import byte_tokenizer
-from tests.grammar.compilers import COMPILERS, accepts, compiler_of
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return byte_tokenizer()
+from tests.grammar.compilers import COMPILERS, accepts, check_texts, compiler_of
 
 
 def spec_of(schema: Any) -> GrammarSpec:
@@ -47,11 +40,9 @@ SAME: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
 
 @pytest.mark.parametrize("compiler", COMPILERS)
 @pytest.mark.parametrize("name", SAME)
-def test_both_hold_the_same_texts(tokenizer: Tokenizer, name: str, compiler: str) -> None:
+def test_both_hold_the_same_texts(name: str, compiler: str) -> None:
     schema, good, bad = SAME[name]
-    made = compiler_of(compiler, tokenizer)
-    assert [text for text in good if not accepts(made, tokenizer, spec_of(schema), text)] == []
-    assert [text for text in bad if accepts(made, tokenizer, spec_of(schema), text)] == []
+    check_texts(compiler_of(compiler), spec_of(schema), good=good, bad=bad)
 
 
 AB = {"properties": {"a": {}, "b": {}}, "type": "object"}
@@ -70,11 +61,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_held_is_refused_and_never_ignored(tokenizer: Tokenizer, name: str) -> None:
+def test_what_cannot_be_held_is_refused_and_never_ignored(name: str) -> None:
     schema, wrong = REFUSED[name]
     with pytest.raises(GrammarInvalid):
-        compiler_of("llguidance", tokenizer).compile(spec_of(schema))
-    assert accepts(compiler_of("xgrammar", tokenizer), tokenizer, spec_of(schema), wrong)
+        compiler_of("llguidance").compile(spec_of(schema))
+    assert accepts(compiler_of("xgrammar"), spec_of(schema), wrong)
 
 
 ONLY_THERE: dict[str, tuple[dict[str, Any], str, str]] = {
@@ -88,9 +79,8 @@ ONLY_THERE: dict[str, tuple[dict[str, Any], str, str]] = {
 
 
 @pytest.mark.parametrize("name", ONLY_THERE)
-def test_what_xgrammar_alone_holds_is_refused(tokenizer: Tokenizer, name: str) -> None:
+def test_what_xgrammar_alone_holds_is_refused(name: str) -> None:
     schema, good, bad = ONLY_THERE[name]
     with pytest.raises(GrammarInvalid, match=name):
-        compiler_of("llguidance", tokenizer).compile(spec_of(schema))
-    there = compiler_of("xgrammar", tokenizer)
-    assert accepts(there, tokenizer, spec_of(schema), good) and not accepts(there, tokenizer, spec_of(schema), bad)
+        compiler_of("llguidance").compile(spec_of(schema))
+    check_texts(compiler_of("xgrammar"), spec_of(schema), good=[good], bad=[bad])

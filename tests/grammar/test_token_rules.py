@@ -14,7 +14,6 @@ from engine.sampling_params import InvalidParam, ReasoningGate, SamplingParams, 
 from tests.core.engine_in_a_test import request_of
 from tests.core.proof.cycle_grammar import CycleGrammar
 from tests.e2e.cluster import wait_until
-from tests.frontend.conftest import byte_tokenizer
 from tests.grammar.compilers import END, EOS, VOCAB_SIZE, compiler_of, gate, gates, ids_of, in_mask, next_of, say
 
 VOCAB = 37  # not a multiple of a word
@@ -61,7 +60,7 @@ def ruled(
     regex: str, *, allowed: str = "", bad: tuple[str, ...] = (), reasoning: ReasoningGate | None = None
 ) -> tuple[Grammar | None, str]:
     """The state that a request gets, or the message of its refusal."""
-    compiler = compiler_of("llguidance", byte_tokenizer())
+    compiler = compiler_of("llguidance")
     queue = GrammarQueue(compiler, gates=gates(), vocab_size=VOCAB_SIZE, eos_ids=[EOS])
     rule: dict[str, Any] = {"allowed_token_ids": ids_of(allowed), "bad_token_ids": tuple(map(ids_of, bad))}
     request = request_of([1], regex=regex, reasoning=reasoning, **rule)
