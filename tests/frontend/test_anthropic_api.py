@@ -257,24 +257,26 @@ def test_what_cannot_be_translated_is_named(worker: Worker) -> None:
 
 
 def test_every_block_has_its_place_in_the_template() -> None:
+    thought = [{"type": "thinking", "thinking": "hm", "signature": "s"}, {"type": "redacted_thinking", "data": "xx"}]
+    calls = [
+        {"type": "tool_use", "id": id, "name": "add", "input": given} for id, given in (("t1", {"a": 1}), ("t2", {}))
+    ]
+    said = {"type": "text", "text": "I add.", "citations": None}
+    results: list[Any] = [{"type": "tool_result", "tool_use_id": "t1", "content": "2"}]
+    results.append({"type": "tool_result", "tool_use_id": "t2", "is_error": True})
     turns = [
         {"role": "user", "content": "q"},
-        {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm", "signature": "s"},
-         {"type": "redacted_thinking", "data": "xx"}, {"type": "text", "text": "I add.", "citations": None},
-         {"type": "tool_use", "id": "t1", "name": "add", "input": {"a": 1}},
-         {"type": "tool_use", "id": "t2", "name": "add", "input": {}}]},
-        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1", "content": "2"},
-         {"type": "tool_result", "tool_use_id": "t2", "is_error": True}, {"type": "text", "text": "and?"}]},
+        {"role": "assistant", "content": [*thought, said, *calls]},
+        {"role": "user", "content": [*results, {"type": "text", "text": "and?"}]},
         {"role": "user", "content": "now"},
-    ]  # fmt: skip
-    system, asked, answered, *results, then = template_messages(translated(messages=turns, system="S").messages)
+    ]
+    system, asked, answered, *shown_results, then = template_messages(translated(messages=turns, system="S").messages)
     assert (system["content"], asked["content"]) == ("S", "q")
     assert (answered["content"], answered["reasoning_content"]) == ("I add.", "hm")
-    assert [(c["id"], c["function"]) for c in answered["tool_calls"]] == [
-        ("t1", {"name": "add", "arguments": {"a": 1}}),
-        ("t2", {"name": "add", "arguments": {}}),
-    ]
-    assert [(r["role"], r["tool_call_id"], r["content"]) for r in results] == [("tool", "t1", "2"), ("tool", "t2", "")]
+    called = [(c["id"], c["function"]["name"], c["function"]["arguments"]) for c in answered["tool_calls"]]
+    assert called == [("t1", "add", {"a": 1}), ("t2", "add", {})]
+    due = [(r["role"], r["tool_call_id"], r["content"]) for r in shown_results]
+    assert due == [("tool", "t1", "2"), ("tool", "t2", "")]
     assert (then["role"], then["content"]) == ("user", "and?\nnow")
 
 

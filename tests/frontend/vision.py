@@ -26,6 +26,10 @@ TEXT = {**SIZES, "vocab_size": 270}
 TOKENS = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START, "vision_end_token_id": END}
 _ROPE = {"mrope_section": [2, 1, 1], "type": "default"}
 _QWEN = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 16}
+_CLIP = {
+    **{"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 2},
+    **{"image_size": 56, "patch_size": 14, "model_type": "clip_vision_model"},
+}
 CONFIGS: dict[str, dict[str, Any]] = {
     "qwen2.5": {"architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl",
         "text_config": {**TEXT, "model_type": "qwen2_5_vl_text", "rope_scaling": _ROPE},
@@ -35,9 +39,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "vision_config": {**_QWEN, "patch_size": 14, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
         **TOKENS},
     "llava": {"architectures": ["LlavaForConditionalGeneration"], "model_type": "llava",
-        "text_config": {**TEXT, "model_type": "llama"}, "vision_config": {**{"hidden_size": 16, "intermediate_size": 16,
-        "num_attention_heads": 2, "num_hidden_layers": 2}, **{"image_size": 56, "patch_size": 14,
-        "model_type": "clip_vision_model"}}, "image_token_index": IMAGE},
+        "text_config": {**TEXT, "model_type": "llama"}, "vision_config": _CLIP, "image_token_index": IMAGE},
 }  # fmt: skip
 PROCESSORS: dict[str, dict[str, Any]] = {
     "qwen2.5": {"min_pixels": 4 * FACTOR**2, "max_pixels": 64 * FACTOR**2},
