@@ -232,7 +232,7 @@ def test_wrong_values_and_lone_surrogates(doors: Doors, door: str) -> None:
     assert wrong(doors.play(door, cases), is_refusal) == {}
 
 
-def not_named(
+def _not_named(
     doors: Doors, door: str, wrong: Sequence[tuple[str, Any, str]], named: Callable[[Answer, str], bool]
 ) -> Any:
     cases = {f"{path} {field} {i}": (post(path, body), field) for i, (path, body, field) in enumerate(wrong)}
@@ -241,7 +241,7 @@ def not_named(
 
 
 def test_wrong_values_through_a_router_are_named(doors: Doors) -> None:
-    assert not_named(doors, "router", wrong_values(), mentions) == {}
+    assert _not_named(doors, "router", wrong_values(), mentions) == {}
 
 
 def mentions(answer: Answer, field: str) -> bool:
@@ -253,14 +253,14 @@ def mentions(answer: Answer, field: str) -> bool:
 
 def test_wrong_fields_are_named(doors: Doors) -> None:
     seen = len(doors.alone.scheduler.seen)
-    assert not_named(doors, "unified", ALL_WRONG_FIELDS, names_field) == {}
+    assert _not_named(doors, "unified", ALL_WRONG_FIELDS, names_field) == {}
     assert len(doors.alone.scheduler.seen) == seen
 
 
 @pytest.mark.parametrize("door", [*ROUTERS, "prefill", "decode"])
 def test_wrong_fields_fail_nothing(doors: Doors, door: str) -> None:
     """The model differs there, and with it what is wrong."""
-    assert not_named(doors, door, ALL_WRONG_FIELDS, lambda answer, field: is_no_failure(answer)) == {}
+    assert _not_named(doors, door, ALL_WRONG_FIELDS, lambda answer, field: is_no_failure(answer)) == {}
 
 
 @pytest.mark.parametrize("door", [*ROUTERS, *WORKERS])

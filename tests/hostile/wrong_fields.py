@@ -13,7 +13,7 @@ NO_PARAMETERS: dict[str, Any] = {"function": {"name": "f", "parameters": []}}
 BY_SCHEMA = {"type": "json_schema"}
 IMAGE = [{"type": "image_url", "image_url": {"url": "x"}}]
 USER = [{"role": "user", "content": "x"}]
-SPACED = {"regex": "a", "whitespace_pattern": " "}
+_SPACED = {"regex": "a", "whitespace_pattern": " "}
 
 # (path, fields, the field to name), for the worker of tests/frontend: its tokenizer has 260 tokens, its context is CONTEXT
 # Fields of a chat beside its messages, or these; then fields of other bodies.
@@ -98,7 +98,7 @@ WRONG_FIELDS: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"messages": USER, "structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs.choice"),
     (CHAT, {"messages": USER, "structured_outputs": {"regex": ""}}, "structured_outputs.regex"),
     (CHAT, {"messages": USER, "structured_outputs": {"choice": [""]}}, "structured_outputs.choice"),
-    (CHAT, {"messages": USER, "structured_outputs": SPACED}, "structured_outputs.whitespace_pattern"),
+    (CHAT, {"messages": USER, "structured_outputs": _SPACED}, "structured_outputs.whitespace_pattern"),
     (COMPLETE, {}, "prompt"),
     (COMPLETE, {"prompt": [1.5]}, "prompt[0]"),
     (COMPLETE, {"prompt": ["a"] * 100, "n": 128}, "prompt"),
@@ -251,7 +251,7 @@ PAIRED: list[tuple[str, dict[str, Any]]] = [
     ("label_token_ids", {**TEXTS, "label_token_ids": [5]}),
 ]
 CLASSIFIED: list[tuple[str, dict[str, Any]]] = [("input", {"input": 5}), ("text", {"text": "a"})]
-OTHER_APIS = {
+_OTHER_APIS = {
     **{table.EMBED: EMBEDDINGS, table.ENCODE: ENCODED, table.SCORE: SCORED, table.RERANK: RERANKED},
     **{table.SCORE_PAIRS: PAIRED, table.CLASSIFY: CLASSIFIED},
 }
@@ -267,7 +267,7 @@ def wrong_values() -> list[tuple[str, bytes, str]]:
     native = [({**IDS, "sampling_params": {field: value}}, field) for field, values in SAMPLING for value in values]
     bodies = [(GENERATE, body, field) for body, field in [*native, *NATIVE]]
     bodies += [(CHAT, {**table.USER, field: value}, field) for field, values in CHATS for value in values]
-    bodies += [(path, body, field) for path, rows in OTHER_APIS.items() for field, body in rows]
+    bodies += [(path, body, field) for path, rows in _OTHER_APIS.items() for field, body in rows]
     bodies.append((CHAT, {**table.USER, "tools": [TOOL], "tool_choice": 5}, "tool_choice"))
     no_schema = {"function": {"name": "f", "parameters": {"type": 5}}}
     bodies += [

@@ -22,7 +22,7 @@ def stored(id: str, previous: str = "", *, owner: str = "a", input: str = "", si
     return StoredResponse(id=id, owner=owner, previous=previous, input=given, response=response)
 
 
-def store_of(*given: StoredResponse) -> ResponseStore:
+def _store_of(*given: StoredResponse) -> ResponseStore:
     store = ResponseStore(max_count=9, max_bytes=1 << 20)
     for one in given:
         store.put(one)
@@ -34,7 +34,7 @@ def ids_of(found: list[StoredResponse]) -> list[str]:
 
 
 def test_a_conversation_is_read_from_its_last_response() -> None:
-    store = store_of(
+    store = _store_of(
         *(stored(*pair) for pair in (("resp_1", ""), ("resp_2", "resp_1"), ("resp_3", "resp_2"), ("resp_4", "resp_2")))
     )
     assert ids_of(store.conversation("resp_3", owner="a")) == ["resp_3", "resp_2", "resp_1"]
@@ -45,7 +45,7 @@ def test_a_conversation_is_read_from_its_last_response() -> None:
 
 
 def test_another_owner_finds_nothing() -> None:
-    store = store_of(stored("resp_1"))
+    store = _store_of(stored("resp_1"))
     store.put(stored("resp_2", "resp_1", owner="b"))  # no server writes this; reading it must not leak either
     assert store.get("resp_1", owner="b") is None and not store.remove("resp_1", owner="b")
     assert ids_of(store.conversation("resp_2", owner="b")) == ["resp_2"]
@@ -83,7 +83,7 @@ def test_a_response_does_not_change() -> None:
 
 
 def test_what_follows_a_removed_response_can_be_read_but_not_continued() -> None:
-    store = store_of(stored("resp_1"))
+    store = _store_of(stored("resp_1"))
     store.put(stored("resp_2", "resp_1"))
     assert store.remove("resp_1", owner="a") and store.num_bytes == stored("resp_2", "resp_1").num_bytes
     assert store.get("resp_2", owner="a") is not None
@@ -139,7 +139,7 @@ def test_ids_of_items_say_where_they_are() -> None:
 
 
 def test_references_are_replaced_by_their_items() -> None:
-    store = store_of(stored("resp_1"))
+    store = _store_of(stored("resp_1"))
     refer = [{"type": "item_reference", "id": id} for id in ("msg_1_in0", "msg_1_0")]
     _, items = conversation_of(store, {"input": [*refer, {"role": "user", "content": "item_reference"}]})
     assert [item["content"] for item in items] == ["to resp_1", "resp_1", "item_reference"]  # type: ignore[attr-defined]
@@ -147,7 +147,7 @@ def test_references_are_replaced_by_their_items() -> None:
 
 @pytest.mark.parametrize("id", ["msg_1_1", "msg_1_in5", "msg_2_0", "nothing", 5, None])
 def test_an_unknown_reference_names_its_place(id: object) -> None:
-    store = store_of(stored("resp_1"))
+    store = _store_of(stored("resp_1"))
     with pytest.raises(ApiError, match=r"input\[1\]\.id: no item"):
         conversation_of(store, {"input": [{"role": "user", "content": "x"}, {"type": "item_reference", "id": id}]})
 

@@ -15,7 +15,7 @@ LETTERS = pre_tokenizers.ByteLevel.alphabet()
 SPACES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 
 
-def split(*steps: Any) -> Any:
+def _split(*steps: Any) -> Any:
     """Splits, and then bytes."""
     return pre_tokenizers.Sequence([*steps, SPACES])
 
@@ -54,7 +54,7 @@ KNOWN: dict[str, Callable[[], Tokenizer]] = {
     "byte-level": byte_level,
     "nfc": lambda: byte_level(normalizer=normalizers.NFC()),
     "nfkc-of-a-sequence": lambda: byte_level(normalizer=normalizers.Sequence([normalizers.NFKC()])),
-    "split": lambda: byte_level(splitter=split(pre_tokenizers.Split(Regex(r"\s+"), behavior="isolated"))),
+    "split": lambda: byte_level(splitter=_split(pre_tokenizers.Split(Regex(r"\s+"), behavior="isolated"))),
     "lacks-controls": lambda: byte_level(lacks=chr(256 + 4) + chr(256 + 6)),
     "lacks-far-planes": lambda: byte_level(lacks="ñòé"),  # letters of the bytes F1, F2 and E9
     "takes-spaces": lambda: byte_level(added=(AddedToken("<m>", lstrip=True), AddedToken("<n>", rstrip=True))),
@@ -66,9 +66,9 @@ UNKNOWN: dict[str, Callable[[], Tokenizer]] = {
     "words": lambda: Tokenizer(tokenizers.Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))),
     "strips": lambda: byte_level(normalizer=normalizers.Strip()),
     "replaces-a-pattern": lambda: byte_level(normalizer=normalizers.Replace(Regex(" +"), " ")),
-    "removes": lambda: byte_level(splitter=split(pre_tokenizers.Split(" ", behavior="removed"))),
+    "removes": lambda: byte_level(splitter=_split(pre_tokenizers.Split(" ", behavior="removed"))),
     "lacks-inner-bytes": lambda: byte_level(lacks="¢"),  # the letter of the byte A2
-    "whitespace": lambda: byte_level(splitter=split(pre_tokenizers.WhitespaceSplit())),
+    "whitespace": lambda: byte_level(splitter=_split(pre_tokenizers.WhitespaceSplit())),
 }
 PIECES = (
     *(" " * 9, "a" * 9, "<m>", "<n>", "<s>", "\n\t \r", "\x04", "\x06\x04", "e\u0301", "\u03b1\u0313\u0300\u0345", "ﬁ"),

@@ -106,7 +106,7 @@ def test_what_a_prompt_says(name: str, prompt: str, prefix: str, opening: Openin
     assert opening_of(REASONING_FORMATS[name], prompt, prefix=prefix) is opening
 
 
-def counter_of(tokens: list[bytes], start: str, *ends: str, opening: Opening = UNDECIDED) -> ReasoningTokens:
+def _counter_of(tokens: list[bytes], start: str, *ends: str, opening: Opening = UNDECIDED) -> ReasoningTokens:
     return ReasoningTokens(start=start, ends=ends, opening=opening, token_bytes=tokens.__getitem__)
 
 
@@ -127,7 +127,7 @@ def test_tokens_count_up_to_the_end_of_the_reasoning(seed: int, text: str, openi
     *_, tokens = splits(text, seeds=seed + 1)
     starts = [sum(map(len, tokens[:i])) for i in range(len(tokens))]
     for chunk in (1, 3, len(tokens)):
-        counter = counter_of(
+        counter = _counter_of(
             [token.encode() for token in tokens], "<think>", "</think>", "<tool_call>", opening=opening
         )
         for at in range(0, len(tokens), chunk):
@@ -194,7 +194,7 @@ def test_an_unknown_function_of_harmony_is_no_call() -> None:
 
 def test_tokens_of_harmony_count_its_analysis() -> None:
     tokens = [b"<|channel|>", b"analysis", b"<|message|>", b"Hm", b"<|end|>", b"<|start|>", b"assistant"]
-    counter = counter_of(tokens, HARMONY.start, HARMONY.end)
+    counter = _counter_of(tokens, HARMONY.start, HARMONY.end)
     counter.add(range(len(tokens)))
     assert counter.num == 5
 
@@ -204,6 +204,6 @@ def test_a_marker_is_known_where_tokens_hold_parts_of_its_characters(size: int) 
     format = REASONING_FORMATS["kimi"]
     text = f"{format.start}hm{format.end}yes".encode()
     tokens = [text[at : at + size] for at in range(0, len(text), size)]
-    counter = counter_of(tokens, format.start, format.end)
+    counter = _counter_of(tokens, format.start, format.end)
     counter.add(range(len(tokens)))
     assert counter.num == -(-len(f"{format.start}hm{format.end}".encode()) // size) and counter.opening is CLOSED

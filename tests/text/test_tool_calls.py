@@ -264,8 +264,8 @@ def test_arguments_stream_before_their_call_ends() -> None:
     assert reader.feed('n"]}}\n</tool_call>') == [Arguments(0, '\\n"]}')]
 
 
-FORMATS = [ARRAY, *CALL_FORMATS.values()]
-MARKS = {m for f in FORMATS for m in (f.marker, f.bare, f.bracket, f.opener, f.separator, *f.fillers, f.closer) if m}
+_FORMATS = [ARRAY, *CALL_FORMATS.values()]
+MARKS = {m for f in _FORMATS for m in (f.marker, f.bare, f.bracket, f.opener, f.separator, *f.fillers, f.closer) if m}
 INSIDE = ["add", "(", ")", "a=1", "[ARGS]", "{}", "<arg_key>a</arg_key>", "<arg_value>", "</arg_value>", "\n", '"', ">"]
 MORE = [
     "<parameter=a>", "</parameter>", "</function>", "<｜tool▁sep｜>", "functions.add:0", "<|tool_call_argument_begin|>",
@@ -273,7 +273,7 @@ MORE = [
 
 
 @given(
-    st.sampled_from(FORMATS),
+    st.sampled_from(_FORMATS),
     st.lists(st.text(max_size=8) | st.sampled_from([*sorted(MARKS), *INSIDE, *MORE, CALL, OTHER]), max_size=12),
     st.randoms(use_true_random=False),
 )
