@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import pytest
 import tokenizers
@@ -27,7 +28,7 @@ def byte_level() -> Tokenizer:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     letters = pre_tokenizers.ByteLevel.alphabet()
-    args = {"vocab_size": 330, "initial_alphabet": letters, "special_tokens": ["<|end|>"], "show_progress": False}
+    args: Any = {"vocab_size": 330, "initial_alphabet": letters, "special_tokens": ["<|end|>"], "show_progress": False}
     trainer = trainers.BpeTrainer(**args)
     backend.train_from_iterator(CORPUS * 3, trainer)
     return Tokenizer(backend)
