@@ -279,4 +279,4 @@ async def test_a_block_holds_requests_in_every_process_and_all_end_with_their_pa
         assert (await f.call("POST", "/continue_generation", {}))[0] == 200
         assert [(await ask)[0] for ask in held] == [200] * 6
         os.kill(f.process.pid, signal.SIGKILL)
-        await until(lambda: gone(f.children))
+        await until(lambda: not any(map(lives, f.children)))
