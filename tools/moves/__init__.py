@@ -1,0 +1,1 @@
+"""Moves, merges and renames of files and names, by a table."""
